@@ -34,7 +34,7 @@ import kernel_classes
 import timing
 import torch
 from evidence import doc_tables, rivals
-from hotcore.torch import functional
+from hotcore.torch.ops import linear
 from layers import (
     CPU_GROUPS,
     CUDA_GROUPS,
@@ -474,7 +474,7 @@ def inside_us(call: Call, device: str) -> Row:
     ``call`` runs one. What autograd itself does before and after, in plain torch too, is left out;
     "whole_ms" is the median with it, of the same bursts.
     """
-    layer = functional._HotLinear
+    layer = linear.Linear
     backward, spent = layer.backward, 0.0
 
     def timed(ctx: Any, gy: torch.Tensor | None) -> Any:

@@ -64,11 +64,12 @@ napoleon_numpy_docstring = False
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|fnmatch|lightning|numpy|pathlib|torch|transformers|typing)(\..*)?"),
+    (r"py:.*", r"(axolotl|flax|pydantic|torchao|torchtitan)\..*"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
     (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
     (r"py:class", r"hotcore\.torch\.frozen\.(FrozenModule|ReadOnly)"),
-    (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|input_cache|saved\.convert_saved)"),
+    (r"py:(func|mod)", r"hotcore\.torch\.(gains|ops(\.\w+)*|saved\.convert_saved)"),
     (
         r"py:(attr|data|func|meth)",
         r"ACCURACY|HEAD_NAMES|KINDS|MIN_FEATURES|backward_bops|from_plain|model",
@@ -76,16 +77,24 @@ nitpick_ignore_regex = [
 ]
 
 # The callbacks' libraries: stand-ins, so that the site needs neither of them and builds in seconds.
-autodoc_mock_imports = ["transformers", "lightning"]
+autodoc_mock_imports = [
+    "transformers",
+    "lightning",
+    "torchao",
+    "torchtitan",
+    "axolotl",
+    "pydantic",
+    "flax",
+]
 try:
     import hotcore.jax  # noqa: F401
 except ImportError:  # no JAX, or no handlers: its docstrings are there all the same
     for gone in [name for name in sys.modules if name.startswith("hotcore.jax")]:
         del sys.modules[gone]
-    with mock(["jax", "hotcore._jax_ffi"]):
+    with mock(["jax", "flax", "hotcore._jax_ffi"]):
         stand_in: Any = importlib.import_module("jax")
         stand_in.__version_info__ = (sys.maxsize,)
-        importlib.import_module("hotcore.jax")
+        importlib.import_module("hotcore.jax.flax")
 
 
 # Napoleon takes the words before a colon in an attribute's docstring for its type. They are not.

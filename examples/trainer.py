@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hotcore.torch as hot
 import torch
-from hotcore.integrations.transformers import HotCallback
+from hotcore.integrations.transformers import HotCallback, HotQuantizationConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,15 +38,16 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(p.read_bytes() for p in ([options.text] if options.text else library))
     torch.manual_seed(0)
-    if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model)
+    config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+    if options.model:  # converted where it is loaded; checkpoints say so, too
+        wanted = HotQuantizationConfig(config)
+        model = AutoModelForCausalLM.from_pretrained(options.model, quantization_config=wanted)
         tokens = AutoTokenizer.from_pretrained(options.model)(text.decode(errors="replace"))
         tokens = tokens["input_ids"]
     else:
         model, tokens = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), text
-    model.train()
-    config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-    print(hot.convert(model, config).hot_report)
+        model.train()
+        print(hot.convert(model, config).hot_report)
     rows = [list(tokens[i : i + 128]) for i in range(0, len(tokens) - 128, 128)]
     settings = TrainingArguments(
         options.out,

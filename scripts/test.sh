@@ -112,6 +112,7 @@ else
   # hotcore.jax: JAX, and the headers that its part of the package is built from.
   (hot_env_install jax jax==0.10.2 && "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/fetch_xla_ffi.py" >&2) ||
     hot_env_say "no JAX: the tests of hotcore.jax are skipped"
+  (hot_env_install flax jax==0.10.2 flax==0.12.8) || hot_env_say "no flax: the tests of hotcore.jax.flax are skipped"
 fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----

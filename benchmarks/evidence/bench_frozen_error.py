@@ -27,7 +27,7 @@ import timing
 import torch
 from evidence.bench_forward_error import normal, student, token_sizes, with_outliers
 from evidence.small_tasks import load_task, training, use_threads
-from hotcore.torch import ops
+from hotcore.torch.ops.codes import Frozen, dequantize, quantize_forward_weight
 from torch import Generator, Tensor
 from train_lib.models import SmallGPT
 
@@ -47,10 +47,10 @@ GRADIENTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def frozen(w: Tensor, dtype: torch.dtype = torch.bfloat16) -> ops.Frozen:
+def frozen(w: Tensor, dtype: torch.dtype = torch.bfloat16) -> Frozen:
     """The codes of a weight that is kept in ``dtype``."""
-    codes = ops.quantize_forward_weight(w, CONFIG)
-    return ops.Frozen(codes, CONFIG.forward_block, *w.shape, dtype)
+    codes = quantize_forward_weight(w, CONFIG)
+    return Frozen(codes, CONFIG.forward_block, *w.shape, dtype)
 
 
 def ways(w: Tensor) -> dict[str, Callable[[Tensor, int], Tensor]]:
@@ -72,9 +72,9 @@ def ways(w: Tensor) -> dict[str, Callable[[Tensor, int], Tensor]]:
     return {
         "weight": lambda gy, key: backward(gy, w, key),
         "two copies": lambda gy, key: backward(gy, copy, key),
-        "dequantised": lambda gy, key: backward(gy, ops.dequantize(codes), key),
+        "dequantised": lambda gy, key: backward(gy, dequantize(codes), key),
         "folded": folded,
-        "bf16": lambda gy, key: (gy.bfloat16() @ ops.dequantize(codes)).float(),
+        "bf16": lambda gy, key: (gy.bfloat16() @ dequantize(codes)).float(),
     }
 
 
@@ -107,7 +107,7 @@ def trained(steps: int, seed: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def errors_of(w: Tensor, gy: Tensor, key: int) -> dict[str, dict[str, float]]:
     """Way -> its error beside the gradient with w, and with the weight that the codes stand for."""
-    kept = ops.dequantize(frozen(w, torch.float32))
+    kept = dequantize(frozen(w, torch.float32))
     exact, own = (gy.double() @ matrix.double() for matrix in (w, kept))
     found = {}
     for name, way in ways(w).items():

@@ -270,6 +270,28 @@ ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, B
   });
 }
 
+// An empty bias means that there is none.
+template <class Where>
+ffi::Error forward_linear(Where where, ffi::Dictionary attributes, Buffer x, Buffer w, Buffer bias,
+                          Output y, Output scratch) {
+  return guarded([&] {
+    const hot::Context context = where.context();
+    const hot::Device device = context.device();
+    hot::ForwardLinearSpec spec;
+    spec.hadamard_block = static_cast<int>(attribute<std::int64_t>(attributes, "forward_block"));
+    const auto xv = view<hot::ConstTensorView>(x, device, "x");
+    const auto wv = view<hot::ConstTensorView>(w, device, "w");
+    hot::ConstTensorView bv;
+    if (bias.element_count() != 0) bv = view<hot::ConstTensorView>(bias, device, "b");
+    const auto yv = wanted(y, device, "y");
+    if (!yv) return;
+    const hot::LinearShape shape{xv.shape[0], wv.shape[0], xv.shape[1]};
+    const Scratch own(context, {},
+                      [&] { return hot::forward_linear_workspace(context, shape, spec, false); });
+    hot::forward_linear(context, xv, wv, bv, spec, *yv, workspace_of(own, scratch));
+  });
+}
+
 // A function's parameters, in order, are what XLA passes.
 template <auto function>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
@@ -288,6 +310,7 @@ nb::dict handlers() {
   nb::dict out;
   out["compress_activation"] = capsule(&handler<&compress_activation<Where>>);
   out["backward_linear"] = capsule(&handler<&backward_linear<Where>>);
+  out["forward_linear"] = capsule(&handler<&forward_linear<Where>>);
   return out;
 }
 

@@ -92,6 +92,22 @@ def test_bits_of_hotcore(jax: Any, hot: Any, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.asarray(gw), wanted.gw)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("block", [1, 64, 256])
+def test_8_bit_forward(
+    jax: Any, hot: Any, block: int, dtype: str, rng: np.random.Generator
+) -> None:
+    config = hotcore.HotConfig(forward="int8", forward_block=block)
+    product = jax.jit(functools.partial(hot.linear, key=key_of(jax, SEED), config=config))
+    for sizes in ((130, 48, 64), (4096, 512, 768), (1, 16, 16)):
+        _, *arrays = (jax.numpy.asarray(array, dtype) for array in layer(rng, *sizes))
+        got, wanted = (
+            np.asarray(product(*(jax.device_put(array, device) for array in arrays)), np.float32)
+            for device in (jax.devices("cuda")[0], jax.devices("cpu")[0])
+        )
+        np.testing.assert_array_equal(got, wanted, f"{sizes}")
+
+
 def test_steps_draw_anew_and_none_waits(jax: Any, hot: Any, rng: np.random.Generator) -> None:
     """Many layers in flight: seeds are read where they are, when the kernels run."""
     gy, x, w, b = (jax.device_put(array) for array in layer(rng, 512, 256, 256))

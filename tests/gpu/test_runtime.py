@@ -282,13 +282,13 @@ def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
 def noted_seeds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The seeds that layers draw from now on; those of a graph hold a new number a replay."""
     seeds: list[torch.Tensor] = []
-    seed_for = hot.ops.seed_for
+    seed_for = hot.ops.core.seed_for
 
     def noted(x: torch.Tensor) -> torch.Tensor:
         seeds.append(seed_for(x))
         return seeds[-1]
 
-    monkeypatch.setattr(hot.ops, "seed_for", noted)
+    monkeypatch.setattr(hot.ops.core, "seed_for", noted)
     return seeds
 
 

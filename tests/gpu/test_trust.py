@@ -35,7 +35,7 @@ import hotcore  # noqa: E402  (hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
 import torch_load  # noqa: E402
 from hotcore import _core  # noqa: E402
-from hotcore.torch import input_cache  # noqa: E402
+from hotcore.torch.ops import sharing  # noqa: E402
 from support import output_of  # noqa: E402
 from support_gpu import layer, same_bits, whole_backward  # noqa: E402
 
@@ -165,7 +165,7 @@ class Trained:
     def check(self, where: str) -> None:
         """Nothing of the failed step is left, and the next one has the bits of another process."""
         assert self.faults.same(self.state(), self.before), where
-        assert input_cache.current().entry is None, where
+        assert sharing.current().entry is None, where
         self.seed()
         self.step(2)
         assert self.faults.same(self.state(), self.expected), where

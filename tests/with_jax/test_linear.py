@@ -80,15 +80,18 @@ def test_bits_of_hotcore(rng: np.random.Generator, recipe: Any, leading: tuple[i
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_bits_of_torch(rng: np.random.Generator, recipe: str, dtype: str) -> None:
-    from hotcore.torch import ops
+    from hotcore.torch.ops.codes import compress_activation
+    from hotcore.torch.ops.core import handle_of
+    from hotcore.torch.ops.linear import gradients as gradients_of_torch
 
     arrays = layer(rng, 130)
     *found, _ = gradients(*(jnp.asarray(a, dtype) for a in arrays), key_of(SEED), recipe)
     gy, x, w, b = (torch.from_numpy(a).to(getattr(torch, dtype)) for a in arrays)
     text, seed = hotcore.HotConfig.recipe(recipe).json, torch.tensor(SEED)
-    saved = ops.compress_activation(x, seed, text)
+    saved = compress_activation(x, seed, handle_of(text))
     # As a layer's autograd calls it: x, w and b have one dtype here.
-    wanted = ops.backward_linear(gy, w, saved, seed, seed, text, x.shape, *[x.dtype] * 3)
+    call = (gy, w, saved, seed, seed, handle_of(text), x.shape, [x.dtype] * 3)
+    wanted = gradients_of_torch(*call)
     for name, got, expected in zip(("gx", "gw", "gb"), found, wanted, strict=True):
         assert got.dtype == dtype
         equal_bits(numpy_of(got), expected.float().numpy().astype(numpy_of(got).dtype), name)
@@ -149,6 +152,52 @@ def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> 
     equal_bits(np.asarray(got), np.asarray(gradients(*arrays, key_of(SEED))[1]), "64 bits")
     other = gradients(*arrays, key_of(8))
     assert not np.array_equal(other[0], wanted[0]) and not np.array_equal(other[1], wanted[1])
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_implementations(rng: np.random.Generator, impl: str) -> None:
+    """They stand for 64 bits that they draw; typed keys and their words are one key."""
+    arrays = layer(rng, 50)
+    key = jax.random.key(7, impl=impl)
+    low, high = (int(word) for word in jax.random.bits(key, (2,), np.uint32))
+    wanted = gradients(*arrays, key_of(high << 32 | low))
+    for same in (key, jax.random.key_data(key), np.asarray(jax.random.key_data(key))):
+        for got, expected in zip(gradients(*arrays, same), wanted, strict=True):
+            equal_bits(np.asarray(got), np.asarray(expected), impl)
+    other = gradients(*arrays, jax.random.fold_in(key, 1))
+    assert not np.array_equal(other[1], wanted[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("block", [1, 16, 64, 256])
+def test_8_bit_forward(rng: np.random.Generator, dtype: Any, block: int) -> None:
+    """The bits of hotcore.forward_linear; gradients are those of the plain forward."""
+    gy, *arrays = layer(rng, 3, 50, outs=40, ins=72)
+    x, w, b = (jnp.asarray(array, dtype) for array in arrays)
+    config = hotcore.HotConfig(forward="int8", forward_block=block)
+    for bias in (b, None):
+        y = jax.jit(functools.partial(hot.linear, config=config))(x, w, bias, key=key_of(3))
+        wide = [None if v is None else np.asarray(v, np.float32) for v in (x, w, bias)]
+        wanted = jnp.asarray(hotcore.forward_linear(*wide, config=config)).astype(dtype)
+        assert y.dtype == dtype and y.shape == (3, 50, 40)
+        equal_bits(numpy_of(y), numpy_of(wanted), "y")
+    *found, _ = gradients(gy, x, w, b, key_of(3), config)
+    *plain, _ = gradients(gy, x, w, b, key_of(3))
+    for got, expected in zip(found, plain, strict=True):
+        equal_bits(numpy_of(got), numpy_of(expected))
+
+
+def test_8_bit_forward_under_transformations(rng: np.random.Generator) -> None:
+    _, x, w, b = layer(rng, 4, 24)
+    config = hotcore.HotConfig(forward="int8")
+    one = functools.partial(hot.linear, w=w, b=b, key=key_of(3), config=config)
+    mapped = jax.vmap(one)(x)
+    for i in range(4):
+        equal_bits(np.asarray(mapped[i]), np.asarray(one(x[i])))
+    equal_bits(np.asarray(one(x)), np.asarray(mapped))  # a scale for each token
+    assert one(x[:0]).shape == (0, 24, 40) and one(x[0, 0]).shape == (40,)
+    scanned = jax.lax.scan(lambda carry, row: (carry, jax.checkpoint(one)(row)), 0, x)[1]
+    equal_bits(np.asarray(scanned), np.asarray(mapped))
 
 
 def test_a_key_is_an_operand(rng: np.random.Generator) -> None:
@@ -289,6 +338,13 @@ def test_a_program_for_cuda_has_scratch(
     assert scratch() == needed > 0
     for got, expected in zip(gradients(*arrays, key_of(3)), wanted, strict=True):
         equal_bits(np.asarray(got), np.asarray(expected))
+    config = hotcore.HotConfig(forward="int8")
+    product = jax.jit(functools.partial(hot.linear, key=key_of(3), config=config))
+    text = product.trace(*arrays[1:]).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = [line for line in text.splitlines() if "@hotcore_forward_linear" in line]
+    sizes = (30, 40, 48, config.forward_spec, False, False)
+    needed = calls._core.forward_linear_workspace(context, *sizes)
+    assert int(re.findall(r"tensor<(\d+)xui8>", line)[-1]) == needed > 0
 
 
 def test_threads_and_instruction_sets(rng: np.random.Generator) -> None:
@@ -378,12 +434,6 @@ KEY = np.uint32(1)
         ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
         ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
         ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
-        (
-            (X, W),
-            {"config": hotcore.HotConfig(forward="int8")},
-            NotImplementedError,
-            "forward = 'int",
-        ),
         ((X, W), {"config": 8}, TypeError, "config: expected a HotConfig"),
     ],
 )
@@ -394,10 +444,10 @@ def test_wrong_arguments_are_named(
         hot.linear(*arguments, **{"key": KEY, **options})
 
 
-def test_other_random_keys_are_refused() -> None:
-    for key in (jax.random.key(1, impl="rbg"), jax.random.split(jax.random.key(1), 3)):
-        with pytest.raises(ValueError, match="key: uint32"):
-            hot.linear(X, W, key=key)
+def test_several_random_keys_are_refused() -> None:
+    for impl in ("threefry2x32", "rbg"):
+        with pytest.raises(ValueError, match=r"key: key<\w+> \(3,\)"):
+            hot.linear(X, W, key=jax.random.split(jax.random.key(1, impl=impl), 3))
 
 
 def test_double_precision_is_refused() -> None:

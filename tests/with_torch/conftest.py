@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import _compat, ops  # noqa: E402  (after the skip)
+from hotcore.torch import _compat  # noqa: E402  (after the skip)
+from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 
 
 @pytest.fixture
@@ -40,11 +41,11 @@ def public_names() -> Iterator[None]:
 def one_seed_an_x(monkeypatch: pytest.MonkeyPatch, unshared: None) -> None:
     """Layers with the same x draw one seed and round g_y with it, as in compiled graphs."""
     drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
-    seed_for = ops.seed_for
+    seed_for = core.seed_for
 
     def found(x: torch.Tensor) -> torch.Tensor:
         if not drawn or drawn[0][0] is not x:
             drawn[:] = [(x, seed_for(x))]
         return drawn[0][1]
 
-    monkeypatch.setattr(ops, "seed_for", found)
+    monkeypatch.setattr(core, "seed_for", found)

@@ -16,7 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import accumulation, ops  # noqa: E402  (after the skip)
+from hotcore.torch import accumulation  # noqa: E402  (after the skip)
+from hotcore.torch.ops import linear  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
@@ -57,14 +58,14 @@ def equal(ours: Any, theirs: Any) -> None:
 def in_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each product that added to a ``.grad``."""
     seen: list[int] = []
-    original = ops.backward
+    original = linear.backward
 
     def backward(*arguments: Any) -> None:
         if len(arguments) > 7 and arguments[7]:
             seen.append(1)
         original(*arguments)
 
-    monkeypatch.setattr(ops, "backward", backward)
+    monkeypatch.setattr(linear, "backward", backward)
     return seen
 
 

@@ -1,11 +1,13 @@
-"""Base layers of bitsandbytes: Linear8bitLt is converted, Linear4bit stays plain and says why."""
+"""Base layers of bitsandbytes: Linear8bitLt is converted, Linear4bit where a filter says so."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 
 import pytest
 from support import cosine, without_broken_torchvision
@@ -27,11 +29,18 @@ def linear8(ins: int = 128, outs: int = 192, bias: bool = True) -> nn.Module:
     return layer.to("cpu")  # quantised by this
 
 
+def linear4(ins: int = 128, outs: int = 192, bias: bool = True, **options) -> nn.Module:
+    options = {"compute_dtype": torch.float32, **options}
+    layer = bnb.nn.Linear4bit(ins, outs, bias=bias, **options)
+    layer.weight.data.normal_(0, 0.05)
+    return layer.to("cpu")
+
+
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., nn.Module] = linear8) -> None:
         super().__init__()
         self.first = nn.Linear(64, 128)
-        self.up, self.down = linear8(), linear8(192, 128)
+        self.up, self.down = make(), make(192, 128)
         self.head = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,10 +76,11 @@ def test_convert_and_revert() -> None:
     assert len(hot.convert(layers, device="cuda").hot_report.converted) == 2
 
 
+@pytest.mark.parametrize("make", [linear8, linear4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradient(dtype: torch.dtype) -> None:
+def test_gradient(dtype: torch.dtype, make: Callable[..., nn.Module]) -> None:
     """The forward pass is bitsandbytes' to the bit; g_x is the product with its weight, rounded."""
-    layer = linear8()
+    layer = make()
     layer.bias.requires_grad_(True)
     x, gy = torch.randn(2, 40, 128, dtype=dtype), torch.randn(2, 40, 192, dtype=dtype)
     plain, exact = gx_of(layer, x, gy)
@@ -130,8 +140,28 @@ def test_eval_no_grad_and_compile() -> None:
         model.up(torch.randn(16, 5, requires_grad=True))
 
 
+@pytest.mark.parametrize("options", [{"quant_type": "nf4"}, {"quant_type": "fp4"},
+    {"compress_statistics": False}, {"compute_dtype": torch.bfloat16}], ids=str)  # fmt: skip
+def test_4bit(options: dict) -> None:
+    """A filter converts it; its state stays, and revert gives bitsandbytes' own layer."""
+    model = Model(functools.partial(linear4, **options))
+    plain, state = copy.deepcopy(model), set(model.state_dict())
+    hot.convert(model, filter_fn=lambda module, name: name in ("up", "down"))
+    assert type(model.up).__name__ == type(model.down).__name__ == "HotLinear4bit"
+    assert isinstance(model.up, bnb.nn.Linear4bit) and set(model.state_dict()) == state
+    x = torch.randn(64, 64)
+    a, b = model(x), plain(x)
+    assert torch.equal(a, b)
+    a.sum().backward()
+    b.sum().backward()
+    ours, exact = model.first.weight.grad, plain.first.weight.grad
+    assert 0.99 < cosine(ours.numpy(), exact.numpy()) < 1
+    hot.revert(model)
+    assert type(model.up) is bnb.nn.Linear4bit and torch.equal(model(x), plain(x))
+
+
 def test_what_stays_plain() -> None:
-    four = bnb.nn.Linear4bit(128, 128, quant_type="nf4").to("cpu")
+    four = linear4(128, 128)
     trained = bnb.nn.Linear8bitLt(128, 128, has_fp16_weights=True)
     model = hot.convert(nn.ModuleList([four, trained, linear8()]))
     report = model.hot_report
@@ -148,21 +178,26 @@ def test_what_stays_plain() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("make", [linear8, linear4])
 @pytest.mark.parametrize("first", ["peft", "hot"])
-def test_lora(first: str) -> None:
+def test_lora(first: str, make: Callable[..., nn.Module]) -> None:
     with without_broken_torchvision(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft = pytest.importorskip("peft")
-    model = Model()
+    model = Model(make)
     x = torch.randn(32, 64)
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        return name.split(".")[-1] in ("up", "down", "base_layer")
+
     lora = peft.LoraConfig(r=4, target_modules=["up", "down"])
     if first == "hot":
-        hot.convert(model)
+        hot.convert(model, filter_fn=chosen)
     model = peft.get_peft_model(model, lora)
     if first == "peft":
-        hot.convert(model)
+        hot.convert(model, filter_fn=chosen)
     base = model.base_model.model.up.base_layer
-    assert type(base).__name__ == "HotLinear8bitLt"
+    assert type(base).__name__ == f"Hot{type(make()).__name__}"
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
     losses = []
     for _ in range(15):

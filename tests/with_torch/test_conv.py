@@ -12,8 +12,8 @@ from support import nbytes, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch import conv, ops  # noqa: E402
 from hotcore.torch.modules import is_pointwise  # noqa: E402
+from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -98,10 +98,10 @@ def test_torch_s_backward_of_the_restored_x(mode: str, groups: int, dtype: torch
         gy = torch.randn_like(y)
         gx, gw, gb = torch.autograd.grad(y, (x, *module.parameters()), gy)
         torch.manual_seed(4)
-        key = hotcore.Key(0, int(ops.seed_for(x)))
+        key = hotcore.Key(0, int(core.seed_for(x)))
         rows = x.detach().permute(0, 2, 3, 1).reshape(-1, 16)
-        saved = ops.compress(rows, module.config, key)
-        back = ops.decompress(saved, 3 * 9 * 10, 16, module.config, key, dtype)
+        saved = codes.compress(rows, module.config, key)
+        back = codes.decompress(saved, 3 * 9 * 10, 16, module.config, key, dtype)
         back = back.view(3, 9, 10, 16).permute(0, 3, 1, 2)
         restored = (back if x_last else back.contiguous()).requires_grad_()
         exact = torch.autograd.grad(plain(x), x, gy)[0]
@@ -190,16 +190,16 @@ def test_pixels_come_back() -> None:
     tokens = x.permute(0, 2, 3, 1).reshape(-1, 5)
     for storage, step in (("int4", 7), ("int8", 127)):
         config = HotConfig(storage=storage)
-        saved = ops.compress(tokens, config, hotcore.Key(3))
-        exact = ops.decompress(saved, 198, 5, config, hotcore.Key(3), torch.float32)
+        saved = codes.compress(tokens, config, hotcore.Key(3))
+        exact = codes.decompress(saved, 198, 5, config, hotcore.Key(3), torch.float32)
         assert exact.shape == (198, 5)
         assert ((exact - tokens).abs() <= tokens.abs().amax(0) * 1.01 / step).all()
         for dtype in DTYPES:
-            back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), dtype)
+            back = codes.decompress(saved, 198, 5, config, hotcore.Key(3), dtype)
             assert torch.equal(back, exact.to(dtype))
     config = HotConfig.recipe("compact")
-    saved = ops.compress(tokens, config, hotcore.Key(3))
-    back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), torch.float32)
+    saved = codes.compress(tokens, config, hotcore.Key(3))
+    back = codes.decompress(saved, 198, 5, config, hotcore.Key(3), torch.float32)
     assert (back - tokens).norm() < 0.5 * tokens.norm()
 
 
@@ -319,10 +319,10 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
         call = (x, config, *window)
         torch.library.opcheck(torch.ops.hotcore.compress_pixels_seeded, call, test_utils=drawn)
-        for codes in (False, True):
-            call = (x, x.bfloat16(), config, codes, *window)
+        for keep in (False, True):
+            call = (x, x.bfloat16(), config, keep, *window)
             torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
-        saved = conv.compress_pixels(x, seed, config, *window)
+        saved = conv._compress_pixels(x, seed, config, *window)
         for bias, kept in ((None, saved), (torch.randn(16), None)):
             call = (x, weight, bias, kept, seed, config, *window)
             torch.library.opcheck(torch.ops.hotcore.conv2d, call)
@@ -354,9 +354,9 @@ def test_cuda_equals_cpu(recipe: str, dtype: torch.dtype, kernel: int) -> None:
         for channels_last in (False, True):
             fmt = torch.channels_last if channels_last else torch.contiguous_format
             inputs = [t.to(device).contiguous(memory_format=fmt) for t in (x, weight, gy)]
-            saved = conv.compress_pixels(inputs[0], seed, config, *window)
+            saved = conv._compress_pixels(inputs[0], seed, config, *window)
             call = (inputs[2], inputs[1], saved, None, seed, config, x.shape, channels_last, False)
-            gx, gw, _ = conv.backward_conv2d(*call, *window, dtype, dtype, dtype)
+            gx, gw, _ = conv._backward_conv2d(*call, *window, dtype, dtype, dtype)
             results.append((saved.cpu(), gx.cpu(), gw.cpu()))
     for other in results[1:]:
         assert torch.equal(results[0][0], other[0])

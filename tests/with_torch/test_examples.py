@@ -157,6 +157,18 @@ def test_trainer(
     measured = history[0]
     assert 0 < measured["hot/noise_gx/all"] < measured["hot/noise_gw/all"] < 0.1
     assert "10 of 15 layers run HOT" in capsys.readouterr().out
+    # A folder with a model and its tokenizer, converted by from_pretrained.
+    import tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+    tokens = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, **tokens)).save_pretrained(tmp_path / "llama")
+    letters = tokenizers.models.BPE({chr(i): i for i in range(128)}, [])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(letters))
+    tokenizer.save_pretrained(tmp_path / "llama")
+    history = main("trainer", *options, "--steps", "3", "--model", str(tmp_path / "llama"))
+    assert any("hot/noise_gx/all" in e for e in history)
 
 
 @pytest.mark.filterwarnings("ignore")

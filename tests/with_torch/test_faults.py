@@ -27,7 +27,8 @@ import torch
 import torch_load
 from hotcore import _core
 from hotcore.config import RECIPES
-from hotcore.torch import accumulation, input_cache, ops
+from hotcore.torch import accumulation
+from hotcore.torch.ops import core, sharing
 from hotcore.torch.saved import convert_saved
 from support import GOLDEN, isas, output_of, running, saved_tensors
 from torch import nn
@@ -202,7 +203,7 @@ def test_a_step_that_fails_anywhere(
         places.append(faults.where)
         # Nothing of the step is left: model, optimizer, shared x, accumulation.
         assert same(state(model, optimizer), before), faults.where
-        assert input_cache.current().entry is None, faults.where
+        assert sharing.current().entry is None, faults.where
         assert accumulation.current() is None and accumulation.open_contexts() == 0, faults.where
         # With the generator restored, the next step is as if nothing had failed.
         torch.set_rng_state(seed)
@@ -251,7 +252,7 @@ def test_one_hash(recipe: str, backend: str) -> None:
     finally:
         torch.set_num_threads(before)
     torch.manual_seed(11)
-    assert int(ops.seed_for(x)) == expected["seed"]
+    assert int(core.seed_for(x)) == expected["seed"]
 
 
 def test_a_micro_batch_that_fails(faults: Faults, seeded: None) -> None:

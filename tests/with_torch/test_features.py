@@ -19,8 +19,9 @@ from support import cosine, nbytes, saved_tensors, strided, without_broken_torch
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import ops, saved  # noqa: E402  (after the skip)
+from hotcore.torch import saved  # noqa: E402  (after the skip)
 from hotcore.torch.attention import HotMultiheadAttention  # noqa: E402
+from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
@@ -250,7 +251,7 @@ def test_number_of_threads_does_not_matter(kind: str) -> None:
     x, results = inputs(kind), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        assert ops.context_of(x.device).threads == threads
+        assert core.context_of(x.device).threads == threads
         results.append(step(module, x)[1:])
     assert same(results[1], results[0]) and same(results[2], results[0])
 

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
-from hotcore.torch import ops  # noqa: E402
+from hotcore.torch.ops import linear  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -63,13 +63,13 @@ def compiled_afresh() -> None:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each 8-bit product: the values of w."""
     seen: list[int] = []
-    original = ops.forward
+    original = linear.int8_linear
 
     def noted(x: Any, weight: Any, bias: Any, config: Any, codes: Any = None) -> torch.Tensor:
         seen.append(weight.numel())
         return original(x, weight, bias, config, codes)
 
-    monkeypatch.setattr(ops, "forward", noted)
+    monkeypatch.setattr(linear, "int8_linear", noted)
     return seen
 
 

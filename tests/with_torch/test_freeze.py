@@ -24,8 +24,9 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
-from hotcore.torch import _compat, ops  # noqa: E402
+from hotcore.torch import _compat  # noqa: E402
 from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
+from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -115,7 +116,7 @@ def test_dequantised_weight(shape: tuple[int, int], block: int, dtype: torch.dty
 def test_large_weights_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = frozen()
     whole = model.up.weight.dequantized()
-    monkeypatch.setattr(ops, "_CHUNK_VALUES", 7 * 128)
+    monkeypatch.setattr(codes_of_ops, "_CHUNK_VALUES", 7 * 128)
     assert torch.equal(model.up.weight.dequantized(), whole)
 
 

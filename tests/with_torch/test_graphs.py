@@ -16,7 +16,8 @@ from hotcore.config import RECIPES
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import input_cache, ops  # noqa: E402  (after the skip)
+from hotcore.torch import _compat  # noqa: E402  (after the skip)
+from hotcore.torch.ops import codes, core, sharing  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -26,14 +27,14 @@ pytestmark = pytest.mark.usefixtures("seeded")
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Keys have the addresses of their seeds, as on a device; the seeds that were drawn."""
     drawn: list[torch.Tensor] = []
-    seed_for = ops.seed_for
+    seed_for = core.seed_for
 
     def noted(x: torch.Tensor) -> torch.Tensor:
         drawn.append(seed_for(x))
         return drawn[-1]
 
-    monkeypatch.setattr(ops, "seed_for", noted)
-    monkeypatch.setattr(ops, "key_of", lambda seed: Key(0, counter=seed.data_ptr()))
+    monkeypatch.setattr(core, "seed_for", noted)
+    monkeypatch.setattr(core, "key_of", lambda seed: Key(0, counter=seed.data_ptr()))
     return drawn
 
 
@@ -52,14 +53,14 @@ def test_a_key_has_the_seed_for_an_offset() -> None:
     torch.manual_seed(5)
     wanted = Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
     for draw in (
-        ops.seed_for,
-        ops.draw_seed,
-        lambda x: ops.kept_of(x, x, HotConfig().json, True)[1],
+        core.seed_for,
+        codes.draw_seed,
+        lambda x: codes.kept_of(x, x, HotConfig().json, True)[1],
     ):
         torch.manual_seed(5)
         seed = draw(x)
         assert (seed.dtype, seed.shape, seed.device) == (torch.int64, (), x.device)
-        assert ops.key_of(seed) == wanted
+        assert core.key_of(seed) == wanted
 
 
 def test_a_capture_draws_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_a_capture_draws_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randint", noted)
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-        ops.seed_for(OnCuda())
+        core.seed_for(OnCuda())
     assert [device.type for device in asked] == ["cpu", "cuda"]
 
 
@@ -119,13 +120,13 @@ def test_a_replay_draws_anew(recipe: str, captured: list[torch.Tensor]) -> None:
 def test_convolutions_compress_once(recipe: str, kernel: int, captured: list[torch.Tensor],
                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     keys: list[Key] = []
-    compress = ops.compress
+    compress = codes.compress
 
     def noting(x: torch.Tensor, config: HotConfig, key: Key) -> torch.Tensor:
         keys.append(key)
         return compress(x, config, key)
 
-    monkeypatch.setattr(ops, "compress", noting)
+    monkeypatch.setattr(codes, "compress", noting)
     module = hot.HotConv2d(32, 16, kernel, padding=kernel // 2, config=recipe)
     x, gy = torch.randn(4, 32, 8, 8, requires_grad=True), torch.randn(4, 16, 8, 8)
     gradients(module, (x, module.weight), gy, 5)
@@ -166,19 +167,22 @@ def test_a_checkpoint_that_preserves_no_seed(recipe: str, captured: list[torch.T
     assert torch.equal(module.weight.grad, expected.gw)
 
 
-def test_captured_layers_share_no_x() -> None:
+def test_captured_layers_share_no_x(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a later capture would use codes that its own replays do not make."""
-    cache = input_cache.InputCache()
+    cache = sharing.Cache()
 
-    class Seed:
-        is_cpu = False
+    class OnCuda:
+        is_cuda, grad_fn, _base, _version = True, object(), None, 0
 
-    calls: list[torch.Tensor] = []
-    x = torch.randn(96, 64, requires_grad=True) * 1
-    for _ in range(2):
-        seed = Seed()
-        weight = torch.randn(4, 64)
-        make = lambda x, seed: calls.append(x) or x  # noqa: E731
-        made = cache.get_or_compress(x, x, weight, "key", make, x, seed)
-        assert made[1] is seed
-    assert len(calls) == 2
+        def get_device(self) -> int:
+            return 0
+
+        def data_ptr(self) -> int:
+            return 1
+
+    x: Any = OnCuda()
+    monkeypatch.setattr(core, "is_intercepted", lambda x: False)
+    monkeypatch.setattr(_compat, "current_stream", lambda index: 0)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        assert (cache.entry_of(x) is None) == capturing

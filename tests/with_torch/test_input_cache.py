@@ -16,7 +16,7 @@ from support import equal_bits
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import input_cache, ops  # noqa: E402  (after the skip)
+from hotcore.torch.ops import codes, core, sharing  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
@@ -92,14 +92,14 @@ def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
         "forward": "int8", "forward_block": 32, "forward_in_eval": True,
     }  # fmt: skip
     names = {field.name for field in dataclasses.fields(HotConfig)}
-    assert names == set(changes) | set(input_cache._FIELDS)
+    assert names == set(changes) | set(sharing._FIELDS)
     x = images()
     for recipe in RECIPES:
         base = HotConfig.recipe(recipe)
         for name, value in changes.items():
             needed = {"forward": "int8"} if name == "forward_in_eval" else {}
             other = dataclasses.replace(base, **needed, **{name: value})
-            assert input_cache.config_key(other) == input_cache.config_key(base)
+            assert sharing.config_key(other) == sharing.config_key(base)
             one, two = (
                 hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other)
             )
@@ -180,7 +180,9 @@ def test_another_x_a_changed_x_and_a_view() -> None:
     z = k(x)
     assert buffers(y, z) == 2
     seed = next(t for t in z.grad_fn.saved_tensors if t is not None and t.dtype == torch.int64)
-    assert torch.equal(kept(z)[0], ops.compress_activation(x, seed, k.config.json))
+    assert torch.equal(
+        kept(z)[0], codes.compress_activation(x, seed, core.handle_of(k.config.json))
+    )
 
 
 def fused_step(x: torch.Tensor) -> None:
@@ -313,9 +315,9 @@ def test_dispatch_modes_see_every_compression() -> None:
 
 def test_a_frozen_layer_compresses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.Size] = []
-    compress = ops.compress_activation
+    compress = codes.compress_activation
     monkeypatch.setattr(
-        ops, "compress_activation", lambda x, *rest: calls.append(x.shape) or compress(x, *rest)
+        codes, "compress_activation", lambda x, *rest: calls.append(x.shape) or compress(x, *rest)
     )
     frozen, q, k = layers()
     frozen.weight.requires_grad_(False)
@@ -364,7 +366,7 @@ def test_a_checkpoint_of_a_fixed_x_is_fresh_at_every_step(reentrant: bool) -> No
         q.weight.grad = None
         y.sum().backward()
         found.append(q.weight.grad)
-        assert input_cache.current().entry is None
+        assert sharing.current().entry is None
     assert not torch.equal(*found)
 
 
@@ -375,7 +377,7 @@ def test_a_forward_that_was_thrown_away_leaves_nothing() -> None:
     held = weakref.ref(kept(y)[0])
     assert held() is not None
     del y
-    assert held() is None and input_cache.current().entry is None
+    assert held() is None and sharing.current().entry is None
 
 
 def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
@@ -384,9 +386,9 @@ def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
     x = source * 1
     gone = weakref.ref(x)
     y = q(x)
-    assert input_cache.current().entry is not None
+    assert sharing.current().entry is not None
     del x
-    assert gone() is None and input_cache.current().entry is None
+    assert gone() is None and sharing.current().entry is None
     # Only the graph holds the bytes now.
     held = weakref.ref(kept(y)[0])
     assert held() is not None
@@ -403,12 +405,12 @@ def test_an_x_that_only_autograd_holds_is_still_the_same() -> None:
     y = q(x)
     del x
     gc.collect()
-    assert input_cache.current().entry is not None
+    assert sharing.current().entry is not None
     again = twice.grad_fn._saved_self
     assert buffers(y, k(again)) == 1
     del again, twice
     gc.collect()
-    assert input_cache.current().entry is None
+    assert sharing.current().entry is None
 
 
 def test_threads_have_entries_of_their_own() -> None:
@@ -457,8 +459,8 @@ def test_a_checkpoint_repeated_in_another_thread_is_fresh() -> None:
             y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False)
             other.submit(y.sum().backward).result()
             found.append(q.weight.grad)
-            assert other.submit(lambda: input_cache.current().entry).result() is None
-    assert input_cache.current().entry is None
+            assert other.submit(lambda: sharing.current().entry).result() is None
+    assert sharing.current().entry is None
     assert not torch.equal(*found)
 
 
@@ -518,12 +520,12 @@ def test_streams_and_captures_keep_their_own() -> None:
         assert buffers(y, other) == 2 and buffers(other, q(x)) == 1
     torch.cuda.current_stream().wait_stream(side)
     y = q(x)
-    entry = input_cache.current().entry
+    entry = sharing.current().entry
     assert entry is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = q(x), k(x)
-    assert input_cache.current().entry is entry
+    assert sharing.current().entry is entry
     assert buffers(y, *captured) == 3
 
 
@@ -538,5 +540,5 @@ def test_backward_on_cuda_ends_it() -> None:
             y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False) if wrapped else q(x)
             y.sum().backward()
             found.append(q.weight.grad)
-            assert input_cache.current().entry is None
+            assert sharing.current().entry is None
         assert not torch.equal(*found), wrapped

@@ -347,6 +347,30 @@ def lightning_trainer(pl: Any, path: Path, callback: Any, **options: Any) -> Any
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_fabric() -> None:
+    """Fabric's wrappers of the model and the optimizer, and its ``log_dict``."""
+    lightning()
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    logged: list[tuple[int, set[str]]] = []
+    fabric.log_dict = lambda scalars, step=None: logged.append((step, set(scalars)))
+    net = converted()
+    model, optimizer = fabric.setup(net, sgd(net))
+    before = [p.detach().clone() for p in net.parameters()]
+    with HotLoop(model, optimizer, accumulate=True, noise_every=2, log=fabric) as loop:
+        for step in batches(3):
+            for micro in step:
+                fabric.backward(model(**micro)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loop.steps == 3
+    assert [step for step, _ in logged] == [1, 3] and "hot/noise_gw/all" in logged[0][1]
+    assert no_trace(net)
+    assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_lightning(tmp_path: Path) -> None:
     pl = lightning()
     from hotcore.integrations.lightning import HotCallback

@@ -18,7 +18,7 @@ from support import TOKEN_STORAGES, equal_bits, nbytes, one_code, saved_tensors
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import ops  # noqa: E402
+from hotcore.torch.ops import codes, core  # noqa: E402
 from torch import nn  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -194,7 +194,7 @@ def test_device_without_backend() -> None:
     with pytest.raises(NotImplementedError, match="no CUDA backend"):
         hotcore.contexts.cuda(0, 0)
     with pytest.raises(NotImplementedError, match="no backend of hotcore for the device"):
-        ops.context_of(torch.device("mps"))
+        core.context_of(torch.device("mps"))
 
 
 # -------------------------------------------------------------------------------- torch.library ops
@@ -214,7 +214,7 @@ def test_opcheck_compress_activation() -> None:
 def test_opcheck_linear() -> None:
     for x, seed, config in examples():
         weight, bias = torch.randn(12, 20).to(x.dtype), torch.randn(12).to(x.dtype)
-        saved = ops.compress_activation(x, seed, config)
+        saved = codes.compress_activation(x, seed, core.handle_of(config))
         for b, kept in ((bias, saved), (None, None)):
             torch.library.opcheck(torch.ops.hotcore.linear, (x, weight, b, kept, seed, config))
             torch.library.opcheck(torch.ops.hotcore.product, (x, weight, b, kept, seed, config))
@@ -230,14 +230,14 @@ def test_opcheck_draw_seed() -> None:
     for recipe in ("default", "fast"):
         config = HotConfig.recipe(recipe).json
         torch.library.opcheck(torch.ops.hotcore.compress, (x, config), test_utils=tests)
-        for codes in (False, True):
-            call = (x, x.bfloat16(), config, codes)
+        for keep in (False, True):
+            call = (x, x.bfloat16(), config, keep)
             torch.library.opcheck(torch.ops.hotcore.kept_of, call, test_utils=tests)
 
 
 def test_opcheck_backward_linear() -> None:
     for x, seed, config in examples():
-        saved = ops.compress_activation(x, seed, config)
+        saved = codes.compress_activation(x, seed, core.handle_of(config))
         gy, weight = torch.randn(37, 12).to(x.dtype), torch.randn(12, 20).to(x.dtype)
         f = torch.float32
         for arguments in (
@@ -271,7 +271,9 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
         sample = config.token_grid[0] * config.token_grid[1] if config.token_grid else 1
         sample += config.prefix_tokens
         count = tokens // sample * sample
-        assert ops.saved_bytes(count, width, config) == saved_layout(count, width, config).bytes
+        size = saved_layout(count, width, config).bytes
+        assert codes.saved_bytes(count, width, config) == size
+        assert codes.symbolic_saved_bytes(count, width, config) == size
 
 
 class Attention(nn.Module):

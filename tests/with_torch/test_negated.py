@@ -16,7 +16,7 @@ from support import DEVICES
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import ops  # noqa: E402  (after the skip)
+from hotcore.torch.ops import codes, linear  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -202,17 +202,17 @@ def test_without_memory(
 ) -> None:
     x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
     settings = config(forward)
-    saved = ops.compress(x, settings, Key(0))
+    saved = codes.compress(x, settings, Key(0))
     keys = Key(0), Key(0)
     calls: list[Callable[[], Any]] = [
-        lambda: ops.compress(form(x), settings, Key(0)),
-        lambda: ops.forward(x, form(weight), None, settings),
-        lambda: ops.forward(form(x), weight, None, settings),
+        lambda: codes.compress(form(x), settings, Key(0)),
+        lambda: linear.int8_linear(x, form(weight), None, settings),
+        lambda: linear.int8_linear(form(x), weight, None, settings),
     ]
     for grad, matrix in ((form(gy), weight), (gy, form(weight))):
-        outputs = ops.new_gradients(gy, x.shape, (torch.float32, torch.float32, None))
+        outputs = linear.new_gradients(gy, x.shape, (torch.float32, torch.float32, None))
         arguments = (grad, matrix, saved, 64, settings, keys, outputs)
-        calls.append(functools.partial(ops.backward, *arguments))
+        calls.append(functools.partial(linear.backward, *arguments))
     for call in calls:
         with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=message):
             call()

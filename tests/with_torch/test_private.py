@@ -11,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import _compat, ops  # noqa: E402  (after the skip)
+from hotcore.torch import _compat  # noqa: E402  (after the skip)
+from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 
 PACKAGE = Path(hot.__file__).parent
 
@@ -30,7 +31,7 @@ def test_a_layer_without_private_names(autocast: bool) -> None:
     expected = gradients(autocast)
     with _compat.without_private_names():
         assert _compat.dispatch_modes() == 1
-        assert ops.is_intercepted(torch.randn(2))  # so operators go through the dispatcher
+        assert core.is_intercepted(torch.randn(2))  # so operators go through the dispatcher
         found = gradients(autocast)
     assert _compat.dispatch_modes() == 0
     for ours, theirs in zip(found, expected, strict=True):

@@ -17,7 +17,7 @@ from support import equal_bits
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402  (after the skip)
-from hotcore.torch import input_cache, ops  # noqa: E402  (after the skip)
+from hotcore.torch.ops import codes, core, sharing  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import (  # noqa: E402  (after the skip)
     checkpoint,
@@ -58,13 +58,13 @@ def same(y: torch.Tensor, wanted: torch.Tensor) -> bool:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry each time that an x is quantised: whether it is kept, too."""
     seen: list[bool] = []
-    original = ops.quantize_forward_input
+    original = codes.quantize_forward_input
 
     def noted(x: Any, config: HotConfig, key: Key | None = None) -> Any:
         seen.append(key is not None)
         return original(x, config, key)
 
-    monkeypatch.setattr(ops, "quantize_forward_input", noted)
+    monkeypatch.setattr(codes, "quantize_forward_input", noted)
     return seen
 
 
@@ -79,7 +79,7 @@ def test_one_call_for_layers_of_one_x_and_the_bits_of_many(recipe: str, made: li
     outputs = [part(x) for part in parts]
     assert made == [True]
     torch.manual_seed(5)
-    key = Key(0, int(torch.randint(ops.SEEDS, ())))
+    key = Key(0, int(torch.randint(core.SEEDS, ())))
     for part, y in zip(parts, outputs, strict=True):
         assert same(y, expected(x, part, config))
         (saved,) = (t for t in y.grad_fn.saved_tensors if t is not None and t.dtype == torch.uint8)
@@ -114,7 +114,7 @@ def drop_by_backward(x: torch.Tensor, y: torch.Tensor) -> None:
         (lambda x, y: x.detach().mul_(2), 1),
         (drop_by_backward, 1),
         (lambda x, y: layers(1)[0](activation()), 1),
-        (lambda x, y: input_cache.current().clear(), 1),
+        (lambda x, y: sharing.current().clear(), 1),
     ],
     ids=["nothing", "written", "backward", "another x", "cleared"],
 )
@@ -144,7 +144,7 @@ def test_a_leaf_is_not_shared(made: list[bool]) -> None:
     x = torch.randn(96, WIDTH)
     q, k = layers(2)
     q(x), k(x)
-    assert made == [True, True] and input_cache.current().quantized is None
+    assert made == [True, True] and sharing.current().entry is None
     for part in (q, k):
         part.weight.requires_grad_(False)
     leaf = x.requires_grad_()
@@ -157,18 +157,18 @@ def test_the_switch(made: list[bool]) -> None:
     with hot.share_inputs(False):
         for part in layers(3):
             assert same(part(x), expected(x, part, INT8))
-    assert made == [True] * 3 and input_cache.current().quantized is None
+    assert made == [True] * 3 and sharing.current().entry is None
 
 
 def test_the_codes_go_with_x() -> None:
     (q,) = layers(1)
     x = activation()
     y = q(x)
-    found = input_cache.current().quantized
-    assert found is not None
-    codes = weakref.ref(found.codes)
-    del found, x
-    assert codes() is None and input_cache.current().quantized is None
+    entry = sharing.current().entry
+    assert entry is not None and entry.quantized is not None
+    found = weakref.ref(entry.quantized[1])
+    del entry, x
+    assert found() is None and sharing.current().entry is None
     y.sum().backward()
 
 
@@ -193,7 +193,7 @@ def test_an_error_leaves_no_codes() -> None:
     (q,) = layers(1, int8("fast", token_grid=(7, 7)))
     with pytest.raises(ValueError, match="tokens"):
         q(x)
-    assert input_cache.current().quantized is None
+    assert sharing.current().entry is None
 
 
 # ------------------------------------------------------------------------------------ The compiler
@@ -280,4 +280,6 @@ def test_sizes_of_fakes() -> None:
     for tokens, width, block in ((0, 8, 64), (5, 0, 64), (7, 65, 16), (33, 100, 1), (2, 7, 256)):
         config = int8(forward_block=block)
         x = torch.randn(tokens, width)
-        assert ops.input_bytes(tokens, width, config) == ops.forward_input(x, config.json).numel()
+        size = codes.forward_input(x, config.json).numel()
+        assert codes.input_bytes(tokens, width, config) == size
+        assert codes.symbolic_input_bytes(tokens, width, config) == size

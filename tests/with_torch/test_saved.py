@@ -16,7 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import ops, saved  # noqa: E402
+from hotcore.torch import saved  # noqa: E402
+from hotcore.torch.ops import core  # noqa: E402
 from hotcore.torch.saved import blocks, codes, functions  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -808,8 +809,8 @@ def test_a_training_run_falls_as_the_plain_one(rng: np.random.Generator) -> None
 def test_seeds_are_drawn_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     # A checkpoint first runs a region without gradients: later draws must be the same.
     drawn = []
-    seed_for = ops.seed_for
-    monkeypatch.setattr(ops, "seed_for", lambda x: drawn.append(x) or seed_for(x))
+    seed_for = core.seed_for
+    monkeypatch.setattr(core, "seed_for", lambda x: drawn.append(x) or seed_for(x))
     model = nn.Sequential(nn.LayerNorm(128), nn.GELU())
     saved.convert_saved(model)
     x = torch.randn(4, 128)

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import ops  # noqa: E402  (after the skip)
+from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -196,4 +196,4 @@ def test_trace(make: Make) -> None:
         assert torch.equal(torch.jit.trace(module, x)(x), module(x))
     module.eval()
     assert torch.equal(torch.jit.trace(module, x)(x), module(x))
-    assert not ops.is_intercepted(x)
+    assert not core.is_intercepted(x)

@@ -11,7 +11,7 @@ from support import TOKEN_STORAGES, nbytes, one_code, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch import input_cache, ops  # noqa: E402
+from hotcore.torch.ops import codes, sharing  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_graphs import every  # noqa: E402
@@ -71,8 +71,8 @@ def test_however_it_is_run(
 def test_layers_with_one_x_share_its_codes(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where their blocks along the in features are the same."""
     compressed: list[int] = []
-    compress = ops.compress
-    monkeypatch.setattr(ops, "compress", lambda *a: compressed.append(1) or compress(*a))
+    compress = codes.compress
+    monkeypatch.setattr(codes, "compress", lambda *a: compressed.append(1) or compress(*a))
     for block, count in ((64, 2), (16, 3)):
         model = Block()
         hot.convert(model, one_code(storage), every)
@@ -82,7 +82,7 @@ def test_layers_with_one_x_share_its_codes(storage: str, monkeypatch: pytest.Mon
         model(x).sum().backward()
         assert len(compressed) == count
     same = one_code(storage, gx_rounding="stochastic")
-    assert input_cache.config_key(same) == input_cache.config_key(one_code(storage))
+    assert sharing.config_key(same) == sharing.config_key(one_code(storage))
 
 
 @pytest.mark.parametrize("storage", TOKEN_STORAGES)

@@ -2,7 +2,9 @@
 
 ``hotcore.integrations.transformers.HotCallback`` is for transformers' ``Trainer``,
 ``hotcore.integrations.lightning.HotCallback`` for Lightning's. With accelerate, Fabric and custom
-loops use :class:`HotLoop` itself. The package needs torch; the callbacks need their libraries.
+loops use :class:`HotLoop` itself. ``transformers``, ``torchao``, ``torchtitan`` and ``axolotl``
+here are switches in these libraries that convert a model. The package needs torch; the modules
+need their libraries.
 """
 
 from .loop import HotLoop, scalar_logger

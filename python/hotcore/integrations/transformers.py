@@ -1,15 +1,123 @@
-"""``HotCallback`` for transformers' ``Trainer``. Imports transformers."""
+"""transformers: ``HotQuantizationConfig`` for ``from_pretrained``, ``HotCallback`` for ``Trainer``.
+
+The import registers the quantizer. Imports transformers.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
+import hotcore.torch as hot
+
+from ..config import ConfigLike, HotConfig, as_config
+from ..torch.selection import candidates
 from .loop import HotLoop, checked_options
 
 # hotcore does not require transformers; the type checker runs without it.
 _TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
+_quantizers: Any = importlib.import_module("transformers.quantizers")
+_ConfigMixin: Any = importlib.import_module(
+    "transformers.utils.quantization_config"
+).QuantizationConfigMixin
+
+
+class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
+    """Convert a model to HOT where transformers loads it.
+
+    ::
+
+        from hotcore.integrations.transformers import HotQuantizationConfig
+
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, quantization_config=HotQuantizationConfig("default")
+        )
+
+    The loaded model is what :func:`hotcore.torch.convert` makes of it: the same Parameters in the
+    dtype asked for, all trained. ``save_pretrained`` writes the plain weights under the plain keys,
+    and this configuration into config.json. Where this module has been imported,
+    ``from_pretrained`` converts such a checkpoint again; elsewhere transformers warns and loads the
+    plain model.
+
+    Args:
+        config: a HotConfig, a recipe's name, or a mapping of a HotConfig's fields.
+        modules_to_not_convert: names of modules that stay plain, as transformers matches them: a
+            start or an end of the name, or a regular expression. The default filter of ``convert``
+            (the head, small layers, layers that would be slower) applies as well.
+        freeze: keep the weights as INT8 codes alone (:func:`hotcore.torch.freeze_int8`), for
+            adapters. Loading holds the plain weights first; checkpoints have dequantised weights.
+
+    Raises:
+        TypeError: ``config`` is none of these, or ``modules_to_not_convert`` is a str.
+        ValueError: a field of ``config``.
+    """
+
+    def __init__(
+        self,
+        config: ConfigLike | Mapping[str, Any] = "default",
+        modules_to_not_convert: Sequence[str] | None = None,
+        freeze: bool = False,
+        quant_method: str = "hot",
+    ) -> None:
+        """Check the arguments; ``quant_method`` is config.json's, always ``"hot"``."""
+        if isinstance(modules_to_not_convert, str):
+            raise TypeError("modules_to_not_convert: expected a list of names, got a str")
+        if isinstance(config, Mapping):
+            config = HotConfig.from_json(json.dumps(dict(config)))
+        self.quant_method = quant_method
+        self.config = as_config(config)
+        self.modules_to_not_convert = list(modules_to_not_convert or ())
+        self.freeze = freeze
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json has: the fields as plain values."""
+        return {**vars(self), "config": json.loads(self.config.to_json())}
+
+    def convert(self, model: nn.Module) -> None:
+        """Convert a loaded model, and freeze it where ``freeze`` says so."""
+        matching = importlib.import_module("transformers.quantizers.quantizers_utils")
+        skip, names = self.modules_to_not_convert, [name for name, _ in candidates(model)]
+        plain = [name for name in names if not matching.should_convert_module(name, skip)]
+        hot.convert(model, self.config, overrides=dict.fromkeys(plain))
+        if self.freeze:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError(
+                    "quantization_config: freeze=True needs the weights in memory; the device_map "
+                    "offloads some of them to disk or CPU"
+                )
+            hot.freeze_int8(model)
+
+
+class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
+    """What transformers calls for a :class:`HotQuantizationConfig`; it makes one itself."""
+
+    is_trainable = True
+    is_compileable = True
+
+    def is_serializable(self) -> bool:
+        """``save_pretrained`` writes plain weights."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether a Trainer takes the model without adapters."""
+        return not self.quantization_config.freeze
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        self.quantization_config.convert(model)
+        return model
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> nn.Module:
+        """``model.dequantize()``: the plain model."""
+        return hot.revert(model)
+
+
+_quantizers.auto.register_quantization_config("hot")(HotQuantizationConfig)
+_quantizers.auto.register_quantizer("hot")(HotQuantizer)
 
 
 class HotCallback(_TrainerCallback):  # type: ignore[misc]

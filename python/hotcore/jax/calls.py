@@ -101,6 +101,21 @@ def backward_linear(
     return gx, gw, gb
 
 
+def forward_linear(x: Array, w: Array, b: Array | None, config: HotConfig) -> Array:
+    """``x w^T + b`` in INT8, ``[L, O]`` in x's dtype; see :func:`hotcore.forward_linear`."""
+    (tokens, in_features), out_features = x.shape, len(w)
+    (y,) = _call(
+        "forward_linear",
+        config,
+        (x, w, jnp.zeros(_NOTHING, x.dtype) if b is None else b),
+        [((tokens, out_features), x.dtype)],
+        lambda context: _core.forward_linear_workspace(
+            context, tokens, out_features, in_features, config.forward_spec, False, False
+        ),
+    )
+    return y
+
+
 def varying_axes(*arrays: Array) -> tuple[Any, ...]:
     """The mesh axes of a ``shard_map`` over which any of these arrays varies."""
     axes: frozenset[Any] = frozenset()
@@ -156,7 +171,8 @@ def _attributes(config: HotConfig) -> dict[str, Any]:
             return value
         return np.asarray(value, np.int64) if isinstance(value, list) else np.int64(value)
 
-    return {name: attribute(value) for name, value in config.spec_fields().items()}
+    fields = {**config.spec_fields(), "forward_block": config.forward_block}
+    return {name: attribute(value) for name, value in fields.items()}
 
 
 @functools.lru_cache(maxsize=1)

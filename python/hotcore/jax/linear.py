@@ -1,4 +1,4 @@
-"""``linear``: jnp's product forward, HOT's integers backward."""
+"""``linear``: jnp's product or an INT8 product forward, HOT's integers backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import numpy as np
 
 from ..arrays import FLOATS
 from ..config import HotConfig, as_config
-from .calls import Array, backward_linear, compress_activation, pcast_to_varying, varying_axes
+from .calls import (
+    Array,
+    backward_linear,
+    compress_activation,
+    forward_linear,
+    pcast_to_varying,
+    varying_axes,
+)
+
+_THREEFRY = "threefry2x32"
 
 
 def linear(
@@ -24,7 +33,7 @@ def linear(
     key: Array,
     config: HotConfig | str = "default",
 ) -> Array:
-    """``x w^T + b``, as jnp computes it; gradients are computed in integers with HOT.
+    """``x w^T + b``, as jnp computes it or in INT8; gradients are computed in integers with HOT.
 
     The gradient of w needs the compressed x (0.53 bytes per value with recipe ``"default"``), that
     of x needs w. Gradients that are not wanted cost neither memory nor time. Works under jit, grad,
@@ -34,13 +43,17 @@ def linear(
         x: ``[..., I]`` float32, float16 or bfloat16.
         w: ``[O, I]`` of these dtypes; a kernel ``[I, O]`` is passed as ``kernel.T``.
         b: ``[O]`` of these dtypes, or None.
-        key: random key of the rounding, different for every layer and step: a key of
-            ``jax.random`` (threefry), or an integer array of one element. The number n stands for
-            ``hotcore.Key(0, offset=n)``; ``jax.random.key(n)`` has the number n.
-        config: a HotConfig or a recipe's name.
+        key: random key of the rounding, different for every layer and step: one key of
+            ``jax.random``, of any implementation, or the uint32 words of one, or an integer array
+            of one element. The number n stands for ``hotcore.Key(0, offset=n)``;
+            ``jax.random.key(n)`` (threefry) has the number n, keys of other implementations 64
+            bits that ``jax.random.bits`` draws with them.
+        config: a HotConfig or a recipe's name. With ``forward="int8"`` y is that of
+            :func:`hotcore.forward_linear`; gradients pass straight through it.
 
     Returns:
-        ``[..., O]`` in jnp's dtype. Gradients have the dtypes of x, w and b.
+        ``[..., O]`` in jnp's dtype, of an INT8 product in x's. Gradients have the dtypes of x, w
+        and b.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -49,11 +62,6 @@ def linear(
     Source: docs/jax.md; docs/numerics.md.
     """
     settings = as_config(config)
-    if settings.forward != "plain":
-        raise NotImplementedError(
-            f"config: forward = {settings.forward!r} is not built for JAX; use forward='plain' "
-            "(hotcore.forward_linear takes JAX's arrays, outside of jit and grad)"
-        )
     x, w = _floats(x, "x"), _floats(w, "w")
     if x.ndim < 1:
         raise ValueError("x: shape (); expected [..., I]")
@@ -91,7 +99,11 @@ def _seed(key: Array) -> Array:
             f"key: {type(key).__name__}; expected jax.random.key(...) or an integer array, another "
             "one in every step"
         )
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if key.shape == (4,) and key.dtype == np.uint32:  # the words of rbg and of unsafe_rbg
+        key = jax.random.wrap_key_data(jnp.asarray(key), impl="rbg")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+        if jax.random.key_impl(key) != _THREEFRY:
+            return jax.random.bits(key, (2,), np.uint32)
         key = jax.random.key_data(key)
     if key.shape == (2,) and key.dtype == np.uint32:  # jax.random's keys have the high word first
         return jnp.flip(jnp.asarray(key))
@@ -100,12 +112,14 @@ def _seed(key: Array) -> Array:
         high = key >> 32 if key.dtype.itemsize > 4 else key * 0
         return jnp.stack([key.astype(np.uint32), high.astype(np.uint32)])
     raise ValueError(
-        f"key: {key.dtype} {key.shape}; expected one key of jax.random of two 32-bit words "
-        "(threefry), or one integer"
+        f"key: {key.dtype} {key.shape}; expected one key of jax.random, its two (threefry) or four "
+        "(rbg) uint32 words, or one integer"
     )
 
 
-def _product(x: Array, w: Array, b: Array | None) -> Array:
+def _product(config: HotConfig, x: Array, w: Array, b: Array | None) -> Array:
+    if config.forward == "int8":
+        return forward_linear(_matrix(x), w, b, config).reshape(*x.shape[:-1], len(w))
     y = jnp.matmul(x, w.T)
     return y if b is None else y + b
 
@@ -142,7 +156,7 @@ def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tup
         x.value.shape,
         (gx_dtype, gw_dtype, gb_dtype),
     )
-    return _product(x.value, w.value, None if b is None else b.value), kept
+    return _product(config, x.value, w.value, None if b is None else b.value), kept
 
 
 def _backward(config: HotConfig, kept: _Kept, gy: Array) -> tuple[Array | None, ...]:
@@ -158,5 +172,7 @@ def _matrix(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-_linear: Any = jax.custom_vjp(lambda config, x, w, b, seed: _product(x, w, b), nondiff_argnums=(0,))
+_linear: Any = jax.custom_vjp(
+    lambda config, x, w, b, seed: _product(config, x, w, b), nondiff_argnums=(0,)
+)
 _linear.defvjp(_forward, _backward, symbolic_zeros=True)

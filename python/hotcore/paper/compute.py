@@ -19,15 +19,15 @@ from torch import nn
 
 from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from ..torch import probe
-from ..torch.conv import settings
+from ..torch.bitsandbytes import is_8bit
 from ..torch.convert import decide
+from ..torch.ops.conv import settings
 from ..torch.probe import preserve_state
 from ..torch.report import aligned
 from ..torch.selection import (
     Filter,
     candidates,
     features_of,
-    is_8bit,
     is_frozen,
     pointwise_of,
     weights_of,

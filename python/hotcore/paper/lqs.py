@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
-from ..torch.conv import settings
+from ..torch.bitsandbytes import is_8bit
 from ..torch.convert import decide
+from ..torch.ops.conv import settings
 from ..torch.plan import matplotlib_figure, overrides_of
 from ..torch.probe import preserve_state
 from ..torch.report import aligned, listed
-from ..torch.selection import Filter, is_8bit, pointwise_of
+from ..torch.selection import Filter, pointwise_of
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""

@@ -15,11 +15,12 @@ from .autotune import autotune
 from .convert import convert, revert
 from .custom import CustomBackward
 from .freeze import freeze_int8, thaw
-from .functional import conv2d, linear
-from .input_cache import share_inputs
 from .memory import memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
+from .ops import share_inputs
+from .ops.conv import conv2d
+from .ops.linear import linear
 from .plan import Plan
 from .recompute import recompute
 

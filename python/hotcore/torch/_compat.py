@@ -81,6 +81,12 @@ def in_selective_checkpoint() -> bool:
     return any(isinstance(active, mode) for active in stack())
 
 
+def torch_function_modes() -> int:
+    """Number of active ``TorchFunctionMode``s; 1 without the private name."""
+    count = getattr(_C, "_len_torch_function_stack", None)
+    return 1 if count is None else int(count())
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Hide the calls inside from ``TorchFunctionMode``; does nothing without the private name.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from . import _compat, ops
+from . import _compat
 
 
 class _State:
@@ -98,49 +98,16 @@ class Shared:
     weight: Tensor
     bias: Tensor | None
 
-    def backward(
-        self,
-        gy: Tensor,
-        saved: Tensor | None,
-        saved_seed: Tensor | None,
-        seed: Tensor,
-        config: str,
-        x_shape: torch.Size,
-        dtypes: Sequence[torch.dtype | None],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """g_x, g_w, g_b; None for a dtype of None and for gradients added to ``.grad``."""
-        of_gx, *others = dtypes
-        if ops.is_sparse_or_batched(gy):
-            weight = None if of_gx is None else self.weight
-            common = (saved, saved_seed, seed, config, x_shape)
-            return ops.backward_linear(gy, weight, *common, *dtypes)
-        added = [
+    def grads(self, dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor | None, Tensor | None]:
+        """The ``.grad`` of weight and bias that the product adds to.
+
+        None where autograd adds, and for a dtype of None: not wanted.
+        """
+        gw, gb = (
             None if dtype is None else self._grad_to_add_to(parameter)
-            for dtype, parameter in zip(others, (self.weight, self.bias), strict=True)
-        ]
-        others = [
-            dtype if grad is None else None for dtype, grad in zip(others, added, strict=True)
-        ]
-        gx, gw, gb = ops.new_gradients(gy, x_shape, (of_gx, *others))
-        accumulate = any(grad is not None for grad in added)
-        if accumulate:  # a call adds to both gradients or to none
-            for new in (gw, gb):
-                if new is not None:
-                    new.zero_()
-        ops.backward(
-            gy,
-            None if gx is None else self.weight.detach(),
-            saved,
-            x_shape[-1],
-            ops.parsed(config),
-            ops.keys_of(saved_seed, seed),
-            (gx, gw if added[0] is None else added[0], gb if added[1] is None else added[1]),
-            accumulate,
+            for dtype, parameter in zip(dtypes, (self.weight, self.bias), strict=True)
         )
-        for grad in added:
-            if grad is not None:
-                torch.autograd.graph.increment_version(grad)
-        return gx, gw, gb
+        return gw, gb
 
     def _grad_to_add_to(self, parameter: Tensor | None) -> Tensor | None:
         """The ``.grad`` of ``parameter`` that the product adds to; None: autograd adds."""

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from ..config import RECIPES, ConfigLike, HotConfig, as_config
 from ._compat import is_compiled
+from .bitsandbytes import is_8bit
 from .convert import convert, decide
 from .modules import HotModule
 from .plan import PLAIN, LayerPlan, Measured, Plan
 from .probe import Call, LayerUse, LossFn, Watch, autocast_dtype, eagerly, loss_of, preserve_state
 from .report import listed
-from .selection import Filter, hot_class, is_8bit
+from .selection import Filter, hot_class
 
 ACCURACY = ("accurate", "default", "compact", "fast", "paper")
 """Recipes, the most accurate first (cosine with the fp32 gradient: docs/results.md)."""

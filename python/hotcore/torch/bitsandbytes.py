@@ -1,28 +1,80 @@
-"""``HotLinear8bitLt``, for bitsandbytes' ``Linear8bitLt`` (adapters on an 8-bit model).
+"""All that knows bitsandbytes: ``Linear8bitLt`` and ``Linear4bit``, frozen, under adapters.
 
-bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. This
-layer keeps only the seed. The module imports bitsandbytes.
+bitsandbytes keeps the whole x of a ``Linear8bitLt`` until backward, although its weight is frozen.
+HOT's layers keep only the seed, and compute g_x in integers. Nothing here imports bitsandbytes: a
+model can hold its layers only once it is loaded.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
-from . import ops
-from .functional import seed_for_call
 from .modules import HotModule
+from .ops.calls import seed_for_call
+from .ops.core import handle_of
+from .ops.linear import gradients
+from .ops.registry import not_differentiable, without_base
 
-# hotcore does not require bitsandbytes; the type checker runs without it.
-_Linear8bitLt: Any = importlib.import_module("bitsandbytes").nn.Linear8bitLt
+
+def _layer_class(name: str) -> Any:
+    """A layer class of bitsandbytes; None if it is not loaded."""
+    return getattr(sys.modules.get("bitsandbytes.nn"), name, None)
 
 
-class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
-    """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT.
+def _is_a(module: nn.Module, name: str) -> bool:
+    kind = _layer_class(name)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear4bit."""
+    return _is_a(module, "Linear4bit")
+
+
+def is_8bit(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: of codes, never trained here."""
+    return _is_a(module, "Linear8bitLt") or is_4bit(module)
+
+
+def why_impossible(module: nn.Module) -> str:
+    """Why this layer of bitsandbytes cannot be converted; empty for any other."""
+    if is_8bit(module) and module.weight.requires_grad:
+        if is_4bit(module):
+            return "bitsandbytes' Linear4bit with a weight that requires grad"
+        return "bitsandbytes' Linear8bitLt with has_fp16_weights"
+    return ""
+
+
+def hot_class(module: nn.Module) -> type[HotModule]:
+    """The class for such a layer."""
+    return _made("HotLinear4bit" if is_4bit(module) else "HotLinear8bitLt")
+
+
+@functools.cache
+def _made(name: str) -> type[HotModule]:
+    """``HotLinear8bitLt`` or ``HotLinear4bit``, made once bitsandbytes is loaded."""
+    plain, base = _layer_class(name.removeprefix("Hot")), _CLASSES[name]
+    content = {"plain": plain, "__module__": __name__, "__doc__": base.__doc__}
+    # Not as a decorator: it imports the compiler.
+    content["forward"] = torch.compiler.disable(base.forward)  # type: ignore[no-untyped-call]
+    return type(name, (base, plain), content)
+
+
+def __getattr__(name: str) -> Any:
+    # For pickle, which finds a class by its module and name.
+    if name in _CLASSES and _layer_class(name.removeprefix("Hot")) is not None:
+        return _made(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _HotFrozenBase(HotModule):
+    """A layer of bitsandbytes with a frozen weight, whose g_x is computed through HOT.
 
     The forward pass is that of bitsandbytes. Backward dequantises the weight as bitsandbytes does
     and computes the product ``g_y w`` in integers. Inside torch.compile the layer runs eagerly (a
@@ -32,10 +84,13 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         in_features: I.
         out_features: O.
         config: a HotConfig or a recipe's name.
-        **options: as ``Linear8bitLt``; ``has_fp16_weights`` is False.
+        **options: of bitsandbytes' layer.
     """
 
-    plain = _Linear8bitLt
+    bias: Any
+    state: Any
+    weight: Any
+    training: bool
 
     def __init__(
         self,
@@ -46,7 +101,7 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
-        super().__init__(in_features, out_features, **{"has_fp16_weights": False, **options})
+        super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # the plain class's
         self.config = as_config(config)
 
     @property
@@ -54,17 +109,16 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         """In eval mode always; its forward is bitsandbytes'."""
         return not self.training
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # so in torch
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
         bias: Tensor | None = self.bias
         needed = x.requires_grad or (bias is not None and bias.requires_grad)
         if not (self.training and torch.is_grad_enabled() and needed):
-            output: Tensor = super().forward(x)
+            output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
             return output
         try:
             seed = seed_for_call("linear", x, x)
-            output = _Frozen8bit.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
+            output = _FrozenProduct.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
         except (ValueError, RuntimeError) as error:
             self.prefix_layer_name(error)
             raise
@@ -72,8 +126,20 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """The forward pass of bitsandbytes."""
-        output: Tensor = super().forward(x)
+        output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
         return output
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
+        raise NotImplementedError
+
+
+class _Hot8bit(_HotFrozenBase):
+    """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT."""
+
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        """Make a layer with new parameters; ``has_fp16_weights`` is False."""
+        super().__init__(in_features, out_features, **{"has_fp16_weights": False, **options})
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
@@ -82,35 +148,47 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         return weight
 
 
-class _Frozen8bit(torch.autograd.Function):
+class _Hot4bit(_HotFrozenBase):
+    """``Linear4bit``, whose g_x is computed through HOT."""
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
+        dequantize = sys.modules["bitsandbytes.functional"].dequantize_4bit
+        weight: Tensor = dequantize(self.weight.data, self.weight.quant_state)
+        return weight.to(dtype)
+
+
+_CLASSES: dict[str, type[_HotFrozenBase]] = {"HotLinear8bitLt": _Hot8bit, "HotLinear4bit": _Hot4bit}
+
+
+class _FrozenProduct(torch.autograd.Function):
     """Saves nothing of x: the weight has no gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, layer: HotLinear8bitLt, seed: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, layer: _HotFrozenBase, seed: Tensor
     ) -> Tensor:
         ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        return ops.without_base(layer.plain_forward(x))
+        y = layer.plain_forward(x)
+        ctx.bias_dtype = None if bias is None else bias.dtype  # Linear4bit may have cast it
+        return without_base(y)
 
     @staticmethod
-    @ops.not_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None
         need_gx, need_gb = ctx.needs_input_grad[:2]
-        gx, _, gb = ops.backward_linear(
+        gx, _, gb = gradients(
             gy,
             ctx.layer.dequantized(gy.dtype) if need_gx else None,
             None,
             ctx.seed,
             ctx.seed,
-            ctx.config_json,
+            handle_of(ctx.config_json),
             ctx.x_shape,
-            ctx.x_dtype if need_gx else None,
-            None,
-            ctx.bias_dtype if need_gb else None,
+            (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None),
         )
         return gx, gb, None, None

@@ -16,10 +16,11 @@ from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
-from .conv import settings
+from .bitsandbytes import is_8bit
 from .custom import CustomBackward
 from .frozen import FrozenModule, tie
 from .modules import HotModule, is_pointwise, own_forward, replace_layers
+from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
@@ -28,7 +29,6 @@ from .selection import (
     candidates,
     features_of,
     hot_class,
-    is_8bit,
     is_frozen,
     kind_of,
     pointwise_of,

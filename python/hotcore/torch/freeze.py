@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
 from . import _compat, ops
+from .convrot import HotConvRotLinear
+from .convrot import why_not as why_no_convrot
 from .frozen import FrozenModule, HotFrozenLinear, freeze, tie
 from .modules import HotLinear, HotModule, own_forward
 from .report import listed
@@ -50,7 +53,11 @@ class FreezeReport:
 
 
 def freeze_int8(
-    model: nn.Module, filter_fn: Filter | None = None, *, save_codes: bool = False
+    model: nn.Module,
+    filter_fn: Filter | None = None,
+    *,
+    save_codes: bool = False,
+    convrot: bool = False,
 ) -> FreezeReport:
     """Keep the weights of converted linear layers as INT8 codes alone, in place.
 
@@ -71,6 +78,9 @@ def freeze_int8(
         filter_fn: ``filter_fn(module, fqn)`` says which of them; None: all.
         save_codes: ``state_dict()`` has the codes themselves, ``weight_codes`` and
             ``weight_block``, without a copy. They load into a model that is frozen alike.
+        convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion
+            trainers, with ``forward_block`` as group; ``state_dict()`` and ``load_state_dict`` have
+            its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
 
     Returns:
         A :class:`FreezeReport`.
@@ -84,7 +94,8 @@ def freeze_int8(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, HotModule)}
-    reasons = {fqn: why for fqn, m in layers.items() if (why := _why_not(m, fqn, filter_fn))}
+    why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot)
+    reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn))}
     reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
     chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
     if not layers:
@@ -98,7 +109,7 @@ def freeze_int8(
     weights.clear()  # each is freed when its layer is done
     made: dict[tuple[int, int, bool], nn.Parameter] = {}
     for fqn, layer in chosen.items():
-        cls = _frozen_class(layer)
+        cls = _frozen_class(layer, convrot)
         key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
         made[key] = freeze(layer, cls, save_codes, made.get(key))
     after = sum(codes.nbytes for codes in made.values())
@@ -139,15 +150,15 @@ def _weight_of(layer: HotModule) -> nn.Parameter:
     return weight
 
 
-def _frozen_class(layer: HotModule) -> type[FrozenModule]:
+def _frozen_class(layer: HotModule, convrot: bool) -> type[FrozenModule]:
     if isinstance(layer, HotLinear):
-        return HotFrozenLinear
+        return HotConvRotLinear if convrot else HotFrozenLinear
     from .huggingface import HotFrozenConv1D
 
     return HotFrozenConv1D
 
 
-def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None) -> str:
+def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool) -> str:
     """Why a converted layer cannot be frozen, or is not to be."""
     assert isinstance(layer, nn.Module)
     if isinstance(layer, FrozenModule):
@@ -165,6 +176,8 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None) -> str:
         return f"its weight is {found}, not a Parameter"
     if filter_fn is not None and not filter_fn(layer, fqn):
         return "left out by filter_fn"
+    if convrot:
+        return why_no_convrot(layer) if isinstance(layer, HotLinear) else f"a {kind} has no ConvRot"
     return ""
 
 

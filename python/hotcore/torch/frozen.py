@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike
-from . import _compat, frozen_codes, ops
+from ..config import ConfigLike, HotConfig
+from . import _compat, frozen_codes
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
-from .functional import DTYPES, frozen_linear
 from .modules import HotLinear, HotModule, carry_forward, own_forward
+from .ops import DTYPES, PLAIN_TYPES
+from .ops.codes import Frozen, dequantized, quantize_forward_weight
+from .ops.frozen import frozen_linear
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
@@ -305,18 +307,18 @@ class FrozenModule(HotModule, nn.Module):
         return (ins, outs) if self.transposed else (outs, ins)
 
     @property
-    def frozen(self) -> ops.Frozen:
+    def frozen(self) -> Frozen:
         """The weight, as the operators take it."""
         codes: Tensor = self.weight_codes
         if not torch.compiler.is_compiling():
             codes = frozen_codes.whole(codes)
-        return ops.Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
+        return Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
 
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
         frozen = self.frozen
         gather = getattr(frozen.codes, "full_tensor", None)  # of fully_shard's, by all processes
-        matrix = ops.dequantized(frozen if gather is None else frozen._replace(codes=gather()))
+        matrix = dequantized(frozen if gather is None else frozen._replace(codes=gather()))
         return matrix.t() if self.transposed else matrix
 
     @property
@@ -349,13 +351,21 @@ class FrozenModule(HotModule, nn.Module):
 
     # ---- to and from a plain weight ----
 
+    @staticmethod
+    def encode(rows: Tensor, config: HotConfig) -> Tensor:
+        """The codes of a weight ``[O, I]``."""
+        return quantize_forward_weight(rows, config)
+
+    def on_frozen(self) -> None:
+        """Called when the codes are there."""
+
     def thaw(self, values: Tensor | None = None) -> None:
         """Become the layer with a plain weight, in place, not trained as yet.
 
         Args:
             values: of the weight; None: those that the codes stand for.
         """
-        if type(self.weight_codes) not in (FrozenCodes, *ops.PLAIN_TYPES):
+        if type(self.weight_codes) not in (FrozenCodes, *PLAIN_TYPES):
             found = type(self.weight_codes).__name__
             raise ValueError(f"weight: its codes are a {found}; undo fully_shard before thawing it")
         if why := own_forward(self):
@@ -479,7 +489,7 @@ class FrozenModule(HotModule, nn.Module):
         if self.weight_dtype in DTYPES:
             weight = weight.to(self.weight_dtype)
         rows = weight.t() if self.transposed else weight
-        return ops.quantize_forward_weight(rows, self._config)
+        return self.encode(rows, self._config)
 
     def extra_repr(self) -> str:
         """As of the layer with a plain weight."""
@@ -528,13 +538,13 @@ def freeze(
     assert weight is not None
     rows = weight.detach().t() if cls.transposed else weight.detach()
     if codes is None:
-        made = ops.quantize_forward_weight(rows, layer.config)
-        codes = frozen_codes.parameter(made)
+        codes = frozen_codes.parameter(cls.encode(rows, layer.config))
     _swap(layer, "weight", _CODES, codes)
     fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes)
     layer.__dict__.update(zip(_FIELDS, fields, strict=True))
     carry_forward(layer, layer, cls)
     layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too
+    cls.on_frozen(layer)  # type: ignore[arg-type]  # it is of cls now
     return codes
 
 

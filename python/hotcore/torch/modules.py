@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
-from .functional import conv2d_from_json, evaluated_conv2d, evaluated_linear, linear_from_json
+from .ops.conv import conv2d_from_json, evaluated_conv2d
+from .ops.linear import evaluated_linear, linear_from_json
 from .report import REPORT
 
 _Hot = TypeVar("_Hot", bound="HotModule")

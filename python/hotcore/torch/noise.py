@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .bitsandbytes import is_8bit
 from .frozen import FrozenModule
 from .modules import HotModule
 from .probe import autocast_dtype, eagerly
 from .report import listed
-from .selection import is_8bit
 
 _KINDS = ("gw", "gx")
 

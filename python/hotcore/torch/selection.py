@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ..config import HotConfig
-from . import _compat, gains
+from . import _compat, bitsandbytes, gains
 from .attention import HotMultiheadAttention
+from .bitsandbytes import is_4bit, is_8bit
 from .frozen import FrozenModule
-from .functional import DTYPES
 from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
+from .ops import DTYPES
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -52,19 +53,6 @@ def _conv1d() -> type[nn.Module] | None:
     return found
 
 
-def _bitsandbytes(name: str) -> type[nn.Module] | None:
-    """A layer class of bitsandbytes; None if it is not loaded."""
-    loaded = sys.modules.get("bitsandbytes.nn")
-    found: type[nn.Module] | None = getattr(loaded, name, None)
-    return found
-
-
-def is_8bit(module: nn.Module) -> bool:
-    """Whether it is bitsandbytes' Linear8bitLt: its weight is int8 codes, never trained here."""
-    kind = _bitsandbytes("Linear8bitLt")
-    return kind is not None and isinstance(module, kind)
-
-
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every layer of a kind that HOT supports, in the model's order."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
@@ -93,9 +81,7 @@ def hot_class(module: nn.Module) -> type[HotModule]:
     if isinstance(module, FrozenModule):
         return next(cls for cls in type(module).__mro__ if "thawed" in vars(cls))
     if is_8bit(module):
-        from .bitsandbytes import HotLinear8bitLt
-
-        return HotLinear8bitLt
+        return bitsandbytes.hot_class(module)
     if isinstance(module, nn.Linear):
         return HotLinear
     if isinstance(module, nn.Conv2d):
@@ -114,7 +100,7 @@ def kind_of(module: nn.Module) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "MultiheadAttention"
     if is_8bit(module):
-        return "Linear8bitLt"
+        return "Linear4bit" if is_4bit(module) else "Linear8bitLt"
     return "Linear" if isinstance(module, nn.Linear) else "Conv1D"
 
 
@@ -168,12 +154,8 @@ def why_impossible(module: nn.Module) -> str:
     """Why this layer cannot be converted; empty if it can."""
     if isinstance(module, HotModule):
         return ""
-    four = _bitsandbytes("Linear4bit")
-    if four is not None and isinstance(module, four):
-        return (
-            "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
-            "dequantised, then quantised again, in every backward"
-        )
+    if why := bitsandbytes.why_impossible(module):
+        return why
     plain = hot_class(module).plain
     if type(module) is not plain:
         return f"a subclass of {plain.__name__} ({type(module).__name__})"
@@ -188,8 +170,7 @@ def why_impossible(module: nn.Module) -> str:
     ):
         return "add_bias_kv and add_zero_attn are not taken"
     if is_8bit(module):
-        trained = "bitsandbytes' Linear8bitLt with has_fp16_weights"
-        return "" if is_frozen(module) else trained
+        return ""
     weights = weights_of(module)
     if not weights:
         return "its weight is computed, not a Parameter"
@@ -217,6 +198,11 @@ def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> d
             reasons[fqn] = "its weight is an embedding's"
         if id(module) in adapters:
             reasons[fqn] = "an adapter of peft"
+        if is_4bit(module) and not isinstance(module, HotModule):
+            reasons[fqn] = (
+                "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
+                "dequantised, then quantised again, in every backward. A filter_fn converts it"
+            )
     convolutions = [fqn for fqn, module in layers if isinstance(module, nn.Conv2d)]
     if convolutions:
         reasons[convolutions[0]] = "the first convolution"

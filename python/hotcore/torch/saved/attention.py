@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _compat, ops
-from ..functional import DTYPES
+from ..ops import DTYPES
 from .blocks import BLOCK
 from .codes import decode, draw_seed, encode, in_graph
 

@@ -60,7 +60,7 @@ def draw_seed(x: Tensor) -> Tensor:
     if in_graph(x):
         seed: Tensor = ops.draw_seed(x.detach())
         return seed
-    return ops.seed_for(x)
+    return ops.core.seed_for(x)
 
 
 def encode(

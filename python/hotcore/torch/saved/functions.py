@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..functional import DTYPES
+from ..ops import DTYPES
 from .blocks import BLOCK, memory_order
 from .codes import decode, draw_seed, encode, in_graph
 

@@ -1,0 +1,59 @@
+"""torchao: ``quantize_(model, HotTrainingConfig())`` converts layers to HOT. Imports torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from torch import nn
+
+import hotcore.torch as hot
+
+from ..config import ConfigLike, as_config
+from ..torch.modules import HotModule
+from ..torch.selection import candidates, hot_class
+
+# hotcore does not require torchao; the type checker runs without it.
+_AOBaseConfig: Any = importlib.import_module("torchao.core.config").AOBaseConfig
+_register: Any = importlib.import_module(
+    "torchao.quantization.transform_module"
+).register_quantize_module_handler
+
+
+@dataclasses.dataclass
+class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
+    """Configuration of HOT for ``torchao.quantization.quantize_``, alone or in a ``FqnToConfig``.
+
+    ::
+
+        quantize_(model, HotTrainingConfig(), filter_fn=lambda module, fqn: fqn == "")  # as convert
+        quantize_(model, HotTrainingConfig("fast"))  # every nn.Linear
+
+    torchao calls for every module that ``filter_fn`` chooses; its default is every ``nn.Linear``,
+    the head and small layers among them. A chosen layer is converted; of any other module, so of
+    the whole model, :func:`hotcore.torch.convert` chooses the layers.
+
+    Args:
+        config: a HotConfig or a recipe's name.
+    """
+
+    config: ConfigLike = "default"
+
+    def __post_init__(self) -> None:
+        """Check the configuration. Raises TypeError, ValueError."""
+        self.config = as_config(self.config)
+
+
+@_register(HotTrainingConfig)  # type: ignore[untyped-decorator]
+def _convert(module: nn.Module, config: HotTrainingConfig) -> nn.Module:
+    """The module that takes ``module``'s place; what is HOT, or has no layer, stays as it is."""
+    if isinstance(module, HotModule):
+        return module
+    layers = dict(candidates(module))
+    if "" in layers:  # it is one itself
+        made: Any = hot_class(module).from_plain(module, config.config)
+        return made  # type: ignore[no-any-return]  # a module
+    if layers:
+        hot.convert(module, config.config)
+    return module

@@ -1,0 +1,90 @@
+"""torchtitan: overrides for ``--override.imports``. Imports torchtitan.
+
+::
+
+    --override.imports hotcore.integrations.torchtitan.hot_linear,\
+hotcore.integrations.torchtitan.hot_selective_ac
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import hotcore.torch as hot
+
+from ..config import HotConfig
+from ..torch.policies import CODES, PRODUCTS, SEEDS
+from ..torch.selection import MIN_FEATURES
+
+# hotcore does not require torchtitan; the type checker runs without it.
+_override: Any = importlib.import_module("torchtitan.config.override")
+_Linear: Any = importlib.import_module("torchtitan.models.common.linear").Linear
+_Module: Any = importlib.import_module("torchtitan.protocols.module").Module
+_SelectiveAC: Any = importlib.import_module(
+    "torchtitan.distributed.activation_checkpoint"
+).SelectiveAC
+
+
+class HotTitanLinear(hot.HotLinear, _Module):  # type: ignore[misc]
+    """:class:`hotcore.torch.HotLinear` as a Module of torchtitan, with a nested Config."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(_Linear.Config):  # type: ignore[misc]
+        """``Linear.Config`` and the layer's configuration."""
+
+        hot: HotConfig = HotConfig()
+
+    def __init__(self, config: Any) -> None:
+        """Make a layer with new parameters."""
+        sizes = (config.in_features, config.out_features, config.bias)
+        super().__init__(*sizes, config=config.hot)
+
+
+class HotSelectiveAC(_SelectiveAC):  # type: ignore[misc]
+    """torchtitan's SelectiveAC, which also saves HOT's codes, seeds and products.
+
+    The stock one knows torch's operators alone: every HOT layer would run twice.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(_SelectiveAC.Config):  # type: ignore[misc]
+        """As of SelectiveAC."""
+
+    def get_save_ops(self) -> set[Any]:
+        """torchtitan's operators and HOT's."""
+        own: set[Any] = super().get_save_ops()
+        return own | CODES | SEEDS | PRODUCTS
+
+
+@_override.override(
+    target=_Linear.Config,
+    fqns=[f"*layers.*.{part}.*" for part in ("attention", "feed_forward", "shared_experts")],
+    description="HOT: backward products in 8-bit integers, x kept in 4 bits",
+    exact=True,
+)  # type: ignore[untyped-decorator]
+def hot_linear(config: Any, recipe: Any = "default", **fields: Any) -> Any:
+    """Make the linear layers of attention and feed-forward HOT's; the head and routers stay.
+
+    Args:
+        config: the layer's; one with fewer than 64 in or out features is returned as it is.
+        recipe: a recipe's name.
+        **fields: fields of HotConfig that differ from it, from
+            ``hotcore.integrations.torchtitan.hot_linear={"recipe": "fast", "forward": "int8"}``.
+
+    Raises:
+        ValueError: no such recipe or field.
+    """
+    settings = HotConfig.recipe(recipe, **fields)
+    if min(config.in_features, config.out_features) < MIN_FEATURES:
+        return config
+    return _override.derive(config, HotTitanLinear.Config, hot=settings)
+
+
+@_override.override(
+    target=_SelectiveAC.Config, description="SelectiveAC that saves HOT's operators", exact=True
+)  # type: ignore[untyped-decorator]
+def hot_selective_ac(config: Any) -> Any:
+    """Have selective activation checkpointing save HOT's codes, seeds and products."""
+    return _override.derive(config, HotSelectiveAC.Config)

@@ -1,0 +1,123 @@
+"""Flax: ``HotDense`` for ``flax.linen.Dense``, ``HotLinear`` for ``flax.nnx.Linear``. Imports flax.
+
+Both have the parameters of the plain layers (``kernel`` ``[I, O]``, ``bias``), so checkpoints fit,
+and take a key a call from the random stream ``"hot"``. Where ``deterministic`` is true they are the
+plain layers, as Dropout is the identity then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from jax import lax
+
+from ..config import ConfigLike, as_config
+from .calls import Array
+from .linear import linear
+
+# hotcore does not require flax; the type checker runs without it.
+_linen: Any = importlib.import_module("flax.linen")
+_nnx: Any = importlib.import_module("flax.nnx")
+
+_STREAM = "hot"
+
+
+_PRODUCT = ("precision", "dot_general", "dot_general_cls", "preferred_element_type")
+
+
+def _check_product(layer: Any) -> None:
+    """Raise ValueError where the layer is to multiply in another way."""
+    for name in _PRODUCT:
+        if getattr(layer, name, None) not in (None, lax.dot_general):
+            raise ValueError(f"{name}: HOT has its own product; leave it as it is")
+
+
+class HotDense(_linen.Dense):  # type: ignore[misc]
+    """``flax.linen.Dense`` trained through HOT.
+
+    ::
+
+        y = HotDense(256, config="fast").apply(variables, x, rngs={"hot": key})
+
+    Args:
+        config: a HotConfig or a recipe's name.
+        deterministic: be the plain layer, which needs no key.
+
+    The others are those of Dense. Raises flax's error without a key of the stream ``"hot"``, and
+    ValueError with ``precision``, ``dot_general`` or ``dot_general_cls``.
+    """
+
+    config: ConfigLike = "default"
+    deterministic: bool = False
+
+    @_linen.compact  # type: ignore[untyped-decorator]
+    def __call__(self, inputs: Array) -> Array:
+        """``[..., I] -> [..., O]``."""
+        _check_product(self)
+        shape = (inputs.shape[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        if self.deterministic:
+            y = inputs @ kernel
+            return y if bias is None else y + bias
+        key = self.make_rng(_STREAM)
+        return linear(inputs, kernel.T, bias, key=key, config=as_config(self.config))
+
+
+class HotLinear(_nnx.Linear):  # type: ignore[misc]
+    """``flax.nnx.Linear`` trained through HOT.
+
+    ::
+
+        layer = HotLinear(64, 256, config="fast", rngs=nnx.Rngs(0, hot=1))
+
+    ``model.train()``, ``model.eval()`` and ``nnx.view`` set ``deterministic``, with which it is the
+    plain layer.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        config: a HotConfig or a recipe's name.
+        rngs: with the stream ``"hot"`` (or a default one), of which the layer keeps a fork.
+        deterministic: be the plain layer.
+        **options: as of Linear; those of its product (``precision``, ``dot_general``,
+            ``preferred_element_type``) are a ValueError.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        config: ConfigLike = "default",
+        rngs: Any,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> None:
+        """Make a layer with new parameters, initialised as Linear does."""
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        _check_product(self)
+        self.config = as_config(config)
+        self.deterministic = deterministic
+        self.rngs = rngs[_STREAM].fork()
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """``[..., I] -> [..., O]``; ``out_sharding`` is the plain layer's alone."""
+        if self.deterministic:
+            return super().__call__(inputs, out_sharding)
+        if out_sharding is not None:
+            raise ValueError("out_sharding: HOT's product takes none; use shard_map")
+        bias = None if self.bias is None else self.bias[...]
+        inputs, kernel, bias = self.promote_dtype(
+            (inputs, self.kernel[...], bias), dtype=self.dtype
+        )
+        return linear(inputs, kernel.T, bias, key=self.rngs(), config=self.config)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Set what ``nnx.view`` is given."""
+        if deterministic is not None:
+            self.deterministic = deterministic

@@ -1,0 +1,191 @@
+"""``HotConvRotLinear``: a frozen weight whose codes are those of ConvRot's 8-bit checkpoints.
+
+ConvRot (arXiv 2512.03673; ComfyUI's format ``int8_tensorwise``) rotates w along I by a regular
+Hadamard matrix H in groups of n = 4^k, and rounds to INT8 with a scale a row. H = D S Q: D has a
+sign for each feature, S is the Hadamard matrix of libhot (``forward_block`` n), and Q exchanges
+columns and their signs. So ConvRot's codes of w are libhot's of ``w D``, in another order: they go
+in and out without rounding, and the layer computes ``(x D)(w D)^T``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import HotConfig
+from .frozen import HotFrozenLinear
+from .modules import HotLinear
+
+GROUPS = (1, 4, 16, 64, 256)
+"""Features that are rotated together; 1 is no rotation."""
+_FORMAT = "int8_tensorwise"
+_KEYS = ("weight", "weight_scale", "comfy_quant")
+_SIGNS = "weight_signs"
+
+
+@functools.lru_cache(maxsize=len(GROUPS))
+def _order(group: int) -> tuple[Tensor, Tensor]:
+    """Q and D of a group: code j of ConvRot is ``signs[j]`` times code ``order[j]`` of libhot.
+
+    The signs of D are the same. (H of 16 and more is the Kronecker product of H of 4.)
+    """
+    order, signs = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int8)
+    while len(order) < group:
+        order = (torch.tensor([0, 2, 1, 3])[:, None] * len(order) + order).flatten()
+        signs = torch.kron(torch.tensor([1, 1, 1, -1], dtype=torch.int8), signs)
+    return order, signs
+
+
+def _reordered(codes: Tensor, group: int) -> Tensor:
+    """Codes ``[O, I]`` from one order to the other; it is its own inverse."""
+    order, signs = (part.to(codes.device) for part in _order(group))
+    rows, columns = codes.shape
+    return (codes.view(rows, columns // group, group)[:, :, order] * signs).view(rows, columns)
+
+
+def _signs(features: int, group: int, device: torch.device) -> Tensor:
+    if device.type == "meta":
+        return torch.empty(features, dtype=torch.int8, device=device)
+    return _order(group)[1].repeat(features // group).to(device)
+
+
+def why_not(layer: HotLinear) -> str:
+    """Why a layer's weight cannot have such codes; empty if it can."""
+    group, features = layer.config.forward_block, layer.in_features
+    if group not in GROUPS:
+        return f"ConvRot takes groups of {GROUPS} features, not forward_block {group}"
+    return f"{features} features are no multiple of ConvRot's group {group}" * (
+        features % group > 0
+    )
+
+
+class HotConvRotLinear(HotFrozenLinear):
+    """:class:`HotFrozenLinear` with ConvRot's codes; ``freeze_int8(model, convrot=True)`` makes it.
+
+    ``state_dict`` has ConvRot's keys: ``weight`` int8 ``[O, I]``, ``weight_scale`` fp32 ``[O, 1]``
+    and ``comfy_quant``, a uint8 vector of JSON. ``load_state_dict`` takes these, with the group
+    that they say, and plain weights.
+    """
+
+    thawed = HotLinear
+    weight_signs: Tensor
+    """D, int8 ``[I]``."""
+
+    @staticmethod
+    def encode(rows: Tensor, config: HotConfig) -> Tensor:
+        """libhot's codes of ``rows D``."""
+        signs = _signs(rows.shape[1], config.forward_block, rows.device)
+        return HotFrozenLinear.encode(rows * signs, config)
+
+    def on_frozen(self) -> None:
+        """Hold D, a sign for each feature."""
+        signs = _signs(self.in_features, self.weight_block, self.weight_codes.device)
+        self.register_buffer(_SIGNS, signs, persistent=False)
+
+    def dequantized(self) -> Tensor:
+        """The weight that the codes stand for, in its shape and dtype: a new tensor."""
+        return super().dequantized() * self.weight_signs
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._product(x * self.weight_signs, weight, bias)
+
+    def thaw(self, values: Tensor | None = None) -> None:
+        """Become the layer with a plain weight, in place; see ``FrozenModule``."""
+        super().thaw(values)
+        del self._buffers[_SIGNS]
+        # The set may be that of the layer of which this one is a copy (copy_thawed).
+        self._non_persistent_buffers_set = self._non_persistent_buffers_set - {_SIGNS}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.on_frozen()  # what to_empty makes has no values
+        return self
+
+    def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of libhot's codes ``[O, Kp]``, Kp ≥ I, and of their scales ``[O]``."""
+        rows = self.out_features
+        q, scales = codes[: -4 * rows].view(torch.int8), codes[-4 * rows :].view(torch.float32)
+        return q.view(rows, q.numel() // max(rows, 1)), scales
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        own: dict[str, Any] = {}
+        before, self.save_codes = self.save_codes, True
+        try:
+            super()._save_to_state_dict(own, prefix, False)
+        finally:
+            self.save_codes = before
+        group, codes = int(own.pop(prefix + "weight_block")), own.pop(prefix + "weight_codes")
+        gather = getattr(codes, "full_tensor", None)  # of fully_shard's, by all processes
+        q, scales = self._parts(codes if gather is None else gather())
+        said = {"format": _FORMAT, "convrot": group > 1, "convrot_groupsize": group}
+        values = (
+            _reordered(q[:, : self.in_features], group),
+            (scales * group**-0.5)[:, None],  # of a normalised H; a power of two
+            torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+        )
+        destination.update({prefix + key: v for key, v in zip(_KEYS, values, strict=True)} | own)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        state = dict(state_dict)
+        *_, errors = rest
+        weight = state.get(prefix + "weight")
+        if weight is not None and (prefix + "comfy_quant" in state or weight.dtype == torch.int8):
+            try:
+                group = self._read(state, prefix)
+                self.weight_block = group
+                self.config = dataclasses.replace(self._config, forward_block=group)
+            except ValueError as error:
+                errors.append(f"While loading {prefix}weight: {error}")
+                state[prefix + "weight_codes"] = self.weight_codes.detach()
+            state[prefix + "weight_block"] = self.weight_block
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.on_frozen()
+
+    def _read(self, state: dict[str, Any], prefix: str) -> int:
+        """Replace ConvRot's keys by libhot's codes; the group. Raises ValueError."""
+        q, scale, said = (state.pop(prefix + key, None) for key in _KEYS)
+        if q.dtype != torch.int8 or scale is None or said is None:
+            raise ValueError(
+                f"a weight of {q.dtype}; expected int8 beside weight_scale and comfy_quant, or a "
+                "floating-point one alone"
+            )
+        rows, columns = self.weight_features
+        group = _group_of(said)
+        if tuple(q.shape) != (rows, columns):
+            raise ValueError(f"size mismatch: codes {tuple(q.shape)}; expected {rows, columns}")
+        if columns % group:
+            raise ValueError(f"comfy_quant: groups of {group} do not divide {columns} features")
+        if scale.numel() not in (1, rows):
+            found = tuple(scale.shape)
+            raise ValueError(f"weight_scale: shape {found}; expected one number, or {rows, 1}")
+        if bool((q == -128).any()):
+            raise ValueError("weight: a code is -128; expected -127 to 127")
+        codes = torch.zeros(self.weight_codes.numel(), dtype=torch.uint8, device=q.device)
+        target, scales = self._parts(codes)
+        target[:, :columns] = _reordered(q.contiguous(), group)
+        scales.copy_(scale.float().flatten() * group**0.5)
+        state[prefix + "weight_codes"] = codes
+        return group
+
+
+def _group_of(said: Tensor) -> int:
+    """The group of a ``comfy_quant``; 1 without a rotation. Raises ValueError."""
+    try:
+        fields = json.loads(bytes(said.cpu().tolist()))
+        layout, rotated = fields["format"], fields.get("convrot", False)
+        group = fields.get("convrot_groupsize", 256) if rotated else 1
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError("comfy_quant: expected the bytes of a JSON object with a format") from None
+    if layout != _FORMAT:
+        raise ValueError(f"comfy_quant: format {layout!r}; expected {_FORMAT!r}")
+    if group not in GROUPS:
+        raise ValueError(f"comfy_quant: convrot_groupsize {group!r}; expected one of {GROUPS}")
+    return int(group)

@@ -1,0 +1,28 @@
+"""The operators ``torch.ops.hotcore.*`` and the layers' autograd functions, a room a subject.
+
+``linear``, ``conv`` and ``frozen`` (weights of which only codes exist) hold what a layer calls, an
+autograd function for eager and compiled mode, and its operators. They share ``codes`` (an x
+compressed for backward, x and weights quantised for 8-bit products) and ``sharing`` (the one cache
+of codes). ``calls`` has what every call checks, ``core`` what libhot takes, and ``registry`` the
+decorator that makes an operator.
+"""
+
+from . import conv, frozen, linear
+from .codes import draw_seed
+from .core import DTYPES, PLAIN_TYPES, seed_for
+from .registry import library, not_differentiable
+from .sharing import register_restore, share_inputs
+
+__all__ = [
+    "DTYPES",
+    "PLAIN_TYPES",
+    "conv",
+    "draw_seed",
+    "frozen",
+    "library",
+    "linear",
+    "not_differentiable",
+    "register_restore",
+    "seed_for",
+    "share_inputs",
+]

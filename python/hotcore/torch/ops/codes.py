@@ -1,0 +1,435 @@
+"""Codes: an x compressed for backward, an x and a weight quantised for 8-bit products.
+
+A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``), once for all
+layers of a graph that take the same x and configuration. These layers round g_y with the same
+random numbers; every gradient is still unbiased. With ``forward="int8"`` it is ``input_of``, which
+also quantises x for the product, from the same read of x (``quantize_input``).
+
+A seed is an int64 ``[]``, the offset of the layer's key (:func:`~.core.key_of`). Compiled and
+captured code draws it with the generator of x's device, where the kernels read it: a graph needs no
+CPU tensor, and every replay draws a new seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ... import _core
+from ...config import TOKEN_STORAGES, HotConfig, Key
+from .. import _compat
+from . import core, sharing
+from .core import (
+    DTYPES,
+    SEEDS,
+    Handle,
+    bypasses_dispatcher,
+    collapsible,
+    context_for,
+    flat,
+    lend,
+    parsed,
+    product_bypasses_dispatcher,
+    to_dlpack,
+    workspace,
+)
+from .registry import operator
+from .sharing import once, register_restore, restore_of
+
+Pair = tuple[Tensor, Tensor]
+"""Codes of an x and their seed."""
+Forms = tuple[Tensor, Tensor, Tensor]
+"""An x for the forward product; the same x for backward, and the seed of that."""
+
+
+# ---- sizes ----
+
+
+def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
+    """``saved_layout(...).bytes``, also of symbolic sizes."""
+    if type(tokens) is int and type(in_features) is int:
+        return _saved_bytes(tokens, in_features, config.spec)
+    return symbolic_saved_bytes(tokens, in_features, config)
+
+
+def input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
+    """``forward_input_bytes(...)``, also of symbolic sizes."""
+    if type(tokens) is int and type(in_features) is int:
+        return _input_bytes(tokens, in_features, config.forward_spec)
+    return symbolic_input_bytes(tokens, in_features, config)
+
+
+@functools.lru_cache(maxsize=4096)  # a call takes microseconds
+def _saved_bytes(tokens: int, in_features: int, spec: _core.Spec) -> int:
+    return _core.saved_layout(tokens, in_features, spec)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _input_bytes(tokens: int, in_features: int, spec: _core.ForwardLinearSpec) -> int:
+    return _core.forward_input_bytes(tokens, in_features, spec)
+
+
+# The same in arithmetic, for sizes that libhot cannot be asked for: they are not numbers yet.
+
+
+def _up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def _feature_block(features: int, largest: int) -> int:
+    """The block of the transform along so many features; docs/numerics.md, "One code a value"."""
+    for block in (64, 32):
+        if block <= largest and _up(features, block) <= features + features // 8:
+            return block
+    return 16
+
+
+def symbolic_saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
+    """:func:`saved_bytes` of symbolic sizes."""
+    if config.storage in TOKEN_STORAGES:
+        block = _feature_block(in_features, config.hadamard_block)
+        width, packed = _up(in_features, block), config.storage != "token8"
+        ratios = (width + 31) // 32 if packed else 0
+        row = width // {"token8": 1, "token4": 2, "token2": 4}[config.storage]
+        codes = _up(tokens * (row + ratios), 4)
+        return codes + tokens * (2 if packed else 4) + in_features
+    if config.storage != "int8":
+        row = _up(tokens, 64) // 4 if config.storage == "rht2" else _up(tokens, 32) // 2
+        scales = 2 * in_features * ((tokens + 63) // 64)
+    else:
+        kept = tokens
+        if config.basis != "full":
+            rank = len(config.rows) if config.rows else config.rank
+            body = prefix = 0
+            if config.token_grid is None:
+                body = tokens
+            else:
+                area = config.token_grid[0] * config.token_grid[1]
+                samples = tokens // (area + config.prefix_tokens)
+                body, prefix = samples * area, samples * config.prefix_tokens
+            kept = (body + config.block - 1) // config.block * rank + prefix
+        row = _up(kept, 16)
+        scales = 4 * (in_features if config.x_scale == "channel" else 1)
+    exponents = tokens if config.equalize_tokens else 0
+    return _up(in_features * row, 16) + scales + exponents
+
+
+def symbolic_input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
+    """:func:`input_bytes` of symbolic sizes."""
+    return tokens * (_up(_up(in_features, config.forward_block), 16) + 4)
+
+
+def _bytes(size: int, like: Tensor) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=like.device)
+
+
+# ---- an x for backward ----
+
+
+def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
+    """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
+    x, tokens, in_features = collapsible(x)
+    spec = config.spec
+    saved = _bytes(_saved_bytes(tokens, in_features, spec), x)
+    scratch = workspace(_core.compress_activation_workspace, x, tokens, in_features, spec)
+    _core.compress_activation(context_for(x), lend(x, "x"), spec, key, to_dlpack(saved), scratch)
+    return saved
+
+
+def decompress(
+    saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, dtype: torch.dtype
+) -> Tensor:
+    """:func:`compress`'s x back, ``[tokens, I]``, rounded once to ``dtype``.
+
+    Only for basis ``"full"`` and the token storages, which keep x itself; ``key`` is the one of
+    :func:`compress`.
+    """
+    out = torch.empty((tokens, in_features), dtype=dtype, device=saved.device)
+    arguments = (tokens, in_features, key, 0, tokens, config.spec)
+    source = lend(saved, "the saved x")
+    _core.decompress_activation(context_for(saved), source, *arguments, to_dlpack(out))
+    return out
+
+
+def _draw(x: Tensor) -> Tensor:
+    return torch.randint(SEEDS, (), device=x.device)
+
+
+def fake_seed(x: Tensor) -> Tensor:
+    """A seed without a value."""
+    return torch.empty((), dtype=torch.int64, device=x.device)
+
+
+@operator(fake=fake_seed, random=True)
+def draw_seed(x: Tensor) -> Tensor:
+    """Draw a seed on x's device."""
+    return _draw(x)
+
+
+def _fake_saved(x: Tensor, seed: Tensor | None, config: str) -> Tensor:
+    tokens, in_features = x.shape
+    return _bytes(saved_bytes(tokens, in_features, parsed(config)), x)
+
+
+@operator(fake=_fake_saved)
+def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
+    return compress(x, parsed(config), core.key_of(seed))
+
+
+def compress_activation(x: Tensor, seed: Tensor, handle: Handle) -> Tensor:
+    """x ``[..., I]`` compressed, by the operator or directly, with the same result."""
+    if bypasses_dispatcher(x):
+        return compress(x, handle.config, core.key_of(seed))
+    saved: Tensor = _compress_activation(flat(x), seed, handle.json)
+    return saved
+
+
+def _fake_pair(x: Tensor, config: str) -> Pair:
+    return _fake_saved(flat(x), None, config), fake_seed(x)
+
+
+@operator(fake=_fake_pair, random=True)
+def _compress(x: Tensor, config: str) -> Pair:
+    seed = _draw(x)
+    return compress(x, parsed(config), core.key_of(seed)), seed
+
+
+def compress_once(
+    x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
+) -> Pair:
+    """In a graph, codes and seed of x by ``compress(inner)``, once for every layer with this x.
+
+    Without ``compress`` a seed and empty codes.
+    """
+
+    def make() -> Pair:
+        if compress is not None:
+            return compress(inner.detach())
+        seed = draw_seed(inner.detach())
+        return seed.new_empty(0), seed
+
+    return once(x, key, make)
+
+
+def _kept(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
+    restore, dtype = restore_of(x), inner.dtype
+    if restore is not None and inner is not x:
+        register_restore(inner, lambda: restore().to(dtype))
+    make = functools.partial(_compress, config=config) if codes else None
+    return compress_once(x, inner, (config, codes), make)
+
+
+@operator()
+def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
+    """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
+    return _kept(x, inner, config, codes)
+
+
+# ---- an x for 8-bit products ----
+
+
+@overload
+def quantize_forward_input(x: Tensor, config: HotConfig) -> tuple[Tensor, None]: ...
+@overload
+def quantize_forward_input(x: Tensor, config: HotConfig, key: Key) -> tuple[Tensor, Tensor]: ...
+def quantize_forward_input(
+    x: Tensor, config: HotConfig, key: Key | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """x ``[..., I]`` as a uint8 vector that an 8-bit product takes in its place, by libhot.
+
+    With ``key`` also what :func:`compress` makes with it, from the same read of x where a kernel
+    can.
+    """
+    x, tokens, in_features = collapsible(x)
+    spec = config.forward_spec
+    codes = _bytes(_input_bytes(tokens, in_features, spec), x)
+    context, source, target = context_for(x), lend(x, "x"), to_dlpack(codes)
+    if key is None:
+        _core.quantize_forward_input(context, source, spec, target)
+        return codes, None
+    kept = config.spec
+    saved = _bytes(_saved_bytes(tokens, in_features, kept), x)
+    scratch = workspace(_core.compress_activation_workspace, x, tokens, in_features, kept)
+    _core.quantize_forward_input(
+        context, source, spec, target, kept, key, to_dlpack(saved), scratch
+    )
+    return codes, saved
+
+
+def _fake_input(x: Tensor, config: str) -> Tensor:
+    return _bytes(input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config)), x)
+
+
+@operator(fake=_fake_input)
+def forward_input(x: Tensor, config: str) -> Tensor:
+    """x quantised for 8-bit products."""
+    return quantize_forward_input(x, parsed(config))[0]
+
+
+def _fake_forms(x: Tensor, config: str) -> Forms:
+    return (_fake_input(x, config), *_fake_pair(x, config))
+
+
+@operator(fake=_fake_forms, random=True)
+def quantize_input(x: Tensor, config: str) -> Forms:
+    """Both forms of x from one read, and the seed that it draws."""
+    seed = _draw(x)
+    codes, saved = quantize_forward_input(x, parsed(config), core.key_of(seed))
+    return codes, saved, seed
+
+
+@operator()
+def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
+    """Both forms of x; that for backward is empty unless ``keep``.
+
+    Inside of a selective checkpoint by two operators: a policy that keeps what backward needs
+    (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with it.
+    """
+    if keep and not _compat.in_selective_checkpoint():
+        made: Forms = once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
+        return made
+    saved, seed = _kept(x, inner, config, keep)
+    key = (parsed(config).forward_block, inner.dtype)
+    return once(x, key, lambda: _input_without_node(inner, config)), saved, seed
+
+
+def _input_without_node(inner: Tensor, config: str) -> Tensor:
+    # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
+    with torch.no_grad():
+        codes: Tensor = forward_input(inner, config)
+        return codes
+
+
+# ---- both forms in eager mode ----
+
+
+def forms_of(
+    x: Tensor,
+    inner: Tensor,
+    weight: Tensor,
+    node: Any,
+    seed: Tensor,
+    handle: Handle,
+    keep: Hashable,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """x for the 8-bit product, for backward, and the seed of that, of a call past the dispatcher.
+
+    What another layer has made of the same x is taken. What is missing comes from one read of x.
+
+    Args:
+        x: the layer's input.
+        inner: x as autocast casts it.
+        weight: see :meth:`.sharing.Cache.compressed`, as of the next two.
+        node: of the layer.
+        seed: of the layer.
+        handle: the configuration.
+        keep: key of x for backward (:func:`.sharing.linear_key`); None: backward needs none.
+
+    Returns:
+        The first is None where the product quantises x itself: no other layer can share it.
+    """
+    cache, config = sharing.current(), handle.config
+    entry, key = cache.entry_of(x), (inner.dtype, config.forward_block)
+    codes = None if entry is None else entry.quantized_for(key)
+
+    def compress() -> Tensor:
+        nonlocal codes
+        if codes is not None:
+            return compress_activation(inner, seed, handle)
+        codes, saved = quantize_forward_input(inner, config, core.key_of(seed))
+        return saved
+
+    saved, saved_seed = None, seed
+    if keep is not None:
+        saved, saved_seed = cache.compressed(entry, keep, weight, node, seed, compress)
+    if entry is not None:
+        if codes is None:
+            codes = quantize_forward_input(inner, config)[0]
+        entry.quantized, cache.entry = (key, codes), entry
+    return codes, saved, saved_seed
+
+
+# ---- a weight for 8-bit products ----
+
+
+class Frozen(NamedTuple):
+    """A weight of which only codes exist (:mod:`hotcore.torch.frozen`)."""
+
+    codes: Tensor
+    """What :func:`quantize_forward_weight` makes: uint8, O rows of codes, then O fp32 scales."""
+    block: int
+    """Of the transform along I (``forward_block``)."""
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    """Of the weight that it stands for."""
+
+
+FROZEN = "Tensor codes, int block, int out_features, int in_features, ScalarType dtype"
+"""The fields of :class:`Frozen` in an operator's schema."""
+
+
+def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
+    """w ``[O, I]`` as one uint8 vector that an 8-bit product takes in its place.
+
+    On the meta device a vector of that size.
+    """
+    rows, columns = weight.shape
+    spec = config.forward_spec
+    out = _bytes(_core.forward_weight_bytes(rows, columns, spec), weight)
+    if weight.is_meta:
+        return out
+    _core.quantize_forward_weight(context_for(weight), lend(weight, "weight"), spec, to_dlpack(out))
+    return out
+
+
+_CHUNK_VALUES = 1 << 24
+"""Values of a weight that are dequantised at a time, by way of 64 MiB in fp32."""
+
+
+def dequantize(weight: Frozen) -> Tensor:
+    """The weight ``[O, I]`` that codes stand for, by libhot's stages; docs/numerics.md, "Forward".
+
+    It is made in fp32 and rounded once, some rows at a time.
+    """
+    codes, rows, columns = weight.codes, weight.out_features, weight.in_features
+    made = weight.dtype if weight.dtype in DTYPES else torch.float32
+    out = torch.empty((rows, columns), dtype=made, device=codes.device)
+    if out.numel() and not codes.is_meta:
+        context, width = context_for(codes), codes.numel() // rows - 4
+        q = codes[: rows * width].view(torch.int8).view(rows, width)
+        # 1 / n of the inverse transform, a power of two.
+        scales = codes[rows * width :].view(torch.float32) / weight.block
+        step = max(1, _CHUNK_VALUES // width)
+        for begin in range(0, rows, step):
+            part = slice(begin, begin + step)
+            values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
+            _core.dequantize(
+                context, to_dlpack(q[part]), to_dlpack(scales[part]), "row", to_dlpack(values)
+            )
+            whole = width == columns
+            target = to_dlpack(out[part] if whole else values)
+            _core.fwht(context, to_dlpack(values), 1, weight.block, target)
+            if not whole:
+                out[part] = values[:, :columns]
+    return out.to(weight.dtype)
+
+
+def fake_dequantize(*frozen: Any) -> Tensor:
+    """A weight of that shape without values."""
+    weight = Frozen(*frozen)
+    shape = (weight.out_features, weight.in_features)
+    return torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
+
+
+def dequantized(weight: Frozen) -> Tensor:
+    """:func:`dequantize`, by the operator or directly."""
+    if product_bypasses_dispatcher(weight.codes, weight.codes) or weight.codes.is_meta:
+        return dequantize(weight)
+    out: Tensor = torch.ops.hotcore.dequantize_weight.default(*weight)
+    return out

@@ -1,0 +1,701 @@
+"""Convolutions: the forward of ``F.conv2d``, the saved x, and the gradients.
+
+Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed as
+``[N*H*W, C]``.
+
+* A 1x1 kernel is a linear layer over the pixels that it visits: integer products in backward.
+* Any other kernel keeps torch's own products. Backward restores x in y's dtype and calls
+  ``aten.convolution_backward``: g_x has the bits of the plain layer, since it does not depend on x;
+  g_w and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
+  more where a padding mode other than zeros pads it.
+
+Operators take the fields of a :class:`Window` one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...config import ConfigLike, HotConfig, HotConfigFields, Key
+from . import calls, codes, core, linear, sharing
+from .codes import Pair, compress_once
+from .core import parsed
+from .registry import DTYPES_OF_GRADIENTS, not_differentiable, operator, without_base
+
+_DEFAULT = HotConfig()
+_PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+Sizes = tuple[Any, Any, Any, str, int]
+"""Stride, padding, dilation, padding mode and groups of a convolution."""
+_WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
+Fields = Annotated[Any, _WINDOW]
+Layout = Annotated[
+    Any, f"SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, {DTYPES_OF_GRADIENTS}"
+]
+
+
+class Window(NamedTuple):
+    """How a convolution's kernel moves over x, heights before widths."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    """left, right, top, bottom, in the order of ``F.pad``."""
+    dilation: tuple[int, int]
+    padding_mode: str
+    groups: int
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        padding_mode: str,
+        groups: int,
+    ) -> Window:
+        """From the lists that an operator receives."""
+        kh, kw = kernel
+        sh, sw = stride
+        left, right, top, bottom = padding
+        dh, dw = dilation
+        return cls((kh, kw), (sh, sw), (left, right, top, bottom), (dh, dw), padding_mode, groups)
+
+
+def is_pointwise(window: Window) -> bool:
+    """A 1x1 kernel in one group: a linear layer over (every stride-th) pixel.
+
+    No property of the class: torch 2.6 cannot compile one whose tuple holds dynamic sizes.
+    """
+    return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
+
+
+@functools.lru_cache(maxsize=1024)
+def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -> HotConfig:
+    """The configuration that saves x's pixels and, of a 1x1 kernel, makes the products.
+
+    A 1x1 kernel saves the same as a linear layer. ``grid``, its output height and width, replaces
+    the caller's token grid, which describes a transformer's tokens; a low-pass basis takes its
+    tiles from it. Any other kernel needs x itself (basis ``"full"``): in the storage of a full
+    basis or of a token storage, otherwise in INT4, which takes about the bytes of the low-rank
+    INT8 form.
+    """
+    if pointwise:
+        tiled = config.basis in ("lowpass", "sequency")
+        return dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
+    fields: HotConfigFields = {"token_grid": None, "prefix_tokens": 0}
+    if config.basis != "full":
+        fields |= {"basis": "full", "rows": None}
+        if config.storage == "int8":
+            fields |= {"storage": "int4", "x_scale": "channel"}
+    return dataclasses.replace(config, **fields)
+
+
+@functools.lru_cache(maxsize=256)
+def _pixels_key(config: str, window: Window, dtype: torch.dtype | None) -> Hashable:
+    """Key of everything but x that the bytes of its compressed pixels depend on.
+
+    ``dtype`` is the one autocast casts x to.
+    """
+    kept = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
+    visits = window.stride if is_pointwise(window) else (1, 1)
+    return ("pixels", visits, dtype, sharing.config_key(kept))
+
+
+# ---- what a user calls ----
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    config: ConfigLike = _DEFAULT,
+) -> Tensor:
+    """A convolution, bit for bit as ``F.conv2d``, of whose x only compressed pixels are kept.
+
+    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits:
+    its gradients are computed with HOT, and with ``forward="int8"`` in the configuration y is
+    :func:`hotcore.forward_linear`'s. Its tokens are the output pixels; their grid replaces the
+    ``token_grid`` and ``prefix_tokens`` of the configuration.
+
+    Any other kernel gains memory alone: its products stay torch's, in forward and backward. It
+    keeps x whole whatever the recipe's basis (a low-rank recipe's in INT4) and restores it in
+    backward: g_x has the plain layer's bits, g_w is that of the restored x. ``channels_last`` saves
+    copies.
+
+    Args:
+        x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
+        weight: ``[O, C / groups, kh, kw]``.
+        bias: ``[O]`` or None.
+        stride: of the kernel, one number or (vertical, horizontal).
+        padding: the same, or ``"same"`` or ``"valid"``.
+        dilation: as stride.
+        groups: as of ``F.conv2d``.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        config: a HotConfig or a recipe's name.
+
+    Returns:
+        ``[N, O, Ho, Wo]`` in the memory format of ``F.conv2d``; g_x has that of x.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: as :func:`linear`; also ValueError if the
+            channels of weight and x do not fit.
+
+    Source: docs/numerics.md, with L = batch x output pixels; docs/torch/convolution.md.
+    """
+    sizes = (stride, padding, dilation, padding_mode, groups)
+    return conv2d_from_json(x, weight, bias, sizes, calls.config_json(config))
+
+
+def conv2d_from_json(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: Sizes,
+    config_json: str,
+    evaluated: bool = False,
+) -> Tensor:
+    """:func:`conv2d` with the configuration as JSON; ``evaluated`` as for a linear layer."""
+    arguments = (weight, bias, sizes, config_json, evaluated)
+    if not isinstance(x, Tensor):
+        return calls.handle_overrides(conv2d_from_json, x, *arguments)
+    if x.dim() == 3:
+        return conv2d_from_json(x.unsqueeze(0), *arguments).squeeze(0)
+    groups = sizes[-1]
+    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1] * groups:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)}, weight: shape {tuple(weight.shape)}; expected "
+            f"[N, C, H, W] and [O, C / {groups}, kh, kw] ({groups} groups)"
+        )
+    window = _window(weight, *sizes)
+    if torch.compiler.is_compiling():
+        return _compiled_conv2d(x, weight, bias, window, config_json)
+    with calls.hide_from_modes(x, weight):
+        seed, of_bias = None, config_json if is_pointwise(window) else ""
+        if not evaluated or calls.wants_gradients(x, weight, bias, config_json):
+            seed = calls.seed_for_call("conv2d", x, weight, bias, of_bias)
+        if seed is None:
+            return _conv2d_without_gradients(x, weight, bias, window, config_json)
+        output: Tensor = Conv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
+        return output
+
+
+evaluated_conv2d = functools.partial(conv2d_from_json, evaluated=True)
+
+
+def _conv2d_without_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
+) -> Tensor:
+    if not (is_pointwise(window) and calls.is_int8(config_json)):
+        return plain_conv2d(x, weight, bias, window)
+    dtype = calls.autocast_dtype(x)
+    calls.check_dtypes(x, weight.dtype, bias, dtype)
+    calls.check_transforms("conv2d", x, weight, bias)
+    inner = calls.cast(x, dtype)
+    return by_pixels(inner, weight, bias, window, _pixel_product(config_json))
+
+
+def _pixel_product(config: str) -> Callable[..., Tensor]:
+    return functools.partial(linear.int8_product, config=config)
+
+
+def _compiled_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
+) -> Tensor:
+    if not calls.wants_gradients(x, weight, bias, config_json if is_pointwise(window) else ""):
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+    dtype = calls.autocast_dtype(x)
+    if is_pointwise(window) and calls.is_int8(config_json):
+        calls.check_dtypes(x, weight.dtype, bias, dtype)
+    inner = calls.cast(x, dtype)
+    keep = weight.requires_grad
+    saved, seed = _kept_pixels_of(x, inner, config_json, keep, *window)
+    y: Tensor = _conv2d(inner, weight, bias, saved if keep else None, seed, config_json, *window)
+    return y
+
+
+def _window(
+    weight: Tensor,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+    padding_mode: str,
+    groups: int,
+) -> Window:
+    kernel = (weight.shape[2], weight.shape[3])
+    step, spread = _pair(stride, "stride"), _pair(dilation, "dilation")
+    if padding_mode not in _PADDING_MODES:
+        known = ", ".join(map(repr, _PADDING_MODES))
+        raise ValueError(f"padding_mode: {padding_mode!r} is not one of {known}")
+    if padding == "same":
+        if step != (1, 1):
+            raise ValueError(f"padding: 'same' with stride {step}; expected stride 1")
+        tall, wide = (d * (k - 1) for d, k in zip(spread, kernel, strict=True))
+        around = (wide // 2, wide - wide // 2, tall // 2, tall - tall // 2)
+    elif padding == "valid":
+        around = (0, 0, 0, 0)
+    elif isinstance(padding, str):
+        raise ValueError(f"padding: {padding!r} is not a number, 'same' or 'valid'")
+    else:
+        vertical, horizontal = _pair(padding, "padding")
+        around = (horizontal, horizontal, vertical, vertical)
+    return Window(kernel, step, around, spread, padding_mode, groups)
+
+
+def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name}: {value!r}; expected one number or (vertical, horizontal)")
+    return value[0], value[1]
+
+
+def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    """The same calls as ``nn.Conv2d``, empty padding included: the same bits and strides."""
+    x, around = padded(x, window)
+    return F.conv2d(x, weight, bias, window.stride, around, window.dilation, window.groups)
+
+
+def padded(x: Tensor, window: Window) -> tuple[Tensor, list[int]]:
+    """x with the padding that ``F.conv2d`` cannot make, and the padding that it makes."""
+    left, right, top, bottom = window.padding
+    if window.padding_mode != "zeros":
+        return F.pad(x, window.padding, window.padding_mode), [0, 0]
+    if (left, top) != (right, bottom):  # padding "same" of an even kernel
+        x = F.pad(x, (0, right - left, 0, bottom - top))
+    return x, [top, left]
+
+
+def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
+    """The adjoint of :func:`padded`, with the bits of autograd's."""
+    left, right, top, bottom = window.padding
+    if not any(window.padding):
+        return g
+    if window.padding_mode == "zeros":
+        return g[:, :, :height, :width]
+    if window.padding_mode == "circular":
+        # F.pad copies the edges left, right, top, bottom, one after the other.
+        for dim, size, before, after in ((2, height, top, bottom), (3, width, left, right)):
+            inner = g.narrow(dim, before, size)
+            inner.narrow(dim, 0, after).add_(g.narrow(dim, before + size, after))
+            inner.narrow(dim, size - before, before).add_(g.narrow(dim, 0, before))
+            g = inner
+        return g
+    name = {"reflect": "reflection_pad2d", "replicate": "replication_pad2d"}[window.padding_mode]
+    x = g.new_empty(()).expand(*g.shape[:2], height, width)  # of whose values nothing is read
+    adjoint = getattr(torch.ops.aten, f"{name}_backward").default
+    found: Tensor = adjoint(g, x, window.padding)
+    return found
+
+
+def by_pixels(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Window,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """A 1x1 convolution by ``product(rows, weight as [O, C], bias)``, rows being its pixels.
+
+    In the memory format of ``F.conv2d``'s result.
+    """
+    nhwc = visited(x, window)
+    y = product(_tokens(nhwc), weight.flatten(1), bias)
+    y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
+    return y.contiguous(memory_format=_format_of(x, weight))
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether ``[N, C, H, W]`` is stored as ``[N, H, W, C]``; what is both goes by torch's rule."""
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    if not x.is_contiguous() or x.stride(3) != 1:
+        return True
+    return x.shape[1] == 1 and x.stride(1) == 1 and x.shape[2] * x.shape[3] > 1
+
+
+def visited(x: Tensor, window: Window) -> Tensor:
+    """``[N, C, H, W]`` as ``[N, H, W, C]``; for a 1x1 kernel only the pixels that it reads."""
+    if is_pointwise(window):
+        x = x[:, :, :: window.stride[0], :: window.stride[1]]
+    return x.permute(0, 2, 3, 1)
+
+
+# ---- the saved pixels ----
+
+
+def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, HotConfig]:
+    """The pixels of x that are kept, ``[tokens, C]``, and the configuration that keeps them."""
+    nhwc = visited(x, window)
+    grid = (nhwc.shape[1], nhwc.shape[2])
+    return _tokens(nhwc), settings(parsed(config), is_pointwise(window), grid)
+
+
+def _fake_pixels(x: Tensor, seed: Tensor | None, config: str, *shape: Any) -> Tensor:
+    window = Window.of(*shape)
+    n, height, width, channels = visited(x, window).shape
+    kept = settings(parsed(config), is_pointwise(window), None)  # a grid changes no size
+    size = codes.saved_bytes(n * height * width, channels, kept)
+    return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
+@operator(fake=_fake_pixels, any_strides=False)
+def _compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Fields) -> Tensor:
+    return codes.compress(*_rows(x, config, Window.of(*shape)), core.key_of(seed))
+
+
+def _fake_pixels_seeded(x: Tensor, config: str, *shape: Any) -> Pair:
+    return _fake_pixels(x, None, config, *shape), codes.fake_seed(x)
+
+
+@operator(fake=_fake_pixels_seeded, random=True, any_strides=False)
+def _compress_pixels_seeded(x: Tensor, config: str, *shape: Fields) -> Pair:
+    seed = codes.draw_seed(x)
+    return codes.compress(*_rows(x, config, Window.of(*shape)), core.key_of(seed)), seed
+
+
+@operator()
+def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Fields) -> Pair:
+    """``kept_of`` for pixels."""
+
+    def compress(pixels: Tensor) -> Pair:
+        kept: Pair = _compress_pixels_seeded(pixels, config, *shape)
+        return kept
+
+    key = (config, codes, Window.of(*shape))
+    return compress_once(x, inner, key, compress if codes else None)
+
+
+# ---- the forward product ----
+
+
+def _flops(
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    *_: Any,
+    out_shape: Sequence[int],
+    **__: Any,
+) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight_shape[1:])
+
+
+def _plain_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    dtype = x.dtype  # under autocast the parameters are of another
+    y = plain_conv2d(x, weight.to(dtype), None if bias is None else bias.to(dtype), window)
+    # Real and fake tensors must have the same strides.
+    return y.contiguous(memory_format=_format_of(x, weight))
+
+
+def _fake_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
+) -> Tensor:
+    return _plain_convolution(x, weight, bias, Window.of(*shape))
+
+
+@operator(fake=_fake_convolution, flops=_flops, any_strides=False, product=True)
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    *shape: Fields,
+) -> Tensor:
+    window, own = Window.of(*shape), parsed(config)
+    if own.forward == "int8" and is_pointwise(window):
+        product = functools.partial(linear.int8_linear, config=own)
+        return by_pixels(x, weight, bias, window, product)
+    return _plain_convolution(x, weight, bias, window)
+
+
+# ---- autograd ----
+
+
+class Conv2d(torch.autograd.Function):
+    """A convolution, in eager mode and as AOTAutograd traces it.
+
+    In a graph x is cast, and compressed, by operators before it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        seed: Tensor,
+        config: str,
+        window: Window,
+        *graph: Tensor | None,
+    ) -> Tensor:
+        """The convolution; ``graph``: the saved pixels."""
+        need_gx, keep = ctx.needs_input_grad[:2]
+        ctx.seed = ctx.cache = None
+        if graph:
+            (saved,), saved_seed = graph, seed
+            y = _convolution(x, weight, bias, saved, seed, config, *window)
+        else:
+            ctx.seed = seed
+            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, config, window, keep)
+        ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
+        ctx.set_materialize_grads(False)
+        ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
+        ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return without_base(y)
+
+    @staticmethod
+    @not_differentiable
+    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """g_x, g_w and g_b, by the operator."""
+        if gy is None:
+            return (None,) * 7
+        saved, saved_seed, weight = ctx.saved_tensors
+        if ctx.cache is not None:
+            ctx.cache.clear()
+        needed = ctx.needs_input_grad[:3]
+        found = _backward_conv2d(
+            core.dense(gy),
+            weight if needed[0] else None,
+            saved if needed[1] else None,
+            saved_seed,
+            saved_seed if ctx.seed is None else ctx.seed,
+            ctx.config,
+            ctx.x_shape,
+            *ctx.channels_last,
+            *ctx.window,
+            *(dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)),
+        )
+        gx, gw, gb = (g if need else None for g, need in zip(found, needed, strict=True))
+        return gx, gw, gb, None, None, None, None
+
+
+def _eager(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seed: Tensor,
+    config: str,
+    window: Window,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, the saved pixels, and their seed."""
+    dtype = calls.autocast_dtype(x)
+    inner = calls.cast(x, dtype)
+    if is_pointwise(window) and calls.is_int8(config):
+        calls.check_dtypes(x, weight.dtype, bias, dtype)
+        y = by_pixels(inner, weight, bias, window, _pixel_product(config))
+    else:
+        plain_bias = None if bias is None else calls.cast(bias, dtype)
+        y = plain_conv2d(inner, calls.cast(weight, dtype), plain_bias, window)
+    if not keep:
+        return y, None, seed
+    ctx.cache = cache = sharing.current()
+    saved, saved_seed = cache.compressed(
+        cache.entry_of(x),
+        _pixels_key(config, window, dtype),
+        weight,
+        ctx,
+        seed,
+        lambda: _compress_pixels(inner, seed, config, *window),
+    )
+    return y, saved, saved_seed
+
+
+@operator(flops=_flops)
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    *shape: Fields,
+) -> Tensor:
+    y: Tensor = Conv2d.apply(x, weight, bias, seed, config, Window.of(*shape), saved)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+# ---- the backward products ----
+
+
+def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
+    last = is_channels_last(x) or is_channels_last(weight)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def _tokens(nhwc: Tensor) -> Tensor:
+    """``[N, H, W, C]`` as ``[N*H*W, C]``; a copy unless x is channels_last."""
+    return nhwc.reshape(nhwc.shape[:3].numel(), nhwc.shape[3])
+
+
+def _empty(like: Tensor, shape: Sequence[int], last: bool, dtype: torch.dtype) -> Tensor:
+    """``[N, C, H, W]``, stored so or (``last``) as ``[N, H, W, C]``, on the device of ``like``."""
+    n, c, h, w = shape
+    if last:
+        return like.new_empty((n, h, w, c), dtype=dtype).permute(0, 3, 1, 2)
+    return like.new_empty((n, c, h, w), dtype=dtype)
+
+
+def _stored_as(found: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
+    """The same values as :func:`_empty` would store them; no copy where they are so."""
+    dense = found.permute(0, 2, 3, 1) if last else found
+    dense = dense.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    dense = dense.view(-1).view(dense.shape)  # the usual strides, of sizes of 1, too
+    return dense.permute(0, 3, 1, 2) if last else dense
+
+
+def _outputs(
+    gy: Tensor,
+    x_shape: Sequence[int],
+    x_last: bool,
+    weight_last: bool,
+    window: Window,
+    gx_dtype: torch.dtype | None,
+    gw_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g_x and g_w in the memory formats of x and weight, and g_b; empty vectors if not wanted."""
+    w_shape = _weight_shape(gy, x_shape, window)
+    return (
+        gy.new_empty(0) if gx_dtype is None else _empty(gy, x_shape, x_last, gx_dtype),
+        gy.new_empty(0) if gw_dtype is None else _empty(gy, w_shape, weight_last, gw_dtype),
+        gy.new_empty(0 if gb_dtype is None else gy.shape[1], dtype=gb_dtype),
+    )
+
+
+def _weight_shape(gy: Tensor, x_shape: Sequence[int], window: Window) -> tuple[int, int, int, int]:
+    return gy.shape[1], x_shape[1] // window.groups, *window.kernel
+
+
+def _backward_pointwise(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    keys: tuple[Key, Key],
+    config: HotConfig,
+    x_shape: Sequence[int],
+    formats: tuple[bool, bool],
+    window: Window,
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A 1x1 kernel: a linear layer over the pixels that it reads."""
+    results = _outputs(gy, x_shape, *formats, window, *dtypes)
+    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
+    channels, height, width = x_shape[1], gy.shape[2], gy.shape[3]
+    products = settings(config, True, (height, width))
+    matrix = None if weight is None else weight.flatten(1)
+    pixels = rows = None
+    if gx is not None:
+        if window.stride != (1, 1):
+            gx.zero_()  # pixels that the kernel skips
+        pixels = visited(gx, window)
+        rows = pixels if pixels.is_contiguous() else pixels.new_empty(pixels.shape)
+    outputs = (rows, None if gw is None else gw.view(-1, channels), gb)
+    grad = _tokens(gy.permute(0, 2, 3, 1))
+    linear.backward(grad, matrix, saved, channels, products, keys, outputs)
+    if pixels is not None and rows is not None and rows is not pixels:
+        pixels.copy_(rows)
+    return results
+
+
+def _backward_window(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    keys: tuple[Key, Key],
+    config: HotConfig,
+    x_shape: Sequence[int],
+    formats: tuple[bool, bool],
+    window: Window,
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Any other kernel: torch's own backward, of the restored x."""
+    (x_last, weight_last), (gx_dtype, gw_dtype, gb_dtype) = formats, dtypes
+    height, width = x_shape[2:]
+    if gw_dtype is None or saved is None:  # of x and of weight torch reads then the shape alone
+        x = _empty(gy, x_shape, x_last, gy.dtype)
+    else:
+        n, channels, _, _ = x_shape
+        kept = settings(config, False, None)
+        rows = codes.decompress(saved, n * height * width, channels, kept, keys[0], gy.dtype)
+        x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
+        del rows
+        x = _stored_as(x, x_last, gy.dtype)
+    if weight is None:
+        weight = _empty(gy, _weight_shape(gy, x_shape, window), weight_last, gy.dtype)
+    x, around = padded(x, window)
+    found = torch.ops.aten.convolution_backward.default(
+        gy,
+        x,
+        weight.to(gy.dtype),  # under autocast the parameters are of another
+        [gy.shape[1]],
+        window.stride,
+        around,
+        window.dilation,
+        False,
+        [0, 0],
+        window.groups,
+        [dtype is not None for dtype in dtypes],
+    )
+    del x
+    gx, gw, gb = found
+    if gx_dtype is not None:
+        # In x's dtype first: the overlaps of padded pixels add up in it, as autograd's do.
+        gx = _stored_as(unpadded(gx.to(gx_dtype), height, width, window), x_last, gx_dtype)
+    return (
+        gy.new_empty(0) if gx_dtype is None else gx,
+        gy.new_empty(0) if gw_dtype is None else _stored_as(gw, weight_last, gw_dtype),
+        gy.new_empty(0) if gb_dtype is None else gb.to(gb_dtype),
+    )
+
+
+def _layout(
+    arguments: Sequence[Any],
+) -> tuple[Any, tuple[bool, bool], Window, Sequence[torch.dtype | None]]:
+    """The last arguments of the operator: x's shape, memory formats, window, dtypes."""
+    x_shape, x_last, weight_last, *rest = arguments[-3 - len(Window._fields) - 3 :]
+    return x_shape, (x_last, weight_last), Window.of(*rest[:-3]), rest[-3:]
+
+
+def _fake_backward_conv2d(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x_shape, formats, window, dtypes = _layout(arguments)
+    return _outputs(gy, x_shape, *formats, window, *dtypes)
+
+
+def _backward_conv2d_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
+    x_shape, _formats, window, dtypes = _layout(arguments)
+    wanted = sum(dtype is not None for dtype in dtypes[:2])
+    channels = x_shape[1] // window.groups
+    return 2 * math.prod(gy_shape) * channels * math.prod(window.kernel) * wanted
+
+
+@operator(fake=_fake_backward_conv2d, flops=_backward_conv2d_flops, any_strides=False, product=True)
+def _backward_conv2d(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    saved_seed: Tensor | None,
+    seed: Tensor,
+    config: str,
+    *layout: Layout,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x_shape, formats, window, dtypes = _layout(layout)
+    keys = core.keys_of(saved_seed, seed)
+    products = _backward_pointwise if is_pointwise(window) else _backward_window
+    return products(gy, weight, saved, keys, parsed(config), x_shape, formats, window, dtypes)

@@ -1,0 +1,201 @@
+"""What libhot takes in the place of torch's objects: memory, scratch, keys, configurations."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _core, contexts
+from ...config import HotConfig, Key
+from .. import _compat
+
+to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
+
+SEEDS = 0x7FFF_FFFF_FFFF_FFFF
+"""Seeds are 0 <= seed < this."""
+PLAIN_TYPES: Any = (Tensor, torch.nn.Parameter)
+"""Types that override no operation of torch; subclasses of Tensor may."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that HOT supports."""
+_CPU = torch.device("cpu")
+
+
+# ---- configurations ----
+
+
+class Handle:
+    """A configuration as eager calls take it: what they would look up is looked up once.
+
+    Operators take JSON, the constant that a compiled graph can hold; :func:`handle_of` finds the
+    handle of a text.
+    """
+
+    __slots__ = ("config", "int8", "json", "keys")
+
+    def __init__(self, json: str) -> None:
+        """Parse the configuration. Raises ValueError."""
+        self.config, self.json = HotConfig.from_json(json), json
+        self.int8 = self.config.forward == "int8"
+        """Whether it has an 8-bit forward."""
+        self.keys: dict[torch.dtype | None, Hashable] = {}
+        """What :func:`.sharing.linear_key` has made."""
+
+
+@functools.lru_cache(maxsize=256)
+def handle_of(json: str) -> Handle:
+    """The one handle of a configuration's text."""
+    return Handle(json)
+
+
+def parsed(json: str) -> HotConfig:
+    """The configuration that an operator has received as JSON."""
+    return handle_of(json).config
+
+
+# ---- seeds and keys ----
+
+
+def seed_for(x: Tensor) -> Tensor:
+    """Draw a seed in eager mode: int64 ``[]`` from the default generator of its device.
+
+    Its device is the CPU, which is cheaper, or x's while a CUDA graph is captured.
+    """
+    # With the generator of x's device every replay draws again; int64 by default.
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch.randint(SEEDS, (), device=x.device if captured else _CPU)
+
+
+def key_of(seed: Tensor) -> Key:
+    """The key of a seed: ``Key(0, seed)``; kernels read a seed on a CUDA device there."""
+    if seed.is_cuda:
+        return Key(0, counter=seed.data_ptr())
+    return Key(0, int(seed.item()))
+
+
+def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
+    """Keys of the codes of x and of g_y; without ``saved_seed`` both are the layer's."""
+    key = key_of(seed)
+    if saved_seed is None or saved_seed is seed:
+        return key, key
+    return key_of(saved_seed), key
+
+
+# ---- contexts, memory, scratch ----
+
+
+def context_of(device: torch.device) -> _core.CoreContext:
+    """The context for tensors of ``device``: torch's number of threads, or its current stream.
+
+    Raises NotImplementedError for a device that this build has no backend for.
+    """
+    if device.type == "cpu":
+        return contexts.cpu(torch.get_num_threads())
+    if device.type == "cuda":
+        return _cuda_context(torch.cuda.current_device() if device.index is None else device.index)
+    raise NotImplementedError(f"x: no backend of hotcore for the device {device}")
+
+
+def context_for(x: Tensor) -> _core.CoreContext:
+    """``context_of(x.device)``; faster, since reading a device's type makes a string."""
+    if x.is_cpu:
+        return contexts.cpu(torch.get_num_threads())
+    return _cuda_context(x.get_device()) if x.is_cuda else context_of(x.device)
+
+
+def _cuda_context(index: int) -> _core.CoreContext:
+    # Only the handle: torch.cuda.current_stream() would wrap it in an object.
+    return contexts.cuda(index, _compat.current_stream(index))
+
+
+@functools.lru_cache(maxsize=4096)  # the same for every stream of a device
+def _workspace_size(
+    size_of: Callable[..., int], device: torch.device, arguments: tuple[Any, ...]
+) -> int:
+    return size_of(context_of(device), *arguments)
+
+
+def workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> object:
+    """Scratch of ``size_of(context, *arguments)`` bytes on x's device."""
+    if x.is_cpu:  # the binding allocates its own
+        return None
+    device = x.device
+    size = _workspace_size(size_of, device, arguments)
+    return None if size == 0 else to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
+
+
+def lend(tensor: Tensor, name: str) -> object:
+    """A tensor's memory, for libhot: every tensor that was not made in this package passes here.
+
+    torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate), which libhot
+    cannot see: such a tensor is copied. What has no memory of its own is refused by name, here or
+    by libhot as a null pointer (a freed storage, a subclass that wraps other tensors).
+    """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()  # the capsule holds the copy
+    try:
+        return to_dlpack(tensor)
+    except (BufferError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{name}: a tensor of layout {tensor.layout} on {tensor.device} has no memory that "
+            f"hotcore could read ({error})"
+        ) from error
+
+
+def flat(x: Tensor) -> Tensor:
+    """``[..., I]`` as ``[L, I]``."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def collapsible(x: Tensor) -> tuple[Tensor, int, int]:
+    """``[..., I]`` for libhot, its number of tokens, and I.
+
+    It is x itself if its leading dimensions collapse, else flattened.
+    """
+    shape = x.shape
+    rank = len(shape)
+    if rank == 2:
+        return x, shape[0], shape[1]
+    if not (2 < rank <= 4 and x.is_contiguous()):
+        x = flat(x)
+    return x, math.prod(shape[:-1]), shape[-1]
+
+
+def dense(gy: Tensor) -> Tensor:
+    """g_y as a dense tensor: the consumer of y may have made a sparse one."""
+    return gy if gy.layout is torch.strided else gy.to_dense()
+
+
+# ---- past the dispatcher ----
+
+
+def is_sparse_or_batched(gy: Tensor) -> bool:
+    """Whether g_y is sparse or batched by vmap: then it has no memory for libhot to read."""
+    return gy.layout is not torch.strided or _compat.batched(gy)
+
+
+def is_intercepted(x: Tensor) -> bool:
+    """Whether a subclass of Tensor or a dispatch mode intercepts operations on x."""
+    return type(x) not in PLAIN_TYPES or _compat.dispatch_modes() != 0
+
+
+def bypasses_dispatcher(x: Tensor) -> bool:
+    """Whether nothing intercepts an operator on x: the dispatcher then only costs 5 to 10 us."""
+    return (
+        not torch.compiler.is_compiling()
+        and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
+        and type(x) in PLAIN_TYPES
+        and _compat.dispatch_modes() == 0
+    )
+
+
+def product_bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
+    """The same for an 8-bit product of these."""
+    # torch.jit.trace would note an empty y, and nothing that fills it.
+    return bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES and not _compat.jit_tracing()

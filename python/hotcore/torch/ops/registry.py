@@ -1,0 +1,164 @@
+"""A decorator that makes an operator of ``torch.ops.hotcore`` of a function; one for backwards.
+
+Operators are low-level library operators with fakes. They cost half as much host time as
+``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
+no vmap: callers cast, and refuse what is batched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .. import _compat
+
+library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
+
+Size = Annotated[int, "SymInt"]
+"""A size that may be symbolic; a plain ``int`` is a constant of the graph."""
+DTYPES_OF_GRADIENTS = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype"
+Dtypes = Annotated[Any, DTYPES_OF_GRADIENTS]
+"""Of ``*dtypes``: those of g_x, g_w and g_b; None: not wanted."""
+
+_TYPES = {Tensor: "Tensor", str: "str", int: "int", bool: "bool", torch.dtype: "ScalarType"}
+_products: list[str] = []
+
+
+def no_flops(*_: Any, **__: Any) -> int:
+    """The count of what multiplies no matrices."""
+    return 0
+
+
+def operator(
+    *,
+    fake: Callable[..., Any] | None = None,
+    flops: Callable[..., Any] = no_flops,
+    random: bool = False,
+    any_strides: bool = True,
+    product: bool = False,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated function as the operator of its name, without leading underscores.
+
+    The schema is that of its annotations. An ``Annotated`` type gives its text; that of ``*args``
+    is a list of parameters with names.
+
+    Args:
+        fake: makes results of the same shapes, dtypes and strides, without values. None: the
+            function is composite, made of other operators, which every tracer follows.
+        flops: called with the shapes of tensors in their place, as ``register_flop_formula`` says;
+            a multiply-add counts as two, as in torch.
+        random: draws random numbers.
+        any_strides: takes arguments of any strides, and its results are contiguous. Otherwise
+            inductor copies arguments into eager mode's strides.
+        product: expensive to recompute, for the compiler's partitioner.
+
+    Returns:
+        The operator: calls go through the dispatcher.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        name = function.__name__.lstrip("_")
+        tags = [torch.Tag.nondeterministic_seeded] if random else []
+        if any_strides and fake is not None:
+            tags.append(torch.Tag.flexible_layout)
+        library.define(name + schema_of(function), tags=tuple(tags))
+        if fake is None:
+            library.impl(name, function, "CompositeImplicitAutograd")
+        else:
+            for key in ("CPU", "CUDA"):
+                library.impl(name, function, key)
+            made = _of_product(fake) if product else fake
+            torch.library.register_fake(f"hotcore::{name}", made, lib=library)
+        if product:
+            _products.append(name)
+        packet = getattr(torch.ops.hotcore, name)
+        register_flop_formula(packet)(flops)
+        return packet.default
+
+    return register
+
+
+def schema_of(function: Callable[..., Any]) -> str:
+    """The schema of a function's annotations, such as ``(Tensor x, str config) -> Tensor``."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    parts = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        text = _type(hints[name])
+        if parameter.kind is not parameter.VAR_POSITIONAL:
+            text = f"{text} {name}"
+        if parameter.default is not parameter.empty:
+            text = f"{text}={parameter.default}"
+        parts.append(text)
+    found = hints["return"]
+    results = typing.get_args(found) if typing.get_origin(found) is tuple else ()
+    made = f"({', '.join(map(_type, results))})" if results else _type(found)
+    return f"({', '.join(parts)}) -> {made}"
+
+
+def _type(annotation: Any) -> str:
+    if typing.get_origin(annotation) is Annotated:
+        return str(annotation.__metadata__[0])
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # with None
+        return f"{_type(typing.get_args(annotation)[0])}?"
+    return _TYPES[annotation]
+
+
+def _of_product(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A product's fake: only compilation calls it, and then needs :func:`_register_products`."""
+
+    @functools.wraps(fake)
+    def called(*arguments: Any) -> Any:
+        _register_products()
+        return fake(*arguments)
+
+    return called
+
+
+@functools.cache
+def _register_products() -> None:
+    """Tell the partitioner that products are expensive.
+
+    Otherwise an activation memory budget would recompute them.
+    """
+    _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in _products)
+
+
+# ---- autograd functions ----
+
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+
+
+def not_differentiable(backward: _Backward) -> _Backward:
+    """Have an autograd function's backward raise RuntimeError under ``create_graph=True``.
+
+    Not when its result is differentiated, as ``once_differentiable`` does: autograd does not visit
+    a node that leads to none of the inputs that it was asked for, so the term would just be left
+    out.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # by the engine, to follow this pass
+            raise RuntimeError(
+                "hotcore.torch: create_graph=True reaches a HOT layer, whose backward cannot be "
+                "differentiated: revert() the model, or keep the layer plain (convert's filter_fn)"
+            )
+        return backward(ctx, *gradients)
+
+    return checked  # type: ignore[return-value]  # of the same signature
+
+
+def without_base(y: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view, for the result of an autograd function.
+
+    ``F.linear`` may return a view of its product; autograd forbids writing such a result in place.
+    """
+    return y if y._base is None else y.data

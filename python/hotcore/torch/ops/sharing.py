@@ -1,0 +1,272 @@
+"""The cache of codes: one compressed x for layers with the same input (q, k and v; gate and up).
+
+In eager mode each thread remembers the x that it compressed last (:class:`Cache`), as plain torch
+keeps such an x once. The next layer that is called with the same, unchanged tensor takes the codes
+and the seed they were made with; it still rounds g_y with its own seed. The codes are dropped when
+x is freed, when the autograd node that they were made for is freed, when another x is compressed,
+when a layer that has taken them is called again, and in backward: a second pass over the same x
+needs fresh rounding noise. With an 8-bit forward the layers share x quantised for their products,
+too (``quantized``). It has no noise that a second pass would need afresh.
+
+Only activations are shared: tensors with a ``grad_fn`` that are not views of a leaf. Optimizers,
+``torch.distributed`` and data loaders write leaves without raising torch's version counter. Code
+that writes an activation the same way (NumPy, DLPack, ``.detach().data``, a replayed CUDA graph)
+goes unnoticed unless the tensor's memory moves; :class:`share_inputs` switches the cache off.
+
+While AOTAutograd traces a graph, :func:`once` does the same for every x of the graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...config import TOKEN_STORAGES, HotConfig
+from .. import _compat
+from . import core
+
+_Ref = weakref.ref[Any]
+_FIELDS = (
+    "basis", "rank", "block", "rows", "token_grid", "prefix_tokens",
+    "storage", "x_scale", "x_rounding", "equalize_tokens",
+)  # fmt: skip
+
+
+def config_key(config: HotConfig) -> Hashable:
+    """Equal for configurations that compress an x to the same bytes."""
+    block = config.hadamard_block if config.storage in TOKEN_STORAGES else None
+    return (block, *(getattr(config, name) for name in _FIELDS))
+
+
+class share_inputs:
+    """Switch the sharing of one compressed x between consecutive layers; it is on by default.
+
+    Like ``torch.set_grad_enabled`` it is a function, whose setting stays, or a context manager. The
+    setting holds for every thread of the process, so a checkpoint finds it in autograd's threads,
+    and for layers in eager mode. (In a compiled graph the compiler merges equal calls.)
+
+    Args:
+        enabled: False lets every layer compress its own x. Programs need that which write an
+            activation without raising torch's version counter (through NumPy, DLPack, ``.data``)
+            between two layers that take it. It costs the memory and the time of one compressed x
+            per layer.
+
+    Source: docs/torch/accumulation.md, "Layers with one x".
+    """
+
+    enabled: ClassVar[bool] = True
+    """The current setting."""
+
+    def __init__(self, enabled: bool) -> None:
+        """Apply the setting."""
+        self._before = share_inputs.enabled
+        share_inputs.enabled = bool(enabled)
+
+    def __enter__(self) -> None:
+        """Do nothing: the constructor has applied the setting."""
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the setting from before."""
+        share_inputs.enabled = self._before
+
+    def __repr__(self) -> str:
+        """Show the current setting."""
+        return f"share_inputs(enabled={share_inputs.enabled})"
+
+
+def _state(x: Tensor) -> Hashable | None:
+    """What has to be equal for the same tensor to be the same x; None: x is not shared."""
+    if x.grad_fn is None or not share_inputs.enabled or core.is_intercepted(x):
+        return None
+    base = x._base
+    if base is not None and base.grad_fn is None:  # a view of a leaf
+        return None
+    if x.is_cuda:
+        # A CUDA graph capture neither takes codes from outside nor leaves any behind: replays do
+        # not raise version counters.
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        stream = _compat.current_stream(x.get_device())
+    else:
+        stream = None
+    try:
+        return (x._version, x.data_ptr(), stream)
+    except RuntimeError:  # inference-mode tensors have no version counter
+        return None
+
+
+class Entry:
+    """The codes of one x: compressed for backward, and quantised for 8-bit products."""
+
+    __slots__ = ("compressed", "key", "node", "quantized", "state", "weights", "x")
+
+    def __init__(self, x: _Ref, state: Hashable) -> None:
+        """Begin without codes."""
+        self.x, self.state = x, state
+        self.compressed: tuple[Tensor, Tensor] | None = None
+        """Codes and the seed they were made with."""
+        self.key: Hashable = None
+        """Everything beside x and the seed that ``compressed`` depends on."""
+        self.node: _Ref | None = None
+        """The autograd node that ``compressed`` was made for."""
+        self.weights: set[int] = set()
+        """Ids of the weights of the layers that have taken ``compressed``."""
+        self.quantized: tuple[Hashable, Tensor] | None = None
+        """What an 8-bit product takes, and everything beside x that it depends on."""
+
+    def quantized_for(self, key: Hashable) -> Tensor | None:
+        """What an 8-bit product takes; None: there is none, and others are dropped."""
+        found = self.quantized
+        if found is not None and found[0] == key:
+            return found[1]
+        self.quantized = None
+        return None
+
+
+class Cache:
+    """The x that a thread compressed last. Every layer asks it: a miss costs the host about 1 us.
+
+    Tests may read :attr:`entry`.
+    """
+
+    __slots__ = ("entry",)
+
+    entry: Entry | None
+    """What is cached; None: nothing."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.entry = None
+
+    def entry_of(self, x: Tensor) -> Entry | None:
+        """The entry of x, a new one if the last is not x's; None: x is not shared.
+
+        A new one is kept once it has codes: by :meth:`compressed`, or by who gives it some.
+        """
+        state = _state(x)
+        if state is None:
+            return None
+        entry = self.entry
+        if entry is not None and entry.x() is x and entry.state == state:
+            return entry
+        self.entry = None  # free the old codes before new ones are allocated
+        return Entry(weakref.ref(x, self._expire), state)
+
+    def compressed(
+        self,
+        entry: Entry | None,
+        key: Hashable,
+        weight: Tensor,
+        node: Any,
+        seed: Tensor,
+        compress: Callable[[], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Codes of an entry's x and their seed: those that are there, or ``compress()``.
+
+        Args:
+            entry: of :meth:`entry_of`; None: nothing is shared.
+            key: everything beside x that the bytes depend on, except the seed.
+            weight: the layer's weight; a layer that is called again compresses afresh.
+            node: the layer's node in autograd's graph (``ctx``).
+            seed: the layer's own seed, from :func:`core.seed_for`.
+            compress: makes the codes.
+        """
+        if entry is None:
+            return compress(), seed
+        found = entry.compressed
+        if found is not None and entry.key == key and id(weight) not in entry.weights:
+            entry.weights.add(id(weight))
+            return found
+        entry.compressed = self.entry = found = None  # an error leaves nothing
+        entry.compressed = found = compress(), seed
+        entry.key, entry.weights = key, {id(weight)}
+        entry.node = weakref.ref(node, self._expire)
+        self.entry = entry
+        return found
+
+    def clear(self) -> None:
+        """Drop the entry; backward calls this once it has the saved tensors.
+
+        Backward clears the cache of the forward's thread: on CUDA it runs in one of autograd's own.
+        Entries that a checkpoint makes there are dropped with their nodes.
+        """
+        self.entry = None
+
+    def _expire(self, ref: _Ref) -> None:
+        entry = self.entry
+        if entry is None:
+            return
+        if ref is entry.node:
+            entry.compressed = None
+        if ref is entry.x or (entry.compressed is None and entry.quantized is None):
+            self.entry = None
+
+
+def linear_key(handle: core.Handle, dtype: torch.dtype | None) -> Hashable:
+    """Key of a linear layer's codes: its configuration, and the dtype autocast casts x to."""
+    key = handle.keys.get(dtype)
+    if key is None:
+        key = handle.keys[dtype] = (dtype, config_key(handle.config))
+    return key
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.cache = Cache()
+
+
+_threads = _Threads()
+
+
+def current() -> Cache:
+    """The calling thread's cache."""
+    return _threads.cache
+
+
+# ---- in a graph that is being traced ----
+
+_traced: Any = WeakTensorKeyDictionary()  # x -> (version, key) -> what was made of it
+_Made = TypeVar("_Made")
+
+
+def once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
+    """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
+
+    A composite operator runs during tracing, on symbolic tensors. The compiler does not merge
+    random operators, so this function gives each x only one.
+    """
+    if not _compat.functional(x):
+        return make()
+    made: dict[Hashable, Any] = _traced.setdefault(x, {})
+    versioned = (x._version, key)
+    if versioned not in made:
+        made[versioned] = make()
+    found: _Made = made[versioned]
+    return found
+
+
+Restore = Callable[[], Tensor]
+# x -> its version, and a function that makes x in backward from tensors that are kept anyway. The
+# function must not hold x: an entry is freed with its x.
+_restores: Any = WeakTensorKeyDictionary()
+
+
+def register_restore(x: Tensor, restore: Restore) -> None:
+    """While AOTAutograd traces a graph: register ``restore``, which recomputes x in backward.
+
+    For layers that let the compiler decide when x is compressed (:attr:`HotModule.defer`).
+    """
+    if _compat.functional(x):
+        _restores[x] = (x._version, restore)
+
+
+def restore_of(x: Tensor) -> Restore | None:
+    """The function registered for an unchanged x; None: backward has to keep x."""
+    found: tuple[int, Restore] | None = _restores.get(x)
+    return None if found is None or found[0] != x._version else found[1]

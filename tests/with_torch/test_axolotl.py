@@ -1,0 +1,149 @@
+"""The Axolotl plugin, against axolotl's base class or, without it, against its interface.
+
+The interface is that of axolotl-ai-cloud/axolotl at 067b021 (2026-07-24):
+src/axolotl/integrations/base.py:54 (``BasePlugin``), 89-97 (``register``, ``get_input_args``) and
+144-150 (``post_model_build``). The order of the calls is that of src/axolotl/cli/config.py:207-221
+(``register`` with the YAML as it was read), src/axolotl/integrations/config.py:25-60 (the class of
+``get_input_args`` becomes a base of the schema), src/axolotl/utils/schemas/config.py:1983-1992 (the
+LoRA kernels' defaults) and src/axolotl/loaders/model.py:185-193 (``post_model_build``, then
+adapters).
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+pydantic = pytest.importorskip("pydantic")
+import hotcore.torch as hot  # noqa: E402
+
+with without_broken_torchvision(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("transformers", minversion="5")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.usefixtures("seeded")
+OURS = "hotcore.integrations.axolotl"
+KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+
+
+class BasePlugin:
+    def __init__(self) -> None:
+        pass
+
+    def register(self, cfg: dict) -> None:
+        pass
+
+    def get_input_args(self) -> str | None:
+        return None
+
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        pass
+
+
+class DictDefault(dict):
+    """axolotl.utils.dict: a key that is missing is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+@pytest.fixture
+def plugin() -> Iterator[Any]:
+    """What ``plugins: [hotcore.integrations.axolotl.HotPlugin]`` makes."""
+    made: list[str] = []
+    try:
+        with without_broken_torchvision():
+            import axolotl.integrations.base  # noqa: F401
+    except ImportError:
+        for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+            sys.modules[name] = ModuleType(name)
+            made.append(name)
+        sys.modules["axolotl.integrations.base"].BasePlugin = BasePlugin
+    module, name = f"{OURS}.HotPlugin".rsplit(".", 1)  # load_plugin, base.py:315-352
+    yield getattr(importlib.import_module(module), name)()
+    for name in (*made, OURS):
+        sys.modules.pop(name, None)
+
+
+def llama() -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+    tokens = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens))
+
+
+def validated(plugin: Any, cfg: DictDefault) -> DictDefault:
+    """The schema's part: the plugin's fields, and the kernels' default for an adapter."""
+    module, name = plugin.get_input_args().rsplit(".", 1)
+    checked = getattr(importlib.import_module(module), name).model_validate(cfg)
+    cfg.update(checked.model_dump())
+    if cfg.adapter:
+        for kernel in KERNELS:
+            if cfg.get(kernel) is None:
+                cfg[kernel] = True
+    return cfg
+
+
+def hot_layers(model: Any) -> set[str]:
+    return {name for name, m in model.named_modules() if isinstance(m, hot.HotLinear)}
+
+
+def test_full_fine_tuning(plugin: Any) -> None:
+    cfg = DictDefault(hot_config="accurate", hot_modules_to_not_convert=["down_proj"])
+    plugin.register(cfg)
+    model = llama()
+    plugin.post_model_build(validated(plugin, cfg), model)
+    names = {f"self_attn.{name}_proj" for name in "qkvo"} | {"mlp.gate_proj", "mlp.up_proj"}
+    assert hot_layers(model) == {f"model.layers.0.{name}" for name in names}
+    assert {model.get_submodule(n).config.name for n in hot_layers(model)} == {"accurate"}
+    tokens = torch.randint(96, (2, 32))
+    model.train()
+    model(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_adapters_on_a_frozen_base(plugin: Any) -> None:
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = pytest.importorskip("peft")
+    cfg = DictDefault(adapter="lora", hot_freeze=True, hot_config={"forward": "int8"})
+    plugin.register(cfg)
+    cfg = validated(plugin, cfg)
+    assert not any(cfg[kernel] for kernel in KERNELS)  # they would not call HOT's layers
+    model = llama()
+    plugin.post_model_build(cfg, model)
+    assert all(isinstance(model.get_submodule(n), hot.HotFrozenLinear) for n in hot_layers(model))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    tokens = torch.randint(96, (2, 32))
+    model(tokens, labels=tokens).loss.backward()
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad)
+
+
+def test_the_pages_yaml_is_taken(plugin: Any) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs/torch/integrations.md"
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert f"  - {OURS}.HotPlugin\n" in text
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"plugins"}
+    module, name = plugin.get_input_args().rsplit(".", 1)
+    assert keys == set(getattr(importlib.import_module(module), name).model_fields)
+
+
+def test_what_it_refuses(plugin: Any) -> None:
+    with pytest.raises(ValueError, match="lora_qkv_kernel: HOT's layers are not called"):
+        plugin.register(DictDefault(adapter="lora", lora_qkv_kernel=True))
+    with pytest.raises(ValueError, match="hot_freeze: frozen weights are not trained"):
+        plugin.register(DictDefault(hot_freeze=True))
+    with pytest.raises(pydantic.ValidationError, match="hot_freeze"):
+        validated(plugin, DictDefault(hot_freeze="often"))
