@@ -115,9 +115,9 @@ def _of_product(fake: Callable[..., Any]) -> Callable[..., Any]:
     """A product's fake: only compilation calls it, and then needs :func:`_register_products`."""
 
     @functools.wraps(fake)
-    def called(*arguments: Any) -> Any:
+    def called(*arguments: Any, **options: Any) -> Any:
         _register_products()
-        return fake(*arguments)
+        return fake(*arguments, **options)
 
     return called
 
