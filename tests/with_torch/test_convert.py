@@ -287,7 +287,7 @@ def test_report_prints_as_a_table() -> None:
         assert sum(re.fullmatch(pattern, line) is not None for line in lines) == 1, pattern
     ends = [re.search(r" -> \d+", line).end() for line in lines[1:7]]
     assert len(set(ends)) == 1
-    assert lines[7] == "4 of 7 layers run HOT, HotConfig.recipe('default')"
+    assert lines[7] == "4 of 7 layers run HOT, default"
     held = 2 * sum(64 * outs + outs for outs in (192, 64))
     share = held / sum(p.numel() for p in model.parameters())
     assert lines[8] == f"they hold {share:.1%} of the model's parameters"
@@ -745,14 +745,12 @@ def test_eval_mode_is_said() -> None:
     model = Model().eval()
     report = hot.convert(model)
     assert "the model is in eval mode, where every layer is plain" in str(report)
-    assert "\n0 of 7 layers run HOT, HotConfig.recipe('default'); 4 more after .train()" in str(
-        report
-    )
+    assert "\n0 of 7 layers run HOT, default; 4 more after .train()" in str(report)
     assert report.in_eval_mode == report.to_dict()["in_eval_mode"] == CONVERTED
     model = Model()
     model.blocks[0].eval()
     text = str(hot.convert(model))
-    assert "\n2 of 7 layers run HOT, HotConfig.recipe('default'); 2 more after .train()" in text
+    assert "\n2 of 7 layers run HOT, default; 2 more after .train()" in text
     assert "in eval mode, hence plain until .train(): blocks.0.qkv, blocks.0.proj" in text
     assert "eval mode" not in str(hot.convert(Model()))
 
