@@ -1022,6 +1022,17 @@ def earlier(report: Report, name: str) -> Iterator[str]:
     yield from table_of(heads, report[name]["rows"])
 
 
+def config_fields(results: Path) -> Iterator[str]:
+    """The fields of a configuration, from libhot's table; no report has them."""
+    from hotcore.config import FIELDS
+
+    rows = (
+        [f"`{field.name}`", field.values_text("`"), f"`{field.default!r}`", field.doc]
+        for field in FIELDS.values()
+    )
+    yield from table_of(["field", "values", "default", "what it is"], rows)
+
+
 CHECK, AUTOTUNE, MODELS = "gpu-check.json", "cuda-autotune.json", "cuda-models-table.json"
 KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "about": (None, about),
@@ -1086,6 +1097,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "to-loss-words": ("", evidence_tables.to_loss_words),
     "quality": ("", evidence_tables.quality),
     "figure": ("", evidence_tables.figure),
+    "config-fields": ("", config_fields),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 
