@@ -173,12 +173,11 @@ static_assert(same(hot::detail::granularities,
               same(hot::detail::gx_scales, {HOT_SCALE_ROW, HOT_SCALE_TENSOR}) &&
               same(hot::detail::weight_scales, {HOT_SCALE_COLUMN, HOT_SCALE_TENSOR}) &&
               same(hot::detail::x_scales, {HOT_SCALE_ROW, HOT_SCALE_TENSOR}));
-static_assert(same(hot::detail::roundings,
-                   {HOT_STOCHASTIC, HOT_NEAREST, HOT_PSEUDO_STOCHASTIC}));
-static_assert(same(hot::detail::bases, {HOT_BASIS_FULL, HOT_BASIS_LOWPASS, HOT_BASIS_SEQUENCY,
-                                        HOT_BASIS_SKETCH}));
-static_assert(same(hot::detail::gw_scales, {HOT_GRAD_SCALE_CHANNEL, HOT_GRAD_SCALE_TENSOR,
-                                            HOT_GRAD_SCALE_TOKEN}));
+static_assert(same(hot::detail::roundings, {HOT_STOCHASTIC, HOT_NEAREST, HOT_PSEUDO_STOCHASTIC}));
+static_assert(same(hot::detail::bases,
+                   {HOT_BASIS_FULL, HOT_BASIS_LOWPASS, HOT_BASIS_SEQUENCY, HOT_BASIS_SKETCH}));
+static_assert(same(hot::detail::gw_scales,
+                   {HOT_GRAD_SCALE_CHANNEL, HOT_GRAD_SCALE_TENSOR, HOT_GRAD_SCALE_TOKEN}));
 static_assert(same(hot::detail::storages,
                    {HOT_STORAGE_INT8, HOT_STORAGE_INT4, HOT_STORAGE_RHT2, HOT_STORAGE_TOKEN8,
                     HOT_STORAGE_TOKEN4, HOT_STORAGE_TOKEN2}));
@@ -451,7 +450,8 @@ hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text) {
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
       using T = typename std::decay_t<decltype(row)>::Value;
       if constexpr (std::is_same_v<T, std::vector<int>>) {
-        invalid(call, std::string(row.name) + " is the caller's array; set spec.rows and row_count");
+        invalid(call,
+                std::string(row.name) + " is the caller's array; set spec.rows and row_count");
       } else {
         hot::detail::set_field_text(row, text, row.get(changed));
       }

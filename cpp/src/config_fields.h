@@ -1,6 +1,6 @@
-// The one table of a configuration's fields: name, type, choices, meaning. Names of enumerators, the
-// checks of choices, the fingerprints, the C ABI, the bindings, JAX's attributes, Python's HotConfig
-// and the documentation's table read it. The defaults are the structs' own.
+// The one table of a configuration's fields: name, type, choices, meaning. Names of enumerators,
+// the checks of choices, the fingerprints, the C ABI, the bindings, JAX's attributes, Python's
+// HotConfig and the documentation's table read it. The defaults are the structs' own.
 //
 // A new field: a member of BackwardLinearSpec with its default, a member at the end of hot_spec, a
 // row here, a line in HotConfig (python/hotcore/config.py; a test compares it with this table).
@@ -71,9 +71,8 @@ inline constexpr Choice<Granularity> gx_scales[] = {{Granularity::row, "row"},
                                                     {Granularity::tensor, "tensor"}};
 inline constexpr Choice<Granularity> weight_scales[] = {{Granularity::column, "column"},
                                                         {Granularity::tensor, "tensor"}};
-inline constexpr Choice<GradScale> gw_scales[] = {{GradScale::channel, "channel"},
-                                                  {GradScale::tensor, "tensor"},
-                                                  {GradScale::token, "token"}};
+inline constexpr Choice<GradScale> gw_scales[] = {
+    {GradScale::channel, "channel"}, {GradScale::tensor, "tensor"}, {GradScale::token, "token"}};
 // x is stored transposed: a channel is a row of the stored matrix.
 inline constexpr Choice<Granularity> x_scales[] = {{Granularity::row, "channel", 1},
                                                    {Granularity::tensor, "tensor", 0}};
@@ -225,9 +224,9 @@ void check_choices(const char* call, const Spec& spec) {
       for (const auto& one : f.choices) {
         if (one.value == value) return;
       }
-      throw Error(ErrorCode::invalid_argument,
-                  std::string(call) + ": " + f.name + " is " + name_of(all_choices<T>, value) +
-                      "; expected " + names_of(f.choices, ""));
+      throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + f.name + " is " +
+                                                   name_of(all_choices<T>, value) + "; expected " +
+                                                   names_of(f.choices, ""));
     }
   });
 }
@@ -274,8 +273,8 @@ std::string field_text(const Row& f, const T& value) {
 template <class Row, class T>
 void set_field_text(const Row& f, std::string_view text, T& value) {
   const auto refuse = [&](const char* expected) {
-    throw Error(ErrorCode::invalid_argument, std::string(f.name) + ": '" + std::string(text) +
-                                                 "' is not " + expected);
+    throw Error(ErrorCode::invalid_argument,
+                std::string(f.name) + ": '" + std::string(text) + "' is not " + expected);
   };
   const auto number = [&](std::string_view digits) {
     int out = 0;
@@ -376,8 +375,7 @@ Spec from_c(const char* call, const std::string& name, const C& given) {
                "at most " + std::to_string(max_low_rank_block));
       }
       if (given.row_count > 0 && given.rows == nullptr) {
-        throw Error(ErrorCode::invalid_argument,
-                    std::string(call) + ": " + name + ".rows is null");
+        throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + ".rows is null");
       }
       if (given.row_count > 0) value.assign(given.rows, given.rows + given.row_count);
     } else if constexpr (std::is_same_v<T, bool>) {

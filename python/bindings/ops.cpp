@@ -141,8 +141,7 @@ void init_spec(Spec* self, const nb::kwargs& fields) {
   for (const auto& [name, value] : fields) {
     const nb::handle given = value;
     hot::detail::with_field<hot::BackwardLinearSpec>(
-        nb::cast<Text>(name),
-        [&](const auto& row) { from_python(row, given, row.get(spec)); });
+        nb::cast<Text>(name), [&](const auto& row) { from_python(row, given, row.get(spec)); });
   }
   new (self) Spec{std::move(spec)};
 }

@@ -25,8 +25,8 @@ template <class Visit>
 void for_each_field(hot::detail::FieldsOf<WideSpec>, Visit&& visit) {
   for_each_field(hot::detail::FieldsOf<hot::BackwardLinearSpec>{}, visit);
   visit(hot::detail::field<Sauce>(
-      "sauce", [](auto& spec) -> auto& { return spec.sauce; }, &WideC::sauce,
-      hot::detail::in_saved, sauces, "what goes with it"));
+      "sauce", [](auto& spec) -> auto& { return spec.sauce; }, &WideC::sauce, hot::detail::in_saved,
+      sauces, "what goes with it"));
 }
 
 using hot_test::expect_error;
@@ -112,7 +112,7 @@ TEST(ConfigFields, texts) {
   EXPECT_EQ(back.low_rank.layout.grid_h, 0);
   const struct {
     const char *name, *text;
-  } bad[] = {{"gx_bits", "four"},      {"gx_bits", "4 "},       {"gx_bits", ""},
+  } bad[] = {{"gx_bits", "four"},       {"gx_bits", "4 "},       {"gx_bits", ""},
              {"gx_bits", "4294967300"}, {"rows", "1,"},          {"rows", ",1"},
              {"token_grid", "3"},       {"token_grid", "1,2,3"}, {"equalize_tokens", "1"},
              {"storage", "int2"}};
