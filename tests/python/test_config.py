@@ -15,6 +15,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import HotConfig, Key
+from hotcore import config as config_module
 from hotcore.config import FIELDS, RECIPES, Field, HotConfigFields, as_config, as_key
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,17 @@ def test_the_class_is_the_table() -> None:
     for field in FIELDS.values():
         assert f"\n        {field.name}: " in (HotConfig.__doc__ or "")
         assert field.doc and (field.choices or field.values or field.type == "bool")
+
+
+def test_former_words_for_scales() -> None:
+    found = 0
+    for field in FIELDS.values():
+        for old, new in config_module._FORMER.items():
+            if new in field.choices and old not in field.choices:
+                found += 1
+                with pytest.raises(ValueError, match=f"^{field.name}: .* '{old}' is now '{new}'"):
+                    HotConfig(**{field.name: old})
+    assert found > 1
 
 
 def test_no_other_place_lists_the_fields() -> None:

@@ -279,7 +279,7 @@ def test_report_prints_as_a_table() -> None:
     assert lines[0].split() == ["layer", "kind", "in", "->", "out", "x", "is", "kept", "in"]
     for pattern in (
         r"blocks\.0\.qkv +Linear +64 -> 192 +nothing \(weight frozen\)",
-        r"blocks\.0\.proj +Linear +64 -> 64 +0\.50 bytes .* HotConfig\.recipe\('fast'\)",
+        r"blocks\.0\.proj +Linear +64 -> 64 +0\.50 bytes .* fast",
         r"blocks\.1\.qkv +Linear +64 -> 192 +0\.53 bytes a value \(fp32 / 7\.5\)",
         r"blocks\.\*\.small \(2\) +Linear +64 -> 8 +stays plain: fewer than \d+ features",
         r"head +Linear +64 -> 50 +stays plain: the output head",
