@@ -25,6 +25,7 @@ find_package(nanobind CONFIG REQUIRED)
 function(hot_python_module name)
   nanobind_add_module(${name} STABLE_ABI NB_STATIC NB_DOMAIN hotcore ${ARGN})
   target_link_libraries(${name} PRIVATE hotcore::hot)
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/cpp/src")  # config_fields.h
   target_compile_options(${name} PRIVATE -Wall -Wextra $<$<BOOL:${HOT_WERROR}>:-Werror>)
   # Otherwise the module names libhot alone, and auditwheel cannot tell its C library.
   target_link_options(${name} PRIVATE -Wl,--no-as-needed)

@@ -869,6 +869,17 @@ def earlier(report: Report, name: str) -> Lines:
     yield from ("", f"*Written down {report[name]['date']}.*")
 
 
+def config_fields(results: Path) -> Lines:
+    """The fields of a configuration, from libhot's table; no report has them."""
+    from hotcore.config import FIELDS
+
+    rows = (
+        [f"`{field.name}`", field.values_text("`"), f"`{field.default!r}`", field.doc]
+        for field in FIELDS.values()
+    )
+    yield from table_of(["field", "values", "default", "what it is"], rows)
+
+
 # ---- all kinds ----
 
 
@@ -879,6 +890,7 @@ def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
 TABLES = evidence_tables
 KINDS: dict[str, tuple[str | None, Make]] = {
     **_of(None, about, cpu_layers, backward_times, points),
+    **_of("", config_fields),
     "steps-of": (None, all_steps),
     **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
     **_of("gpu-check.json", tests),

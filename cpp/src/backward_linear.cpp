@@ -8,6 +8,7 @@
 #include "arithmetic.h"
 #include "backward_work.h"
 #include "checks.h"
+#include "config_fields.h"
 #include "fingerprint.h"
 #include "hot/error.h"
 #include "kernels.h"
@@ -25,36 +26,6 @@ using detail::MatrixIn;
 using detail::MatrixOut;
 using detail::OperandQuant;
 using detail::Projection;
-
-const char* storage_name(Storage storage) noexcept {
-  switch (storage) {
-    case Storage::int8:
-      return "int8";
-    case Storage::int4:
-      return "int4";
-    case Storage::rht2:
-      return "rht2";
-    case Storage::token8:
-      return "token8";
-    case Storage::token4:
-      return "token4";
-    case Storage::token2:
-      return "token2";
-  }
-  return "unknown";
-}
-
-const char* grad_scale_name(GradScale scale) noexcept {
-  switch (scale) {
-    case GradScale::tensor:
-      return "tensor";
-    case GradScale::channel:
-      return "channel";
-    case GradScale::token:
-      return "token";
-  }
-  return "unknown";
-}
 
 namespace {
 
@@ -113,30 +84,8 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
     detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
   }
-  if (spec.gx_scale != Granularity::row && spec.gx_scale != Granularity::tensor) {
-    detail::invalid(call, std::string("gx_scale is ") + granularity_name(spec.gx_scale) +
-                              "; expected row (per token) or tensor");
-  }
-  if (spec.weight_scale != Granularity::column && spec.weight_scale != Granularity::tensor) {
-    detail::invalid(call, std::string("weight_scale is ") + granularity_name(spec.weight_scale) +
-                              "; expected column (of in_features) or tensor");
-  }
-  if (spec.x_scale != Granularity::row && spec.x_scale != Granularity::tensor) {
-    detail::invalid(call, std::string("x_scale is ") + granularity_name(spec.x_scale) +
-                              "; expected row (per channel) or tensor");
-  }
-  if (spec.gw_scale != GradScale::tensor && spec.gw_scale != GradScale::channel &&
-      spec.gw_scale != GradScale::token) {
-    detail::invalid(call, "gw_scale is unknown; expected tensor, channel or token");
-  }
+  detail::check_choices(call, spec);
   const std::string storage = storage_name(spec.storage);
-  if (storage == "unknown") {
-    detail::invalid(call,
-                    "storage is unknown; expected int8, int4, rht2, token8, token4 or token2");
-  }
-  detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
-  detail::check_rounding(call, "gw_rounding", spec.gw_rounding);
-  detail::check_rounding(call, "x_rounding", spec.x_rounding);
   if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full &&
       !detail::draws_tokens(spec)) {
     detail::invalid(call, "storage is " + storage + " with basis " +
@@ -248,26 +197,25 @@ Support supported(const Context& context, const LinearShape& shape,
 
 std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   check_spec("saved_format", spec);
-  Fingerprint print;
-  print.add('x').add(spec.storage).add(spec.x_rounding);
-  if (spec.storage == Storage::int8) print.add(spec.x_scale);
-  if (spec.equalize_tokens) print.add('t');
+  // Fields that the bytes do not depend on get one value.
+  BackwardLinearSpec kept = spec;
+  const bool tokens = detail::is_token_storage(spec.storage);
+  if (spec.storage != Storage::int8) kept.x_scale = {};
   // The token storages keep x itself, whatever share of its tokens backward takes.
-  if (detail::is_token_storage(spec.storage)) return print.add(spec.hadamard_block).value();
-  const LowRank& p = spec.low_rank;
-  print.add(p.basis);
-  if (p.basis == Basis::full) return print.value();  // other fields do not matter
-  print.add(p.block).add(p.rows.empty() ? p.rank : 0).add(p.rows.size());
-  for (const int row : p.rows) print.add(row);
-  print.add(p.layout.grid_h).add(p.layout.grid_w).add(p.layout.prefix_tokens);
+  if (!tokens) kept.hadamard_block = 0;
+  if (tokens || spec.low_rank.basis == Basis::full) kept.low_rank = {};
+  if (!kept.low_rank.rows.empty()) kept.low_rank.rank = 0;
+  Fingerprint print;
+  detail::add_fields(print.add('x'), kept, detail::in_saved);
   return print.value();
 }
 
 std::uint64_t weight_format(const BackwardLinearSpec& spec) {
   check_spec("weight_format", spec);
+  BackwardLinearSpec kept = spec;
+  kept.storage = detail::is_token_storage(spec.storage) ? Storage::token8 : Storage::int8;
   Fingerprint print;
-  print.add('w').add(spec.hadamard_block).add(spec.gx_bits).add(spec.weight_scale);
-  if (detail::is_token_storage(spec.storage)) print.add('t');
+  detail::add_fields(print.add('w'), kept, detail::in_weight);
   return print.value();
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "config_fields.h"
 #include "hot/hot.h"
 #include "hot/hot_c.h"
 
@@ -156,27 +157,30 @@ static_assert(same(HOT_CPU, hot::Device::Type::cpu) && same(HOT_CUDA, hot::Devic
               HOT_MAX_DIMS == hot::max_dims);
 static_assert(same(HOT_ISA_PLAIN, hot::Isa::plain) && same(HOT_ISA_AVX2, hot::Isa::avx2) &&
               same(HOT_ISA_AVX512, hot::Isa::avx512) && same(HOT_ISA_AMX, hot::Isa::amx));
-static_assert(same(HOT_SCALE_TENSOR, hot::Granularity::tensor) &&
-              same(HOT_SCALE_ROW, hot::Granularity::row) &&
-              same(HOT_SCALE_COLUMN, hot::Granularity::column));
-static_assert(same(HOT_NEAREST, hot::Rounding::nearest) &&
-              same(HOT_STOCHASTIC, hot::Rounding::stochastic) &&
-              same(HOT_PSEUDO_STOCHASTIC, hot::Rounding::pseudo_stochastic));
-static_assert(same(HOT_BASIS_FULL, hot::Basis::full) &&
-              same(HOT_BASIS_LOWPASS, hot::Basis::lowpass) &&
-              same(HOT_BASIS_SEQUENCY, hot::Basis::sequency) &&
-              same(HOT_BASIS_SKETCH, hot::Basis::sketch));
-static_assert(same(HOT_GRAD_SCALE_TENSOR, hot::GradScale::tensor) &&
-              same(HOT_GRAD_SCALE_CHANNEL, hot::GradScale::channel) &&
-              same(HOT_GRAD_SCALE_TOKEN, hot::GradScale::token));
-static_assert(same(HOT_STORAGE_INT8, hot::Storage::int8) &&
-              same(HOT_STORAGE_INT4, hot::Storage::int4) &&
-              same(HOT_STORAGE_RHT2, hot::Storage::rht2) &&
-              same(HOT_STORAGE_TOKEN8, hot::Storage::token8) &&
-              same(HOT_STORAGE_TOKEN4, hot::Storage::token4) &&
-              same(HOT_STORAGE_TOKEN2, hot::Storage::token2));
 static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
               same(HOT_SIDE_GRADIENT, hot::Side::gradient));
+
+// The numbers of a field's choices are those of the header, in this order.
+template <class E, std::size_t n>
+constexpr bool same(const hot::detail::Choice<E> (&choices)[n], const int (&constants)[n]) {
+  for (std::size_t i = 0; i < n; ++i) {
+    if (choices[i].number != constants[i]) return false;
+  }
+  return true;
+}
+static_assert(same(hot::detail::granularities,
+                   {HOT_SCALE_TENSOR, HOT_SCALE_ROW, HOT_SCALE_COLUMN}) &&
+              same(hot::detail::gx_scales, {HOT_SCALE_ROW, HOT_SCALE_TENSOR}) &&
+              same(hot::detail::weight_scales, {HOT_SCALE_COLUMN, HOT_SCALE_TENSOR}) &&
+              same(hot::detail::x_scales, {HOT_SCALE_ROW, HOT_SCALE_TENSOR}));
+static_assert(same(hot::detail::roundings, {HOT_STOCHASTIC, HOT_NEAREST, HOT_PSEUDO_STOCHASTIC}));
+static_assert(same(hot::detail::bases,
+                   {HOT_BASIS_FULL, HOT_BASIS_LOWPASS, HOT_BASIS_SEQUENCY, HOT_BASIS_SKETCH}));
+static_assert(same(hot::detail::gw_scales,
+                   {HOT_GRAD_SCALE_CHANNEL, HOT_GRAD_SCALE_TENSOR, HOT_GRAD_SCALE_TOKEN}));
+static_assert(same(hot::detail::storages,
+                   {HOT_STORAGE_INT8, HOT_STORAGE_INT4, HOT_STORAGE_RHT2, HOT_STORAGE_TOKEN8,
+                    HOT_STORAGE_TOKEN4, HOT_STORAGE_TOKEN2}));
 
 const hot::Context& context_of(const char* call, const hot_context* context) {
   if (context == nullptr) {
@@ -214,49 +218,7 @@ ConstTensorView optional(const char* call, const char* name, const hot_tensor* g
 // `name`: of the argument.
 hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
                                 const char* name = "spec") {
-  const hot_spec s = read(call, name, given);
-  const auto one_of = [&](const char* field, std::int32_t value, auto last) {
-    return choice(call, (std::string(name) + "." + field).c_str(), value, last);
-  };
-  const auto granularity = [&](const char* field, std::int32_t value) {
-    return one_of(field, value, hot::Granularity::column);
-  };
-  const auto rounding = [&](const char* field, std::int32_t value) {
-    return one_of(field, value, hot::Rounding::pseudo_stochastic);
-  };
-  hot::BackwardLinearSpec out;
-  out.hadamard_block = s.hadamard_block;
-  out.gx_bits = s.gx_bits;
-  out.gx_scale = granularity("gx_scale", s.gx_scale);
-  out.weight_scale = granularity("weight_scale", s.weight_scale);
-  out.gx_rounding = rounding("gx_rounding", s.gx_rounding);
-  out.low_rank.basis = one_of("basis", s.basis, hot::Basis::sketch);
-  out.low_rank.block = s.block;
-  out.low_rank.rank = s.rank;
-  if (s.row_count > static_cast<std::size_t>(hot::detail::max_low_rank_block)) {
-    invalid(call, std::string(name) + ".row_count is " + std::to_string(s.row_count) +
-                      "; expected at most " + std::to_string(hot::detail::max_low_rank_block));
-  }
-  if (s.row_count > 0) {
-    const std::int32_t* const rows = &place(call, (std::string(name) + ".rows").c_str(), s.rows);
-    out.low_rank.rows.assign(rows, rows + s.row_count);
-  }
-  out.low_rank.layout = {s.grid_h, s.grid_w, s.prefix_tokens};
-  out.gw_scale = one_of("gw_scale", s.gw_scale, hot::GradScale::token);
-  out.gw_rounding = rounding("gw_rounding", s.gw_rounding);
-  if (s.storage < HOT_STORAGE_INT8 || s.storage > HOT_STORAGE_TOKEN2 || s.storage == 2) {
-    invalid(call, std::string(name) + ".storage is " + std::to_string(s.storage) +
-                      "; expected 0, 1 or 3 to 6");
-  }
-  out.storage = static_cast<hot::Storage>(s.storage);
-  out.x_scale = granularity("x_scale", s.x_scale);
-  out.x_rounding = rounding("x_rounding", s.x_rounding);
-  if (s.equalize_tokens != 0 && s.equalize_tokens != 1) {
-    invalid(call, std::string(name) + ".equalize_tokens is " + std::to_string(s.equalize_tokens) +
-                      "; expected 0 or 1");
-  }
-  out.equalize_tokens = s.equalize_tokens == 1;
-  return out;
+  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read(call, name, given));
 }
 
 // Fills the caller's struct with what compress_activation returned.
@@ -446,22 +408,56 @@ hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
   return guarded([&] {
     place(call, "name", name);
     check_struct(call, "spec", spec);
-    const hot::BackwardLinearSpec r = hot::recipe(name);
     hot_spec out{};
-    out.hadamard_block = r.hadamard_block;
-    out.gx_bits = r.gx_bits;
-    out.gx_scale = static_cast<std::int32_t>(r.gx_scale);
-    out.weight_scale = static_cast<std::int32_t>(r.weight_scale);
-    out.gx_rounding = static_cast<std::int32_t>(r.gx_rounding);
-    out.basis = static_cast<std::int32_t>(r.low_rank.basis);
-    out.block = r.low_rank.block;
-    out.rank = r.low_rank.rank;
-    out.gw_scale = static_cast<std::int32_t>(r.gw_scale);
-    out.gw_rounding = static_cast<std::int32_t>(r.gw_rounding);
-    out.storage = static_cast<std::int32_t>(r.storage);
-    out.x_scale = static_cast<std::int32_t>(r.x_scale);
-    out.x_rounding = static_cast<std::int32_t>(r.x_rounding);
-    out.equalize_tokens = r.equalize_tokens ? 1 : 0;
+    hot::detail::to_c(hot::recipe(name), out);
+    write(spec, out);
+  });
+}
+
+const char* hot_spec_field(int32_t index) {
+  const char* name = nullptr;
+  std::int32_t at = 0;
+  hot::detail::for_each_field(hot::detail::FieldsOf<hot::BackwardLinearSpec>{},
+                              [&](const auto& field) {
+                                if (at++ == index) name = field.name;
+                              });
+  return name;
+}
+
+hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes) {
+  const char* const call = "spec_get";
+  return guarded([&] {
+    const hot::BackwardLinearSpec given = spec_of(call, spec);
+    place(call, "field", field);
+    place(call, "text", text);
+    hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
+      const std::string value = hot::detail::field_text(row, row.get(given));
+      if (value.size() >= bytes) {
+        invalid(call, "text holds " + std::to_string(bytes) + " bytes; " + row.name + " needs " +
+                          std::to_string(value.size() + 1));
+      }
+      std::memcpy(text, value.c_str(), value.size() + 1);
+    });
+  });
+}
+
+hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text) {
+  const char* const call = "spec_set";
+  return guarded([&] {
+    hot::BackwardLinearSpec changed = spec_of(call, spec);
+    place(call, "field", field);
+    place(call, "text", text);
+    hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
+      using T = typename std::decay_t<decltype(row)>::Value;
+      if constexpr (std::is_same_v<T, std::vector<int>>) {
+        invalid(call,
+                std::string(row.name) + " is the caller's array; set spec.rows and row_count");
+      } else {
+        hot::detail::set_field_text(row, text, row.get(changed));
+      }
+    });
+    hot_spec out = read(call, "spec", spec);
+    hot::detail::to_c(changed, out);
     write(spec, out);
   });
 }

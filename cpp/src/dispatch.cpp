@@ -36,30 +36,6 @@ void check_bits(const char* call, const char* name, int bits) {
 
 }  // namespace
 
-const char* granularity_name(Granularity granularity) noexcept {
-  switch (granularity) {
-    case Granularity::tensor:
-      return "tensor";
-    case Granularity::row:
-      return "row";
-    case Granularity::column:
-      return "column";
-  }
-  return "unknown";
-}
-
-const char* rounding_name(Rounding rounding) noexcept {
-  switch (rounding) {
-    case Rounding::nearest:
-      return "nearest";
-    case Rounding::stochastic:
-      return "stochastic";
-    case Rounding::pseudo_stochastic:
-      return "pseudo_stochastic";
-  }
-  return "unknown";
-}
-
 std::int64_t scale_count(std::int64_t rows, std::int64_t cols, Granularity scale) {
   return scale == Granularity::tensor ? 1 : scale == Granularity::row ? rows : cols;
 }

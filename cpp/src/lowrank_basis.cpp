@@ -10,20 +10,6 @@
 
 namespace hot {
 
-const char* basis_name(Basis basis) noexcept {
-  switch (basis) {
-    case Basis::full:
-      return "full";
-    case Basis::lowpass:
-      return "lowpass";
-    case Basis::sequency:
-      return "sequency";
-    case Basis::sketch:
-      return "sketch";
-  }
-  return "unknown";
-}
-
 namespace {
 
 constexpr int max_sketch_folds = 4;  // one Philox call holds the draws of four folds

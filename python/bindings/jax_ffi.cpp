@@ -11,9 +11,11 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "config_fields.h"
 #include "views.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -179,21 +181,31 @@ T attribute(const ffi::Dictionary& attributes, const char* name) {
   return *value;
 }
 
-// The fields of HotConfig are attributes of the call.
+// The fields of HotConfig are attributes of the call: names as text, numbers, lists of numbers.
 hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
-  const auto text = [&](const char* name) { return attribute<std::string_view>(attributes, name); };
-  const auto number = [&](const char* name) {
-    return static_cast<int>(attribute<std::int64_t>(attributes, name));
-  };
-  std::vector<int> rows;
-  for (const std::int64_t row : attribute<ffi::Span<const std::int64_t>>(attributes, "rows")) {
-    rows.push_back(static_cast<int>(row));
-  }
-  return make_spec(number("hadamard_block"), number("gx_bits"), text("gx_scale"),
-                   text("weight_scale"), text("gx_rounding"), text("basis"), number("rank"),
-                   number("block"), std::move(rows), number("grid_h"), number("grid_w"),
-                   number("prefix_tokens"), text("gw_scale"), text("gw_rounding"), text("storage"),
-                   text("x_scale"), text("x_rounding"), number("equalize_tokens") != 0);
+  hot::BackwardLinearSpec spec;
+  hot::detail::for_each_field(
+      hot::detail::FieldsOf<hot::BackwardLinearSpec>{}, [&](const auto& row) {
+        using T = typename std::decay_t<decltype(row)>::Value;
+        T& value = row.get(spec);
+        if constexpr (std::is_enum_v<T>) {
+          value = hot::detail::parse_choice(
+              row.name, attribute<std::string_view>(attributes, row.name), row.choices);
+        } else if constexpr (std::is_same_v<T, int> || std::is_same_v<T, bool>) {
+          value = static_cast<T>(attribute<std::int64_t>(attributes, row.name));
+        } else {
+          const auto list = attribute<ffi::Span<const std::int64_t>>(attributes, row.name);
+          if constexpr (std::is_same_v<T, hot::TokenLayout>) {
+            if (list.size() == 2) {
+              value.grid_h = static_cast<int>(list[0]);
+              value.grid_w = static_cast<int>(list[1]);
+            }
+          } else {
+            for (const std::int64_t one : list) value.push_back(static_cast<int>(one));
+          }
+        }
+      });
+  return spec;
 }
 
 ffi::ErrorCode code_of(hot::ErrorCode code) {

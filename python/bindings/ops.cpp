@@ -16,9 +16,11 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "config_fields.h"
 #include "views.h"
 
 namespace hotpy {
@@ -86,41 +88,94 @@ struct Spec {
   hot::BackwardLinearSpec spec;
 };
 
-void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text weight_scale,
-               Text gx_rounding, Text basis, int rank, int block, std::vector<int> rows, int grid_h,
-               int grid_w, int prefix_tokens, Text gw_scale, Text gw_rounding, Text storage,
-               Text x_scale, Text x_rounding, bool equalize_tokens) {
-  hot::BackwardLinearSpec s =
-      make_spec(hadamard_block, gx_bits, gx_scale, weight_scale, gx_rounding, basis, rank, block,
-                std::move(rows), grid_h, grid_w, prefix_tokens, gw_scale, gw_rounding, storage,
-                x_scale, x_rounding, equalize_tokens);
-  new (self) Spec{std::move(s)};
+// A field's value in Python: an int, a bool, a name, a tuple or None.
+template <class Row, class T>
+nb::object to_python(const Row& row, const T& value) {
+  if constexpr (std::is_enum_v<T>) {
+    return nb::str(hot::detail::name_of(row.choices, value));
+  } else if constexpr (std::is_same_v<T, hot::TokenLayout>) {
+    if (value.grid_h == 0 && value.grid_w == 0) return nb::none();
+    return nb::make_tuple(value.grid_h, value.grid_w);
+  } else if constexpr (std::is_same_v<T, std::vector<int>>) {
+    if (value.empty()) return nb::none();
+    return nb::tuple(nb::cast(value));
+  } else {
+    return nb::cast(value);
+  }
 }
 
-// The fields of a spec by HotConfig's names, except rows and the token layout.
-nb::dict fields_of(const hot::BackwardLinearSpec& s) {
+// The reverse.
+template <class Row, class T>
+void from_python(const Row& row, nb::handle given, T& value) {
+  const auto cast = [&](auto& out) {
+    if (!nb::try_cast(given, out)) {
+      throw nb::type_error((std::string(row.name) + ": unexpected type").c_str());
+    }
+  };
+  if constexpr (std::is_enum_v<T>) {
+    Text name;
+    cast(name);
+    value = hot::detail::parse_choice(row.name, name, row.choices);
+  } else if constexpr (std::is_same_v<T, hot::TokenLayout>) {
+    std::pair<int, int> grid{0, 0};
+    if (!given.is_none()) cast(grid);
+    std::tie(value.grid_h, value.grid_w) = grid;
+  } else if constexpr (std::is_same_v<T, std::vector<int>>) {
+    if (!given.is_none()) cast(value);
+  } else {
+    cast(value);
+  }
+}
+
+template <class Settings>
+nb::dict fields_of(const Settings& settings) {
   nb::dict fields;
-  fields["hadamard_block"] = s.hadamard_block;
-  fields["gx_bits"] = s.gx_bits;
-  fields["gx_scale"] = hot::granularity_name(s.gx_scale);
-  fields["weight_scale"] = hot::granularity_name(s.weight_scale);
-  fields["gx_rounding"] = hot::rounding_name(s.gx_rounding);
-  fields["basis"] = hot::basis_name(s.low_rank.basis);
-  fields["rank"] = s.low_rank.rank;
-  fields["block"] = s.low_rank.block;
-  fields["gw_scale"] = hot::grad_scale_name(s.gw_scale);
-  fields["gw_rounding"] = hot::rounding_name(s.gw_rounding);
-  fields["storage"] = hot::storage_name(s.storage);
-  const bool channel = s.x_scale == hot::Granularity::row;  // Python calls it "channel"
-  fields["x_scale"] = channel ? "channel" : hot::granularity_name(s.x_scale);
-  fields["x_rounding"] = hot::rounding_name(s.x_rounding);
-  fields["equalize_tokens"] = s.equalize_tokens;
+  hot::detail::for_each_field(hot::detail::FieldsOf<Settings>{}, [&](const auto& row) {
+    fields[row.name] = to_python(row, row.get(settings));
+  });
   return fields;
+}
+
+void init_spec(Spec* self, const nb::kwargs& fields) {
+  hot::BackwardLinearSpec spec;
+  for (const auto& [name, value] : fields) {
+    const nb::handle given = value;
+    hot::detail::with_field<hot::BackwardLinearSpec>(
+        nb::cast<Text>(name), [&](const auto& row) { from_python(row, given, row.get(spec)); });
+  }
+  new (self) Spec{std::move(spec)};
+}
+
+// The rows of the table of some settings, as tuples for hotcore.config.
+template <class Settings>
+void add_rows(nb::list& rows, bool backward) {
+  const Settings defaults;
+  hot::detail::for_each_field(hot::detail::FieldsOf<Settings>{}, [&](const auto& row) {
+    using T = typename std::decay_t<decltype(row)>::Value;
+    nb::list choices;
+    if constexpr (std::is_enum_v<T>) {
+      for (const auto& one : row.choices) choices.append(one.name);
+    }
+    const char* const type = std::is_same_v<T, int>                ? "int"
+                             : std::is_same_v<T, bool>             ? "bool"
+                             : std::is_same_v<T, std::vector<int>> ? "ints"
+                             : std::is_enum_v<T>                   ? "choice"
+                                                                   : "grid";
+    rows.append(nb::make_tuple(row.name, type, nb::tuple(choices),
+                               to_python(row, row.get(defaults)), row.values, row.doc, backward));
+  });
+}
+
+nb::list config_fields() {
+  nb::list rows;
+  add_rows<hot::BackwardLinearSpec>(rows, true);
+  add_rows<hot::detail::ForwardSettings>(rows, false);
+  return rows;
 }
 
 // The fields that a recipe changes from the defaults.
 nb::dict recipe(Text name) {
-  const nb::dict defaults = fields_of({});
+  const nb::dict defaults = fields_of(hot::BackwardLinearSpec{});
   nb::dict changed;
   for (const auto& [field, value] : fields_of(hot::recipe(name))) {
     if (!value.equal(defaults[field])) changed[field] = value;
@@ -561,10 +616,7 @@ void bind_ops(nb::module_& m) {
       });
 
   nb::class_<Spec>(m, "Spec", "A BackwardLinearSpec, made once for a HotConfig.")
-      .def("__init__", &init_spec, nb::kw_only(), "hadamard_block"_a, "gx_bits"_a, "gx_scale"_a,
-           "weight_scale"_a, "gx_rounding"_a, "basis"_a, "rank"_a, "block"_a, "rows"_a, "grid_h"_a,
-           "grid_w"_a, "prefix_tokens"_a, "gw_scale"_a, "gw_rounding"_a, "storage"_a, "x_scale"_a,
-           "x_rounding"_a, "equalize_tokens"_a);
+      .def("__init__", &init_spec);
 
   nb::class_<hot::ForwardLinearSpec>(m, "ForwardLinearSpec", "How forward_linear quantises.")
       .def(
@@ -575,6 +627,7 @@ void bind_ops(nb::module_& m) {
           nb::kw_only(), "hadamard_block"_a = hot::ForwardLinearSpec{}.hadamard_block)
       .def_ro("hadamard_block", &hot::ForwardLinearSpec::hadamard_block);
 
+  m.def("config_fields", &config_fields);
   m.def("recipe", &recipe, "name"_a);
   m.def("recipe_names", &hot::recipe_names);
   m.def("saved_format", [](const Spec& s) { return hot::saved_format(s.spec); }, "spec"_a);

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "config_fields.h"
+
 namespace hotpy {
 namespace {
 
@@ -142,9 +144,7 @@ hot::Key key_of(const KeyTuple& key) {
 }
 
 hot::Basis parse_basis(std::string_view text) {
-  using E = hot::Basis;
-  return parse<E>("basis", text, [](E e) { return hot::basis_name(e); },
-                  {E::full, E::lowpass, E::sequency, E::sketch});
+  return hot::detail::parse_choice<hot::Basis>("basis", text, hot::detail::bases);
 }
 hot::Side parse_side(std::string_view text) {
   using E = hot::Side;
@@ -152,24 +152,10 @@ hot::Side parse_side(std::string_view text) {
                   {E::activation, E::gradient});
 }
 hot::Granularity parse_granularity(const char* name, std::string_view text) {
-  using E = hot::Granularity;
-  return parse<E>(name, text, [](E e) { return hot::granularity_name(e); },
-                  {E::tensor, E::row, E::column});
+  return hot::detail::parse_choice<hot::Granularity>(name, text, hot::detail::granularities);
 }
 hot::Rounding parse_rounding(const char* name, std::string_view text) {
-  using E = hot::Rounding;
-  return parse<E>(name, text, [](E e) { return hot::rounding_name(e); },
-                  {E::nearest, E::stochastic, E::pseudo_stochastic});
-}
-hot::GradScale parse_grad_scale(const char* name, std::string_view text) {
-  using E = hot::GradScale;
-  return parse<E>(name, text, [](E e) { return hot::grad_scale_name(e); },
-                  {E::tensor, E::channel, E::token});
-}
-hot::Storage parse_storage(const char* name, std::string_view text) {
-  using E = hot::Storage;
-  return parse<E>(name, text, [](E e) { return hot::storage_name(e); },
-                  {E::int8, E::int4, E::rht2, E::token8, E::token4, E::token2});
+  return hot::detail::parse_choice<hot::Rounding>(name, text, hot::detail::roundings);
 }
 hot::Isa parse_isa(std::string_view text) {
   using E = hot::Isa;
@@ -186,30 +172,6 @@ hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<i
   out.rows = std::move(rows);
   out.layout = {grid_h, grid_w, prefix_tokens};
   return out;
-}
-
-hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_view gx_scale,
-                                  std::string_view weight_scale, std::string_view gx_rounding,
-                                  std::string_view basis, int rank, int block,
-                                  std::vector<int> rows, int grid_h, int grid_w, int prefix_tokens,
-                                  std::string_view gw_scale, std::string_view gw_rounding,
-                                  std::string_view storage, std::string_view x_scale,
-                                  std::string_view x_rounding, bool equalize_tokens) {
-  hot::BackwardLinearSpec s;
-  s.hadamard_block = hadamard_block;
-  s.gx_bits = gx_bits;
-  s.gx_scale = parse_granularity("gx_scale", gx_scale);
-  s.weight_scale = parse_granularity("weight_scale", weight_scale);
-  s.gx_rounding = parse_rounding("gx_rounding", gx_rounding);
-  s.low_rank = low_rank(basis, block, rank, std::move(rows), grid_h, grid_w, prefix_tokens);
-  s.gw_scale = parse_grad_scale("gw_scale", gw_scale);
-  s.gw_rounding = parse_rounding("gw_rounding", gw_rounding);
-  s.storage = parse_storage("storage", storage);
-  // Python says "channel"; a channel is a row of the stored matrix.
-  s.x_scale = x_scale == "channel" ? hot::Granularity::row : parse_granularity("x_scale", x_scale);
-  s.x_rounding = parse_rounding("x_rounding", x_rounding);
-  s.equalize_tokens = equalize_tokens;
-  return s;
 }
 
 namespace {

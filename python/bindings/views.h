@@ -37,21 +37,10 @@ hot::Basis parse_basis(std::string_view text);
 hot::Side parse_side(std::string_view text);
 hot::Granularity parse_granularity(const char* name, std::string_view text);
 hot::Rounding parse_rounding(const char* name, std::string_view text);
-hot::GradScale parse_grad_scale(const char* name, std::string_view text);
-hot::Storage parse_storage(const char* name, std::string_view text);
 hot::Isa parse_isa(std::string_view text);
 
 hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<int> rows,
                       int grid_h, int grid_w, int prefix_tokens);
-
-// A spec from HotConfig's fields.
-hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_view gx_scale,
-                                  std::string_view weight_scale, std::string_view gx_rounding,
-                                  std::string_view basis, int rank, int block,
-                                  std::vector<int> rows, int grid_h, int grid_w, int prefix_tokens,
-                                  std::string_view gw_scale, std::string_view gw_rounding,
-                                  std::string_view storage, std::string_view x_scale,
-                                  std::string_view x_rounding, bool equalize_tokens);
 
 // Scratch of one call: the caller's array or, on the CPU without one, memory that the thread keeps
 // (64 MB at most), or memory of its own; its size is computed only then.

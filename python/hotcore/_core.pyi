@@ -28,34 +28,24 @@ class CoreContext:
     def cuda(self) -> bool: ...
 
 class Spec:
-    def __init__(
-        self,
-        *,
-        hadamard_block: int,
-        gx_bits: int,
-        gx_scale: str,
-        weight_scale: str,
-        gx_rounding: str,
-        basis: str,
-        rank: int,
-        block: int,
-        rows: Sequence[int],
-        grid_h: int,
-        grid_w: int,
-        prefix_tokens: int,
-        gw_scale: str,
-        gw_rounding: str,
-        storage: str,
-        x_scale: str,
-        x_rounding: str,
-        equalize_tokens: bool,
-    ) -> None: ...
+    def __init__(self, **fields: Any) -> None: ...  # those of config_fields(); others: the default
 
 class ForwardLinearSpec:
     def __init__(self, *, hadamard_block: int = 64) -> None: ...
     @property
     def hadamard_block(self) -> int: ...
 
+def config_fields() -> list[
+    tuple[
+        str,
+        Literal["int", "bool", "choice", "ints", "grid"],
+        tuple[str, ...],
+        Any,
+        str,
+        str,
+        bool,
+    ]
+]: ...
 def recipe(name: str) -> dict[str, Any]: ...
 def recipe_names() -> list[str]: ...
 def saved_format(spec: Spec) -> int: ...

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json as _json
 import operator
+import textwrap
 from collections.abc import Callable
 from typing import (
     TYPE_CHECKING,
@@ -16,7 +17,6 @@ from typing import (
     TypedDict,
     TypeVar,
     cast,
-    get_args,
 )
 
 from . import _core, _strict_json
@@ -143,9 +143,30 @@ class _MadeOnce(Generic[_Made]):
         return made
 
 
-_INTS = ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens", "forward_block")
-_FORWARD = ("forward", "forward_block", "forward_in_eval")
-"""Fields of the forward pass, of which a backward pass knows nothing."""
+class Field(NamedTuple):
+    """A field of :class:`HotConfig` as libhot's table has it (cpp/src/config_fields.h)."""
+
+    name: str
+    type: Literal["int", "bool", "choice", "ints", "grid"]
+    choices: tuple[str, ...]
+    default: Any
+    values: str
+    """What it may be, in words, where there are no choices."""
+    doc: str
+    backward: bool
+    """Whether it is the backward pass's; the forward's are not."""
+
+    def values_text(self, quote: str = "``") -> str:
+        """What the field may be: its choices, or the words for its numbers."""
+        if self.type == "bool":
+            return f"{quote}False{quote} or {quote}True{quote}"
+        return ", ".join(f'{quote}"{one}"{quote}' for one in self.choices) or self.values
+
+
+FIELDS = {row[0]: Field(*row) for row in _core.config_fields()}
+"""Every field of a configuration, in order."""
+
+_FORMER = {"row": "token", "column": "channel"}  # former words for scales
 
 
 def _is_power_of_two(value: int) -> bool:
@@ -156,41 +177,8 @@ def _is_power_of_two(value: int) -> bool:
 class HotConfig:
     """Settings of one HOT linear layer; ``HotConfig()`` is the recipe ``"default"``.
 
-    Checked when made: a ValueError (TypeError for a wrong type) names the field.
-
-    Args:
-        hadamard_block: block of the Hadamard transform along O; power of two, 1 (none) to 256.
-        gx_bits: bits of both operands of ``g_x = g_y w``, 8 or 4.
-        gx_scale: scale of g_y there, ``"row"`` (one per token) or ``"tensor"``.
-        weight_scale: scale of w there, ``"column"`` (one per column of I) or ``"tensor"``.
-        gx_rounding: rounding of g_y there; w is rounded to nearest.
-        basis: rows kept of each block of tokens for ``g_w = g_y^T x``: ``"full"``, ``"lowpass"``,
-            ``"sequency"`` or ``"sketch"``.
-        rank: rows kept of each block (not for ``"full"``, nor where ``rows`` is given).
-        block: tokens of a block, power of two, 2 to 64.
-        rows: ``"lowpass"`` only: the natural-order rows to keep instead of the first ``rank``.
-        token_grid: (height, width) of the patches of a sample, which are then taken in tiles.
-        prefix_tokens: class tokens in front of every sample's grid; they are added exactly.
-        gw_scale: scale of g_y for g_w: ``"channel"``, ``"tensor"`` or ``"token"`` (slower).
-        gw_rounding: rounding of g_y for g_w.
-        storage: how x is kept until backward: ``"int8"``, or with basis ``"full"`` ``"int4"``,
-            ``"rht2"`` (2 bits after random signs and a Hadamard transform), or with ``"full"`` or
-            ``"sketch"`` ``"token8"``, ``"token4"``, ``"token2"``: codes of the tokens' own rows,
-            with which g_y has one code a value for both products. These take
-            ``hadamard_block`` 16, 32 or 64 (the largest), ``gw_scale="token"``, and the other
-            scales as they are by default; basis ``"sketch"`` draws ``rank`` of ``block`` tokens for
-            g_w by their size.
-        x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
-        x_rounding: rounding of x; ``"stochastic"`` for rht2, token4 and token2.
-        equalize_tokens: divide every token of x by a power of two of about its size before it is
-            kept, and multiply that of g_y by it for g_w: exact.
-        forward: how ``y = x w^T + b`` is computed: ``"plain"``, by the framework's own product, or
-            ``"int8"``, by :func:`hotcore.forward_linear`. Gradients pass straight through it.
-        forward_block: block of its Hadamard transform along I; power of two, 1 (none) to 256.
-        forward_in_eval: whether modules keep ``forward`` in eval mode, where they are else plain.
-
-
-    Source: docs/numerics.md; docs/recipes.md.
+    Checked when made: a ValueError (TypeError for a wrong type) names the field. Source:
+    docs/numerics.md; docs/recipes.md.
     """
 
     hadamard_block: int = 16
@@ -228,27 +216,12 @@ class HotConfig:
         object.__setattr__(self, "json", text)
 
     def _check(self) -> None:
-        for name in _INTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}: expected an int, got {value!r}")
-            _check_width(name, value)
-        self._choice("gx_scale", get_args(GxScale))
-        self._choice("weight_scale", get_args(WeightScale))
-        self._choice("gx_rounding", get_args(Rounding))
-        self._choice("basis", get_args(Basis))
-        self._choice("gw_scale", get_args(GwScale))
-        self._choice("gw_rounding", get_args(Rounding))
-        self._choice("storage", get_args(Storage))
-        self._choice("x_scale", get_args(XScale))
-        self._choice("x_rounding", get_args(Rounding))
-        self._choice("forward", get_args(Forward))
+        for field in FIELDS.values():
+            self._check_type(field)
         for name in ("hadamard_block", "forward_block"):
             value = getattr(self, name)
             if not (_is_power_of_two(value) and value <= 256):
                 raise ValueError(f"{name}: {value} is no power of two from 1 to 256")
-        if not isinstance(self.forward_in_eval, bool):
-            raise TypeError(f"forward_in_eval: expected a bool, got {self.forward_in_eval!r}")
         if self.forward_in_eval and self.forward == "plain":
             raise ValueError("forward_in_eval: needs forward='int8'; a plain forward is plain")
         if self.gx_bits not in (4, 8):
@@ -257,15 +230,23 @@ class HotConfig:
             raise ValueError(f"block: {self.block} is no power of two from 2 to 64")
         self._check_rank()
         self._check_layout()
-        if not isinstance(self.equalize_tokens, bool):
-            raise TypeError(f"equalize_tokens: expected a bool, got {self.equalize_tokens!r}")
         self._check_storage()
 
-    def _choice(self, name: str, values: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in values:
-            known = ", ".join(map(repr, values))
-            raise ValueError(f"{name}: {value!r} is not one of {known}")
+    def _check_type(self, field: Field) -> None:
+        """Refuse a value of another type, or one that is no choice; lists are checked later."""
+        value = getattr(self, field.name)
+        if field.type == "int":
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{field.name}: expected an int, got {value!r}")
+            _check_width(field.name, value)
+        elif field.type == "bool":
+            if not isinstance(value, bool):
+                raise TypeError(f"{field.name}: expected a bool, got {value!r}")
+        elif field.type == "choice" and value not in field.choices:
+            known = ", ".join(map(repr, field.choices))
+            former = _FORMER.get(value) if isinstance(value, str) else None
+            hint = f"; {value!r} is now {former!r}" if former in field.choices else ""
+            raise ValueError(f"{field.name}: {value!r} is not one of {known}{hint}")
 
     def _check_storage(self) -> None:
         if self.storage == "int8":
@@ -403,15 +384,10 @@ class HotConfig:
             raise ValueError(f"text: {error}") from None
 
     def spec_fields(self) -> dict[str, Any]:
-        """The backward's fields as bindings take them: texts, numbers and lists of numbers."""
-        fields = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in _FORWARD
+        """The backward's fields as libhot's bindings take them."""
+        return {
+            field.name: getattr(self, field.name) for field in FIELDS.values() if field.backward
         }
-        grid_h, grid_w = fields.pop("token_grid") or (0, 0)
-        rows = list(fields.pop("rows") or ())
-        return {**fields, "rows": rows, "grid_h": grid_h, "grid_w": grid_w}
 
     @_MadeOnce
     def spec(self) -> _core.Spec:
@@ -435,24 +411,38 @@ class HotConfig:
         self.__dict__.update(state)
         self.__post_init__()
 
-    def __repr__(self) -> str:
-        """Show the recipe, or the fields that differ from the defaults."""
-        if self.name != "custom":
-            return f"HotConfig.recipe({self.name!r})"
-        backward = dataclasses.replace(
-            self, forward="plain", forward_block=HotConfig.forward_block, forward_in_eval=False
-        )
-        recipe = backward.name
-        base = HotConfig() if recipe == "custom" else HotConfig.recipe(recipe)
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(base, field.name)
-        ]
-        if recipe == "custom":
-            return f"HotConfig({', '.join(changed)})"
-        return f"HotConfig.recipe({', '.join([repr(recipe), *changed])})"
+    def _nearest(self) -> tuple[RecipeName, dict[str, Any]]:
+        """The recipe that differs in the fewest fields (the first of such), and those fields."""
+        found: list[tuple[RecipeName, dict[str, Any]]] = []
+        for name, changes in RECIPES.items():
+            recipe = {field: changes.get(field, getattr(HotConfig, field)) for field in _NAMES}
+            values = {field: getattr(self, field) for field in _NAMES}
+            found.append((name, {f: v for f, v in values.items() if v != recipe[f]}))
+        return min(found, key=lambda one: len(one[1]))
 
+    def __str__(self) -> str:
+        """The nearest recipe and what differs from it: ``default, forward='int8'``."""
+        name, changed = self._nearest()
+        return ", ".join([name, *(f"{field}={value!r}" for field, value in changed.items())])
+
+    def __repr__(self) -> str:
+        """The same as an expression: ``HotConfig.recipe('default', forward='int8')``."""
+        name, changed = self._nearest()
+        fields = [f"{field}={value!r}" for field, value in changed.items()]
+        return f"HotConfig.recipe({', '.join([repr(name), *fields])})"
+
+
+def _argument(field: Field) -> str:
+    """A field's line of HotConfig's docstring, from the table."""
+    text = f"{field.doc}. Values: {field.values_text()}. Default: ``{field.default!r}``."
+    indent = " " * 12
+    return textwrap.fill(
+        f"{field.name}: {text}", 100, initial_indent=" " * 8, subsequent_indent=indent
+    )
+
+
+if HotConfig.__doc__:  # not with python -OO
+    HotConfig.__doc__ += "\n    Args:\n" + "\n".join(map(_argument, FIELDS.values())) + "\n    "
 
 # torch.compile calls what it cannot trace: a configuration is a constant of its graph.
 # The attribute is what torch.compiler.assume_constant_result sets; this module needs no torch.

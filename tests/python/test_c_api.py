@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from c_api import CONSTANTS, STRUCTS, CApi, HotError, aligned, library, make, prototypes, tensor
 from hotcore import HotConfig, Key, _core
-from hotcore.config import RECIPES
+from hotcore.config import FIELDS, RECIPES
 from support import data, equal_bits, golden, golden_config, golden_options, parted_key
 
 ALL = ("gx", "gw", "gb")
@@ -440,6 +440,59 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
             INVALID,
             f"{wrong} is 9",
         )
+
+
+def test_fields_by_name(api: CApi) -> None:
+    names = [field.name for field in FIELDS.values() if field.backward]
+    found = [api.lib.hot_spec_field(i) for i in range(-1, len(names) + 1)]
+    assert found == [None, *(name.encode() for name in names), None]
+    room = ctypes.create_string_buffer(256)
+
+    def get(spec: ctypes.Structure, name: str) -> str:
+        api.call("hot_spec_get", spec, name.encode(), room, len(room))
+        return room.value.decode()
+
+    def text(value: object) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    for config in (
+        *map(HotConfig.recipe, RECIPES),
+        HotConfig.recipe("paper", rows=(0, 3), token_grid=(4, 5), prefix_tokens=1),
+        HotConfig(storage="token2", gw_scale="token", hadamard_block=64, gx_rounding="nearest"),
+        HotConfig(equalize_tokens=True, gw_scale="tensor", x_rounding="pseudo_stochastic"),
+    ):
+        by_number, by_name = api.spec(config), api.spec("default")
+        for name in names:
+            value = text(getattr(config, name))
+            assert get(by_number, name) == value
+            if name != "rows":
+                api.call("hot_spec_set", by_name, name.encode(), value.encode())
+                assert get(by_name, name) == value
+        by_name.rows, by_name.row_count = by_number.rows, by_number.row_count
+        assert bytes(by_name) == bytes(by_number)
+
+    spec = api.spec("default")
+    before = bytes(spec)
+    for name, value, words in (
+        ("speed", "1", ("no field 'speed'", "hadamard_block, gx_bits")),
+        ("gx_bits", "four", ("gx_bits: 'four' is not a number",)),
+        ("storage", "rht4", ("storage: 'rht4' is not one of 'int8'",)),
+        ("rows", "1", ("rows is the caller's array",)),
+    ):
+        refused(
+            lambda n=name, v=value: api.call("hot_spec_set", spec, n.encode(), v.encode()),
+            INVALID,
+            *words,
+        )
+    refused(lambda: api.call("hot_spec_set", spec, None, b"1"), INVALID, "field is null")
+    refused(lambda: api.call("hot_spec_set", spec, b"rank", None), INVALID, "text is null")
+    refused(lambda: api.call("hot_spec_get", spec, b"storage", room, 4), INVALID, "storage needs 5")
+    assert bytes(spec) == before
+    api.call("hot_spec_get", spec, b"storage", room, 5)
 
 
 def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) -> None:

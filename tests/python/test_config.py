@@ -6,12 +6,17 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import hotcore
 import numpy as np
 import pytest
 from hotcore import HotConfig, Key
-from hotcore.config import RECIPES, as_config, as_key
+from hotcore import config as config_module
+from hotcore.config import FIELDS, RECIPES, Field, HotConfigFields, as_config, as_key
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +73,75 @@ BAD_PAIRS = [
 ]
 
 
+def unlike_the_table(table: Mapping[str, Field]) -> list[str]:
+    """What the dataclass and the typed fields of an override say otherwise than the table."""
+    typed, loose = get_type_hints(HotConfig), get_type_hints(HotConfigFields)
+    names = [field.name for field in dataclasses.fields(HotConfig)]
+    wrong = [f"{name} is missing" for name in table if name not in names]
+    if names != list(table)[: len(names)]:
+        wrong.append(f"another order: {names}")
+    plain = {
+        "int": int,
+        "bool": bool,
+        "ints": tuple[int, ...] | None,
+        "grid": tuple[int, int] | None,
+    }
+    for name in names:
+        field = table[name]
+        hints = {typed[name], loose.get(name)}
+        if field.type == "choice":
+            hints = {get_origin(hint) and frozenset(get_args(hint)) for hint in hints}
+            expected: object = frozenset(field.choices)
+        else:
+            expected = Literal[4, 8] if name == "gx_bits" else plain[field.type]
+        if hints != {expected}:
+            wrong.append(f"{name} is of type {hints}; expected {expected}")
+        if getattr(HotConfig, name) != field.default:
+            wrong.append(f"{name} is {getattr(HotConfig, name)!r} by default")
+    return wrong
+
+
+def test_the_class_is_the_table() -> None:
+    assert unlike_the_table(FIELDS) == []
+    sauce = Field("sauce", "choice", ("mild", "hot"), "mild", "", "what goes with it", True)
+    assert unlike_the_table({**FIELDS, "sauce": sauce}) == ["sauce is missing"]
+    other = {**FIELDS, "rank": FIELDS["rank"]._replace(default=8)}
+    assert unlike_the_table(other) == ["rank is 16 by default"]
+    more = FIELDS["basis"]._replace(choices=("full", "sketch"))
+    assert unlike_the_table({**FIELDS, "basis": more})[0].startswith("basis is of type")
+    for field in FIELDS.values():
+        assert f"\n        {field.name}: " in (HotConfig.__doc__ or "")
+        assert field.doc and (field.choices or field.values or field.type == "bool")
+
+
+def test_former_words_for_scales() -> None:
+    found = 0
+    for field in FIELDS.values():
+        for old, new in config_module._FORMER.items():
+            if new in field.choices and old not in field.choices:
+                found += 1
+                with pytest.raises(ValueError, match=f"^{field.name}: .* '{old}' is now '{new}'"):
+                    HotConfig(**{field.name: old})
+    assert found > 1
+
+
+def test_no_other_place_lists_the_fields() -> None:
+    # What reads the table (bindings, JAX, the C ABI, the stub) names no field of its own, but for
+    # those of hla, which takes some as arguments.
+    root = Path(__file__).resolve().parents[2]
+    of_hla = {"basis", "block", "rank", "rows", "prefix_tokens", "hadamard_block", "token_grid"}
+    for place in (
+        *sorted((root / "python/bindings").glob("*.*")),
+        *sorted((root / "python/hotcore/jax").glob("*.py")),
+        root / "python/hotcore/_core.pyi",
+        root / "python/hotcore/torch/input_cache.py",
+        root / "cpp/src/c_api.cpp",
+    ):
+        words = set(re.findall(r"\w+", re.sub(r"#.*|//.*", "", place.read_text())))
+        named = {name for name, field in FIELDS.items() if field.backward} & words
+        assert named <= of_hla, place
+
+
 def test_default_is_the_default_recipe() -> None:
     assert HotConfig() == HotConfig.recipe("default")
     assert HotConfig().name == "default"
@@ -109,7 +183,9 @@ def test_overrides() -> None:
     assert config.token_grid == (14, 14)
     assert config.gx_rounding == "pseudo_stochastic"
     assert config.name == "custom"
-    assert "basis='lowpass'" in repr(config) and "storage='int8'" in repr(config)
+    assert repr(config) == (
+        "HotConfig.recipe('paper', gx_rounding='pseudo_stochastic', token_grid=(14, 14))"
+    )
     assert repr(HotConfig.recipe("fast")) == "HotConfig.recipe('fast')"
     assert eval(repr(config)) == config
     with pytest.raises(ValueError, match="recipe: 'best' is not one of 'default'"):
@@ -142,7 +218,10 @@ def test_the_forward_is_an_option_of_every_recipe() -> None:
         assert config.forward_spec is config.forward_spec
         assert config.forward_spec.hadamard_block == 64
     other = HotConfig(gx_bits=4, gx_scale="tensor", forward="int8", forward_in_eval=True)
-    assert eval(repr(other)) == other and repr(other).startswith("HotConfig(gx_bits=4")
+    assert eval(repr(other)) == other
+    assert str(other) == (
+        "default, gx_bits=4, gx_scale='tensor', forward='int8', forward_in_eval=True"
+    )
 
 
 def test_frozen_hashable_and_replaceable() -> None:

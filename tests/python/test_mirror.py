@@ -34,7 +34,7 @@ STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in IN
 # Tests of one backend's kernels (test_<stage>_cuda.cpp) and of the choice among them (plans) have
 # no counterpart here, nor have those of an operator new that fails (test_faults.cpp) and of AMX's
 # registers (test_gemm_amx.cpp).
-ALONE = {"test_faults", "test_gemm_amx", "test_gemm_mma_plan", "test_plan"}
+ALONE = {"test_config_fields", "test_faults", "test_gemm_amx", "test_gemm_mma_plan", "test_plan"}
 CPP_FILES = sorted(
     path.stem
     for path in CPP_TESTS.glob("test_*.cpp")

@@ -281,7 +281,7 @@ def test_report_prints_as_a_table() -> None:
     assert lines[0].split() == ["layer", "kind", "in", "->", "out", "x", "is", "kept", "in"]
     for pattern in (
         r"blocks\.0\.qkv +Linear +64 -> 192 +nothing \(weight frozen\)",
-        r"blocks\.0\.proj +Linear +64 -> 64 +0\.50 bytes .* HotConfig\.recipe\('fast'\)",
+        r"blocks\.0\.proj +Linear +64 -> 64 +0\.50 bytes .* fast",
         r"blocks\.1\.qkv +Linear +64 -> 192 +0\.53 bytes a value \(fp32 / 7\.5\)",
         r"blocks\.\*\.small \(2\) +Linear +64 -> 8 +stays plain: fewer than \d+ features",
         r"head +Linear +64 -> 50 +stays plain: the output head",
@@ -289,7 +289,7 @@ def test_report_prints_as_a_table() -> None:
         assert sum(re.fullmatch(pattern, line) is not None for line in lines) == 1, pattern
     ends = [re.search(r" -> \d+", line).end() for line in lines[1:7]]
     assert len(set(ends)) == 1
-    assert lines[7] == "4 of 7 layers run HOT, HotConfig.recipe('default')"
+    assert lines[7] == "4 of 7 layers run HOT, default"
     held = 2 * sum(64 * outs + outs for outs in (192, 64))
     share = held / sum(p.numel() for p in model.parameters())
     assert lines[8] == f"they hold {share:.1%} of the model's parameters"
@@ -749,14 +749,12 @@ def test_eval_mode_is_said() -> None:
     model = Model().eval()
     report = hot.convert(model).hot_report
     assert "the model is in eval mode, where every layer is plain" in str(report)
-    assert "\n0 of 7 layers run HOT, HotConfig.recipe('default'); 4 more after .train()" in str(
-        report
-    )
+    assert "\n0 of 7 layers run HOT, default; 4 more after .train()" in str(report)
     assert report.in_eval_mode == report.to_dict()["in_eval_mode"] == CONVERTED
     model = Model()
     model.blocks[0].eval()
     text = str(hot.convert(model).hot_report)
-    assert "\n2 of 7 layers run HOT, HotConfig.recipe('default'); 2 more after .train()" in text
+    assert "\n2 of 7 layers run HOT, default; 2 more after .train()" in text
     assert "in eval mode, hence plain until .train(): blocks.0.qkv, blocks.0.proj" in text
     assert "eval mode" not in str(hot.convert(Model()).hot_report)
 

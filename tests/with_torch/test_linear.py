@@ -399,7 +399,7 @@ def test_repr() -> None:
         "HotLinear(in_features=4, out_features=3, bias=True, config=default)"
     )
     custom = hot.HotLinear(4, 3, config=HotConfig(gx_rounding="nearest"))
-    assert "config=HotConfig(gx_rounding='nearest')" in repr(custom)
+    assert "config=default, gx_rounding='nearest'" in repr(custom)
 
 
 def test_repeatable_through_numpy() -> None:

@@ -185,6 +185,17 @@ typedef struct hot_spec {
  * spec->struct_size is read. */
 HOT_API hot_status hot_spec_recipe(const char* name, hot_spec* spec);
 
+/* The same fields by name, as hotcore.HotConfig has them, and their values as text: a number,
+ * "true" or "false", a choice such as "stochastic", "height,width" of token_grid ("" for none). Set
+ * refuses what is no value of the field, and "rows", which is an array of the caller; the
+ * combination of all fields is checked by the calls that take the spec. Get writes at most `bytes`
+ * with the 0 at the end; 256 are enough for every field. */
+HOT_API hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text);
+HOT_API hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes);
+
+/* Name of field `index`; null past the last. */
+HOT_API const char* hot_spec_field(int32_t index);
+
 /* Name of recipe `index`; null past the last. */
 HOT_API const char* hot_recipe_name(int32_t index);
 

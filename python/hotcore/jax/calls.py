@@ -169,7 +169,9 @@ def _attributes(config: HotConfig) -> dict[str, Any]:
     def attribute(value: Any) -> Any:
         if isinstance(value, str):
             return value
-        return np.asarray(value, np.int64) if isinstance(value, list) else np.int64(value)
+        if value is None or isinstance(value, tuple):
+            return np.asarray(value or (), np.int64)
+        return np.int64(value)
 
     fields = {**config.spec_fields(), "forward_block": config.forward_block}
     return {name: attribute(value) for name, value in fields.items()}

@@ -48,9 +48,8 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:
-        """The text of Conv1D, and the recipe."""
-        shown = self.config if self.config.name == "custom" else self.config.name
-        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, config={shown})"
+        """The text of Conv1D, the recipe and what differs from it."""
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, config={self.config})"
 
 
 class HotFrozenConv1D(FrozenModule, HotConv1D):

@@ -168,7 +168,7 @@ def memory_report(
         changed = model
         if not converted and config is not None:
             changed = convert(model, config, filter_fn, overrides, slower=slower)
-            changes = f"convert({as_config(config)})"
+            changes = f"convert({as_config(config)!r})"
         after, peak_after = _measure(changed, inputs, loss_fn)
     kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
     modules = tuple(

@@ -96,11 +96,9 @@ class HotModule:
             error.args = (f"layer {self.layer_name}: {error}",)
 
     def extra_repr(self) -> str:
-        """The text of the plain module, and the recipe."""
-        name = self.config.name
-        shown = self.config if name == "custom" else name
+        """The text of the plain module, the recipe and what differs from it."""
         own: str = super().extra_repr()  # type: ignore[misc]
-        return f"{own}, config={shown}" if own else f"config={shown}"
+        return f"{own}, config={self.config}" if own else f"config={self.config}"
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse ``torch.jit.script``.

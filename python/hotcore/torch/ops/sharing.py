@@ -27,21 +27,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...config import TOKEN_STORAGES, HotConfig
+from ... import _core
+from ...config import HotConfig
 from .. import _compat
 from . import core
 
 _Ref = weakref.ref[Any]
-_FIELDS = (
-    "basis", "rank", "block", "rows", "token_grid", "prefix_tokens",
-    "storage", "x_scale", "x_rounding", "equalize_tokens",
-)  # fmt: skip
 
 
 def config_key(config: HotConfig) -> Hashable:
     """Equal for configurations that compress an x to the same bytes."""
-    block = config.hadamard_block if config.storage in TOKEN_STORAGES else None
-    return (block, *(getattr(config, name) for name in _FIELDS))
+    return _core.saved_format(config.spec)
 
 
 class share_inputs:

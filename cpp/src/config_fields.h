@@ -1,0 +1,392 @@
+// The one table of a configuration's fields: name, type, choices, meaning. Names of enumerators,
+// the checks of choices, the fingerprints, the C ABI, the bindings, JAX's attributes, Python's
+// HotConfig and the documentation's table read it. The defaults are the structs' own.
+//
+// A new field: a member of BackwardLinearSpec with its default, a member at the end of hot_spec, a
+// row here, a line in HotConfig (python/hotcore/config.py; a test compares it with this table).
+#pragma once
+
+#include <charconv>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "fingerprint.h"
+#include "hot/backward_linear.h"
+#include "hot/error.h"
+#include "hot/forward_linear.h"
+#include "hot/hot_c.h"
+#include "operands.h"
+
+namespace hot::detail {
+
+// A value of an enumeration, its name, and its number in the C ABI.
+template <class E>
+struct Choice {
+  constexpr Choice(E v, const char* n, int c) : value(v), name(n), number(c) {}
+  constexpr Choice(E v, const char* n) : Choice(v, n, static_cast<int>(v)) {}
+  E value;
+  const char* name;
+  int number;
+};
+
+// A view of an array of choices; an empty one where a field has none.
+template <class E>
+struct Choices {
+  constexpr Choices() = default;
+  template <std::size_t n>
+  constexpr Choices(const Choice<E> (&all)[n]) : first(all), count(n) {}
+  constexpr const Choice<E>* begin() const { return first; }
+  constexpr const Choice<E>* end() const { return first + count; }
+  const Choice<E>* first = nullptr;
+  std::size_t count = 0;
+};
+
+inline constexpr Choice<Granularity> granularities[] = {
+    {Granularity::tensor, "tensor"}, {Granularity::row, "row"}, {Granularity::column, "column"}};
+inline constexpr Choice<Rounding> roundings[] = {
+    {Rounding::stochastic, "stochastic"},
+    {Rounding::nearest, "nearest"},
+    {Rounding::pseudo_stochastic, "pseudo_stochastic"}};
+inline constexpr Choice<Basis> bases[] = {{Basis::full, "full"},
+                                          {Basis::lowpass, "lowpass"},
+                                          {Basis::sequency, "sequency"},
+                                          {Basis::sketch, "sketch"}};
+inline constexpr Choice<Storage> storages[] = {
+    {Storage::int8, "int8"},     {Storage::int4, "int4"},     {Storage::rht2, "rht2"},
+    {Storage::token8, "token8"}, {Storage::token4, "token4"}, {Storage::token2, "token2"}};
+
+// Every enumerator, for names.
+template <class E>
+inline constexpr Choices<E> all_choices{};
+template <>
+inline constexpr Choices<Granularity> all_choices<Granularity>{granularities};
+
+// Those that a field takes.
+inline constexpr Choice<Granularity> gx_scales[] = {{Granularity::row, "row"},
+                                                    {Granularity::tensor, "tensor"}};
+inline constexpr Choice<Granularity> weight_scales[] = {{Granularity::column, "column"},
+                                                        {Granularity::tensor, "tensor"}};
+inline constexpr Choice<GradScale> gw_scales[] = {
+    {GradScale::channel, "channel"}, {GradScale::tensor, "tensor"}, {GradScale::token, "token"}};
+// x is stored transposed: a channel is a row of the stored matrix.
+inline constexpr Choice<Granularity> x_scales[] = {{Granularity::row, "channel", 1},
+                                                   {Granularity::tensor, "tensor", 0}};
+
+template <class E>
+const char* name_of(Choices<E> choices, E value) noexcept {
+  for (const Choice<E>& one : choices) {
+    if (one.value == value) return one.name;
+  }
+  return "unknown";
+}
+
+// "'a', 'b', 'c'", or with other quotes.
+template <class E>
+std::string names_of(Choices<E> choices, const char* quote = "'") {
+  std::string text;
+  for (const Choice<E>& one : choices) {
+    text += (text.empty() ? "" : ", ") + (quote + std::string(one.name)) + quote;
+  }
+  return text;
+}
+
+template <class E>
+E parse_choice(const char* field, std::string_view text, Choices<E> choices) {
+  for (const Choice<E>& one : choices) {
+    if (text == one.name) return one.value;
+  }
+  throw Error(ErrorCode::invalid_argument, std::string(field) + ": '" + std::string(text) +
+                                               "' is not one of " + names_of(choices));
+}
+
+// What keeps bytes that a field decides: a saved x, a quantised weight. Their fingerprints hash it.
+enum Decides : unsigned { in_none = 0, in_saved = 1, in_weight = 2 };
+
+// The type of a member's value, for the choices.
+struct NoChoice {};
+template <class T>
+using ChoiceOf = std::conditional_t<std::is_enum_v<T>, T, NoChoice>;
+
+// A row of the table. `get(spec)` is a reference to the member: an int, a bool, an enumerator, a
+// list of ints, or a TokenLayout for the two sides of its grid. `c`: the member of the C struct;
+// nullptr for the list and the grid, which have several.
+template <class T, class Get, class CMember>
+struct Field {
+  using Value = T;
+  const char* name;
+  Get get;
+  CMember c;
+  unsigned decides;
+  Choices<ChoiceOf<T>> choices;
+  const char* values;  // in words, where there are no choices
+  const char* doc;
+};
+
+template <class T, class Get, class CMember>
+constexpr Field<T, Get, CMember> field(const char* name, Get get, CMember c, unsigned decides,
+                                       Choices<ChoiceOf<T>> choices, const char* doc) {
+  return {name, get, c, decides, choices, "", doc};
+}
+template <class T, class Get, class CMember>
+constexpr Field<T, Get, CMember> field(const char* name, Get get, CMember c, unsigned decides,
+                                       const char* values, const char* doc) {
+  return {name, get, c, decides, {}, values, doc};
+}
+
+template <class Spec>
+struct FieldsOf {};  // says whose fields for_each_field visits
+
+#define HOT_GET(member) [](auto& spec) -> auto& { return spec.member; }
+
+// Calls visit(field) for every row, in the order of HotConfig's fields.
+template <class Visit>
+void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
+  visit(field<int>("hadamard_block", HOT_GET(hadamard_block), &hot_spec::hadamard_block,
+                   in_saved | in_weight, "power of two, 1 (none) to 256",
+                   "block of the Hadamard transform along O"));
+  visit(field<int>("gx_bits", HOT_GET(gx_bits), &hot_spec::gx_bits, in_weight, "4 or 8",
+                   "bits of both operands of g_x = g_y w"));
+  visit(field<Granularity>("gx_scale", HOT_GET(gx_scale), &hot_spec::gx_scale, in_none, gx_scales,
+                           "what shares a scale of g_y there"));
+  visit(field<Granularity>("weight_scale", HOT_GET(weight_scale), &hot_spec::weight_scale,
+                           in_weight, weight_scales,
+                           "what shares a scale of w there: an input channel, or all"));
+  visit(field<Rounding>("gx_rounding", HOT_GET(gx_rounding), &hot_spec::gx_rounding, in_none,
+                        roundings, "rounding of g_y there; w is rounded to nearest"));
+  visit(field<Basis>("basis", HOT_GET(low_rank.basis), &hot_spec::basis, in_saved, bases,
+                     "rows kept of each block of tokens for g_w = g_y^T x"));
+  visit(field<int>("rank", HOT_GET(low_rank.rank), &hot_spec::rank, in_saved, "1 to block",
+                   "rows kept of each block (not for \"full\", nor where rows is given)"));
+  visit(field<int>("block", HOT_GET(low_rank.block), &hot_spec::block, in_saved,
+                   "power of two, 2 to 64", "tokens of a block"));
+  visit(field<std::vector<int>>(
+      "rows", HOT_GET(low_rank.rows), nullptr, in_saved, "distinct, below block",
+      "\"lowpass\" only: the natural-order rows to keep instead of the first rank"));
+  visit(field<TokenLayout>("token_grid", HOT_GET(low_rank.layout), nullptr, in_saved,
+                           "(height, width)",
+                           "patches of a sample, which are then taken in tiles"));
+  visit(field<int>("prefix_tokens", HOT_GET(low_rank.layout.prefix_tokens),
+                   &hot_spec::prefix_tokens, in_saved, "0 or more",
+                   "class tokens in front of every sample's grid; they are added exactly"));
+  visit(field<GradScale>("gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_none, gw_scales,
+                         "what shares a scale of g_y for g_w; \"token\" is slower"));
+  visit(field<Rounding>("gw_rounding", HOT_GET(gw_rounding), &hot_spec::gw_rounding, in_none,
+                        roundings, "rounding of g_y for g_w"));
+  visit(field<Storage>(
+      "storage", HOT_GET(storage), &hot_spec::storage, in_saved | in_weight, storages,
+      "how x is kept until backward; all but \"int8\" take basis \"full\", the token storages "
+      "also \"sketch\", hadamard_block 16, 32 or 64 and gw_scale \"token\""));
+  visit(field<Granularity>("x_scale", HOT_GET(x_scale), &hot_spec::x_scale, in_saved, x_scales,
+                           "what shares a scale of an INT8 x"));
+  visit(field<Rounding>("x_rounding", HOT_GET(x_rounding), &hot_spec::x_rounding, in_saved,
+                        roundings,
+                        "rounding of x; \"stochastic\" alone for rht2, token4 and token2"));
+  visit(field<bool>("equalize_tokens", HOT_GET(equalize_tokens), &hot_spec::equalize_tokens,
+                    in_saved, "",
+                    "divide every token of x by a power of two of about its size before it is "
+                    "kept, and multiply that of g_y by it for g_w: exact"));
+}
+
+// What HotConfig says of the forward pass; the backward pass knows nothing of it.
+enum class Forward : std::uint8_t { plain, int8 };
+struct ForwardSettings {
+  Forward forward = Forward::plain;
+  ForwardLinearSpec spec{};
+  bool in_eval = false;
+};
+inline constexpr Choice<Forward> forwards[] = {{Forward::plain, "plain"}, {Forward::int8, "int8"}};
+
+template <class Visit>
+void for_each_field(FieldsOf<ForwardSettings>, Visit&& visit) {
+  visit(field<Forward>("forward", HOT_GET(forward), nullptr, in_none, forwards,
+                       "how y = x w^T + b is computed: by the framework's own product, or by "
+                       "hotcore.forward_linear; gradients pass straight through it"));
+  visit(field<int>("forward_block", HOT_GET(spec.hadamard_block), nullptr, in_none,
+                   "power of two, 1 (none) to 256", "block of its Hadamard transform along I"));
+  visit(field<bool>("forward_in_eval", HOT_GET(in_eval), nullptr, in_none, "",
+                    "whether modules keep forward in eval mode, where they are else plain"));
+}
+
+#undef HOT_GET
+
+// Throws unless every field with choices has one of them.
+template <class Spec>
+void check_choices(const char* call, const Spec& spec) {
+  for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
+    using T = typename std::decay_t<decltype(f)>::Value;
+    if constexpr (std::is_enum_v<T>) {
+      const T value = f.get(spec);
+      for (const auto& one : f.choices) {
+        if (one.value == value) return;
+      }
+      throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + f.name + " is " +
+                                                   name_of(all_choices<T>, value) + "; expected " +
+                                                   names_of(f.choices, ""));
+    }
+  });
+}
+
+// A hash of the fields that decide some bytes. The caller has given fields that do not matter in
+// its case one value.
+template <class Spec>
+void add_fields(Fingerprint& print, const Spec& spec, Decides part) {
+  for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
+    using T = typename std::decay_t<decltype(f)>::Value;
+    if ((f.decides & part) == 0) return;
+    const auto& value = f.get(spec);
+    if constexpr (std::is_same_v<T, std::vector<int>>) {
+      print.add(value.size());
+      for (const int one : value) print.add(one);
+    } else if constexpr (std::is_same_v<T, TokenLayout>) {
+      print.add(value.grid_h).add(value.grid_w);
+    } else {
+      print.add(value);
+    }
+  });
+}
+
+// A value as text: a name, a number, true or false, numbers with commas, nothing for none.
+template <class Row, class T>
+std::string field_text(const Row& f, const T& value) {
+  if constexpr (std::is_enum_v<T>) {
+    return name_of(f.choices, value);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return value ? "true" : "false";
+  } else if constexpr (std::is_same_v<T, int>) {
+    return std::to_string(value);
+  } else if constexpr (std::is_same_v<T, TokenLayout>) {
+    if (value.grid_h == 0 && value.grid_w == 0) return "";
+    return std::to_string(value.grid_h) + "," + std::to_string(value.grid_w);
+  } else {
+    std::string text;
+    for (const int one : value) text += (text.empty() ? "" : ",") + std::to_string(one);
+    return text;
+  }
+}
+
+// The reverse. Throws for a text that is no value of the field's type.
+template <class Row, class T>
+void set_field_text(const Row& f, std::string_view text, T& value) {
+  const auto refuse = [&](const char* expected) {
+    throw Error(ErrorCode::invalid_argument,
+                std::string(f.name) + ": '" + std::string(text) + "' is not " + expected);
+  };
+  const auto number = [&](std::string_view digits) {
+    int out = 0;
+    const char* const end = digits.data() + digits.size();
+    const auto [at, error] = std::from_chars(digits.data(), end, out);
+    if (error != std::errc{} || at != end) refuse("a number of 32 bits, or several with commas");
+    return out;
+  };
+  if constexpr (std::is_enum_v<T>) {
+    value = parse_choice(f.name, text, f.choices);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    if (text != "true" && text != "false") refuse("true or false");
+    value = text == "true";
+  } else if constexpr (std::is_same_v<T, int>) {
+    value = number(text);
+  } else {
+    std::vector<int> numbers;
+    for (std::string_view rest = text; !rest.empty();) {
+      const std::size_t comma = rest.find(',');
+      numbers.push_back(number(rest.substr(0, comma)));
+      if (comma == rest.size() - 1) refuse("a list that ends with a number");
+      rest = comma == std::string_view::npos ? "" : rest.substr(comma + 1);
+    }
+    if constexpr (std::is_same_v<T, TokenLayout>) {
+      if (!numbers.empty() && numbers.size() != 2) refuse("height,width");
+      value.grid_h = numbers.empty() ? 0 : numbers[0];
+      value.grid_w = numbers.empty() ? 0 : numbers[1];
+    } else {
+      value = std::move(numbers);
+    }
+  }
+}
+
+// Calls visit(row) for the field of that name. Throws if there is none.
+template <class Spec, class Visit>
+void with_field(std::string_view name, const Visit& visit) {
+  bool found = false;
+  std::string known;
+  for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
+    known += (known.empty() ? "" : ", ") + std::string(f.name);
+    if (name != f.name) return;
+    found = true;
+    visit(f);
+  });
+  if (!found) {
+    throw Error(ErrorCode::invalid_argument,
+                "no field '" + std::string(name) + "'; fields: " + known);
+  }
+}
+
+// The C struct of a spec; rows and row_count are the caller's.
+template <class Spec, class C>
+void to_c(const Spec& spec, C& out) {
+  for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
+    using T = typename std::decay_t<decltype(f)>::Value;
+    const auto& value = f.get(spec);
+    if constexpr (std::is_enum_v<T>) {
+      for (const auto& one : f.choices) {
+        if (one.value == value) out.*f.c = one.number;
+      }
+    } else if constexpr (std::is_same_v<T, TokenLayout>) {
+      out.grid_h = value.grid_h;
+      out.grid_w = value.grid_w;
+    } else if constexpr (!std::is_same_v<T, std::vector<int>>) {
+      out.*f.c = static_cast<std::int32_t>(value);
+    }
+  });
+}
+
+// The reverse; `name`: of the argument. Throws for a number that is no choice.
+template <class Spec, class C>
+Spec from_c(const char* call, const std::string& name, const C& given) {
+  const auto refuse = [&](const char* member, const std::string& value, const std::string& known) {
+    throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + "." + member +
+                                                 " is " + value + "; expected " + known);
+  };
+  Spec out;
+  for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
+    using T = typename std::decay_t<decltype(f)>::Value;
+    T& value = f.get(out);
+    if constexpr (std::is_enum_v<T>) {
+      const std::int32_t number = given.*f.c;
+      std::string known;
+      for (const auto& one : f.choices) {
+        if (one.number == number) {
+          value = one.value;
+          return;
+        }
+        known += (known.empty() ? "" : ", ") + std::to_string(one.number) + " (" + one.name + ")";
+      }
+      refuse(f.name, std::to_string(number), known);
+    } else if constexpr (std::is_same_v<T, TokenLayout>) {
+      value.grid_h = given.grid_h;
+      value.grid_w = given.grid_w;
+    } else if constexpr (std::is_same_v<T, std::vector<int>>) {
+      if (given.row_count > static_cast<std::size_t>(max_low_rank_block)) {
+        refuse("row_count", std::to_string(given.row_count),
+               "at most " + std::to_string(max_low_rank_block));
+      }
+      if (given.row_count > 0 && given.rows == nullptr) {
+        throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + ".rows is null");
+      }
+      if (given.row_count > 0) value.assign(given.rows, given.rows + given.row_count);
+    } else if constexpr (std::is_same_v<T, bool>) {
+      const std::int32_t number = given.*f.c;
+      if (number != 0 && number != 1) refuse(f.name, std::to_string(number), "0 or 1");
+      value = number == 1;
+    } else {
+      value = given.*f.c;
+    }
+  });
+  return out;
+}
+
+}  // namespace hot::detail
