@@ -498,7 +498,7 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call,
   }
   const Operand& x = packed ? scratch.activation : call.saved;
   GemmTokenArgs token{};
-  if (work.gw && spec.gw_scale == GradScale::token) {
+  if (work.gw && spec.gw_scale == Granularity::token) {
     token =
         token_product(scratch.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw);
     memory.token = &token;

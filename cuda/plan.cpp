@@ -270,7 +270,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   const LinearShape& shape = work.shape;
   const std::int64_t kx = work.out_features.k_padded, kw = work.tokens.k_padded;
   const bool packed = work.gw && spec.storage != Storage::int8;
-  const bool by_token = spec.gw_scale == GradScale::token;
+  const bool by_token = spec.gw_scale == Granularity::token;
   Plan plan;
 
   // All operands are quantised before the products: g_y is read again while the L2 may still hold
@@ -564,7 +564,7 @@ Scratch take_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts, const Ba
   if (work.gw) {
     const std::int64_t k = work.tokens.k_padded;
     s.gradient_columns = take_operand(cursor, shape.out_features, k,
-                                      spec.gw_scale == GradScale::token ? k : shape.out_features);
+                                      spec.gw_scale == Granularity::token ? k : shape.out_features);
     if (spec.storage != Storage::int8)
       s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
     s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);

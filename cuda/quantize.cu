@@ -34,7 +34,7 @@ struct MatrixQuant {
   bool packed;
   DeviceKey key;
   __device__ std::int64_t scale_at(std::int64_t r, std::int64_t c) const {
-    return granularity == Granularity::row ? r : granularity == Granularity::column ? c : 0;
+    return granularity == Granularity::token ? r : granularity == Granularity::channel ? c : 0;
   }
 };
 
@@ -48,13 +48,13 @@ __global__ void matrix_amax_kernel(MatrixQuant args) {
   std::uint32_t best = 0;
   for (std::int64_t c = col; c < min(col + 16, args.x.cols); ++c) {
     const std::uint32_t bits = abs_bits(load_element(args.x, row, c));
-    if (args.granularity == Granularity::column) {
+    if (args.granularity == Granularity::channel) {
       atomic_max(amax + c, bits);
     } else {
       best = max(best, bits);
     }
   }
-  if (args.granularity != Granularity::column) atomic_max(amax + args.scale_at(row, col), best);
+  if (args.granularity != Granularity::channel) atomic_max(amax + args.scale_at(row, col), best);
 }
 
 template <Rounding rounding>
@@ -102,9 +102,9 @@ __global__ void dequantize_kernel(MatrixIn q, const float* scale, Granularity gr
   const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
   int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
   if (packed) code = (code ^ 8) - 8;
-  const std::int64_t s = granularity == Granularity::row      ? r
-                         : granularity == Granularity::column ? c
-                                                              : 0;
+  const std::int64_t s = granularity == Granularity::token     ? r
+                         : granularity == Granularity::channel ? c
+                                                               : 0;
   store_element(out, r, c, static_cast<float>(code) * scale[s]);
 }
 

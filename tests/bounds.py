@@ -25,8 +25,8 @@ def gx_bound(gy: Matrix, w: Matrix, config: HotConfig) -> Bound:
     more = (0, -gy.shape[1] % n)
     y_hat = reference.fwht(np.pad(gy, ((0, 0), more)), block=n).astype(np.float64)
     w_hat = reference.fwht(np.pad(w, (more, (0, 0))), axis=0, block=n).astype(np.float64)
-    s_y = np.abs(y_hat).max(1 if config.gx_scale == "row" else None, keepdims=True) / q
-    s_w = np.abs(w_hat).max(0 if config.weight_scale == "column" else None, keepdims=True) / q
+    s_y = np.abs(y_hat).max(1 if config.gx_scale == "token" else None, keepdims=True) / q
+    s_w = np.abs(w_hat).max(0 if config.weight_scale == "channel" else None, keepdims=True) / q
     error = s_y * np.abs(w_hat).sum(0) + s_w / 2 * np.abs(y_hat).sum(1, keepdims=True)
     error = (error + w_hat.shape[0] * s_y * s_w / 2) / n
     exact = gy.astype(np.float64) @ w

@@ -177,13 +177,13 @@ class CApi:
             return made
         for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
             setattr(made, name, getattr(config, name))
-        for name in ("gx_scale", "weight_scale", "x_scale"):
-            value = "row" if (value := getattr(config, name)) == "channel" else value
-            setattr(made, name, CONSTANTS[f"HOT_SCALE_{value.upper()}"])
+        for name in ("gx_scale", "weight_scale"):
+            setattr(made, name, CONSTANTS[f"HOT_SCALE_{getattr(config, name).upper()}"])
+        for name in ("gw_scale", "x_scale"):
+            setattr(made, name, CONSTANTS[f"HOT_GW_SCALE_{getattr(config, name).upper()}"])
         for name in ("gx_rounding", "gw_rounding", "x_rounding"):
             setattr(made, name, CONSTANTS[f"HOT_{getattr(config, name).upper()}"])
         made.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
-        made.gw_scale = CONSTANTS[f"HOT_GRAD_SCALE_{config.gw_scale.upper()}"]
         made.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]
         made.equalize_tokens = config.equalize_tokens
         made.grid_h, made.grid_w = config.token_grid or (0, 0)
@@ -221,7 +221,7 @@ class CApi:
         x: np.ndarray,
         *,
         bits: int = 8,
-        scale: str = "row",
+        scale: str = "token",
         rounding: str = "stochastic",
         key: Key | int = 0,
         packed: bool = False,
@@ -229,7 +229,7 @@ class CApi:
         rows, columns = x.shape
         q = np.empty((rows, (columns + 1) // 2 if packed else columns), np.int8)
         q = q.view(np.uint8) if packed else q
-        scales = np.empty({"row": rows, "column": columns, "tensor": 1}[scale], np.float32)
+        scales = np.empty({"token": rows, "channel": columns, "tensor": 1}[scale], np.float32)
         self.key(key)
         self.on(
             "hot_quantize",
@@ -243,7 +243,7 @@ class CApi:
         return q, scales
 
     def dequantize(
-        self, q: np.ndarray, scale: np.ndarray, *, granularity: str = "row"
+        self, q: np.ndarray, scale: np.ndarray, *, granularity: str = "token"
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         which = CONSTANTS[f"HOT_SCALE_{granularity.upper()}"]

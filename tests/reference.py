@@ -79,8 +79,8 @@ class Config:
 
     hadamard_block: int = 16
     gx_bits: int = 8
-    gx_scale: str = "row"
-    weight_scale: str = "column"
+    gx_scale: str = "token"
+    weight_scale: str = "channel"
     gx_rounding: str = "stochastic"
     basis: str = "full"
     rank: int = 16
@@ -557,7 +557,7 @@ def quantize(
     x: Floats,
     *,
     bits: int = 8,
-    scale: str = "row",
+    scale: str = "token",
     rounding: str = "stochastic",
     key: KeyLike = 0,
     purpose: int = PURPOSE_QUANTIZE,
@@ -568,7 +568,7 @@ def quantize(
     Args:
         x: ``[R, C]`` float32 or float16.
         bits: 8 or 4.
-        scale: what shares a scale: ``"row"``, ``"column"`` or ``"tensor"``.
+        scale: what shares a scale: ``"token"``, ``"channel"`` or ``"tensor"``.
         rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
         key: random key of stochastic rounding.
         purpose: stream purpose of the random bytes (docs/numerics.md, "Shapes").
@@ -580,11 +580,11 @@ def quantize(
 
     Source: docs/numerics.md, "Scales" and "Rounding".
     """
-    _choice("scale", scale, ("row", "column", "tensor"))
+    _choice("scale", scale, ("token", "channel", "tensor"))
     if packed and bits != 4:
         raise ValueError(f"packed: only 4-bit codes are packed, not bits = {bits}")
     values = _widen(x, "x")
-    axis = {"row": 1, "column": 0, "tensor": None}[scale]
+    axis = {"token": 1, "channel": 0, "tensor": None}[scale]
     scales, inv = scale_of(_amax(values, axis), bits)
     codes = _round_scaled(values, inv, bits, rounding, key, purpose)
     return (pack_int4(codes) if packed else codes), scales.reshape(-1)
@@ -595,7 +595,7 @@ def dequantize(
     q: NDArray[Any],
     scale: NDArray[np.float32],
     *,
-    granularity: str = "row",
+    granularity: str = "token",
     dtype: str = "float32",
     packed: bool = False,
     columns: int | None = None,
@@ -604,7 +604,7 @@ def dequantize(
 
     Args:
         q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``.
-        scale: float32 ``[R]`` (``"row"``), ``[C]`` (``"column"``) or ``[1]`` (``"tensor"``).
+        scale: float32 ``[R]`` (``"token"``), ``[C]`` (``"channel"``) or ``[1]`` (``"tensor"``).
         granularity: which of the three.
         dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         packed: q holds two INT4 codes a byte.
@@ -615,9 +615,9 @@ def dequantize(
 
     Source: docs/numerics.md, "Scales".
     """
-    _choice("granularity", granularity, ("row", "column", "tensor"))
+    _choice("granularity", granularity, ("token", "channel", "tensor"))
     codes = unpack_int4(q, columns) if packed else q
-    wide = scale[:, None] if granularity == "row" else scale[None, :]
+    wide = scale[:, None] if granularity == "token" else scale[None, :]
     return _store(codes.astype(_f32) * wide, dtype)
 
 
@@ -879,12 +879,12 @@ def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, NDArray[np.fl
     Source: docs/numerics.md, "Shapes", purpose 2.
     """
     _no_token_storage(config)
-    _choice("weight_scale", config.weight_scale, ("column", "tensor"))
+    _choice("weight_scale", config.weight_scale, ("channel", "tensor"))
     operand = _transform_features(_widen(w, "w").T, config.hadamard_block)
     return quantize(
         operand,
         bits=config.gx_bits,
-        scale="row" if config.weight_scale == "column" else "tensor",
+        scale="token" if config.weight_scale == "channel" else "tensor",
         rounding="nearest",
         purpose=PURPOSE_GX_WEIGHT,
     )
@@ -904,7 +904,8 @@ def quantize_gradient_columns(
     Source: docs/numerics.md, "Shapes", purpose 4, and "Token equalisation".
     """
     _no_token_storage(config)
-    scale = {"channel": "row", "tensor": "tensor", "token": "column"}
+    # The operand is transposed: its rows are channels.
+    scale = {"channel": "token", "tensor": "tensor", "token": "channel"}
     _choice("gw_scale", config.gw_scale, tuple(scale))
     subspaces = key if sketch_key is None else sketch_key
     rows = _along_tokens(_resized(_flat(gy, "gy"), exponents), config, "gradient", subspaces)
@@ -954,7 +955,7 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
         return Saved(codes, scales, pack_int2(codes), *rest)
     codes, scale = quantize(
         _pad_columns(rows.T, 16),
-        scale="row" if settings.x_scale == "channel" else "tensor",
+        scale="token" if settings.x_scale == "channel" else "tensor",
         rounding=settings.x_rounding,
         key=key,
         purpose=PURPOSE_GW_ACTIVATION,
@@ -1379,7 +1380,7 @@ def quantize_token_gradient(
     return quantize(
         _rotate_features(_flat(gy, "gy"), _f32(1) / factors, config.hadamard_block),
         bits=8,
-        scale="row",
+        scale="token",
         rounding=config.gx_rounding,
         key=key,
         purpose=PURPOSE_GX_GRADIENT,
@@ -1396,7 +1397,7 @@ def quantize_token_weight(
     """
     _check_token_fields(config)
     operand = _rotate_features(_widen(w, "w").T, factors, config.hadamard_block)
-    return quantize(operand, bits=8, scale="row", rounding="nearest")
+    return quantize(operand, bits=8, scale="token", rounding="nearest")
 
 
 def tile_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np.uint8]:
@@ -1689,8 +1690,8 @@ def _check_token_fields(config: ConfigLike) -> None:
         ("basis", ("full", "sketch")),
         ("hadamard_block", (16, 32, 64)),
         ("gx_bits", (8,)),
-        ("gx_scale", ("row",)),
-        ("weight_scale", ("column",)),
+        ("gx_scale", ("token",)),
+        ("weight_scale", ("channel",)),
         ("gw_scale", ("token",)),
         ("gw_rounding", rounded),
         ("x_scale", ("channel",)),
@@ -1714,7 +1715,7 @@ def quantize_forward_operand(values: Floats, block: int = 64) -> tuple[Codes, ND
     Source: docs/numerics.md, "Forward".
     """
     operand = _transform_features(_flat(values, "values"), block, "forward_block")
-    return quantize(operand, bits=8, scale="row", rounding="nearest")
+    return quantize(operand, bits=8, scale="token", rounding="nearest")
 
 
 def forward_linear(

@@ -65,7 +65,7 @@ def ways(w: Tensor) -> dict[str, Callable[[Tensor, int], Tensor]]:
         return hotcore.backward_linear(gy, matrix, None, config=CONFIG, need="gx", key=key).gx
 
     def folded(gy: Tensor, key: int) -> Tensor:
-        rows, row_scales = hotcore.quantize(gy * scales, scale="row", key=key)
+        rows, row_scales = hotcore.quantize(gy * scales, scale="token", key=key)
         product = hotcore.gemm_int8(rows, q.t().contiguous(), row_scales, ones)
         return hotcore.fwht(product, block=codes.block)[:, :ins] / codes.block
 

@@ -51,7 +51,7 @@ def contenders(shape: tuple[int, int], device: str) -> dict[str, tuple[Call, int
     codes = x.nbytes + x.numel()  # x read, a byte a value written
     found: dict[str, tuple[Call, int]] = {"copy": (lambda: out.copy_(x), 2 * x.nbytes)}
     for bits in (8, 4):
-        for scale in ("row", "column", "tensor"):
+        for scale in ("token", "channel", "tensor"):
             quantize = partial(hotcore.quantize, x, bits=bits, scale=scale, key=1)
             found[f"INT{bits}, {scale}"] = quantize, codes
     q, scales = hotcore.quantize(x, bits=4, key=1)

@@ -192,7 +192,7 @@ def _forward() -> list[Contender]:
 
 
 def _fine_scales() -> dict[str, Any]:
-    return {"gx_scale": "row", "weight_scale": "column", "gw_scale": "channel",
+    return {"gx_scale": "token", "weight_scale": "channel", "gw_scale": "channel",
             "x_scale": "channel"}  # fmt: skip
 
 

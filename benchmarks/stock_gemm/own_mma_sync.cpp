@@ -1,6 +1,6 @@
 // The C ABI of libhot's own mma.sync product beside the stock tiles, any tile by its number on any
-// GPU: libhot exports none of it, and takes wgmma where it can. benchmarks/evidence/bench_mma_sync.py loads
-// it.
+// GPU: libhot exports none of it, and takes wgmma where it can.
+// benchmarks/evidence/bench_mma_sync.py loads it.
 #include <cuda_runtime_api.h>
 
 #include <exception>

@@ -41,19 +41,19 @@ void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
     refuse("hadamard_block", std::to_string(spec.hadamard_block), "16, 32 or 64");
   }
   if (spec.gx_bits != 8) refuse("gx_bits", std::to_string(spec.gx_bits), "8");
-  if (spec.gx_scale != Granularity::row) {
+  if (spec.gx_scale != Granularity::token) {
     refuse("gx_scale", granularity_name(spec.gx_scale), "row (per token)");
   }
-  if (spec.weight_scale != Granularity::column) {
-    refuse("weight_scale", granularity_name(spec.weight_scale), "column (of in_features)");
+  if (spec.weight_scale != Granularity::channel) {
+    refuse("weight_scale", granularity_name(spec.weight_scale), "channel");
   }
-  if (spec.gw_scale != GradScale::token) {
-    refuse("gw_scale", grad_scale_name(spec.gw_scale), "token");
+  if (spec.gw_scale != Granularity::token) {
+    refuse("gw_scale", granularity_name(spec.gw_scale), "token");
   }
   if (spec.gw_rounding == Rounding::pseudo_stochastic) {
     refuse("gw_rounding", rounding_name(spec.gw_rounding), "nearest or stochastic");
   }
-  if (spec.x_scale != Granularity::row) {
+  if (spec.x_scale != Granularity::channel) {
     refuse("x_scale", granularity_name(spec.x_scale), "row (per channel)");
   }
   if (spec.storage != Storage::token8 && spec.x_rounding != Rounding::stochastic) {

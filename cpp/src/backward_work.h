@@ -46,7 +46,7 @@ inline OperandQuant weight_quant(const BackwardLinearSpec& spec) {
           Purpose::weight};
 }
 inline OperandQuant gradient_columns_quant(const BackwardLinearSpec& spec) {
-  return {8, spec.gw_scale == GradScale::tensor, spec.gw_scale == GradScale::token,
+  return {8, spec.gw_scale == Granularity::tensor, spec.gw_scale == Granularity::token,
           spec.gw_rounding, Purpose::gradient_columns};
 }
 inline OperandQuant activation_quant(const BackwardLinearSpec& spec) {

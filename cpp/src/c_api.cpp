@@ -169,15 +169,15 @@ constexpr bool same(const hot::detail::Choice<E> (&choices)[n], const int (&cons
   return true;
 }
 static_assert(same(hot::detail::granularities,
-                   {HOT_SCALE_TENSOR, HOT_SCALE_ROW, HOT_SCALE_COLUMN}) &&
-              same(hot::detail::gx_scales, {HOT_SCALE_ROW, HOT_SCALE_TENSOR}) &&
-              same(hot::detail::weight_scales, {HOT_SCALE_COLUMN, HOT_SCALE_TENSOR}) &&
-              same(hot::detail::x_scales, {HOT_SCALE_ROW, HOT_SCALE_TENSOR}));
+                   {HOT_SCALE_TENSOR, HOT_SCALE_TOKEN, HOT_SCALE_CHANNEL}) &&
+              same(hot::detail::gx_scales, {HOT_SCALE_TOKEN, HOT_SCALE_TENSOR}) &&
+              same(hot::detail::weight_scales, {HOT_SCALE_CHANNEL, HOT_SCALE_TENSOR}) &&
+              same(hot::detail::x_scales, {HOT_GW_SCALE_CHANNEL, HOT_GW_SCALE_TENSOR}));
 static_assert(same(hot::detail::roundings, {HOT_STOCHASTIC, HOT_NEAREST, HOT_PSEUDO_STOCHASTIC}));
 static_assert(same(hot::detail::bases,
                    {HOT_BASIS_FULL, HOT_BASIS_LOWPASS, HOT_BASIS_SEQUENCY, HOT_BASIS_SKETCH}));
 static_assert(same(hot::detail::gw_scales,
-                   {HOT_GRAD_SCALE_CHANNEL, HOT_GRAD_SCALE_TENSOR, HOT_GRAD_SCALE_TOKEN}));
+                   {HOT_GW_SCALE_CHANNEL, HOT_GW_SCALE_TENSOR, HOT_GW_SCALE_TOKEN}));
 static_assert(same(hot::detail::storages,
                    {HOT_STORAGE_INT8, HOT_STORAGE_INT4, HOT_STORAGE_RHT2, HOT_STORAGE_TOKEN8,
                     HOT_STORAGE_TOKEN4, HOT_STORAGE_TOKEN2}));
@@ -522,7 +522,7 @@ hot_status hot_quantize(const hot_context* context, const hot_tensor* x, int32_t
   const char* const call = "quantize";
   return guarded([&] {
     const hot::QuantSpec spec{bits,
-                              choice(call, "granularity", granularity, hot::Granularity::column),
+                              choice(call, "granularity", granularity, hot::Granularity::channel),
                               choice(call, "rounding", rounding, hot::Rounding::pseudo_stochastic)};
     hot::quantize(context_of(call, context), view(call, "x", x), spec, view(call, "q", q),
                   view(call, "scale", scale));
@@ -534,7 +534,7 @@ hot_status hot_dequantize(const hot_context* context, const hot_tensor* q, const
   const char* const call = "dequantize";
   return guarded([&] {
     hot::dequantize(context_of(call, context), view(call, "q", q), view(call, "scale", scale),
-                    choice(call, "granularity", granularity, hot::Granularity::column),
+                    choice(call, "granularity", granularity, hot::Granularity::channel),
                     view(call, "out", out));
   });
 }

@@ -51,9 +51,9 @@ void check_rounding(const char* call, const char* name, Rounding rounding) {
 }
 
 void check_granularity(const char* call, const char* name, Granularity granularity) {
-  if (granularity != Granularity::tensor && granularity != Granularity::row &&
-      granularity != Granularity::column) {
-    invalid(call, std::string(name) + " is unknown; expected tensor, row or column");
+  if (granularity != Granularity::tensor && granularity != Granularity::token &&
+      granularity != Granularity::channel) {
+    invalid(call, std::string(name) + " is unknown; expected tensor, token or channel");
   }
 }
 

@@ -17,8 +17,5 @@ const char* basis_name(Basis basis) noexcept {
 const char* storage_name(Storage storage) noexcept {
   return detail::name_of(Choices<Storage>(detail::storages), storage);
 }
-const char* grad_scale_name(GradScale scale) noexcept {
-  return detail::name_of(Choices<GradScale>(detail::gw_scales), scale);
-}
 
 }  // namespace hot

@@ -46,8 +46,9 @@ struct Choices {
   std::size_t count = 0;
 };
 
-inline constexpr Choice<Granularity> granularities[] = {
-    {Granularity::tensor, "tensor"}, {Granularity::row, "row"}, {Granularity::column, "column"}};
+inline constexpr Choice<Granularity> granularities[] = {{Granularity::tensor, "tensor"},
+                                                        {Granularity::token, "token"},
+                                                        {Granularity::channel, "channel"}};
 inline constexpr Choice<Rounding> roundings[] = {
     {Rounding::stochastic, "stochastic"},
     {Rounding::nearest, "nearest"},
@@ -67,14 +68,15 @@ template <>
 inline constexpr Choices<Granularity> all_choices<Granularity>{granularities};
 
 // Those that a field takes.
-inline constexpr Choice<Granularity> gx_scales[] = {{Granularity::row, "row"},
+inline constexpr Choice<Granularity> gx_scales[] = {{Granularity::token, "token"},
                                                     {Granularity::tensor, "tensor"}};
-inline constexpr Choice<Granularity> weight_scales[] = {{Granularity::column, "column"},
+inline constexpr Choice<Granularity> weight_scales[] = {{Granularity::channel, "channel"},
                                                         {Granularity::tensor, "tensor"}};
-inline constexpr Choice<GradScale> gw_scales[] = {
-    {GradScale::channel, "channel"}, {GradScale::tensor, "tensor"}, {GradScale::token, "token"}};
-// x is stored transposed: a channel is a row of the stored matrix.
-inline constexpr Choice<Granularity> x_scales[] = {{Granularity::row, "channel", 1},
+// Of g_w's operands, which have numbers of their own in the C ABI.
+inline constexpr Choice<Granularity> gw_scales[] = {{Granularity::channel, "channel", 1},
+                                                    {Granularity::tensor, "tensor", 0},
+                                                    {Granularity::token, "token", 2}};
+inline constexpr Choice<Granularity> x_scales[] = {{Granularity::channel, "channel", 1},
                                                    {Granularity::tensor, "tensor", 0}};
 
 template <class E>
@@ -173,8 +175,8 @@ void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
   visit(field<int>("prefix_tokens", HOT_GET(low_rank.layout.prefix_tokens),
                    &hot_spec::prefix_tokens, in_saved, "0 or more",
                    "class tokens in front of every sample's grid; they are added exactly"));
-  visit(field<GradScale>("gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_none, gw_scales,
-                         "what shares a scale of g_y for g_w; \"token\" is slower"));
+  visit(field<Granularity>("gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_none, gw_scales,
+                           "what shares a scale of g_y for g_w; \"token\" is slower"));
   visit(field<Rounding>("gw_rounding", HOT_GET(gw_rounding), &hot_spec::gw_rounding, in_none,
                         roundings, "rounding of g_y for g_w"));
   visit(field<Storage>(

@@ -37,7 +37,7 @@ void check_bits(const char* call, const char* name, int bits) {
 }  // namespace
 
 std::int64_t scale_count(std::int64_t rows, std::int64_t cols, Granularity scale) {
-  return scale == Granularity::tensor ? 1 : scale == Granularity::row ? rows : cols;
+  return scale == Granularity::tensor ? 1 : scale == Granularity::token ? rows : cols;
 }
 
 void fwht(const Context& context, const ConstTensorView& x, int axis, int block,

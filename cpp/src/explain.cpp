@@ -154,7 +154,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan) 
   const std::int64_t size = size_of(options.dtype), k = detail::forward_k(I, options.forward);
   const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
   const bool one_code = detail::is_token_storage(spec.storage);
-  const bool by_token = spec.gw_scale == GradScale::token && !one_code;
+  const bool by_token = spec.gw_scale == Granularity::token && !one_code;
   const bool backward = call == "backward_linear", forward = call == "forward_linear";
   // In features as g_w takes them.
   const std::int64_t ins = one_code ? detail::TokenCodesLayout(L, I, spec).padded : I;
@@ -187,7 +187,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan) 
   bytes[Buffer::weight_amax] = spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
   // Largest values of columns are g_y's in a backward, x's where that is kept.
   const bool one_scale =
-      backward ? spec.gw_scale == GradScale::tensor : detail::activation_quant(spec).per_tensor;
+      backward ? spec.gw_scale == Granularity::tensor : detail::activation_quant(spec).per_tensor;
   bytes[Buffer::columns_amax] = one_scale   ? 4
                                 : !backward ? 4 * I
                                 : one_code  ? 4 * ins

@@ -29,7 +29,7 @@ constexpr Recipe recipes[] = {
        spec.weight_scale = Granularity::tensor;
        spec.low_rank.basis = Basis::lowpass;
        spec.low_rank.rank = 8;
-       spec.gw_scale = GradScale::tensor;
+       spec.gw_scale = Granularity::tensor;
        spec.storage = Storage::int8;
        spec.x_scale = Granularity::tensor;
      }},

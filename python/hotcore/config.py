@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 RecipeName = Literal["default", "fast", "paper", "accurate", "compact"]
 Basis = Literal["full", "lowpass", "sequency", "sketch"]
 Rounding = Literal["stochastic", "nearest", "pseudo_stochastic"]
-GxScale = Literal["row", "tensor"]
-WeightScale = Literal["column", "tensor"]
+GxScale = Literal["token", "tensor"]
+WeightScale = Literal["channel", "tensor"]
 GwScale = Literal["channel", "tensor", "token"]
 XScale = Literal["channel", "tensor"]
 Storage = Literal["int8", "int4", "rht2", "token8", "token4", "token2"]
@@ -183,8 +183,8 @@ class HotConfig:
 
     hadamard_block: int = 16
     gx_bits: Literal[4, 8] = 8
-    gx_scale: GxScale = "row"
-    weight_scale: WeightScale = "column"
+    gx_scale: GxScale = "token"
+    weight_scale: WeightScale = "channel"
     gx_rounding: Rounding = "stochastic"
     basis: Basis = "full"
     rank: int = 16
@@ -279,8 +279,8 @@ class HotConfig:
         fixed: dict[str, tuple[object, ...]] = {
             "hadamard_block": (16, 32, 64),
             "gx_bits": (8,),
-            "gx_scale": ("row",),
-            "weight_scale": ("column",),
+            "gx_scale": ("token",),
+            "weight_scale": ("channel",),
             "gw_scale": ("token",),
             "gw_rounding": ("nearest", "stochastic"),
             "x_rounding": ("nearest", "stochastic"),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 KeyLike = Key | int
-Granularity = Literal["row", "column", "tensor"]
+Granularity = Literal["token", "channel", "tensor"]
 Need = Literal["gx", "gw", "gb"]
 
 
@@ -112,7 +112,7 @@ def quantize(
     x: Array,
     *,
     bits: Literal[4, 8] = 8,
-    scale: Granularity = "row",
+    scale: Granularity = "token",
     rounding: Rounding = "stochastic",
     key: KeyLike = 0,
     packed: bool = False,
@@ -122,7 +122,7 @@ def quantize(
     Args:
         x: ``[R, C]`` float32, float16 or bfloat16, any strides.
         bits: 8 or 4.
-        scale: ``"row"``, ``"column"`` or ``"tensor"``: the elements that share a scale.
+        scale: ``"token"`` (a row), ``"channel"`` (a column) or ``"tensor"``: what shares a scale.
         rounding: ``"stochastic"``, ``"nearest"`` or ``"pseudo_stochastic"``.
         key: random key of stochastic rounding.
         packed: 4 bits only: two codes a byte.
@@ -135,9 +135,9 @@ def quantize(
     """
     source = _matrix(operand(x, "x"))
     height, width = source.shape
-    counts = {"row": height, "column": width, "tensor": 1}
+    counts = {"token": height, "channel": width, "tensor": 1}
     if scale not in counts:
-        raise ValueError(f"scale: {scale!r} is not one of 'row', 'column', 'tensor'")
+        raise ValueError(f"scale: {scale!r} is not one of 'token', 'channel', 'tensor'")
     if packed and bits != 4:
         raise ValueError(f"packed: only 4-bit codes are packed, not bits = {bits}")
     if packed:
@@ -155,7 +155,7 @@ def dequantize(
     q: Array,
     scale: Array,
     *,
-    granularity: Granularity = "row",
+    granularity: Granularity = "token",
     dtype: Any = "float32",
     packed: bool = False,
     columns: int | None = None,
@@ -164,7 +164,7 @@ def dequantize(
 
     Args:
         q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``.
-        scale: float32 vector of R (``"row"``), C (``"column"``) or 1 (``"tensor"``) elements.
+        scale: float32 vector of R (``"token"``), C (``"channel"``) or 1 (``"tensor"``) elements.
         granularity: which of the three.
         dtype: float32, float16 or bfloat16.
         packed: q holds two INT4 codes a byte.

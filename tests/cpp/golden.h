@@ -183,14 +183,14 @@ inline hot::BackwardLinearSpec golden_spec(const GoldenCase& one) {
   hot::BackwardLinearSpec spec;
   spec.hadamard_block = one.number("hadamard_block");
   spec.gx_bits = one.number("gx_bits");
-  spec.gx_scale = one.text("gx_scale") == "tensor" ? Granularity::tensor : Granularity::row;
+  spec.gx_scale = one.text("gx_scale") == "tensor" ? Granularity::tensor : Granularity::token;
   spec.weight_scale =
-      one.text("weight_scale") == "tensor" ? Granularity::tensor : Granularity::column;
+      one.text("weight_scale") == "tensor" ? Granularity::tensor : Granularity::channel;
   spec.gx_rounding = golden_rounding(one.text("gx_rounding"));
   spec.low_rank = golden_low_rank(one);
-  spec.gw_scale = one.text("gw_scale") == "tensor"    ? hot::GradScale::tensor
-                  : one.text("gw_scale") == "channel" ? hot::GradScale::channel
-                                                      : hot::GradScale::token;
+  spec.gw_scale = one.text("gw_scale") == "tensor"    ? hot::Granularity::tensor
+                  : one.text("gw_scale") == "channel" ? hot::Granularity::channel
+                                                      : hot::Granularity::token;
   spec.gw_rounding = golden_rounding(one.text("gw_rounding"));
   for (const hot::Storage storage :
        {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2, hot::Storage::token8,
@@ -198,7 +198,7 @@ inline hot::BackwardLinearSpec golden_spec(const GoldenCase& one) {
     if (one.text("storage") == hot::storage_name(storage)) spec.storage = storage;
   }
   spec.equalize_tokens = one.number("equalize_tokens") != 0;
-  spec.x_scale = one.text("x_scale") == "tensor" ? Granularity::tensor : Granularity::row;
+  spec.x_scale = one.text("x_scale") == "tensor" ? Granularity::tensor : Granularity::channel;
   spec.x_rounding = golden_rounding(one.text("x_rounding"));
   return spec;
 }

@@ -37,7 +37,7 @@ inline hot::BackwardLinearSpec changed_to(
 inline hot::BackwardLinearSpec one_code(hot::Storage storage) {
   return changed("default", [&](hot::BackwardLinearSpec& spec) {
     spec.storage = storage;
-    spec.gw_scale = hot::GradScale::token;
+    spec.gw_scale = hot::Granularity::token;
     spec.hadamard_block = 64;
     spec.gx_rounding = hot::Rounding::nearest;
   });
@@ -139,7 +139,7 @@ inline std::vector<PlanCase> plan_cases() {
        changed("fast",
                [](auto& spec) {
                  spec.low_rank.rank = 4;
-                 spec.gw_scale = hot::GradScale::token;
+                 spec.gw_scale = hot::Granularity::token;
                }),
        DType::f16,
        {"memset", generic_amax, generic_codes, "finish_scales_kernel", "memset", "rows16_kernel",

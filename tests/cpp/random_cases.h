@@ -298,10 +298,10 @@ class RandomBatch {
     spec.low_rank = some_low_rank(tokens);
     spec.hadamard_block = r.one_in(2) ? 16 : 1 << r.from(0, 8);
     spec.gx_bits = r.one_in(2) ? 4 : 8;
-    spec.gx_scale = r.one_in(2) ? Granularity::row : Granularity::tensor;
-    spec.weight_scale = r.one_in(2) ? Granularity::column : Granularity::tensor;
-    spec.gw_scale = static_cast<hot::GradScale>(r.from(0, 2));
-    spec.x_scale = r.one_in(2) ? Granularity::row : Granularity::tensor;
+    spec.gx_scale = r.one_in(2) ? Granularity::token : Granularity::tensor;
+    spec.weight_scale = r.one_in(2) ? Granularity::channel : Granularity::tensor;
+    spec.gw_scale = static_cast<hot::Granularity>(r.from(0, 2));
+    spec.x_scale = r.one_in(2) ? Granularity::channel : Granularity::tensor;
     const hot::Rounding roundings[] = {hot::Rounding::nearest, hot::Rounding::stochastic,
                                        hot::Rounding::pseudo_stochastic};
     spec.gx_rounding = r.of(roundings);
@@ -396,7 +396,7 @@ class RandomBatch {
          << ", basis " << hot::basis_name(spec.low_rank.basis) << " block " << spec.low_rank.block
          << " rank " << spec.low_rank.rank << ", x as " << hot::storage_name(spec.storage)
          << (spec.equalize_tokens ? " equalised" : "") << ", g_w scale "
-         << hot::grad_scale_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
+         << hot::granularity_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
          << spec.gx_bits << ", arch " << arch << (accumulate ? ", accumulating" : "")
          << (quantized ? ", w quantised before" : "");
     if (forward_too) text << ", and x for a forward product, n " << forward_spec.hadamard_block;
@@ -608,7 +608,7 @@ class RandomBatch {
     hot::BackwardLinearSpec spec;
     spec.storage = r.one_in(2) ? hot::Storage::int4 : hot::Storage::int8;
     spec.x_scale = spec.storage == hot::Storage::int8 && r.one_in(2) ? hot::Granularity::tensor
-                                                                     : hot::Granularity::row;
+                                                                     : hot::Granularity::channel;
     const std::int64_t first = r.one_in(2) ? 0 : r.from(0, L), last = r.from(first, L);
     const Place x = filled(L, I, some_float());
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);

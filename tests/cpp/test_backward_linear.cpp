@@ -7,7 +7,7 @@
 using namespace hot_test;
 using hot::BackwardLinearSpec;
 using hot::Basis;
-using hot::GradScale;
+using hot::Granularity;
 using hot::Storage;
 
 namespace {
@@ -113,7 +113,8 @@ TEST(BackwardLinear, close_to_the_plain_product) {
 
 TEST(BackwardLinear, same_bits_on_every_path) {
   for (const std::string& name : recipe_names()) {
-    for (const GradScale gw_scale : {GradScale::channel, GradScale::tensor, GradScale::token}) {
+    for (const Granularity gw_scale :
+         {Granularity::channel, Granularity::tensor, Granularity::token}) {
       BackwardLinearSpec spec = recipe(name);
       spec.gw_scale = gw_scale;
       Layer layer(any_size(), any_size(), any_size(), spec);
@@ -265,7 +266,7 @@ TEST(BackwardLinear, another_spec_is_refused) {
     refused(layer, false, [](auto& s) { s.equalize_tokens = true; }, saved);
     // Fields that only backward reads may change between the two.
     refused(layer, false, [](auto& s) { s.gx_bits = 4; }, "");
-    refused(layer, false, [](auto& s) { s.gw_scale = hot::GradScale::tensor; }, "");
+    refused(layer, false, [](auto& s) { s.gw_scale = hot::Granularity::tensor; }, "");
     refused(layer, false, [](auto& s) { s.low_rank.rank = 3; }, "");  // not read with basis full
     refused(layer, true, [](auto& s) { s.gx_bits = 4; }, w);
     refused(layer, true, [](auto& s) { s.hadamard_block = 1; }, w);
@@ -280,7 +281,7 @@ TEST(BackwardLinear, another_spec_is_refused) {
     refused(layer, false, [](auto& s) { s.low_rank.rows = {0, 3, 5, 7}; }, saved);
     refused(layer, false, [](auto& s) { s.low_rank.rows = {3, 0, 5, 6}; }, saved);
     refused(layer, false, [](auto& s) { s.low_rank.layout = {8, 8, 0}; }, saved);
-    refused(layer, false, [](auto& s) { s.x_scale = hot::Granularity::row; }, saved);
+    refused(layer, false, [](auto& s) { s.x_scale = hot::Granularity::channel; }, saved);
     refused(layer, false, [](auto& s) { s.low_rank.rank = 3; }, "");  // not read beside rows
   }
   Layer unknown(4, 3, 2, {});

@@ -200,7 +200,7 @@ TEST(Errors, dequantize) {
                {{"dequantize", "scale", "(5,)"}, [](Arguments& t) { t.a_scale.shape[0] = 5; }},
                {{"dequantize", "out", "int8"}, [](Arguments& t) { t.wide.dtype = DType::i8; }}},
               [](Arguments& t) {
-                hot::dequantize(t.context, t.a, t.a_scale, hot::Granularity::row, t.wide);
+                hot::dequantize(t.context, t.a, t.a_scale, hot::Granularity::token, t.wide);
               });
 }
 
@@ -284,7 +284,7 @@ TEST(Errors, compress_activation) {
           t.spec.x_rounding = hot::Rounding::nearest;
         }},
        {{"compress_activation", "x_scale"},
-        [](Arguments& t) { t.spec.x_scale = hot::Granularity::column; }}},
+        [](Arguments& t) { t.spec.x_scale = hot::Granularity::token; }}},
       [](Arguments& t) {
         hot::compress_activation(t.context, t.w, t.spec, {t.saved_data, t.saved_bytes}, {});
       });
@@ -345,9 +345,9 @@ TEST(Errors, backward_linear) {
         [](Arguments& t) { t.spec.hadamard_block = 512; }},
        {{"backward_linear", "gx_bits", "6"}, [](Arguments& t) { t.spec.gx_bits = 6; }},
        {{"backward_linear", "gx_scale"},
-        [](Arguments& t) { t.spec.gx_scale = hot::Granularity::column; }},
+        [](Arguments& t) { t.spec.gx_scale = hot::Granularity::channel; }},
        {{"backward_linear", "weight_scale"},
-        [](Arguments& t) { t.spec.weight_scale = hot::Granularity::row; }},
+        [](Arguments& t) { t.spec.weight_scale = hot::Granularity::token; }},
        {{"backward_linear", "saved", "19 tokens"}, [](Arguments& t) { t.saved_tokens = 19; }},
        {{"backward_linear", "saved", "13 in_features"},
         [](Arguments& t) { t.saved_features = 13; }},
@@ -474,7 +474,7 @@ TEST(Errors, unknown_enumerations) {
   refused("weight_scale",
           [](Arguments& t) { t.spec.weight_scale = static_cast<hot::Granularity>(9); });
   refused("x_scale", [](Arguments& t) { t.spec.x_scale = static_cast<hot::Granularity>(9); });
-  refused("gw_scale", [](Arguments& t) { t.spec.gw_scale = static_cast<hot::GradScale>(9); });
+  refused("gw_scale", [](Arguments& t) { t.spec.gw_scale = static_cast<hot::Granularity>(9); });
   for (const int value : {2, 9}) {  // 2 was rht4
     refused("storage", [&](Arguments& t) { t.spec.storage = static_cast<hot::Storage>(value); });
   }

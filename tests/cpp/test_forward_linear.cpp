@@ -68,7 +68,7 @@ struct Codes {
       }
     }
     hot::fwht(cpu(), padded.view(), 1, block, padded.view());
-    hot::quantize(cpu(), padded.view(), {8, hot::Granularity::row, hot::Rounding::nearest},
+    hot::quantize(cpu(), padded.view(), {8, hot::Granularity::token, hot::Rounding::nearest},
                   codes.view(), as_vector(scale, DType::f32));
   }
 };
@@ -324,7 +324,7 @@ TEST(ForwardLinear, an_input_that_is_kept_has_the_bits_of_both_calls) {
       if (spec.low_rank.basis == hot::Basis::full && round % 2 == 0) {
         const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
         spec.storage = forms[round / 2 % 3];
-        spec.x_scale = hot::Granularity::row;
+        spec.x_scale = hot::Granularity::channel;
         spec.x_rounding = round % 4 == 0 || spec.storage == hot::Storage::rht2
                               ? hot::Rounding::stochastic
                               : hot::Rounding::nearest;

@@ -181,7 +181,7 @@ TEST_F(ForwardLinearCuda, an_input_that_is_kept_equals_cpu) {
     if (spec.low_rank.basis == hot::Basis::full && random_int(0, 1) == 0) {
       const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
       spec.storage = forms[random_int(0, 2)];
-      spec.x_scale = hot::Granularity::row;
+      spec.x_scale = hot::Granularity::channel;
       if (spec.storage == hot::Storage::int4 && random_int(0, 2) == 0) {
         spec.x_rounding = static_cast<hot::Rounding>(random_int(0, 2));
       }

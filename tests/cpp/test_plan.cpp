@@ -65,7 +65,7 @@ struct AnyLayer {
     if (random_int(0, 3) == 0) spec.hadamard_block = 1 << random_int(0, 8);
     if (random_int(0, 3) == 0) spec.gx_scale = hot::Granularity::tensor;
     if (random_int(0, 3) == 0) spec.weight_scale = hot::Granularity::tensor;
-    if (random_int(0, 3) == 0) spec.gw_scale = static_cast<hot::GradScale>(random_int(0, 2));
+    if (random_int(0, 3) == 0) spec.gw_scale = static_cast<hot::Granularity>(random_int(0, 2));
     if (random_int(0, 3) == 0) spec.gw_rounding = hot::Rounding::pseudo_stochastic;
     if (random_int(0, 2) == 0) {
       const hot::Storage storages[] = {hot::Storage::token8, hot::Storage::token4,
@@ -148,7 +148,7 @@ TEST(Plan, an_empty_x_gets_the_scales_that_it_has) {
                                          {8, 0, false},
                                          {0, 0, false}}) {
     hot::BackwardLinearSpec spec = recipe("accurate");
-    spec.x_scale = one ? hot::Granularity::tensor : hot::Granularity::row;
+    spec.x_scale = one ? hot::Granularity::tensor : hot::Granularity::channel;
     const std::int64_t scales = hot::saved_layout(tokens, ins, spec).scales;
     ASSERT_EQ(scales, one ? 1 : ins);
     const hot::detail::Projection p = hot::detail::make_projection(tokens, spec.low_rank);
@@ -301,7 +301,7 @@ TEST(Plan, slow_paths_say_why) {
   has(reasons("sm_90", {25216, 3070, 768}, hot::recipe("default"), options),
       "g_y is read element by element: out_features 3070");
   hot::BackwardLinearSpec spec = hot::recipe("fast");
-  spec.gw_scale = hot::GradScale::token;
+  spec.gw_scale = hot::Granularity::token;
   has(reasons("sm_90", large, spec, options), "fp32 product, one thread a result");
   has(reasons("sm_90", large, spec, options), "gw_scale is token");
   spec = hot::recipe("fast");

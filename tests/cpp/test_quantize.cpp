@@ -24,15 +24,15 @@ Quantised run_quantize(const hot::Context& context, const Floats& x, const Quant
   return out;
 }
 
-constexpr Granularity granularities[] = {Granularity::tensor, Granularity::row,
-                                         Granularity::column};
+constexpr Granularity granularities[] = {Granularity::tensor, Granularity::token,
+                                         Granularity::channel};
 constexpr Rounding roundings[] = {Rounding::nearest, Rounding::stochastic,
                                   Rounding::pseudo_stochastic};
 
 std::size_t scale_index(Granularity scale, std::int64_t r, std::int64_t c) {
-  return static_cast<std::size_t>(scale == Granularity::row      ? r
-                                  : scale == Granularity::column ? c
-                                                                 : 0);
+  return static_cast<std::size_t>(scale == Granularity::token     ? r
+                                  : scale == Granularity::channel ? c
+                                                                  : 0);
 }
 
 }  // namespace
@@ -43,9 +43,9 @@ TEST(Quantize, golden) {
     GoldenOutput q(one.arrays.at("codes")), scale(one.arrays.at("scale"));
     const std::string& of = one.text("scale_of");
     const QuantSpec spec{one.number("bits"),
-                         of == "row"      ? Granularity::row
-                         : of == "column" ? Granularity::column
-                                          : Granularity::tensor,
+                         of == "token"     ? Granularity::token
+                         : of == "channel" ? Granularity::channel
+                                           : Granularity::tensor,
                          golden_rounding(one.text("rounding"))};
     hot::quantize(context, x.view, spec, q.view, scale.view);
     q.check("codes");
@@ -55,7 +55,7 @@ TEST(Quantize, golden) {
 
 TEST(Quantize, same_key_same_bits) {
   const Floats x = floats(9, 131, normal(9 * 131));
-  const QuantSpec spec{4, Granularity::row, Rounding::stochastic};
+  const QuantSpec spec{4, Granularity::token, Rounding::stochastic};
   const auto first = run_quantize(cpu(), x, spec).codes;
   EXPECT_EQ(run_quantize(cpu(8), x, spec).codes, first);
   EXPECT_NE(run_quantize(cpu().with_key({1, 2, 3}), x, spec).codes, first);
@@ -65,7 +65,7 @@ TEST(Quantize, same_key_same_bits) {
 
 TEST(Quantize, counter_is_added_to_the_offset) {
   const Floats x = floats(9, 131, normal(9 * 131));
-  const QuantSpec spec{4, Granularity::row, Rounding::stochastic};
+  const QuantSpec spec{4, Granularity::token, Rounding::stochastic};
   for (int round = 0; round < 8; ++round) {
     CountedKey key;
     const hot::Context counting = cpu().with_key(key.counted());
@@ -97,7 +97,7 @@ TEST(Quantize, same_bits_on_every_path) {
 TEST(Quantize, packed_codes) {
   for (const std::int64_t C : {1, 2, 33, 4096, 4099}) {
     const Floats x = floats(3, C, normal(3 * C));
-    const QuantSpec spec{4, Granularity::row, Rounding::stochastic};
+    const QuantSpec spec{4, Granularity::token, Rounding::stochastic};
     const Quantised q = run_quantize(cpu(), x, spec);
     Bytes packed(3, (C + 1) / 2, DType::i4x2), back(3, C, DType::i8);
     std::vector<float> scale(3);
@@ -130,7 +130,7 @@ TEST(Quantize, dequantize_multiplies) {
 }
 
 TEST(Quantize, empty) {
-  EXPECT_TRUE(run_quantize(cpu(), Floats(0, 5, DType::f32), {8, Granularity::row}).codes.empty());
-  EXPECT_EQ(run_quantize(cpu(), Floats(4, 0, DType::f32), {8, Granularity::row}).scale,
+  EXPECT_TRUE(run_quantize(cpu(), Floats(0, 5, DType::f32), {8, Granularity::token}).codes.empty());
+  EXPECT_EQ(run_quantize(cpu(), Floats(4, 0, DType::f32), {8, Granularity::token}).scale,
             std::vector<float>(4, 0.0F));
 }

@@ -9,7 +9,6 @@
 
 using namespace hot_test;
 using hot::Basis;
-using hot::GradScale;
 using hot::Granularity;
 using hot::Rounding;
 
@@ -157,7 +156,7 @@ class StagesCuda : public CudaTest {
     const std::string what =
         work.name + " L " + std::to_string(L) + " O " + std::to_string(O) + " I " +
         std::to_string(I) + " " + hot::basis_name(spec.low_rank.basis) + " gw " +
-        hot::grad_scale_name(spec.gw_scale) + " n " + std::to_string(spec.hadamard_block) + " " +
+        hot::granularity_name(spec.gw_scale) + " n " + std::to_string(spec.hadamard_block) + " " +
         hot::storage_name(spec.storage) + (spec.equalize_tokens ? " equalised" : "");
     saved.expect_equal(what + ": saved");
     gx.expect_equal(what + ": gx");
@@ -232,7 +231,8 @@ TEST_F(StagesCuda, hla_equals_cpu) {
 
 TEST_F(StagesCuda, quantize_equals_cpu) {
   for (const Rounding rounding : roundings) {
-    for (const Granularity scale : {Granularity::tensor, Granularity::row, Granularity::column}) {
+    for (const Granularity scale :
+         {Granularity::tensor, Granularity::token, Granularity::channel}) {
       for (int round = 0; round < 8; ++round) {
         const int bits = round % 2 == 0 ? 4 : 8;
         const std::int64_t R = any_size(100), C = any_size();
@@ -260,7 +260,8 @@ TEST_F(StagesCuda, decompress_activation_equals_cpu) {
                                          hot::Storage::rht2};
     spec.storage = storages[round % 3];
     spec.equalize_tokens = round % 6 >= 3;
-    spec.x_scale = random_int(0, 2) == 0 && round % 2 != 0 ? Granularity::tensor : Granularity::row;
+    spec.x_scale =
+        random_int(0, 2) == 0 && round % 2 != 0 ? Granularity::tensor : Granularity::channel;
     const std::int64_t L = round < 100 ? any_size() : random_int(0, 5000), I = any_size();
     const std::int64_t first = random_int(0, 2) == 0 ? 0 : random_int(0, L);
     const std::int64_t last = random_int(0, 2) == 0 ? L : random_int(first, L);
@@ -460,10 +461,10 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       spec.low_rank = any_low_rank(L);
       spec.hadamard_block = random_int(0, 1) == 0 ? 16 : 1 << random_int(0, 8);
       spec.gx_bits = random_int(0, 1) == 0 ? 4 : 8;
-      spec.gx_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
-      spec.weight_scale = random_int(0, 1) == 0 ? Granularity::column : Granularity::tensor;
-      spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
-      spec.x_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
+      spec.gx_scale = random_int(0, 1) == 0 ? Granularity::token : Granularity::tensor;
+      spec.weight_scale = random_int(0, 1) == 0 ? Granularity::channel : Granularity::tensor;
+      spec.gw_scale = static_cast<Granularity>(random_int(0, 2));
+      spec.x_scale = random_int(0, 1) == 0 ? Granularity::channel : Granularity::tensor;
       spec.gx_rounding = roundings[random_int(0, 2)];
       spec.gw_rounding = roundings[random_int(0, 2)];
       spec.x_rounding = roundings[random_int(0, 2)];
@@ -511,7 +512,7 @@ TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
     if (round % 5 == 4 && round % 2 == 0) spec.low_rank = any_low_rank(L);
     spec.equalize_tokens = !rotated || random_int(0, 1) == 0;
     spec.gw_rounding = roundings[random_int(0, 5) % 3 == 2 ? 2 : random_int(0, 1)];
-    if (random_int(0, 3) == 0) spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
+    if (random_int(0, 3) == 0) spec.gw_scale = static_cast<Granularity>(random_int(0, 2));
     const std::int64_t O = random_int(0, 5) == 0 ? random_int(1000, 3000) : any_size();
     BackwardWork work{"round " + std::to_string(round),
                       spec,
@@ -533,7 +534,7 @@ TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
       if (!in_part(round++)) continue;
       hot::BackwardLinearSpec spec = recipe("compact");
       spec.storage = storages[random_int(0, 4)];
-      if (std::string(scale) == "tensor") spec.gw_scale = GradScale::tensor;
+      if (std::string(scale) == "tensor") spec.gw_scale = Granularity::tensor;
       const bool plain = spec.storage == hot::Storage::int4 || spec.storage == hot::Storage::int8;
       spec.equalize_tokens = plain || random_int(0, 3) > 0;
       spec.gw_rounding = roundings[random_int(0, 1)];
@@ -622,8 +623,8 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
     spec.low_rank = {};
     std::tie(spec.low_rank.basis, spec.low_rank.rank) = bases[round % 5];
     if (spec.low_rank.basis != Basis::full) spec.storage = hot::Storage::int8;
-    spec.gx_scale = random_int(0, 2) == 0 ? Granularity::tensor : Granularity::row;
-    spec.gw_scale = random_int(0, 2) == 0 ? GradScale::tensor : GradScale::channel;
+    spec.gx_scale = random_int(0, 2) == 0 ? Granularity::tensor : Granularity::token;
+    spec.gw_scale = random_int(0, 2) == 0 ? Granularity::tensor : Granularity::channel;
     // As long rows as a tile holds; so many tokens that a thread block leaves two partial sums.
     const bool longest = round == 7, most = round == 12;
     const std::int64_t O = longest ? 3072 : most ? 128 : 16 * random_int(1, 64);
@@ -814,7 +815,7 @@ TEST_F(StagesCuda, single_stages_read_the_counter) {
     x.fill(normal(L * C));
     Mirror rows(hot::hla_rows(L, low_rank), C, any_float()), q(L, C, DType::i8);
     Mirror scale(1, L, DType::f32);
-    const hot::QuantSpec spec{4, Granularity::row, Rounding::stochastic};
+    const hot::QuantSpec spec{4, Granularity::token, Rounding::stochastic};
     DeviceCountedKey key;
     for (const bool on_gpu : {false, true}) {
       const hot::Context c = context(on_gpu, on_gpu ? key.on_gpu() : key.plain);
@@ -834,8 +835,8 @@ TEST_F(StagesCuda, any_backward_reads_the_counter) {
     hot::BackwardLinearSpec spec;
     spec.low_rank = any_low_rank(L);
     spec.hadamard_block = 1 << random_int(0, 8);
-    spec.gx_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
-    spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
+    spec.gx_scale = random_int(0, 1) == 0 ? Granularity::token : Granularity::tensor;
+    spec.gw_scale = static_cast<Granularity>(random_int(0, 2));
     spec.storage = spec.low_rank.basis == Basis::full && random_int(0, 1) == 0 ? hot::Storage::int4
                                                                                : hot::Storage::int8;
     const hot::LinearShape shape{L, any_size(), any_size()};

@@ -8,7 +8,6 @@
 
 using namespace hot_test;
 using hot::BackwardLinearSpec;
-using hot::GradScale;
 using hot::Granularity;
 using hot::Rounding;
 using hot::Storage;
@@ -21,7 +20,7 @@ BackwardLinearSpec spec_of(Storage storage) {
   BackwardLinearSpec spec;
   spec.hadamard_block = 64;
   spec.gx_rounding = Rounding::nearest;
-  spec.gw_scale = GradScale::token;
+  spec.gw_scale = Granularity::token;
   spec.storage = storage;
   if (storage == Storage::token8) spec.x_rounding = Rounding::nearest;
   return spec;
@@ -218,13 +217,13 @@ TEST(TokenCodes, errors) {
       {"hadamard_block", "16, 32 or 64", [](auto& s) { s.hadamard_block = 128; }},
       {"hadamard_block", "16, 32 or 64", [](auto& s) { s.hadamard_block = 8; }},
       {"gx_bits", "8", [](auto& s) { s.gx_bits = 4; }},
-      {"gx_scale", "row", [](auto& s) { s.gx_scale = Granularity::tensor; }},
-      {"weight_scale", "column", [](auto& s) { s.weight_scale = Granularity::tensor; }},
-      {"gw_scale", "token", [](auto& s) { s.gw_scale = GradScale::channel; }},
+      {"gx_scale", "token", [](auto& s) { s.gx_scale = Granularity::tensor; }},
+      {"weight_scale", "channel", [](auto& s) { s.weight_scale = Granularity::tensor; }},
+      {"gw_scale", "token", [](auto& s) { s.gw_scale = Granularity::channel; }},
       {"gw_rounding", "nearest or stochastic",
        [](auto& s) { s.gw_rounding = Rounding::pseudo_stochastic; }},
       {"x_rounding", "stochastic", [](auto& s) { s.x_rounding = Rounding::pseudo_stochastic; }},
-      {"x_scale", "row", [](auto& s) { s.x_scale = Granularity::tensor; }},
+      {"x_scale", "channel", [](auto& s) { s.x_scale = Granularity::tensor; }},
       {"equalize_tokens", "false", [](auto& s) { s.equalize_tokens = true; }},
       {"storage", "basis full", [](auto& s) { s.low_rank.basis = hot::Basis::lowpass; }},
   };

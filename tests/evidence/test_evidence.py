@@ -212,7 +212,7 @@ def test_every_contender_is_put() -> None:
             if type(m).__name__ == "HotLinear"
         ]
     alone, both = scales.values()
-    assert {gx for gx, _ in alone} == {"tensor"} and "row" in {gx for gx, _ in both}
+    assert {gx for gx, _ in alone} == {"tensor"} and "token" in {gx for gx, _ in both}
     assert [gw for _, gw in alone] == [gw for _, gw in both]
     for contender in small_tasks.published("vit"):
         model, step = put(contender.name)
@@ -221,7 +221,7 @@ def test_every_contender_is_put() -> None:
         assert {c.gx_bits for c in before} == {8} and {c.token_grid for c in before} == {(8, 8)}
         rounding = {(c.gx_rounding, c.gw_rounding, c.x_rounding) for c in before}
         assert rounding == {("pseudo_stochastic",) * 3}
-        assert ("row" in {c.gx_scale for c in before}) == ("gx_scale" in contender.lqs)
+        assert ("token" in {c.gx_scale for c in before}) == ("gx_scale" in contender.lqs)
         for _ in range(2):
             step()
         assert [layer.config for layer in layers] == [replace(c, gx_bits=4) for c in before]

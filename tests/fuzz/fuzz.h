@@ -362,12 +362,12 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   if (input.flip()) return spec;
   spec.hadamard_block = 1 << input.from(0, 8);
   spec.gx_bits = input.flip() ? 4 : 8;
-  spec.gx_scale = input.flip() ? hot::Granularity::row : hot::Granularity::tensor;
-  spec.weight_scale = input.flip() ? hot::Granularity::column : hot::Granularity::tensor;
+  spec.gx_scale = input.flip() ? hot::Granularity::token : hot::Granularity::tensor;
+  spec.weight_scale = input.flip() ? hot::Granularity::channel : hot::Granularity::tensor;
   spec.gx_rounding = static_cast<hot::Rounding>(input.from(0, 2));
   spec.gw_rounding = static_cast<hot::Rounding>(input.from(0, 2));
   spec.x_rounding = static_cast<hot::Rounding>(input.from(0, 2));
-  spec.gw_scale = static_cast<hot::GradScale>(input.from(0, 2));
+  spec.gw_scale = static_cast<hot::Granularity>(input.from(0, 2));
   hot::LowRank& p = spec.low_rank;
   p.basis = static_cast<hot::Basis>(input.from(0, 3));
   constexpr hot::Storage forms[] = {hot::Storage::int8,   hot::Storage::int4,
@@ -381,16 +381,16 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   if (token) {
     spec.hadamard_block = 16 << input.from(0, 2);
     spec.gx_bits = 8;
-    spec.gx_scale = hot::Granularity::row;
-    spec.weight_scale = hot::Granularity::column;
-    spec.gw_scale = hot::GradScale::token;
+    spec.gx_scale = hot::Granularity::token;
+    spec.weight_scale = hot::Granularity::channel;
+    spec.gw_scale = hot::Granularity::token;
     const hot::Rounding two[] = {hot::Rounding::nearest, hot::Rounding::stochastic};
     spec.gw_rounding = two[input.from(0, 1)];
     spec.x_rounding = two[spec.storage == hot::Storage::token8 ? input.from(0, 1) : 1];
     spec.equalize_tokens = false;
   }
   spec.x_scale = spec.storage == hot::Storage::int8 && input.flip() ? hot::Granularity::tensor
-                                                                    : hot::Granularity::row;
+                                                                    : hot::Granularity::channel;
   const int bits = input.from(1, 6);
   p.block = 1 << bits;
   p.rank = p.basis == hot::Basis::sketch ? 1 << input.from(std::max(1, bits - 4), bits)
@@ -447,7 +447,7 @@ inline hot::BackwardLinearSpec some_spec(Input& input) {
       p.layout = {input.wild_int(), input.wild_int(), input.flip() ? input.wild_int() : 0};
       break;
     case 10:
-      spec.gw_scale = static_cast<hot::GradScale>(number());
+      spec.gw_scale = static_cast<hot::Granularity>(number());
       break;
     case 11:
       spec.gw_rounding = static_cast<hot::Rounding>(number());

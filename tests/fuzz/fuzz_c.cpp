@@ -347,6 +347,13 @@ class CApi {
                              out.accumulate ? 1 : 0, 0});
   }
 
+  // The scales of g_w's operands have numbers of their own in C.
+  static int gw_scale(hot::Granularity scale) {
+    return scale == hot::Granularity::channel ? HOT_GW_SCALE_CHANNEL
+           : scale == hot::Granularity::token ? HOT_GW_SCALE_TOKEN
+                                              : static_cast<int>(scale);
+  }
+
   hot_spec converted(const hot::BackwardLinearSpec& spec) {
     hot_spec s = HOT_SPEC_INIT;
     const hot::LowRank& p = spec.low_rank;
@@ -366,10 +373,10 @@ class CApi {
     s.grid_h = p.layout.grid_h;
     s.grid_w = p.layout.grid_w;
     s.prefix_tokens = p.layout.prefix_tokens;
-    s.gw_scale = static_cast<int>(spec.gw_scale);
+    s.gw_scale = gw_scale(spec.gw_scale);
     s.gw_rounding = static_cast<int>(spec.gw_rounding);
     s.storage = static_cast<int>(spec.storage);
-    s.x_scale = static_cast<int>(spec.x_scale);
+    s.x_scale = gw_scale(spec.x_scale);
     s.x_rounding = static_cast<int>(spec.x_rounding);
     s.equalize_tokens = spec.equalize_tokens ? 1 : 0;
     return s;

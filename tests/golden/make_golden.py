@@ -222,11 +222,11 @@ def quantize_stage() -> Cases:
         x[:, 0] = limit
         x[:, 1::2] *= -1
         codes, scales = ref.quantize(x, bits=bits, key=KEY)
-        cases[f"edges_{bits}"] = {"x": x, "bits": bits, "scale_of": "row", "key": KEY}
+        cases[f"edges_{bits}"] = {"x": x, "bits": bits, "scale_of": "token", "key": KEY}
         cases[f"edges_{bits}"] |= {"rounding": "stochastic", "codes": codes, "scale": scales}
     for bits in (4, 8):
         for rounding in ("nearest", "stochastic", "pseudo_stochastic"):
-            for scale in ("row", "column", "tensor"):
+            for scale in ("token", "channel", "tensor"):
                 for source in ("finite",) if rounding == "pseudo_stochastic" else inputs:
                     codes, scales = ref.quantize(
                         cases[source]["x"], bits=bits, scale=scale, rounding=rounding, key=KEY
@@ -235,7 +235,7 @@ def quantize_stage() -> Cases:
                     case |= {"key": KEY, "codes": codes, "scale": scales}
                     if rounding == "nearest" and bits == 8 and source == "finite":
                         case["value"] = ref.dequantize(codes, scales, granularity=scale)
-                    if bits == 4 and rounding == "stochastic" and scale == "row":
+                    if bits == 4 and rounding == "stochastic" and scale == "token":
                         case["packed"] = ref.pack_int4(codes)
                     cases[f"{source}_{bits}_{scale}_{rounding}"] = case
     return cases

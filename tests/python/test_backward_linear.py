@@ -157,8 +157,8 @@ def configs(draw: st.DrawFn) -> HotConfig:
     return HotConfig(
         hadamard_block=draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256])),
         gx_bits=draw(st.sampled_from([4, 8])),
-        gx_scale=draw(st.sampled_from(["row", "tensor"])),
-        weight_scale=draw(st.sampled_from(["column", "tensor"])),
+        gx_scale=draw(st.sampled_from(["token", "tensor"])),
+        weight_scale=draw(st.sampled_from(["channel", "tensor"])),
         gx_rounding=draw(rounding),
         basis=basis,
         rank=rank,
@@ -413,8 +413,8 @@ def test_gb_bound(rng: np.random.Generator, tokens: int) -> None:
     ins=st.integers(1, 40),
     block=st.sampled_from([1, 4, 16, 64]),
     bits=st.sampled_from([4, 8]),
-    gx_scale=st.sampled_from(["row", "tensor"]),
-    weight_scale=st.sampled_from(["column", "tensor"]),
+    gx_scale=st.sampled_from(["token", "tensor"]),
+    weight_scale=st.sampled_from(["channel", "tensor"]),
     kind=st.sampled_from(["normal", "outliers", "sparse", "integers"]),
     seed=st.integers(0, 2**32),
 )

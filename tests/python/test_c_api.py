@@ -323,7 +323,7 @@ def test_contexts(api: CApi, rng: np.random.Generator) -> None:
     api.key(OTHER_KEY)  # is not the copy's
     api._context, first = copied, api._context
     q, s = np.empty((9, 131), np.int8), np.empty(9, np.float32)
-    row, stochastic = CONSTANTS["HOT_SCALE_ROW"], CONSTANTS["HOT_STOCHASTIC"]
+    row, stochastic = CONSTANTS["HOT_SCALE_TOKEN"], CONSTANTS["HOT_STOCHASTIC"]
     api.on("hot_quantize", tensor(x), 8, row, stochastic, tensor(q), tensor(s))
     equal_bits(q, hotcore.quantize(x, key=KEY)[0])
     api._context = first

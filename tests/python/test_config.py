@@ -28,8 +28,8 @@ BAD_FIELDS = [
     ("gx_bits", 5, ValueError),
     ("gx_bits", "8", TypeError),
     ("gx_bits", True, TypeError),
-    ("gx_scale", "column", ValueError),
-    ("weight_scale", "row", ValueError),
+    ("gx_scale", "channel", ValueError),
+    ("weight_scale", "token", ValueError),
     ("gx_rounding", "up", ValueError),
     ("basis", "high", ValueError),
     ("block", 1, ValueError),
@@ -150,11 +150,11 @@ def test_default_is_the_default_recipe() -> None:
 def test_recipes_are_the_specs() -> None:
     fields = ("gx_bits", "gx_scale", "weight_scale", "basis", "gw_scale", "storage", "x_scale")
     expected = {
-        "default": (8, "row", "column", "full", "channel", "int4", "channel"),
-        "fast": (8, "row", "column", "sketch", "channel", "int8", "channel"),
+        "default": (8, "token", "channel", "full", "channel", "int4", "channel"),
+        "fast": (8, "token", "channel", "sketch", "channel", "int8", "channel"),
         "paper": (4, "tensor", "tensor", "lowpass", "tensor", "int8", "tensor"),
-        "accurate": (8, "row", "column", "full", "channel", "int8", "channel"),
-        "compact": (8, "row", "column", "full", "channel", "rht2", "channel"),
+        "accurate": (8, "token", "channel", "full", "channel", "int8", "channel"),
+        "compact": (8, "token", "channel", "full", "channel", "rht2", "channel"),
     }
     assert set(RECIPES) == set(expected)
     for name, values in expected.items():

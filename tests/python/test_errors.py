@@ -182,7 +182,7 @@ CASES: dict[str, list[Case]] = {
     "quantize": [
         Case("bits", lambda: quantize(X, bits=5), "bits is 5; expected 4 or 8"),
         Case("quantize rank", lambda: quantize(X[None]), "x: shape .*2 dimensions"),
-        Case("scale", lambda: quantize(X, scale="token"), "scale: 'token' is not one of"),
+        Case("scale", lambda: quantize(X, scale="row"), "scale: 'row' is not one of"),
         Case("rounding", lambda: quantize(X, rounding="up"), "rounding: 'up' is not one of"),
         Case("packed 8 bits", lambda: quantize(X, packed=True), "packed: "),
     ],
@@ -193,8 +193,8 @@ CASES: dict[str, list[Case]] = {
         Case("scale float64", lambda: dequantize(Q, np.ones(4)), "scale: dtype float64"),
         Case(
             "granularity",
-            lambda: dequantize(Q, np.ones(4, F), granularity="channel"),
-            "granularity: 'channel'",
+            lambda: dequantize(Q, np.ones(4, F), granularity="rows"),
+            "granularity: 'rows'",
         ),
         Case("dtype", lambda: dequantize(Q, np.ones(4, F), dtype="int8"), "dtype: 'int8'"),
         Case("dtype double", lambda: dequantize(Q, np.ones(4, F), dtype=np.float64), "dtype: "),

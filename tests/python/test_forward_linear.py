@@ -71,7 +71,7 @@ def test_equals_its_stages(rng: np.random.Generator) -> None:
             padded = np.zeros((len(rows), -(-ins // block) * block), np.float32)
             padded[:, :ins] = rows
             transformed_rows = hotcore.fwht(padded, axis=1, block=block)
-            q, s = hotcore.quantize(transformed_rows, bits=8, scale="row", rounding="nearest")
+            q, s = hotcore.quantize(transformed_rows, bits=8, scale="token", rounding="nearest")
             codes.append(q)
             scales.append(s)
         product = hotcore.gemm_int8(*codes, *scales, divisor=block, out_dtype="float32")

@@ -27,14 +27,14 @@ from support import (
     widened,
 )
 
-SCALES = ("row", "column", "tensor")
+SCALES = ("token", "channel", "tensor")
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 
 
 def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
     """Scales as they broadcast against the matrix."""
-    return scale[:, None] if granularity == "row" else scale[None, :]
+    return scale[:, None] if granularity == "token" else scale[None, :]
 
 
 @pytest.mark.parametrize("name", [n for n, c in golden("quantize").items() if "codes" in c])
@@ -163,7 +163,7 @@ def test_non_finite_values_show(
 ) -> None:
     x = data(rng, (3, 40))
     x[1, 7] = bad
-    for scale, where in (("row", [1]), ("column", [7]), ("tensor", [0])):
+    for scale, where in (("token", [1]), ("channel", [7]), ("tensor", [0])):
         q, s = hotcore.quantize(x, bits=bits, scale=scale, rounding=rounding)
         assert np.flatnonzero(np.isnan(s)).tolist() == where
         lost = np.broadcast_to(np.isnan(spread(s, scale)), x.shape)
@@ -260,7 +260,7 @@ def test_empty() -> None:
     assert (q.shape, s.shape) == ((0, 5), (0,))
     q, s = hotcore.quantize(np.empty((4, 0), np.float32))
     assert (q.shape, s.tolist()) == ((4, 0), [0, 0, 0, 0])
-    q, s = hotcore.quantize(np.empty((0, 3), np.float32), scale="column")
+    q, s = hotcore.quantize(np.empty((0, 3), np.float32), scale="channel")
     assert (q.shape, s.tolist()) == ((0, 3), [0, 0, 0])
     q, s = hotcore.quantize(np.empty((0, 0), np.float32), scale="tensor")
     assert (q.shape, s.tolist()) == ((0, 0), [0])

@@ -348,11 +348,11 @@ def test_nearest_is_half_to_even() -> None:
     assert ref.round_codes(v, f32(1), 4, "nearest").tolist() == [0, 2, 2, 0, -2, -2, 0, 6, 7]
 
 
-@pytest.mark.parametrize("scale", ["row", "column", "tensor"])
+@pytest.mark.parametrize("scale", ["token", "channel", "tensor"])
 def test_sets_that_share_a_scale(rng: np.random.Generator, scale: str) -> None:
     x = normal(rng, 6, 9)
     codes, scales = ref.quantize(x, scale=scale, rounding="nearest")
-    axis = {"row": 1, "column": 0, "tensor": None}[scale]
+    axis = {"token": 1, "channel": 0, "tensor": None}[scale]
     amax = np.abs(x).max(axis=axis, keepdims=True)
     assert np.array_equal(scales, np.ravel(amax / f32(127)))
     assert np.array_equal(codes, np.rint(x * (f32(127) / amax)).astype(np.int8))
@@ -602,7 +602,7 @@ def test_nearest_codes_of_the_research_notes() -> None:
     assert saved.codes.sum() == 3 and float(saved.scales[0]).hex() == "0x1.a3468e0000000p-2"
     gy = ((7 * t + 3 * o) % 11 - 5).astype(f32)[:, :, 0]
     w = ((3 * o + 11 * i) % 17 - 8).astype(f32)[0]
-    for scale, corner in (("tensor", "-0x1.79d0fcp+6"), ("row", "-0x1.83e0a6p+6")):
+    for scale, corner in (("tensor", "-0x1.79d0fcp+6"), ("token", "-0x1.83e0a6p+6")):
         config = ref.recipe("paper", **paper, gx_scale=scale)
         gx = ref.backward_linear(gy, w, None, config=config, need=("gx",)).gx
         assert gx[0, 0] == pytest.approx(float.fromhex(corner), rel=2**-22)

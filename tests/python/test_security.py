@@ -152,7 +152,7 @@ def test_every_fetched_wheel_has_a_checksum() -> None:
         ('{"basis": "lowpass", "storage": "int8", "rows": 5}', "rows: expected ints"),
         ('{"rank": "4"}', "rank: expected an int"),
         ('{"rank": NaN}', "rank: expected an int"),
-        ('{"gx_scale": ["row"]}', "gx_scale"),
+        ('{"gx_scale": ["token"]}', "gx_scale"),
         ('{"json": "{}"}', "no field 'json'"),
         ("null", "expected a JSON object"),
     ],

@@ -21,7 +21,7 @@ def test_stages(rng: np.random.Generator, dtype: str) -> None:
         hotcore.fwht,
         lambda x: hotcore.hla(x, key=3),
         lambda x: hotcore.quantize(x, bits=4, packed=True, key=3)[0],
-        lambda x: hotcore.quantize(x, scale="column", key=3)[1],
+        lambda x: hotcore.quantize(x, scale="channel", key=3)[1],
         lambda x: hotcore.dequantize(*hotcore.quantize(x, key=3), dtype=dtype),
         lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
         lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),

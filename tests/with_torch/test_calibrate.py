@@ -70,9 +70,9 @@ def test_layers_are_those_that_convert_takes(plan: Selection) -> None:
     assert plan.batches == 2
     assert plan.config == HotConfig.recipe("paper")
     for layer in plan.layers:
-        assert set(layer.gx_error) == {"tensor", "row"}
+        assert set(layer.gx_error) == {"tensor", "token"}
         assert set(layer.gw_error) == {"tensor", "channel", "token"}
-        assert 0 < layer.gx_error["row"] < layer.gx_error["tensor"] < 1
+        assert 0 < layer.gx_error["token"] < layer.gx_error["tensor"] < 1
         assert all(0 < error < 0.1 for error in layer.gw_error.values())
 
 
@@ -85,7 +85,7 @@ def test_errors_are_those_of_the_real_backward(rng: np.random.Generator) -> None
     model = Weighted(gy)
     x = torch.randn(64, 64)
     exact = gy @ model.layer.weight.detach()
-    for scale in ("tensor", "row"):
+    for scale in ("tensor", "token"):
         config = HotConfig.recipe("default", gx_scale=scale)
         (layer,) = paper.calibrate(model, [x], lambda m, b: m(b), config).layers
         gx, _, _ = hotcore.backward_linear(
@@ -101,7 +101,7 @@ def test_outlier_tokens_ask_for_finer_scales(rng: np.random.Generator) -> None:
     tokens = even.clone()
     tokens[5] *= 20
     layer = calibrated(tokens)
-    assert layer.fields == {"gx_scale": "row", "gw_scale": "token"}
+    assert layer.fields == {"gx_scale": "token", "gw_scale": "token"}
     assert layer.gw_error["token"] < 0.5 * layer.gw_error["tensor"]
     # Tokens of equal size: a finer scale gains nothing.
     alike = even[:, :1].sign() * even[0] + 0.01 * even
@@ -163,7 +163,7 @@ def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
     plan = paper.calibrate(model, [x], loss, recipe)
     (found,) = plan.layers
     assert found.name == "2"
-    assert 0 < found.gx_error["row"] < found.gx_error["tensor"] < 1
+    assert 0 < found.gx_error["token"] < found.gx_error["tensor"] < 1
     assert max(found.gw_error.values()) < 0.02
     converted = hot.convert(copy.deepcopy(model), recipe)
     assert [layer.name for layer in paper.calibrate(converted, [x], loss, recipe).layers] == ["2"]
@@ -233,7 +233,7 @@ def test_frozen(plan: Selection) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.batches = 3
     with pytest.raises(TypeError):
-        plan.layers[0].gx_error["row"] = 0.0
+        plan.layers[0].gx_error["token"] = 0.0
 
 
 def test_plan_for_another_model(plan: Selection) -> None:

@@ -33,29 +33,24 @@ enum class Storage : std::uint8_t {
 
 HOT_API const char* storage_name(Storage storage) noexcept;
 
-/// Scale of g_y on the g_w path. `token`: one for each transformed row, along the contraction;
-/// the product then runs in fp32 (what LQS weighs; slower by design).
-enum class GradScale : std::uint8_t { tensor, channel, token };
-
-HOT_API const char* grad_scale_name(GradScale scale) noexcept;
-
 struct BackwardLinearSpec {
   int hadamard_block = 16;  // block of the transform along O; power of two, 1 to 256
 
   // g_x = g_y w
-  int gx_bits = 8;                                 // 8 or 4
-  Granularity gx_scale = Granularity::row;         // of g_y: row (per token) or tensor
-  Granularity weight_scale = Granularity::column;  // of w: column (of I) or tensor
+  int gx_bits = 8;                                  // 8 or 4
+  Granularity gx_scale = Granularity::token;        // of g_y: token or tensor
+  Granularity weight_scale = Granularity::channel;  // of w: channel (of I) or tensor
   Rounding gx_rounding = Rounding::stochastic;
 
   // g_w = g_y^T x
   LowRank low_rank{};
-  GradScale gw_scale = GradScale::channel;
+  // Of g_y. `token`: along the contraction, so that the product runs in fp32: slower by design.
+  Granularity gw_scale = Granularity::channel;
   Rounding gw_rounding = Rounding::stochastic;
 
   // x between forward and backward
   Storage storage = Storage::int4;
-  Granularity x_scale = Granularity::row;  // storage int8: row (per channel) or tensor
+  Granularity x_scale = Granularity::channel;  // storage int8: channel or tensor
   Rounding x_rounding = Rounding::stochastic;
   // Every token of x is divided by a power of two of about its size before it is kept, and that of
   // g_y is multiplied by it for g_w: exact, and no token drowns the others.

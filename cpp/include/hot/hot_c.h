@@ -142,10 +142,11 @@ HOT_API int32_t hot_context_threads(const hot_context* context);
 
 /* ---- configuration of a layer ---------------------------------------------------------------- */
 
-enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_ROW = 1, HOT_SCALE_COLUMN = 2 };
+enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_TOKEN = 1, HOT_SCALE_CHANNEL = 2 };
 enum { HOT_NEAREST = 0, HOT_STOCHASTIC = 1, HOT_PSEUDO_STOCHASTIC = 2 };
 enum { HOT_BASIS_FULL = 0, HOT_BASIS_LOWPASS = 1, HOT_BASIS_SEQUENCY = 2, HOT_BASIS_SKETCH = 3 };
-enum { HOT_GRAD_SCALE_TENSOR = 0, HOT_GRAD_SCALE_CHANNEL = 1, HOT_GRAD_SCALE_TOKEN = 2 };
+/* Of g_w's operands, gw_scale and x_scale. */
+enum { HOT_GW_SCALE_TENSOR = 0, HOT_GW_SCALE_CHANNEL = 1, HOT_GW_SCALE_TOKEN = 2 };
 enum {
   HOT_STORAGE_INT8 = 0,
   HOT_STORAGE_INT4 = 1,
@@ -161,8 +162,8 @@ typedef struct hot_spec {
   size_t struct_size;
   int32_t hadamard_block;
   int32_t gx_bits;
-  int32_t gx_scale;     /* HOT_SCALE_ROW or HOT_SCALE_TENSOR */
-  int32_t weight_scale; /* HOT_SCALE_COLUMN or HOT_SCALE_TENSOR */
+  int32_t gx_scale;     /* HOT_SCALE_TOKEN or HOT_SCALE_TENSOR */
+  int32_t weight_scale; /* HOT_SCALE_CHANNEL or HOT_SCALE_TENSOR */
   int32_t gx_rounding;
   int32_t basis;
   int32_t block;
@@ -170,10 +171,10 @@ typedef struct hot_spec {
   const int32_t* rows; /* of basis lowpass, optional: the rows to keep */
   size_t row_count;
   int32_t grid_h, grid_w, prefix_tokens; /* 0: one flat sequence */
-  int32_t gw_scale;                      /* HOT_GRAD_SCALE_* */
+  int32_t gw_scale;                      /* HOT_GW_SCALE_* */
   int32_t gw_rounding;
   int32_t storage;
-  int32_t x_scale; /* storage INT8: HOT_SCALE_ROW (per channel) or HOT_SCALE_TENSOR */
+  int32_t x_scale; /* storage INT8: HOT_GW_SCALE_CHANNEL or HOT_GW_SCALE_TENSOR */
   int32_t x_rounding;
   int32_t equalize_tokens; /* 0 or 1 */
   int32_t reserved;        /* 0 */

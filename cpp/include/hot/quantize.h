@@ -9,7 +9,9 @@
 
 namespace hot {
 
-enum class Granularity : std::uint8_t { tensor, row, column };
+/// What shares a scale: all values, those of a token, or those of a channel. A matrix has tokens as
+/// rows and channels as columns.
+enum class Granularity : std::uint8_t { tensor, token, channel };
 enum class Rounding : std::uint8_t { nearest, stochastic, pseudo_stochastic };
 
 HOT_API const char* granularity_name(Granularity granularity) noexcept;
@@ -17,7 +19,7 @@ HOT_API const char* rounding_name(Rounding rounding) noexcept;
 
 struct QuantSpec {
   int bits = 8;  // 8: codes in [-127, 127]; 4: codes in [-7, 7]
-  Granularity scale = Granularity::row;
+  Granularity scale = Granularity::token;
   Rounding rounding = Rounding::stochastic;
 };
 

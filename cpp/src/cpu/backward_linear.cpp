@@ -46,8 +46,8 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
     const std::int64_t k = work.tokens.k_padded;
     s.gradient_columns =
         take_operand(cursor, shape.out_features, k,
-                     scale_places(spec.gw_scale == GradScale::tensor,
-                                  spec.gw_scale == GradScale::token ? k : shape.out_features));
+                     scale_places(spec.gw_scale == Granularity::tensor,
+                                  spec.gw_scale == Granularity::token ? k : shape.out_features));
     if (spec.storage != Storage::int8)
       s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
     if (spec.storage == Storage::rht2) s.offsets = cursor.take<float>(k);
@@ -61,7 +61,7 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
 bool can_find_columns(const BackwardWork& work) {
   const BackwardLinearSpec& spec = work.spec;
   const Projection& p = work.tokens;
-  return spec.gx_scale != Granularity::tensor && spec.gw_scale == GradScale::channel &&
+  return spec.gx_scale != Granularity::tensor && spec.gw_scale == Granularity::channel &&
          p.basis == Basis::full && p.body_tokens == p.tokens && !p.signs && !p.equalized &&
          work.shape.out_features <= QuantizeRows::most_found;
 }
@@ -231,7 +231,7 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
   if (is_token_storage(spec.storage)) return backward_tokens(*this, context, call, workspace);
   WorkspaceCursor cursor(workspace);
   const Scratch s = take_scratch(cursor, *this, context, work);
-  const bool by_token = spec.gw_scale == GradScale::token;
+  const bool by_token = spec.gw_scale == Granularity::token;
 
   std::optional<QuantizeRows> rows;
   std::optional<QuantizeColumns> weight, columns;

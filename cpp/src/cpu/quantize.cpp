@@ -57,7 +57,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
     Row row(simd, x, 1, x.cols);
     std::uint32_t largest = 0;
     for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
-      if (spec.scale == Granularity::row) {
+      if (spec.scale == Granularity::token) {
         amax[r] = row.amax(r, 0);
       } else if (spec.scale == Granularity::tensor) {
         largest = row.amax(r, largest);
@@ -82,7 +82,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
         auto* out = static_cast<std::int8_t*>(q.data) + r * q.row_stride;
         std::int8_t* const to = packed ? codes : out + start;
         const auto blk = static_cast<std::uint64_t>(r * row_blocks + start / group);
-        if (spec.scale == Granularity::column) {
+        if (spec.scale == Granularity::channel) {
           for (std::int64_t i = 0; i < count; ++i) {
             const Scale column = make_scale(amax[start + i], spec.bits);
             kept[i] = float_from_bits(float_bits(v[i]) & column.keep);
@@ -91,8 +91,8 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
           simd.quantize_row(kept, count, inv, true, rounder, blk, to);
         } else {
           write_codes(simd, v, count,
-                      make_scale(amax[spec.scale == Granularity::row ? r : 0], spec.bits), rounder,
-                      blk, to);
+                      make_scale(amax[spec.scale == Granularity::token ? r : 0], spec.bits),
+                      rounder, blk, to);
         }
         if (packed) pack_row(codes, count, reinterpret_cast<std::uint8_t*>(out) + start / 2);
       });
@@ -117,9 +117,9 @@ void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const flo
           const std::int64_t c = start + i;
           int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
           if (packed && code > 7) code -= 16;
-          const std::int64_t s = granularity == Granularity::row      ? r
-                                 : granularity == Granularity::column ? c
-                                                                      : 0;
+          const std::int64_t s = granularity == Granularity::token     ? r
+                                 : granularity == Granularity::channel ? c
+                                                                       : 0;
           values[i] = static_cast<float>(code) * scale[s];
         }
         store_row(simd, values, r, start, count, out);

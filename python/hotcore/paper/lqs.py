@@ -34,11 +34,8 @@ from ..torch.selection import Filter, pointwise_of
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
 
-GX_SCALES: tuple[Literal["tensor", "row"], ...] = ("tensor", "row")
-GW_SCALES = ("tensor", "channel", "token")
-
-# Granularity of the scales of P g_y [K, O].
-_AXIS: dict[str, Granularity] = {"tensor": "tensor", "channel": "column", "token": "row"}
+GX_SCALES: tuple[Literal["tensor", "token"], ...] = ("tensor", "token")
+GW_SCALES: tuple[Literal["tensor", "channel", "token"], ...] = ("tensor", "channel", "token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +231,7 @@ class _Probe:
         kept_x = functions.hla(x, **options, side="activation", key=key)
         self._norms["gw"] += _square(kept.T @ kept_x)
         for choice in GW_SCALES:
-            rounded = _rounded(kept, 8, _AXIS[choice], config.gw_rounding, key)
+            rounded = _rounded(kept, 8, choice, config.gw_rounding, key)
             self._add("gw", choice, (rounded - kept).T @ kept_x)
         self._key = key._replace(offset=key.offset + 1)
 
@@ -244,9 +241,9 @@ class _Probe:
 
     def choose(self, name: str, gw_fine: str, gain: float) -> LayerErrors:
         gx: dict[str, float] = {scale: self._relative("gx", scale) for scale in GX_SCALES}
-        gw = {scale: self._relative("gw", scale) for scale in GW_SCALES}
+        gw: dict[str, float] = {scale: self._relative("gw", scale) for scale in GW_SCALES}
         fields = {
-            "gx_scale": "row" if gx["tensor"] - gx["row"] > gain * gx["tensor"] else "tensor",
+            "gx_scale": "token" if gx["tensor"] - gx["token"] > gain * gx["tensor"] else "tensor",
             "gw_scale": gw_fine if gw["tensor"] - gw[gw_fine] > gain * gw["tensor"] else "tensor",
         }
         return LayerErrors(name, gx, gw, fields, self._pattern or ())

@@ -410,7 +410,7 @@ def dequantize(weight: Frozen) -> Tensor:
             part = slice(begin, begin + step)
             values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
             _core.dequantize(
-                context, to_dlpack(q[part]), to_dlpack(scales[part]), "row", to_dlpack(values)
+                context, to_dlpack(q[part]), to_dlpack(scales[part]), "token", to_dlpack(values)
             )
             whole = width == columns
             target = to_dlpack(out[part] if whole else values)
