@@ -26,6 +26,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 pydantic = pytest.importorskip("pydantic")
 import hotcore.torch as hot  # noqa: E402
+from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
 
 with without_broken_torchvision(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -122,7 +123,7 @@ def test_adapters_on_a_frozen_base(plugin: Any) -> None:
     assert not any(cfg[kernel] for kernel in KERNELS)  # they would not call HOT's layers
     model = llama()
     plugin.post_model_build(cfg, model)
-    assert all(isinstance(model.get_submodule(n), hot.HotFrozenLinear) for n in hot_layers(model))
+    assert all(isinstance(model.get_submodule(n), HotFrozenLinear) for n in hot_layers(model))
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     tokens = torch.randint(96, (2, 32))
     model(tokens, labels=tokens).loss.backward()

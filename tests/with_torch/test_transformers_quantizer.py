@@ -12,6 +12,7 @@ from support import without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
 
 with without_broken_torchvision(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -131,14 +132,14 @@ def test_trainer_trains_and_checkpoints(plain: Path, tmp_path: Path) -> None:
 def test_frozen(plain: Path, tmp_path: Path) -> None:
     model = load(plain, freeze=True)
     layers = hot_layers(model)
-    assert all(isinstance(layer, hot.HotFrozenLinear) for layer in layers.values())
+    assert all(isinstance(layer, HotFrozenLinear) for layer in layers.values())
     with pytest.raises(ValueError, match="attach trainable adapters"):
         trainer_of(model, tmp_path / "out")
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for name, layer in layers.items():
         found = again.get_submodule(name)
-        assert isinstance(found, hot.HotFrozenLinear)
+        assert isinstance(found, HotFrozenLinear)
         torch.testing.assert_close(found.dequantized(), layer.dequantized(), atol=1e-6, rtol=1e-3)
 
 
