@@ -73,8 +73,9 @@ struct Sm90Gemm {
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
   static constexpr bool stream_k = cute::is_same_v<Scheduler, cutlass::gemm::StreamKScheduler>;
-  // Stream-K's workspace depends on this and on what all instances share: one answers for all.
-  static_assert(!stream_k || Epilogue::get_store_pipe_increment(TileShape{}) == 4);
+  // Stream-K's workspace depends on these and on what all instances share: one answers for all.
+  static_assert(!stream_k || (Epilogue::get_store_pipe_increment(TileShape{}) == 4 &&
+                              cute::size<0>(ClusterShape{}) == 2));
 
   // Both scales are vectors here: the caller has spread single ones.
   static typename Device::Arguments arguments(const Context& context, const GemmArgs& args,
@@ -161,7 +162,7 @@ using StreamK =
     Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
              cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
 template <class Out, Sm90Output output>
-using Rows = Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+using Rows = Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                       cutlass::epilogue::TmaWarpSpecializedCooperative,
                       cutlass::gemm::StreamKScheduler, true>;
 
