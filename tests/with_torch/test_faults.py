@@ -471,7 +471,7 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
         print(*sorted(failed))
         """,
     )
-    assert {"compress", "new_gradients"} & set(out.split()), out
+    assert {"_bytes", "compress", "new_gradients"} & set(out.split()), out  # the adapter's own
 
 
 @pytest.mark.slow  # it failed 1 of some 40 times, beside other work; the cause is not known
