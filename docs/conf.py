@@ -70,12 +70,6 @@ nitpick_ignore_regex = [
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
     (r"py:class", r"hotcore\.torch\.frozen\.(FrozenModule|ReadOnly)"),
     (r"py:(func|mod)", r"hotcore\.torch\.(gains|ops(\.\w+)*|saved\.convert_saved)"),
-    # Short names of entries that stand under another module.
-    (
-        r"py:(class|func|meth)",
-        r"(CustomBackward\.)?convert|(Conversion|Freeze|Memory|Compute)Report|HotLinear|Selection"
-        r"|freeze_int8|thaw|recompute|memory_report|calibrate|compute_report|keep_\w+",
-    ),
     (r"py:class", r"hotcore\.torch\.convert\._Model"),
     (
         r"py:(attr|data|func|meth)",

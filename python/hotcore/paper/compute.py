@@ -70,7 +70,7 @@ class LayerCompute:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeReport:
-    """The result of :func:`compute_report`; print it for a table. All figures are BOPs."""
+    """The result of :func:`.compute_report`; print it for a table. All figures are BOPs."""
 
     layers: tuple[LayerCompute, ...]
     methods: tuple[str, ...]
@@ -156,7 +156,7 @@ def compute_report(
         slower: as for ``convert``.
 
     Returns:
-        A :class:`ComputeReport`.
+        A :class:`.ComputeReport`.
 
     Raises:
         ValueError: nothing in the model can be converted, or the configuration does not fit it.

@@ -1,4 +1,4 @@
-"""Layer-wise quantiser selection (LQS): :func:`calibrate` makes a :class:`Selection`.
+"""Layer-wise quantiser selection (LQS): :func:`.calibrate` makes a :class:`.Selection`.
 
 One scale for all of g_y is cheapest. If a gradient's outliers sit in single tokens, that scale
 rounds the other tokens to almost nothing; a layer gets the finer scale only where it pays.
@@ -62,7 +62,7 @@ class LayerErrors:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The result of :func:`calibrate`: scales of g_y per layer; print it for a table."""
+    """The result of :func:`.calibrate`: scales of g_y per layer; print it for a table."""
 
     layers: tuple[LayerErrors, ...]
     config: HotConfig
@@ -157,7 +157,7 @@ def calibrate(
         slower: as for :func:`hotcore.torch.convert`.
 
     Returns:
-        A :class:`Selection`.
+        A :class:`.Selection`.
 
     Raises:
         ValueError: no batch, no gradient (``torch.no_grad``, a loss without a graph, frozen

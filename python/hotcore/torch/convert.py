@@ -86,7 +86,7 @@ def convert(
 
     Returns:
         ``model``, changed in place; if it is itself such a layer, the new layer. The attribute
-        ``hot_report`` of the result is the :class:`ConversionReport` of this call: its text says
+        ``hot_report`` of the result is the :class:`.ConversionReport` of this call: its text says
         which layers were converted, and why the others stay plain. A UserWarning says that all
         stay plain because they would be slower.
 

@@ -19,7 +19,7 @@ Kept = tuple[Tensor, ...]
 
 
 class Replaced(NamedTuple):
-    """What :meth:`CustomBackward.convert` did."""
+    """What :meth:`~hotcore.torch.CustomBackward.convert` did."""
 
     names: tuple[str, ...]
     """Layers that have the backward now."""

@@ -22,7 +22,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class FreezeReport:
-    """The result of :func:`freeze_int8`; print it for a summary."""
+    """The result of :func:`.freeze_int8`; print it for a summary."""
 
     layers: tuple[str, ...]
     """Names of the layers that are frozen now."""
@@ -83,7 +83,7 @@ def freeze_int8(
             its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
 
     Returns:
-        A :class:`FreezeReport`.
+        A :class:`.FreezeReport`.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -119,7 +119,7 @@ def freeze_int8(
 
 
 def thaw(model: nn.Module) -> int:
-    """Undo :func:`freeze_int8`: layers with plain, dequantised weights, in place.
+    """Undo :func:`.freeze_int8`: layers with plain, dequantised weights, in place.
 
     The weights are new Parameters, not trained until ``requires_grad_(True)``; they have the values
     that the codes stand for. An optimizer made before does not know them.

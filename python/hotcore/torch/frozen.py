@@ -1,4 +1,4 @@
-"""Linear layers whose frozen weight is kept as INT8 codes alone; :func:`freeze_int8` makes them.
+"""Linear layers whose frozen weight is kept as INT8 codes alone; :func:`.freeze_int8` makes them.
 
 The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`), in one uint8
 Parameter, ``weight_codes``: it moves with the model, is never cast, an optimizer or DDP leaves
@@ -278,7 +278,7 @@ def _read_only(found: Any, made: list[Tensor]) -> Any:
 
 
 class FrozenModule(HotModule, nn.Module):
-    """A linear layer of whose weight only codes exist. Its classes come with :func:`freeze_int8`.
+    """A linear layer of whose weight only codes exist. Its classes come with :func:`.freeze_int8`.
 
     Kept are ``weight_codes``, a uint8 Parameter of O rows of codes and O fp32 scales, and nothing
     of x. Training computes g_x, and g_b. The forward pass is the configuration's: with
@@ -549,9 +549,9 @@ def freeze(
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # weight is a property
-    """:class:`HotLinear` whose frozen weight is kept as INT8 codes alone.
+    """:class:`~hotcore.torch.HotLinear` whose frozen weight is kept as INT8 codes alone.
 
-    :func:`freeze_int8` makes it of a HotLinear, :func:`thaw` makes it one again. ``weight`` reads
+    :func:`.freeze_int8` makes it of a HotLinear, :func:`.thaw` makes it one again. ``weight`` reads
     as the dequantised weight, and ``state_dict`` has that under the plain key.
     """
 
@@ -562,5 +562,5 @@ class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # wei
         raise TypeError("HotFrozenLinear: hot.freeze_int8 makes it of a HotLinear")
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., I] -> [..., O]``; see :func:`freeze_int8`."""
+        """``[..., I] -> [..., O]``; see :func:`.freeze_int8`."""
         return self._linear(input, self.weight_codes, self.bias)

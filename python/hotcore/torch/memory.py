@@ -40,7 +40,7 @@ class ModuleMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The result of :func:`memory_report`; print it for a table.
+    """The result of :func:`.memory_report`; print it for a table.
 
     ``peak_before`` and ``peak_after`` are the CUDA allocator's peaks over forward and backward, in
     bytes above what was allocated before; None on the CPU.
@@ -143,7 +143,7 @@ def memory_report(
         slower: as for :func:`convert`.
 
     Returns:
-        A :class:`MemoryReport`. A storage is counted once and in full, for the first module that
+        A :class:`.MemoryReport`. A storage is counted once and in full, for the first module that
         keeps it or a view of it; parameters and buffers are not counted.
 
     Raises:

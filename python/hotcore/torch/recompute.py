@@ -24,7 +24,7 @@ _NAME = "forward"
 
 
 class Recomputed:
-    """Handle of :func:`recompute`; :meth:`remove` restores the blocks."""
+    """Handle of :func:`~hotcore.torch.recompute`; :meth:`remove` restores the blocks."""
 
     def __init__(self) -> None:
         """Begin empty."""
@@ -64,7 +64,7 @@ def recompute(
     Args:
         blocks: a block (an ``nn.ModuleList`` or ``nn.Sequential`` stands for its children), or
             several.
-        policy: :func:`keep_attention`, :func:`keep_codes`, :func:`keep_products` or your own, as
+        policy: :func:`.keep_attention`, :func:`.keep_codes`, :func:`.keep_products` or your own, as
             ``create_selective_checkpoint_contexts`` takes it; None: keep nothing but the inputs.
 
     Returns:

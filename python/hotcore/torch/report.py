@@ -54,7 +54,7 @@ class Skipped:
 
 @dataclasses.dataclass
 class ConversionReport:
-    """What :func:`convert` did, layer by layer; print it for a table.
+    """What :func:`~hotcore.torch.convert` did, layer by layer; print it for a table.
 
     It is the attribute ``hot_report`` of a converted model, holds no tensor and no module, and goes
     along where the model is copied or pickled.
