@@ -227,24 +227,6 @@ def test_subclasses_are_left_alone() -> None:
         assert [layer.name for layer in report.converted] == ["plain"]
 
 
-def test_computed_weights_are_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    nn.utils.parametrizations.weight_norm(model[0])
-    with pytest.warns(FutureWarning):
-        nn.utils.weight_norm(model[1])
-    report = hot.convert(model).hot_report
-    assert [layer.name for layer in report.converted] == ["2"]
-    assert len(report.skipped) == 2
-    model(torch.randn(4, 64)).sum().backward()
-
-
-def test_float64_is_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(64, 64).double(), nn.Linear(64, 64))
-    report = hot.convert(model).hot_report
-    assert [layer.reason for layer in report.skipped] == ["its weight is float64"]
-    assert type(model[0]) is nn.Linear
-
-
 def test_shared_module_is_replaced_everywhere() -> None:
     shared = nn.Linear(64, 64)
     model = nn.Sequential(shared, nn.ReLU(), shared)
