@@ -1,12 +1,9 @@
-"""DDP and FSDP2 with gloo: two processes on the CPU."""
+"""DDP, FSDP2 and the plans of tests/plans.py with gloo: two processes on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+import plans  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
 )
-WORLD = 2
+WORLD = plans.WORLD
 
 
 class Model(nn.Module):
@@ -55,26 +52,6 @@ def local_grads(model: nn.Module, rank: int) -> list[torch.Tensor]:
     torch.manual_seed(50 + rank)
     model(batch(rank)).square().mean().backward()
     return [p.grad.clone() for p in model.parameters()]
-
-
-def run(rank: int, store: str, body: Callable[[int], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    try:
-        body(rank)
-    finally:
-        dist.destroy_process_group()
-    # A gloo thread releases a collective's tensors after the waiting thread has continued. If the
-    # interpreter ends in between, torch aborts the process, so the process exits without cleanup.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def spawn(body: Callable[[int], None]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        # A failure in a process is raised here, with its traceback.
-        mp.spawn(run, (os.path.join(folder, "store"), body), nprocs=WORLD)
 
 
 def int8_forward(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -138,7 +115,7 @@ def accumulated(rank: int, **options: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
-def ddp(rank: int) -> None:
+def ddp(rank: int, device: str) -> None:
     accumulated(rank)
     accumulated(rank, gradient_as_bucket_view=True)
     accumulated(rank, static_graph=True)
@@ -177,7 +154,7 @@ def ddp(rank: int) -> None:
     assert type(hot.revert(parallel).module.up) is nn.Linear
 
 
-def fsdp(rank: int) -> None:
+def fsdp(rank: int, device: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -246,8 +223,16 @@ no_fsdp = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "body", [ddp, pytest.param(fsdp, marks=no_fsdp)], ids=lambda body: body.__name__
 )
-def test_two_processes(body: Callable[[int], None]) -> None:
-    spawn(body)
+def test_two_processes(body: plans.Body) -> None:
+    plans.spawn(body)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="older plans of torch"
+)
+def test_plans_of_torch() -> None:
+    plans.spawn(*plans.PLANS)
 
 
 def test_gradient_accumulation_inside_no_sync(tmp_path: Path, seeded: None) -> None:

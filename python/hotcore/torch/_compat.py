@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 _C: Any = torch._C
 
@@ -127,6 +128,16 @@ def prefers_cudnn_attention(index: int, dtype: torch.dtype, width: int, causal: 
     with _no_modes():
         q = torch.empty((1, 1, 192, width), dtype=dtype, device=torch.device("cuda", index))
         return int(choice(q, q, q, None, 0.0, causal)) == _CUDNN
+
+
+def replaces_attention() -> bool:
+    """Whether something else stands in for ``F.scaled_dot_product_attention``.
+
+    ``context_parallel`` does that, whose tokens are spread over processes. False without the
+    private name.
+    """
+    own = getattr(getattr(_C, "_nn", None), "scaled_dot_product_attention", None)
+    return own is not None and F.scaled_dot_product_attention is not own
 
 
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION

@@ -3,14 +3,15 @@
 ``linear``, ``conv`` and ``frozen`` (weights of which only codes exist) hold what a layer calls, an
 autograd function for eager and compiled mode, and its operators. They share ``codes`` (an x
 compressed for backward, x and weights quantised for 8-bit products) and ``sharing`` (the one cache
-of codes). ``calls`` has what every call checks, ``core`` what libhot takes, and ``registry`` the
-decorator that makes an operator.
+of codes). ``calls`` has what every call checks, ``sharded`` what a layer does with DTensors,
+``core`` what libhot takes, and ``registry`` the decorator that makes an operator.
 """
 
 from . import conv, frozen, linear
 from .codes import draw_seed
 from .core import DTYPES, PLAIN_TYPES, seed_for
 from .registry import library, not_differentiable
+from .sharded import is_dtensor
 from .sharing import register_restore, share_inputs
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "conv",
     "draw_seed",
     "frozen",
+    "is_dtensor",
     "library",
     "linear",
     "not_differentiable",

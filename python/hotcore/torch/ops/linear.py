@@ -26,7 +26,7 @@ from torch import Tensor
 from ... import _core
 from ...config import ConfigLike, HotConfig, Key
 from .. import _compat, accumulation
-from . import calls, codes, core, sharing
+from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
 from .core import Handle, handle_of, lend, parsed, to_dlpack, workspace
 from .registry import Dtypes, Size, not_differentiable, operator, without_base
@@ -90,6 +90,10 @@ def linear_from_json(
     if not isinstance(x, Tensor):
         arguments = (x, weight, bias, config_json, defer, evaluated)
         return calls.handle_overrides(linear_from_json, *arguments)
+    if sharded.is_dtensor(x) or sharded.is_dtensor(weight):
+        parts, layout = sharded.split(x, weight, bias)
+        y = linear_from_json(*parts, config_json, defer, evaluated)
+        return sharded.joined(y, layout)
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):
