@@ -85,7 +85,7 @@ def test_one_buffer_and_the_gradients_of_both_keys(recipe: str) -> None:
 
 
 def test_other_names_of_one_x() -> None:
-    """A DTensor's local tensor is made anew for every layer; what has other values is not shared."""
+    """A DTensor's part is a new tensor for every layer; what has other values is not shared."""
     x, (q, k) = images(), layers(2)
     assert buffers(q(x), k(x.view_as(x))) == 1
     assert buffers(q(x.view_as(x)), k(x.view_as(x))) == 1

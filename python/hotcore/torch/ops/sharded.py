@@ -51,17 +51,18 @@ def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor 
     for name, tensor in given:
         if tensor.device_mesh != mesh:
             raise ValueError(f"{name}: its device mesh is not the weight's")
-    of_y, of_gx, of_gw, of_gb, shares = [], [], [], [], 1
+    rows: list[Any] = []  # a dimension of the mesh: placements of y, g_x, g_w and g_b
+    shares = 1
     for i, (of_x, of_w) in enumerate(zip(x.placements, weight.placements, strict=True)):
         of_b = of_w if bias is None else bias.placements[i]
         by_features = of_x.is_shard(last) or of_x.is_shard(-1)
         if of_w.is_shard(0) and of_b.is_shard(0) and of_x.is_replicate():
-            placements = type(of_w)(last), Partial(), of_w, of_b
+            rows.append((type(of_w)(last), Partial(), of_w, of_b))
         elif of_w.is_shard(1) and not of_b.is_shard(0) and by_features:
-            placements = Partial(), of_x, of_w, Partial()
+            rows.append((Partial(), of_x, of_w, Partial()))
             shares *= mesh.size(i)
         elif of_w.is_replicate() and of_b.is_replicate() and of_x.is_shard() and not by_features:
-            placements = of_x, of_x, Partial(), Partial()
+            rows.append((of_x, of_x, Partial(), Partial()))
         else:
             raise ValueError(
                 f"placements: x {of_x!r}, weight {of_w!r}"
@@ -69,8 +70,7 @@ def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor 
                 + "; a HOT layer takes those of ColwiseParallel and RowwiseParallel, or a whole "
                 "weight with x sharded by tokens"
             )
-        for places, place in zip((of_y, of_gx, of_gw, of_gb), placements, strict=True):
-            places.append(place)
+    of_y, of_gx, of_gw, of_gb = zip(*rows, strict=True)
     part = None
     if bias is not None:
         part = bias.to_local(grad_placements=of_gb)
