@@ -102,6 +102,7 @@ def by_hand(model: Any, x: Tensor, config: Any) -> Tensor:
 
 
 def tensor_parallel(rank: int, device: str) -> None:
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -110,7 +111,8 @@ def tensor_parallel(rank: int, device: str) -> None:
         parallelize_module,
     )
 
-    mesh = dist.device_mesh.init_device_mesh(device, (WORLD,))
+    two = dist.device_mesh.init_device_mesh(device, (1, WORLD), mesh_dim_names=("dp", "tp"))
+    mesh = two["tp"]
     whole_tokens = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     by_tokens = {
         "norm": SequenceParallel(),
@@ -119,9 +121,10 @@ def tensor_parallel(rank: int, device: str) -> None:
     }
     x = draws(1, 2, 32, 64, device=device).requires_grad_()
     configs = ("default", hot.HotConfig.recipe("fast", forward="int8"))
-    for config, plan, compiled in (
-        *itertools.product(configs, (whole_tokens, by_tokens), (False,)),
-        ("default", by_tokens, True),
+    for config, plan, also in (
+        *itertools.product(configs, (whole_tokens, by_tokens), ("",)),
+        ("default", by_tokens, "compiled"),
+        ("default", whole_tokens, "fsdp"),
     ):
         hidden = 128 if plan is by_tokens else 127  # parts of 64 and 63
         model = build(config, device, hidden)
@@ -135,23 +138,26 @@ def tensor_parallel(rank: int, device: str) -> None:
         parallelize_module(model, mesh, plan)
         torch.manual_seed(5)
         part = x if plan is whole_tokens else x.detach().chunk(WORLD, 1)[rank].requires_grad_()
-        called = torch.compile(model, backend="aot_eager") if compiled else model
+        called = torch.compile(model, backend="aot_eager") if also == "compiled" else model
+        if also == "fsdp":
+            fully_shard(model, mesh=two["dp"])
         y = called(part)
         of_rank = expected if plan is whole_tokens else expected.chunk(WORLD, 1)[rank]
         assert error(y, of_rank) < 1e-6
         y.square().sum().backward()
         of_x = wanted[-1] if plan is whole_tokens else wanted[-1].chunk(WORLD, 1)[rank]
-        assert error(part.grad, of_x) < 1e-5, (config, compiled)
+        assert error(part.grad, of_x) < 1e-5, (config, also)
         x.grad = None
         for (name, p), want, a, b in zip(
             model.named_parameters(), wanted, exact, unsharded, strict=False
         ):
             found = whole(p.grad)
-            if device == "cpu" and not compiled and "norm" not in name:
+            if device == "cpu" and also != "compiled" and "norm" not in name:
                 assert torch.equal(found, want), (config, name)
-            assert error(found, want) < 1e-4, (config, compiled, name)
+            assert error(found, want) < 1e-4, (config, also, name)
             # Scales of parts, so other codes than the unsharded layer's; as near to plain's.
             assert error(found, a) < 1.5 * error(b, a) + 1e-4, (config, name)
+    parallelize_module(model := build("default", device), mesh, whole_tokens)
     back = hot.revert(model)
     assert type(back.up) is nn.Linear and isinstance(back.up.weight, DTensor)
 

@@ -58,7 +58,7 @@ def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor 
         by_features = of_x.is_shard(last) or of_x.is_shard(-1)
         if of_w.is_shard(0) and of_b.is_shard(0) and of_x.is_replicate():
             rows.append((type(of_w)(last), Partial(), of_w, of_b))
-        elif of_w.is_shard(1) and not of_b.is_shard(0) and by_features:
+        elif of_w.is_shard(1) and (bias is None or of_b.is_replicate()) and by_features:
             rows.append((Partial(), of_x, of_w, Partial()))
             shares *= mesh.size(i)
         elif of_w.is_replicate() and of_b.is_replicate() and of_x.is_shard() and not by_features:
