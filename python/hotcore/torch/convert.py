@@ -81,8 +81,8 @@ def convert(
         slower: also convert layers that are expected to be slower than plain torch.
         saved: number of bits, 8 or 4, in which activations, normalisations and attention save their
             tensors for backward, in eager and compiled mode; or a mapping of kinds of operations
-            (``activation``, ``relu``, ``norm``, ``attention``, ``product``) and name patterns to
-            bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
+            (``activation``, ``relu``, ``norm``, ``attention``, ``product``, ``experts``) and name
+            patterns to bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
 
     Returns:
         ``model``, changed in place; if it is itself such a layer, the new layer. The attribute
@@ -103,6 +103,7 @@ def convert(
     )
     if saved is not None:
         decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
+        decision.report.unsupported = unconverted.matrices(model)  # experts may keep codes now
     new = replace_layers(model, decision.replacements)
     new.__dict__[REPORT] = decision.report
     if decision.warning:

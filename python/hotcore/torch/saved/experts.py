@@ -1,0 +1,228 @@
+"""Experts of a mixture: their grouped products keep x in 8 or 4 bits a value.
+
+The products are torch's ``grouped_mm``, in the dtype of the weights; the experts' sizes stay on the
+device. The x of the first product is kept once a token, however many experts take it. Storages
+``token8`` and ``token4`` let no token's values into another's (docs/numerics.md, "One code a
+value"), so the order of the experts does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...config import HotConfig
+from .. import ops
+from ..ops import codes
+from ..ops.core import Handle, handle_of
+from ..ops.registry import Size, operator
+from .codes import draw_seed
+
+AVAILABLE = hasattr(F, "grouped_mm")
+"""Whether torch has the product (2.10 and newer)."""
+
+
+@functools.cache
+def _handle(bits: int) -> Handle:
+    config = HotConfig(storage=f"token{bits}", gw_scale="token", gw_rounding="nearest")  # type: ignore[arg-type]
+    return handle_of(config.json)
+
+
+def first_of(module: Any) -> Tensor:
+    """The weights of the first product of transformers' experts."""
+    found: Tensor = module.gate_up_proj if module.has_gate else module.up_proj
+    return found
+
+
+# ---- the products ----
+
+
+def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(a_shape) * (b_shape[1] if a_shape[-1] == b_shape[-1] else b_shape[-1])
+
+
+def _fake_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+@operator(fake=_fake_product, flops=_flops, product=True)
+def _grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """``x weight^T`` of each expert's rows, ``[S, I]``, ``[E, O, I] -> [S, O]``.
+
+    ``transposed``: ``x weight``, ``[S, O] -> [S, I]``.
+    """
+    return F.grouped_mm(x.contiguous(), weight if transposed else weight.mT, offs=ends)
+
+
+def _outer_flops(a_shape: Sequence[int], b_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(a_shape) * b_shape[1]
+
+
+def _fake_outer(gy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return gy.new_empty(ends.shape[0], gy.shape[1], x.shape[1])
+
+
+@operator(fake=_fake_outer, flops=_outer_flops, product=True)
+def _grouped_outer(gy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """``gy^T x`` of each expert's rows, ``[S, O]``, ``[S, I] -> [E, O, I]``."""
+    return F.grouped_mm(gy.contiguous().t(), x.contiguous(), offs=ends)
+
+
+# ---- autograd ----
+
+
+def _restored(saved: Tensor, seed: Tensor, bits: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    handle = _handle(bits)
+    if ops.core.bypasses_dispatcher(like):
+        key = ops.core.key_of(seed)
+        return codes.decompress(saved, *shape, handle.config, key, like.dtype)
+    x: Tensor = codes.decompress_activation(saved, seed, handle.json, *shape, like.dtype)
+    return x
+
+
+def _by_token(rows: Tensor, order: Tensor, each: int) -> Tensor:
+    """The sum of a token's rows, ``[S, F] -> [T, F]``."""
+    places = torch.arange(order.shape[0], device=order.device)
+    place = torch.empty_like(order).scatter(0, order, places)
+    return rows[place].view(-1, each, rows.shape[1]).sum(1)
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        order: Tensor,
+        each: int,
+        seed: Tensor,
+        bits: int,
+    ) -> Tensor:
+        """``[T, I] -> [S, O]``, the rows by experts."""
+        need_gx, need_gw = ctx.needs_input_grad[:2]
+        saved = codes.compress_activation(x, seed, _handle(bits)) if need_gw else None
+        ctx.save_for_backward(weight if need_gx else None, saved, seed, ends, order)
+        ctx.call = (each, bits, x.shape)
+        y: Tensor = _grouped_product(x[order // each], weight, ends, False)
+        return y
+
+    @staticmethod
+    @ops.not_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, saved, seed, ends, order = ctx.saved_tensors
+        each, bits, shape = ctx.call
+        gx = gw = None
+        if weight is not None:
+            gx = _by_token(_grouped_product(gy, weight, ends, True), order, each)
+        if saved is not None:
+            x = _restored(saved, seed, bits, shape, gy)
+            gw = _grouped_outer(gy, x[order // each], ends)
+        return gx, gw, None, None, None, None, None
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scores: Tensor,
+        ends: Tensor,
+        order: Tensor,
+        each: int,
+        seed: Tensor,
+        bits: int,
+    ) -> Tensor:
+        """``[S, I] -> [T, O]``: the sum of a token's experts, weighted by ``scores [S]``.
+
+        Nothing of y is kept: the gradient of a score, ``g_y y``, is ``(g_y weight) x``.
+        """
+        need_gx, need_gw, need_scores = ctx.needs_input_grad[:3]
+        kept = need_gw or need_scores
+        saved = codes.compress_activation(x, seed, _handle(bits)) if kept else None
+        ctx.save_for_backward(weight, saved, scores, seed, ends, order)
+        ctx.call = (each, bits, x.shape)
+        y: Tensor = _grouped_product(x, weight, ends, False)
+        return _by_token(y * scores[:, None], order, each)
+
+    @staticmethod
+    @ops.not_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, saved, scores, seed, ends, order = ctx.saved_tensors
+        each, bits, shape = ctx.call
+        need_gx, need_gw, need_scores = ctx.needs_input_grad[:3]
+        rows, gx, gw, of_scores, x = gy[order // each], None, None, None, None
+        if saved is not None:
+            x = _restored(saved, seed, bits, shape, weight)
+        if need_gx or need_scores:
+            gx = _grouped_product(rows.to(weight.dtype), weight, ends, True)
+        if need_scores:
+            of_scores = (gx.float() * x.float()).sum(1).to(scores.dtype)  # type: ignore[union-attr]
+        if need_gw:
+            gw = _grouped_outer((rows * scores[:, None]).to(weight.dtype), x, ends)
+        if gx is not None:
+            gx = (gx * scores[:, None]).to(weight.dtype)
+        return gx, gw, of_scores, None, None, None, None, None
+
+
+@operator()
+def _saved_experts_first(
+    x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, each: Size, bits: int
+) -> Tensor:
+    y: Tensor = _First.apply(x, weight, ends, order, each, draw_seed(x), bits)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+@operator()
+def _saved_experts_last(
+    x: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    ends: Tensor,
+    order: Tensor,
+    each: Size,
+    bits: int,
+) -> Tensor:
+    y: Tensor = _Last.apply(x, weight, scores, ends, order, each, draw_seed(x), bits)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+    first: Tensor,
+    last: Tensor,
+    inner: Any,
+    bits: int,
+) -> Tensor:
+    """A mixture of experts, ``[T, I] -> [T, I]``; backward keeps x of both products in codes.
+
+    Args:
+        x: ``[T, I]``.
+        chosen: the experts of each token, ``[T, k]``, integers.
+        scores: their weights in a token's sum, ``[T, k]``.
+        first: weights of the first product, ``[E, O, I]``.
+        last: weights of the last product, ``[E, I, H]``.
+        inner: what is between the products, ``[S, O] -> [S, H]``.
+        bits: 8 or 4.
+
+    g_w and the gradient of ``scores`` are unbiased with 4 bits; g_x is that of plain products.
+    """
+    each = chosen.shape[1]
+    by_expert, order = torch.sort(chosen.reshape(-1), stable=True)
+    of = torch.arange(first.shape[0], device=x.device, dtype=by_expert.dtype)
+    ends = torch.searchsorted(by_expert, of, right=True, out_int32=True)
+    h = _saved_experts_first(x.to(first.dtype), first, ends, order, each, bits)
+    y = inner(h)
+    weights = scores.reshape(-1)[order]
+    out = _saved_experts_last(y.to(last.dtype), last, weights, ends, order, each, bits)
+    found: Tensor = out.to(x.dtype)
+    return found
