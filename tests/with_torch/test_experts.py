@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not experts.AVAILABLE, reason="torch has no grouped_mm"),
     pytest.mark.usefixtures("seeded"),
 ]
-T, I, E, H, K = 96, 64, 5, 48, 2
+T, W, E, H, K = 96, 64, 5, 48, 2
 STEP = {8: 0.03, 4: 0.25}
 """Bounds of the relative error of g_w and of the scores' gradient."""
 
@@ -35,7 +35,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def operands(dtype: Any = torch.float32, tokens: int = T) -> tuple[Tensor, ...]:
     """x, first, last, scores and the experts of each token; the last expert is never chosen."""
-    shapes = ((tokens, I), (E, 2 * H, I), (E, I, H))
+    shapes = ((tokens, W), (E, 2 * H, W), (E, W, H))
     made = [(torch.randn(shape) / shape[-1] ** 0.5).to(dtype) for shape in shapes]
     made.append(torch.rand(tokens, K))
     chosen = torch.stack([torch.randperm(E - 1)[:K] for _ in range(tokens)] or [torch.zeros(0)])
@@ -69,7 +69,7 @@ def kept(bits: int) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_against_float64(bits: int, dtype: Any, mode: str) -> None:
-    parts, gy = operands(dtype), torch.randn(T, I)
+    parts, gy = operands(dtype), torch.randn(T, W)
     function = kept(bits)
     if mode != "eager":
         torch._dynamo.reset()
@@ -90,7 +90,7 @@ def test_against_float64(bits: int, dtype: Any, mode: str) -> None:
 
 
 def test_the_expectation_is_the_gradient() -> None:
-    parts, gy, draws = operands(), torch.randn(T, I), 64
+    parts, gy, draws = operands(), torch.randn(T, W), 64
     wanted = answer(mixture, parts, gy)
     found = [answer(kept(4), parts, gy) for _ in range(draws)]
     for i in (2, 3, 4):
@@ -105,7 +105,7 @@ def test_no_token_changes_another(bits: int) -> None:
     x, first, last, scores, chosen = operands()
     large = x.detach().clone()
     large[7] *= 1e4
-    gy = torch.randn(T, I)
+    gy = torch.randn(T, W)
     gy[7] = 0
     parts = (large.requires_grad_(), first, last, scores, chosen)
     got, wanted = answer(kept(bits), parts, gy), answer(mixture, parts, gy)
@@ -114,12 +114,12 @@ def test_no_token_changes_another(bits: int) -> None:
 
 def test_edges() -> None:
     empty = operands(tokens=0)
-    for gradient in answer(kept(4), empty, torch.zeros(0, I))[1:]:
+    for gradient in answer(kept(4), empty, torch.zeros(0, W))[1:]:
         assert not gradient.any()
     x, first, last, scores, chosen = operands()
     alone = torch.zeros(T, 1, dtype=torch.long)  # every token, one expert
     one = (x, first, last, scores[:, :1].detach().requires_grad_(), alone)
-    got, wanted = (answer(f, one, torch.ones(T, I)) for f in (kept(8), mixture))
+    got, wanted = (answer(f, one, torch.ones(T, W)) for f in (kept(8), mixture))
     for a, b in zip(got, wanted, strict=True):
         assert error(a, b) < 0.03
     first.requires_grad_(False)
@@ -258,7 +258,7 @@ def test_the_report_and_what_stays_plain() -> None:
     left = hot.convert(eager, saved=4).hot_report.saved.left
     assert left["model.layers.0.mlp.experts"] == "its experts are 'eager', not 'grouped_mm'"
     left = hot.convert(build("GptOss"), saved=4).hot_report.saved.left
-    assert left["model.layers.0.mlp.experts"] == "experts with biases, transposed weights"
+    assert left["model.layers.0.mlp.experts"] == "experts with biases"
     layer = next(m for m in model.modules() if type(m).__name__ == "SavedMixtralExperts")
     x, chosen, scores = torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1)
     before = layer(x, chosen, scores)

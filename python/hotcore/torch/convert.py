@@ -82,7 +82,8 @@ def convert(
         saved: number of bits, 8 or 4, in which activations, normalisations and attention save their
             tensors for backward, in eager and compiled mode; or a mapping of kinds of operations
             (``activation``, ``relu``, ``norm``, ``attention``, ``product``, ``experts``) and name
-            patterns to bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
+            patterns to bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay
+            plain.
 
     Returns:
         ``model``, changed in place; if it is itself such a layer, the new layer. The attribute

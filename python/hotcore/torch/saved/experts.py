@@ -40,6 +40,25 @@ def first_of(module: Any) -> Tensor:
     return found
 
 
+def why_plain(module: Any) -> str:
+    """Why experts run transformers' own forward; empty where :func:`experts` does the same."""
+    if not AVAILABLE:
+        return "torch has no grouped_mm before 2.10"
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if chosen != "grouped_mm":
+        return f"its experts are {chosen!r}, not 'grouped_mm'"
+    for has, what in (
+        (module.has_bias, "biases"),
+        (module.is_transposed, "transposed weights"),
+        (module.has_post_expert_norm, "a norm of their own"),
+        (module._is_expert_parallel, "other experts on other ranks"),
+        (ops.is_dtensor(module.down_proj), "weights that are DTensors"),
+    ):
+        if has:
+            return f"experts with {what}"
+    return ""
+
+
 # ---- the products ----
 
 
@@ -77,12 +96,10 @@ def _grouped_outer(gy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 # ---- autograd ----
 
 
-def _restored(saved: Tensor, seed: Tensor, bits: int, shape: Sequence[int], like: Tensor) -> Tensor:
-    handle = _handle(bits)
-    if ops.core.bypasses_dispatcher(like):
-        key = ops.core.key_of(seed)
-        return codes.decompress(saved, *shape, handle.config, key, like.dtype)
-    x: Tensor = codes.decompress_activation(saved, seed, handle.json, *shape, like.dtype)
+def _restored(
+    saved: Tensor, seed: Tensor, bits: int, shape: tuple[int, int], like: Tensor
+) -> Tensor:
+    x: Tensor = codes.decompress_activation(saved, seed, _handle(bits).json, *shape, like.dtype)
     return x
 
 

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import ops
 from . import experts, functions
 from .attention import scaled_dot_product_attention
 
@@ -266,16 +265,18 @@ def _called_rms_norm(
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-    bits, matrices = self.saved_bits.get("experts"), (experts.first_of(self), self.down_proj)
-    if not bits or self._is_expert_parallel or any(map(ops.is_dtensor, matrices)):
+    bits = self.saved_bits.get("experts")
+    if not bits or experts.why_plain(self):
         return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
     inner = self._apply_gate if self.has_gate else self.act_fn
     gate, kept = getattr(self, "saved_gate", None), self.saved_bits.get("product")
     if gate and kept:
 
         def inner(rows: Tensor) -> Tensor:
-            return functions.gated(*rows.chunk(2, -1), gate, kept)
+            factors = rows.chunk(2, -1)
+            return functions.gated(factors[0], factors[1], gate, kept)
 
+    matrices = (experts.first_of(self), self.down_proj)
     return experts.experts(hidden_states, top_k_index, top_k_weights, *matrices, inner, bits)
 
 
@@ -466,16 +467,8 @@ _EXPERTS = (
 
 def _find_experts(module: Any) -> _Found:
     """Experts whose forward is transformers' of grouped products."""
-    parts = {"biases": module.has_bias, "transposed weights": module.is_transposed}
-    parts |= {"a norm of their own": module.has_post_expert_norm}
-    others = [name for name, has in parts.items() if has]
-    chosen = getattr(module.config, "_experts_implementation", None)
-    if not experts.AVAILABLE:
-        return _Found("", ("experts",), "torch has no grouped_mm before 2.10")
-    if chosen != "grouped_mm":
-        return _Found("", ("experts",), f"its experts are {chosen!r}, not 'grouped_mm'")
-    if others or module._is_expert_parallel:
-        return _Found("", ("experts",), f"experts with {', '.join(others or ['their own ranks'])}")
+    if why := experts.why_plain(module):
+        return _Found("", ("experts",), why)
     default = _TEMPLATES.get(_bytecode(type(module)._apply_gate)) == "expert_gate"
     gated = module.has_gate and default and _gate_name(module.act_fn) is not None
     return _Found("experts", ("experts", "product") if gated else ("experts",))
@@ -596,9 +589,9 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
     GPT-2, and timm's. By their calls: modules whose own forward calls ``F.gelu``, ``F.silu``,
     ``F.mish``, ``F.hardswish``, ``F.relu``, ``F.layer_norm``, ``F.rms_norm`` or
     ``F.scaled_dot_product_attention`` (timm's attention; transformers' with
-    ``attn_implementation="sdpa"``). By their attributes: transformers' experts in two Parameters,
-    with ``experts_implementation="grouped_mm"``. During their forward pass a TorchFunctionMode, which
-    torch.compile supports, replaces the function by the one that saves codes.
+    ``attn_implementation="sdpa"``). During their forward pass a TorchFunctionMode, which
+    torch.compile supports, replaces the function by the one that saves codes. By their attributes:
+    transformers' experts in two Parameters, with ``experts_implementation="grouped_mm"``.
 
     Raises:
         ValueError: bad bits; a key that is no kind and matches nothing; or a module that is already
