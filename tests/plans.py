@@ -214,8 +214,6 @@ def tensor_parallel(rank: int, device: str) -> None:
 
 def fsdp_accumulation(rank: int, device: str) -> None:
     """Micro-batches with and without synchronisation, HOT's accumulation, checkpoints by DCP."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh(device, (WORLD,))
@@ -247,14 +245,20 @@ def fsdp_accumulation(rank: int, device: str) -> None:
             for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
                 assert error(whole(p.grad), q.grad / WORLD) < 1e-5, (config, reshard, sync, name)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    through_checkpoint(model, sharded("default", True), rank, device)
+
+
+def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
+    """A step, and what DCP saves of it, in another sharded model and in a plain one."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    optimizer, fresh = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, other))
     optimizer.step()
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder, device=torch.device(device, rank))
     dcp.save(state, checkpoint_id=folder[0])
-    other = sharded("default", True)
-    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
     loaded = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
     dcp.load(loaded, checkpoint_id=folder[0])
     set_state_dict(
@@ -264,10 +268,130 @@ def fsdp_accumulation(rank: int, device: str) -> None:
     weights = plain.state_dict()
     dcp.load({"model": weights}, checkpoint_id=folder[0])
     plain.load_state_dict(weights)
-    rows = (model.parameters(), other.parameters(), plain.parameters(), alone.parameters())
-    for saved, again, whole_again, before in zip(*rows, strict=True):
-        assert torch.equal(whole(saved), whole(again))
-        assert torch.equal(whole(saved), whole_again) and not torch.equal(whole_again, before)
+    rows = (model, other, plain, build(None, device))
+    for saved, again, alone, before in zip(*(m.parameters() for m in rows), strict=True):
+        assert torch.equal(whole(saved), whole(again)) and torch.equal(whole(saved), alone)
+        assert not torch.equal(alone, before)
+    for a, b in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert torch.equal(whole(a["exp_avg"]), whole(b["exp_avg"]))
+
+
+def fsdp_codes(rank: int, device: str) -> None:
+    """What gathers a byte a value: y and g_w to the bit, g_x from the codes."""
+    from hotcore.torch import gathered
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(device, (WORLD,))
+    config = hot.HotConfig.recipe("default", forward="int8")
+    x = draws(20 + rank, 2, 32, 64, device=device)
+
+    def sharded(codes: bool, reshard: bool = True, dtype: Any = None) -> Any:
+        model = build(config, device)
+        if codes:
+            assert gathered.gather_codes(model) == ["up", "down"]
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        return model
+
+    def backward(model: Any, sync: bool = True) -> Tensor:
+        torch.manual_seed(60 + rank)
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(sync)
+        y = model(x)
+        y.float().square().mean().backward()
+        return y.detach()
+
+    alone = build(config, device)  # with weights as two processes gather them
+    for layer in (alone.up, alone.down):
+        rows = gathered._Rows.of(layer.weight.detach())
+        parts, shape = rows.fsdp_pre_all_gather(
+            dist.device_mesh.init_device_mesh(device, (WORLD,)), rows.shape, None, layer,
+            MixedPrecisionPolicy(),
+        )  # fmt: skip
+        made, _ = rows.fsdp_post_all_gather(parts, shape, rows.dtype)
+        layer.weight = nn.Parameter(made)
+    backward(alone)
+    wanted = [p.grad for p in alone.parameters()]
+    for grad in wanted:
+        dist.all_reduce(grad)
+        grad /= WORLD
+
+    lone, ordinary = build(config, device), build(config, device)
+    gathered.gather_codes(lone)
+    lone = copy.deepcopy(lone)  # not sharded: an ordinary layer
+    for model in (lone, ordinary):
+        backward(model)
+    for p, q in zip(lone.parameters(), ordinary.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+    sizes: list[int] = []
+    called = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, called)
+
+    def counted(output_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(output_tensor.nbytes)
+        return gather(output_tensor, *args, **options)
+
+    plain = backward(sharded(False))
+    for reshard in (True, False):
+        model = sharded(True, reshard)
+        sizes.clear()
+        setattr(dist, called, counted)
+        y = backward(model)
+        setattr(dist, called, gather)
+        assert torch.equal(y, plain)
+        values = 2 * 64 * 128
+        passes = 2 if reshard else 1
+        rest = 4 * (128 + 64 + 2 * 64) * 2  # biases and the norm, gathered as they are
+        assert passes * values < sum(sizes) < passes * 1.1 * values + 2 * rest, sizes
+        for (name, p), want in zip(model.named_parameters(), wanted, strict=True):
+            assert error(whole(p.grad), want) < 1e-6, name
+        backward(model)
+        for p, want in zip(model.parameters(), wanted, strict=True):
+            assert error(whole(p.grad), 2 * want) < 1e-6
+        model.zero_grad()
+        for sync in (False, True):
+            backward(model, sync)
+        for p, want in zip(model.parameters(), wanted, strict=True):
+            assert error(whole(p.grad), 2 * want) < 1e-6
+    through_checkpoint(model, sharded(True), rank, device)
+    dtype = torch.bfloat16
+    assert torch.equal(*(backward(sharded(codes, True, dtype)) for codes in (False, True)))
+
+    # Steps move the weights, and the codes with them.
+    models = [sharded(codes) for codes in (False, True)]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    before = whole(sharded(True).up.weight)
+    states = [{n: whole(t) for n, t in model.state_dict().items()} for model in models]
+    for name, tensor in states[1].items():
+        assert error(tensor, states[0][name]) < 0.02
+    assert error(before, states[1]["up.weight"]) > 0.02
+    build(None, device).load_state_dict(states[1])
+    models[1].eval()
+    with pytest.raises(RuntimeError, match="no gradient in eval mode"):
+        models[1](x)
+    with torch.no_grad():
+        back = build(None, device)
+        back.load_state_dict(states[1])
+        assert error(models[1](x), back(x)) < 0.02
+    compiled = torch.compile(models[1].train(), backend="eager")
+    with pytest.raises(Exception, match="intercepts x"):
+        compiled(x)
+    odd = build(config, device, 127)
+    gathered.gather_codes(odd)
+    fully_shard(odd, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="layer up: 127 rows do not divide by 2"):
+        odd(x)
+    with pytest.raises(ValueError, match="is a DTensor; fully_shard comes after"):
+        gathered.gather_codes(models[0])
+    with pytest.raises(ValueError, match="no HotLinear of it has forward='int8'"):
+        gathered.gather_codes(build("default", device))
 
 
 # ---- context parallel ----
@@ -369,4 +493,4 @@ def pipelines(rank: int, device: str) -> None:
             check(f"Schedule{name}", 2, NEAREST, around)
 
 
-PLANS = (tensor_parallel, fsdp_accumulation, context_parallel, pipelines)
+PLANS = (tensor_parallel, fsdp_accumulation, fsdp_codes, context_parallel, pipelines)

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import plans  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from hotcore.torch import gathered  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -285,5 +286,39 @@ def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
         both = nn.ModuleList([model, nn.Linear(64, 64)])
         report = hot.convert(both, filter_fn=lambda module, name: name == "1").hot_report
         assert [layer.name for layer in report.converted] == ["1"]
+    finally:
+        dist.destroy_process_group()
+
+
+@no_fsdp
+def test_a_layer_whose_codes_are_gathered(tmp_path: Path, seeded: None) -> None:
+    """y, g_w and g_b are the layer's, g_x is that of the codes: of a frozen weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        config = hot.HotConfig.recipe("default", forward="int8")
+        layer = nn.ModuleList([hot.HotLinear(72, 48, config=config)])
+        frozen, ordinary = copy.deepcopy(layer), copy.deepcopy(layer)
+        hot.freeze_int8(frozen)
+        assert gathered.gather_codes(layer) == ["0"]
+        fully_shard(layer[0], mesh=mesh)
+        x, gy = torch.randn(40, 72), torch.randn(40, 48)
+        found = []
+        for each in (layer[0], ordinary[0], frozen[0]):
+            own = x.clone().requires_grad_()
+            torch.manual_seed(4)
+            y = each(own)
+            y.backward(gy)
+            named = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+            grads = {
+                n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named.items()
+            }
+            found.append({"y": y.detach(), "x": own.grad, **grads})
+        coded, plain, from_codes = found
+        for name in ("y", "weight", "bias"):
+            assert torch.equal(coded[name], plain[name]), name
+        assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
     finally:
         dist.destroy_process_group()

@@ -224,6 +224,13 @@ def without_subclasses() -> AbstractContextManager[Any]:
     return disabled
 
 
+def wrapper(cls: Any, inner: torch.Tensor) -> Any:
+    """A tensor of a subclass, like ``inner`` but without memory; a name that libraries rely on."""
+    like = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
+    made: Any = torch.Tensor
+    return made._make_wrapper_subclass(cls, inner.shape, **like)
+
+
 def forget_compiled(module: torch.nn.Module) -> None:
     """Undo ``module.compile()`` of a copy, whose compiled call is that of the original."""
     vars(module).pop("_compiled_call_impl", None)

@@ -94,6 +94,8 @@ def linear_from_json(
         parts, layout = sharded.split(x, weight, bias)
         y = linear_from_json(*parts, config_json, defer, evaluated)
         return sharded.joined(y, layout)
+    if type(weight) not in core.PLAIN_TYPES and hasattr(weight, "hot_linear"):
+        return weight.hot_linear(x, weight, bias, config_json)  # type: ignore[no-any-return]  # of gathered.py
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):

@@ -1,0 +1,219 @@
+"""FSDP2 that gathers a weight's INT8 codes, a byte a value, in place of its values.
+
+The codes are those of the 8-bit forward, a row at a time, so each process makes those of its own
+rows: y has the bits of an ordinary ``fully_shard``. Backward takes g_x from the same codes (the
+weight that y was made with), and g_w and g_b need no weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import _compat
+from .modules import HotLinear
+from .ops import calls, codes, core, linear, sharing
+from .ops.codes import Frozen
+from .ops.registry import not_differentiable
+from .ops.sharded import is_dtensor
+
+_NAN = float("nan")
+_SAME = frozenset(
+    (
+        *("alias", "as_strided", "clone", "detach", "new_zeros", "slice", "split", "view"),
+        *("_pin_memory", "_to_copy"),
+    )
+)
+"""Operators of rows whose results are rows: what fully_shard, copies and moves do."""
+
+
+def gather_codes(model: nn.Module) -> list[str]:
+    """Have ``fully_shard`` gather codes of the weights of HotLinears with an 8-bit forward.
+
+    Call it after :func:`hotcore.torch.convert` and before ``fully_shard``. All weights stay what
+    they are, for optimizers and checkpoints. Layers that share a weight are left out.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ValueError: there is no such layer, or it is sharded already.
+
+    In the training: RuntimeError in eval mode with gradients; NotImplementedError in compiled
+    layers, under dispatch modes, of tensor parallel weights, and of weights whose number of rows
+    does not divide by that of processes.
+    """
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, HotLinear) or layer.config.forward != "int8":
+            continue
+        weight = layer._parameters.get("weight")
+        if is_dtensor(weight):
+            raise ValueError(f"model: the weight of {name} is a DTensor; fully_shard comes after")
+        if type(layer) is HotLinear and weight is not None and uses[id(weight)] == 1:
+            rows = _Rows.of(weight.detach())
+            layer.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
+            found.append(name)
+    if not found:
+        raise ValueError("model: no HotLinear of it has forward='int8' and a weight of its own")
+    return found
+
+
+class _Rows(Tensor):
+    """Rows of a weight, which ``fully_shard`` asks what to gather; ``rows`` has the values."""
+
+    rows: Tensor
+
+    @staticmethod
+    def of(rows: Tensor) -> _Rows:
+        made: _Rows = _compat.wrapper(_Rows, rows)
+        made.rows = rows
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # so in torch
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with _compat.without_subclasses():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch passes the operator first
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = {name: _plain(value) for name, value in (kwargs or {}).items()}
+        found = func(*_plain(args), **named)
+        name = func.__name__.partition(".")[0]
+        if name in _SAME:
+            many = isinstance(found, list | tuple)
+            return [cls.of(part) for part in found] if many else cls.of(found)
+        return args[0] if name.endswith("_") and found is not None else found
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        """Codes of this process's rows, each with its scale behind it: ``[rows, Kp + 4]``."""
+        if tuple(outer_size) != (module.out_features, module.in_features):
+            raise NotImplementedError(
+                f"layer {module.layer_name}: fully_shard cannot gather codes of a part of a weight "
+                "(tensor parallel): leave it out of gather_codes"
+            )
+        if outer_size[0] % mesh.size():
+            raise NotImplementedError(
+                f"layer {module.layer_name}: {outer_size[0]} rows do not divide by {mesh.size()} "
+                "processes, so fully_shard cannot gather codes: leave it out of gather_codes"
+            )
+        rows = self.rows
+        rows = rows if mp_policy.param_dtype is None else rows.to(mp_policy.param_dtype)
+        made = codes.quantize_forward_weight(rows, module.config)
+        count = rows.shape[0]
+        parts = made[: -4 * count].view(count, -1), made[-4 * count :].view(count, 4)
+        return (torch.cat(parts, 1),), (tuple(outer_size), module.config.forward_block)
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The weight without values, and the memory of its codes."""
+        (rows,) = outputs
+        parts = rows[:, :-4].reshape(-1), rows[:, -4:].reshape(-1)  # as libhot has them
+        if out is not None:
+            torch.cat(parts, out=out.frozen.codes)
+            return None
+        made = torch.cat(parts)
+        shape, block = metadata
+        empty = torch.full((1, 1), _NAN, dtype=dtype, device=made.device).expand(shape)
+        return _Gathered.of(empty, Frozen(made, block, shape[0], shape[1], dtype)), (made,)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return value.rows if isinstance(value, _Rows) else value
+
+
+class _Gathered(Tensor):
+    """A gathered weight: its codes. What reads its values gets NaN."""
+
+    frozen: Frozen
+    hot_linear: Any
+    """What a layer calls with it."""
+
+    @staticmethod
+    def of(empty: Tensor, frozen: Frozen) -> _Gathered:
+        made = empty.as_subclass(_Gathered)
+        made.frozen = frozen
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            x, weight, *bias = args
+            if torch.is_grad_enabled() and weight.requires_grad:
+                raise RuntimeError(
+                    "gather_codes: a weight of which only codes are gathered has no gradient in "
+                    "eval mode; use torch.no_grad(), or .train()"
+                )
+            return F.linear(x, codes.dequantized(weight.frozen), *bias, **(kwargs or {}))
+        with _compat.without_subclasses():
+            if func is torch.as_strided:  # fully_shard's, to the same shape
+                return args[0]
+            found = func(*args, **(kwargs or {}))
+        return cls.of(found, args[0].frozen) if func is Tensor.detach else found
+
+
+def gathered_linear(x: Tensor, weight: Any, bias: Tensor | None, config_json: str) -> Tensor:
+    """:func:`.ops.linear.linear` of a weight that was gathered as codes."""
+    if not core.bypasses_dispatcher(x):
+        raise NotImplementedError(
+            "gather_codes: torch.compile, a dispatch mode or a subclass of Tensor intercepts x; "
+            "leave the layer out of gather_codes"
+        )
+    seed = calls.seed_for_call("linear", x, weight, bias, config_json)
+    dtype = calls.autocast_dtype(x)
+    inner = calls.cast(x, dtype)
+    calls.check_dtypes(x, weight.dtype, bias, dtype)
+    if seed is None:
+        return linear.int8_linear(inner, weight.frozen, bias, core.parsed(config_json))
+    y: Tensor = _GatheredLinear.apply(inner, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, seed: Tensor, config_json: str
+    ) -> Tensor:
+        handle, cache = core.handle_of(config_json), sharing.current()
+        key = sharing.linear_key(handle, x.dtype) if ctx.needs_input_grad[1] else None
+        quantized, saved, saved_seed = codes.forms_of(x, x, weight, ctx, seed, handle, key)
+        ctx.save_for_backward(saved, saved_seed)
+        # Not saved by autograd: fully_shard frees and fills this memory between the passes.
+        ctx.frozen = weight.frozen
+        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.call = (handle, seed, x.shape, dtypes, cache)
+        return linear.int8_linear(x, weight.frozen, bias, handle.config, quantized)
+
+    @staticmethod
+    @not_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        saved, saved_seed = ctx.saved_tensors
+        handle, seed, shape, dtypes, cache = ctx.call
+        cache.clear()
+        wanted = [d if n else None for d, n in zip(dtypes, ctx.needs_input_grad[:3], strict=True)]
+        weight = codes.dequantized(ctx.frozen) if wanted[0] else None
+        found = linear.gradients(gy, weight, saved, saved_seed, seed, handle, shape, wanted)
+        return (*found, None, None)
+
+
+_Gathered.hot_linear = staticmethod(gathered_linear)
