@@ -11,6 +11,7 @@ import contextlib
 import copy
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -272,6 +273,9 @@ def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
     for saved, again, alone, before in zip(*(m.parameters() for m in rows), strict=True):
         assert torch.equal(whole(saved), whole(again)) and torch.equal(whole(saved), alone)
         assert not torch.equal(alone, before)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
     for a, b in zip(optimizer.state.values(), fresh.state.values(), strict=True):
         assert torch.equal(whole(a["exp_avg"]), whole(b["exp_avg"]))
 

@@ -361,7 +361,7 @@ class FrozenModule(HotModule, nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As of any module; refuses the parts that ``parallelize_module`` makes of a weight."""
-        if name == "weight" or is_dtensor(param):
+        if is_dtensor(param):
             raise NotImplementedError(
                 f"{self.layer_name or type(self).__name__}: its weight is frozen in codes, which "
                 "tensor parallel plans cannot split; leave the layer out, or hot.thaw(model) first"

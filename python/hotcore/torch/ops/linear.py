@@ -90,12 +90,13 @@ def linear_from_json(
     if not isinstance(x, Tensor):
         arguments = (x, weight, bias, config_json, defer, evaluated)
         return calls.handle_overrides(linear_from_json, *arguments)
-    if sharded.is_dtensor(x) or sharded.is_dtensor(weight):
-        parts, layout = sharded.split(x, weight, bias)
-        y = linear_from_json(*parts, config_json, defer, evaluated)
-        return sharded.joined(y, layout)
-    if type(weight) not in core.PLAIN_TYPES and hasattr(weight, "hot_linear"):
-        return weight.hot_linear(x, weight, bias, config_json)  # type: ignore[no-any-return]  # of gathered.py
+    if type(x) not in core.PLAIN_TYPES or type(weight) not in core.PLAIN_TYPES:
+        if sharded.is_dtensor(x) or sharded.is_dtensor(weight):
+            parts, layout = sharded.split(x, weight, bias)
+            y = linear_from_json(*parts, config_json, defer, evaluated)
+            return sharded.joined(y, layout)
+        if hasattr(weight, "hot_linear"):  # of gathered.py
+            return weight.hot_linear(x, weight, bias, config_json)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):
