@@ -15,18 +15,12 @@ from torch import Tensor, nn
 
 from . import _compat
 from .modules import HotLinear
-from .ops import calls, codes, core, linear, sharing
+from .ops import codes, is_dtensor
 from .ops.codes import Frozen
-from .ops.registry import not_differentiable
-from .ops.sharded import is_dtensor
 
 _NAN = float("nan")
-_SAME = frozenset(
-    (
-        *("alias", "as_strided", "clone", "detach", "new_zeros", "slice", "split", "view"),
-        *("_pin_memory", "_to_copy"),
-    )
-)
+_MOVES = ("_pin_memory", "_to_copy", "alias", "clone", "detach")
+_SAME = (*_MOVES, "as_strided", "new_zeros", "slice", "split", "view")
 """Operators of rows whose results are rows: what fully_shard, copies and moves do."""
 
 
@@ -144,8 +138,6 @@ class _Gathered(Tensor):
     """A gathered weight: its codes. What reads its values gets NaN."""
 
     frozen: Frozen
-    hot_linear: Any
-    """What a layer calls with it."""
 
     @staticmethod
     def of(empty: Tensor, frozen: Frozen) -> _Gathered:
@@ -170,50 +162,3 @@ class _Gathered(Tensor):
                 return args[0]
             found = func(*args, **(kwargs or {}))
         return cls.of(found, args[0].frozen) if func is Tensor.detach else found
-
-
-def gathered_linear(x: Tensor, weight: Any, bias: Tensor | None, config_json: str) -> Tensor:
-    """:func:`.ops.linear.linear` of a weight that was gathered as codes."""
-    if not core.bypasses_dispatcher(x):
-        raise NotImplementedError(
-            "gather_codes: torch.compile, a dispatch mode or a subclass of Tensor intercepts x; "
-            "leave the layer out of gather_codes"
-        )
-    seed = calls.seed_for_call("linear", x, weight, bias, config_json)
-    dtype = calls.autocast_dtype(x)
-    inner = calls.cast(x, dtype)
-    calls.check_dtypes(x, weight.dtype, bias, dtype)
-    if seed is None:
-        return linear.int8_linear(inner, weight.frozen, bias, core.parsed(config_json))
-    y: Tensor = _GatheredLinear.apply(inner, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
-    return y
-
-
-class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, seed: Tensor, config_json: str
-    ) -> Tensor:
-        handle, cache = core.handle_of(config_json), sharing.current()
-        key = sharing.linear_key(handle, x.dtype) if ctx.needs_input_grad[1] else None
-        quantized, saved, saved_seed = codes.forms_of(x, x, weight, ctx, seed, handle, key)
-        ctx.save_for_backward(saved, saved_seed)
-        # Not saved by autograd: fully_shard frees and fills this memory between the passes.
-        ctx.frozen = weight.frozen
-        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (handle, seed, x.shape, dtypes, cache)
-        return linear.int8_linear(x, weight.frozen, bias, handle.config, quantized)
-
-    @staticmethod
-    @not_differentiable
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        saved, saved_seed = ctx.saved_tensors
-        handle, seed, shape, dtypes, cache = ctx.call
-        cache.clear()
-        wanted = [d if n else None for d, n in zip(dtypes, ctx.needs_input_grad[:3], strict=True)]
-        weight = codes.dequantized(ctx.frozen) if wanted[0] else None
-        found = linear.gradients(gy, weight, saved, saved_seed, seed, handle, shape, wanted)
-        return (*found, None, None)
-
-
-_Gathered.hot_linear = staticmethod(gathered_linear)

@@ -95,8 +95,11 @@ def linear_from_json(
             parts, layout = sharded.split(x, weight, bias)
             y = linear_from_json(*parts, config_json, defer, evaluated)
             return sharded.joined(y, layout)
-        if hasattr(weight, "hot_linear"):  # of gathered.py
-            return weight.hot_linear(x, weight, bias, config_json)  # type: ignore[no-any-return]
+        if _gathered(weight) is not None and not core.bypasses_dispatcher(x):
+            raise NotImplementedError(
+                "weight: its codes were gathered (gather_codes), while torch.compile, a dispatch "
+                "mode or a subclass of Tensor intercepts x; leave the layer out of gather_codes"
+            )
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):
@@ -221,8 +224,15 @@ def _forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str)
     return int8_linear(x, weight, bias, parsed(config))
 
 
+def _gathered(weight: Tensor) -> Frozen | None:
+    """The codes of a weight of which fully_shard has gathered nothing else (gathered.py)."""
+    return None if type(weight) in core.PLAIN_TYPES else getattr(weight, "frozen", None)
+
+
 def int8_product(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
     """:func:`int8_linear` by the operator or directly, with the configuration as JSON."""
+    if (gathered := _gathered(weight)) is not None:
+        return int8_linear(x, gathered, bias, parsed(config))
     if core.product_bypasses_dispatcher(x, weight):
         return int8_linear(x, weight, bias, parsed(config))
     y: Tensor = _forward_linear(x, weight, bias, config)
@@ -263,10 +273,13 @@ class Linear(torch.autograd.Function):
             own_seed, shared = seed, accumulation.shared(weight, bias)
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
-        ctx.save_for_backward(saved if need_gw else None, saved_seed, weight if need_gx else None)
+        gathered = _gathered(weight)  # not saved: fully_shard frees and refills its memory
+        kept_weight = weight if need_gx and gathered is None else None
+        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept_weight)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, restore)
+        call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, restore, gathered)
+        ctx.call = call
         return without_base(y)
 
     @staticmethod
@@ -276,7 +289,7 @@ class Linear(torch.autograd.Function):
         if gy is None:
             return (None,) * 8
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, shared, deferred, restore = ctx.call
+        handle, seed, x_shape, dtypes, cache, shared, deferred, restore, gathered = ctx.call
         of_gx, of_gw, of_gb = dtypes
         if cache is not None:
             cache.clear()
@@ -284,6 +297,8 @@ class Linear(torch.autograd.Function):
             source = saved if restore is None else restore()
             saved = codes.compress_activation(source, saved_seed, handle)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
+        if gathered is not None and need_gx:
+            weight = codes.dequantized(gathered)
         gx, gw, gb = gradients(
             gy,
             weight if need_gx else None,
@@ -319,9 +334,11 @@ def _eager(
     key = None if cache is None else sharing.linear_key(handle, dtype)
     if handle.int8:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
-        if core.product_bypasses_dispatcher(inner, weight):
+        gathered = _gathered(weight)
+        if gathered is not None or core.product_bypasses_dispatcher(inner, weight):
             forms = codes.forms_of(x, inner, weight, ctx, seed, handle, key)
-            return int8_linear(inner, weight, bias, handle.config, forms[0]), *forms[1:]
+            of_w = weight if gathered is None else gathered
+            return int8_linear(inner, of_w, bias, handle.config, forms[0]), *forms[1:]
     saved, saved_seed = None, seed
     if cache is not None:
         entry = cache.entry_of(x)

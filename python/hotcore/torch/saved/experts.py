@@ -9,7 +9,6 @@ value"), so the order of the experts does not matter.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,28 +41,23 @@ def first_of(module: Any) -> Tensor:
 
 def why_plain(module: Any) -> str:
     """Why experts run transformers' own forward; empty where :func:`experts` does the same."""
-    if not AVAILABLE:
-        return "torch has no grouped_mm before 2.10"
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if chosen != "grouped_mm":
-        return f"its experts are {chosen!r}, not 'grouped_mm'"
-    for has, what in (
-        (module.has_bias, "biases"),
-        (module.is_transposed, "transposed weights"),
-        (module.has_post_expert_norm, "a norm of their own"),
-        (module._is_expert_parallel, "other experts on other ranks"),
-        (ops.is_dtensor(module.down_proj), "weights that are DTensors"),
-    ):
-        if has:
-            return f"experts with {what}"
-    return ""
+    reasons = {
+        "torch has no grouped_mm before 2.10": not AVAILABLE,
+        f"its experts are {chosen!r}, not 'grouped_mm'": chosen != "grouped_mm",
+        "experts with biases": module.has_bias,
+        "experts with transposed weights": module.is_transposed,
+        "experts with a norm of their own": module.has_post_expert_norm,
+        "experts of several ranks": module._is_expert_parallel or ops.is_dtensor(module.down_proj),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 # ---- the products ----
 
 
-def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * math.prod(a_shape) * (b_shape[1] if a_shape[-1] == b_shape[-1] else b_shape[-1])
+def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]
 
 
 def _fake_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
@@ -72,15 +66,12 @@ def _fake_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> 
 
 @operator(fake=_fake_product, flops=_flops, product=True)
 def _grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """``x weight^T`` of each expert's rows, ``[S, I]``, ``[E, O, I] -> [S, O]``.
-
-    ``transposed``: ``x weight``, ``[S, O] -> [S, I]``.
-    """
+    """``x weight^T`` of each expert's rows, ``[S, I]`` and ``[E, O, I]``; or ``x weight``."""
     return F.grouped_mm(x.contiguous(), weight if transposed else weight.mT, offs=ends)
 
 
-def _outer_flops(a_shape: Sequence[int], b_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * math.prod(a_shape) * b_shape[1]
+def _outer_flops(gy_shape: Sequence[int], x_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * gy_shape[0] * gy_shape[1] * x_shape[1]
 
 
 def _fake_outer(gy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
@@ -89,18 +80,11 @@ def _fake_outer(gy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @operator(fake=_fake_outer, flops=_outer_flops, product=True)
 def _grouped_outer(gy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """``gy^T x`` of each expert's rows, ``[S, O]``, ``[S, I] -> [E, O, I]``."""
+    """``gy^T x`` of each expert's rows, ``[E, O, I]``."""
     return F.grouped_mm(gy.contiguous().t(), x.contiguous(), offs=ends)
 
 
 # ---- autograd ----
-
-
-def _restored(
-    saved: Tensor, seed: Tensor, bits: int, shape: tuple[int, int], like: Tensor
-) -> Tensor:
-    x: Tensor = codes.decompress_activation(saved, seed, _handle(bits).json, *shape, like.dtype)
-    return x
 
 
 def _by_token(rows: Tensor, order: Tensor, each: int) -> Tensor:
@@ -110,64 +94,24 @@ def _by_token(rows: Tensor, order: Tensor, each: int) -> Tensor:
     return rows[place].view(-1, each, rows.shape[1]).sum(1)
 
 
-class _First(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """Rows of ``order // each`` by experts: without scores of x, with scores of the gradient.
+
+    Nothing of y is kept: the gradient of a score, ``g_y y``, is ``(g_y weight) x``.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-        order: Tensor,
-        each: int,
-        seed: Tensor,
-        bits: int,
+        ctx: Any, x: Tensor, weight: Tensor, scores: Tensor | None, ends: Tensor, *call: Any
     ) -> Tensor:
-        """``[T, I] -> [S, O]``, the rows by experts."""
-        need_gx, need_gw = ctx.needs_input_grad[:2]
-        saved = codes.compress_activation(x, seed, _handle(bits)) if need_gw else None
-        ctx.save_for_backward(weight if need_gx else None, saved, seed, ends, order)
-        ctx.call = (each, bits, x.shape)
-        y: Tensor = _grouped_product(x[order // each], weight, ends, False)
-        return y
-
-    @staticmethod
-    @ops.not_differentiable
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, saved, seed, ends, order = ctx.saved_tensors
-        each, bits, shape = ctx.call
-        gx = gw = None
-        if weight is not None:
-            gx = _by_token(_grouped_product(gy, weight, ends, True), order, each)
-        if saved is not None:
-            x = _restored(saved, seed, bits, shape, gy)
-            gw = _grouped_outer(gy, x[order // each], ends)
-        return gx, gw, None, None, None, None, None
-
-
-class _Last(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        scores: Tensor,
-        ends: Tensor,
-        order: Tensor,
-        each: int,
-        seed: Tensor,
-        bits: int,
-    ) -> Tensor:
-        """``[S, I] -> [T, O]``: the sum of a token's experts, weighted by ``scores [S]``.
-
-        Nothing of y is kept: the gradient of a score, ``g_y y``, is ``(g_y weight) x``.
-        """
-        need_gx, need_gw, need_scores = ctx.needs_input_grad[:3]
-        kept = need_gw or need_scores
+        order, each, seed, bits = call
+        kept = any(ctx.needs_input_grad[1:3])
         saved = codes.compress_activation(x, seed, _handle(bits)) if kept else None
         ctx.save_for_backward(weight, saved, scores, seed, ends, order)
         ctx.call = (each, bits, x.shape)
-        y: Tensor = _grouped_product(x, weight, ends, False)
-        return _by_token(y * scores[:, None], order, each)
+        rows = x if scores is not None else x[order // each]
+        y: Tensor = _grouped_product(rows, weight, ends, False)
+        return y if scores is None else _by_token(y * scores[:, None], order, each)
 
     @staticmethod
     @ops.not_differentiable
@@ -175,50 +119,44 @@ class _Last(torch.autograd.Function):
         weight, saved, scores, seed, ends, order = ctx.saved_tensors
         each, bits, shape = ctx.call
         need_gx, need_gw, need_scores = ctx.needs_input_grad[:3]
-        rows, gx, gw, of_scores, x = gy[order // each], None, None, None, None
+        rows, gx, gw, of_scores = gy, None, None, None
         if saved is not None:
-            x = _restored(saved, seed, bits, shape, weight)
+            handle = _handle(bits)
+            x = codes.decompress_activation(saved, seed, handle.json, *shape, weight.dtype)
+            x = x if scores is not None else x[order // each]
+        if scores is not None:
+            rows = gy[order // each]
         if need_gx or need_scores:
             gx = _grouped_product(rows.to(weight.dtype), weight, ends, True)
         if need_scores:
             of_scores = (gx.float() * x.float()).sum(1).to(scores.dtype)  # type: ignore[union-attr]
+        if scores is not None:
+            rows = rows * scores[:, None]
+            gx = None if gx is None else (gx * scores[:, None]).to(weight.dtype)
+        elif gx is not None:
+            gx = _by_token(gx, order, each)
         if need_gw:
-            gw = _grouped_outer((rows * scores[:, None]).to(weight.dtype), x, ends)
-        if gx is not None:
-            gx = (gx * scores[:, None]).to(weight.dtype)
-        return gx, gw, of_scores, None, None, None, None, None
+            gw = _grouped_outer(rows.to(weight.dtype), x, ends)
+        return gx, gw, of_scores, *(None,) * 5
 
 
 @operator()
-def _saved_experts_first(
-    x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, each: Size, bits: int
-) -> Tensor:
-    y: Tensor = _First.apply(x, weight, ends, order, each, draw_seed(x), bits)  # type: ignore[no-untyped-call]  # so in torch
-    return y
-
-
-@operator()
-def _saved_experts_last(
+def _saved_experts(
     x: Tensor,
     weight: Tensor,
-    scores: Tensor,
+    scores: Tensor | None,
     ends: Tensor,
     order: Tensor,
     each: Size,
     bits: int,
 ) -> Tensor:
-    y: Tensor = _Last.apply(x, weight, scores, ends, order, each, draw_seed(x), bits)  # type: ignore[no-untyped-call]  # so in torch
+    call = (weight, scores, ends, order, each, draw_seed(x), bits)
+    y: Tensor = _Product.apply(x, *call)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
 def experts(
-    x: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
-    first: Tensor,
-    last: Tensor,
-    inner: Any,
-    bits: int,
+    x: Tensor, chosen: Tensor, scores: Tensor, first: Tensor, last: Tensor, inner: Any, bits: int
 ) -> Tensor:
     """A mixture of experts, ``[T, I] -> [T, I]``; backward keeps x of both products in codes.
 
@@ -237,9 +175,7 @@ def experts(
     by_expert, order = torch.sort(chosen.reshape(-1), stable=True)
     of = torch.arange(first.shape[0], device=x.device, dtype=by_expert.dtype)
     ends = torch.searchsorted(by_expert, of, right=True, out_int32=True)
-    h = _saved_experts_first(x.to(first.dtype), first, ends, order, each, bits)
-    y = inner(h)
-    weights = scores.reshape(-1)[order]
-    out = _saved_experts_last(y.to(last.dtype), last, weights, ends, order, each, bits)
-    found: Tensor = out.to(x.dtype)
-    return found
+    call = (ends, order, each, bits)
+    h = inner(_saved_experts(x.to(first.dtype), first, None, *call))
+    y: Tensor = _saved_experts(h.to(last.dtype), last, scores.reshape(-1)[order], *call)
+    return y.to(x.dtype)
