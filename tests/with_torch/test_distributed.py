@@ -320,5 +320,44 @@ def test_a_layer_whose_codes_are_gathered(tmp_path: Path, seeded: None) -> None:
         for name in ("y", "weight", "bias"):
             assert torch.equal(coded[name], plain[name]), name
         assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
+        layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=128)
+        with pytest.raises(RuntimeError, match="forward_block has changed"):
+            layer[0](x)
+    finally:
+        dist.destroy_process_group()
+
+
+@no_fsdp
+def test_codes_are_gathered_of_weights_that_moved(tmp_path: Path, seeded: None) -> None:
+    """Casts, meta devices and writes reach the rows that codes are made of."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        config, x = hot.HotConfig(forward="int8"), torch.randn(40, 72)
+
+        def made(device: str = "cpu") -> nn.Module:
+            model = nn.Sequential(hot.HotLinear(72, 48, config=config, device=device))
+            assert gathered.gather_codes(model) == ["0"]
+            return model
+
+        plain = nn.Sequential(hot.HotLinear(72, 48, config=config))
+        cast = made().bfloat16()
+        assert cast[0].weight.rows.dtype == torch.bfloat16
+        cast.load_state_dict(plain.state_dict())
+        fully_shard(cast, mesh=mesh)
+        empty = made("meta")
+        fully_shard(empty, mesh=mesh)
+        empty.to_empty(device="cpu")
+        for name, parameter in empty.named_parameters():
+            parameter.to_local().data.copy_(plain.state_dict()[name])
+        for model in (empty, cast):
+            dtype = model[0].bias.dtype
+            y = model(x.to(dtype))
+            assert type(model[0].weight) is gathered._Gathered
+            assert torch.equal(y, plain.to(dtype)(x.to(dtype)))
+        with pytest.raises(RuntimeError, match="would be lost; use copy_"):
+            made()[0].weight.data = torch.zeros(48, 72)
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,8 @@ from .ops import codes, is_dtensor
 from .ops.codes import Frozen
 
 _NAN = float("nan")
-_MOVES = ("_pin_memory", "_to_copy", "alias", "clone", "detach")
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
+_MOVES = ("_pin_memory", "_to_copy", "alias", "clone", "detach", "empty_like")
 _SAME = (*_MOVES, "as_strided", "new_zeros", "slice", "split", "view")
 """Operators of rows whose results are rows: what fully_shard, copies and moves do."""
 
@@ -70,6 +71,14 @@ class _Rows(Tensor):
         made.rows = rows
         return made
 
+    def __tensor_flatten__(self) -> Any:
+        """For moves: torch then swaps tensors, which takes ``rows`` along."""
+        return ["rows"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> _Rows:
+        return _Rows.of(inner["rows"])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # so in torch
 
@@ -77,6 +86,8 @@ class _Rows(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _SET_DATA:
+            raise RuntimeError("gather_codes: weight.data = values would be lost; use copy_")
         with _compat.without_subclasses():
             return func(*args, **(kwargs or {}))
 
@@ -119,11 +130,13 @@ class _Rows(Tensor):
         """The weight without values, and the memory of its codes."""
         (rows,) = outputs
         parts = rows[:, :-4].reshape(-1), rows[:, -4:].reshape(-1)  # as libhot has them
+        shape, block = metadata
         if out is not None:
+            if out.frozen.block != block:
+                raise RuntimeError("config: forward_block has changed since the first gathering")
             torch.cat(parts, out=out.frozen.codes)
             return None
         made = torch.cat(parts)
-        shape, block = metadata
         empty = torch.full((1, 1), _NAN, dtype=dtype, device=made.device).expand(shape)
         return _Gathered.of(empty, Frozen(made, block, shape[0], shape[1], dtype)), (made,)
 
