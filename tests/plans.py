@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from hotcore.torch.saved import experts
 from torch import Tensor, nn
 
 WORLD = 2
@@ -76,6 +77,21 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Mixture(nn.Module):
+    """Experts whose x is kept in 4 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(64, 4)
+        self.first = nn.Parameter(torch.randn(4, 128, 64) / 8)
+        self.last = nn.Parameter(torch.randn(4, 64, 128) / 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(0, 1)
+        scores, chosen = self.router(x).softmax(1).topk(2)
+        return experts.experts(x, chosen, scores, self.first, self.last, torch.relu, 4)
 
 
 def build(config: Any, device: str, hidden: int = 128) -> Any:
@@ -247,6 +263,19 @@ def fsdp_accumulation(rank: int, device: str) -> None:
                 assert error(whole(p.grad), q.grad / WORLD) < 1e-5, (config, reshard, sync, name)
 
     through_checkpoint(model, sharded("default", True), rank, device)
+
+    if not experts.AVAILABLE:
+        return
+    torch.manual_seed(0)
+    mixture = Mixture().to(device)
+    alone = copy.deepcopy(mixture)
+    fully_shard(mixture, mesh=mesh)
+    for each, ranks in ((mixture, (rank,)), (alone, range(WORLD))):
+        for of in ranks:
+            torch.manual_seed(50 + of)
+            each(batches[of]).square().mean().backward()
+    for p, q in zip(mixture.parameters(), alone.parameters(), strict=True):
+        assert error(whole(p.grad), q.grad / WORLD) < 1e-5
 
 
 def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
