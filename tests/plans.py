@@ -200,7 +200,7 @@ def tensor_parallel(rank: int, device: str) -> None:
     with pytest.raises(ValueError, match=r"x Replicate\(\), weight Replicate\(\).*by tokens"):
         hot.linear(every, weight)
     for a, b in ((x, weight), (every, layer.weight)):
-        with pytest.raises(ValueError, match="a Tensor, but (x|weight)"):
+        with pytest.raises(ValueError, match="(x|weight): a Tensor beside DTensors"):
             hot.linear(a, b)
     for style in (ColwiseParallel, RowwiseParallel):
         frozen = build(hot.HotConfig.recipe("fast", forward="int8"), device)

@@ -39,16 +39,12 @@ def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor 
     """
     from torch.distributed.tensor import Partial
 
-    names = ("x", "weight", "bias")
-    given = [(n, t) for n, t in zip(names, (x, weight, bias), strict=True) if t is not None]
-    plain = [name for name, tensor in given if not is_dtensor(tensor)]
-    if plain:
-        others = " and ".join(name for name, _ in given if name not in plain)
-        raise ValueError(
-            f"{plain[0]}: a Tensor, but {others} DTensors; parallelize_module makes DTensors of all"
-        )
+    given = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
+    for name, tensor in given.items():
+        if not is_dtensor(tensor):
+            raise ValueError(f"{name}: a Tensor beside DTensors; parallelize_module makes all such")
     mesh, last = weight.device_mesh, x.dim() - 1
-    for name, tensor in given:
+    for name, tensor in given.items():
         if tensor.device_mesh != mesh:
             raise ValueError(f"{name}: its device mesh is not the weight's")
     rows: list[Any] = []  # a dimension of the mesh: placements of y, g_x, g_w and g_b
@@ -64,11 +60,10 @@ def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor 
         elif of_w.is_replicate() and of_b.is_replicate() and of_x.is_shard() and not by_features:
             rows.append((of_x, of_x, Partial(), Partial()))
         else:
+            found = ", ".join(f"{name} {tensor.placements[i]!r}" for name, tensor in given.items())
             raise ValueError(
-                f"placements: x {of_x!r}, weight {of_w!r}"
-                + (f", bias {of_b!r}" if bias is not None else "")
-                + "; a HOT layer takes those of ColwiseParallel and RowwiseParallel, or a whole "
-                "weight with x sharded by tokens"
+                f"placements: {found}; a HOT layer takes those of ColwiseParallel and "
+                "RowwiseParallel, or a whole weight with x sharded by tokens"
             )
     of_y, of_gx, of_gw, of_gb = zip(*rows, strict=True)
     part = None

@@ -119,18 +119,17 @@ class _Product(torch.autograd.Function):
         weight, saved, scores, seed, ends, order = ctx.saved_tensors
         each, bits, shape = ctx.call
         need_gx, need_gw, need_scores = ctx.needs_input_grad[:3]
-        rows, gx, gw, of_scores = gy, None, None, None
+        last, gx, gw, of_scores = scores is not None, None, None, None
+        rows = gy[order // each] if last else gy
         if saved is not None:
-            handle = _handle(bits)
-            x = codes.decompress_activation(saved, seed, handle.json, *shape, weight.dtype)
-            x = x if scores is not None else x[order // each]
-        if scores is not None:
-            rows = gy[order // each]
+            kept = (saved, seed, _handle(bits).json, *shape, weight.dtype)
+            x = codes.decompress_activation(*kept)
+            x = x if last else x[order // each]
         if need_gx or need_scores:
             gx = _grouped_product(rows.to(weight.dtype), weight, ends, True)
         if need_scores:
             of_scores = (gx.float() * x.float()).sum(1).to(scores.dtype)  # type: ignore[union-attr]
-        if scores is not None:
+        if last:
             rows = rows * scores[:, None]
             gx = None if gx is None else (gx * scores[:, None]).to(weight.dtype)
         elif gx is not None:
