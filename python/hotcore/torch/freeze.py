@@ -70,7 +70,7 @@ def freeze_int8(
     optimizer. The weights are not trained any more; biases stay as they are. The codes are those of
     the 8-bit forward, with which the product is made from them (``forward="int8"`` in the layers'
     configurations). Otherwise, and in eval mode without ``forward_in_eval``, every call dequantises
-    the weight. Backward dequantises it, one layer at a time, and computes g_x as ever.
+    the weight. Backward dequantises it, one layer at a time, and computes g_x as before.
 
     ``layer.weight`` still reads as a tensor of values. Writing to it by ``weight.data = ...`` or
     ``+=``, as peft's merge does, makes the layer one with a plain weight again; other writes raise

@@ -81,7 +81,7 @@ class ReadOnly(Tensor):
         return _values(self).clone()  # type: ignore[no-any-return]  # a Tensor
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Raise ValueError, unless asked for what is so already."""
+        """Raise ValueError if this would change the setting."""
         refuse_gradients(requires_grad)
         return self
 
