@@ -302,7 +302,7 @@ def test_a_layer_whose_codes_are_gathered(tmp_path: Path, seeded: None) -> None:
         layer = nn.ModuleList([hot.HotLinear(72, 48, config=config)])
         frozen, ordinary = copy.deepcopy(layer), copy.deepcopy(layer)
         hot.freeze_int8(frozen)
-        assert gathered.gather_codes(layer) == ["0"]
+        assert gathered.gather_codes(layer) is layer
         fully_shard(layer[0], mesh=mesh)
         x, gy = torch.randn(40, 72), torch.randn(40, 48)
         found = []
@@ -339,8 +339,7 @@ def test_codes_are_gathered_of_weights_that_moved(tmp_path: Path, seeded: None) 
 
         def made(device: str = "cpu") -> nn.Module:
             model = nn.Sequential(hot.HotLinear(72, 48, config=config, device=device))
-            assert gathered.gather_codes(model) == ["0"]
-            return model
+            return gathered.gather_codes(model)
 
         plain = nn.Sequential(hot.HotLinear(72, 48, config=config))
         cast = made().bfloat16()

@@ -7,7 +7,7 @@ weight that y was made with), and g_w and g_b need no weight.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from .modules import HotLinear
 from .ops import codes, is_dtensor
 from .ops.codes import Frozen
 
+_Model = TypeVar("_Model", bound=nn.Module)
 _NAN = float("nan")
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
 _MOVES = ("_pin_memory", "_to_copy", "alias", "clone", "detach", "empty_like")
@@ -25,14 +26,14 @@ _SAME = (*_MOVES, "as_strided", "new_zeros", "slice", "split", "view")
 """Operators of rows whose results are rows: what fully_shard, copies and moves do."""
 
 
-def gather_codes(model: nn.Module) -> list[str]:
+def gather_codes(model: _Model) -> _Model:
     """Have ``fully_shard`` gather codes of the weights of HotLinears with an 8-bit forward.
 
     Call it after :func:`hotcore.torch.convert` and before ``fully_shard``. All weights stay what
     they are, for optimizers and checkpoints. Layers that share a weight are left out.
 
     Returns:
-        The names of the layers.
+        ``model``, changed in place.
 
     Raises:
         ValueError: there is no such layer, or it is sharded already.
@@ -44,7 +45,7 @@ def gather_codes(model: nn.Module) -> list[str]:
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    found = []
+    found = False
     for name, layer in model.named_modules():
         if not isinstance(layer, HotLinear) or layer.config.forward != "int8":
             continue
@@ -54,10 +55,10 @@ def gather_codes(model: nn.Module) -> list[str]:
         if type(layer) is HotLinear and weight is not None and uses[id(weight)] == 1:
             rows = _Rows.of(weight.detach())
             layer.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
-            found.append(name)
+            found = True
     if not found:
         raise ValueError("model: no HotLinear of it has forward='int8' and a weight of its own")
-    return found
+    return model
 
 
 class _Rows(Tensor):
