@@ -223,7 +223,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::fill_zero:
       return launch_fill_zero(context, step,
                               memory.product[step.as<plan::ProductStep>().product].out);
-    case Kernel::spread:
+    case Kernel::broadcast_scale:
       return run_spread(context, step, memory);
     case Kernel::widen:
       return launch_widen(context, step, memory.bias, memory.wide_bias);

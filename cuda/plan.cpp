@@ -79,7 +79,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"partial_sum_kernel", "bias.cu", false},
     {"final_sum_kernel", "bias.cu", true},
     {"fill_zero_kernel", "bias.cu", false},
-    {"spread_kernel", "gemm.cu", false},
+    {"broadcast_scale_kernel", "gemm.cu", false},
     {"widen_kernel", "gemm.cu", false},
     {"unpack_kernel", "pack.cu", false},
     {"gemm_small_kernel", "gemm_small.cu", false},
@@ -139,7 +139,7 @@ constexpr const char* buffer_names[buffer_count] = {
 };
 
 constexpr Buffers scratch =
-    Buffer::rows | Buffer::columns | Buffer::weight | Buffer::activation | Buffer::rows_amax |
+    Buffer::gy_rows | Buffer::columns | Buffer::weight | Buffer::activation | Buffer::rows_amax |
     Buffer::columns_amax | Buffer::weight_amax | Buffer::sums | Buffer::spread_a |
     Buffer::spread_b | Buffer::stream_k | Buffer::x_rows | Buffer::weight_rows | Buffer::wide_bias |
     Buffer::sizes | Buffer::features | Buffer::transposed | Buffer::product | Buffer::drawn;
@@ -218,7 +218,7 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   step.shape = shape;
   step.reads = reads;
   step.writes = writes;
-  if (kernel != Kernel::zero && kernel != Kernel::spread) {  // those only help the next
+  if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // those only help the next
     step.first_passed = first_passed_;
     step.end_passed = first_passed_ = end_passed_;
   }
@@ -275,15 +275,9 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
 
   // All operands are quantised before the products: g_y is read again while the L2 may still hold
   // it, and kernels overlap.
-  const RowsShape rows{RowsOf::gy,
-                       Buffer::gy,
-                       Buffer::rows,
-                       arrays.gy,
-                       shape.tokens,
-                       shape.out_features,
-                       spec.hadamard_block,
-                       gradient_rows_quant(spec),
-                       kx};
+  const RowsShape rows{
+      RowsOf::gy,         Buffer::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens,
+      shape.out_features, spec.hadamard_block, gradient_rows_quant(spec), kx};
   const OperandQuant columns_quant = gradient_columns_quant(spec);
   const ColumnsShape columns{Job::gradient_columns,
                              arrays.gy,

@@ -318,7 +318,7 @@ enum class Kernel : std::uint8_t {
   final_sum,
   // products
   fill_zero,
-  spread,
+  broadcast_scale,
   widen,  // a bias
   unpack,
   gemm_small,
@@ -357,7 +357,7 @@ enum class Buffer : std::uint8_t {
   w,
   x,
   saved,        // x as it was kept
-  exponents,    // and the sizes of its tokens, where they were equalised
+  exponents,    // sizes of x's tokens, if they were equalised
   quantized_w,  // w as quantize_weight kept it
   gx,
   gw,
@@ -365,15 +365,15 @@ enum class Buffer : std::uint8_t {
   a,  // operands and result of a product on its own
   b,
   out,
-  rows,        // codes and scales of g_y for g_x,
-  columns,     // of P g_y for g_w,
-  weight,      // of w for g_x,
-  activation,  // of x for g_w, where it was kept in packed codes
+  gy_rows,     // codes and scales of g_y for g_x
+  columns,     // codes and scales of P g_y for g_w
+  weight,      // codes and scales of w for g_x
+  activation,  // INT8 codes and scales of x for g_w, made from packed codes
   rows_amax,   // largest values, between two kernels
   columns_amax,
   weight_amax,
   sums,         // partial sums of g_b
-  all_scratch,  // the same on their own, from the start of the workspace
+  all_scratch,  // partial sums of g_b alone, from the start of the workspace
   spread_a,     // scales as vectors
   spread_b,
   stream_k,    // sums of tiles that CTAs share: stream-K's, and those of mma.sync

@@ -57,7 +57,7 @@ std::int64_t add_token_rows(Plan& plan, const DeviceFacts& facts, RowsOf of, std
                             bool packed, bool sum) {
   const RowDivision d = row_division(facts, rows, padded, x.dtype, packed, sum);
   const bool of_gy = of == RowsOf::gy;
-  Buffers writes = of_gy ? Buffer::rows : Buffer::saved;
+  Buffers writes = of_gy ? Buffer::gy_rows : Buffer::saved;
   if (d.sum) writes |= Buffer::sums;
   if (d.rows == 0) plan.takes({Kernel::token_rows, "%a is read twice", too_long(cols)});
   note_loads(plan, Kernel::token_rows, not_vectors(x.rows_aligned, cols));
@@ -193,7 +193,7 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
                  shape.in_features, work.out_features, weight_quant(spec), shape.in_features});
   }
   if (work.gw) {
-    Buffers codes = Buffer::rows, x = Buffer::saved | Buffer::rows;
+    Buffers codes = Buffer::gy_rows, x = Buffer::saved | Buffer::gy_rows;
     if (draws_tokens(spec)) {
       plan.add(Kernel::draw_tokens, {1, token::draw_threads}, x, Buffer::drawn);
       codes |= Buffer::drawn;
@@ -224,7 +224,7 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
   Products products;
   add_gx(plan, products, work, arrays.gx);
   if (work.gw) {
-    const ProductBuffers of{(by_rows ? Buffer::rows : Buffer::transposed) | Buffer::features,
+    const ProductBuffers of{(by_rows ? Buffer::gy_rows : Buffer::transposed) | Buffer::features,
                             Buffer::activation, Buffer::product};
     ProductShape& p = products.add(1, outs, ins, kw, {DType::f32, true, true}, of);
     p.one_scale_a = p.one_scale_b = false;

@@ -173,7 +173,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan) 
   bytes[Buffer::saved] = static_cast<std::int64_t>(saved_layout(L, I, spec).exponent_offset);
   bytes[Buffer::exponents] = L;
   bytes[Buffer::quantized_w] = bytes[Buffer::weight] = I * (kx + 4);
-  bytes[Buffer::rows] = L * (kx + 4);
+  bytes[Buffer::gy_rows] = L * (kx + 4);
   bytes[Buffer::columns] = O * kw + 4 * (by_token ? kw : O);
   bytes[Buffer::activation] = ins * (kw + 4);
   bytes[Buffer::x_rows] = bytes[Buffer::forward_x] = L * (k + 4);
@@ -339,7 +339,7 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
       const Buffer array = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
       if (of.tokens > 0) e.bytes_read += of.bytes[array] / of.tokens * sizes.tokens;
     }
-    if (step.kernel == Kernel::spread) e.bytes_read = 4;  // the one scale of an operand
+    if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the one scale of an operand
     if (step.kernel == Kernel::zero) {
       e.bytes_written = static_cast<std::int64_t>(step.as<detail::plan::ZeroStep>().bytes);
     }

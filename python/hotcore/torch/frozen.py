@@ -161,12 +161,12 @@ class FrozenWeight(ReadOnly):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]  # nobody sets it
-        """Whether there are no codes either."""
+        """Whether the codes are on the meta device."""
         return self._held().is_meta
 
     @property
     def data(self) -> Tensor:
-        """Itself: a copy would take writes in vain."""
+        """Itself: writes to a copy would be lost."""
         return self
 
     @data.setter
@@ -278,7 +278,7 @@ def _read_only(found: Any, made: list[Tensor]) -> Any:
 
 
 class FrozenModule(HotModule, nn.Module):
-    """A linear layer of whose weight only codes exist. Its classes come with :func:`.freeze_int8`.
+    """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze_int8`.
 
     Kept are ``weight_codes``, a uint8 Parameter of O rows of codes and O fp32 scales, and nothing
     of x. Training computes g_x, and g_b. The forward pass is the configuration's: with
@@ -369,7 +369,7 @@ class FrozenModule(HotModule, nn.Module):
         super().register_parameter(name, param)
 
     def thaw(self, values: Tensor | None = None) -> None:
-        """Become the layer with a plain weight, in place, not trained as yet.
+        """Become the layer with a plain weight, in place; the weight is not trained.
 
         Args:
             values: of the weight; None: those that the codes stand for.
@@ -525,7 +525,7 @@ def tie(layers: Iterable[tuple[nn.Parameter, nn.Module]]) -> None:
 
 
 def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
-    """Put a Parameter into the place of another, so that their order stays."""
+    """Replace a Parameter by another; their order stays."""
     items = [
         (name, parameter) if key == old else (key, value)
         for key, value in layer._parameters.items()

@@ -372,7 +372,7 @@ def forms_of(
 
 
 class Frozen(NamedTuple):
-    """A weight of which only codes exist (:mod:`hotcore.torch.frozen`)."""
+    """A weight that exists only as codes (:mod:`hotcore.torch.frozen`)."""
 
     codes: Tensor
     """What :func:`quantize_forward_weight` makes: uint8, O rows of codes, then O fp32 scales."""

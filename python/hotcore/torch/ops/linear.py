@@ -112,7 +112,7 @@ def linear_from_json(
         return output
 
 
-evaluated_linear = functools.partial(linear_from_json, evaluated=True)
+eval_linear = functools.partial(linear_from_json, evaluated=True)
 
 
 def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:

@@ -137,7 +137,7 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 
 
 def not_differentiable(backward: _Backward) -> _Backward:
-    """Have an autograd function's backward raise RuntimeError under ``create_graph=True``.
+    """Make an autograd function's backward raise RuntimeError under ``create_graph=True``.
 
     Not when its result is differentiated, as ``once_differentiable`` does: autograd does not visit
     a node that leads to none of the inputs that it was asked for, so the term would just be left

@@ -77,7 +77,7 @@ class share_inputs:
 
 
 def _state(x: Tensor) -> Hashable | None:
-    """What has to be equal for the same tensor to be the same x; None: x is not shared."""
+    """What must be equal for a tensor to be the same x; None if x is not shared."""
     if x.grad_fn is None or not share_inputs.enabled or core.is_intercepted(x):
         return None
     base = x._base
