@@ -20,6 +20,7 @@ from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
 from .ops import share_inputs
 from .ops.conv import conv2d
+from .ops.head import linear_cross_entropy
 from .ops.linear import linear
 from .plan import Plan
 from .recompute import recompute
@@ -34,6 +35,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "HotConv2d",
     "linear",
     "conv2d",
+    "linear_cross_entropy",
     "memory_report",
     "recompute",
     "policies",

@@ -7,7 +7,7 @@ of codes). ``calls`` has what every call checks, ``core`` what libhot takes, and
 decorator that makes an operator.
 """
 
-from . import conv, frozen, linear
+from . import conv, frozen, head, linear
 from .codes import draw_seed
 from .core import DTYPES, PLAIN_TYPES, seed_for
 from .registry import library, not_differentiable
@@ -19,6 +19,7 @@ __all__ = [
     "conv",
     "draw_seed",
     "frozen",
+    "head",
     "library",
     "linear",
     "not_differentiable",
