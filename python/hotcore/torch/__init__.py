@@ -15,6 +15,7 @@ from .autotune import autotune
 from .convert import convert, revert
 from .custom import CustomBackward
 from .freeze import freeze_int8, thaw
+from .head import LinearCrossEntropy
 from .memory import memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
@@ -35,6 +36,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "HotConv2d",
     "linear",
     "conv2d",
+    "LinearCrossEntropy",
     "linear_cross_entropy",
     "memory_report",
     "recompute",

@@ -8,6 +8,7 @@ factor for each token, which g_w sums over, so backward runs the operator once m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import _core
-from ...config import ConfigLike, HotConfig, Key
+from ...config import TOKEN_STORAGES, ConfigLike, HotConfig, Key
 from .. import _compat
 from . import calls, codes, core, linear
 from .codes import Frozen
@@ -263,9 +264,9 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _HotProducts(_Products):
-    """HOT's products; the gradient at each token's target is multiplied apart, exactly.
+    """HOT's products, with 8-bit codes of x; gradients at the targets are multiplied apart, exactly.
 
-    It is by far the largest of its row: without it the others' codes are finer.
+    They are by far the largest of their rows: without them the others' codes are finer.
     """
 
     def __init__(
@@ -278,7 +279,10 @@ class _HotProducts(_Products):
         gx: bool,
     ) -> None:
         super().__init__(x, weight, bias)
-        self.config, self.seed, self.calls = config, seed, 0
+        # x is not kept: fewer bits would save nothing.
+        storage = "token8" if config.storage in TOKEN_STORAGES else "int8"
+        self.config = config = dataclasses.replace(config, storage=storage)
+        self.seed, self.calls = seed, 0
         count = -(-self.vocab // _PART)
         step = _up(self.vocab, 128 * count) // count
         ends = [min(end, self.vocab) for end in range(0, self.vocab + step, step)]

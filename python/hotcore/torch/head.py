@@ -1,0 +1,257 @@
+"""``LinearCrossEntropy``, and :func:`attach`: the chunked loss in transformers' causal LM models."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ConfigLike, as_config
+from .modules import HotLinear
+from .ops.head import linear_cross_entropy
+
+_ATTACHED = "_hot_head"
+
+
+class LinearCrossEntropy(nn.Linear):
+    """An ``nn.Linear`` head that returns the loss of a target: :func:`linear_cross_entropy`.
+
+    Parameters and state_dict keys are those of ``nn.Linear``; ``head.weight = embedding.weight``
+    ties it.
+
+    Args:
+        in_features: I.
+        out_features: V, the vocabulary.
+        bias: with a bias.
+        device: as ``nn.Linear``.
+        dtype: as ``nn.Linear``.
+        config: None, a HotConfig or a recipe's name.
+        options: the other keyword arguments of :func:`linear_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        config: ConfigLike | None = None,
+        **options: Any,
+    ) -> None:
+        """Make a head with new parameters, initialised as ``nn.Linear`` does."""
+        super().__init__(in_features, out_features, bias, device, dtype)
+        inspect.signature(linear_cross_entropy).bind(None, None, None, **options)  # TypeError
+        self.config = None if config is None else as_config(config)
+        self.options = options
+
+    def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """The loss of ``[..., I]`` and ``[...]``; without a target the logits ``[..., V]``."""
+        if target is None:
+            return super().forward(input)
+        return linear_cross_entropy(
+            input, self.weight, target, self.bias, self.config, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        """The text of ``nn.Linear``, and the configuration."""
+        return f"{super().extra_repr()}, config={self.config}"
+
+
+# ---- transformers ----
+
+
+class AttachedLoss:
+    """What stands between a causal LM model's head and its loss.
+
+    In training, with labels, the head keeps its x in place of logits, and the model's own
+    ``loss_function`` gets x's loss. What else the model's forward does stays its own.
+    """
+
+    def __init__(
+        self,
+        head: nn.Linear,
+        config: ConfigLike | None,
+        softcap: float | None,
+        plain_loss: Callable[..., Tensor],
+    ) -> None:
+        """Change nothing yet: :func:`attach` does."""
+        self.head, self.config, self.softcap = head, config, softcap
+        self.plain_loss = plain_loss
+        self.own_loss: Any = None
+        self.handles: tuple[Any, ...] = ()
+        self.labelled = False
+        self.x: Tensor | None = None
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model's forward."""
+        at = _forward_names(type(model)).index("labels")
+        labels = args[at] if at < len(args) else kwargs.get("labels")
+        self.labelled, self.x = model.training and labels is not None, None
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Behind it."""
+        self.labelled, self.x = False, None
+
+    def head_forward(self, input: Tensor) -> Tensor:
+        """The head's forward: ``[..., 0]`` where the loss is all that is wanted."""
+        if not self.labelled:
+            return type(self.head).forward(self.head, input)
+        self.labelled, self.x = False, input
+        return input.new_empty((*input.shape[:-1], 0))
+
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """``ForCausalLMLoss`` of transformers, of the x that the head has kept."""
+        x, self.x = self.x, None
+        if x is None:
+            named = {"ignore_index": ignore_index, "shift_labels": shift_labels, **others}
+            return self.plain_loss(logits, labels, vocab_size, num_items_in_batch, **named)
+        if shift_labels is None:  # a token predicts the next one
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = linear_cross_entropy(
+            *(x, self.head.weight, shift_labels.view(x.shape[:-1]).to(x.device), self.head.bias),
+            config=self.config,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            softcap=self.softcap,
+        )
+        if num_items_in_batch is None:
+            return loss
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss / num_items_in_batch
+
+
+def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
+    """Have a causal LM model of transformers compute its loss in chunks, in place.
+
+    In training mode, called with labels, its ``logits`` are then empty, ``[..., 0]``. Otherwise it
+    is as before. ``hot.revert`` undoes it.
+
+    Args:
+        model: the model, or one that contains it.
+        config: as of :func:`linear_cross_entropy`.
+
+    Returns:
+        Why it was not done; empty if it was.
+    """
+    detach(model)
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    found = next((m for m in model.modules() if base and isinstance(m, base)), None)
+    if found is None:
+        return "no model of transformers"
+    head = found.get_output_embeddings()
+    if type(head) not in (nn.Linear, HotLinear):
+        return f"its head is a {type(head).__name__}, not an nn.Linear"
+    if "forward" in vars(head):
+        return "its head has a forward of its own"
+    loss = found.loss_function
+    if (name := getattr(loss, "__name__", type(loss).__name__)) != "ForCausalLMLoss":
+        return f"its loss is {name}, not ForCausalLMLoss"
+    names = [n for n, child in found.named_children() if child is head]
+    why, capped = _path_of_logits(type(found), names[0] if names else "")
+    if why:
+        return why
+    softcap = getattr(found.config, _SOFTCAP) if capped else None
+    state = AttachedLoss(head, config, softcap, loss)
+    state.handles = (
+        found.register_forward_pre_hook(state.before, with_kwargs=True),
+        found.register_forward_hook(state.after, always_call=True),
+    )
+    state.own_loss = vars(found).get(_LOSS)
+    vars(head)["forward"], vars(found)[_LOSS] = state.head_forward, state.loss
+    vars(found)[_ATTACHED] = state
+    return ""
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`."""
+    for module in model.modules():
+        state = vars(module).pop(_ATTACHED, None)
+        if state is None:
+            continue
+        for handle in state.handles:
+            handle.remove()
+        vars(state.head).pop("forward", None)
+        vars(module).pop(_LOSS, None)
+        if state.own_loss is not None:
+            vars(module)[_LOSS] = state.own_loss
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether it is the head of a model with :func:`attach`."""
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), AttachedLoss)
+
+
+_LOSS = "_loss_function"
+"""Where transformers keeps a ``loss_function`` that was set."""
+_SOFTCAP = "final_logit_softcapping"
+_CAPPING = """if self.config.{cap} is not None:
+    {logits} = {logits} / self.config.{cap}
+    {logits} = torch.tanh({logits})
+    {logits} = {logits} * self.config.{cap}"""
+
+
+def _forward_of(cls: type) -> Any:
+    return inspect.unwrap(cls.forward)  # type: ignore[attr-defined]  # a module has it
+
+
+@functools.cache
+def _forward_names(cls: type) -> list[str]:
+    """Names of the arguments of a class's forward."""
+    return list(inspect.signature(_forward_of(cls)).parameters)[1:]
+
+
+@functools.cache
+def _path_of_logits(cls: type, head: str) -> tuple[str, bool]:
+    """Why a model's loss is another than that of its head's output; whether that is capped.
+
+    By the source of its forward: the output may go into ``self.loss_function`` and into the result,
+    and nowhere else.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(_forward_of(cls))))
+    except (OSError, TypeError, SyntaxError):
+        return "its forward has no source", False
+    nodes = list(ast.walk(tree))
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    made = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == f"self.{head}"]
+    assigned = parents[made[0]] if len(made) == 1 else None
+    if not isinstance(assigned, ast.Assign) or not isinstance(assigned.targets[0], ast.Name):
+        return "its forward does not call its head once, as logits = self.head(x)", False
+    logits, capped, losses = assigned.targets[0].id, False, 0
+    capping = _CAPPING.format(cap=_SOFTCAP, logits=logits)
+    for node in nodes:
+        if not isinstance(node, ast.Name) or node.id != logits or node is assigned.targets[0]:
+            continue
+        above = parents[node]
+        call = parents[above] if isinstance(above, ast.keyword) else above
+        loss = isinstance(call, ast.Call) and ast.unparse(call.func) == "self.loss_function"
+        losses += loss
+        if loss or (isinstance(above, ast.keyword) and above.arg == "logits"):
+            continue
+        if isinstance(above, ast.Tuple):  # of the result
+            continue
+        while not isinstance(above, ast.stmt):
+            above = parents[above]
+        if ast.unparse(parents[above]) != capping:
+            return f"its forward uses the logits otherwise: {ast.unparse(above)}", False
+        capped = True
+    return ("" if losses == 1 else "its forward does not call self.loss_function"), capped
