@@ -82,10 +82,11 @@ class AttachedLoss:
         config: ConfigLike | None,
         softcap: float | None,
         plain_loss: Callable[..., Tensor],
+        at: int,
     ) -> None:
-        """Change nothing yet: :func:`attach` does."""
+        """Change nothing yet: :func:`attach` does. ``at``: of ``labels`` in forward's arguments."""
         self.head, self.config, self.softcap = head, config, softcap
-        self.plain_loss = plain_loss
+        self.plain_loss, self.at = plain_loss, at
         self.own_loss: Any = None
         self.handles: tuple[Any, ...] = ()
         self.labelled = False
@@ -93,8 +94,7 @@ class AttachedLoss:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model's forward."""
-        at = _forward_names(type(model)).index("labels")
-        labels = args[at] if at < len(args) else kwargs.get("labels")
+        labels = args[self.at] if self.at < len(args) else kwargs.get("labels")
         self.labelled, self.x = model.training and labels is not None, None
 
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -170,7 +170,8 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     if why:
         return why
     softcap = getattr(found.config, _SOFTCAP) if capped else None
-    state = AttachedLoss(head, config, softcap, loss)
+    at = list(inspect.signature(found.forward).parameters).index("labels")
+    state = AttachedLoss(head, config, softcap, loss, at)
     state.handles = (
         found.register_forward_pre_hook(state.before, with_kwargs=True),
         found.register_forward_hook(state.after, always_call=True),
@@ -209,16 +210,6 @@ _CAPPING = """if self.config.{cap} is not None:
     {logits} = {logits} * self.config.{cap}"""
 
 
-def _forward_of(cls: type) -> Any:
-    return inspect.unwrap(cls.forward)  # type: ignore[attr-defined]  # a module has it
-
-
-@functools.cache
-def _forward_names(cls: type) -> list[str]:
-    """Names of the arguments of a class's forward."""
-    return list(inspect.signature(_forward_of(cls)).parameters)[1:]
-
-
 @functools.cache
 def _path_of_logits(cls: type, head: str) -> tuple[str, bool]:
     """Why a model's loss is another than that of its head's output; whether that is capped.
@@ -227,7 +218,8 @@ def _path_of_logits(cls: type, head: str) -> tuple[str, bool]:
     and nowhere else.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(_forward_of(cls))))
+        forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]  # a module has it
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return "its forward has no source", False
     nodes = list(ast.walk(tree))

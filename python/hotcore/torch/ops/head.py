@@ -99,7 +99,7 @@ def linear_cross_entropy(
 
     Source: docs/torch/head.md.
     """
-    json = "" if config is None else calls.config_json(config)
+    json = "" if config is None else _grid_free(calls.config_json(config))
     capped = _checked(x, weight, target, bias, reduction, label_smoothing, softcap, chunk)
     calls.check_transforms(_NAME, x, weight, bias)
     dtype, seed = calls.autocast_dtype(x), None
@@ -114,6 +114,12 @@ def linear_cross_entropy(
         *(float(label_smoothing), capped, float(lse_square_scale), chunk or 0),
     )
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _grid_free(config: str) -> str:
+    if '"token_grid":[' in config and '"basis":"full"' not in config:
+        raise ValueError("config: token_grid; chunks of tokens are no whole samples")
+    return config
 
 
 def _checked(
@@ -366,11 +372,9 @@ def chunked(
     g_w and g_b are fp32.
     """
     (tokens, width), vocab = x.shape, len(weight)
-    if tokens and target.is_cpu and not 0 <= int(target.min()) <= int(target.max()) < vocab:
-        raise ValueError(
-            f"target: {int(target.min())} to {int(target.max())}, or ignore_index; expected 0 to "
-            f"{vocab - 1}, the words of weight {list(weight.shape)}"
-        )
+    if target.is_cpu and (wrong := (target < 0) | (target >= vocab)).any():
+        found = int(target[wrong][0])
+        raise ValueError(f"target: {found}; expected 0 to {vocab - 1}, or ignore_index")
     losses, gx, gw, gb = _outputs(x, weight, wanted)
     gw.zero_()
     gb.zero_()
@@ -535,6 +539,8 @@ def _linear_cross_entropy(
     lse_square_scale: float,
     chunk: int,
 ) -> Tensor:
+    if not torch.is_grad_enabled():  # which needs_input_grad does not say
+        x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     arguments = (x, weight, bias, target, seed, config, ignore_index, reduction)
     loss: Tensor = Head.apply(*arguments, label_smoothing, softcap, lse_square_scale, chunk)  # type: ignore[no-untyped-call]  # so in torch
     return loss
