@@ -1,4 +1,4 @@
-"""``LinearCrossEntropy``, and :func:`attach`: the chunked loss in transformers' causal LM models."""
+"""``LinearCrossEntropy``; :func:`attach`: its loss in transformers' causal LM models."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ class AttachedLoss:
     def head_forward(self, input: Tensor) -> Tensor:
         """The head's forward: ``[..., 0]`` where the loss is all that is wanted."""
         if not self.labelled:
-            return type(self.head).forward(self.head, input)
+            logits: Tensor = type(self.head).forward(self.head, input)
+            return logits
         self.labelled, self.x = False, input
         return input.new_empty((*input.shape[:-1], 0))
 
@@ -136,7 +137,8 @@ class AttachedLoss:
             return loss
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss / num_items_in_batch
+        mean: Tensor = loss / num_items_in_batch
+        return mean
 
 
 def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
@@ -166,7 +168,8 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     if (name := getattr(loss, "__name__", type(loss).__name__)) != "ForCausalLMLoss":
         return f"its loss is {name}, not ForCausalLMLoss"
     names = [n for n, child in found.named_children() if child is head]
-    why, capped = _path_of_logits(type(found), names[0] if names else "")
+    kind: Any = type(found)
+    why, capped = _path_of_logits(kind, names[0] if names else "")
     if why:
         return why
     softcap = getattr(found.config, _SOFTCAP) if capped else None
@@ -211,15 +214,14 @@ _CAPPING = """if self.config.{cap} is not None:
 
 
 @functools.cache
-def _path_of_logits(cls: type, head: str) -> tuple[str, bool]:
+def _path_of_logits(cls: Any, head: str) -> tuple[str, bool]:
     """Why a model's loss is another than that of its head's output; whether that is capped.
 
     By the source of its forward: the output may go into ``self.loss_function`` and into the result,
     and nowhere else.
     """
     try:
-        forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]  # a module has it
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
     except (OSError, TypeError, SyntaxError):
         return "its forward has no source", False
     nodes = list(ast.walk(tree))

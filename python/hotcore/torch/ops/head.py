@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +41,20 @@ _ALIGNED = 8
 
 
 class Options(NamedTuple):
-    """What the loss is beside its tensors; the names are Liger-Kernel's and torch's."""
+    """Of the loss; the names are Liger-Kernel's and torch's."""
 
     label_smoothing: float
     softcap: float
     """0: none."""
     lse_square_scale: float
+    chunk: int
+    """0: :func:`chunk_of`."""
+
+
+_OPTIONS = Annotated[Any, "float label_smoothing, float softcap, float lse_square_scale, int chunk"]
+"""The same in an operator's schema."""
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Losses ``[L]``, g_x, g_w and g_b; an operator returns no None: empty where not wanted."""
 
 
 # ---- what a user calls ----
@@ -81,8 +89,8 @@ def linear_cross_entropy(
             for each token's target, whose share is exact; logits, too, where it says
             ``forward="int8"``. Weights are quantised once for all chunks.
         ignore_index: tokens with this target add nothing to loss and gradients.
-        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"``, or ``"none"``, which makes
-            the logits again in backward.
+        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"``, or ``"none"``, where
+            backward makes the logits again.
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
@@ -99,8 +107,9 @@ def linear_cross_entropy(
 
     Source: docs/torch/head.md.
     """
-    json = "" if config is None else _grid_free(calls.config_json(config))
-    capped = _checked(x, weight, target, bias, reduction, label_smoothing, softcap, chunk)
+    json = "" if config is None else calls.config_json(config)
+    _check(x, weight, target, bias, json, reduction)
+    options = _options(label_smoothing, softcap, lse_square_scale, chunk)
     calls.check_transforms(_NAME, x, weight, bias)
     dtype, seed = calls.autocast_dtype(x), None
     calls.check_dtypes(x, weight.dtype, bias, dtype)
@@ -111,52 +120,44 @@ def linear_cross_entropy(
         seed = calls.seed_for_call(_NAME, x, weight, bias, json)
     loss: Tensor = _linear_cross_entropy(
         *(core.flat(inner), weight, bias, target.reshape(-1), seed, json, ignore_index, reduction),
-        *(float(label_smoothing), capped, float(lse_square_scale), chunk or 0),
+        *options,
     )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _grid_free(config: str) -> str:
-    if '"token_grid":[' in config and '"basis":"full"' not in config:
-        raise ValueError("config: token_grid; chunks of tokens are no whole samples")
-    return config
-
-
-def _checked(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float | None,
-    chunk: int | None,
-) -> float:
-    """Refuse what does not fit, by name; the softcap, 0 for none."""
+def _check(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, config: str, reduction: str
+) -> None:
+    """Refuse what does not fit, by name."""
     if weight.dim() != 2 or weight.shape[0] == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight: shape {list(weight.shape)}; expected [V, I], V at least 1, for x of shape "
             f"{list(x.shape)}"
         )
-    if target.shape != x.shape[:-1]:
-        raise ValueError(f"target: shape {list(target.shape)}; expected {list(x.shape[:-1])}")
+    expected = {"target": (target, x.shape[:-1]), "bias": (bias, weight.shape[:1])}
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name}: shape {list(tensor.shape)}; expected {list(shape)}")
     if target.dtype != torch.int64:
         found = str(target.dtype).removeprefix("torch.")
         raise ValueError(f"target: dtype {found}; expected int64")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: shape {list(bias.shape)}; expected {list(weight.shape[:1])}")
     for name, tensor in (("weight", weight), ("target", target), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: on {tensor.device}; x is on {x.device}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: {label_smoothing} is outside 0 to 1")
+    if '"token_grid":[' in config and '"basis":"full"' not in config:
+        raise ValueError("config: token_grid; chunks of tokens are no whole samples")
+
+
+def _options(smoothing: float, softcap: float | None, scale: float, chunk: int | None) -> Options:
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing: {smoothing} is outside 0 to 1")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap: {softcap}; expected a positive number or None")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: {chunk}; expected a positive number or None")
-    return 0.0 if softcap is None else float(softcap)
+    return Options(float(smoothing), float(softcap or 0), float(scale), chunk or 0)
 
 
 # ---- loss and gradient of a chunk's logits ----
@@ -191,11 +192,9 @@ def differentiate(
     return losses, at_target
 
 
-def _rows(
-    block: Tensor, target: Tensor, options: Options, gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:
     """Losses and gradients at the targets; the block becomes the gradient but for the -1 there."""
-    smoothing, softcap, z = options
+    smoothing, softcap, z, _ = options
     at, share, tanh, values = target[:, None], smoothing / block.shape[1], None, block
     if softcap:
         tanh = block.float().div_(softcap).tanh_()
@@ -243,7 +242,7 @@ class _Products:
         """The weight in x's dtype."""
         return self.weight.to(self.dtype)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, target: Tensor) -> Tensor:
         """``[C, V]``, in rows that are aligned."""
         y = x.new_empty(len(x), self.padded)[:, : self.vocab]
         if self.bias is None:
@@ -263,16 +262,16 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """``out += a b``, in fp32."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
-    elif a.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():  # torch 2.8
+    elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         out += a @ b
 
 
 class _HotProducts(_Products):
-    """HOT's products, with 8-bit codes of x; gradients at the targets are multiplied apart, exactly.
+    """HOT's products. Logits and gradients at the targets are multiplied apart, exactly.
 
-    They are by far the largest of their rows: without them the others' codes are finer.
+    These gradients are by far the largest of their rows: without them the others' codes are finer.
     """
 
     def __init__(
@@ -285,9 +284,10 @@ class _HotProducts(_Products):
         gx: bool,
     ) -> None:
         super().__init__(x, weight, bias)
-        # x is not kept: fewer bits would save nothing.
-        storage = "token8" if config.storage in TOKEN_STORAGES else "int8"
-        self.config = config = dataclasses.replace(config, storage=storage)
+        # x is not kept: fewer than 8 bits would save nothing.
+        token = config.storage in TOKEN_STORAGES
+        config = dataclasses.replace(config, storage="token8" if token else "int8")
+        self.config = config
         self.seed, self.calls = seed, 0
         count = -(-self.vocab // _PART)
         step = _up(self.vocab, 128 * count) // count
@@ -298,10 +298,14 @@ class _HotProducts(_Products):
         if self.frozen is not None and bias is not None:
             self.bias = F.pad(bias, (0, self.padded - self.vocab))
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, target: Tensor) -> Tensor:
         if self.frozen is None:
-            return super().logits(x)
-        return linear.int8_linear(x, self.frozen, self.bias, self.config)[:, : self.vocab]
+            return super().logits(x, target)
+        y = linear.int8_linear(x, self.frozen, self.bias, self.config)[:, : self.vocab]
+        of_target = (x.float() * self.weight[target]).sum(-1)
+        if self.bias is not None:
+            of_target += self.bias[target]
+        return y.scatter_(1, target[:, None], of_target[:, None].to(y.dtype))
 
     def gradients(
         self, gy: Tensor, target: Tensor, at_target: Tensor, x: Tensor, gx: bool, gw: Tensor | None
@@ -363,31 +367,25 @@ def chunked(
     factor: Tensor,
     seed: Tensor | None,
     config: str,
-    wanted: tuple[bool, bool, bool],
+    wanted: Sequence[bool],
     options: Options,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses, g_x, g_w and g_b of the tokens' losses times ``factor``; empty where not wanted.
-
-    g_w and g_b are fp32.
-    """
-    (tokens, width), vocab = x.shape, len(weight)
+) -> _Results:
+    """Losses, and gradients of the sum of ``factor`` times them; g_w and g_b are fp32."""
+    vocab, (need_gx, need_gw, need_gb) = len(weight), wanted
     if target.is_cpu and (wrong := (target < 0) | (target >= vocab)).any():
         found = int(target[wrong][0])
         raise ValueError(f"target: {found}; expected 0 to {vocab - 1}, or ignore_index")
     losses, gx, gw, gb = _outputs(x, weight, wanted)
     gw.zero_()
     gb.zero_()
-    need_gx, need_gw, need_gb = wanted
+    products = _Products(x, weight, bias)
     if config:
         products = _HotProducts(x, weight, bias, parsed(config), seed, need_gx)
-    else:
-        products = _Products(x, weight, bias)
-    step = chunk or chunk_of(tokens, vocab, width)
-    for begin in range(0, tokens, step):
+    step = options.chunk or chunk_of(len(x), vocab, x.shape[1])
+    for begin in range(0, len(x), step):
         part = slice(begin, begin + step)
         inner, to, scale = x[part], target[part], factor[part, None]
-        gy = products.logits(inner)
+        gy = products.logits(inner, to)
         losses[part], at_target = differentiate(gy, to, options, any(wanted))
         if need_gb:
             gb += (scale.to(gy.dtype).t() @ gy)[0]
@@ -400,17 +398,14 @@ def chunked(
     return losses, gx, gw, gb
 
 
-def _outputs(
-    x: Tensor, weight: Tensor, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised; an operator returns no None: unwanted ones are empty."""
+def _outputs(x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> _Results:
+    """Uninitialised results."""
     need_gx, need_gw, need_gb = wanted
-    rows = len(weight) if need_gb else 0
     return (
         x.new_empty(len(x), dtype=torch.float32),
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_gx else x.new_empty(0),
+        x.new_empty(x.shape if need_gx else 0),
         weight.new_empty(weight.shape if need_gw else 0, dtype=torch.float32),
-        weight.new_empty(rows, dtype=torch.float32),
+        weight.new_empty(len(weight) if need_gb else 0, dtype=torch.float32),
     )
 
 
@@ -420,7 +415,7 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any,
     return 2 * math.prod(x_shape) * weight_shape[0] * (1 + bool(need_gx) + bool(need_gw))
 
 
-def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
     return _outputs(x, weight, arguments[5:8])
 
 
@@ -436,17 +431,11 @@ def _head_loss(
     need_gx: bool,
     need_gw: bool,
     need_gb: bool,
-    label_smoothing: float,
-    softcap: float,
-    lse_square_scale: float,
-    chunk: int,
+    *options: _OPTIONS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = Options(label_smoothing, softcap, lse_square_scale)
     wanted = (need_gx, need_gw, need_gb)
     with torch.autocast(x.device.type, enabled=False):  # x and weight are as it wants them
-        return chunked(
-            x, weight, bias, target, factor, seed, config, wanted, options, chunk
-        )
+        return chunked(x, weight, bias, target, factor, seed, config, wanted, Options(*options))
 
 
 # ---- autograd ----
@@ -468,26 +457,24 @@ class Head(torch.autograd.Function):
         reduction: str,
         *options: Any,
     ) -> Tensor:
-        """The loss; ``options``: those of :class:`Options`, and the chunk."""
+        """The loss, and except for ``"none"`` the gradients."""
         kept = target != ignore_index
         factor, target = kept.float(), torch.where(kept, target, 0)
-        later = reduction == "none"  # gradients
-        needs = ctx.needs_input_grad[:3]
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.set_materialize_grads(False)
+        later, needs = reduction == "none", ctx.needs_input_grad[:3]
         wanted = (False,) * 3 if later else needs
         losses, *gradients = _head_loss(
             x, weight, bias, target, factor, seed, config, *wanted, *options
         )
         losses = torch.where(kept, losses, 0)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.later = (config, options) if later else None
+        ctx.set_materialize_grads(False)
         if later:
             ctx.save_for_backward(x, weight, bias, target, factor, seed)
             return losses
-        count = factor.sum()
-        ctx.save_for_backward(1 / count.clamp(min=1) if reduction == "mean" else None, *gradients)
-        loss: Tensor = losses.sum()
-        return loss / count if reduction == "mean" else loss
+        count = factor.sum() if reduction == "mean" else factor.new_ones(())
+        ctx.save_for_backward(1 / count.clamp(min=1), *gradients)
+        return losses.sum() / count
 
     @staticmethod
     @not_differentiable
@@ -496,17 +483,15 @@ class Head(torch.autograd.Function):
         needs, others = ctx.needs_input_grad[:3], (None,) * (len(ctx.needs_input_grad) - 3)
         if g is None:
             return (None, None, None, *others)
-        if ctx.later is not None:
-            x, weight, bias, target, factor, seed = ctx.saved_tensors
-            config, options = ctx.later
-            _, *found = _head_loss(
-                x, weight, bias, target, factor * g, seed, config, *needs, *options
-            )
-            scale, owned = None, True
-        else:
+        owned = ctx.later is None and core.bypasses_dispatcher(g) and not _compat.keeps_graph()
+        if ctx.later is None:
             scale, *found = ctx.saved_tensors
-            scale = g if scale is None else scale * g
-            owned = core.bypasses_dispatcher(g) and not _compat.keeps_graph()
+            scale = (scale * g).float()
+        else:
+            config, options = ctx.later
+            *tensors, factor, seed = ctx.saved_tensors
+            _, *found = _head_loss(*tensors, factor * g, seed, config, *needs, *options)
+            scale = None
         made = [
             _scaled(gradient, scale, dtype, owned) if need else None
             for gradient, dtype, need in zip(found, ctx.dtypes, needs, strict=True)
@@ -518,7 +503,7 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: b
     """The gradient times ``scale``, in fp32, rounded to ``dtype``; in place where it may be."""
     if scale is None:
         return gradient.to(dtype)
-    scale = scale.float().reshape([1] * gradient.dim())  # no 0-dim: that would be rounded first
+    scale = scale.reshape([1] * gradient.dim())  # a 0-dim one would be rounded first
     if owned and gradient.dtype == dtype:
         return gradient.mul_(scale)
     return (gradient * scale).to(dtype)
@@ -534,13 +519,10 @@ def _linear_cross_entropy(
     config: str,
     ignore_index: int,
     reduction: str,
-    label_smoothing: float,
-    softcap: float,
-    lse_square_scale: float,
-    chunk: int,
+    *options: _OPTIONS,
 ) -> Tensor:
     if not torch.is_grad_enabled():  # which needs_input_grad does not say
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
-    arguments = (x, weight, bias, target, seed, config, ignore_index, reduction)
-    loss: Tensor = Head.apply(*arguments, label_smoothing, softcap, lse_square_scale, chunk)  # type: ignore[no-untyped-call]  # so in torch
+    arguments = (x, weight, bias, target, seed, config, ignore_index, reduction, *options)
+    loss: Tensor = Head.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
     return loss
