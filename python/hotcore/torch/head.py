@@ -227,7 +227,10 @@ def _path_of_logits(cls: Any, head: str) -> tuple[str, bool]:
     nodes = list(ast.walk(tree))
     parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
     made = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == f"self.{head}"]
-    assigned = parents[made[0]] if len(made) == 1 else None
+    top: Any = made[0] if len(made) == 1 else tree
+    while getattr(parents.get(top), "attr", "") in ("float", "contiguous"):
+        top = parents[parents[top]]
+    assigned = parents.get(top)
     if not isinstance(assigned, ast.Assign) or not isinstance(assigned.targets[0], ast.Name):
         return "its forward does not call its head once, as logits = self.head(x)", False
     logits, capped, losses = assigned.targets[0].id, False, 0

@@ -1,6 +1,6 @@
 """The operators ``torch.ops.hotcore.*`` and the layers' autograd functions, a room a subject.
 
-``linear``, ``conv`` and ``frozen`` (weights of which only codes exist) hold what a layer calls, an
+``linear``, ``conv``, ``frozen`` (weights of which only codes exist) and ``head`` (with its loss) hold what a layer calls, an
 autograd function for eager and compiled mode, and its operators. They share ``codes`` (an x
 compressed for backward, x and weights quantised for 8-bit products) and ``sharing`` (the one cache
 of codes). ``calls`` has what every call checks, ``core`` what libhot takes, and ``registry`` the
