@@ -108,7 +108,7 @@ def test_against_float64(vocab: int, rng: np.random.Generator) -> None:
             ):  # mean of no tokens, whose gradients torch says to be 0
                 assert ours.isnan() if ours is got[0] else not ours.count_nonzero()
             else:
-                floor = 1e-6 * max(1.0, float(theirs.abs().max()))
+                floor = 1e-6 * max([1.0, *theirs.abs().flatten().tolist()])
                 assert torch.allclose(ours.double(), theirs, rtol=2e-5, atol=floor), options
 
 
@@ -121,7 +121,8 @@ def test_sixteen_bits_err_no_more_than_torch(dtype: torch.dtype, options: Any) -
     plain = results(reference, given, **options)
     assert got[0].dtype == torch.float32
     for ours, theirs, right in zip(got, plain, exact, strict=True):
-        assert error(ours, right) <= 1.1 * error(theirs, right) + 1e-6
+        # The factor comes after the product's own rounding.
+        assert error(ours, right) <= 1.25 * error(theirs, right) + 1e-6
 
 
 @pytest.mark.parametrize("config", CONFIGS[1:], ids=str)
@@ -166,6 +167,19 @@ def test_rounding_is_repeatable_and_new_in_every_chunk() -> None:
 
     assert torch.equal(gx(3), gx(3)) and not torch.equal(gx(3), gx(4))
     assert not torch.equal(gx(3)[:128], gx(3)[128:])
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_factors_are_not_rounded(retain: bool) -> None:
+    x, weight, target, _ = tensors(300, 64, dtype=torch.bfloat16, ignored=0)
+    factor, grads = 1 / 3, []
+    for reduction in ("mean", "sum"):
+        loss = hot.linear_cross_entropy(x, weight, target, reduction=reduction)
+        g = torch.tensor(factor if reduction == "mean" else 1.0)
+        grads.append(torch.autograd.grad(loss, (x, weight), g, retain_graph=retain))
+    for mean, of_sum in zip(*grads, strict=True):
+        ratio = (mean.double() * of_sum).sum() / of_sum.double().square().sum()
+        assert float(ratio) * 300 / factor == pytest.approx(1, abs=2e-4)  # bf16's steps: 4e-3
 
 
 @pytest.mark.parametrize("config", [None, INT8], ids=str)
@@ -239,22 +253,22 @@ def test_chunks() -> None:
 def test_only_products_that_are_wanted() -> None:
     given = tensors(64, 32)
 
-    def products(*wanted: bool) -> int:
+    def products(*wanted: bool, backward: bool = True) -> int:
         x, weight, bias = (
             t.detach().requires_grad_(want)
             for t, want in zip((given[0], given[1], given[3]), wanted, strict=True)
         )
         with FlopCounterMode(display=False) as counter:
-            loss = hot.linear_cross_entropy(x, weight, given[2], bias)
-            assert loss.requires_grad == any(wanted)
-            if any(wanted):
+            with torch.set_grad_enabled(backward):
+                loss = hot.linear_cross_entropy(x, weight, given[2], bias)
+            assert loss.requires_grad == (any(wanted) and backward)
+            if loss.requires_grad:
                 loss.backward()
         return int(counter.get_total_flops()) // (2 * 64 * 32 * 96)
 
     assert products(False, False, False) == 1 and products(True, True, True) == 3
     assert products(True, False, False) == products(False, True, True) == 2
-    with torch.no_grad():
-        assert not hot.linear_cross_entropy(*given).requires_grad
+    assert products(True, True, True, backward=False) == 1
 
 
 # ---------------------------------------------------------------------------------------- Autograd

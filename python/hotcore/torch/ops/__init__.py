@@ -1,10 +1,10 @@
 """The operators ``torch.ops.hotcore.*`` and the layers' autograd functions, a room a subject.
 
-``linear``, ``conv``, ``frozen`` (weights of which only codes exist) and ``head`` (with its loss) hold what a layer calls, an
-autograd function for eager and compiled mode, and its operators. They share ``codes`` (an x
-compressed for backward, x and weights quantised for 8-bit products) and ``sharing`` (the one cache
-of codes). ``calls`` has what every call checks, ``core`` what libhot takes, and ``registry`` the
-decorator that makes an operator.
+``linear``, ``conv``, ``frozen`` (weights of which only codes exist) and ``head`` (with its loss)
+hold what a layer calls, an autograd function for eager and compiled mode, and its operators. They
+share ``codes`` (an x compressed for backward, x and weights quantised for 8-bit products) and
+``sharing`` (the one cache of codes). ``calls`` has what every call checks, ``core`` what libhot
+takes, and ``registry`` the decorator that makes an operator.
 """
 
 from . import conv, frozen, head, linear
