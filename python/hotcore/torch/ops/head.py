@@ -94,8 +94,8 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
-        chunk: tokens of a chunk; None: as many as fill a quarter of a 16-bit weight's fp32 gradient
-            with logits, or the bytes of x, and 1024 at least.
+        chunk: tokens of a chunk. None: so many that 16-bit logits take a quarter of the bytes of g_w
+            in fp32, or those of x; 1024 at least.
 
     Returns:
         float32: ``[]``, or ``[...]`` with ``reduction="none"``.
