@@ -160,6 +160,8 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     if found is None:
         return "no model of transformers"
     head = found.get_output_embeddings()
+    if head is None:
+        return "it has no output head"
     if type(head) not in (nn.Linear, HotLinear):
         return f"its head is a {type(head).__name__}, not an nn.Linear"
     if "forward" in vars(head):
@@ -173,8 +175,8 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     if why:
         return why
     softcap = getattr(found.config, _SOFTCAP) if capped else None
-    at = list(inspect.signature(found.forward).parameters).index("labels")
-    state = AttachedLoss(head, config, softcap, loss, at)
+    arguments = [*inspect.signature(found.forward).parameters, "labels"]
+    state = AttachedLoss(head, config, softcap, loss, arguments.index("labels"))
     state.handles = (
         found.register_forward_pre_hook(state.before, with_kwargs=True),
         found.register_forward_hook(state.after, always_call=True),

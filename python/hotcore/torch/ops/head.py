@@ -94,8 +94,8 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
-        chunk: tokens of a chunk. None: so many that 16-bit logits take a quarter of the bytes of g_w
-            in fp32, or those of x; 1024 at least.
+        chunk: tokens of a chunk. None: so many that 16-bit logits take a quarter of the bytes of an
+            fp32 g_w, or those of x; 1024 at least.
 
     Returns:
         float32: ``[]``, or ``[...]`` with ``reduction="none"``.
@@ -500,13 +500,11 @@ class Head(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: bool) -> Tensor:
-    """The gradient times ``scale``, in fp32, rounded to ``dtype``; in place where it may be."""
+    """The gradient times ``scale``, in fp32, rounded to ``dtype``; in place if it is ``owned``."""
     if scale is None:
         return gradient.to(dtype)
     scale = scale.reshape([1] * gradient.dim())  # a 0-dim one would be rounded first
-    if owned and gradient.dtype == dtype:
-        return gradient.mul_(scale)
-    return (gradient * scale).to(dtype)
+    return (gradient.mul_(scale) if owned else gradient * scale).to(dtype)
 
 
 @operator(flops=_flops)
