@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -455,6 +456,8 @@ def test_models_of_transformers(kind: str, fields: dict[str, Any]) -> None:
         torch.testing.assert_close(losses[1], losses[0])
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert model.forward(input_ids=ids, labels=ids).logits.shape == (2, 40, 0)  # as peft calls it
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     assert model(input_ids=ids).logits.shape == (2, 40, 101)
     out = model.eval()(input_ids=ids, labels=labels)
     torch.testing.assert_close(out.logits, plain.eval()(input_ids=ids).logits)
@@ -482,7 +485,7 @@ def test_convert_with_a_head(config: Any) -> None:
     hot.revert(model)
     assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-6)
     assert model(input_ids=ids, labels=ids).logits.shape[-1] == 101
-    assert "_loss_function" not in vars(model) and not model._forward_hooks
+    assert not {"forward", "_loss_function"} & {*vars(model), *vars(model.lm_head)}
 
 
 def test_models_that_are_not_met() -> None:
@@ -498,6 +501,20 @@ def test_models_that_are_not_met() -> None:
     model = causal("Llama")
     model.lm_head = hot.LinearCrossEntropy(64, 101)
     assert attach(model).startswith("its head is a LinearCrossEntropy")
+
+
+def test_a_copy_of_the_head_is_plain() -> None:
+    """As peft's modules_to_save makes one: it trains another weight."""
+    model = causal("Llama")
+    attach(model)
+    copied = copy.deepcopy(model.lm_head)
+    assert vars(copied)["forward"].head is copied
+    model.lm_head = copied
+    ids = torch.randint(1, 101, (2, 10))
+    out = model(input_ids=ids, labels=ids)
+    assert out.logits.shape == (2, 10, 101)
+    out.loss.backward()
+    assert copied.weight.grad.count_nonzero()
 
 
 def test_a_call_that_fails_leaves_nothing() -> None:

@@ -7,7 +7,6 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,7 +16,9 @@ from ..config import ConfigLike, as_config
 from .modules import HotLinear
 from .ops.head import linear_cross_entropy
 
-_ATTACHED = "_hot_head"
+_FORWARD = "forward"
+_LOSS = "_loss_function"
+"""Where transformers keeps a ``loss_function`` that was set."""
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -69,45 +70,53 @@ class LinearCrossEntropy(nn.Linear):
 # ---- transformers ----
 
 
+class HeadForward:
+    """The forward of a model's head: in the model's :class:`AttachedLoss`, keeps x instead.
+
+    It knows nothing of the model: a copy of the head alone is a plain head.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        """Keep nothing yet."""
+        self.head = head
+        self.keeps = False
+        self.x: Tensor | None = None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Logits; ``[..., 0]`` where x is kept."""
+        if not self.keeps:
+            logits: Tensor = type(self.head).forward(self.head, input)
+            return logits
+        self.keeps, self.x = False, input
+        return input.new_empty((*input.shape[:-1], 0))
+
+
 class AttachedLoss:
-    """What stands between a causal LM model's head and its loss.
+    """The forward of a causal LM model.
 
     In training, with labels, the head keeps its x in place of logits, and the model's own
     ``loss_function`` gets x's loss. What else the model's forward does stays its own.
     """
 
     def __init__(
-        self,
-        head: nn.Linear,
-        config: ConfigLike | None,
-        softcap: float | None,
-        plain_loss: Callable[..., Tensor],
-        at: int,
+        self, model: Any, head: nn.Linear, config: ConfigLike | None, softcap: float | None
     ) -> None:
-        """Change nothing yet: :func:`attach` does. ``at``: of ``labels`` in forward's arguments."""
-        self.head, self.config, self.softcap = head, config, softcap
-        self.plain_loss, self.at = plain_loss, at
-        self.own_loss: Any = None
-        self.handles: tuple[Any, ...] = ()
-        self.labelled = False
-        self.x: Tensor | None = None
+        """Change nothing yet: :func:`attach` does."""
+        self.model, self.config, self.softcap = model, config, softcap
+        self.head = HeadForward(head)
+        self.before = {name: vars(model).get(name) for name in (_FORWARD, _LOSS)}
+        self.plain_loss = model.loss_function
+        functools.update_wrapper(self, model.forward)  # trainers read the signature
+        self.names = [*inspect.signature(model.forward).parameters]
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model's forward."""
-        labels = args[self.at] if self.at < len(args) else kwargs.get("labels")
-        self.labelled, self.x = model.training and labels is not None, None
-
-    def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Behind it."""
-        self.labelled, self.x = False, None
-
-    def head_forward(self, input: Tensor) -> Tensor:
-        """The head's forward: ``[..., 0]`` where the loss is all that is wanted."""
-        if not self.labelled:
-            logits: Tensor = type(self.head).forward(self.head, input)
-            return logits
-        self.labelled, self.x = False, input
-        return input.new_empty((*input.shape[:-1], 0))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        labels = dict(zip(self.names, args, strict=False)).get("labels", kwargs.get("labels"))
+        self.head.keeps = self.model.training and labels is not None
+        try:
+            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # by update_wrapper
+        finally:
+            self.head.keeps, self.head.x = False, None
 
     def loss(
         self,
@@ -120,14 +129,15 @@ class AttachedLoss:
         **others: Any,
     ) -> Tensor:
         """``ForCausalLMLoss`` of transformers, of the x that the head has kept."""
-        x, self.x = self.x, None
+        x, head = self.head.x, self.head.head
         if x is None:
             named = {"ignore_index": ignore_index, "shift_labels": shift_labels, **others}
-            return self.plain_loss(logits, labels, vocab_size, num_items_in_batch, **named)
+            plain: Tensor = self.plain_loss(logits, labels, vocab_size, num_items_in_batch, **named)
+            return plain
         if shift_labels is None:  # a token predicts the next one
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = linear_cross_entropy(
-            *(x, self.head.weight, shift_labels.view(x.shape[:-1]).to(x.device), self.head.bias),
+            *(x, head.weight, shift_labels.view(x.shape[:-1]).to(x.device), head.bias),
             config=self.config,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
@@ -164,50 +174,40 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
         return "it has no output head"
     if type(head) not in (nn.Linear, HotLinear):
         return f"its head is a {type(head).__name__}, not an nn.Linear"
-    if "forward" in vars(head):
+    if _FORWARD in vars(head):
         return "its head has a forward of its own"
-    loss = found.loss_function
-    if (name := getattr(loss, "__name__", type(loss).__name__)) != "ForCausalLMLoss":
-        return f"its loss is {name}, not ForCausalLMLoss"
+    loss = getattr(found.loss_function, "__name__", type(found.loss_function).__name__)
+    if loss != "ForCausalLMLoss":
+        return f"its loss is {loss}, not ForCausalLMLoss"
     names = [n for n, child in found.named_children() if child is head]
     kind: Any = type(found)
     why, capped = _path_of_logits(kind, names[0] if names else "")
     if why:
         return why
-    softcap = getattr(found.config, _SOFTCAP) if capped else None
-    arguments = [*inspect.signature(found.forward).parameters, "labels"]
-    state = AttachedLoss(head, config, softcap, loss, arguments.index("labels"))
-    state.handles = (
-        found.register_forward_pre_hook(state.before, with_kwargs=True),
-        found.register_forward_hook(state.after, always_call=True),
-    )
-    state.own_loss = vars(found).get(_LOSS)
-    vars(head)["forward"], vars(found)[_LOSS] = state.head_forward, state.loss
-    vars(found)[_ATTACHED] = state
+    state = AttachedLoss(found, head, config, getattr(found.config, _SOFTCAP) if capped else None)
+    vars(head)[_FORWARD] = state.head
+    vars(found).update({_FORWARD: state, _LOSS: state.loss})
     return ""
 
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in model.modules():
-        state = vars(module).pop(_ATTACHED, None)
-        if state is None:
+        state = vars(module).get(_FORWARD)
+        if not isinstance(state, AttachedLoss):
             continue
-        for handle in state.handles:
-            handle.remove()
-        vars(state.head).pop("forward", None)
-        vars(module).pop(_LOSS, None)
-        if state.own_loss is not None:
-            vars(module)[_LOSS] = state.own_loss
+        vars(state.head.head).pop(_FORWARD, None)
+        for name, value in state.before.items():
+            vars(module).pop(name, None)
+            if value is not None:
+                vars(module)[name] = value
 
 
 def is_attached(module: nn.Module) -> bool:
     """Whether it is the head of a model with :func:`attach`."""
-    return isinstance(getattr(vars(module).get("forward"), "__self__", None), AttachedLoss)
+    return isinstance(vars(module).get(_FORWARD), HeadForward)
 
 
-_LOSS = "_loss_function"
-"""Where transformers keeps a ``loss_function`` that was set."""
 _SOFTCAP = "final_logit_softcapping"
 _CAPPING = """if self.config.{cap} is not None:
     {logits} = {logits} / self.config.{cap}
@@ -244,10 +244,10 @@ def _path_of_logits(cls: Any, head: str) -> tuple[str, bool]:
         call = parents[above] if isinstance(above, ast.keyword) else above
         loss = isinstance(call, ast.Call) and ast.unparse(call.func) == "self.loss_function"
         losses += loss
-        if loss or (isinstance(above, ast.keyword) and above.arg == "logits"):
+        if loss or isinstance(above, ast.Tuple):  # of the result
             continue
-        if isinstance(above, ast.Tuple):  # of the result
-            continue
+        if isinstance(above, ast.keyword) and not ast.unparse(call).startswith("self."):
+            continue  # of the result, too
         while not isinstance(above, ast.stmt):
             above = parents[above]
         if ast.unparse(parents[above]) != capping:

@@ -98,7 +98,7 @@ def linear_cross_entropy(
             fp32 g_w, or those of x; 1024 at least.
 
     Returns:
-        float32: ``[]``, or ``[...]`` with ``reduction="none"``.
+        ``[]`` in float32, or ``[...]`` with ``reduction="none"``.
 
     Raises:
         ValueError: an argument is out of range; on CUDA a target out of range is torch's assert.
