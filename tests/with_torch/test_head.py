@@ -495,6 +495,8 @@ def test_models_that_are_not_met() -> None:
     assert "head: stays plain: its forward uses" in str(model.hot_report)
     with pytest.warns(UserWarning, match="head: no model of transformers"):
         hot.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), head=True)
+    with pytest.raises(TypeError, match="head: expected a HotConfig"):
+        hot.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), head=3)
     model = causal("Llama")
     model.loss_function = F.cross_entropy
     assert attach(model) == "its loss is cross_entropy, not ForCausalLMLoss"

@@ -103,6 +103,7 @@ def convert(
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
+    products = None if isinstance(head, bool) else as_config(head, "head")
     decision = decide(
         model, config, filter_fn, overrides, inputs, device, slower, saved is not None
     )
@@ -111,18 +112,14 @@ def convert(
     new = replace_layers(model, decision.replacements)
     new.__dict__[REPORT] = decision.report
     if head is not False:
-        products = None if head is True else as_config(head, "head")
         why = attach(new, products)
-        decision.report.head = f"stays plain: {why}" if why else _head_note(products)
+        done = f"loss in chunks, {products or 'torch products'}"
+        decision.report.head = f"stays plain: {why}" if why else done
         if why:
             warnings.warn(f"hotcore.torch.convert: head: {why}", stacklevel=2)
     if decision.warning:
         warnings.warn(f"hotcore.torch.convert: {decision.warning}", stacklevel=2)
     return cast(_Model, new)
-
-
-def _head_note(config: HotConfig | None) -> str:
-    return f"loss in chunks, {'torch products' if config is None else config}"
 
 
 @dataclasses.dataclass
