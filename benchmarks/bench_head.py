@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             content["heads"][name] = {"left out": "no time left"}
             continue
         rows = content["heads"][name] = measured(args, shape)
-        print(f"\n{name}: {shape[0]} tokens, {shape[2]} -> {shape[1]}; ms, peak GiB")
+        print(f"\n{name}: {shape[0]} tokens, {shape[2]} -> {shape[1]}; us, median [quartiles]")
         for contender, row in rows.items():
             peak = f"{row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
             found = timing.line(contender, row, peak) if "median_ms" in row else row["left out"]

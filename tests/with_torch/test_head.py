@@ -22,7 +22,7 @@ from hotcore.torch.head import attach  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -388,6 +388,19 @@ def test_autocast_and_checkpoint(config: Any) -> None:
         again = results(functools.partial(checkpoint, call, use_reentrant=reentrant), given)
         for ours, theirs in zip(again, direct, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_selective_checkpoint_keeps_it() -> None:
+    given = tensors(64, 32)
+    contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_products)
+    call = functools.partial(
+        checkpoint, hot.linear_cross_entropy, use_reentrant=False, context_fn=contexts
+    )
+    with FlopCounterMode(display=False) as counter:
+        found = results(call, given)
+    assert counter.get_total_flops() == 3 * 2 * 64 * 32 * 96
+    for ours, theirs in zip(found, results(hot.linear_cross_entropy, given), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # ---------------------------------------------------------------------------------------- Modules
