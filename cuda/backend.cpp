@@ -65,17 +65,17 @@ struct Memory {
   plan::Zeroed zeroed{};
   MatrixIn gy{};
   const RowsJob* rows = nullptr;           // g_y for g_x
-  const RowsJob* x_rows = nullptr;         // x and
+  const RowsJob* x_rows = nullptr;         // x for the forward product
   const RowsJob* weight_rows = nullptr;    // w for the forward product
-  MatrixIn bias{};                         // and its bias,
-  float* wide_bias = nullptr;              // as a vector of fp32
+  MatrixIn bias{};                         // of the forward product
+  float* wide_bias = nullptr;              // the bias in fp32
   const ColumnsJob* columns = nullptr;     // P g_y
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
   const CompressJob* kept = nullptr;       // x as it is kept
   const GroupsJob* groups = nullptr;       // x from packed codes
-  const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y, and
-  const ColumnSum* sum_alone = nullptr;    // on its own
+  const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y
+  const ColumnSum* sum_alone = nullptr;    // g_b on its own
   GemmArgs product[2]{};                   // g_x, g_w
   void* scratch[2] = {nullptr, nullptr};   // of each
   const GemmTokenArgs* token = nullptr;
@@ -84,8 +84,8 @@ struct Memory {
   const TransposeJob* transpose = nullptr;
   const ContributionsJob* contributions = nullptr;
   const UndoJob* undo = nullptr;
-  MatrixIn packed[2]{};     // INT4 operands, and
-  MatrixOut unpacked[2]{};  // their INT8
+  MatrixIn packed[2]{};     // INT4 operands
+  MatrixOut unpacked[2]{};  // the same operands in INT8
 };
 
 const ColumnsJob& job_of(const Memory& memory, plan::Job job) {

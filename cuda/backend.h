@@ -1,5 +1,5 @@
-// The CUDA backend. One .cu file for each stage, as in cpp/src/cpu; a backward, a compression and a
-// product are plans (plan.h), which backend.cpp makes and executes.
+// The CUDA backend. A backward, a compression and a product are plans (plan.h), which backend.cpp
+// makes and executes.
 #pragma once
 
 #include "cuda/plan.h"

@@ -30,7 +30,7 @@ inline constexpr int rows16_max_lanes = 512;
 // Rows of x in INT8, of a transform in such blocks, and x in INT4 from one read.
 namespace rows_groups {
 constexpr int hadamard_block = 64;
-// Threads of a CTA at most, whose lanes hold so many blocks of 16.
+// Largest CTA when each lane holds this many blocks of 16.
 constexpr int max_threads(int lane_blocks) { return lane_blocks <= 3 ? 256 : rows16_max_lanes; }
 }  // namespace rows_groups
 
@@ -82,8 +82,8 @@ constexpr bool fits_in_place(Kind kind, int dtype_size) {
   return k16_tokens(kind) == 2 * k16 && dtype_size == 2;
 }
 
-// CTAs on an SM: as many as its shared memory has room for (6; of one pass 3) where hardly a
-// register spills for it; random numbers take more.
+// Target CTAs per SM: what shared memory allows (6, or 3 for the one-pass kernel) if few registers
+// spill. Stochastic rounding spills earlier.
 constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) {
@@ -153,7 +153,7 @@ constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps
 namespace rotated {
 
 constexpr int threads = 128;  // columns of a CTA of rotate_kernel, each a block of tokens
-// A CTA of requantize_rotated_kernel takes so many channels, a warp each, of so many k16.
+// requantize_rotated_kernel: channels of a CTA (one warp each), and its k16 steps.
 constexpr int channels = 8, k16s = 256;
 constexpr int exponent_rows = 8;  // of a CTA of token_exponents_kernel, a warp each
 

@@ -400,11 +400,11 @@ struct BackwardArguments {
   const ConstSavedActivation& saved;
   bool accumulate;
   LinearShape shape{};
-  Projection tokens{}, out_features{};         // of g_y and x for g_w; of g_y and w for g_x
+  Projection tokens{}, out_features{};         // transforms for g_w and for g_x
   SavedLayout layout{};                        // of `saved`, for g_w
-  MatrixIn gy{}, w{};                          // w: no rows if it comes quantised,
-  std::optional<detail::Operand> quantized{};  // as this
-  MatrixOut gx{}, gw{};                        // no data: not wanted
+  MatrixIn gy{}, w{};                          // w has no rows if it was quantised before
+  std::optional<detail::Operand> quantized{};  // w, if it was quantised before
+  MatrixOut gx{}, gw{};                        // data is null: not wanted
   std::optional<MatrixOut> gb{};
 };
 

@@ -14,10 +14,10 @@ namespace hot::detail {
 struct ForwardWork {
   const ForwardLinearSpec& spec;
   LinearShape shape;
-  bool input;         // whether x
-  bool weight;        // and w are to be quantised
-  bool bias = false;  // and whether there is a bias,
-  bool wide = false;  // which is to be widened to a vector of fp32
+  bool input;         // x must be quantised
+  bool weight;        // w must be quantised
+  bool bias = false;  // the call has a bias
+  bool wide = false;  // the bias must be widened to fp32
 };
 
 // A call, with its memory. y is not empty.

@@ -58,8 +58,8 @@ struct GroupsJob {
   Rounding rounding;
   Operand out;
   bool rotated = false;            // codes of rht2, otherwise of INT4
-  const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded] (CPU),
-  Key key{};                       // or the key of the dither that it comes from (CUDA)
+  const float* offsets = nullptr;  // CPU, rht2: dither offsets added to decoded values, [k_padded]
+  Key key{};                       // CUDA, rht2: the key of that dither
 };
 
 // x [L, C] as it is kept for backward, by the key of the context: with storage int8 as `out`,
@@ -75,7 +75,7 @@ struct CompressJob {
   std::int64_t row_bytes;
   std::uint16_t* scale;
   std::optional<TokenCodesOut> tokens = std::nullopt;  // of the token storages, in place of these
-  // x as what is kept is made from it.
+  // The view of x that is compressed.
   MatrixIn equalized() const {
     MatrixIn made = x;
     made.exponents = exponents;

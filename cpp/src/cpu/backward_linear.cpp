@@ -18,7 +18,7 @@ struct Scratch {
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
 };
 
-// Scales that are written and read, of a possible `many`.
+// Number of scales in use.
 std::int64_t scale_places(bool one, std::int64_t many) { return one ? 1 : many; }
 
 char* take_gemm(WorkspaceCursor& cursor, const Backend& backend, const Context& context,

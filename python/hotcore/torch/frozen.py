@@ -81,7 +81,7 @@ class ReadOnly(Tensor):
         return _values(self).clone()  # type: ignore[no-any-return]  # a Tensor
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Raise ValueError, unless asked for what is so already."""
+        """Raise ValueError if this would change the setting."""
         refuse_gradients(requires_grad)
         return self
 
@@ -479,6 +479,11 @@ class FrozenModule(HotModule, nn.Module):
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
             raise ValueError(f"size mismatch: shape {tuple(weight.shape)}; expected {expected}")
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"dtype {weight.dtype}; expected floating-point values, or codes under {_CODES} "
+                "(save_codes=True, or convrot=True for ConvRot's)"
+            )
         weight = _values(weight).detach()
         if assign:
             if weight.dtype not in DTYPES:

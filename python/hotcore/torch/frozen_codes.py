@@ -75,7 +75,7 @@ class FrozenCodes(nn.Parameter):
         return guarded(plain(data))
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenCodes:
-        """Raise ValueError, unless asked for what is so already."""
+        """Raise ValueError if this would change the setting."""
         if requires_grad:
             refuse_gradients()
         return self
@@ -172,7 +172,7 @@ def guard(codes: Tensor) -> None:
     if _compat.traces_parameters():
         codes.__class__ = FrozenCodes
         codes._factor = 1.0  # type: ignore[attr-defined]  # it is one now
-    else:  # have Module.requires_grad_ of any parent say what is wrong
+    else:  # a parent's requires_grad_() fails with a clear message
         setattr(codes, "requires_grad_", refuse_gradients)  # noqa: B010
         setattr(codes, "_hot_seen", (codes._version, _checksum(codes)))  # noqa: B010
 

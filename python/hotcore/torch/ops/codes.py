@@ -82,7 +82,7 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _feature_block(features: int, largest: int) -> int:
-    """The block of the transform along so many features; docs/numerics.md, "One code a value"."""
+    """The transform's block for this width; docs/numerics.md, "One code a value"."""
     for block in (64, 32):
         if block <= largest and _up(features, block) <= features + features // 8:
             return block

@@ -143,7 +143,7 @@ class Cache:
     def entry_of(self, x: Tensor) -> Entry | None:
         """The entry of x, a new one if the last is not x's; None: x is not shared.
 
-        A new one is kept once it has codes: by :meth:`compressed`, or by who gives it some.
+        A new one is kept once it has codes: by :meth:`compressed`, or by a caller.
         """
         state = _state(x)
         if state is None:
