@@ -200,6 +200,12 @@ def accumulates(leaf: torch.Tensor) -> bool:
         return False
 
 
+def keeps_graph() -> bool:
+    """Whether the running backward pass keeps its graph (``retain_graph``); True if unknown."""
+    keeps = getattr(getattr(_C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    return True if keeps is None else bool(keeps())
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether this module, not its children, runs under ``torch.compile``.
 

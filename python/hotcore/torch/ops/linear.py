@@ -376,12 +376,14 @@ def backward(
     keys: tuple[Key, Key],
     outputs: Gradients,
     accumulate: bool = False,
+    quantized: Tensor | None = None,
 ) -> None:
     """Write ``outputs`` by libhot.
 
     gy is ``[..., O]`` and g_x ``[..., I]``, with equal or flattened leading dimensions. ``keys``:
     the key that ``saved`` was made with, and the key that rounds g_y (:func:`core.keys_of`). With
-    ``accumulate`` g_w and g_b are added to the values in their tensors.
+    ``accumulate`` g_w and g_b are added to the values in their tensors. ``quantized``: the weight's
+    codes, in its place.
     """
     gy, tokens, out_features = core.collapsible(gy)
     spec = config.spec
@@ -408,6 +410,7 @@ def backward(
         None if gb is None else to_dlpack(gb),
         accumulate,
         workspace(_core.backward_linear_workspace, gy, *shape, *wanted),
+        None if quantized is None else lend(quantized, "codes of the weight"),
     )
     if accumulate:
         for given, made in zip(outputs[1:], (gw, gb), strict=True):
