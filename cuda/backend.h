@@ -35,7 +35,8 @@ class CudaBackend final : public Backend {
   void compress(const Context&, const CompressJob&, void* workspace) const override;
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  void backward(const Context&, const BackwardCall&, const Checker&,
+                const Workspace&) const override;
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
   void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                               void* workspace) const override;

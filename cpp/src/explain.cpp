@@ -557,7 +557,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                                     {layer.array(O), layer.array(I), layer.out(I, options.dtype),
                                      layer.out(I, options.gw_dtype)}),
         rates);
-    all.workspace = std::max(all.workspace, detail::plan::backward_workspace(facts, work));
+    all.workspace = std::max(all.workspace, detail::plan::take_scratch(facts, work, nullptr).bytes);
   });
   all.text = text_of(
       all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +

@@ -133,6 +133,7 @@ struct GemmTokenArgs {
   MatrixOut out;
 };
 
+class Checker;        // checks.h
 struct BackwardWork;  // backward_work.h
 struct BackwardCall;
 struct ForwardWork;  // forward_work.h
@@ -168,7 +169,9 @@ class Backend {
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
-  virtual void backward(const Context&, const BackwardCall&, void* workspace) const = 0;
+  // Checks the workspace's size as it is carved, before anything is written.
+  virtual void backward(const Context&, const BackwardCall&, const Checker&,
+                        const Workspace&) const = 0;
 
   // Rows with a scale each, nothing random: w for the forward product; x for it, and, where `kept`
   // is given, the same x as it is kept (scratch: that of compress).

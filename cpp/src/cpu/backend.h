@@ -40,7 +40,8 @@ class CpuBackend final : public Backend {
   }
   void compress(const Context&, const CompressJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  void backward(const Context&, const BackwardCall&, const Checker&,
+                const Workspace&) const override;
   // forward_linear.cpp
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
   void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
