@@ -499,18 +499,18 @@ void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& 
 }
 
 std::size_t CudaBackend::forward_workspace(const Context& context, const ForwardWork& work) const {
-  WorkspaceCursor cursor;
-  plan::take_forward_scratch(cursor, CudaDevice(context).facts(), work);
-  return cursor.bytes();
+  return plan::take_scratch(CudaDevice(context).facts(), work, nullptr).bytes;
 }
 
-void CudaBackend::forward(const Context& context, const ForwardCall& call, void* workspace) const {
+void CudaBackend::forward(const Context& context, const ForwardCall& call, const Checker& check,
+                          const Workspace& workspace) const {
   const DeviceGuard guard(context.device().index, "forward_linear");
   const CudaDevice device(context);
   const ForwardWork& work = call.work;
   const int block = work.spec.hadamard_block;
-  WorkspaceCursor cursor(workspace);
-  const ForwardScratch scratch = plan::take_forward_scratch(cursor, device.facts(), work);
+  const ForwardScratch scratch = plan::take_scratch(device.facts(), work, workspace.data);
+  check.workspace(workspace, scratch.bytes);
+  if (work.empty()) return;
   const RowsJob x{call.x, block, forward_quant, scratch.x};
   const RowsJob weight{call.w, block, forward_quant, scratch.weight};
   Memory memory;

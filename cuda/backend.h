@@ -41,7 +41,7 @@ class CudaBackend final : public Backend {
   void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, void* workspace) const override;
+  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
 // Facts about a context's device for plans; answers queries during its life.

@@ -561,12 +561,10 @@ BackwardScratch take_scratch(const DeviceFacts& facts, const BackwardWork& work,
                                });
 }
 
-ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
-                                    const ForwardWork& work) {
-  return detail::take_forward_scratch(cursor, work,
-                                      [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-                                        return gemm_workspace(facts, m, n, k);
-                                      });
+ForwardScratch take_scratch(const DeviceFacts& facts, const ForwardWork& work, void* workspace) {
+  return take_forward_scratch(workspace, work, [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return gemm_workspace(facts, m, n, k);
+  });
 }
 
 }  // namespace hot::detail::plan

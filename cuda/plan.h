@@ -339,10 +339,6 @@ inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
 static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma_128x256x128) ==
               mma_tile_count);
 
-constexpr bool is_mma_tile(Kernel kernel) {
-  return kernel >= Kernel::mma_128x256x128 && kernel <= Kernel::mma_any;
-}
-
 struct KernelInfo {
   const char* name;  // of the __global__ function
   const char* file;
@@ -676,8 +672,7 @@ std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, s
 
 // Gives the size (without memory) and the pointers, so they cannot disagree.
 BackwardScratch take_scratch(const DeviceFacts&, const BackwardWork&, void* workspace);
-
-ForwardScratch take_forward_scratch(WorkspaceCursor&, const DeviceFacts&, const ForwardWork&);
+ForwardScratch take_scratch(const DeviceFacts&, const ForwardWork&, void* workspace);
 
 }  // namespace plan
 }  // namespace hot::detail

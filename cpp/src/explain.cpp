@@ -398,9 +398,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
             detail::plan::plan_forward(
                 layer.facts, work, {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
             rates);
-  detail::WorkspaceCursor cursor;
-  detail::plan::take_forward_scratch(cursor, layer.facts, work);
-  all.workspace = cursor.bytes();
+  all.workspace = detail::plan::take_scratch(layer.facts, work, nullptr).bytes;
 }
 
 // Writes the device and the rates of the floor into `all` and returns the rates.

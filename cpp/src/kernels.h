@@ -179,7 +179,8 @@ class Backend {
   virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                                       void* workspace) const = 0;
   virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
-  virtual void forward(const Context&, const ForwardCall&, void* workspace) const = 0;
+  virtual void forward(const Context&, const ForwardCall&, const Checker&,
+                       const Workspace&) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp

@@ -47,7 +47,7 @@ class CpuBackend final : public Backend {
   void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, void* workspace) const override;
+  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
 // The stages of compress_activation; `x` is equalised where that is wanted.
