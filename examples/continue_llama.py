@@ -5,7 +5,8 @@
         --forward int8 --checkpoint              # bf16 weights, every block recomputed
 
 --model is a folder with the model and its tokenizer; the small one reads bytes. --out saves the
-model as it was loaded: HOT changes neither names nor shapes. --recipe none trains without HOT.
+model as it was loaded: HOT changes neither names nor shapes. --recipe none trains without HOT, and
+with all logits in memory.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     model = model.to(options.device).train()
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-        print(hot.convert(model, config, slower=not options.model).hot_report)
+        print(hot.convert(model, config, slower=not options.model, head=True).hot_report)
     if options.checkpoint:
         model.gradient_checkpointing_enable()
     if options.compile:

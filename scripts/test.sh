@@ -209,6 +209,15 @@ test_wheel() {
   local wheel folder="$HOT_ROOT/build/wheels-cuda"
   if wheel="$(compgen -G "$HOT_ROOT/build/wheels/*/*.whl")"; then
     try_wheel "wheel" "$wheel"
+    hot_env_say "a release's dry run with this wheel: source distribution, checks, SBOM, sums"
+    rm -rf "$HOT_ROOT/build/release"
+    if "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/release.py" --system-compiler --wheels "${wheel%/*}" \
+      --out "$HOT_ROOT/build/release" >"$results/release.log" 2>&1; then
+      passed "release, dry run"
+    else
+      tail -30 "$results/release.log"
+      broken "release, dry run"
+    fi
   else
     hot_env_say "no wheel in build/wheels (it is installed already): not tried in an empty environment"
   fi

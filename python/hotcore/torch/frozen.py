@@ -21,7 +21,7 @@ from ..config import ConfigLike, HotConfig
 from . import _compat, frozen_codes
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .modules import HotLinear, HotModule, carry_forward, own_forward
-from .ops import DTYPES, PLAIN_TYPES
+from .ops import DTYPES, PLAIN_TYPES, is_dtensor
 from .ops.codes import Frozen, dequantized, quantize_forward_weight
 from .ops.frozen import frozen_linear
 
@@ -358,6 +358,15 @@ class FrozenModule(HotModule, nn.Module):
 
     def on_frozen(self) -> None:
         """Called when the codes are there."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; refuses the parts that ``parallelize_module`` makes of a weight."""
+        if is_dtensor(param):
+            raise NotImplementedError(
+                f"{self.layer_name or type(self).__name__}: its weight is frozen in codes, which "
+                "tensor parallel plans cannot split; leave the layer out, or hot.thaw(model) first"
+            )
+        super().register_parameter(name, param)
 
     def thaw(self, values: Tensor | None = None) -> None:
         """Become the layer with a plain weight, in place; the weight is not trained.

@@ -14,6 +14,7 @@ from .bitsandbytes import is_4bit, is_8bit
 from .frozen import FrozenModule
 from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
 from .ops import DTYPES
+from .ops.sharded import is_dtensor
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -124,8 +125,7 @@ def pointwise_of(module: nn.Module) -> bool | None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a weight of the layer is a DTensor."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and any(isinstance(p, kind) for p in module.parameters())
+    return any(map(is_dtensor, module.parameters()))
 
 
 def is_frozen(module: nn.Module) -> bool:

@@ -28,7 +28,14 @@ DTYPES_OF_GRADIENTS = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? g
 Dtypes = Annotated[Any, DTYPES_OF_GRADIENTS]
 """Of ``*dtypes``: those of g_x, g_w and g_b; None: not wanted."""
 
-_TYPES = {Tensor: "Tensor", str: "str", int: "int", bool: "bool", torch.dtype: "ScalarType"}
+_TYPES = {
+    Tensor: "Tensor",
+    str: "str",
+    int: "int",
+    bool: "bool",
+    float: "float",
+    torch.dtype: "ScalarType",
+}
 _products: list[str] = []
 
 

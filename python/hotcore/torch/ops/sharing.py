@@ -97,6 +97,15 @@ def _state(x: Tensor) -> Hashable | None:
         return None
 
 
+def _source(x: Tensor) -> Tensor:
+    """x, or the tensor that x is another name of: DTensors make one for every layer."""
+    base = x._base
+    if base is None or base.shape != x.shape or base.stride() != x.stride():
+        return x
+    same = base.data_ptr() == x.data_ptr() and base.dtype == x.dtype
+    return base if same and base.is_neg() == x.is_neg() else x
+
+
 class Entry:
     """The codes of one x: compressed for backward, and quantised for 8-bit products."""
 
@@ -148,11 +157,11 @@ class Cache:
         state = _state(x)
         if state is None:
             return None
-        entry = self.entry
-        if entry is not None and entry.x() is x and entry.state == state:
+        entry, source = self.entry, _source(x)
+        if entry is not None and entry.x() is source and entry.state == state:
             return entry
         self.entry = None  # free the old codes before new ones are allocated
-        return Entry(weakref.ref(x, self._expire), state)
+        return Entry(weakref.ref(source, self._expire), state)
 
     def compressed(
         self,
