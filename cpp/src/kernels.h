@@ -1,5 +1,5 @@
-// The interface of a backend. dispatch.cpp has checked and resolved the arguments; nothing here
-// validates.
+// The interface of a backend. Arguments are checked and resolved before; backward and forward alone
+// check their workspace's size, as they carve it and before anything is written.
 #pragma once
 
 #include <cstddef>
@@ -169,7 +169,6 @@ class Backend {
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
-  // Checks the workspace's size as it is carved, before anything is written.
   virtual void backward(const Context&, const BackwardCall&, const Checker&,
                         const Workspace&) const = 0;
 
