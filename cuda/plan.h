@@ -339,10 +339,6 @@ inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
 static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma_128x256x128) ==
               mma_tile_count);
 
-constexpr bool is_mma_tile(Kernel kernel) {
-  return kernel >= Kernel::mma_128x256x128 && kernel <= Kernel::mma_any;
-}
-
 struct KernelInfo {
   const char* name;  // of the __global__ function
   const char* file;
@@ -669,46 +665,14 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-// Largest values, zeroed before kernels update them.
-struct Zeroed {
-  std::uint32_t* words = nullptr;
-  std::size_t bytes = 0;
-};
-Zeroed take_zeroed(WorkspaceCursor&, std::int64_t words);
-
 std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Projection&,
                                 const OperandQuant&);
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k,
                            bool by_rows = false);
 
-// The arrays of a backward in its workspace.
-struct Scratch {
-  Operand gradient_rows{}, weight{};         // for g_x
-  Operand gradient_columns{}, activation{};  // for g_w; activation: from packed codes
-  char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
-  Zeroed zeroed{};  // every Operand::amax
-};
-// The same of the token storages.
-struct TokenScratch {
-  FeatureScratch features{};  // of g_y
-  std::uint8_t* exponents = nullptr;
-  Operand rows{}, weight{};               // g_x; rows: g_w, too
-  bool by_rows = false;                   // the product takes rows; else they are transposed
-  Operand transposed{}, contributions{};  // g_w
-  std::int32_t* drawn = nullptr;          // by slots
-  float* drawn_factor = nullptr;
-  MatrixOut product{};
-  char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
-  Zeroed zeroed{};
-};
-TokenScratch take_token_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
-// Gives the size (a cursor without memory) and the pointers, so they cannot disagree.
-Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
-// Partial sums of g_b on its own: nothing else is alive then.
-char* take_sums(WorkspaceCursor&, const DeviceFacts&, const LinearShape&);
-std::size_t backward_workspace(const DeviceFacts&, const BackwardWork&);
-
-ForwardScratch take_forward_scratch(WorkspaceCursor&, const DeviceFacts&, const ForwardWork&);
+// Gives the size (without memory) and the pointers, so they cannot disagree.
+BackwardScratch take_scratch(const DeviceFacts&, const BackwardWork&, void* workspace);
+ForwardScratch take_scratch(const DeviceFacts&, const ForwardWork&, void* workspace);
 
 }  // namespace plan
 }  // namespace hot::detail

@@ -1,5 +1,5 @@
-// The interface of a backend. dispatch.cpp has checked and resolved the arguments; nothing here
-// validates.
+// The interface of a backend. Arguments are checked and resolved before; backward and forward alone
+// check their workspace's size, as they carve it and before anything is written.
 #pragma once
 
 #include <cstddef>
@@ -133,6 +133,7 @@ struct GemmTokenArgs {
   MatrixOut out;
 };
 
+class Checker;        // checks.h
 struct BackwardWork;  // backward_work.h
 struct BackwardCall;
 struct ForwardWork;  // forward_work.h
@@ -168,7 +169,8 @@ class Backend {
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
-  virtual void backward(const Context&, const BackwardCall&, void* workspace) const = 0;
+  virtual void backward(const Context&, const BackwardCall&, const Checker&,
+                        const Workspace&) const = 0;
 
   // Rows with a scale each, nothing random: w for the forward product; x for it, and, where `kept`
   // is given, the same x as it is kept (scratch: that of compress).
@@ -176,7 +178,8 @@ class Backend {
   virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                                       void* workspace) const = 0;
   virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
-  virtual void forward(const Context&, const ForwardCall&, void* workspace) const = 0;
+  virtual void forward(const Context&, const ForwardCall&, const Checker&,
+                       const Workspace&) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp

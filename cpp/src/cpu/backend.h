@@ -40,13 +40,14 @@ class CpuBackend final : public Backend {
   }
   void compress(const Context&, const CompressJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  void backward(const Context&, const BackwardCall&, const Checker&,
+                const Workspace&) const override;
   // forward_linear.cpp
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
   void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, void* workspace) const override;
+  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
 // The stages of compress_activation; `x` is equalised where that is wanted.
