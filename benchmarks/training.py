@@ -156,7 +156,7 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
     only = _wide if contender.wide else None
     model = hot.convert(model, config, only, slower=contender.slower, saved=contender.kept)
     if contender.frozen_int8:
-        print(hot.freeze_int8(model))
+        print(hot.freeze_int8(model).freeze_report)
     return model
 
 

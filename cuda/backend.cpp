@@ -62,20 +62,20 @@ using plan::Step;
 
 // The memory of a call. A null pointer is in no step of its plan.
 struct Memory {
-  plan::Zeroed zeroed{};
+  Zeroed zeroed{};
   MatrixIn gy{};
   const RowsJob* rows = nullptr;           // g_y for g_x
-  const RowsJob* x_rows = nullptr;         // x and
+  const RowsJob* x_rows = nullptr;         // x for the forward product
   const RowsJob* weight_rows = nullptr;    // w for the forward product
-  MatrixIn bias{};                         // and its bias,
-  float* wide_bias = nullptr;              // as a vector of fp32
+  MatrixIn bias{};                         // of the forward product
+  float* wide_bias = nullptr;              // the bias in fp32
   const ColumnsJob* columns = nullptr;     // P g_y
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
   const CompressJob* kept = nullptr;       // x as it is kept
   const GroupsJob* groups = nullptr;       // x from packed codes
-  const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y, and
-  const ColumnSum* sum_alone = nullptr;    // on its own
+  const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y
+  const ColumnSum* sum_alone = nullptr;    // g_b on its own
   GemmArgs product[2]{};                   // g_x, g_w
   void* scratch[2] = {nullptr, nullptr};   // of each
   const GemmTokenArgs* token = nullptr;
@@ -84,8 +84,8 @@ struct Memory {
   const TransposeJob* transpose = nullptr;
   const ContributionsJob* contributions = nullptr;
   const UndoJob* undo = nullptr;
-  MatrixIn packed[2]{};     // INT4 operands, and
-  MatrixOut unpacked[2]{};  // their INT8
+  MatrixIn packed[2]{};     // INT4 operands
+  MatrixOut unpacked[2]{};  // the same operands in INT8
 };
 
 const ColumnsJob& job_of(const Memory& memory, plan::Job job) {
@@ -223,7 +223,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::fill_zero:
       return launch_fill_zero(context, step,
                               memory.product[step.as<plan::ProductStep>().product].out);
-    case Kernel::spread:
+    case Kernel::broadcast_scale:
       return run_spread(context, step, memory);
     case Kernel::widen:
       return launch_widen(context, step, memory.bias, memory.wide_bias);
@@ -302,7 +302,7 @@ void CudaBackend::gemm_int4(const Context& context, const GemmArgs& args, std::i
 std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t cols,
                                            const Projection& p, const OperandQuant& quant) const {
   WorkspaceCursor cursor;
-  plan::take_zeroed(cursor, plan::columns_amax_words(CudaDevice(context).facts(), cols, p, quant));
+  take_zeroed(cursor, plan::columns_amax_words(CudaDevice(context).facts(), cols, p, quant));
   return cursor.bytes();
 }
 
@@ -310,17 +310,17 @@ namespace {
 
 // The job with room for its largest values, at the start of the workspace.
 ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* workspace,
-                     plan::Zeroed& zeroed) {
+                     Zeroed& zeroed) {
   WorkspaceCursor cursor(workspace);
-  zeroed = plan::take_zeroed(
-      cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
+  zeroed =
+      take_zeroed(cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
   job.out.amax = zeroed.words;
   return job;
 }
 
 // x that is kept, as its plan and as the steps of it take it.
 struct Kept {
-  plan::Zeroed zeroed{};
+  Zeroed zeroed{};
   ColumnsJob columns{};
   std::optional<SizesJob> sizes{};  // of the token storages
   plan::CompressShape shape;
@@ -378,39 +378,43 @@ void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
 
 std::size_t CudaBackend::backward_workspace(const Context& context,
                                             const BackwardWork& work) const {
-  return plan::backward_workspace(CudaDevice(context).facts(), work);
+  return plan::take_scratch(CudaDevice(context).facts(), work, nullptr).bytes;
 }
 
-namespace {
-
-// One code a value: rows of g_y serve both products.
-void backward_tokens(const Context& context, const CudaDevice& device, const BackwardCall& call,
-                     void* workspace) {
+void CudaBackend::backward(const Context& context, const BackwardCall& call, const Checker& check,
+                           const Workspace& workspace) const {
+  const DeviceGuard guard(context.device().index, "backward_linear");
+  const CudaDevice device(context);
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
-  WorkspaceCursor cursor(workspace), for_sums(workspace);
-  const plan::TokenScratch s = plan::take_token_scratch(cursor, device.facts(), work);
-  // A weight that was quantised before has fixed signs and out features as they are.
-  const Key& sign_key = work.gx && !work.weight ? fixed_signs_key : context.key();
-  const SizesJob sizes{
-      "backward_linear",          call.gy, s.features, s.exponents, s.transposed.scale,
-      work.out_features.k_padded, sign_key};
+  const BackwardScratch s = plan::take_scratch(device.facts(), work, workspace.data);
+  check.workspace(workspace, s.bytes);
+  const bool tokens = is_token_storage(spec.storage);
+  const bool packed = work.gw && spec.storage != Storage::int8;
+  const bool by_token = spec.gw_scale == Granularity::token && !tokens;
+  // Of the token storages a weight that was quantised before has fixed signs and out features as
+  // they are.
+  const Key& sign_key = tokens && work.gx && !work.weight ? fixed_signs_key : context.key();
+
   const RowsJob rows{call.gy, work.out_features.block, gradient_rows_quant(spec), s.rows,
                      s.features.factors};
-  MatrixIn sized = call.w;
+  MatrixIn gradient = call.gy, sized = call.w;
+  gradient.exponents = call.exponents;
   sized.exponents = s.exponents;
+  const ColumnsJob columns{
+      gradient, &work.tokens, Side::gradient, call.sketch_key, gradient_columns_quant(spec),
+      s.columns};
   const ColumnsJob weight{sized,    &work.out_features, Side::activation,
                           sign_key, weight_quant(spec), s.weight};
   const ColumnSum sum{call.gb, work.accumulate, s.sums};
-  const ColumnSum sum_alone{call.gb, work.accumulate,
-                            plan::take_sums(for_sums, device.facts(), work.shape)};
+  const ColumnSum sum_alone{call.gb, work.accumulate, s.sums_alone};
+  const Operand& x = packed ? s.activation : call.saved;
   Memory memory;
   memory.zeroed = s.zeroed;
   memory.gy = call.gy;
-  memory.sizes = &sizes;
-  memory.rows = &rows;
-  memory.weight = &weight;
-  memory.sum = &sum;
+  if (work.gx || tokens) memory.rows = &rows;
+  if (work.weight) memory.weight = &weight;
+  if (work.gb) memory.sum = &sum;
   memory.sum_alone = &sum_alone;
   memory.scratch[0] = s.gx_gemm;
   memory.scratch[1] = s.gw_gemm;
@@ -420,91 +424,43 @@ void backward_tokens(const Context& context, const CudaDevice& device, const Bac
     memory.product[0] = product(s.rows, work.weight ? s.weight : call.quantized,
                                 work.out_features.divisor, false, call.gx);
   }
+  GroupsJob groups = call.groups;
+  groups.out = s.activation;
+  groups.key = call.sketch_key;
+  GemmTokenArgs token{};
+  const SizesJob sizes{"backward_linear", call.gy,         s.features,
+                       s.exponents,       s.columns.scale, work.out_features.k_padded,
+                       sign_key};
+  memory.sizes = &sizes;
   std::optional<TransposeJob> transpose;
   std::optional<ContributionsJob> contributions;
   std::optional<UndoJob> undo;
-  if (work.gw) {
-    const TokenCodesIn& x = *call.tokens;
-    const DeviceDrawn drawn{s.drawn, s.drawn_factor, work.tokens.k};
-    transpose = {s.rows, s.transposed, drawn};
-    contributions = {&x, call.sketch_key, s.rows.scale, drawn, s.contributions};
-    undo = {s.product,      s.by_rows,          work.out_features.block,
-            x.layout.block, s.features.factors, in_signs_key(x.storage, call.sketch_key),
-            x.exponents(),  work.accumulate,    call.gw};
+  if (work.gw && tokens) {
+    const TokenCodesIn& in = *call.tokens;
+    const DeviceDrawn drawn{static_cast<std::int32_t*>(s.drawn), s.drawn_factor, work.tokens.k};
+    transpose = {s.rows, s.columns, drawn};
+    contributions = {&in, call.sketch_key, s.rows.scale, drawn, x};
+    undo = {s.product,       s.by_rows,          work.out_features.block,
+            in.layout.block, s.features.factors, in_signs_key(in.storage, call.sketch_key),
+            in.exponents(),  work.accumulate,    call.gw};
     memory.transpose = &*transpose;
     memory.contributions = &*contributions;
     memory.undo = &*undo;
-    memory.product[1] = product(s.transposed, s.contributions, 1, false, s.product);
+    memory.product[1] = product(s.columns, x, 1, false, s.product);
     if (s.by_rows) {
       memory.product[1].a = s.rows.codes;
       memory.product[1].lda = s.rows.k_padded;
     }
-  }
-  run(context,
-      plan::plan_backward(device.facts(), work,
-                          {plan::array_facts(call.gy), plan::array_facts(call.w),
-                           plan::out_facts(call.gx), plan::out_facts(call.gw)}),
-      memory);
-}
-
-}  // namespace
-
-void CudaBackend::backward(const Context& context, const BackwardCall& call,
-                           void* workspace) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
-  const CudaDevice device(context);
-  const BackwardWork& work = call.work;
-  const BackwardLinearSpec& spec = work.spec;
-  if (is_token_storage(spec.storage)) return backward_tokens(context, device, call, workspace);
-  WorkspaceCursor cursor(workspace), for_sums(workspace);
-  const plan::Scratch scratch = plan::take_scratch(cursor, device.facts(), work);
-
-  const RowsJob rows{call.gy, spec.hadamard_block, gradient_rows_quant(spec),
-                     scratch.gradient_rows};
-  MatrixIn gradient = call.gy;
-  gradient.exponents = call.exponents;
-  const ColumnsJob columns{gradient,
-                           &work.tokens,
-                           Side::gradient,
-                           call.sketch_key,
-                           gradient_columns_quant(spec),
-                           scratch.gradient_columns};
-  const ColumnsJob weight{call.w,        &work.out_features, Side::activation,
-                          context.key(), weight_quant(spec), scratch.weight};
-  GroupsJob groups = call.groups;
-  groups.out = scratch.activation;
-  groups.key = call.sketch_key;
-  const ColumnSum sum{call.gb, work.accumulate, scratch.sums};
-  const ColumnSum sum_alone{call.gb, work.accumulate,
-                            plan::take_sums(for_sums, device.facts(), work.shape)};
-  Memory memory;
-  memory.zeroed = scratch.zeroed;
-  memory.gy = call.gy;
-  if (work.gx) memory.rows = &rows;
-  if (work.gw) memory.columns = &columns;
-  if (work.weight) memory.weight = &weight;
-  const bool packed = work.gw && spec.storage != Storage::int8;
-  if (packed) memory.groups = &groups;
-  if (work.gb) memory.sum = &sum;
-  memory.sum_alone = &sum_alone;
-  memory.scratch[0] = scratch.gx_gemm;
-  memory.scratch[1] = scratch.gw_gemm;
-  memory.product[0].out = call.gx;
-  memory.product[1].out = call.gw;
-  if (work.gx) {
-    memory.product[0] =
-        product(scratch.gradient_rows, work.weight ? scratch.weight : call.quantized,
-                spec.hadamard_block, false, call.gx);
-  }
-  const Operand& x = packed ? scratch.activation : call.saved;
-  GemmTokenArgs token{};
-  if (work.gw && spec.gw_scale == Granularity::token) {
-    token =
-        token_product(scratch.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw);
-    memory.token = &token;
   } else if (work.gw) {
-    memory.product[1] =
-        product(scratch.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw);
+    memory.columns = &columns;
+    if (packed) memory.groups = &groups;
+    const int divisor = work.tokens.divisor;
+    if (by_token) {
+      token = token_product(s.columns, x, divisor, work.accumulate, call.gw);
+      memory.token = &token;
+    } else {
+      memory.product[1] = product(s.columns, x, divisor, work.accumulate, call.gw);
+    }
   }
   run(context,
       plan::plan_backward(device.facts(), work,
@@ -543,18 +499,18 @@ void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& 
 }
 
 std::size_t CudaBackend::forward_workspace(const Context& context, const ForwardWork& work) const {
-  WorkspaceCursor cursor;
-  plan::take_forward_scratch(cursor, CudaDevice(context).facts(), work);
-  return cursor.bytes();
+  return plan::take_scratch(CudaDevice(context).facts(), work, nullptr).bytes;
 }
 
-void CudaBackend::forward(const Context& context, const ForwardCall& call, void* workspace) const {
+void CudaBackend::forward(const Context& context, const ForwardCall& call, const Checker& check,
+                          const Workspace& workspace) const {
   const DeviceGuard guard(context.device().index, "forward_linear");
   const CudaDevice device(context);
   const ForwardWork& work = call.work;
   const int block = work.spec.hadamard_block;
-  WorkspaceCursor cursor(workspace);
-  const ForwardScratch scratch = plan::take_forward_scratch(cursor, device.facts(), work);
+  const ForwardScratch scratch = plan::take_scratch(device.facts(), work, workspace.data);
+  check.workspace(workspace, scratch.bytes);
+  if (work.empty()) return;
   const RowsJob x{call.x, block, forward_quant, scratch.x};
   const RowsJob weight{call.w, block, forward_quant, scratch.weight};
   Memory memory;

@@ -1,5 +1,5 @@
-// The CUDA backend. One .cu file for each stage, as in cpp/src/cpu; a backward, a compression and a
-// product are plans (plan.h), which backend.cpp makes and executes.
+// The CUDA backend. A backward, a compression and a product are plans (plan.h), which backend.cpp
+// makes and executes.
 #pragma once
 
 #include "cuda/plan.h"
@@ -35,12 +35,13 @@ class CudaBackend final : public Backend {
   void compress(const Context&, const CompressJob&, void* workspace) const override;
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  void backward(const Context&, const BackwardCall&, const Checker&,
+                const Workspace&) const override;
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
   void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, void* workspace) const override;
+  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
 // Facts about a context's device for plans; answers queries during its life.

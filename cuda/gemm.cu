@@ -13,7 +13,7 @@ namespace hot::detail {
 namespace {
 
 // Broadcasts one scale to a vector.
-__global__ void spread_kernel(const float* scale, std::int64_t count, float* out) {
+__global__ void broadcast_scale_kernel(const float* scale, std::int64_t count, float* out) {
   begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < count) out[i] = *scale;
@@ -38,7 +38,7 @@ const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, Sm90Output outpu
 
 void launch_spread(const Context& context, const plan::Step& step, const float* scale,
                    std::int64_t count, float* vector) {
-  launch("gemm", context, spread_kernel, step.shape, scale, count, vector);
+  launch("gemm", context, broadcast_scale_kernel, step.shape, scale, count, vector);
 }
 
 void launch_widen(const Context& context, const plan::Step& step, const MatrixIn& bias,

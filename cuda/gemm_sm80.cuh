@@ -187,8 +187,8 @@ class PieceCopies {
   UnitCopies<T, 16> pieces_;
 };
 
-// A word that starts anywhere in a row of which `left` bytes are left; zeros after them. What lies
-// behind the row's end is not read, it may be nobody's memory.
+// A word that starts anywhere in a row of which `left` bytes are left; zeros after them. Nothing
+// past the row's end is read: it may be out of bounds.
 __device__ inline unsigned word_at(const std::int8_t* from, std::int64_t left) {
   if (left < 8) {
     unsigned value = 0;
@@ -463,7 +463,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
   constexpr int k32s = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
                 pairs = columns / 2;
   constexpr bool any = T::any;
-  // What is left of a sum is below 2^16, and what comes in so many steps at most 2^30.
+  // The remainder of a sum is below 2^16, and this many steps add at most 2^30.
   constexpr int int32_steps = 65536 / T::step;
   extern __shared__ __align__(128) unsigned char shared[];
   const unsigned ring = shared_address(shared);
@@ -487,8 +487,8 @@ __device__ void multiply_tiles(const MmaWork& work) {
   while (segments.next()) {
     load_fragments<T>(a[0], here, a_place, 0);
     load_fragments<T>(b[0], here, b_place, 0);
-    // Part of a tile leaves bare sums. Scales that nobody waits for could come after the next
-    // tile's.
+    // Split tiles store unscaled sums. Their scales are not prefetched: the copies could land after
+    // the next tile's.
     const bool alone = segments.end - segments.first == work.steps;
     int sum[rows][columns][4] = {};
     int high[any ? rows : 1][any ? columns : 1][4] = {};  // times 2^16, of sums that pass INT32

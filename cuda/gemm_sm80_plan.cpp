@@ -129,7 +129,7 @@ class Divider {
     return out;
   }
 
-  // The last `shared` tiles among so many CTAs.
+  // Divides the last `shared` tiles among the sharers.
   Division shared_among(std::int64_t sharers, std::int64_t shared) const {
     Division out = start();
     out.plan.blocks = static_cast<int>(sharers);

@@ -89,8 +89,8 @@ struct MmaPlan {
   int tile;    // its number in the list
   int band;    // rows of tiles that run together
   int blocks;  // of the grid
-  int whole;   // tiles done by one CTA each,
-  int shared;  // and tiles after them whose steps `sharers` of the CTAs share out evenly
+  int whole;   // tiles done by one CTA each; they come first
+  int shared;  // tiles whose steps are divided among `sharers` CTAs
   int sharers;
 };
 

@@ -7,8 +7,8 @@
 //              all of them requested at once: most CTAs have no more steps. The 16-byte
 //              pieces of a row are swizzled by row % 8: no bank conflicts, neither of cp.async nor
 //              of ldmatrix. Pieces of 32 k that K does not reach are neither copied nor multiplied;
-//              rows outside of the matrix are not copied: what lies in their place meets only
-//              results that nobody stores.
+//              rows outside of the matrix are not copied: their place in shared memory only
+//              affects results that are not stored.
 //     cluster  a cluster of S CTAs (sm_90) divides the contractions of S / share tiles:
 //              `share` of them take one tile, and each finishes 1 / share of its rows, having been
 //              sent the others' INT32 sums (exact in any order) through the cluster's network.

@@ -79,7 +79,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"partial_sum_kernel", "bias.cu", false},
     {"final_sum_kernel", "bias.cu", true},
     {"fill_zero_kernel", "bias.cu", false},
-    {"spread_kernel", "gemm.cu", false},
+    {"broadcast_scale_kernel", "gemm.cu", false},
     {"widen_kernel", "gemm.cu", false},
     {"unpack_kernel", "pack.cu", false},
     {"gemm_small_kernel", "gemm_small.cu", false},
@@ -139,7 +139,7 @@ constexpr const char* buffer_names[buffer_count] = {
 };
 
 constexpr Buffers scratch =
-    Buffer::rows | Buffer::columns | Buffer::weight | Buffer::activation | Buffer::rows_amax |
+    Buffer::gy_rows | Buffer::columns | Buffer::weight | Buffer::activation | Buffer::rows_amax |
     Buffer::columns_amax | Buffer::weight_amax | Buffer::sums | Buffer::spread_a |
     Buffer::spread_b | Buffer::stream_k | Buffer::x_rows | Buffer::weight_rows | Buffer::wide_bias |
     Buffer::sizes | Buffer::features | Buffer::transposed | Buffer::product | Buffer::drawn;
@@ -218,7 +218,7 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   step.shape = shape;
   step.reads = reads;
   step.writes = writes;
-  if (kernel != Kernel::zero && kernel != Kernel::spread) {  // those only help the next
+  if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // those only help the next
     step.first_passed = first_passed_;
     step.end_passed = first_passed_ = end_passed_;
   }
@@ -240,19 +240,26 @@ std::int64_t rows_amax_words(const OperandQuant& quant) {
   return quant.per_tensor ? grouped::max_amax_slots : 0;
 }
 
+}  // namespace
+
 AmaxWords amax_words(const DeviceFacts& facts, const BackwardWork& work) {
+  const bool tokens = is_token_storage(work.spec.storage);
   AmaxWords words;
   if (work.gx) words.rows = rows_amax_words(gradient_rows_quant(work.spec));
   if (work.weight) {
     words.weight = columns_amax_words(facts, work.shape.in_features, work.out_features,
                                       weight_quant(work.spec));
   }
-  if (work.gw) {
+  if (work.gw && tokens) {
+    words.columns = TokenCodesLayout(work.shape.tokens, work.shape.in_features, work.spec).padded;
+  } else if (work.gw) {
     words.columns = columns_amax_words(facts, work.shape.out_features, work.tokens,
                                        gradient_columns_quant(work.spec));
   }
   return words;
 }
+
+namespace {
 
 ColumnsShape weight_shape(const ArrayFacts& w, std::int64_t cols, const Projection& p,
                           const OperandQuant& quant, std::int64_t scales, Buffer codes) {
@@ -275,15 +282,9 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
 
   // All operands are quantised before the products: g_y is read again while the L2 may still hold
   // it, and kernels overlap.
-  const RowsShape rows{RowsOf::gy,
-                       Buffer::gy,
-                       Buffer::rows,
-                       arrays.gy,
-                       shape.tokens,
-                       shape.out_features,
-                       spec.hadamard_block,
-                       gradient_rows_quant(spec),
-                       kx};
+  const RowsShape rows{
+      RowsOf::gy,         Buffer::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens,
+      shape.out_features, spec.hadamard_block, gradient_rows_quant(spec), kx};
   const OperandQuant columns_quant = gradient_columns_quant(spec);
   const ColumnsShape columns{Job::gradient_columns,
                              arrays.gy,
@@ -541,67 +542,29 @@ ProductShape product_shape(const GemmArgs& args) {
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-Zeroed take_zeroed(WorkspaceCursor& cursor, std::int64_t words) {
-  auto* const at = cursor.take<std::uint32_t>(words);
-  return {at, static_cast<std::size_t>(words) * sizeof *at};
+BackwardScratch take_scratch(const DeviceFacts& facts, const BackwardWork& work, void* workspace) {
+  const auto [L, O, I] = work.shape;
+  const bool tokens = is_token_storage(work.spec.storage), any = work.gx || work.gw;
+  // Of g_b on its own nothing else is alive. A partial sum for every 128 tokens, or those of
+  // rows_column_amax_kernel.
+  const std::int64_t runs = std::max(sum_runs(L), rows_column_amax_sums(facts, L));
+  DeviceScratch device{amax_words(facts, work)};
+  if (work.gb) device.sums_alone = runs * O;
+  if (!tokens && work.gw) device.sums = runs * O;
+  if (tokens && any && work.gb) {
+    device.sums = token_row_sums(facts, L, work.out_features.k_padded) * O;
+  }
+  device.by_rows = tokens && work.gw && !why_transposed(facts, work);
+  return take_backward_scratch(workspace, work, &device,
+                               [&](std::int64_t m, std::int64_t n, std::int64_t k, bool by_rows) {
+                                 return gemm_workspace(facts, m, n, k, by_rows);
+                               });
 }
 
-Scratch take_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts, const BackwardWork& work) {
-  const BackwardLinearSpec& spec = work.spec;
-  const LinearShape& shape = work.shape;
-  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k)));
-  };
-  Scratch s;
-  const AmaxWords words = amax_words(facts, work);
-  s.zeroed = take_zeroed(cursor, words.all());
-  if (work.gx) {
-    const std::int64_t k = work.out_features.k_padded;
-    s.gradient_rows = take_operand(cursor, shape.tokens, k, shape.tokens);
-    if (work.weight) s.weight = take_operand(cursor, shape.in_features, k, shape.in_features);
-    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, k);
-  }
-  if (work.gw) {
-    const std::int64_t k = work.tokens.k_padded;
-    s.gradient_columns = take_operand(cursor, shape.out_features, k,
-                                      spec.gw_scale == Granularity::token ? k : shape.out_features);
-    if (spec.storage != Storage::int8)
-      s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
-    s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
-    s.sums = take_sums(cursor, facts, shape);
-  }
-  if (s.zeroed.words != nullptr) {
-    s.gradient_rows.amax = s.zeroed.words;
-    s.weight.amax = s.gradient_rows.amax + words.rows;
-    s.gradient_columns.amax = s.weight.amax + words.weight;
-  }
-  return s;
-}
-
-ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
-                                    const ForwardWork& work) {
-  return detail::take_forward_scratch(cursor, work,
-                                      [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-                                        return gemm_workspace(facts, m, n, k);
-                                      });
-}
-
-// A partial sum for every 128 tokens, or those of rows_column_amax_kernel.
-char* take_sums(WorkspaceCursor& cursor, const DeviceFacts& facts, const LinearShape& shape) {
-  const std::int64_t runs =
-      std::max(sum_runs(shape.tokens), rows_column_amax_sums(facts, shape.tokens));
-  return cursor.take<char>(runs * shape.out_features * static_cast<std::int64_t>(sizeof(float)));
-}
-
-std::size_t backward_workspace(const DeviceFacts& facts, const BackwardWork& work) {
-  WorkspaceCursor cursor, for_sums;
-  if (is_token_storage(work.spec.storage)) {
-    take_token_scratch(cursor, facts, work);
-  } else {
-    take_scratch(cursor, facts, work);
-  }
-  if (work.gb) take_sums(for_sums, facts, work.shape);
-  return std::max(cursor.bytes(), for_sums.bytes());
+ForwardScratch take_scratch(const DeviceFacts& facts, const ForwardWork& work, void* workspace) {
+  return take_forward_scratch(workspace, work, [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return gemm_workspace(facts, m, n, k);
+  });
 }
 
 }  // namespace hot::detail::plan

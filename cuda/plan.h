@@ -30,7 +30,7 @@ inline constexpr int rows16_max_lanes = 512;
 // Rows of x in INT8, of a transform in such blocks, and x in INT4 from one read.
 namespace rows_groups {
 constexpr int hadamard_block = 64;
-// Threads of a CTA at most, whose lanes hold so many blocks of 16.
+// Largest CTA when each lane holds this many blocks of 16.
 constexpr int max_threads(int lane_blocks) { return lane_blocks <= 3 ? 256 : rows16_max_lanes; }
 }  // namespace rows_groups
 
@@ -82,8 +82,8 @@ constexpr bool fits_in_place(Kind kind, int dtype_size) {
   return k16_tokens(kind) == 2 * k16 && dtype_size == 2;
 }
 
-// CTAs on an SM: as many as its shared memory has room for (6; of one pass 3) where hardly a
-// register spills for it; random numbers take more.
+// Target CTAs per SM: what shared memory allows (6, or 3 for the one-pass kernel) if few registers
+// spill. Stochastic rounding spills earlier.
 constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) {
@@ -153,7 +153,7 @@ constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps
 namespace rotated {
 
 constexpr int threads = 128;  // columns of a CTA of rotate_kernel, each a block of tokens
-// A CTA of requantize_rotated_kernel takes so many channels, a warp each, of so many k16.
+// requantize_rotated_kernel: channels of a CTA (one warp each), and its k16 steps.
 constexpr int channels = 8, k16s = 256;
 constexpr int exponent_rows = 8;  // of a CTA of token_exponents_kernel, a warp each
 
@@ -318,7 +318,7 @@ enum class Kernel : std::uint8_t {
   final_sum,
   // products
   fill_zero,
-  spread,
+  broadcast_scale,
   widen,  // a bias
   unpack,
   gemm_small,
@@ -339,10 +339,6 @@ inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
 static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma_128x256x128) ==
               mma_tile_count);
 
-constexpr bool is_mma_tile(Kernel kernel) {
-  return kernel >= Kernel::mma_128x256x128 && kernel <= Kernel::mma_any;
-}
-
 struct KernelInfo {
   const char* name;  // of the __global__ function
   const char* file;
@@ -357,7 +353,7 @@ enum class Buffer : std::uint8_t {
   w,
   x,
   saved,        // x as it was kept
-  exponents,    // and the sizes of its tokens, where they were equalised
+  exponents,    // sizes of x's tokens, if they were equalised
   quantized_w,  // w as quantize_weight kept it
   gx,
   gw,
@@ -365,15 +361,15 @@ enum class Buffer : std::uint8_t {
   a,  // operands and result of a product on its own
   b,
   out,
-  rows,        // codes and scales of g_y for g_x,
-  columns,     // of P g_y for g_w,
-  weight,      // of w for g_x,
-  activation,  // of x for g_w, where it was kept in packed codes
+  gy_rows,     // codes and scales of g_y for g_x
+  columns,     // codes and scales of P g_y for g_w
+  weight,      // codes and scales of w for g_x
+  activation,  // INT8 codes and scales of x for g_w, made from packed codes
   rows_amax,   // largest values, between two kernels
   columns_amax,
   weight_amax,
   sums,         // partial sums of g_b
-  all_scratch,  // the same on their own, from the start of the workspace
+  all_scratch,  // partial sums of g_b alone, from the start of the workspace
   spread_a,     // scales as vectors
   spread_b,
   stream_k,    // sums of tiles that CTAs share: stream-K's, and those of mma.sync
@@ -669,46 +665,14 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-// Largest values, zeroed before kernels update them.
-struct Zeroed {
-  std::uint32_t* words = nullptr;
-  std::size_t bytes = 0;
-};
-Zeroed take_zeroed(WorkspaceCursor&, std::int64_t words);
-
 std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Projection&,
                                 const OperandQuant&);
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k,
                            bool by_rows = false);
 
-// The arrays of a backward in its workspace.
-struct Scratch {
-  Operand gradient_rows{}, weight{};         // for g_x
-  Operand gradient_columns{}, activation{};  // for g_w; activation: from packed codes
-  char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
-  Zeroed zeroed{};  // every Operand::amax
-};
-// The same of the token storages.
-struct TokenScratch {
-  FeatureScratch features{};  // of g_y
-  std::uint8_t* exponents = nullptr;
-  Operand rows{}, weight{};               // g_x; rows: g_w, too
-  bool by_rows = false;                   // the product takes rows; else they are transposed
-  Operand transposed{}, contributions{};  // g_w
-  std::int32_t* drawn = nullptr;          // by slots
-  float* drawn_factor = nullptr;
-  MatrixOut product{};
-  char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
-  Zeroed zeroed{};
-};
-TokenScratch take_token_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
-// Gives the size (a cursor without memory) and the pointers, so they cannot disagree.
-Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
-// Partial sums of g_b on its own: nothing else is alive then.
-char* take_sums(WorkspaceCursor&, const DeviceFacts&, const LinearShape&);
-std::size_t backward_workspace(const DeviceFacts&, const BackwardWork&);
-
-ForwardScratch take_forward_scratch(WorkspaceCursor&, const DeviceFacts&, const ForwardWork&);
+// Gives the size (without memory) and the pointers, so they cannot disagree.
+BackwardScratch take_scratch(const DeviceFacts&, const BackwardWork&, void* workspace);
+ForwardScratch take_scratch(const DeviceFacts&, const ForwardWork&, void* workspace);
 
 }  // namespace plan
 }  // namespace hot::detail

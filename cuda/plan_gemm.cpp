@@ -170,13 +170,13 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   const bool faster = facts.hardware.has(Feature::wgmma) || facts.hardware.has(Feature::tcgen05);
   if (plan.takes({Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
     if (p.one_scale_a) {
-      plan.add(Kernel::spread, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::spread_a).work =
-          SpreadStep{index, false};
+      plan.add(Kernel::broadcast_scale, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::spread_a)
+          .work = SpreadStep{index, false};
       reads |= Buffer::spread_a;
     }
     if (p.one_scale_b) {
-      plan.add(Kernel::spread, {ceil_div(p.n, 256), 256}, buffers.b, Buffer::spread_b).work =
-          SpreadStep{index, true};
+      plan.add(Kernel::broadcast_scale, {ceil_div(p.n, 256), 256}, buffers.b, Buffer::spread_b)
+          .work = SpreadStep{index, true};
       reads |= Buffer::spread_b;
     }
     const WgmmaChoice choice = wgmma_choice(facts, p);
@@ -311,7 +311,7 @@ void add_gx(Plan& plan, Products& products, const BackwardWork& work, const OutF
   const LinearShape& shape = work.shape;
   if (work.gx) {
     products.add(0, shape.tokens, shape.in_features, work.out_features.k_padded, out,
-                 {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx});
+                 {Buffer::gy_rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx});
   } else if (work.clear_gx) {
     add_zeros(plan, shape.tokens * shape.in_features, Buffer::gx, 0);
   }

@@ -121,7 +121,7 @@ Reason why_not_block16(const Projection& p, const OperandQuant& quant, Kind& kin
   if (p.equalized && !p.signs && !full) {  // no other kind has factors of tokens
     return {"equalize_tokens with basis %s, where full has a fast kernel", 0, basis_name(p.basis)};
   }
-  if (quant.per_k) return scales_by_token;
+  if (quant.per_contraction) return scales_by_token;
   if (p.order.prefix_rows() > 0) return {"there are prefix tokens"};
   if (quant.rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
   if (p.signs) {
@@ -548,7 +548,7 @@ class GroupedOperands {
       if (sum && !gradient) launch.also(sum_read, Buffer::gb);
     }
     if (of_.rows != nullptr) {
-      launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::rows);
+      launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::gy_rows);
       if (rows) launch.also(Buffer::rows_amax, {});
     }
     if (of_.groups != nullptr) {
@@ -693,7 +693,7 @@ std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, con
                                 const OperandQuant& quant) {
   Kind kind{};
   if (p.k_padded > 0 && !why_not_one_pass(facts, cols, p, quant, kind)) return 0;
-  return quant.per_tensor ? grouped::max_amax_slots : quant.per_k ? p.k_padded : cols;
+  return quant.per_tensor ? grouped::max_amax_slots : quant.per_contraction ? p.k_padded : cols;
 }
 
 }  // namespace hot::detail::plan

@@ -104,12 +104,6 @@ struct RowShare {
 };
 RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks);
 
-// Words of Operand::amax, to be zeroed.
-struct AmaxWords {
-  std::int64_t rows = 0, weight = 0, columns = 0;
-  std::int64_t all() const { return rows + weight + columns; }
-};
-
 void add_zero(Plan&, const AmaxWords&);
 
 // Null: not wanted.
@@ -144,6 +138,11 @@ void add_sum_alone(Plan&, const LinearShape&, const ArrayFacts& gy, bool accumul
 // ---- the token storages (plan_tokens.cpp) ------------------------------------------------------
 
 Plan plan_token_backward(const DeviceFacts&, const BackwardWork&, const BackwardArrays&);
+// Partial sums of a column that token_rows_kernel makes at most.
+std::int64_t token_row_sums(const DeviceFacts&, std::int64_t rows, std::int64_t padded);
+// Why g_w's product does not take rows of g_y as they lie, but a transposed copy.
+Reason why_transposed(const DeviceFacts&, const BackwardWork&);
+AmaxWords amax_words(const DeviceFacts&, const BackwardWork&);
 void add_kept_tokens(Plan&, const DeviceFacts&, const CompressShape&);
 
 // ---- products (plan_gemm.cpp) ------------------------------------------------------------------

@@ -57,7 +57,7 @@ std::int64_t add_token_rows(Plan& plan, const DeviceFacts& facts, RowsOf of, std
                             bool packed, bool sum) {
   const RowDivision d = row_division(facts, rows, padded, x.dtype, packed, sum);
   const bool of_gy = of == RowsOf::gy;
-  Buffers writes = of_gy ? Buffer::rows : Buffer::saved;
+  Buffers writes = of_gy ? Buffer::gy_rows : Buffer::saved;
   if (d.sum) writes |= Buffer::sums;
   if (d.rows == 0) plan.takes({Kernel::token_rows, "%a is read twice", too_long(cols)});
   note_loads(plan, Kernel::token_rows, not_vectors(x.rows_aligned, cols));
@@ -68,7 +68,9 @@ std::int64_t add_token_rows(Plan& plan, const DeviceFacts& facts, RowsOf of, std
   return d.sum ? d.ctas : 0;
 }
 
-// The most that it can return, for any type.
+}  // namespace
+
+// For any type.
 std::int64_t token_row_sums(const DeviceFacts& facts, std::int64_t rows, std::int64_t padded) {
   const auto sums = [&](DType dtype) {
     const RowDivision d = row_division(facts, rows, padded, dtype, false, true);
@@ -76,6 +78,8 @@ std::int64_t token_row_sums(const DeviceFacts& facts, std::int64_t rows, std::in
   };
   return std::max(sums(DType::bf16), sums(DType::f32));
 }
+
+namespace {
 
 void add_feature_sizes(Plan& plan, RowsOf of, std::int64_t features, std::int64_t tokens,
                        const ArrayFacts& x) {
@@ -99,13 +103,8 @@ void add_feature_sizes(Plan& plan, RowsOf of, std::int64_t features, std::int64_
 
 bool token_given(const BackwardWork& work) { return work.gx && !work.weight; }
 
-std::int64_t weight_amax_words(const DeviceFacts& facts, const BackwardWork& work) {
-  if (!work.weight) return 0;
-  return columns_amax_words(facts, work.shape.in_features, work.out_features,
-                            weight_quant(work.spec));
-}
+}  // namespace
 
-// Why g_w's product does not take rows of g_y as they lie, but a transposed copy.
 Reason why_transposed(const DeviceFacts& facts, const BackwardWork& work) {
   if (draws_tokens(work.spec)) return {"a share of the tokens"};
   const LinearShape& shape = work.shape;
@@ -115,53 +114,6 @@ Reason why_transposed(const DeviceFacts& facts, const BackwardWork& work) {
   if (work.gx) products.add(0, shape.tokens, shape.in_features, outs, {}, {});
   products.add(1, outs, ins, work.tokens.k_padded, {DType::f32, true, true}, {});
   return why_not_rows(facts, products);
-}
-
-}  // namespace
-
-TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
-                                const BackwardWork& work) {
-  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k, bool by_rows) {
-    return cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k, by_rows)));
-  };
-  TokenScratch s;
-  if (!work.gx && !work.gw) return s;
-  const LinearShape& shape = work.shape;
-  const std::int64_t outs = work.out_features.k_padded, tokens = work.tokens.k_padded;
-  const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
-  s.features = take_features(cursor, shape.out_features, outs);
-  s.exponents = cursor.take<std::uint8_t>(shape.out_features);
-  const std::int64_t words[2] = {weight_amax_words(facts, work), work.gw ? ins : 0};
-  s.zeroed = take_zeroed(cursor, words[0] + words[1]);
-  s.by_rows = work.gw && !why_transposed(facts, work);
-  // Tokens of its last 16 that are none meet zeros.
-  s.rows = take_operand(cursor, s.by_rows ? tokens : shape.tokens, outs, shape.tokens);
-  s.rows.rows = shape.tokens;
-  if (work.gx) {
-    if (work.weight) s.weight = take_operand(cursor, shape.in_features, outs, shape.in_features);
-    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, outs, false);
-  }
-  if (work.gw) {
-    // Where rows serve, its scales of 1 alone.
-    s.transposed = take_operand(cursor, outs, s.by_rows ? 0 : tokens, outs);
-    s.transposed.k_padded = tokens;
-    s.contributions = take_operand(cursor, ins, tokens, ins);
-    if (draws_tokens(work.spec)) {
-      s.drawn = cursor.take<std::int32_t>(work.tokens.k);
-      s.drawn_factor = cursor.take<float>(work.tokens.k);
-    }
-    s.product = {cursor.take<float>(outs * ins), DType::f32, outs, ins, ins, 1};
-    s.gw_gemm = take_gemm(outs, ins, tokens, s.by_rows);
-  }
-  if (work.gb) {
-    s.sums = cursor.take<char>(token_row_sums(facts, shape.tokens, outs) * shape.out_features *
-                               static_cast<std::int64_t>(sizeof(float)));
-  }
-  if (s.zeroed.words != nullptr) {
-    s.weight.amax = s.zeroed.words;
-    s.contributions.amax = s.zeroed.words + words[0];
-  }
-  return s;
 }
 
 void add_kept_tokens(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
@@ -181,7 +133,7 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
   std::int64_t runs = 0;
   bool by_rows = false;
   if (work.gx || work.gw) {
-    add_zero(plan, {0, weight_amax_words(facts, work), work.gw ? ins : 0});
+    add_zero(plan, amax_words(facts, work));
     add_feature_sizes(plan, RowsOf::gy, shape.out_features,
                       token_given(work) ? 0 : std::min(shape.tokens, size_sample), arrays.gy);
     runs = add_token_rows(plan, facts, RowsOf::gy, shape.tokens, shape.out_features, outs,
@@ -193,7 +145,7 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
                  shape.in_features, work.out_features, weight_quant(spec), shape.in_features});
   }
   if (work.gw) {
-    Buffers codes = Buffer::rows, x = Buffer::saved | Buffer::rows;
+    Buffers codes = Buffer::gy_rows, x = Buffer::saved | Buffer::gy_rows;
     if (draws_tokens(spec)) {
       plan.add(Kernel::draw_tokens, {1, token::draw_threads}, x, Buffer::drawn);
       codes |= Buffer::drawn;
@@ -224,7 +176,7 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
   Products products;
   add_gx(plan, products, work, arrays.gx);
   if (work.gw) {
-    const ProductBuffers of{(by_rows ? Buffer::rows : Buffer::transposed) | Buffer::features,
+    const ProductBuffers of{(by_rows ? Buffer::gy_rows : Buffer::transposed) | Buffer::features,
                             Buffer::activation, Buffer::product};
     ProductShape& p = products.add(1, outs, ins, kw, {DType::f32, true, true}, of);
     p.one_scale_a = p.one_scale_b = false;

@@ -27,7 +27,7 @@ struct ColumnArgs {
   std::int64_t k_padded;
   std::int64_t run;  // blocks of one thread
   int bits;
-  bool per_tensor, per_k;
+  bool per_tensor, per_contraction;
   DeviceKey key;
   Pass pass;
 };
@@ -48,13 +48,13 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
   if (args.pass == Pass::amax) {
     std::uint32_t best = 0;
     walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
-      if (args.per_k) {
+      if (args.per_contraction) {
         atomic_max(amax + k, abs_bits(value));
       } else {
         best = max(best, abs_bits(value));
       }
     });
-    if (!args.per_k) atomic_max(amax + (args.per_tensor ? 0 : col), best);
+    if (!args.per_contraction) atomic_max(amax + (args.per_tensor ? 0 : col), best);
     return;
   }
   const DeviceOffset offset = offset_of(args.key);
@@ -62,10 +62,11 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
   const std::int64_t first = begin * args.p.rank;
   const std::int64_t last = end < args.p.blocks ? end * args.p.rank : args.k_padded;
   const auto finish = [&](std::int64_t g) {
-    const DeviceScale column =
-        args.per_k ? DeviceScale{} : device_scale(amax[args.per_tensor ? 0 : col], args.bits);
+    const DeviceScale column = args.per_contraction
+                                   ? DeviceScale{}
+                                   : device_scale(amax[args.per_tensor ? 0 : col], args.bits);
     const auto scale_at = [&](int i) {
-      return args.per_k ? device_scale(amax[g * k16 + i], args.bits) : column;
+      return args.per_contraction ? device_scale(amax[g * k16 + i], args.bits) : column;
     };
     const uint4 codes =
         round_group<rounding>([&](int i) { return scale_at(i).keep ? pending[i] : 0.0F; },
@@ -97,7 +98,7 @@ void launch_generic_columns(const Context& context, const plan::Step& step, cons
                         step.as<plan::GenericColumnsStep>().run,
                         job.quant.bits,
                         job.quant.per_tensor,
-                        job.quant.per_k,
+                        job.quant.per_contraction,
                         device_key(context.key(), job.quant.purpose),
                         step.kernel == plan::Kernel::generic_amax ? Pass::amax : Pass::codes};
   with_rounding(step.rounding, [&](auto r) {

@@ -16,7 +16,7 @@
 //            which tokens of the tile meet) or butterflied. It alone keeps their largest values and
 //            sums in shared memory from tile to tile.
 //   end      A CTA updates the largest values in global memory once, and leaves a partial sum of
-//            every column for every 32 tiles: so many additions in fp32 keep the bound of g_b.
+//            every column for every 32 tiles: that many fp32 additions keep g_b's error bound.
 //   2 bytes read and 1 written for an element, and 2 + 1 (rank 8: 0.5) for the columns' codes,
 //   where three kernels read 2 bytes three times.
 #include <algorithm>

@@ -5,8 +5,8 @@
 // backward.
 //   chunk    64 tokens, a group of the packed codes. Some CTAs take its rows, as rows16_kernel
 //            does, the others its columns, as group_quads_kernel does. They are neighbours in the
-//            grid, so they run at the same time: who comes second reads from the L2, and CTAs that
-//            wait for memory (rows) share an SM with those that draw random numbers (groups).
+//            grid, so they run at the same time: the second reader hits the L2, and CTAs that wait
+//            for memory (rows) share an SM with those that draw random numbers (groups).
 //   2 bytes read and 1.53 written for an element, where two kernels read 4.
 #include <cstdint>
 

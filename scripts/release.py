@@ -201,7 +201,7 @@ def main() -> int:
     for cuda in (False, True):
         same = [w for w in wheels if mine in w.name and ("-1cu" in w.name) == cuda]
         if same:
-            name = f"hotcore-{version}{'-cuda' if cuda else ''}.cdx.json"
+            name = f"hotcore_int8-{version}{'-cuda' if cuda else ''}.cdx.json"
             sbom(same[0], cuda, nanobind, bin_, out / name)
     sums = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"

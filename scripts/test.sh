@@ -197,14 +197,9 @@ test_python() {
     workers=(-n "$((jobs < 8 ? jobs : 8))" --dist loadfile)
     local -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   fi
-  # Flax's layers in a process of their own: behind other files of tests XLA refused an attribute of theirs.
-  local flax="tests/with_jax/test_flax.py"
   (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest "$@" ${workers[@]+"${workers[@]}"} -m "$marks" --durations=20 \
-    --ignore "$flax" --junit-xml "$results/pytest.xml") ||
+    --junit-xml "$results/pytest.xml") ||
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
-  [[ -z "$version" ]] || return 0
-  (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest "$flax" -m "$marks" --junit-xml "$results/pytest-flax.xml") ||
-    [[ -f "$results/pytest-flax.xml" ]] || broken "pytest $flax"
 }
 
 # Without the test of a benchmark (the others' are in tests/evidence): no version of torch changes it.
@@ -214,6 +209,15 @@ test_wheel() {
   local wheel folder="$HOT_ROOT/build/wheels-cuda"
   if wheel="$(compgen -G "$HOT_ROOT/build/wheels/*/*.whl")"; then
     try_wheel "wheel" "$wheel"
+    hot_env_say "a release's dry run with this wheel: source distribution, checks, SBOM, sums"
+    rm -rf "$HOT_ROOT/build/release"
+    if "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/release.py" --system-compiler --wheels "${wheel%/*}" \
+      --out "$HOT_ROOT/build/release" >"$results/release.log" 2>&1; then
+      passed "release, dry run"
+    else
+      tail -30 "$results/release.log"
+      broken "release, dry run"
+    fi
   else
     hot_env_say "no wheel in build/wheels (it is installed already): not tried in an empty environment"
   fi

@@ -400,11 +400,11 @@ struct BackwardArguments {
   const ConstSavedActivation& saved;
   bool accumulate;
   LinearShape shape{};
-  Projection tokens{}, out_features{};         // of g_y and x for g_w; of g_y and w for g_x
+  Projection tokens{}, out_features{};         // transforms for g_w and for g_x
   SavedLayout layout{};                        // of `saved`, for g_w
-  MatrixIn gy{}, w{};                          // w: no rows if it comes quantised,
-  std::optional<detail::Operand> quantized{};  // as this
-  MatrixOut gx{}, gw{};                        // no data: not wanted
+  MatrixIn gy{}, w{};                          // w has no rows if it was quantised before
+  std::optional<detail::Operand> quantized{};  // w, if it was quantised before
+  MatrixOut gx{}, gw{};                        // data is null: not wanted
   std::optional<MatrixOut> gb{};
 };
 
@@ -419,8 +419,6 @@ void run_backward(const BackwardArguments& given, const Checker& check,
   call.work.accumulate = given.accumulate;
   call.work.clear_gx = !gx && has_elements(given.gx);
   call.work.clear_gw = !gw && has_elements(given.gw) && !given.accumulate;
-  const detail::Backend& backend = backend_of(given.context);
-  check.workspace(workspace, backend.backward_workspace(given.context, call.work));
   call.gy = given.gy;
   call.w = given.w;
   call.quantized = given.quantized.value_or(detail::Operand{});
@@ -432,7 +430,7 @@ void run_backward(const BackwardArguments& given, const Checker& check,
   call.gx = given.gx;
   call.gw = given.gw;
   call.gb = given.gb.value_or(MatrixOut{});
-  backend.backward(given.context, call, workspace.data);
+  backend_of(given.context).backward(given.context, call, check, workspace);
 }
 
 void resolve_saved(BackwardArguments& call, bool has_weight) {

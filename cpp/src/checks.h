@@ -93,16 +93,16 @@ struct ExpectedWeight {
   const char* call;
   const char* made_by;  // the function that quantises it
   std::uint64_t format;
-  bool contracts_out_features;  // else in_features,
-  std::int64_t contraction;     // which are these,
-  const char* operand;          // of this operand
-  std::int64_t k_padded;        // the same, as a quantised w is padded
+  bool contracts_out_features;  // otherwise the contraction is over in_features
+  std::int64_t contraction;     // size of the contraction
+  const char* operand;          // the operand that has this size, too
+  std::int64_t k_padded;        // the contraction of a quantised w, padded
 };
 struct ResolvedWeight {
-  MatrixIn matrix{};                   // no rows if it comes quantised,
-  std::optional<Operand> quantized{};  // as this
-  std::int64_t other_size = 0;         // that of in_features, out_features that is not contracted
-  ConstTensorView memory{};            // what outputs must not overlap
+  MatrixIn matrix{};                   // has no rows if w was quantised before
+  std::optional<Operand> quantized{};  // w, if it was quantised before
+  std::int64_t other_size = 0;         // the size of w that is not contracted
+  ConstTensorView memory{};            // outputs must not overlap it
 };
 // Codes that are only read: an Operand is writable.
 Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_padded);

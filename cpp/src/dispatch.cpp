@@ -174,14 +174,26 @@ void unpack_int4(const Context& context, const ConstTensorView& packed, const Te
   backend_of(context).unpack_int4(context, detail::matrix_of(packed), detail::matrix_out_of(out));
 }
 
+namespace {
+
+// The workspace of a product; without memory it only counts.
+struct GemmScratch {
+  detail::WorkspaceCursor cursor;
+  char* product;
+  std::int8_t *a, *b;  // gemm_int4's operands, if they are unpacked
+  GemmScratch(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k, void* memory)
+      : cursor(memory),
+        product(cursor.take<char>(
+            static_cast<std::int64_t>(backend_of(context).gemm_workspace(context, m, n, k)))),
+        a(cursor.take<std::int8_t>(m * k)),
+        b(cursor.take<std::int8_t>(n * k)) {}
+};
+
+}  // namespace
+
 std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
   detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
-  detail::WorkspaceCursor cursor;
-  cursor.take<char>(
-      static_cast<std::int64_t>(backend_of(context).gemm_workspace(context, m, n, k)));
-  cursor.take<std::int8_t>(m * k);  // gemm_int4's operands, if they are unpacked
-  cursor.take<std::int8_t>(n * k);
-  return cursor.bytes();
+  return GemmScratch(context, m, n, k, nullptr).cursor.bytes();
 }
 
 namespace {
@@ -259,16 +271,14 @@ void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTens
   const std::int64_t m = a.shape[0], n = b.shape[0], k = a.shape[1];
   detail::GemmArgs args =
       GemmCall{"gemm_int8", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
-  check.workspace(workspace, gemm_workspace(context, m, n, k));
+  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
+  const GemmScratch scratch(context, m, n, k, workspace.data);
+  check.workspace(workspace, scratch.cursor.bytes());
   args.a = static_cast<const std::int8_t*>(a.data);
   args.b = static_cast<const std::int8_t*>(b.data);
   args.lda = a.stride[0];
   args.ldb = b.stride[0];
-  detail::WorkspaceCursor cursor(workspace.data);
-  const detail::Backend& backend = backend_of(context);
-  backend.gemm(
-      context, args,
-      cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k))));
+  backend_of(context).gemm(context, args, scratch.product);
 }
 
 void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
@@ -289,18 +299,14 @@ void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTens
   const std::int64_t m = a.shape[0], n = b.shape[0];
   detail::GemmArgs args =
       GemmCall{"gemm_int4", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
-  check.workspace(workspace, gemm_workspace(context, m, n, k));
-  const detail::Backend& backend = backend_of(context);
+  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
+  const GemmScratch scratch(context, m, n, k, workspace.data);
+  check.workspace(workspace, scratch.cursor.bytes());
   args.a = static_cast<const std::int8_t*>(a.data);
   args.b = static_cast<const std::int8_t*>(b.data);
   args.lda = a.stride[0];
   args.ldb = b.stride[0];
-  detail::WorkspaceCursor cursor(workspace.data);
-  char* const scratch =
-      cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
-  auto* const a8 = cursor.take<std::int8_t>(m * k);
-  auto* const b8 = cursor.take<std::int8_t>(n * k);
-  backend.gemm_int4(context, args, a8, b8, scratch);
+  backend_of(context).gemm_int4(context, args, scratch.a, scratch.b, scratch.product);
 }
 
 }  // namespace hot

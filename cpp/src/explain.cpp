@@ -147,7 +147,14 @@ struct Amounts {
 
 std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
 
-Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan) {
+// Of a quantised operand, as it is carved.
+std::int64_t size_of(const detail::Operand& operand) {
+  return operand.rows * operand.k_padded + 4 * operand.scales;
+}
+
+// `scratch`: of a backward.
+Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
+                   const detail::BackwardScratch& scratch) {
   const auto [L, O, I] = layer.shape;
   const BackwardLinearSpec& spec = layer.spec;
   const ExplainOptions& options = layer.options;
@@ -172,14 +179,15 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan) 
   bytes[Buffer::bias] = O * size_of(options.bias_dtype);
   bytes[Buffer::saved] = static_cast<std::int64_t>(saved_layout(L, I, spec).exponent_offset);
   bytes[Buffer::exponents] = L;
-  bytes[Buffer::quantized_w] = bytes[Buffer::weight] = I * (kx + 4);
-  bytes[Buffer::rows] = L * (kx + 4);
-  bytes[Buffer::columns] = O * kw + 4 * (by_token ? kw : O);
-  bytes[Buffer::activation] = ins * (kw + 4);
+  bytes[Buffer::quantized_w] = I * (kx + 4);
+  bytes[Buffer::weight] = size_of(scratch.weight);
+  bytes[Buffer::gy_rows] = size_of(scratch.rows);
+  bytes[Buffer::columns] = size_of(scratch.columns);
+  bytes[Buffer::activation] = size_of(scratch.activation);
   bytes[Buffer::x_rows] = bytes[Buffer::forward_x] = L * (k + 4);
   bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
-  bytes[Buffer::transposed] = kx * kw;
-  bytes[Buffer::product] = 4 * kx * ins;
+  bytes[Buffer::transposed] = scratch.columns.rows * scratch.columns.k_padded;
+  bytes[Buffer::product] = 4 * scratch.product.rows * scratch.product.cols;
   bytes[Buffer::drawn] = 8 * layer.tokens.k;
   bytes[Buffer::sizes] = 8 * (one_code && !backward ? I : O);
   bytes[Buffer::features] = one_code && !backward ? 4 * I : 4 * kx + O;
@@ -339,7 +347,7 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
       const Buffer array = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
       if (of.tokens > 0) e.bytes_read += of.bytes[array] / of.tokens * sizes.tokens;
     }
-    if (step.kernel == Kernel::spread) e.bytes_read = 4;  // the one scale of an operand
+    if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the one scale of an operand
     if (step.kernel == Kernel::zero) {
       e.bytes_written = static_cast<std::int64_t>(step.as<detail::plan::ZeroStep>().bytes);
     }
@@ -359,8 +367,8 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
 }
 
 void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
-               const Rates& rates) {
-  add_steps(all, call, plan, amounts_of(layer, call, plan), rates);
+               const Rates& rates, const detail::BackwardScratch& scratch = {}) {
+  add_steps(all, call, plan, amounts_of(layer, call, plan, scratch), rates);
 }
 
 // ---- the forward product -----------------------------------------------------------------------
@@ -390,9 +398,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
             detail::plan::plan_forward(
                 layer.facts, work, {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
             rates);
-  detail::WorkspaceCursor cursor;
-  detail::plan::take_forward_scratch(cursor, layer.facts, work);
-  all.workspace = cursor.bytes();
+  all.workspace = detail::plan::take_scratch(layer.facts, work, nullptr).bytes;
 }
 
 // Writes the device and the rates of the floor into `all` and returns the rates.
@@ -551,13 +557,14 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     work.clear_gx = options.gx && !gx && elements;
     work.clear_gw = options.gw && !gw && O > 0 && I > 0 && !options.accumulate;
     if (!options.gx && !options.gw && !options.gb) return;
+    const detail::BackwardScratch scratch = detail::plan::take_scratch(facts, work, nullptr);
     add_steps(
         all, layer, "backward_linear",
         detail::plan::plan_backward(facts, work,
                                     {layer.array(O), layer.array(I), layer.out(I, options.dtype),
                                      layer.out(I, options.gw_dtype)}),
-        rates);
-    all.workspace = std::max(all.workspace, detail::plan::backward_workspace(facts, work));
+        rates, scratch);
+    all.workspace = std::max(all.workspace, scratch.bytes);
   });
   all.text = text_of(
       all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +

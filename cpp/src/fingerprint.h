@@ -1,4 +1,4 @@
-// A number for the fields that decide what a kept buffer's bytes mean.
+// Hash of the fields that define a kept buffer's format.
 #pragma once
 
 #include <cstdint>

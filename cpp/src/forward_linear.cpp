@@ -97,10 +97,7 @@ void check_and_run(const Context& context, const InputArgument& given_x,
                                       detail::shape_text({shape.tokens, shape.out_features}) +
                                       ", leading dimensions flattened");
   }
-  const detail::Backend& backend = backend_of(context);
-  check.workspace(workspace, backend.forward_workspace(context, call.work));
-  if (shape.tokens == 0 || shape.out_features == 0) return;
-  backend.forward(context, call, workspace.data);
+  backend_of(context).forward(context, call, check, workspace);
 }
 
 }  // namespace

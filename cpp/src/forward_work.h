@@ -14,13 +14,14 @@ namespace hot::detail {
 struct ForwardWork {
   const ForwardLinearSpec& spec;
   LinearShape shape;
-  bool input;         // whether x
-  bool weight;        // and w are to be quantised
-  bool bias = false;  // and whether there is a bias,
-  bool wide = false;  // which is to be widened to a vector of fp32
+  bool input;         // x must be quantised
+  bool weight;        // w must be quantised
+  bool bias = false;  // the call has a bias
+  bool wide = false;  // the bias must be widened to fp32
+  bool empty() const { return shape.tokens == 0 || shape.out_features == 0; }
 };
 
-// A call, with its memory. y is not empty.
+// A call, with its memory.
 struct ForwardCall {
   ForwardWork work;
   MatrixIn x{}, w{};
@@ -42,19 +43,22 @@ struct ForwardScratch {
   Operand x{}, weight{};
   float* bias = nullptr;
   char* gemm = nullptr;
+  std::size_t bytes = 0;  // of the workspace
 };
-// A cursor without memory counts. gemm_workspace(m, n, k) are the bytes of the backend's product.
+// Without memory it only counts. gemm_workspace(m, n, k) are the bytes of the backend's product.
 template <class GemmWorkspace>
-ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const ForwardWork& work,
+ForwardScratch take_forward_scratch(void* workspace, const ForwardWork& work,
                                     const GemmWorkspace& gemm_workspace) {
   const LinearShape& shape = work.shape;
   const std::int64_t k = forward_k(shape.in_features, work.spec);
+  WorkspaceCursor cursor(workspace);
   ForwardScratch s;
   if (work.input) s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
   if (work.weight) s.weight = take_operand(cursor, shape.out_features, k, shape.out_features);
   if (work.wide) s.bias = cursor.take<float>(shape.out_features);
   s.gemm = cursor.take<char>(
       static_cast<std::int64_t>(gemm_workspace(shape.tokens, shape.out_features, k)));
+  s.bytes = cursor.bytes();
   return s;
 }
 

@@ -1,5 +1,5 @@
-// The interface of a backend. dispatch.cpp has checked and resolved the arguments; nothing here
-// validates.
+// The interface of a backend. Arguments are checked and resolved before; backward and forward alone
+// check their workspace's size, as they carve it and before anything is written.
 #pragma once
 
 #include <cstddef>
@@ -58,8 +58,8 @@ struct GroupsJob {
   Rounding rounding;
   Operand out;
   bool rotated = false;            // codes of rht2, otherwise of INT4
-  const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded] (CPU),
-  Key key{};                       // or the key of the dither that it comes from (CUDA)
+  const float* offsets = nullptr;  // CPU, rht2: dither offsets added to decoded values, [k_padded]
+  Key key{};                       // CUDA, rht2: the key of that dither
 };
 
 // x [L, C] as it is kept for backward, by the key of the context: with storage int8 as `out`,
@@ -75,7 +75,7 @@ struct CompressJob {
   std::int64_t row_bytes;
   std::uint16_t* scale;
   std::optional<TokenCodesOut> tokens = std::nullopt;  // of the token storages, in place of these
-  // x as what is kept is made from it.
+  // The view of x that is compressed.
   MatrixIn equalized() const {
     MatrixIn made = x;
     made.exponents = exponents;
@@ -133,6 +133,7 @@ struct GemmTokenArgs {
   MatrixOut out;
 };
 
+class Checker;        // checks.h
 struct BackwardWork;  // backward_work.h
 struct BackwardCall;
 struct ForwardWork;  // forward_work.h
@@ -168,7 +169,8 @@ class Backend {
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
-  virtual void backward(const Context&, const BackwardCall&, void* workspace) const = 0;
+  virtual void backward(const Context&, const BackwardCall&, const Checker&,
+                        const Workspace&) const = 0;
 
   // Rows with a scale each, nothing random: w for the forward product; x for it, and, where `kept`
   // is given, the same x as it is kept (scratch: that of compress).
@@ -176,7 +178,8 @@ class Backend {
   virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                                       void* workspace) const = 0;
   virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
-  virtual void forward(const Context&, const ForwardCall&, void* workspace) const = 0;
+  virtual void forward(const Context&, const ForwardCall&, const Checker&,
+                       const Workspace&) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp

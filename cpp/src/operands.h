@@ -140,7 +140,7 @@ inline Operand weight_operand(void* data, std::int64_t rows, std::int64_t k_padd
 struct OperandQuant {
   int bits;
   bool per_tensor;
-  bool per_k;  // one scale for each column of the K-contiguous matrix ("token")
+  bool per_contraction;  // one scale for each column of the K-contiguous matrix ("token")
   Rounding rounding;
   Purpose purpose;
 };

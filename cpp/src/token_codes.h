@@ -20,7 +20,7 @@ inline constexpr std::int64_t token_group = 32;   // features of a token that sh
 inline constexpr std::int64_t dither_tile = 16;   // tokens and features that share a draw
 inline constexpr std::int64_t max_drawn_tokens = (std::int64_t{1} << 31) - 1;  // of a share
 
-// Block of the transform along so many features.
+// The transform's block for this width.
 inline int feature_block(std::int64_t features, int largest) {
   for (int block = largest; block > 16; block /= 2) {
     if (round_up(features, block) <= features + features / 8) return block;

@@ -1,6 +1,5 @@
 #include "views.h"
 
-#include <cstdlib>
 #include <initializer_list>
 #include <new>
 #include <string>
@@ -176,6 +175,12 @@ hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<i
 
 namespace {
 
+constexpr std::align_val_t scratch_alignment{256};
+
+void* new_scratch(std::size_t bytes) { return ::operator new(bytes, scratch_alignment); }
+
+void free_scratch(void* data) { ::operator delete(data, scratch_alignment); }
+
 // What a thread keeps from call to call: memory that goes back to the system costs a page fault for
 // every 4 KB at the next call, up to half of a layer's time.
 struct KeptScratch {
@@ -185,7 +190,7 @@ struct KeptScratch {
   bool lent = false;
 
   void release() {
-    std::free(data);
+    free_scratch(data);
     data = nullptr;
     bytes = 0;
   }
@@ -193,26 +198,18 @@ struct KeptScratch {
 };
 thread_local KeptScratch kept;
 
-void* new_scratch(std::size_t alignment, std::size_t bytes) {
-  void* const data = std::aligned_alloc(alignment, bytes);
-  if (data == nullptr) throw std::bad_alloc();
-  return data;
-}
-
 }  // namespace
 
 void Scratch::allocate(std::size_t bytes) {
   if (bytes == 0) return;
-  constexpr std::size_t alignment = 256;
-  bytes = (bytes + alignment - 1) / alignment * alignment;
   if (kept.lent || bytes > KeptScratch::most) {
-    owned_ = new_scratch(alignment, bytes);
+    owned_ = new_scratch(bytes);
     workspace_ = {owned_, bytes};
     return;
   }
   if (kept.bytes < bytes) {
     kept.release();
-    kept.data = new_scratch(alignment, bytes);
+    kept.data = new_scratch(bytes);
     kept.bytes = bytes;
   }
   kept.lent = borrowed_ = true;
@@ -220,7 +217,7 @@ void Scratch::allocate(std::size_t bytes) {
 }
 
 Scratch::~Scratch() {
-  std::free(owned_);
+  free_scratch(owned_);
   if (borrowed_) kept.lent = false;
 }
 

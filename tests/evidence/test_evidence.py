@@ -20,6 +20,7 @@ for needed in ("sklearn", "tqdm"):
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import bench_head  # noqa: E402
 import bench_latency  # noqa: E402
 import bench_memory  # noqa: E402
 import bench_training  # noqa: E402
@@ -329,6 +330,18 @@ def test_lbp_whts_calls_are_right() -> None:
             torch.testing.assert_close(gw, exact, atol=1e-2, rtol=1e-3)
     with pytest.raises(ValueError, match="no square"):
         bench_latency.lbp_wht(63)
+
+
+def test_head(tmp_path: Path) -> None:
+    path = tmp_path / "head.json"
+    bench_head.main(["--quick", "--rounds", "2", "--threads", "1", "--json", str(path),
+                     "--contenders", "torch", "hotcore*"])  # fmt: skip
+    report = json.loads(path.read_text())
+    assert set(report["heads"]["toy"]) == {"torch", "hotcore", "hotcore, Liger's chunks"} | {
+        f"hotcore {name}" for name in bench_head.RECIPES
+    }
+    for rows in report["errors"].values():
+        assert all(row["gx"] < 0.02 and row["gw"] < 0.02 for row in rows.values())
 
 
 def test_memory(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
     hot.convert(plain, config, lambda module, name: True)
     on_cpu, moved, there = (copy.deepcopy(plain) for _ in range(3))
     for model in (on_cpu, moved, there.cuda()):
-        assert len(hot.freeze_int8(model).layers) == 2
+        assert len(hot.freeze_int8(model).freeze_report.layers) == 2
     moved.cuda()
     x = torch.randn(2, 65, 200, dtype=dtype)
     found = []

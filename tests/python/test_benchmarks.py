@@ -26,6 +26,7 @@ import hotcore  # noqa: E402
 import layers  # noqa: E402
 import timing  # noqa: E402
 from evidence import (  # noqa: E402
+    bench_experts,
     bench_forward_error,
     bench_frozen_error,
     bench_fwht,
@@ -247,6 +248,15 @@ def test_bench_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in found["sum_ms"].items():
         rows = [layer["rows"][name]["median_ms"] for layer in found["layers"].values()]
         assert value == pytest.approx(sum(rows), rel=1e-4)
+
+
+def test_bench_experts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("torch", minversion="2.10")
+    report = run(bench_experts, tmp_path / "experts.json", "--quick")
+    rows = report["layers"]["toy"]["rows"]
+    kept = [rows[name]["kept_bytes"] for name in ("grouped_mm", "experts 8", "all 8", "all 4")]
+    assert kept == sorted(kept, reverse=True) and kept[0] > 5 * kept[-1]
 
 
 def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from c_api import STRUCTS
 from cpp_projects import CONSUMER, INSTALLED, ROOT, build, run, tool
 from hotcore import _core
 
+DISTRIBUTION = "hotcore-int8"
 # Taken from the checkout (PYTHONPATH) there is no distribution to look at. Elsewhere there must be.
 uninstalled = pytest.mark.skipif(
     ROOT / "python" in INSTALLED.parents
-    and not list(importlib.metadata.distributions(name="hotcore")),
+    and not list(importlib.metadata.distributions(name=DISTRIBUTION)),
     reason=f"needs an installed hotcore; this one is in {INSTALLED}",
 )
 
@@ -28,19 +29,19 @@ def test_one_version() -> None:
     assert declared is not None
     assert hotcore.__version__ == declared[1]
     assert _core.version() == declared[1]
-    assert importlib.metadata.version("hotcore") == declared[1]
+    assert importlib.metadata.version(DISTRIBUTION) == declared[1]
 
 
 @uninstalled
 def test_needs_numpy_alone() -> None:
-    required = importlib.metadata.requires("hotcore") or []
+    required = importlib.metadata.requires(DISTRIBUTION) or []
     names = [re.match(r"[\w-]+", entry)[0] for entry in required if "extra ==" not in entry]
     assert names == ["numpy"]
 
 
 @uninstalled
 def test_wheel_holds_what_it_should() -> None:
-    files = {str(path) for path in importlib.metadata.files("hotcore") or []}
+    files = {str(path) for path in importlib.metadata.files(DISTRIBUTION) or []}
     for name in (
         "hotcore/py.typed",
         "hotcore/_core.pyi",
@@ -51,7 +52,7 @@ def test_wheel_holds_what_it_should() -> None:
         "hotcore/include/hot/hot_c.h",
     ):
         assert name in files, name
-    known = re.compile(r"(hotcore|hotcore-[\d.]+\.dist-info)/")
+    known = re.compile(r"(hotcore|hotcore_int8-[\d.]+\.dist-info)/")
     assert [name for name in files if not known.match(name)] == []
     assert [name for name in files if "test" in name.lower()] == []
 

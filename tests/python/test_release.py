@@ -33,7 +33,7 @@ GOOD = {
     "hotcore/__init__.py": b"",
     "hotcore/_core.abi3.so": b"\x7fELF",
     "hotcore/lib/libhot.so.0.1": b"\x7fELF libhot.so.0.1\0",
-    "hotcore-0.1.0.dist-info/WHEEL": b"",
+    "hotcore_int8-0.1.0.dist-info/WHEEL": b"",
 }
 
 
@@ -61,7 +61,7 @@ def test_what_a_wheel_may_be(
     platform: str,
     problem: str | None,
 ) -> None:
-    wheel = tmp_path / f"hotcore-0.1.0-cp312-abi3-{platform}.whl"
+    wheel = tmp_path / f"hotcore_int8-0.1.0-cp312-abi3-{platform}.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (GOOD | changes).items():
             archive.writestr(name, content)
@@ -92,7 +92,7 @@ def test_a_release_names_what_blocks_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
-    (tmp_path / "hotcore-0.1.0.tar.gz").touch()
+    (tmp_path / "hotcore_int8-0.1.0.tar.gz").touch()
     words = [sys.executable, str(ROOT / "scripts/release.py"), "--out", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "is not empty" in done.stderr

@@ -242,7 +242,7 @@ def test_what_is_refused() -> None:
     layers = nn.Sequential(nn.Linear(128, 64), nn.Linear(100, 64), nn.Linear(128, 64))
     narrow = {"2": {"forward_block": 32}}
     hot.convert(layers, filter_fn=lambda module, name: True, overrides=narrow)
-    report = hot.freeze_int8(layers, convrot=True)
+    report = hot.freeze_int8(layers, convrot=True).freeze_report
     assert report.layers == ("0",) and isinstance(layers[0], HotConvRotLinear)
     reasons = dict(report.skipped)
     assert "100 features are no multiple of ConvRot's group 64" in reasons["1"]

@@ -75,7 +75,7 @@ def test_the_identity_is_the_plain_layer(kind: str, dtype: torch.dtype) -> None:
     make, shape = KINDS[kind]
     plain = make().to(dtype)
     layer = copy.deepcopy(plain)
-    done = hot.CustomBackward().convert(layer, everything)
+    done = hot.CustomBackward().convert(layer, everything).hot_report
     assert done == (("",), {})
     x = torch.randn(shape, dtype=dtype)
     gy = torch.randn_like(plain(x))
@@ -159,13 +159,15 @@ def test_convert_and_revert() -> None:
     parameters = dict(model.named_parameters())
     layers = dict(model.named_modules())
     nearest, stochastic = Nearest(), Stochastic()
-    done = nearest.convert(model)  # as hot.convert chooses
+    done = nearest.convert(model).hot_report  # as hot.convert chooses
     assert done.names == ("first", "second")
     assert done.left["small"] == "fewer than 64 features"
     assert done.left["head"] == "the output head" and done.left["deep"] == "fewer than 64 features"
-    done = stochastic.convert(model, lambda module, name: name in ("second", "circular"))
+    done = stochastic.convert(model, lambda module, name: name in ("second", "circular")).hot_report
     assert done.names == ("second",) and "circular" in done.left["circular"]
-    assert Nearest().convert(copy.deepcopy(model), everything).left["deep"] == "depthwise"
+    assert (
+        Nearest().convert(copy.deepcopy(model), everything).hot_report.left["deep"] == "depthwise"
+    )
     assert (model.first.method, model.second.method) == (nearest, stochastic)
     assert "method=Stochastic" in repr(model)
     assert dict(model.named_parameters()) == parameters and dict(model.named_modules()) == layers
@@ -181,13 +183,14 @@ def test_convert_and_revert() -> None:
     assert [type(m) for m in (model.first, model.second, model.small)] == [nn.Linear] * 3
     assert "method" not in vars(model.first)
     assert type(nearest.revert(copied).second) is nn.Linear
+    assert not hasattr(copied, "hot_report")
 
 
 def test_a_forward_of_its_own_is_named() -> None:
     """accelerate's hooks put one into the module, and the class's is not called."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].forward = lambda x: F.linear(x, model[0].weight)
-    done = Nearest().convert(model, everything)
+    done = Nearest().convert(model, everything).hot_report
     assert done.names == ("1",) and "forward of its own" in done.left["0"]
 
 

@@ -1,12 +1,9 @@
-"""DDP and FSDP2 with gloo: two processes on the CPU."""
+"""DDP, FSDP2 and the plans of tests/plans.py with gloo: two processes on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +11,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+import plans  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
+from hotcore.torch import gathered  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
 )
-WORLD = 2
+WORLD = plans.WORLD
 
 
 class Model(nn.Module):
@@ -55,26 +53,6 @@ def local_grads(model: nn.Module, rank: int) -> list[torch.Tensor]:
     torch.manual_seed(50 + rank)
     model(batch(rank)).square().mean().backward()
     return [p.grad.clone() for p in model.parameters()]
-
-
-def run(rank: int, store: str, body: Callable[[int], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    try:
-        body(rank)
-    finally:
-        dist.destroy_process_group()
-    # A gloo thread releases a collective's tensors after the waiting thread has continued. If the
-    # interpreter ends in between, torch aborts the process, so the process exits without cleanup.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def spawn(body: Callable[[int], None]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        # A failure in a process is raised here, with its traceback.
-        mp.spawn(run, (os.path.join(folder, "store"), body), nprocs=WORLD)
 
 
 def int8_forward(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -138,7 +116,7 @@ def accumulated(rank: int, **options: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
-def ddp(rank: int) -> None:
+def ddp(rank: int, device: str) -> None:
     accumulated(rank)
     accumulated(rank, gradient_as_bucket_view=True)
     accumulated(rank, static_graph=True)
@@ -177,7 +155,7 @@ def ddp(rank: int) -> None:
     assert type(hot.revert(parallel).module.up) is nn.Linear
 
 
-def fsdp(rank: int) -> None:
+def fsdp(rank: int, device: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -246,8 +224,16 @@ no_fsdp = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "body", [ddp, pytest.param(fsdp, marks=no_fsdp)], ids=lambda body: body.__name__
 )
-def test_two_processes(body: Callable[[int], None]) -> None:
-    spawn(body)
+def test_two_processes(body: plans.Body) -> None:
+    plans.spawn(body)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="older plans of torch"
+)
+def test_plans_of_torch() -> None:
+    plans.spawn(*plans.PLANS)
 
 
 def test_gradient_accumulation_inside_no_sync(tmp_path: Path, seeded: None) -> None:
@@ -300,5 +286,77 @@ def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
         both = nn.ModuleList([model, nn.Linear(64, 64)])
         report = hot.convert(both, filter_fn=lambda module, name: name == "1").hot_report
         assert [layer.name for layer in report.converted] == ["1"]
+    finally:
+        dist.destroy_process_group()
+
+
+@no_fsdp
+def test_a_layer_whose_codes_are_gathered(tmp_path: Path, seeded: None) -> None:
+    """y, g_w and g_b are the layer's, g_x is that of the codes: of a frozen weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        config = hot.HotConfig.recipe("default", forward="int8")
+        layer = nn.ModuleList([hot.HotLinear(72, 48, config=config)])
+        frozen, ordinary = copy.deepcopy(layer), copy.deepcopy(layer)
+        hot.freeze_int8(frozen)
+        assert gathered.gather_codes(layer) is layer
+        fully_shard(layer[0], mesh=mesh)
+        x, gy = torch.randn(40, 72), torch.randn(40, 48)
+        found = []
+        for each in (layer[0], ordinary[0], frozen[0]):
+            own = x.clone().requires_grad_()
+            torch.manual_seed(4)
+            y = each(own)
+            y.backward(gy)
+            named = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+            grads = {
+                n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named.items()
+            }
+            found.append({"y": y.detach(), "x": own.grad, **grads})
+        coded, plain, from_codes = found
+        for name in ("y", "weight", "bias"):
+            assert torch.equal(coded[name], plain[name]), name
+        assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
+        layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=128)
+        with pytest.raises(RuntimeError, match="forward_block has changed"):
+            layer[0](x)
+    finally:
+        dist.destroy_process_group()
+
+
+@no_fsdp
+def test_codes_are_gathered_of_weights_that_moved(tmp_path: Path, seeded: None) -> None:
+    """Casts, meta devices and writes reach the rows that codes are made of."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        config, x = hot.HotConfig(forward="int8"), torch.randn(40, 72)
+
+        def made(device: str = "cpu") -> nn.Module:
+            model = nn.Sequential(hot.HotLinear(72, 48, config=config, device=device))
+            return gathered.gather_codes(model)
+
+        plain = nn.Sequential(hot.HotLinear(72, 48, config=config))
+        cast = made().bfloat16()
+        assert cast[0].weight.rows.dtype == torch.bfloat16
+        cast.load_state_dict(plain.state_dict())
+        fully_shard(cast, mesh=mesh)
+        empty = made("meta")
+        fully_shard(empty, mesh=mesh)
+        empty.to_empty(device="cpu")
+        for name, parameter in empty.named_parameters():
+            parameter.to_local().data.copy_(plain.state_dict()[name])
+        for model in (empty, cast):
+            dtype = model[0].bias.dtype
+            y = model(x.to(dtype))
+            assert type(model[0].weight) is gathered._Gathered
+            assert torch.equal(y, plain.to(dtype)(x.to(dtype)))
+        with pytest.raises(RuntimeError, match="would be lost; use copy_"):
+            made()[0].weight.data = torch.zeros(48, 72)
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ALONE = ("ddp", "finetune_vit", "lightning_trainer", "lora", "paper", "pretrain_gpt", "trainer")
+ALONE = {
+    **dict.fromkeys(
+        ("ddp", "finetune_vit", "lightning_trainer", "lora", "paper", "pretrain_gpt", "trainer"), 82
+    ),
+    **{"continue_llama": 97, "clip": 106, "diffusion": 142},
+}
+"""Examples, and their lines at most."""
 LIMIT = 900  # seconds; about 6 on an idle machine
 pytestmark = pytest.mark.long
 
@@ -45,11 +51,11 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_short_and_alone(name: str) -> None:
+@pytest.mark.parametrize(("name", "lines"), ALONE.items())
+def test_short_and_alone(name: str, lines: int) -> None:
     """It runs from any folder: it imports only the package, nothing else of the repository."""
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert text.count("\n") <= 82
+    assert text.count("\n") <= lines
     beside = {path.stem for path in EXAMPLES.iterdir()}
     for node in ast.walk(ast.parse(text)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -134,6 +140,41 @@ def test_pretrain_gpt(
     text.write_bytes(bytes(range(64)) * 40)
     options = ["--text", str(text), "--context", "32", "--width", "64", "--depth", "1"]
     assert main("pretrain_gpt", *options, "--steps", "40") < 1  # 64 bytes in turn: soon known
+
+
+def test_continue_llama(
+    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    options = ["--steps", "21", "--batch", "4", "--context", "64", "--checkpoint"]
+    before, after = main("continue_llama", *options, "--out", str(tmp_path))
+    assert "layers run HOT" in capsys.readouterr().out and after < 0.9 * before
+    plain = main("continue_llama", *options, "--recipe", "none")
+    assert plain[0] == before and plain[1] == pytest.approx(after, rel=0.02)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)  # a plain Llama
+    assert type(again.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+def test_clip(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    assert main("clip", "--steps", "61", "--batch", "32") > 0.2  # of ten captions
+    printed = capsys.readouterr().out
+    losses = losses_of(printed)
+    assert "layers run HOT" in printed and losses[-1] < 0.9 * losses[0]
+
+
+def test_diffusion(
+    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    drawn = tmp_path / "drawn.pt"
+    ours = main("diffusion", "--steps", "41", "--draw", str(drawn))
+    assert "12 of 14 layers run HOT" in capsys.readouterr().out and ours < 1.2
+    assert ours == pytest.approx(main("diffusion", "--steps", "41", "--recipe", "none"), rel=0.02)
+    assert torch.load(drawn).shape == (10, 1, 8, 8)
+    torch.save((torch.randn(40, 4, 8, 8), torch.arange(40) % 3), tmp_path / "latents.pt")
+    main("diffusion", "--data", str(tmp_path / "latents.pt"), "--steps", "1", "--width", "128")
 
 
 def test_paper(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -352,7 +352,7 @@ def test_report() -> None:
     tied.weight = model.up.weight
     both = nn.ModuleDict({"net": model, "embedding": tied, "conv": nn.Conv2d(64, 64, 1)})
     hot.convert(both, config(), every)
-    report = hot.freeze_int8(both)
+    report = hot.freeze_int8(both).freeze_report
     assert report.layers == ("net.down",)
     assert report.before == 64 * 96 * 4 and report.after == 64 * (128 + 4)
     text = str(report)
@@ -360,14 +360,14 @@ def test_report() -> None:
     assert "Conv2d 1x1; only linear layers" in text and "forward_in_eval" in text
     assert json.loads(report.to_json())["layers"] == ["net.down"]
     plain = hot.convert(Net(64), "default", every)
-    assert "forward='int8'" in str(hot.freeze_int8(plain))
+    assert "forward='int8'" in str(hot.freeze_int8(plain).freeze_report)
 
 
 def test_tied_weights_share_codes() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
     hot.convert(model, config(), every)
-    report = hot.freeze_int8(model)
+    report = hot.freeze_int8(model).freeze_report
     assert report.before == 64 * 64 * 4 and report.after == 64 * 68
     assert model[0].weight_codes is model[1].weight_codes
     other = copy.deepcopy(model)
@@ -406,7 +406,7 @@ def test_refused() -> None:
 
 def test_only_some_layers() -> None:
     model = hot.convert(Net(), config(), every)
-    report = hot.freeze_int8(model, lambda module, name: name == "up")
+    report = hot.freeze_int8(model, lambda module, name: name == "up").freeze_report
     assert report.layers == ("up",) and report.skipped == (("down", "left out by filter_fn"),)
     hot.freeze_int8(model)
     assert type(model.down) is HotFrozenLinear
@@ -832,6 +832,10 @@ def test_wrong_state_dicts() -> None:
     state = dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r"up\.weight: size mismatch: shape \(2, 2\)"):
         model.load_state_dict({**state, "up.weight": torch.zeros(2, 2)})
+    with pytest.raises(
+        RuntimeError, match=r"up\.weight: dtype torch\.int8; expected floating-point"
+    ):
+        model.load_state_dict({**state, "up.weight": state["up.weight"].to(torch.int8)})
     assert torch.equal(model.up.weight_codes, before)
     missing = {key: value for key, value in state.items() if key != "up.weight"}
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
@@ -998,7 +1002,7 @@ def test_conv1d(peft: Any) -> None:
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
     names = list(model.state_dict())
     hot.convert(model, config("plain"))
-    assert len(hot.freeze_int8(model).layers) == 4
+    assert len(hot.freeze_int8(model).freeze_report.layers) == 4
     layer = model.transformer.h[0].mlp.c_fc
     assert type(layer).__name__ == "HotFrozenConv1D" and layer.weight.shape == (64, 256)
     assert layer.weight.stride() == layer.dequantized().stride()

@@ -84,6 +84,17 @@ def test_one_buffer_and_the_gradients_of_both_keys(recipe: str) -> None:
             equal_bits(ours, theirs)
 
 
+def test_other_names_of_one_x() -> None:
+    """A DTensor's part is a new tensor for every layer; what has other values is not shared."""
+    x, (q, k) = images(), layers(2)
+    assert buffers(q(x), k(x.view_as(x))) == 1
+    assert buffers(q(x.view_as(x)), k(x.view_as(x))) == 1
+    for other in (torch._neg_view(x), x[1:], x.view(2, 48, WIDTH)):
+        assert buffers(q(x), k(other)) == 2
+    square = torch.randn(WIDTH, WIDTH).requires_grad_() + 0
+    assert buffers(q(square), k(square.t())) == 2
+
+
 def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
     # Other fields may differ between sharing layers. libhot's table says which they are.
     changes: dict[str, Any] = {

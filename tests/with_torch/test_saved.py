@@ -328,6 +328,21 @@ def test_attention_of_strided_heads_is_torch_s(strided: tuple[int, ...]) -> None
         assert torch.equal(a, b)
 
 
+def test_a_replaced_attention_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """context_parallel replaces torch's function: its tokens are spread over processes."""
+    plain, calls = F.scaled_dot_product_attention, []
+
+    def over_processes(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(args)
+        return plain(*args, **options)
+
+    tensors = [_heads(2, 4, 9, strided=False) for _ in range(3)]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", over_processes)
+    with pytest.warns(RuntimeWarning, match="was replaced, as context_parallel does"):
+        saved.scaled_dot_product_attention(*tensors, bits=8)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("memory", ["heads first", "tokens first"])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 def test_attention_of_a_token_beside_a_large_one(heads: int, memory: str) -> None:

@@ -132,7 +132,7 @@ def taken_by_hotcore(model: nn.Module, filter_fn: Filter | None = None) -> list[
 
 
 def _simulated(model: nn.Module, name: str, names: list[str], method: Method) -> Converted:
-    done = method.convert(model, lambda _, fqn: fqn in names)
+    done = method.convert(model, lambda _, fqn: fqn in names).hot_report
     return Converted(name, done.names, {fqn: done.left[fqn] for fqn in names if fqn in done.left})
 
 

@@ -25,7 +25,7 @@ enum class Storage : std::uint8_t {
   rht2 = 3,
   // Codes of every token's own row, in 8, 4 or 2 bits, after signs and a Hadamard transform along
   // the features. g_y then has one code a value for both products (docs/numerics.md, "One code a
-  // value"). On the CPU alone so far.
+  // value").
   token8 = 4,
   token4 = 5,
   token2 = 6,

@@ -58,11 +58,11 @@ struct ExplainOptions {
   bool gx = true, gw = true, gb = true;
   bool accumulate = false;        // into g_w and g_b
   bool quantized_weight = false;  // w quantised once, by quantize_weight
-  bool y = false;                 // forward_linear too, by `forward`,
-  ForwardLinearSpec forward{};
-  bool bias = true;  // with a bias of this type,
+  bool y = false;                 // forward_linear too
+  ForwardLinearSpec forward{};    // the forward's settings
+  bool bias = true;               // the forward has a bias
   DType bias_dtype = DType::f32;
-  bool quantized_forward_weight = false;  // and w quantised once, by quantize_forward_weight
+  bool quantized_forward_weight = false;  // w quantised once, by quantize_forward_weight
   /// Whether the build has the wgmma kernels. For named architectures only; a present device uses
   /// this build's.
   bool wgmma = true;

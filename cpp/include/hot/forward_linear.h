@@ -20,7 +20,7 @@ struct ForwardLinearSpec {
 HOT_API Support forward_supported(const Context& context, const LinearShape& shape,
                                   const ForwardLinearSpec& spec) noexcept;
 
-/// Number of what the bytes of a weight quantised for the forward pass mean. Never 0.
+/// Format id of a weight quantised for the forward pass; never 0.
 HOT_API std::uint64_t forward_weight_format(const ForwardLinearSpec& spec);
 
 HOT_API std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -51,7 +51,7 @@ struct ConstQuantizedInput {
   std::uint64_t format = 0;  // forward_input_format of the spec it was made with
 };
 
-/// Number of what the bytes of an x quantised for the forward pass mean. Never 0.
+/// Format id of an x quantised for the forward pass; never 0.
 HOT_API std::uint64_t forward_input_format(const ForwardLinearSpec& spec);
 
 HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,

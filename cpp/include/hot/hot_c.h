@@ -151,9 +151,9 @@ enum {
   HOT_STORAGE_INT8 = 0,
   HOT_STORAGE_INT4 = 1,
   HOT_STORAGE_RHT2 = 3,
-  HOT_STORAGE_TOKEN8 = 4, /* the CPU alone so far */
-  HOT_STORAGE_TOKEN4 = 5, /* likewise */
-  HOT_STORAGE_TOKEN2 = 6  /* likewise */
+  HOT_STORAGE_TOKEN8 = 4,
+  HOT_STORAGE_TOKEN4 = 5,
+  HOT_STORAGE_TOKEN2 = 6
 };
 enum { HOT_SIDE_ACTIVATION = 0, HOT_SIDE_GRADIENT = 1 };
 

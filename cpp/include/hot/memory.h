@@ -1,11 +1,10 @@
 // Owning tensors and buffers, for programs without their own. Header only and optional: every call
 // of the library takes plain views and allocates no device memory. These classes allocate by
-// functions that the program passes (on the CPU by default the C library's).
+// functions that the program passes (on the CPU by default the C++ library's).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <initializer_list>
@@ -33,17 +32,16 @@ struct Allocator {
   std::function<void(void* data)> release;
 };
 
-/// Zeroed memory of the C library.
+/// Zeroed memory of the C++ library (std::aligned_alloc is not in Microsoft's).
 inline Allocator host_allocator() {
   return {Device{},
           [](std::size_t bytes) {
-            const std::size_t whole =
-                (bytes + buffer_alignment - 1) / buffer_alignment * buffer_alignment;
-            void* const data = std::aligned_alloc(buffer_alignment, whole);
-            if (data != nullptr) std::memset(data, 0, whole);
+            void* const data =
+                ::operator new(bytes, std::align_val_t{buffer_alignment}, std::nothrow);
+            if (data != nullptr) std::memset(data, 0, bytes);
             return data;
           },
-          [](void* data) { std::free(data); }};
+          [](void* data) { ::operator delete(data, std::align_val_t{buffer_alignment}); }};
 }
 
 /// Bytes of one device, freed with the object. Moves, never copies.

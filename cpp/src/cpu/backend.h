@@ -40,13 +40,14 @@ class CpuBackend final : public Backend {
   }
   void compress(const Context&, const CompressJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  void backward(const Context&, const BackwardCall&, const Checker&,
+                const Workspace&) const override;
   // forward_linear.cpp
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
   void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, void* workspace) const override;
+  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
 // The stages of compress_activation; `x` is equalised where that is wanted.
@@ -103,8 +104,8 @@ class RequantizeGroups {
   std::int64_t per_task_;
 };
 
-// A stage that needs a strip's largest values before it rounds keeps so many rows of it on the
-// stack, 384 KB, if there are strips enough for all threads.
+// A stage that needs a strip's largest values before it rounds keeps up to this many rows on the
+// stack (384 KB) if there are enough strips for all threads.
 inline constexpr std::int64_t most_kept_rows = 1536;
 inline bool keeps_strips(const Context& context, std::int64_t strips, std::int64_t rows) {
   return rows <= most_kept_rows && strips >= std::int64_t{4} * context.threads();
@@ -316,7 +317,7 @@ void decompress_tokens(const Context&, const DecompressJob&);               // t
 // Stages by themselves.
 void quantize_rows(const Context&, const RowsJob&);
 void quantize_columns(const Context&, const ColumnsJob&);
-// What is added to the codes' values of so many blocks of rht2. quantize.cpp
+// Offsets added to decoded rht2 values, per block. quantize.cpp
 void dither_offsets(const Context&, const Key&, std::int64_t blocks, float* offsets);
 void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp

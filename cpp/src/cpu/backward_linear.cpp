@@ -10,50 +10,12 @@
 namespace hot::detail {
 namespace {
 
-// The operands of both products.
-struct Scratch {
-  Operand gradient_rows{}, weight{};         // g_x
-  Operand gradient_columns{}, activation{};  // g_w; activation: from packed codes
-  float* offsets = nullptr;                  // of the codes of rht2
-  char *gx_gemm = nullptr, *gw_gemm = nullptr;
-};
-
-// Scales that are written and read, of a possible `many`.
-std::int64_t scale_places(bool one, std::int64_t many) { return one ? 1 : many; }
-
-char* take_gemm(WorkspaceCursor& cursor, const Backend& backend, const Context& context,
-                std::int64_t m, std::int64_t n, std::int64_t k) {
-  return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
-}
-
-Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Context& context,
-                     const BackwardWork& work) {
-  const BackwardLinearSpec& spec = work.spec;
-  const LinearShape& shape = work.shape;
-  Scratch s;
-  if (work.gx) {
-    const std::int64_t k = work.out_features.k_padded;
-    s.gradient_rows = take_operand(
-        cursor, shape.tokens, k, scale_places(spec.gx_scale == Granularity::tensor, shape.tokens));
-    if (work.weight) {
-      s.weight =
-          take_operand(cursor, shape.in_features, k,
-                       scale_places(spec.weight_scale == Granularity::tensor, shape.in_features));
-    }
-    s.gx_gemm = take_gemm(cursor, backend, context, shape.tokens, shape.in_features, k);
-  }
-  if (work.gw) {
-    const std::int64_t k = work.tokens.k_padded;
-    s.gradient_columns =
-        take_operand(cursor, shape.out_features, k,
-                     scale_places(spec.gw_scale == Granularity::tensor,
-                                  spec.gw_scale == Granularity::token ? k : shape.out_features));
-    if (spec.storage != Storage::int8)
-      s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
-    if (spec.storage == Storage::rht2) s.offsets = cursor.take<float>(k);
-    s.gw_gemm = take_gemm(cursor, backend, context, shape.out_features, shape.in_features, k);
-  }
-  return s;
+BackwardScratch take_scratch(const Backend& backend, const Context& context,
+                             const BackwardWork& work, void* workspace) {
+  return take_backward_scratch(workspace, work, nullptr,
+                               [&](std::int64_t m, std::int64_t n, std::int64_t k, bool) {
+                                 return backend.gemm_workspace(context, m, n, k);
+                               });
 }
 
 // Whether the pass over g_y's rows may find the largest values of the columns as they are quantised
@@ -66,53 +28,14 @@ bool can_find_columns(const BackwardWork& work) {
          work.shape.out_features <= QuantizeRows::most_found;
 }
 
-// The same of the token storages.
-struct TokenScratch {
-  FeatureScratch features{};  // of g_y
-  std::uint8_t* exponents = nullptr;
-  Operand rows{}, weight{};               // g_x; rows: g_w, too
-  Operand transposed{}, contributions{};  // g_w
-  std::int64_t* drawn = nullptr;          // by slots
-  float* drawn_factor = nullptr;
-  char *gx_gemm = nullptr, *gw_gemm = nullptr;
-};
-
-TokenScratch take_token_scratch(WorkspaceCursor& cursor, const Backend& backend,
-                                const Context& context, const BackwardWork& work) {
-  TokenScratch s;
-  if (!work.gx && !work.gw) return s;
-  const LinearShape& shape = work.shape;
-  const std::int64_t outs = work.out_features.k_padded, tokens = work.tokens.k_padded;
-  s.features = take_features(cursor, shape.out_features, outs);
-  s.exponents = cursor.take<std::uint8_t>(shape.out_features);
-  s.rows = take_operand(cursor, shape.tokens, outs, shape.tokens);
-  if (work.gx) {
-    if (work.weight) s.weight = take_operand(cursor, shape.in_features, outs, shape.in_features);
-    s.gx_gemm = take_gemm(cursor, backend, context, shape.tokens, shape.in_features, outs);
-  }
-  if (work.gw) {
-    const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
-    s.transposed = take_operand(cursor, outs, tokens, 1);
-    s.contributions = take_operand(cursor, ins, tokens, ins);
-    if (draws_tokens(work.spec)) {
-      s.drawn = cursor.take<std::int64_t>(work.tokens.k);
-      s.drawn_factor = cursor.take<float>(work.tokens.k);
-    }
-    s.gw_gemm = take_gemm(cursor, backend, context, outs, ins, tokens);
-  }
-  return s;
-}
-
 // One code a value: rows of g_y first, since their scales make x what it contributes.
-void backward_tokens(const Backend& backend, const Context& context, const BackwardCall& call,
-                     void* workspace) {
+void backward_tokens(const Context& context, const BackwardCall& call, const BackwardScratch& s) {
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
-  WorkspaceCursor cursor(workspace);
-  const TokenScratch s = take_token_scratch(cursor, backend, context, work);
   // A weight that was quantised before has fixed signs and out features as they are.
   const bool given = work.gx && !work.weight;
   const Key& sign_key = given ? fixed_signs_key : context.key();
+  auto* const slots = static_cast<std::int64_t*>(s.drawn);
 
   std::optional<FeatureSizes> sizes;
   std::optional<QuantizeRows> rows;
@@ -142,12 +65,12 @@ void backward_tokens(const Backend& backend, const Context& context, const Backw
   }
   if (work.gw) {
     const TokenCodesIn& x = *call.tokens;
-    *s.transposed.scale = 1.0F;
-    const DrawnTokens drawn{s.drawn, s.drawn_factor, work.tokens.k};
-    transposed.emplace(s.rows, drawn, s.transposed);
+    *s.columns.scale = 1.0F;
+    const DrawnTokens drawn{slots, s.drawn_factor, work.tokens.k};
+    transposed.emplace(s.rows, drawn, s.columns);
     contributions.emplace(context, x, call.sketch_key, s.rows.scale, drawn, spec.gw_rounding,
-                          s.contributions);
-    gw.emplace(context, product(s.transposed, s.contributions, 1, false, {}), s.gw_gemm);
+                          s.activation);
+    gw.emplace(context, product(s.columns, s.activation, 1, false, {}), s.gw_gemm);
     undone.emplace(context, *gw, work.out_features.block, x.layout.block, sign_key, s.exponents,
                    in_signs_key(x.storage, call.sketch_key), x.exponents(), work.accumulate,
                    call.gw);
@@ -169,8 +92,8 @@ void backward_tokens(const Backend& backend, const Context& context, const Backw
   if (weight) weight->add_largest(phase);
   phase.run();
 
-  if (s.drawn != nullptr) {
-    draw_tokens(context, *call.tokens, s.rows.scale, work.tokens.k, s.drawn, s.drawn_factor);
+  if (slots != nullptr) {
+    draw_tokens(context, *call.tokens, s.rows.scale, work.tokens.k, slots, s.drawn_factor);
   }
   if (contributions) contributions->add_largest(phase);
   if (transposed) transposed->add_codes(phase);
@@ -213,24 +136,19 @@ void CpuBackend::compress(const Context& context, const CompressJob& job, void* 
 }
 
 std::size_t CpuBackend::backward_workspace(const Context& context, const BackwardWork& work) const {
-  WorkspaceCursor cursor;
-  if (is_token_storage(work.spec.storage)) {
-    take_token_scratch(cursor, *this, context, work);
-  } else {
-    take_scratch(cursor, *this, context, work);
-  }
-  return cursor.bytes();
+  return take_scratch(*this, context, work, nullptr).bytes;
 }
 
 // Four phases, which the threads start and end together: what reads g_y, w and x first; codes that
 // need the largest values of all, unless a strip was kept whole; panels; products. A phase begins
 // with its longest tasks: one that begins last keeps the other threads waiting.
-void CpuBackend::backward(const Context& context, const BackwardCall& call, void* workspace) const {
+void CpuBackend::backward(const Context& context, const BackwardCall& call, const Checker& check,
+                          const Workspace& workspace) const {
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
-  if (is_token_storage(spec.storage)) return backward_tokens(*this, context, call, workspace);
-  WorkspaceCursor cursor(workspace);
-  const Scratch s = take_scratch(cursor, *this, context, work);
+  const BackwardScratch s = take_scratch(*this, context, work, workspace.data);
+  check.workspace(workspace, s.bytes);
+  if (is_token_storage(spec.storage)) return backward_tokens(context, call, s);
   const bool by_token = spec.gw_scale == Granularity::token;
 
   std::optional<QuantizeRows> rows;
@@ -239,16 +157,15 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
   std::optional<Product> gx, gw;
   std::optional<SumColumns> sums;
   if (work.gx) {
-    rows.emplace(context,
-                 RowsJob{call.gy, spec.hadamard_block, gradient_rows_quant(spec), s.gradient_rows});
+    rows.emplace(context, RowsJob{call.gy, spec.hadamard_block, gradient_rows_quant(spec), s.rows});
     Operand codes = call.quantized;
-    codes.scales = scale_places(spec.weight_scale == Granularity::tensor, codes.scales);
+    if (spec.weight_scale == Granularity::tensor) codes.scales = 1;
     if (work.weight) {
       codes = s.weight;
       weight.emplace(context, ColumnsJob{call.w, &work.out_features, Side::activation,
                                          context.key(), weight_quant(spec), codes});
     }
-    gx.emplace(context, product(s.gradient_rows, codes, work.out_features.divisor, false, call.gx),
+    gx.emplace(context, product(s.rows, codes, work.out_features.divisor, false, call.gx),
                s.gx_gemm);
   }
   Operand x = call.saved;
@@ -256,7 +173,7 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
     MatrixIn gradient = call.gy;
     gradient.exponents = call.exponents;
     columns.emplace(context, ColumnsJob{gradient, &work.tokens, Side::gradient, call.sketch_key,
-                                        gradient_columns_quant(spec), s.gradient_columns});
+                                        gradient_columns_quant(spec), s.columns});
     if (spec.storage != Storage::int8) {
       GroupsJob job = call.groups;
       x = job.out = s.activation;
@@ -267,8 +184,7 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
       groups.emplace(context, job);
     }
     if (!by_token) {
-      gw.emplace(context,
-                 product(s.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw),
+      gw.emplace(context, product(s.columns, x, work.tokens.divisor, work.accumulate, call.gw),
                  s.gw_gemm);
     }
   }
@@ -308,8 +224,7 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
   phase.run();
 
   if (work.gw && by_token) {
-    gemm_token(context,
-               token_product(s.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw),
+    gemm_token(context, token_product(s.columns, x, work.tokens.divisor, work.accumulate, call.gw),
                s.gw_gemm);
   }
   if (work.clear_gx) fill_zero(context, call.gx);

@@ -7,9 +7,9 @@
 namespace hot::detail {
 namespace {
 
-ForwardScratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Context& context,
-                            const ForwardWork& work) {
-  return take_forward_scratch(cursor, work, [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+ForwardScratch take_scratch(const Backend& backend, const Context& context, const ForwardWork& work,
+                            void* workspace) {
+  return take_forward_scratch(workspace, work, [&](std::int64_t m, std::int64_t n, std::int64_t k) {
     return backend.gemm_workspace(context, m, n, k);
   });
 }
@@ -27,16 +27,16 @@ void CpuBackend::quantize_forward_input(const Context& context, const RowsJob& j
 }
 
 std::size_t CpuBackend::forward_workspace(const Context& context, const ForwardWork& work) const {
-  WorkspaceCursor cursor;
-  take_scratch(cursor, *this, context, work);
-  return cursor.bytes();
+  return take_scratch(*this, context, work, nullptr).bytes;
 }
 
-void CpuBackend::forward(const Context& context, const ForwardCall& call, void* workspace) const {
+void CpuBackend::forward(const Context& context, const ForwardCall& call, const Checker& check,
+                         const Workspace& workspace) const {
   const ForwardWork& work = call.work;
   const int block = work.spec.hadamard_block;
-  WorkspaceCursor cursor(workspace);
-  const ForwardScratch s = take_scratch(cursor, *this, context, work);
+  const ForwardScratch s = take_scratch(*this, context, work, workspace.data);
+  check.workspace(workspace, s.bytes);
+  if (work.empty()) return;
   if (work.input) quantize_rows(context, {call.x, block, forward_quant, s.x});
   if (work.weight) quantize_rows(context, {call.w, block, forward_quant, s.weight});
   GemmArgs args = product(work.input ? s.x : call.quantized_x,

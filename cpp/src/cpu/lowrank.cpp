@@ -200,7 +200,7 @@ QuantizeColumns::QuantizeColumns(const Context& context, const ColumnsJob& job)
       job_(job),
       random_(random_key(job.sketch_key, job.projection->signs ? Purpose::signs : Purpose::sketch)),
       rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
-      tasks_(context, job.x, *job.projection, !job.quant.per_tensor && !job.quant.per_k),
+      tasks_(context, job.x, *job.projection, !job.quant.per_tensor && !job.quant.per_contraction),
       scales_(job.quant.per_tensor ? 1 : job.out.scales) {
   std::fill_n(amax(), scales_, 0U);
 }
@@ -225,7 +225,7 @@ void QuantizeColumns::largest(std::int64_t task) const {
   std::uint32_t best[strip_columns] = {};
   std::uint32_t most = 0;
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
-    if (quant.per_k) {
+    if (quant.per_contraction) {
       for (int i = 0; i < group; ++i) {
         atomic_max(amax() + k + i, simd_.amax(rows + i * strip_columns, strip_columns, 0));
       }
@@ -237,7 +237,7 @@ void QuantizeColumns::largest(std::int64_t task) const {
   });
   if (quant.per_tensor) {
     atomic_max(amax(), most);
-  } else if (!quant.per_k) {
+  } else if (!quant.per_contraction) {
     for (int c = 0; c < strip.cols(); ++c) atomic_max(amax() + col + c, best[c]);
   }
 }
@@ -247,7 +247,7 @@ class QuantizeColumns::Writer {
  public:
   Writer(const QuantizeColumns& of, std::int64_t col, int cols) : of_(of), col_(col), cols_(cols) {
     const OperandQuant& quant = of.job_.quant;
-    for (int c = 0; !quant.per_k && c < cols; ++c) {
+    for (int c = 0; !quant.per_contraction && c < cols; ++c) {
       set(c, of.amax()[quant.per_tensor ? 0 : col + c]);
     }
   }
@@ -258,7 +258,7 @@ class QuantizeColumns::Writer {
       blk_[c] = static_cast<std::uint64_t>((col_ + c) * (out.k_padded / group) + k / group);
     }
     std::int8_t* const to = out.codes + col_ * out.k_padded + k;
-    if (of_.job_.quant.per_k) {
+    if (of_.job_.quant.per_contraction) {
       for (int i = 0; i < group; ++i) set(i, of_.amax()[k + i]);
       of_.simd_.quantize_strip_by_k(rows, cols_, inv_, keep_, of_.rounder_, blk_, to, out.k_padded);
     } else {

@@ -23,7 +23,7 @@ class Phase {
                       }};
   }
 
-  // Runs what has been added, the first first.
+  // Runs the queued work in order.
   void run() {
     pool_.run(total_, [this](std::int64_t i) {
       int job = 0;

@@ -69,7 +69,7 @@ struct SimdKernels {
   void (*fold_strip)(const float* in, int length, int a, float* out);
   void (*scale_row)(float* row, float factor);  // strip_columns floats
   void (*multiply)(float* v, std::int64_t count, const float* factors);
-  // out[r * ld + c] = (v[r][c] * columns[c]) * each[r], of so many rows of strip_columns floats.
+  // out[r * ld + c] = (v[r][c] * columns[c]) * each[r], for rows of strip_columns floats.
   void (*scale_tile)(const float* v, std::int64_t rows, const float* columns, const float* each,
                      float* out, std::int64_t ld);
   // Of 64 rows of strip_columns floats: v[k][c] *= factor[c]; out[c] = the sum of a[k][c] *

@@ -50,9 +50,9 @@ bool spin_until(const Ready& ready) {
 
 }  // namespace
 
-// A job is open while it has tasks that nobody has taken. To take one is a compare-and-swap, to
-// finish it an increment: who comes too late for a job finds nothing, and nobody waits for them.
-// Locks are for those that sleep.
+// A job is open while some of its tasks are not taken. A worker takes a task by a compare-and-swap
+// and finishes it by an increment. Late workers find no work and are not waited for. Only sleepers
+// lock.
 struct ThreadPool::State {
   static constexpr std::int64_t max_tasks = 0xffffffff;  // of a job
 
@@ -89,7 +89,7 @@ struct ThreadPool::State {
     if (sleeping == 0) return;
     {
       const std::lock_guard<std::mutex> lock(mutex);
-    }  // who is about to sleep does so first
+    }  // a worker that is about to sleep does so first
     if (tasks > static_cast<std::int64_t>(threads.size())) return wake.notify_all();
     for (std::int64_t i = 1; i < tasks; ++i) wake.notify_one();
   }

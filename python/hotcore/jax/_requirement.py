@@ -11,7 +11,7 @@ _HANDLERS = (
 
 
 def _also() -> str:
-    """What else is missing, so that nobody learns it by a second import."""
+    """What else is missing, so that one error names it all."""
     return "" if importlib.util.find_spec("hotcore._jax_ffi") else f"; and {_HANDLERS}"
 
 

@@ -263,7 +263,7 @@ def _forward_of(layer: nn.Module, config: HotConfig | None) -> HotConfig | None:
 
 
 def _restore_bops(values: int, config: HotConfig) -> int:
-    """BOPs of an x of so many values, brought back: its transform undone, its codes scaled."""
+    """BOPs of restoring x: its transform undone, its codes scaled."""
     config = settings(config, False, None)
     steps = 0.0
     if config.storage in TOKEN_STORAGES:

@@ -15,11 +15,13 @@ from .autotune import autotune
 from .convert import convert, revert
 from .custom import CustomBackward
 from .freeze import freeze_int8, thaw
+from .head import LinearCrossEntropy
 from .memory import memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
 from .ops import share_inputs
 from .ops.conv import conv2d
+from .ops.head import linear_cross_entropy
 from .ops.linear import linear
 from .plan import Plan
 from .recompute import recompute
@@ -34,6 +36,8 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "HotConv2d",
     "linear",
     "conv2d",
+    "LinearCrossEntropy",
+    "linear_cross_entropy",
     "memory_report",
     "recompute",
     "policies",

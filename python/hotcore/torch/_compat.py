@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 _C: Any = torch._C
 
@@ -129,6 +130,16 @@ def prefers_cudnn_attention(index: int, dtype: torch.dtype, width: int, causal: 
         return int(choice(q, q, q, None, 0.0, causal)) == _CUDNN
 
 
+def replaces_attention() -> bool:
+    """Whether something else stands in for ``F.scaled_dot_product_attention``.
+
+    ``context_parallel`` does that, whose tokens are spread over processes. False without the
+    private name.
+    """
+    own = getattr(getattr(_C, "_nn", None), "scaled_dot_product_attention", None)
+    return own is not None and F.scaled_dot_product_attention is not own
+
+
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION
 
 
@@ -189,6 +200,12 @@ def accumulates(leaf: torch.Tensor) -> bool:
         return False
 
 
+def keeps_graph() -> bool:
+    """Whether the running backward pass keeps its graph (``retain_graph``); True if unknown."""
+    keeps = getattr(getattr(_C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    return True if keeps is None else bool(keeps())
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether this module, not its children, runs under ``torch.compile``.
 
@@ -211,6 +228,13 @@ def without_subclasses() -> AbstractContextManager[Any]:
     """Hide the calls inside from the ``__torch_function__`` of subclasses; a documented name."""
     disabled: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
     return disabled
+
+
+def wrapper(cls: Any, inner: torch.Tensor) -> Any:
+    """A tensor of a subclass, like ``inner`` but without memory; a name that libraries rely on."""
+    like = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
+    made: Any = torch.Tensor
+    return made._make_wrapper_subclass(cls, inner.shape, **like)
 
 
 def forget_compiled(module: torch.nn.Module) -> None:

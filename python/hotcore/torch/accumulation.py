@@ -58,7 +58,7 @@ def gradient_accumulation() -> Iterator[None]:
 
     For the micro-batches of an optimizer step: the sum is made in fp32 before one rounding, without
     a temporary g_w and a pass over it. Nothing else is shared; no codes of a weight are kept.
-    Autograd adds a first gradient as ever, gradients of parameters with hooks (tensor or
+    Autograd adds a first gradient as usual, gradients of parameters with hooks (tensor or
     post-accumulate), and all gradients of other layers. ``torch.autograd.grad`` returns its
     gradients and leaves ``.grad`` alone.
 

@@ -19,6 +19,7 @@ from . import gains, probe, selection, unconverted
 from .bitsandbytes import is_8bit
 from .custom import CustomBackward
 from .frozen import FrozenModule, tie
+from .head import attach, detach, is_attached
 from .modules import HotModule, is_pointwise, own_forward, replace_layers
 from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, listed, pattern_of
@@ -52,6 +53,7 @@ def convert(
     device: torch.device | str | None = None,
     slower: bool = False,
     saved: int | Mapping[str, Any] | None = None,
+    head: bool | ConfigLike = False,
 ) -> _Model:
     """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
@@ -81,8 +83,12 @@ def convert(
         slower: also convert layers that are expected to be slower than plain torch.
         saved: number of bits, 8 or 4, in which activations, normalisations and attention save their
             tensors for backward, in eager and compiled mode; or a mapping of kinds of operations
-            (``activation``, ``relu``, ``norm``, ``attention``, ``product``) and name patterns to
-            bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
+            (``activation``, ``relu``, ``norm``, ``attention``, ``product``, ``experts``) and name
+            patterns to bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay
+            plain.
+        head: True: a causal LM model of transformers, called with labels in training, computes its
+            loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
+            empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot.
 
     Returns:
         ``model``, changed in place; if it is itself such a layer, the new layer. The attribute
@@ -98,13 +104,21 @@ def convert(
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
+    products = None if isinstance(head, bool) else as_config(head, "head")
     decision = decide(
         model, config, filter_fn, overrides, inputs, device, slower, saved is not None
     )
     if saved is not None:
         decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
+        decision.report.unsupported = unconverted.matrices(model)  # experts may keep codes now
     new = replace_layers(model, decision.replacements)
     new.__dict__[REPORT] = decision.report
+    if head is not False:
+        why = attach(new, products)
+        done = f"loss in chunks, {products or 'torch products'}"
+        decision.report.head = f"stays plain: {why}" if why else done
+        if why:
+            warnings.warn(f"hotcore.torch.convert: head: {why}", stacklevel=2)
     if decision.warning:
         warnings.warn(f"hotcore.torch.convert: {decision.warning}", stacklevel=2)
     return cast(_Model, new)
@@ -230,8 +244,9 @@ def revert(model: nn.Module) -> nn.Module:
                 f"model: {fqn or '(root)'} is now a {type(module).__name__}; undo what was wrapped "
                 "around it (a parametrisation, fully_shard) before revert()"
             )
-        if why := own_forward(module):
+        if (why := own_forward(module)) and not is_attached(module):
             raise ValueError(f"model: {fqn or '(root)'}: {why}; undo that before revert()")
+    detach(model)
     revert_saved(model)
     plain = {module: module.to_plain() for _, module in found}
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]

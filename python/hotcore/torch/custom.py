@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .modules import HotModule
+from .report import REPORT
 from .selection import Filter, candidates, why_plain
 
 Kept = tuple[Tensor, ...]
@@ -123,7 +124,7 @@ class CustomBackward:
         y = _run(samples, weight, self, None).reshape(*x.shape[:-1], len(weight))
         return y if bias is None else y + bias.to(y.dtype)
 
-    def convert(self, model: nn.Module, filter_fn: Filter | None = None) -> Replaced:
+    def convert(self, model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
         """Give a model's layers this backward in training mode, in place.
 
         ``nn.Linear`` and ``nn.Conv2d`` of one group are taken. Modules and Parameters stay the same
@@ -136,7 +137,8 @@ class CustomBackward:
                 :func:`hotcore.torch.convert` takes.
 
         Returns:
-            The names of the layers, and of those that were left, with the reasons.
+            The same model. Its ``hot_report``, a :class:`.Replaced`, names the layers, and gives
+            the reasons why others were left.
 
         Raises:
             ValueError: no layer was taken, or the model has HOT layers.
@@ -161,7 +163,8 @@ class CustomBackward:
             if not isinstance(layer, _Custom):
                 layer.__class__ = CustomLinear if type(layer) is nn.Linear else CustomConv2d
             layer.method = self
-        return Replaced(taken, left)
+        model.__dict__[REPORT] = Replaced(taken, left)
+        return model
 
     @staticmethod
     def revert(model: nn.Module) -> nn.Module:
@@ -170,6 +173,7 @@ class CustomBackward:
             if isinstance(module, _Custom):
                 vars(module).pop("method")
                 module.__class__ = type(module).__mro__[2]
+        model.__dict__.pop(REPORT, None)
         return model
 
 

@@ -18,11 +18,15 @@ from .report import listed
 from .selection import Filter, hot_class, kind_of
 
 _GIB = 2**30
+_REPORT = "freeze_report"
 
 
 @dataclasses.dataclass(frozen=True)
 class FreezeReport:
-    """The result of :func:`.freeze_int8`; print it for a summary."""
+    """What :func:`.freeze_int8` did; print it for a summary.
+
+    It is the attribute ``freeze_report`` of the model, and holds no tensor and no module.
+    """
 
     layers: tuple[str, ...]
     """Names of the layers that are frozen now."""
@@ -58,7 +62,7 @@ def freeze_int8(
     *,
     save_codes: bool = False,
     convrot: bool = False,
-) -> FreezeReport:
+) -> nn.Module:
     """Keep the weights of converted linear layers as INT8 codes alone, in place.
 
     For fine-tuning by adapters (LoRA): about a byte a value instead of two or four. Call it after
@@ -66,7 +70,7 @@ def freeze_int8(
     optimizer. The weights are not trained any more; biases stay as they are. The codes are those of
     the 8-bit forward, with which the product is made from them (``forward="int8"`` in the layers'
     configurations). Otherwise, and in eval mode without ``forward_in_eval``, every call dequantises
-    the weight. Backward dequantises it, one layer at a time, and computes g_x as ever.
+    the weight. Backward dequantises it, one layer at a time, and computes g_x as before.
 
     ``layer.weight`` still reads as a tensor of values. Writing to it by ``weight.data = ...`` or
     ``+=``, as peft's merge does, makes the layer one with a plain weight again; other writes raise
@@ -83,7 +87,7 @@ def freeze_int8(
             its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
 
     Returns:
-        A :class:`.FreezeReport`.
+        The same model. Its ``freeze_report`` is the :class:`.FreezeReport` of this call.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -113,9 +117,10 @@ def freeze_int8(
         key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
         made[key] = freeze(layer, cls, save_codes, made.get(key))
     after = sum(codes.nbytes for codes in made.values())
-    return FreezeReport(
+    model.__dict__[_REPORT] = FreezeReport(
         tuple(chosen), tuple(reasons.items()), before, after, tuple(_notes(chosen.values()))
     )
+    return model
 
 
 def thaw(model: nn.Module) -> int:
@@ -140,6 +145,8 @@ def thaw(model: nn.Module) -> int:
     for layer in frozen:
         layer.thaw()
     tie(zip(codes, frozen, strict=True))
+    for each in model.modules():
+        each.__dict__.pop(_REPORT, None)
     return len(frozen)
 
 

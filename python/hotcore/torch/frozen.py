@@ -21,7 +21,7 @@ from ..config import ConfigLike, HotConfig
 from . import _compat, frozen_codes
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .modules import HotLinear, HotModule, carry_forward, own_forward
-from .ops import DTYPES, PLAIN_TYPES
+from .ops import DTYPES, PLAIN_TYPES, is_dtensor
 from .ops.codes import Frozen, dequantized, quantize_forward_weight
 from .ops.frozen import frozen_linear
 
@@ -81,7 +81,7 @@ class ReadOnly(Tensor):
         return _values(self).clone()  # type: ignore[no-any-return]  # a Tensor
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Raise ValueError, unless asked for what is so already."""
+        """Raise ValueError if this would change the setting."""
         refuse_gradients(requires_grad)
         return self
 
@@ -161,12 +161,12 @@ class FrozenWeight(ReadOnly):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]  # nobody sets it
-        """Whether there are no codes either."""
+        """Whether the codes are on the meta device."""
         return self._held().is_meta
 
     @property
     def data(self) -> Tensor:
-        """Itself: a copy would take writes in vain."""
+        """Itself: writes to a copy would be lost."""
         return self
 
     @data.setter
@@ -278,7 +278,7 @@ def _read_only(found: Any, made: list[Tensor]) -> Any:
 
 
 class FrozenModule(HotModule, nn.Module):
-    """A linear layer of whose weight only codes exist. Its classes come with :func:`.freeze_int8`.
+    """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze_int8`.
 
     Kept are ``weight_codes``, a uint8 Parameter of O rows of codes and O fp32 scales, and nothing
     of x. Training computes g_x, and g_b. The forward pass is the configuration's: with
@@ -359,8 +359,17 @@ class FrozenModule(HotModule, nn.Module):
     def on_frozen(self) -> None:
         """Called when the codes are there."""
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; refuses the parts that ``parallelize_module`` makes of a weight."""
+        if is_dtensor(param):
+            raise NotImplementedError(
+                f"{self.layer_name or type(self).__name__}: its weight is frozen in codes, which "
+                "tensor parallel plans cannot split; leave the layer out, or hot.thaw(model) first"
+            )
+        super().register_parameter(name, param)
+
     def thaw(self, values: Tensor | None = None) -> None:
-        """Become the layer with a plain weight, in place, not trained as yet.
+        """Become the layer with a plain weight, in place; the weight is not trained.
 
         Args:
             values: of the weight; None: those that the codes stand for.
@@ -479,6 +488,11 @@ class FrozenModule(HotModule, nn.Module):
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
             raise ValueError(f"size mismatch: shape {tuple(weight.shape)}; expected {expected}")
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"dtype {weight.dtype}; expected floating-point values, or codes under {_CODES} "
+                "(save_codes=True, or convrot=True for ConvRot's)"
+            )
         weight = _values(weight).detach()
         if assign:
             if weight.dtype not in DTYPES:
@@ -511,7 +525,7 @@ def tie(layers: Iterable[tuple[nn.Parameter, nn.Module]]) -> None:
 
 
 def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
-    """Put a Parameter into the place of another, so that their order stays."""
+    """Replace a Parameter by another; their order stays."""
     items = [
         (name, parameter) if key == old else (key, value)
         for key, value in layer._parameters.items()

@@ -75,7 +75,7 @@ class FrozenCodes(nn.Parameter):
         return guarded(plain(data))
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenCodes:
-        """Raise ValueError, unless asked for what is so already."""
+        """Raise ValueError if this would change the setting."""
         if requires_grad:
             refuse_gradients()
         return self
@@ -137,7 +137,7 @@ _COPIES = ("clone", "to", "cpu", "cuda")
 
 
 class _Average(Tensor):
-    """Numbers that were made of codes by a linear operation; only codes take them back."""
+    """Numbers computed from codes by a linear operation; only codes accept them."""
 
     _terms: Terms
 
@@ -145,7 +145,7 @@ class _Average(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """As of :class:`FrozenCodes`."""
+        """As in :class:`FrozenCodes`."""
         return FrozenCodes.__torch_function__(func, types, args, kwargs)
 
 
@@ -172,7 +172,7 @@ def guard(codes: Tensor) -> None:
     if _compat.traces_parameters():
         codes.__class__ = FrozenCodes
         codes._factor = 1.0  # type: ignore[attr-defined]  # it is one now
-    else:  # have Module.requires_grad_ of any parent say what is wrong
+    else:  # a parent's requires_grad_() fails with a clear message
         setattr(codes, "requires_grad_", refuse_gradients)  # noqa: B010
         setattr(codes, "_hot_seen", (codes._version, _checksum(codes)))  # noqa: B010
 
@@ -276,7 +276,7 @@ def _terms(value: Any) -> Terms | None:
 
 
 def _sum(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Terms | None:
-    """What a linear operation makes of codes; None: it is none, or not of codes alone."""
+    """The result of a linear operation on codes; None for any other call."""
     name = name.strip("_")
     reflected = name.startswith("r") and name[1:] in ("add", "sub", "mul")
     name = name[1:] if reflected else name
@@ -311,7 +311,7 @@ def _plus(a: Any, b: Any, alpha: Any = 1.0) -> Terms | None:
 
 
 def _minus(a: Any, b: Any, alpha: Any = 1.0) -> Terms | None:
-    # Of a - b the codes are still those of a; b may be the average that is moved.
+    # a - b keeps the codes of a; b may be the average.
     found = _plus(a, b, -(_number(alpha) or 0.0))
     one = _terms(a)
     return None if found is None or one is None else (found[0], one[1])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
 from .ops.conv import conv2d_from_json, evaluated_conv2d
-from .ops.linear import evaluated_linear, linear_from_json
+from .ops.linear import eval_linear, linear_from_json
 from .report import REPORT
 
 _Hot = TypeVar("_Hot", bound="HotModule")
@@ -79,7 +79,7 @@ class HotModule:
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The linear layer that :attr:`config` says, in training and in eval mode."""
         if not self.training:  # type: ignore[attr-defined]  # a module has it
-            return evaluated_linear(x, weight, bias, self._config_json)
+            return eval_linear(x, weight, bias, self._config_json)
         return linear_from_json(x, weight, bias, self._config_json, self.defer)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
 def parallel_region() -> int:
-    """Address of GOMP_parallel in the OpenMP library of torch's threads; 0: there is none."""
+    """Address of GOMP_parallel in torch's OpenMP library; 0 if there is none."""
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         return 0
     try:

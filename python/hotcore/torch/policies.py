@@ -27,7 +27,7 @@ PRODUCTS = frozenset(
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
         *(_aten.linear.default, _aten.convolution.default),
         *(_hot.product.default, _hot.forward_linear.default, _hot.convolution.default),
-        _hot.frozen_product.default,
+        *(_hot.frozen_product.default, _hot.head_loss.default),
     )
 )
 """Matrix products and convolutions, plain and HOT's."""

@@ -76,6 +76,8 @@ class ConversionReport:
     """Multiply-adds of the whole forward pass over ``inputs``; None without ``inputs``."""
     saved: SavedReport | None = None
     """With ``saved``: the modules beside these layers that save codes for backward."""
+    head: str = ""
+    """With ``head``: how the model computes its loss."""
     in_eval_mode: list[str] = dataclasses.field(default_factory=list)
     """Converted layers in eval mode: forward and gradients stay plain until ``.train()``."""
 
@@ -137,6 +139,8 @@ class ConversionReport:
             lines.append(covered)
         if self.saved is not None:
             lines.append(str(self.saved))
+        if self.head:
+            lines.append(f"head: {self.head}")
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,6 +158,7 @@ class ConversionReport:
             "mac_share": self.mac_share,
             "expected_time": self.expected_time,
             "saved": None if self.saved is None else dataclasses.asdict(self.saved),
+            "head": self.head,
         }
 
     def to_json(self) -> str:

@@ -14,6 +14,7 @@ from .bitsandbytes import is_4bit, is_8bit
 from .frozen import FrozenModule
 from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
 from .ops import DTYPES
+from .ops.sharded import is_dtensor
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -105,7 +106,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """In and out features: channels of a convolution, those of an attention's in_proj."""
+    """In and out features; channels of a convolution, sizes of an attention's in_proj."""
     if isinstance(module, nn.Conv2d):
         return module.in_channels, module.out_channels
     if isinstance(module, nn.Linear):
@@ -124,8 +125,7 @@ def pointwise_of(module: nn.Module) -> bool | None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a weight of the layer is a DTensor."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and any(isinstance(p, kind) for p in module.parameters())
+    return any(map(is_dtensor, module.parameters()))
 
 
 def is_frozen(module: nn.Module) -> bool:
@@ -144,7 +144,7 @@ def why_plain(
         reasons = _default_reasons(model, layers)
     # Reasons why a conversion is impossible come before reasons of choice.
     reasons |= {fqn: why for fqn, module in layers if (why := why_impossible(module))}
-    # What torch.compile has returned calls the layer that it was given.
+    # torch.compile's result calls the layer that it was given.
     called = {id(getattr(m, "_orig_mod", None)) for m in model.modules() if _compat.is_compiled(m)}
     compiled = [fqn for fqn, m in layers if id(m) in called and not isinstance(m, HotModule)]
     return reasons | dict.fromkeys(compiled, "it was compiled before convert(), which comes first")
@@ -211,7 +211,7 @@ def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> d
 
 
 def _heads(model: nn.Module, names: list[str]) -> list[str]:
-    """The last layer if it has a head's name, and separate heads directly before it.
+    """The last layer if it is named as a head, and separate heads directly before it.
 
     Names in an ``nn.Sequential`` are numbers: its last layer is the head if it is linear and its
     input and output widths differ.

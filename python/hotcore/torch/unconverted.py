@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from .report import Skipped
+from .saved.modules import SavedCodes, keeps_experts
 
 MIN_SIDE = 64
 """Rows and columns below which a stack of matrices is not listed."""
@@ -47,7 +48,9 @@ def matrices(model: nn.Module) -> list[Skipped]:
 
 
 def _stacks(fqn: str, module: nn.Module) -> list[Skipped]:
-    found = []
+    found: list[Skipped] = []
+    if isinstance(module, SavedCodes) and module.saved_bits.get("experts"):
+        return found
     for name, parameter in module._parameters.items():
         if parameter is None or parameter.dim() != 3 or parameter.shape[0] < 2:
             continue
@@ -55,6 +58,8 @@ def _stacks(fqn: str, module: nn.Module) -> list[Skipped]:
         if min(rows, columns) < MIN_SIDE:
             continue
         why = f"a stack of {count} matrices in one Parameter (experts); only layers are converted"
+        if keeps_experts(module):
+            why += ", saved= keeps their x in codes"
         size = (columns, rows, why, parameter.numel())  # the layout of F.linear's weight
         found.append(Skipped(_join(fqn, name), type(module).__name__, *size))
     return found

@@ -95,7 +95,7 @@ def wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json:
 def check_dtypes(
     x: Tensor, weight: torch.dtype, bias: Tensor | None, autocast: torch.dtype | None
 ) -> None:
-    """What ``F.linear`` would refuse, an 8-bit forward refuses, too."""
+    """An 8-bit forward refuses what ``F.linear`` refuses."""
     if not torch.compiler.is_compiling():
         _check(x)
     for name, dtype in (("weight", weight), ("bias", None if bias is None else bias.dtype)):
@@ -118,7 +118,7 @@ def check_transforms(name: str, *tensors: Tensor | None) -> None:
 
 
 def unsupported_transform(name: str) -> NotImplementedError:
-    """The error of a call inside of a transform."""
+    """The error of a call inside a transform."""
     return NotImplementedError(
         f"hotcore.torch.{name}: torch.func transforms (grad, vmap, jvp, ...) and forward mode are "
         "not supported; use autograd, or revert() the model"

@@ -38,7 +38,7 @@ from .core import (
     to_dlpack,
     workspace,
 )
-from .registry import operator
+from .registry import Size, operator
 from .sharing import once, register_restore, restore_of
 
 Pair = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _feature_block(features: int, largest: int) -> int:
-    """The block of the transform along so many features; docs/numerics.md, "One code a value"."""
+    """The transform's block for this width; docs/numerics.md, "One code a value"."""
     for block in (64, 32):
         if block <= largest and _up(features, block) <= features + features // 8:
             return block
@@ -187,6 +187,20 @@ def compress_activation(x: Tensor, seed: Tensor, handle: Handle) -> Tensor:
         return compress(x, handle.config, core.key_of(seed))
     saved: Tensor = _compress_activation(flat(x), seed, handle.json)
     return saved
+
+
+def _fake_restored(
+    saved: Tensor, seed: Tensor, config: str, tokens: int, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    return saved.new_empty((tokens, in_features), dtype=dtype)
+
+
+@operator(fake=_fake_restored)
+def decompress_activation(
+    saved: Tensor, seed: Tensor, config: str, tokens: Size, in_features: Size, dtype: torch.dtype
+) -> Tensor:
+    """:func:`decompress` as an operator."""
+    return decompress(saved, tokens, in_features, parsed(config), core.key_of(seed), dtype)
 
 
 def _fake_pair(x: Tensor, config: str) -> Pair:
@@ -358,7 +372,7 @@ def forms_of(
 
 
 class Frozen(NamedTuple):
-    """A weight of which only codes exist (:mod:`hotcore.torch.frozen`)."""
+    """A weight that exists only as codes (:mod:`hotcore.torch.frozen`)."""
 
     codes: Tensor
     """What :func:`quantize_forward_weight` makes: uint8, O rows of codes, then O fp32 scales."""

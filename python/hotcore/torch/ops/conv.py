@@ -124,7 +124,7 @@ def conv2d(
     padding_mode: str = "zeros",
     config: ConfigLike = _DEFAULT,
 ) -> Tensor:
-    """A convolution, bit for bit as ``F.conv2d``, of whose x only compressed pixels are kept.
+    """A convolution, bit for bit ``F.conv2d``; of x only compressed pixels are kept.
 
     A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits:
     its gradients are computed with HOT, and with ``forward="int8"`` in the configuration y is

@@ -51,7 +51,7 @@ def _call(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> T
         calls.check_dtypes(x, weight.dtype, bias, dtype)
         calls.check_transforms("linear", x, bias)
     elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
-        # In operations that anything can follow.
+        # Plain operations, which every transform can trace.
         matrix = codes.dequantized(_for_product(weight, inner.dtype)).to(inner.dtype)
         return F.linear(inner, matrix, None if bias is None else calls.cast(bias, dtype))
     if not wanted:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ... import _core
 from ...config import ConfigLike, HotConfig, Key
 from .. import _compat, accumulation
-from . import calls, codes, core, sharing
+from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
 from .core import Handle, handle_of, lend, parsed, to_dlpack, workspace
 from .registry import Dtypes, Size, not_differentiable, operator, without_base
@@ -90,6 +90,16 @@ def linear_from_json(
     if not isinstance(x, Tensor):
         arguments = (x, weight, bias, config_json, defer, evaluated)
         return calls.handle_overrides(linear_from_json, *arguments)
+    if type(x) not in core.PLAIN_TYPES or type(weight) not in core.PLAIN_TYPES:
+        if sharded.is_dtensor(x) or sharded.is_dtensor(weight):
+            parts, layout = sharded.split(x, weight, bias)
+            y = linear_from_json(*parts, config_json, defer, evaluated)
+            return sharded.joined(y, layout)
+        if _gathered(weight) is not None and not core.bypasses_dispatcher(x):
+            raise NotImplementedError(
+                "weight: its codes were gathered (gather_codes), while torch.compile, a dispatch "
+                "mode or a subclass of Tensor intercepts x; leave the layer out of gather_codes"
+            )
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):
@@ -102,7 +112,7 @@ def linear_from_json(
         return output
 
 
-evaluated_linear = functools.partial(linear_from_json, evaluated=True)
+eval_linear = functools.partial(linear_from_json, evaluated=True)
 
 
 def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
@@ -214,8 +224,15 @@ def _forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str)
     return int8_linear(x, weight, bias, parsed(config))
 
 
+def _gathered(weight: Tensor) -> Frozen | None:
+    """The codes of a weight of which fully_shard has gathered nothing else (gathered.py)."""
+    return None if type(weight) in core.PLAIN_TYPES else getattr(weight, "frozen", None)
+
+
 def int8_product(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
     """:func:`int8_linear` by the operator or directly, with the configuration as JSON."""
+    if (gathered := _gathered(weight)) is not None:
+        return int8_linear(x, gathered, bias, parsed(config))
     if core.product_bypasses_dispatcher(x, weight):
         return int8_linear(x, weight, bias, parsed(config))
     y: Tensor = _forward_linear(x, weight, bias, config)
@@ -256,10 +273,13 @@ class Linear(torch.autograd.Function):
             own_seed, shared = seed, accumulation.shared(weight, bias)
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
-        ctx.save_for_backward(saved if need_gw else None, saved_seed, weight if need_gx else None)
+        gathered = _gathered(weight)  # not saved: fully_shard frees and refills its memory
+        kept_weight = weight if need_gx and gathered is None else None
+        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept_weight)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, restore)
+        call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, restore, gathered)
+        ctx.call = call
         return without_base(y)
 
     @staticmethod
@@ -269,7 +289,7 @@ class Linear(torch.autograd.Function):
         if gy is None:
             return (None,) * 8
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, shared, deferred, restore = ctx.call
+        handle, seed, x_shape, dtypes, cache, shared, deferred, restore, gathered = ctx.call
         of_gx, of_gw, of_gb = dtypes
         if cache is not None:
             cache.clear()
@@ -277,6 +297,8 @@ class Linear(torch.autograd.Function):
             source = saved if restore is None else restore()
             saved = codes.compress_activation(source, saved_seed, handle)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
+        if gathered is not None and need_gx:
+            weight = codes.dequantized(gathered)
         gx, gw, gb = gradients(
             gy,
             weight if need_gx else None,
@@ -312,9 +334,11 @@ def _eager(
     key = None if cache is None else sharing.linear_key(handle, dtype)
     if handle.int8:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
-        if core.product_bypasses_dispatcher(inner, weight):
+        gathered = _gathered(weight)
+        if gathered is not None or core.product_bypasses_dispatcher(inner, weight):
             forms = codes.forms_of(x, inner, weight, ctx, seed, handle, key)
-            return int8_linear(inner, weight, bias, handle.config, forms[0]), *forms[1:]
+            of_w = weight if gathered is None else gathered
+            return int8_linear(inner, of_w, bias, handle.config, forms[0]), *forms[1:]
     saved, saved_seed = None, seed
     if cache is not None:
         entry = cache.entry_of(x)
@@ -352,12 +376,14 @@ def backward(
     keys: tuple[Key, Key],
     outputs: Gradients,
     accumulate: bool = False,
+    quantized: Tensor | None = None,
 ) -> None:
     """Write ``outputs`` by libhot.
 
     gy is ``[..., O]`` and g_x ``[..., I]``, with equal or flattened leading dimensions. ``keys``:
     the key that ``saved`` was made with, and the key that rounds g_y (:func:`core.keys_of`). With
-    ``accumulate`` g_w and g_b are added to the values in their tensors.
+    ``accumulate`` g_w and g_b are added to the values in their tensors. ``quantized``: the weight's
+    codes, in its place.
     """
     gy, tokens, out_features = core.collapsible(gy)
     spec = config.spec
@@ -384,6 +410,7 @@ def backward(
         None if gb is None else to_dlpack(gb),
         accumulate,
         workspace(_core.backward_linear_workspace, gy, *shape, *wanted),
+        None if quantized is None else lend(quantized, "codes of the weight"),
     )
     if accumulate:
         for given, made in zip(outputs[1:], (gw, gb), strict=True):

@@ -28,7 +28,14 @@ DTYPES_OF_GRADIENTS = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? g
 Dtypes = Annotated[Any, DTYPES_OF_GRADIENTS]
 """Of ``*dtypes``: those of g_x, g_w and g_b; None: not wanted."""
 
-_TYPES = {Tensor: "Tensor", str: "str", int: "int", bool: "bool", torch.dtype: "ScalarType"}
+_TYPES = {
+    Tensor: "Tensor",
+    str: "str",
+    int: "int",
+    bool: "bool",
+    float: "float",
+    torch.dtype: "ScalarType",
+}
 _products: list[str] = []
 
 
@@ -137,7 +144,7 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 
 
 def not_differentiable(backward: _Backward) -> _Backward:
-    """Have an autograd function's backward raise RuntimeError under ``create_graph=True``.
+    """Make an autograd function's backward raise RuntimeError under ``create_graph=True``.
 
     Not when its result is differentiated, as ``once_differentiable`` does: autograd does not visit
     a node that leads to none of the inputs that it was asked for, so the term would just be left

@@ -77,7 +77,7 @@ class share_inputs:
 
 
 def _state(x: Tensor) -> Hashable | None:
-    """What has to be equal for the same tensor to be the same x; None: x is not shared."""
+    """What must be equal for a tensor to be the same x; None if x is not shared."""
     if x.grad_fn is None or not share_inputs.enabled or core.is_intercepted(x):
         return None
     base = x._base
@@ -95,6 +95,15 @@ def _state(x: Tensor) -> Hashable | None:
         return (x._version, x.data_ptr(), stream)
     except RuntimeError:  # inference-mode tensors have no version counter
         return None
+
+
+def _source(x: Tensor) -> Tensor:
+    """x, or the tensor that x is another name of: DTensors make one for every layer."""
+    base = x._base
+    if base is None or base.shape != x.shape or base.stride() != x.stride():
+        return x
+    same = base.data_ptr() == x.data_ptr() and base.dtype == x.dtype
+    return base if same and base.is_neg() == x.is_neg() else x
 
 
 class Entry:
@@ -143,16 +152,16 @@ class Cache:
     def entry_of(self, x: Tensor) -> Entry | None:
         """The entry of x, a new one if the last is not x's; None: x is not shared.
 
-        A new one is kept once it has codes: by :meth:`compressed`, or by who gives it some.
+        A new one is kept once it has codes: by :meth:`compressed`, or by a caller.
         """
         state = _state(x)
         if state is None:
             return None
-        entry = self.entry
-        if entry is not None and entry.x() is x and entry.state == state:
+        entry, source = self.entry, _source(x)
+        if entry is not None and entry.x() is source and entry.state == state:
             return entry
         self.entry = None  # free the old codes before new ones are allocated
-        return Entry(weakref.ref(x, self._expire), state)
+        return Entry(weakref.ref(source, self._expire), state)
 
     def compressed(
         self,

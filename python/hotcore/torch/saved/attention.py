@@ -59,6 +59,10 @@ def _kernel(
     one is checked here. What does not pass goes to that function, which computes or refuses it.
     """
     every = (q, k, v)
+    if _compat.replaces_attention():
+        return "", "F.scaled_dot_product_attention was replaced, as context_parallel does"
+    if any(map(ops.is_dtensor, every)):
+        return "", "q, k or v is a DTensor"
     if any(t.dim() != 4 or t.layout is not torch.strided for t in every):
         return "", "q, k and v are not [B, H, S, D]"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:

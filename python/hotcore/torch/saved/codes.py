@@ -57,6 +57,8 @@ def draw_seed(x: Tensor) -> Tensor:
     Eager calls draw it from torch's default CPU generator; compiled and captured ones draw it on
     x's device, from the generator there.
     """
+    if ops.is_dtensor(x):
+        x = x.to_local()  # type: ignore[attr-defined]  # a DTensor has it
     if in_graph(x):
         seed: Tensor = ops.draw_seed(x.detach())
         return seed

@@ -89,14 +89,14 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:
-    """Whether anything is differentiated, in a dtype that codes support."""
+    """Whether anything is differentiated, in a dtype that codes support; no DTensors."""
     given = [t for t in tensors if t is not None]
-    return (
-        torch.is_grad_enabled()
-        and any(t.requires_grad for t in given)
-        and given[0].dtype in DTYPES
-        and given[0].numel() > 0
-    )
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if wanted and any(map(ops.is_dtensor, given)):
+        what = "hotcore.torch: an operation on DTensors keeps its input uncompressed"
+        warnings.warn(what, RuntimeWarning, stacklevel=4)
+        return False
+    return wanted and given[0].dtype in DTYPES and given[0].numel() > 0
 
 
 def _by_token(x: Tensor, dims: int = 1) -> bool:

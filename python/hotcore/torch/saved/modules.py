@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import functions
+from . import experts, functions
 from .attention import scaled_dot_product_attention
 
 Saved = int | Mapping[str, Any]
@@ -31,10 +31,12 @@ KINDS: Mapping[str, tuple[int | None, ...]] = {
     "norm": (8, 4, None),
     "attention": (8, 4, None),
     "product": (8, 4, None),
+    "experts": (8, 4, None),
 }
 """Kinds of operations and the supported numbers of bits; None: save tensors unchanged.
 
-``product``: the two factors of a gated unit (SwiGLU, GeGLU).
+``product``: the two factors of a gated unit (SwiGLU, GeGLU). ``experts``: x of the grouped products
+of a mixture of experts, which stay torch's, in the dtype of the weights.
 """
 
 SAVED_FIELDS = ("saved_bits", "saved_gate")
@@ -67,6 +69,8 @@ class SavedReport:
         rows: dict[tuple[str, str], list[str]] = {}
         for module in self.converted:
             bits = ", ".join(f"{kind} {value}" for kind, value in module.bits.items())
+            if "experts" in module.bits:
+                bits += "; x of the grouped products, which stay torch's in the weights' dtype"
             rows.setdefault((module.kind, bits), []).append(module.name)
         lines = [
             f"{kind}: kept in bits: {bits} ({_listed(names)})"
@@ -260,6 +264,22 @@ def _called_rms_norm(
     return functions.rms_norm(input, normalized_shape, weight, eps, bits)
 
 
+def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+    bits = self.saved_bits.get("experts")
+    if not bits or experts.why_plain(self):
+        return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
+    inner = self._apply_gate if self.has_gate else self.act_fn
+    gate, kept = getattr(self, "saved_gate", None), self.saved_bits.get("product")
+    if gate and kept:
+
+        def inner(rows: Tensor) -> Tensor:
+            factors = rows.chunk(2, -1)
+            return functions.gated(factors[0], factors[1], gate, kept)
+
+    matrices = (experts.first_of(self), self.down_proj)
+    return experts.experts(hidden_states, top_k_index, top_k_weights, *matrices, inner, bits)
+
+
 def _watched(self: Any, *args: Any, **kwargs: Any) -> Any:
     with _Watch(self.saved_bits):
         return self.plain.forward(self, *args, **kwargs)
@@ -275,6 +295,7 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "llama_norm": _llama_norm,
     "timm_norm": _timm_norm,
     "llama_mlp": _llama_mlp,
+    "experts": _experts,
     "watched": _watched,
 }
 
@@ -295,6 +316,10 @@ class _Templates:
     def llama_mlp(self: Any, x: Any) -> Any:
         down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down_proj
+
+    def expert_gate(self: Any, gate_up_out: Any) -> Any:
+        gate, up = gate_up_out.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
 
     def gelu_new(self: Any, input: Any) -> Any:
         return (
@@ -419,6 +444,8 @@ def _find_operations(module: nn.Module) -> _Found | None:
         return None
     if _is_from(cls, "timm.layers") and cls.__name__ == "RmsNorm" and not module._fast_norm:
         return _Found("timm_norm", ("norm",))
+    if all(hasattr(module, name) for name in _EXPERTS):
+        return _find_experts(module)
     template = _TEMPLATES.get(_bytecode(cls.forward))
     if template == "llama_mlp":
         if _gate_name(module.act_fn) is None:  # type: ignore[arg-type]
@@ -429,6 +456,28 @@ def _find_operations(module: nn.Module) -> _Found | None:
     if _is_from(cls, "transformers.activations") and _activation_of_wrapper(module) is not None:
         return _Found("watched", ("activation",))
     return _find_calls(module)
+
+
+_EXPERTS = (
+    *("num_experts", "down_proj", "_apply_gate", "has_gate", "has_bias"),
+    *("has_post_expert_norm", "is_transposed", "_is_expert_parallel"),
+)
+"""What transformers' ``use_experts_implementation`` gives a class of experts, and they have."""
+
+
+def _find_experts(module: Any) -> _Found:
+    """Experts whose forward is transformers' of grouped products."""
+    if why := experts.why_plain(module):
+        return _Found("", ("experts",), why)
+    default = _TEMPLATES.get(_bytecode(type(module)._apply_gate)) == "expert_gate"
+    gated = module.has_gate and default and _gate_name(module.act_fn) is not None
+    return _Found("experts", ("experts", "product") if gated else ("experts",))
+
+
+def keeps_experts(module: nn.Module) -> bool:
+    """Whether it is a module of experts whose x codes could take the place of."""
+    found = _find_operations(module)
+    return found is not None and found.forward == "experts"
 
 
 def _called_names(function: Any) -> set[str]:
@@ -541,7 +590,8 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
     ``F.mish``, ``F.hardswish``, ``F.relu``, ``F.layer_norm``, ``F.rms_norm`` or
     ``F.scaled_dot_product_attention`` (timm's attention; transformers' with
     ``attn_implementation="sdpa"``). During their forward pass a TorchFunctionMode, which
-    torch.compile supports, replaces the function by the one that saves codes.
+    torch.compile supports, replaces the function by the one that saves codes. By their attributes:
+    transformers' experts in two Parameters, with ``experts_implementation="grouped_mm"``.
 
     Raises:
         ValueError: bad bits; a key that is no kind and matches nothing; or a module that is already
@@ -565,7 +615,7 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
         if not own:
             continue
         plain = type(module)
-        if what.forward == "llama_mlp":
+        if what.forward in ("llama_mlp", "experts") and "product" in what.kinds:
             module.saved_gate = _gate_name(module.act_fn)  # type: ignore[arg-type, assignment]
         module.saved_bits = dict(own)  # type: ignore[assignment]
         module.__class__ = _class(plain, what.forward)

@@ -1,0 +1,106 @@
+"""Train CLIP's two towers (transformers) on images and captions with HOT.
+
+    python clip.py                               # scikit-learn's digits and their names, on a CPU
+    python clip.py --model ~/clip-vit-base --data ~/photos --device cuda --compile --batch 256
+
+--data is a folder of images with a caption beside each, cat.jpg and cat.txt; --model a folder with
+the model and its processor. --recipe none trains without HOT, to compare.
+"""
+
+import argparse
+from pathlib import Path
+
+import hotcore.torch as hot
+import torch
+from torch import Tensor
+from transformers import CLIPConfig, CLIPModel, CLIPProcessor
+
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TEXT = TOWER | {"vocab_size": 130, "max_position_embeddings": 24, "num_attention_heads": 2}
+TEXT |= {"bos_token_id": 128, "eos_token_id": 129, "pad_token_id": 0}
+VISION = TOWER | {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_attention_heads": 2}
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor]:
+    """Images, captions as bytes between the tokens of begin and end, and the classes."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    rows = [[128, *f"the digit {name}".encode(), 129] for name in NAMES]
+    captions = torch.tensor([row + [0] * (24 - len(row)) for row in rows])
+    target = torch.tensor(found.target)
+    return images, captions[target], target
+
+
+def folder(data: Path, processor: CLIPProcessor) -> tuple[Tensor, Tensor, None]:
+    """The same of a folder, without classes."""
+    from PIL import Image
+
+    images = sorted(p for p in data.iterdir() if p.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    captions = [path.with_suffix(".txt").read_text().strip() for path in images]
+    made = processor(
+        text=captions,
+        images=[Image.open(path).convert("RGB") for path in images],
+        return_tensors="pt",
+        padding="max_length",
+        truncation=True,
+    )
+    return made.pixel_values, made.input_ids, None
+
+
+def main(arguments: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a folder (default: a small CLIP, random weights)")
+    parser.add_argument("--data", type=Path, help="a folder (default: scikit-learn's digits)")
+    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args(arguments)
+    if bool(options.model) != bool(options.data):
+        parser.error("--model and --data come together")
+    torch.manual_seed(0)
+    if options.model:
+        model = CLIPModel.from_pretrained(options.model)
+        images, captions, classes = folder(
+            options.data, CLIPProcessor.from_pretrained(options.model)
+        )
+    else:
+        small = CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=32)
+        model = CLIPModel(small)
+        images, captions, classes = digits()
+    model = model.to(options.device).train()
+    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+        config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+        print(hot.convert(model, config, slower=not options.model).hot_report)
+    forward = torch.compile(model) if options.compile else model
+    rate = 1e-5 if options.model else 2e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+    chosen = torch.arange(len(images)) % 10 != 0  # every tenth is held back
+    train, held = chosen.nonzero()[:, 0], (~chosen).nonzero()[:, 0]
+    for step in range(options.steps):
+        part = train[torch.randint(len(train), (options.batch,))]
+        pixels, words = images[part].to(options.device), captions[part].to(options.device)
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.device != "cpu"):
+            loss = forward(input_ids=words, pixel_values=pixels, return_loss=True).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 20 == 0:
+            print(f"step {step:>5}  loss {loss.item():.3f}", flush=True)
+    model.eval()
+    with torch.no_grad():  # the caption of each image held back, among all different captions
+        texts, own = captions[held].unique(dim=0, return_inverse=True)
+        pixels, words = images[held].to(options.device), texts.to(options.device)
+        logits = model(input_ids=words, pixel_values=pixels).logits_per_image
+        accuracy = (logits.argmax(1).cpu() == own).float().mean().item()
+    print(f"images held back whose caption is found, of {len(texts)}: {accuracy:.3f}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()

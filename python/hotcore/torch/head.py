@@ -1,0 +1,256 @@
+"""``LinearCrossEntropy``; :func:`attach`: its loss in transformers' causal LM models."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ConfigLike, as_config
+from .modules import HotLinear
+from .ops.head import linear_cross_entropy
+
+_FORWARD = "forward"
+_LOSS = "_loss_function"
+"""Where transformers keeps a ``loss_function`` that was set."""
+
+
+class LinearCrossEntropy(nn.Linear):
+    """An ``nn.Linear`` head that returns the loss of a target: :func:`linear_cross_entropy`.
+
+    Parameters and state_dict keys are those of ``nn.Linear``; ``head.weight = embedding.weight``
+    ties it.
+
+    Args:
+        in_features: I.
+        out_features: V, the vocabulary.
+        bias: with a bias.
+        device: as ``nn.Linear``.
+        dtype: as ``nn.Linear``.
+        config: None, a HotConfig or a recipe's name.
+        options: the other keyword arguments of :func:`linear_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        config: ConfigLike | None = None,
+        **options: Any,
+    ) -> None:
+        """Make a head with new parameters, initialised as ``nn.Linear`` does."""
+        super().__init__(in_features, out_features, bias, device, dtype)
+        inspect.signature(linear_cross_entropy).bind(None, None, None, **options)  # TypeError
+        self.config = None if config is None else as_config(config)
+        self.options = options
+
+    def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """The loss of ``[..., I]`` and ``[...]``; without a target the logits ``[..., V]``."""
+        if target is None:
+            return super().forward(input)
+        return linear_cross_entropy(
+            input, self.weight, target, self.bias, self.config, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        """The text of ``nn.Linear``, and the configuration."""
+        return f"{super().extra_repr()}, config={self.config}"
+
+
+# ---- transformers ----
+
+
+class HeadForward:
+    """The forward of a model's head: in the model's :class:`AttachedLoss`, keeps x instead.
+
+    It knows nothing of the model: a copy of the head alone is a plain head.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        """Keep nothing yet."""
+        self.head = head
+        self.keeps = False
+        self.x: Tensor | None = None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Logits; ``[..., 0]`` where x is kept."""
+        if not self.keeps:
+            logits: Tensor = type(self.head).forward(self.head, input)
+            return logits
+        self.keeps, self.x = False, input
+        return input.new_empty((*input.shape[:-1], 0))
+
+
+class AttachedLoss:
+    """The forward of a causal LM model.
+
+    In training, with labels, the head keeps its x in place of logits, and the model's own
+    ``loss_function`` gets x's loss. What else the model's forward does stays its own.
+    """
+
+    def __init__(
+        self, model: Any, head: nn.Linear, config: ConfigLike | None, softcap: float | None
+    ) -> None:
+        """Change nothing yet: :func:`attach` does."""
+        self.model, self.config, self.softcap = model, config, softcap
+        self.head = HeadForward(head)
+        self.before = {name: vars(model).get(name) for name in (_FORWARD, _LOSS)}
+        self.plain_loss = model.loss_function
+        functools.update_wrapper(self, model.forward)  # trainers read the signature
+        self.names = [*inspect.signature(model.forward).parameters]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        labels = dict(zip(self.names, args, strict=False)).get("labels", kwargs.get("labels"))
+        self.head.keeps = self.model.training and labels is not None
+        try:
+            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # by update_wrapper
+        finally:
+            self.head.keeps, self.head.x = False, None
+
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """``ForCausalLMLoss`` of transformers, of the x that the head has kept."""
+        x, head = self.head.x, self.head.head
+        if x is None:
+            named = {"ignore_index": ignore_index, "shift_labels": shift_labels, **others}
+            plain: Tensor = self.plain_loss(logits, labels, vocab_size, num_items_in_batch, **named)
+            return plain
+        if shift_labels is None:  # a token predicts the next one
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = linear_cross_entropy(
+            *(x, head.weight, shift_labels.view(x.shape[:-1]).to(x.device), head.bias),
+            config=self.config,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            softcap=self.softcap,
+        )
+        if num_items_in_batch is None:
+            return loss
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        mean: Tensor = loss / num_items_in_batch
+        return mean
+
+
+def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
+    """Have a causal LM model of transformers compute its loss in chunks, in place.
+
+    In training mode, called with labels, its ``logits`` are then empty, ``[..., 0]``. Otherwise it
+    is as before. ``hot.revert`` undoes it.
+
+    Args:
+        model: the model, or one that contains it.
+        config: as of :func:`linear_cross_entropy`.
+
+    Returns:
+        Why it was not done; empty if it was.
+    """
+    detach(model)
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    found = next((m for m in model.modules() if base and isinstance(m, base)), None)
+    if found is None:
+        return "no model of transformers"
+    head = found.get_output_embeddings()
+    if head is None:
+        return "it has no output head"
+    if type(head) not in (nn.Linear, HotLinear):
+        return f"its head is a {type(head).__name__}, not an nn.Linear"
+    if _FORWARD in vars(head):
+        return "its head has a forward of its own"
+    loss = getattr(found.loss_function, "__name__", type(found.loss_function).__name__)
+    if loss != "ForCausalLMLoss":
+        return f"its loss is {loss}, not ForCausalLMLoss"
+    names = [n for n, child in found.named_children() if child is head]
+    kind: Any = type(found)
+    why, capped = _path_of_logits(kind, names[0] if names else "")
+    if why:
+        return why
+    state = AttachedLoss(found, head, config, getattr(found.config, _SOFTCAP) if capped else None)
+    vars(head)[_FORWARD] = state.head
+    vars(found).update({_FORWARD: state, _LOSS: state.loss})
+    return ""
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`."""
+    for module in model.modules():
+        state = vars(module).get(_FORWARD)
+        if not isinstance(state, AttachedLoss):
+            continue
+        vars(state.head.head).pop(_FORWARD, None)
+        for name, value in state.before.items():
+            vars(module).pop(name, None)
+            if value is not None:
+                vars(module)[name] = value
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether it is the head of a model with :func:`attach`."""
+    return isinstance(vars(module).get(_FORWARD), HeadForward)
+
+
+_SOFTCAP = "final_logit_softcapping"
+_CAPPING = """if self.config.{cap} is not None:
+    {logits} = {logits} / self.config.{cap}
+    {logits} = torch.tanh({logits})
+    {logits} = {logits} * self.config.{cap}"""
+
+
+@functools.cache
+def _path_of_logits(cls: Any, head: str) -> tuple[str, bool]:
+    """Why a model's loss is another than that of its head's output; whether that is capped.
+
+    By the source of its forward: the output may go into ``self.loss_function`` and into the result,
+    and nowhere else.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return "its forward has no source", False
+    nodes = list(ast.walk(tree))
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    made = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == f"self.{head}"]
+    top: Any = made[0] if len(made) == 1 else tree
+    while getattr(parents.get(top), "attr", "") in ("float", "contiguous"):
+        top = parents[parents[top]]
+    assigned = parents.get(top)
+    if not isinstance(assigned, ast.Assign) or not isinstance(assigned.targets[0], ast.Name):
+        return "its forward does not call its head once, as logits = self.head(x)", False
+    logits, capped, losses = assigned.targets[0].id, False, 0
+    capping = _CAPPING.format(cap=_SOFTCAP, logits=logits)
+    for node in nodes:
+        if not isinstance(node, ast.Name) or node.id != logits or node is assigned.targets[0]:
+            continue
+        above = parents[node]
+        call = parents[above] if isinstance(above, ast.keyword) else above
+        loss = isinstance(call, ast.Call) and ast.unparse(call.func) == "self.loss_function"
+        losses += loss
+        if loss or isinstance(above, ast.Tuple):  # of the result
+            continue
+        if isinstance(above, ast.keyword) and not ast.unparse(call).startswith("self."):
+            continue  # of the result, too
+        while not isinstance(above, ast.stmt):
+            above = parents[above]
+        if ast.unparse(parents[above]) != capping:
+            return f"its forward uses the logits otherwise: {ast.unparse(above)}", False
+        capped = True
+    return ("" if losses == 1 else "its forward does not call self.loss_function"), capped

@@ -1,0 +1,526 @@
+"""An output head and its loss over chunks of tokens: the logits of all tokens never exist.
+
+The operator ``head_loss`` makes a chunk's logits, turns them into their gradient in place, and at
+once multiplies it into g_x and g_w, as Liger-Kernel does. Gradients lack the factor that mean and
+what comes behind the loss give them: backward multiplies, in fp32. ``reduction="none"`` has a
+factor for each token, which g_w sums over, so backward runs the operator once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import _core
+from ...config import TOKEN_STORAGES, ConfigLike, HotConfig, Key
+from .. import _compat
+from . import calls, codes, core, linear
+from .codes import Frozen
+from .core import lend, parsed, to_dlpack, workspace
+from .registry import not_differentiable, operator
+
+_NAME = "linear_cross_entropy"
+REDUCTIONS = ("mean", "sum", "none")
+
+MIN_CHUNK = 1024
+"""Tokens of a chunk, at least: each chunk reads and writes the fp32 g_w once."""
+_PART = 1 << 17
+"""Words of a vocabulary in one g_x product of integers: INT32 sums hold 133,143."""
+_BLOCK_VALUES = 1 << 24
+"""Logits that are in fp32 at a time, 64 MiB."""
+_ALIGNED = 8
+"""A row of logits takes a multiple of this: 16 bytes, which fast products want."""
+
+
+class Options(NamedTuple):
+    """Of the loss; the names are Liger-Kernel's and torch's."""
+
+    label_smoothing: float
+    softcap: float
+    """0: none."""
+    lse_square_scale: float
+    chunk: int
+    """0: :func:`chunk_of`."""
+
+
+_OPTIONS = Annotated[Any, "float label_smoothing, float softcap, float lse_square_scale, int chunk"]
+"""The same in an operator's schema."""
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Losses ``[L]``, g_x, g_w and g_b; an operator returns no None: empty where not wanted."""
+
+
+# ---- what a user calls ----
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    config: ConfigLike | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(x, weight, bias), target)`` without ever holding all logits.
+
+    Chunks of tokens pass through head and loss one after the other. The forward pass also makes the
+    gradients, g_w in fp32; backward only scales them. Without a gradient wanted it makes the loss
+    alone. log-softmax is in fp32.
+
+    Args:
+        x: ``[..., I]`` float32, float16 or bfloat16 (under autocast, what it casts to that).
+        weight: ``[V, I]``, any V from 1.
+        target: ``[...]`` int64 from 0 to V - 1, or ``ignore_index``.
+        bias: ``[V]`` or None.
+        config: None: torch's products. A HotConfig or a recipe's name: g_x and g_w by HOT, except
+            for each token's target, whose share is exact; logits, too, where it says
+            ``forward="int8"``. Weights are quantised once for all chunks.
+        ignore_index: tokens with this target add nothing to loss and gradients.
+        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"``, or ``"none"``, where
+            backward makes the logits again.
+        label_smoothing: share of the target that is uniform over V, 0 to 1.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
+        chunk: tokens of a chunk. None: so many that 16-bit logits take a quarter of the bytes of an
+            fp32 g_w, or those of x; 1024 at least.
+
+    Returns:
+        ``[]`` in float32, or ``[...]`` with ``reduction="none"``.
+
+    Raises:
+        ValueError: an argument is out of range; on CUDA a target out of range is torch's assert.
+        NotImplementedError: inside a ``torch.func`` transform, or on a device without a backend.
+        RuntimeError: when differentiated twice.
+
+    Source: docs/torch/head.md.
+    """
+    json = "" if config is None else calls.config_json(config)
+    _check(x, weight, target, bias, json, reduction)
+    options = _options(label_smoothing, softcap, lse_square_scale, chunk)
+    calls.check_transforms(_NAME, x, weight, bias)
+    dtype, seed = calls.autocast_dtype(x), None
+    calls.check_dtypes(x, weight.dtype, bias, dtype)
+    inner = calls.cast(x, dtype)
+    if json and torch.compiler.is_compiling():
+        seed = codes.draw_seed(inner.detach())
+    elif json:
+        seed = calls.seed_for_call(_NAME, x, weight, bias, json)
+    loss: Tensor = _linear_cross_entropy(
+        *(core.flat(inner), weight, bias, target.reshape(-1), seed, json, ignore_index, reduction),
+        *options,
+    )
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _check(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, config: str, reduction: str
+) -> None:
+    """Refuse what does not fit, by name."""
+    if weight.dim() != 2 or weight.shape[0] == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"weight: shape {list(weight.shape)}; expected [V, I], V at least 1, for x of shape "
+            f"{list(x.shape)}"
+        )
+    expected = {"target": (target, x.shape[:-1]), "bias": (bias, weight.shape[:1])}
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name}: shape {list(tensor.shape)}; expected {list(shape)}")
+    if target.dtype != torch.int64:
+        found = str(target.dtype).removeprefix("torch.")
+        raise ValueError(f"target: dtype {found}; expected int64")
+    for name, tensor in (("weight", weight), ("target", target), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: on {tensor.device}; x is on {x.device}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
+    if '"token_grid":[' in config and '"basis":"full"' not in config:
+        raise ValueError("config: token_grid; chunks of tokens are no whole samples")
+
+
+def _options(smoothing: float, softcap: float | None, scale: float, chunk: int | None) -> Options:
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing: {smoothing} is outside 0 to 1")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: {softcap}; expected a positive number or None")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk: {chunk}; expected a positive number or None")
+    return Options(float(smoothing), float(softcap or 0), float(scale), chunk or 0)
+
+
+# ---- loss and gradient of a chunk's logits ----
+
+
+def chunk_of(tokens: int, vocab: int, in_features: int) -> int:
+    """Tokens of a chunk: chunks are about equal, and of 128s."""
+    most = max(MIN_CHUNK, in_features // 2, tokens * in_features // vocab)
+    count = max(1, -(-tokens // most))
+    return _up(tokens, 128 * count) // count if count > 1 else max(1, tokens)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def differentiate(
+    logits: Tensor, target: Tensor, options: Options, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses ``[C]``; with ``gradient`` the logits ``[C, V]`` become their gradient.
+
+    Second is that gradient at the target, ``[C]`` fp32. Some rows at a time, in fp32.
+    """
+    losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
+    at_target = torch.empty_like(losses)
+    step = max(1, _BLOCK_VALUES // logits.shape[1])
+    for begin in range(0, len(target), step):
+        part = slice(begin, begin + step)
+        losses[part], at_target[part] = _rows(logits[part], target[part], options, gradient)
+    if gradient:
+        logits.scatter_(1, target[:, None], at_target[:, None].to(logits.dtype))
+    return losses, at_target
+
+
+def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:
+    """Losses and gradients at the targets; the block becomes the gradient but for the -1 there."""
+    smoothing, softcap, z, _ = options
+    at, share, tanh, values = target[:, None], smoothing / block.shape[1], None, block
+    if softcap:
+        tanh = block.float().div_(softcap).tanh_()
+        values = tanh * softcap
+    logp = torch.log_softmax(values, -1, dtype=torch.float32)
+    of_target = logp.gather(1, at)
+    loss = -of_target[:, 0]
+    if smoothing:
+        loss = (1 - smoothing) * loss - share * logp.sum(-1)
+    lse = values.gather(1, at).float() - of_target if z else None
+    if lse is not None:
+        loss = loss + z * lse[:, 0].square()
+    if not gradient:
+        return loss, loss
+    if not (smoothing or softcap or z):
+        torch.exp(logp, out=block)  # rounds as it writes
+        return loss, of_target[:, 0].expm1()
+    p = logp.exp_()
+    if lse is not None:
+        p *= 1 + 2 * z * lse
+    if smoothing:
+        p -= share
+    at_target = p.gather(1, at) - (1 - smoothing)
+    if tanh is not None:
+        slope = tanh.square_().neg_().add_(1)
+        p *= slope
+        at_target *= slope.gather(1, at)
+    block.copy_(p)
+    return loss, at_target[:, 0]
+
+
+# ---- the products of a chunk ----
+
+
+class _Products:
+    """torch's products, in x's dtype."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.dtype = weight, bias, x.dtype
+        self.vocab = len(weight)
+        self.padded = _up(self.vocab, _ALIGNED)
+
+    @functools.cached_property
+    def cast(self) -> Tensor:
+        """The weight in x's dtype."""
+        return self.weight.to(self.dtype)
+
+    def logits(self, x: Tensor, target: Tensor) -> Tensor:
+        """``[C, V]``, in rows that are aligned."""
+        y = x.new_empty(len(x), self.padded)[:, : self.vocab]
+        if self.bias is None:
+            return torch.mm(x, self.cast.t(), out=y)
+        return torch.addmm(self.bias.to(self.dtype), x, self.cast.t(), out=y)
+
+    def gradients(
+        self, gy: Tensor, target: Tensor, at_target: Tensor, x: Tensor, gx: bool, gw: Tensor | None
+    ) -> Tensor | None:
+        """g_x; g_w is added to ``gw``. ``at_target``: fp32 values of ``gy`` at the targets."""
+        if gw is not None:
+            _add_product(gw, gy.t(), x)
+        return gy @ self.cast if gx else None
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out += a b``, in fp32."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out += a @ b
+
+
+class _HotProducts(_Products):
+    """HOT's products. Logits and gradients at the targets are multiplied apart, exactly.
+
+    These gradients are by far the largest of their rows: without them the others' codes are finer.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        config: HotConfig,
+        seed: Tensor | None,
+        gx: bool,
+    ) -> None:
+        super().__init__(x, weight, bias)
+        # x is not kept: fewer than 8 bits would save nothing.
+        token = config.storage in TOKEN_STORAGES
+        config = dataclasses.replace(config, storage="token8" if token else "int8")
+        self.config = config
+        self.seed, self.calls = seed, 0
+        count = -(-self.vocab // _PART)
+        step = _up(self.vocab, 128 * count) // count
+        ends = [min(end, self.vocab) for end in range(0, self.vocab + step, step)]
+        self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        self.quantized = [_for_gx(weight[part], config) if gx else None for part in self.parts]
+        self.frozen = _for_logits(weight, config, self.padded) if config.forward == "int8" else None
+        if self.frozen is not None and bias is not None:
+            self.bias = F.pad(bias, (0, self.padded - self.vocab))
+
+    def logits(self, x: Tensor, target: Tensor) -> Tensor:
+        if self.frozen is None:
+            return super().logits(x, target)
+        y = linear.int8_linear(x, self.frozen, self.bias, self.config)[:, : self.vocab]
+        of_target = (x.float() * self.weight[target]).sum(-1)
+        if self.bias is not None:
+            of_target += self.bias[target]
+        return y.scatter_(1, target[:, None], of_target[:, None].to(y.dtype))
+
+    def gradients(
+        self, gy: Tensor, target: Tensor, at_target: Tensor, x: Tensor, gx: bool, gw: Tensor | None
+    ) -> Tensor | None:
+        gy.scatter_(1, target[:, None], 0)
+        at, width = at_target[:, None], x.shape[1]
+        saved_key, saved, out = self._key(), None, None
+        if gw is not None:
+            saved = codes.compress(x, self.config, saved_key)
+            gw.index_add_(0, target, at * x)
+        for part, quantized in zip(self.parts, self.quantized, strict=True):
+            made = torch.empty(x.shape, dtype=torch.float32, device=x.device) if gx else None
+            outputs = (made, None if gw is None else gw[part], None)
+            keys = (saved_key, self._key())
+            linear.backward(
+                gy[:, part], None, saved, width, self.config, keys, outputs, True, quantized
+            )
+            out = made if out is None or made is None else out.add_(made)
+        return None if out is None else out.addcmul_(at, self.weight[target])
+
+    def _key(self) -> Key:
+        """A key of its own for every call that rounds."""
+        assert self.seed is not None
+        key, self.calls = core.key_of(self.seed), self.calls + 1
+        return key._replace(offset=key.offset + self.calls - 1)
+
+
+def _for_gx(weight: Tensor, config: HotConfig) -> Tensor:
+    """A weight's codes for g_x."""
+    rows, columns = weight.shape
+    spec, context = config.spec, core.context_for(weight)
+    size = _core.quantized_weight_bytes(rows, columns, spec)
+    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    scratch = workspace(_core.quantize_weight_workspace, weight, rows, columns, spec)
+    _core.quantize_weight(context, lend(weight, "weight"), spec, to_dlpack(out), scratch)
+    return out
+
+
+def _for_logits(weight: Tensor, config: HotConfig, rows: int) -> Frozen:
+    """A weight's codes for logits, with rows of zeros behind the vocabulary."""
+    made = codes.quantize_forward_weight(weight, config)
+    vocab, columns = weight.shape
+    if rows > vocab:
+        width = made.numel() // vocab - 4  # a row of codes; then come all scales
+        parts = (made[: vocab * width], made[vocab * width :])
+        more = [made.new_zeros((rows - vocab) * size) for size in (width, 4)]
+        made = torch.cat([parts[0], more[0], parts[1], more[1]])
+    return Frozen(made, config.forward_block, rows, columns, weight.dtype)
+
+
+# ---- all chunks ----
+
+
+def chunked(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    factor: Tensor,
+    seed: Tensor | None,
+    config: str,
+    wanted: Sequence[bool],
+    options: Options,
+) -> _Results:
+    """Losses, and gradients of the sum of ``factor`` times them; g_w and g_b are fp32."""
+    vocab, (need_gx, need_gw, need_gb) = len(weight), wanted
+    if target.is_cpu and (wrong := (target < 0) | (target >= vocab)).any():
+        found = int(target[wrong][0])
+        raise ValueError(f"target: {found}; expected 0 to {vocab - 1}, or ignore_index")
+    losses, gx, gw, gb = _outputs(x, weight, wanted)
+    gw.zero_()
+    gb.zero_()
+    products = _Products(x, weight, bias)
+    if config:
+        products = _HotProducts(x, weight, bias, parsed(config), seed, need_gx)
+    step = options.chunk or chunk_of(len(x), vocab, x.shape[1])
+    for begin in range(0, len(x), step):
+        part = slice(begin, begin + step)
+        inner, to, scale = x[part], target[part], factor[part, None]
+        gy = products.logits(inner, to)
+        losses[part], at_target = differentiate(gy, to, options, any(wanted))
+        if need_gb:
+            gb += (scale.to(gy.dtype).t() @ gy)[0]
+        if need_gx or need_gw:
+            scaled = (inner * scale).to(x.dtype)
+            made = products.gradients(gy, to, at_target, scaled, need_gx, gw if need_gw else None)
+            if made is not None:
+                gx[part] = made * scale
+        del gy  # before the next logits are made
+    return losses, gx, gw, gb
+
+
+def _outputs(x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> _Results:
+    """Uninitialised results."""
+    need_gx, need_gw, need_gb = wanted
+    return (
+        x.new_empty(len(x), dtype=torch.float32),
+        x.new_empty(x.shape if need_gx else 0),
+        weight.new_empty(weight.shape if need_gw else 0, dtype=torch.float32),
+        weight.new_empty(len(weight) if need_gb else 0, dtype=torch.float32),
+    )
+
+
+def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any, **_: Any) -> int:
+    """Three products at most, at full rank and whatever their precision."""
+    need_gx, need_gw, *_others = arguments[5:]
+    return 2 * math.prod(x_shape) * weight_shape[0] * (1 + bool(need_gx) + bool(need_gw))
+
+
+def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
+    return _outputs(x, weight, arguments[5:8])
+
+
+@operator(fake=_fake, flops=_flops, product=True)
+def _head_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    factor: Tensor,
+    seed: Tensor | None,
+    config: str,
+    need_gx: bool,
+    need_gw: bool,
+    need_gb: bool,
+    *options: _OPTIONS,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wanted = (need_gx, need_gw, need_gb)
+    with torch.autocast(x.device.type, enabled=False):  # x and weight are as it wants them
+        return chunked(x, weight, bias, target, factor, seed, config, wanted, Options(*options))
+
+
+# ---- autograd ----
+
+
+class Head(torch.autograd.Function):
+    """The loss, in eager mode and as AOTAutograd traces it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        seed: Tensor | None,
+        config: str,
+        ignore_index: int,
+        reduction: str,
+        *options: Any,
+    ) -> Tensor:
+        """The loss, and except for ``"none"`` the gradients."""
+        kept = target != ignore_index
+        factor, target = kept.float(), torch.where(kept, target, 0)
+        later, needs = reduction == "none", ctx.needs_input_grad[:3]
+        wanted = (False,) * 3 if later else needs
+        losses, *gradients = _head_loss(
+            x, weight, bias, target, factor, seed, config, *wanted, *options
+        )
+        losses = torch.where(kept, losses, 0)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.later = (config, options) if later else None
+        ctx.set_materialize_grads(False)
+        if later:
+            ctx.save_for_backward(x, weight, bias, target, factor, seed)
+            return losses
+        count = factor.sum() if reduction == "mean" else factor.new_ones(())
+        ctx.save_for_backward(1 / count.clamp(min=1), *gradients)
+        return losses.sum() / count
+
+    @staticmethod
+    @not_differentiable
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        """g_x, g_w and g_b."""
+        needs, others = ctx.needs_input_grad[:3], (None,) * (len(ctx.needs_input_grad) - 3)
+        if g is None:
+            return (None, None, None, *others)
+        owned = ctx.later is None and core.bypasses_dispatcher(g) and not _compat.keeps_graph()
+        if ctx.later is None:
+            scale, *found = ctx.saved_tensors
+            scale = (scale * g).float()
+        else:
+            config, options = ctx.later
+            *tensors, factor, seed = ctx.saved_tensors
+            _, *found = _head_loss(*tensors, factor * g, seed, config, *needs, *options)
+            scale = None
+        made = [
+            _scaled(gradient, scale, dtype, owned) if need else None
+            for gradient, dtype, need in zip(found, ctx.dtypes, needs, strict=True)
+        ]
+        return (*made, *others)
+
+
+def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: bool) -> Tensor:
+    """The gradient times ``scale``, in fp32, rounded to ``dtype``; in place if it is ``owned``."""
+    if scale is None:
+        return gradient.to(dtype)
+    scale = scale.reshape([1] * gradient.dim())  # a 0-dim one would be rounded first
+    return (gradient.mul_(scale) if owned else gradient * scale).to(dtype)
+
+
+@operator(flops=_flops)
+def _linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    seed: Tensor | None,
+    config: str,
+    ignore_index: int,
+    reduction: str,
+    *options: _OPTIONS,
+) -> Tensor:
+    if not torch.is_grad_enabled():  # which needs_input_grad does not say
+        x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    arguments = (x, weight, bias, target, seed, config, ignore_index, reduction, *options)
+    loss: Tensor = Head.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
+    return loss

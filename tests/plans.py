@@ -1,0 +1,540 @@
+"""Plans of torch.distributed for converted layers, in two processes: gloo here, NCCL in tests/gpu.
+
+A body is called in each process with its rank and device; ``spawn`` runs bodies one after the
+other. What has to be equal to the bit on the CPU (the same tokens, scales and random numbers) has
+other products' roundings on CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hotcore.torch as hot
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from hotcore.torch.saved import experts
+from torch import Tensor, nn
+
+WORLD = 2
+Body = Callable[[int, str], None]
+_nothing = contextlib.nullcontext
+NEAREST = hot.HotConfig(gx_rounding="nearest", gw_rounding="nearest", x_rounding="nearest")
+
+
+def run(rank: int, store: str, device: str, bodies: Sequence[Body]) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    try:
+        for body in bodies:
+            body(rank, device)
+    finally:
+        dist.destroy_process_group()
+    # A gloo thread releases a collective's tensors after the waiting thread has continued. If the
+    # interpreter ends in between, torch aborts the process, so the process exits without cleanup.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def spawn(*bodies: Body, device: str = "cpu") -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        # A failure in a process is raised here, with its traceback.
+        mp.spawn(run, (os.path.join(folder, "store"), device, bodies), nprocs=WORLD)
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.norm())
+
+
+def near(device: str) -> float:
+    """Bound of an error that is the order of sums alone; on CUDA it moves some codes by one."""
+    return 1e-5 if device == "cpu" else 0.02
+
+
+def draws(seed: int, *shape: int, device: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int = 128) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, hidden), nn.Linear(hidden, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Mixture(nn.Module):
+    """Experts whose x is kept in 4 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(64, 4)
+        self.first = nn.Parameter(torch.randn(4, 128, 64) / 8)
+        self.last = nn.Parameter(torch.randn(4, 64, 128) / 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(0, 1)
+        scores, chosen = self.router(x).softmax(1).topk(2)
+        return experts.experts(x, chosen, scores, self.first, self.last, torch.relu, 4)
+
+
+def build(config: Any, device: str, hidden: int = 128) -> Any:
+    torch.manual_seed(0)
+    model = Mlp(hidden).to(device)
+    return model if config is None else hot.convert(model, config, filter_fn=lambda *_: True)
+
+
+# ---- tensor parallel ----
+
+
+def by_hand(model: Any, x: Tensor, config: Any) -> Tensor:
+    """What the two processes compute, one after the other."""
+    y, z = [], model.norm(x)
+    for rows, bias, columns in zip(
+        model.up.weight.chunk(WORLD),
+        model.up.bias.chunk(WORLD),
+        model.down.weight.chunk(WORLD, 1),
+        strict=True,
+    ):
+        torch.manual_seed(5)
+        h = torch.relu(hot.linear(z, rows, bias, config))
+        y.append(hot.linear(h, columns, model.down.bias / WORLD, config))
+    return y[0] + y[1]
+
+
+def tensor_parallel(rank: int, device: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    two = dist.device_mesh.init_device_mesh(device, (1, WORLD), mesh_dim_names=("dp", "tp"))
+    mesh = two["tp"]
+    whole_tokens = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    by_tokens = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    x = draws(1, 2, 32, 64, device=device).requires_grad_()
+    configs = ("default", hot.HotConfig.recipe("fast", forward="int8"))
+    for config, plan, also in (
+        *itertools.product(configs, (whole_tokens, by_tokens), ("",)),
+        ("default", by_tokens, "compiled"),
+        ("default", whole_tokens, "fsdp"),
+    ):
+        hidden = 128 if plan is by_tokens else 127  # parts of 64 and 63
+        model = build(config, device, hidden)
+        alone, plain = copy.deepcopy(model), build(None, device, hidden)
+        expected = by_hand(alone, x, config)
+        wanted = torch.autograd.grad(expected.square().sum(), (*alone.parameters(), x))
+        plain_loss = plain(x).square().sum()
+        exact = torch.autograd.grad(plain_loss, tuple(plain.parameters()))
+        alone_loss = alone(x).square().sum()
+        unsharded = torch.autograd.grad(alone_loss, tuple(alone.parameters()))
+        parallelize_module(model, mesh, plan)
+        torch.manual_seed(5)
+        part = x if plan is whole_tokens else x.detach().chunk(WORLD, 1)[rank].requires_grad_()
+        called = torch.compile(model, backend="aot_eager") if also == "compiled" else model
+        if also == "fsdp":
+            fully_shard(model, mesh=two["dp"])
+        y = called(part)
+        of_rank = expected if plan is whole_tokens else expected.chunk(WORLD, 1)[rank]
+        assert error(y, of_rank) < near(device)
+        y.square().sum().backward()
+        of_x = wanted[-1] if plan is whole_tokens else wanted[-1].chunk(WORLD, 1)[rank]
+        alike = device == "cpu" or also != "compiled"  # there the graph has seeds of its own
+        assert not alike or error(part.grad, of_x) < near(device), (config, also)
+        x.grad = None
+        for (name, p), want, a, b in zip(
+            model.named_parameters(), wanted, exact, unsharded, strict=False
+        ):
+            found = whole(p.grad)
+            if device == "cpu" and also != "compiled" and "norm" not in name:
+                assert torch.equal(found, want), (config, name)
+            assert not alike or error(found, want) < near(device), (config, also, name)
+            # Scales of parts, so other codes than the unsharded layer's; as near to plain's.
+            assert error(found, a) < 1.5 * error(b, a) + 1e-4, (config, name)
+    parallelize_module(model := build("default", device), mesh, whole_tokens)
+    back = hot.revert(model)
+    assert type(back.up) is nn.Linear and isinstance(back.up.weight, DTensor)
+
+    # q, k and v: the DTensors differ, but all layers share one compressed x.
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)).to(device)
+    hot.convert(layers, filter_fn=lambda *_: True)
+    parallelize_module(layers, mesh, {"*": ColwiseParallel()})
+    kept: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.uint8:
+            kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        z = x * 2
+        ys = [layer(z) for layer in layers]
+    assert len(kept) == 1 and len(ys) == 3
+
+    layer = build("default", device).up
+    every = DTensor.from_local(x, mesh, [Replicate()])
+    weight = DTensor.from_local(layer.weight, mesh, [Replicate()])
+    with pytest.raises(ValueError, match=r"x Replicate\(\), weight Replicate\(\).*by tokens"):
+        hot.linear(every, weight)
+    for a, b in ((x, weight), (every, layer.weight)):
+        with pytest.raises(ValueError, match="(x|weight): a Tensor beside DTensors"):
+            hot.linear(a, b)
+    for style in (ColwiseParallel, RowwiseParallel):
+        frozen = build(hot.HotConfig.recipe("fast", forward="int8"), device)
+        hot.freeze_int8(frozen)
+        with pytest.raises(NotImplementedError, match="up: its weight is frozen in codes"):
+            parallelize_module(frozen, mesh, {"up": style()})
+
+    # saved=: an operation on DTensors keeps its input as it is, and says so.
+    gradients = []
+    for saved in (None, 8):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)).to(device)
+        if saved:
+            hot.convert(model, filter_fn=lambda *_: False, saved=saved)
+        parallelize_module(model, mesh, {"0": SequenceParallel(), "1": by_tokens["up"]})
+        wide = draws(2, 2, 32, 128, device=device).chunk(WORLD, 1)[rank]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model(wide).square().sum().backward()
+        assert any("on DTensors" in str(w.message) for w in said) == bool(saved)
+        gradients.append([whole(p.grad) for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- FSDP2 ----
+
+
+def fsdp_accumulation(rank: int, device: str) -> None:
+    """Micro-batches with and without synchronisation, HOT's accumulation, checkpoints by DCP."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(device, (WORLD,))
+    batches = [draws(10 + i, 2, 32, 64, device=device) for i in range(3 * WORLD)]
+
+    def sharded(config: Any, reshard: bool) -> Any:
+        model = build(config, device)
+        for part in (model.up, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+        return model
+
+    def backward(model: Any, of: int, sync: bool = True) -> None:
+        torch.manual_seed(50 + of)
+        for i in range(3):
+            if not sync:
+                model.set_requires_gradient_sync(i == 2)
+            model(batches[i * WORLD + of]).square().mean().backward()
+
+    for config in ("default", hot.HotConfig.recipe("fast", forward="int8")):
+        alone = build(config, device)
+        for of in range(WORLD):
+            backward(alone, of)
+        for reshard, sync, around in itertools.product(
+            (True, False), (True, False), (_nothing, hot.gradient_accumulation)
+        ):
+            model = sharded(config, reshard)
+            with around():
+                backward(model, rank, sync)
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                how = (config, reshard, sync, name)
+                assert error(whole(p.grad), q.grad / WORLD) < near(device), how
+
+    through_checkpoint(model, sharded("default", True), rank, device)
+
+    if not experts.AVAILABLE:
+        return
+    torch.manual_seed(0)
+    mixture = Mixture().to(device)
+    alone = copy.deepcopy(mixture)
+    fully_shard(mixture, mesh=mesh)
+    for each, ranks in ((mixture, (rank,)), (alone, range(WORLD))):
+        for of in ranks:
+            torch.manual_seed(50 + of)
+            each(batches[of]).square().mean().backward()
+    for p, q in zip(mixture.parameters(), alone.parameters(), strict=True):
+        assert error(whole(p.grad), q.grad / WORLD) < near(device)
+
+
+def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
+    """A step, and what DCP saves of it, in another sharded model and in a plain one."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    optimizer, fresh = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, other))
+    optimizer.step()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, device=torch.device(device, rank))
+    dcp.save(state, checkpoint_id=folder[0])
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
+    dcp.load(loaded, checkpoint_id=folder[0])
+    set_state_dict(
+        other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+    plain = build(None, device)
+    weights = plain.state_dict()
+    dcp.load({"model": weights}, checkpoint_id=folder[0])
+    plain.load_state_dict(weights)
+    rows = (model, other, plain, build(None, device))
+    for saved, again, alone, before in zip(*(m.parameters() for m in rows), strict=True):
+        assert torch.equal(whole(saved), whole(again)) and torch.equal(whole(saved), alone)
+        assert not torch.equal(alone, before)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+    for a, b in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert torch.equal(whole(a["exp_avg"]), whole(b["exp_avg"]))
+
+
+def fsdp_codes(rank: int, device: str) -> None:
+    """What gathers a byte a value: y and g_w to the bit, g_x from the codes."""
+    from hotcore.torch import gathered
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(device, (WORLD,))
+    config = hot.HotConfig.recipe("default", forward="int8")
+    x = draws(20 + rank, 2, 32, 64, device=device)
+
+    def sharded(codes: bool, reshard: bool = True, dtype: Any = None) -> Any:
+        model = build(config, device)
+        if codes:
+            gathered.gather_codes(model)
+            assert all(hasattr(layer.weight, "rows") for layer in (model.up, model.down))
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        return model
+
+    def backward(model: Any, sync: bool = True) -> Tensor:
+        torch.manual_seed(60 + rank)
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(sync)
+        y = model(x)
+        y.float().square().mean().backward()
+        return y.detach()
+
+    alone = build(config, device)  # with weights as two processes gather them
+    for layer in (alone.up, alone.down):
+        rows = gathered._Rows.of(layer.weight.detach())
+        parts, shape = rows.fsdp_pre_all_gather(
+            dist.device_mesh.init_device_mesh(device, (WORLD,)), rows.shape, None, layer,
+            MixedPrecisionPolicy(),
+        )  # fmt: skip
+        made, _ = rows.fsdp_post_all_gather(parts, shape, rows.dtype)
+        layer.weight = nn.Parameter(made)
+    backward(alone)
+    wanted = [p.grad for p in alone.parameters()]
+    for grad in wanted:
+        dist.all_reduce(grad)
+        grad /= WORLD
+
+    lone, ordinary = build(config, device), build(config, device)
+    gathered.gather_codes(lone)
+    lone = copy.deepcopy(lone)  # not sharded: an ordinary layer
+    for model in (lone, ordinary):
+        backward(model)
+    for p, q in zip(lone.parameters(), ordinary.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+    sizes: list[int] = []
+    called = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, called)
+
+    def counted(output_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(output_tensor.nbytes)
+        return gather(output_tensor, *args, **options)
+
+    plain = backward(sharded(False))
+    for reshard in (True, False):
+        model = sharded(True, reshard)
+        sizes.clear()
+        setattr(dist, called, counted)
+        y = backward(model)
+        setattr(dist, called, gather)
+        assert torch.equal(y, plain)
+        values = 2 * 64 * 128
+        passes = 2 if reshard else 1
+        rest = 4 * (128 + 64 + 2 * 64) * 2  # biases and the norm, gathered as they are
+        assert passes * values < sum(sizes) < passes * 1.1 * values + 2 * rest, sizes
+        for (name, p), want in zip(model.named_parameters(), wanted, strict=True):
+            assert error(whole(p.grad), want) < near(device), name
+        backward(model)
+        for p, want in zip(model.parameters(), wanted, strict=True):
+            assert error(whole(p.grad), 2 * want) < near(device)
+        for around in (_nothing, hot.gradient_accumulation):
+            model.zero_grad()
+            with around():
+                for sync in (False, True):
+                    backward(model, sync)
+            for p, want in zip(model.parameters(), wanted, strict=True):
+                assert error(whole(p.grad), 2 * want) < near(device)
+    through_checkpoint(model, sharded(True), rank, device)
+    dtype = torch.bfloat16
+    assert torch.equal(*(backward(sharded(codes, True, dtype)) for codes in (False, True)))
+
+    # Steps move the weights, and the codes with them.
+    models = [sharded(codes) for codes in (False, True)]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    before = whole(sharded(True).up.weight)
+    states = [{n: whole(t) for n, t in model.state_dict().items()} for model in models]
+    for name, tensor in states[1].items():
+        assert error(tensor, states[0][name]) < 0.02
+    assert error(before, states[1]["up.weight"]) > 0.02
+    build(None, device).load_state_dict(states[1])
+    models[1].eval()
+    with pytest.raises(RuntimeError, match="no gradient in eval mode"):
+        models[1](x)
+    with torch.no_grad():
+        back = build(None, device)
+        back.load_state_dict(states[1])
+        assert error(models[1](x), back(x)) < 0.02
+    compiled = torch.compile(models[1].train(), backend="eager")
+    with pytest.raises(Exception, match="intercepts x"):
+        compiled(x)
+    odd = build(config, device, 127)
+    gathered.gather_codes(odd)
+    fully_shard(odd, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="layer up: 127 rows do not divide by 2"):
+        odd(x)
+    with pytest.raises(ValueError, match="is a DTensor; fully_shard comes after"):
+        gathered.gather_codes(models[0])
+    with pytest.raises(ValueError, match="no HotLinear of it has forward='int8'"):
+        gathered.gather_codes(build("default", device))
+
+
+# ---- context parallel ----
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 384), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4).unbind(0)
+        # On CUDA torch spreads the tokens for causal attention alone.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=x.is_cuda)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def context_parallel(rank: int, device: str) -> None:
+    """Linear layers see the tokens of their process; attention is torch's, also with saved=."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = dist.device_mesh.init_device_mesh(device, (WORLD,))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    # On the CPU only torch's unfused attention has a rule for DTensors that takes no minute.
+    kernel = SDPBackend.FLASH_ATTENTION if device == "cuda" else SDPBackend.MATH
+    x = draws(3, 2, 64, 64, device=device).to(dtype)
+
+    def gradients(saved: int | None, recipe: bool, spread: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Attending().to(device, dtype)
+        if recipe or saved:
+            hot.convert(model, filter_fn=lambda *_: recipe, saved=saved)
+        tokens = x.clone()
+        buffers = {"buffers": [tokens], "buffer_seq_dims": [1]}
+        with sdpa_kernel(kernel), context_parallel(mesh, **buffers) if spread else _nothing():
+            y = model(tokens)  # in the context tokens are this process's
+            assert y.shape[1] == (32 if spread else 64)
+            y.float().square().mean().backward()
+        found = [p.grad.float() for p in model.parameters()]
+        for grad in found if spread else ():
+            dist.all_reduce(grad)
+            grad /= WORLD
+        return found
+
+    exact = gradients(None, False, False)
+    for saved in (None, 8):
+        for p, q in zip(gradients(saved, False, True), exact, strict=True):
+            assert error(p, q) < near(device) * 3
+        spread, alone = (gradients(saved, True, each) for each in (True, False))
+        for p, q, plain in zip(spread, alone, exact, strict=True):  # scales of other tokens
+            assert error(p, plain) < 1.5 * error(q, plain) + 1e-5
+
+
+# ---- pipelines ----
+
+
+def pipelines(rank: int, device: str) -> None:
+    """Schedules of torch; those of one stage a process with the seeds of each stage alone."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    x, target = (draws(seed, 8, 32, 64, device=device) for seed in (7, 8))
+
+    def loss_of(y: Tensor, wanted: Tensor) -> Tensor:
+        return (y - wanted).square().mean()
+
+    def check(name: str, each: int, config: Any, around: Any) -> None:
+        count = WORLD * each
+        torch.manual_seed(0)
+        parts = [Mlp().to(device) for _ in range(count)]
+        for part in parts:
+            hot.convert(part, config, filter_fn=lambda *_: True)
+        alone = copy.deepcopy(parts)
+        own = [rank] if each == 1 else [rank, rank + WORLD]
+        if name.startswith("ScheduleZBV"):
+            own[1] = count - 1 - rank
+        where = torch.device(device, rank if device == "cuda" else None)
+        stages = [PipelineStage(parts[i], i, count, where) for i in own]
+        kind = getattr(schedules, name)
+        schedule = kind(stages[0] if each == 1 else stages, n_microbatches=4, loss_fn=loss_of)
+        first = (x,) if any(stage.is_first for stage in stages) else ()
+        last = any(stage.is_last for stage in stages)
+        torch.manual_seed(50 + rank)
+        with around():
+            schedule.step(*first, target=target) if last else schedule.step(*first)
+        flow = list(x.chunk(4))
+        for i, part in enumerate(alone):
+            torch.manual_seed(50 + i)
+            flow = [part(micro) for micro in flow]
+        pairs = zip(flow, target.chunk(4), strict=True)
+        (sum(loss_of(y, wanted) for y, wanted in pairs) / 4).backward()
+        for i in own:
+            for p, q in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
+                assert error(p.grad, q.grad) < near(device), (name, i)
+
+    for around in (_nothing, hot.gradient_accumulation):
+        for name in ("ScheduleGPipe", "Schedule1F1B"):
+            check(name, 1, "default", around)
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+            check(f"Schedule{name}", 2, NEAREST, around)
+
+
+PLANS = (tensor_parallel, fsdp_accumulation, fsdp_codes, context_parallel, pipelines)

@@ -1,0 +1,228 @@
+"""Experts in two Parameters: their grouped products keep x in codes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+from hotcore.torch.saved import experts  # noqa: E402
+from mixtures import STEP, T, W, answer, error, inner, kept, mixture, operands  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+with without_broken_torchvision(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", minversion="5")
+
+pytestmark = [
+    pytest.mark.skipif(not experts.AVAILABLE, reason="torch has no grouped_mm"),
+    pytest.mark.usefixtures("seeded"),
+]
+
+
+@pytest.mark.parametrize("mode", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_against_float64(bits: int, dtype: Any, mode: str) -> None:
+    parts, gy = operands(dtype), torch.randn(T, W)
+    function = kept(bits)
+    if mode != "eager":
+        torch._dynamo.reset()
+        function = torch.compile(function, backend=mode, fullgraph=True)
+    got = answer(function, parts, gy)
+    wide = (*(t.detach().double().requires_grad_() for t in parts[:4]), parts[4])
+    wanted = answer(mixture, wide, gy)
+    plain = 2e-6 if dtype == torch.float32 else 0.02
+    for name, bound, a, b in zip(
+        ("y", "gx", "first", "last", "scores"),
+        (plain, plain, *(STEP[bits],) * 3),
+        got,
+        wanted,
+        strict=True,
+    ):
+        assert error(a, b) < bound, (name, error(a, b))
+    assert not got[2][-1].any() and not got[3][-1].any()  # an expert without tokens
+
+
+def test_the_expectation_is_the_gradient() -> None:
+    parts, gy, draws = operands(), torch.randn(T, W), 64
+    wanted = answer(mixture, parts, gy)
+    found = [answer(kept(4), parts, gy) for _ in range(draws)]
+    for i in (2, 3, 4):
+        one = error(found[0][i], wanted[i])
+        mean = torch.stack([each[i] for each in found]).mean(0)
+        assert 0.02 < one < 0.25 and error(mean, wanted[i]) < 2 * one / draws**0.5
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_token_changes_another(bits: int) -> None:
+    """A token 10^4 times as large leaves the codes of the others' x as accurate as they were."""
+    x, first, last, scores, chosen = operands()
+    large = x.detach().clone()
+    large[7] *= 1e4
+    gy = torch.randn(T, W)
+    gy[7] = 0
+    parts = (large.requires_grad_(), first, last, scores, chosen)
+    got, wanted = answer(kept(bits), parts, gy), answer(mixture, parts, gy)
+    assert error(got[2], wanted[2]) < STEP[bits]
+
+
+def test_edges() -> None:
+    empty = operands(tokens=0)
+    for gradient in answer(kept(4), empty, torch.zeros(0, W))[1:]:
+        assert not gradient.any()
+    x, first, last, scores, chosen = operands()
+    alone = torch.zeros(T, 1, dtype=torch.long)  # every token, one expert
+    one = (x, first, last, scores[:, :1].detach().requires_grad_(), alone)
+    got, wanted = (answer(f, one, torch.ones(T, W)) for f in (kept(8), mixture))
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 0.03
+    first.requires_grad_(False)
+    last.requires_grad_(False)
+    held: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        experts.experts(x, chosen, scores.detach(), first, last, inner, 4)
+    assert not any(t.dtype == torch.uint8 for t in held)  # frozen: no x
+    other = operands()
+    with pytest.raises(RuntimeError, match="create_graph=True reaches"):
+        torch.autograd.grad(kept(4)(*other).sum(), other[0], create_graph=True)
+
+
+# ---- models of transformers ----
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+QWEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 128, "first_k_dense_replace": 0, "q_lora_rank": 32,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {**QWEN, "head_dim": 16},
+    "DeepseekV3": DEEPSEEK,
+}
+GPT_OSS = {"num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2}
+
+
+def build(name: str, **options: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS.get(name, GPT_OSS))
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")._from_config(config, **options)
+
+
+def gradients(model: Any) -> tuple[float, dict[str, Tensor]]:
+    tokens = torch.randint(64, (2, 48), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    named = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters()}
+    return loss.item(), {n: g.clone() for n, g in named.items() if g is not None}
+
+
+def only_experts(model: Any, bits: int) -> Any:
+    others = dict.fromkeys(("activation", "norm", "attention", "product", "relu"))
+    return hot.convert(model, filter_fn=lambda *_: False, saved={"experts": bits, **others})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_against_float64(name: str) -> None:
+    plain = build(name)
+    wide = build(name, experts_implementation="eager").double()
+    loss, exact = gradients(wide)
+    wanted = gradients(plain)
+    for bits in (8, 4):
+        model = only_experts(copy.deepcopy(plain), bits)
+        found = gradients(model)
+        assert found[0] == wanted[0] and abs(found[0] - loss) < 1e-5  # the forward's bits
+        for key, gradient in exact.items():
+            bound = STEP[bits] if "experts." in key or "mlp.gate" in key else 0.02
+            assert error(found[1][key], gradient) < bound, (key, error(found[1][key], gradient))
+        same = pickle.loads(pickle.dumps(model))
+        for key, gradient in gradients(copy.deepcopy(same))[1].items():
+            assert torch.equal(gradient, found[1][key]), key
+        hot.revert(model)
+        for key, gradient in gradients(model)[1].items():
+            assert torch.equal(gradient, wanted[1][key]), key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_a_whole_model_compiled_and_checkpointed(name: str) -> None:
+    model = hot.convert(build(name), filter_fn=lambda *_: False, saved=4)
+    plain = gradients(build(name))
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    checkpointed = copy.deepcopy(model).train()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    wanted = gradients(model)
+    for key, gradient in gradients(checkpointed)[1].items():
+        assert torch.equal(gradient, wanted[1][key]), key
+    for found in (wanted, gradients(compiled)):
+        assert abs(found[0] - plain[0]) < 1e-5
+        for key in plain[1]:
+            if "experts" in key:
+                assert error(found[1][key], plain[1][key]) < 0.3, key
+
+
+def test_what_is_kept() -> None:
+    """x once a token, the gate's factors, and nothing of y: all in 4 bits."""
+
+    def held(model: Any) -> int:
+        (layer,) = (m for m in model.modules() if hasattr(m, "down_proj") and m.has_gate)
+        x = torch.randn(256, 64).requires_grad_() * 1
+        chosen = torch.stack([torch.randperm(8)[:2] for _ in range(256)])
+        sizes = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            scores = torch.rand(256, 2, requires_grad=True)
+            y = layer(x, chosen, scores)
+            total = sum(sizes.values())
+        assert y.requires_grad
+        return total
+
+    plain, coded = build("Qwen3Moe"), build("Qwen3Moe")
+    hot.convert(coded, filter_fn=lambda *_: False, saved=4)
+    rows = 512
+    values = 256 * 64 + 3 * rows * 128  # x; gate, up and the down projection's x
+    assert held(coded) < 0.66 * values + 40 * rows < held(plain) / 6
+
+
+def test_the_report_and_what_stays_plain() -> None:
+    model = build("Mixtral")
+    plain = hot.convert(copy.deepcopy(model)).hot_report
+    assert all("saved= keeps their x in codes" in row.reason for row in plain.unsupported)
+    report = hot.convert(model, saved=4).hot_report
+    assert not report.unsupported
+    assert "MixtralExperts: kept in bits: experts 4, product 4; x of the grouped" in str(report)
+    eager = build("Mixtral", experts_implementation="eager")
+    left = hot.convert(eager, saved=4).hot_report.saved.left
+    assert left["model.layers.0.mlp.experts"] == "its experts are 'eager', not 'grouped_mm'"
+    left = hot.convert(build("GptOss"), saved=4).hot_report.saved.left
+    assert left["model.layers.0.mlp.experts"] == "experts with biases"
+    layer = next(m for m in model.modules() if type(m).__name__ == "SavedMixtralExperts")
+    x, chosen, scores = torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1)
+    before = layer(x, chosen, scores)
+    layer._is_expert_parallel = True  # ranks have experts of their own: transformers' forward
+    assert torch.equal(layer(x, chosen, scores), before)
+    assert layer(x, chosen, scores).grad_fn.name() != before.grad_fn.name()

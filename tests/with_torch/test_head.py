@@ -1,0 +1,541 @@
+"""hot.linear_cross_entropy: F.cross_entropy's loss and gradients, and never all logits at once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from hotcore.torch import _compat  # noqa: E402
+from hotcore.torch.head import attach  # noqa: E402
+from hotcore.torch.ops import head  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded")
+INT8 = hot.HotConfig.recipe("accurate", forward="int8")
+CONFIGS = (None, "default", "fast", INT8)
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
+) -> Tensor:
+    """The same of whole logits, by torch."""
+    logits = F.linear(x, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    rows, to = logits.flatten(0, -2), target.flatten()
+    loss = F.cross_entropy(
+        *(rows, to), ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    loss = loss + (to != ignore_index) * lse_square_scale * rows.logsumexp(-1).square()
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss.sum() / ((to != ignore_index).sum() if reduction == "mean" else 1)
+
+
+def tensors(
+    *shape: int, vocab: int = 96, dtype: torch.dtype = torch.float32, ignored: float = 0.2
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, target and bias."""
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, shape[-1]) / math.sqrt(shape[-1])).to(dtype).requires_grad_()
+    target = torch.randint(vocab, shape[:-1])
+    target[torch.rand(shape[:-1]) < ignored] = -100
+    return x, weight, target, torch.randn(vocab).to(dtype).requires_grad_()
+
+
+def results(
+    loss: Callable[..., Tensor], tensors: Any, double: bool = False, **options: Any
+) -> list[Tensor]:
+    """The loss, and gradients of all that require them, for one incoming gradient."""
+    made = [
+        t.detach().to(torch.float64 if double and t.is_floating_point() else t.dtype)
+        for t in tensors
+    ]
+    wanted = [new.requires_grad_() for new, t in zip(made, tensors, strict=True) if t.requires_grad]
+    out = loss(*made, **options)
+    out.backward(torch.linspace(-1, 2, out.numel() or 1)[: out.numel()].view(out.shape).to(out))
+    return [out.detach(), *(t.grad for t in wanted)]
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    assert got.shape == expected.shape
+    return float((got.double() - expected).norm() / expected.norm().clamp(min=1e-20))
+
+
+# ------------------------------------------------------------------------------ Loss and gradients
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 128, 1031, 50257])
+def test_against_float64(vocab: int, rng: np.random.Generator) -> None:
+    for tokens in (0, 1, 197, 640):
+        options: dict[str, Any] = {
+            "reduction": str(rng.choice(["mean", "sum", "none"])),
+            "label_smoothing": float(rng.choice([0, 0.1])),
+            "softcap": None if rng.random() < 0.5 else 2.0,
+            "lse_square_scale": float(rng.choice([0, 1e-2])),
+        }
+        all_of = tensors(*((2, tokens // 2) if tokens == 640 else (tokens,)), 24, vocab=vocab)
+        given = all_of if rng.random() < 0.5 else all_of[:3]
+        chunk = None if rng.random() < 0.3 else 128
+        got = results(hot.linear_cross_entropy, given, chunk=chunk, **options)
+        expected = results(reference, given, True, **options)
+        for ours, theirs in zip(got, expected, strict=True):
+            if (
+                theirs.numel() and theirs.isnan().all()
+            ):  # mean of no tokens, whose gradients torch says to be 0
+                assert ours.isnan() if ours is got[0] else not ours.count_nonzero()
+            else:
+                floor = 1e-6 * max([1.0, *theirs.abs().flatten().tolist()])
+                assert torch.allclose(ours.double(), theirs, rtol=2e-5, atol=floor), options
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "label_smoothing": 0.1}], ids=str)
+def test_sixteen_bits_err_no_more_than_torch(dtype: torch.dtype, options: Any) -> None:
+    given = tensors(1500, 64, vocab=301, dtype=dtype)
+    exact = results(reference, given, True, **options)
+    got = results(hot.linear_cross_entropy, given, chunk=256, **options)
+    plain = results(reference, given, **options)
+    assert got[0].dtype == torch.float32
+    for ours, theirs, right in zip(got, plain, exact, strict=True):
+        # The factor comes after the product's own rounding.
+        assert error(ours, right) <= 1.25 * error(theirs, right) + 1e-6
+
+
+@pytest.mark.parametrize("config", CONFIGS[1:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_hot_products(config: Any, dtype: torch.dtype, reduction: str) -> None:
+    given = tensors(700, 128, vocab=1001, dtype=dtype)
+    got = results(hot.linear_cross_entropy, given, config=config, reduction=reduction, chunk=256)
+    exact = results(reference, given, True, reduction=reduction)
+    # Measured: 0.004 and 0.07. With the targets in the products: 0.03 and 1.
+    bound = 0.15 if config == "fast" else 0.008
+    for ours, right in zip(got[1:], exact[1:], strict=True):
+        assert error(ours, right) < bound
+    assert abs(float(got[0].mean() - exact[0].mean())) < 1e-3
+
+
+def test_loss_of_8_bit_logits() -> None:
+    # With the target's logit in 8 bits a token's loss changes by 0.01, and a mean of 4096 by 2e-4.
+    x, weight, target, bias = (t.detach() for t in tensors(4096, 128, vocab=1001))
+    exact = reference(x.double(), weight.double(), target, bias.double())
+    assert abs(hot.linear_cross_entropy(x, weight, target, bias, INT8) - exact) < 1e-4
+
+
+def test_a_vocabulary_longer_than_integer_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors(300, 64, vocab=1001)
+    monkeypatch.setattr(head, "_PART", 300)
+    got = results(hot.linear_cross_entropy, given, config="default")
+    for ours, right in zip(got, results(reference, given, True), strict=True):
+        assert error(ours, right) < 0.008
+
+
+def test_rounding_is_repeatable_and_new_in_every_chunk() -> None:
+    x, weight, _, _ = tensors(256, 64, vocab=512)
+    x, target = x.detach().requires_grad_(), torch.arange(256) % 128
+    with torch.no_grad():  # two equal chunks
+        x[128:], target[128:] = x[:128], target[:128]
+
+    def gx(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        loss = hot.linear_cross_entropy(x, weight, target, None, "default", chunk=128)
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(gx(3), gx(3)) and not torch.equal(gx(3), gx(4))
+    assert not torch.equal(gx(3)[:128], gx(3)[128:])
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_factors_are_not_rounded(retain: bool) -> None:
+    x, weight, target, _ = tensors(300, 64, dtype=torch.bfloat16, ignored=0)
+    factor, grads = 1 / 3, []
+    for reduction in ("mean", "sum"):
+        loss = hot.linear_cross_entropy(x, weight, target, reduction=reduction)
+        g = torch.tensor(factor if reduction == "mean" else 1.0)
+        grads.append(torch.autograd.grad(loss, (x, weight), g, retain_graph=retain))
+    for mean, of_sum in zip(*grads, strict=True):
+        ratio = (mean.double() * of_sum).sum() / of_sum.double().square().sum()
+        assert float(ratio) * 300 / factor == pytest.approx(1, abs=2e-4)  # bf16's steps: 4e-3
+
+
+@pytest.mark.parametrize("config", [None, INT8], ids=str)
+def test_all_ignored(config: Any) -> None:
+    x, weight, target, bias = tensors(40, 64)
+    target.fill_(7)
+    for reduction, expected in (("mean", math.nan), ("sum", 0.0)):
+        given = (x, weight, target, bias)
+        options = {"reduction": reduction, "ignore_index": 7}
+        loss, *gradients = results(hot.linear_cross_entropy, given, config=config, **options)
+        assert torch.equal(loss.nan_to_num(5), torch.tensor(expected).nan_to_num(5))
+        assert not any(g.count_nonzero() for g in gradients)
+
+
+def test_strided_and_any_leading_dimensions() -> None:
+    x, weight, target, bias = tensors(3, 4, 50, 64)
+    expected = hot.linear_cross_entropy(x, weight, target, bias)
+    strided = x.transpose(0, 2).contiguous().transpose(0, 2)
+    wide = torch.randn(96, 80)
+    wide[:, :64] = weight.detach()
+    views = (strided, wide[:, :64], target.mT.contiguous().mT, bias)
+    assert not strided.is_contiguous()
+    for config in (None, INT8):
+        torch.testing.assert_close(
+            hot.linear_cross_entropy(*views, config), expected, atol=1e-3, rtol=0
+        )
+    torch.testing.assert_close(hot.linear_cross_entropy(*views), expected)
+    one = hot.linear_cross_entropy(x[0, 0, 0], weight, torch.tensor(3))
+    torch.testing.assert_close(one, reference(x[0, 0, :1], weight, torch.tensor([3])))
+
+
+# ------------------------------------------------------------------------------------------ Memory
+
+
+class Largest(TorchDispatchMode):
+    """Values of the largest tensor that is made inside."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.values = max(self.values, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("config", ["", hot.HotConfig().json, INT8.json], ids=["torch", "hot", "8"])
+def test_all_logits_never_exist(config: str) -> None:
+    x, weight, target, bias = (t.detach() for t in tensors(6000, 32, vocab=2000, ignored=0))
+    factor, options = torch.ones(6000), head.Options(0.1, 5.0, 1e-3, 0)
+    with Largest() as largest:
+        head.chunked(
+            *(x, weight, bias, target, factor, torch.tensor(1), config, (True,) * 3, options)
+        )
+    assert largest.values <= 1024 * 2000 < x.shape[0] * 2000 / 5
+    with Largest() as plain:
+        reference(x, weight, target, bias)
+    assert plain.values == 6000 * 2000
+
+
+def test_chunks() -> None:
+    for tokens, vocab, width in ((8192, 128256, 4096), (16384, 50257, 768), (4097, 100, 4096)):
+        step = head.chunk_of(tokens, vocab, width)
+        assert step % 128 == 0 or step == tokens
+        assert step * vocab <= max(width / 2 * vocab, tokens * width, 1024 * vocab) + 128 * vocab
+        assert tokens <= step * -(-tokens // step)
+    assert head.chunk_of(8192, 128256, 4096) == 2048 and head.chunk_of(100, 9, 9) == 100
+
+
+def test_only_products_that_are_wanted() -> None:
+    given = tensors(64, 32)
+
+    def products(*wanted: bool, backward: bool = True) -> int:
+        x, weight, bias = (
+            t.detach().requires_grad_(want)
+            for t, want in zip((given[0], given[1], given[3]), wanted, strict=True)
+        )
+        with FlopCounterMode(display=False) as counter:
+            with torch.set_grad_enabled(backward):
+                loss = hot.linear_cross_entropy(x, weight, given[2], bias)
+            assert loss.requires_grad == (any(wanted) and backward)
+            if loss.requires_grad:
+                loss.backward()
+        return int(counter.get_total_flops()) // (2 * 64 * 32 * 96)
+
+    assert products(False, False, False) == 1 and products(True, True, True) == 3
+    assert products(True, False, False) == products(False, True, True) == 2
+    assert products(True, True, True, backward=False) == 1
+
+
+# ---------------------------------------------------------------------------------------- Autograd
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("config", [None, "default"])
+def test_backward_twice_and_accumulated(config: Any, reduction: str) -> None:
+    x, weight, target, bias = tensors(100, 64, dtype=torch.bfloat16)
+    loss = hot.linear_cross_entropy(x, weight, target, bias, config, reduction=reduction).sum()
+    first = torch.autograd.grad(loss, (x, weight, bias), retain_graph=True)
+    kept = [g.clone() for g in first]
+    again = torch.autograd.grad(4 * loss, (x, weight, bias), retain_graph=True)
+    loss.backward()  # may write in place
+    for a, b, c, p in zip(kept, first, again, (x, weight, bias), strict=True):
+        assert torch.equal(a, b) and torch.equal(4 * a, c) and torch.equal(p.grad, a)
+    grad = weight.grad.clone()
+    hot.linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum().backward()
+    assert error(weight.grad, 2 * grad.double()) < 0.02
+
+
+def test_without_private_names() -> None:
+    given = tensors(100, 64)
+    expected = results(hot.linear_cross_entropy, given)
+    with _compat.without_private_names():
+        assert _compat.keeps_graph() is True
+        found = results(hot.linear_cross_entropy, given)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("config", [None, INT8], ids=str)
+def test_what_is_refused(config: Any) -> None:
+    x, weight, target, _ = tensors(20, 64)
+    call = functools.partial(hot.linear_cross_entropy, target=target, config=config)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(call(x, weight), x, create_graph=True)
+    for transformed in (
+        lambda: torch.func.grad(lambda w: call(x, w))(weight),
+        lambda: torch.func.vmap(lambda a: call(a, weight))(x.expand(2, -1, -1)),
+        lambda: torch.func.jvp(lambda a: call(a, weight), (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"linear_cross_entropy: torch\.func"):
+            transformed()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(8, 63)}, r"weight: shape \[96, 64\]; expected \[V, I\]"),
+        ({"weight": torch.randn(0, 64)}, r"weight: shape \[0, 64\]"),
+        ({"x": torch.randn(8, 64).double()}, "x: dtype float64"),
+        ({"x": torch.randn(8, 64).bfloat16()}, "weight: dtype float32; x has bfloat16"),
+        ({"bias": torch.randn(96).half()}, "bias: dtype float16"),
+        ({"bias": torch.randn(95)}, r"bias: shape \[95\]; expected \[96\]"),
+        ({"target": torch.zeros(9, dtype=torch.int64)}, r"target: shape \[9\]; expected \[8\]"),
+        ({"target": torch.zeros(8, dtype=torch.int32)}, "target: dtype int32; expected int64"),
+        ({"target": torch.full((8,), 96)}, "target: 96; expected 0 to 95, or ignore_index"),
+        ({"target": torch.full((8,), -1)}, "target: -1; expected"),
+        ({"target": torch.zeros(8, dtype=torch.int64, device="meta")}, "target: on meta; x is on"),
+        ({"reduction": "max"}, "reduction: 'max'"),
+        ({"label_smoothing": 1.5}, "label_smoothing: 1.5 is outside 0 to 1"),
+        ({"softcap": 0.0}, "softcap: 0.0"),
+        ({"chunk": 0}, "chunk: 0"),
+        ({"config": "best"}, "'best'"),
+        ({"config": hot.HotConfig.recipe("fast", token_grid=(2, 2))}, "config: token_grid"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),  # no tensor
+)
+def test_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
+    given = {"x": torch.randn(8, 64), "weight": torch.randn(96, 64), "target": torch.arange(8)}
+    with pytest.raises(ValueError, match=message):
+        hot.linear_cross_entropy(**{**given, **change})
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("config", [None, INT8], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_in_one_graph(config: Any, autocast: bool, reduction: str) -> None:
+    torch._dynamo.reset()
+    _, weight, _, bias = tensors(1, 64)
+
+    def call(x: Tensor, target: Tensor) -> Tensor:
+        loss = hot.linear_cross_entropy(
+            *(x * 1.5, weight, target, bias, config), reduction=reduction, chunk=128
+        )
+        return loss.mean() * 3
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (100, 300):
+        x, _, target, _ = tensors(tokens, 64)
+        both = []
+        for function in (call, compiled):
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = function(x, target)
+            both.append([loss.detach(), *torch.autograd.grad(loss, (x, weight, bias))])
+        for ours, theirs in zip(*both, strict=True):
+            assert ours.dtype == torch.float32
+            torch.testing.assert_close(ours, theirs, rtol=1e-2 if autocast else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [None, INT8], ids=str)
+def test_autocast_and_checkpoint(config: Any) -> None:
+    given = tensors(200, 64)
+
+    def call(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(2)
+        with torch.autocast("cpu", torch.bfloat16):
+            return hot.linear_cross_entropy(*tensors, config)
+
+    direct = results(call, given)
+    for ours, right in zip(direct, results(reference, given, True), strict=True):
+        assert error(ours, right) < 0.01
+    for reentrant in (False, True):
+        again = results(functools.partial(checkpoint, call, use_reentrant=reentrant), given)
+        for ours, theirs in zip(again, direct, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_selective_checkpoint_keeps_it() -> None:
+    given = tensors(64, 32)
+    contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_products)
+    call = functools.partial(
+        checkpoint, hot.linear_cross_entropy, use_reentrant=False, context_fn=contexts
+    )
+    with FlopCounterMode(display=False) as counter:
+        found = results(call, given)
+    assert counter.get_total_flops() == 3 * 2 * 64 * 32 * 96
+    for ours, theirs in zip(found, results(hot.linear_cross_entropy, given), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------------------------------- Modules
+
+
+def test_module_with_a_tied_weight() -> None:
+    embedding, plain = nn.Embedding(90, 64), nn.Linear(64, 90, bias=False)
+    ours = hot.LinearCrossEntropy(64, 90, label_smoothing=0.1)
+    ours.load_state_dict(plain.state_dict())
+    ours.weight = plain.weight = embedding.weight
+    tokens, target = torch.randint(90, (2, 3, 20))
+    ours(embedding(tokens), target).backward()
+    grad, embedding.weight.grad = embedding.weight.grad, None
+    logits = plain(embedding(tokens))
+    F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1).backward()
+    torch.testing.assert_close(grad, embedding.weight.grad)
+    assert torch.equal(ours(embedding(tokens)), logits)
+    with pytest.raises(TypeError, match="smoothing"):
+        hot.LinearCrossEntropy(64, 90, smoothing=0.1)
+
+
+def causal(kind: str, **fields: Any) -> Any:
+    """A small causal LM model of transformers, in training mode."""
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers", minversion="5")
+        ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": 101}
+        if kind == "GPT2":
+            dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, **dropout}
+        else:
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, **heads}
+        config = getattr(transformers, f"{kind}Config")(**ids, **sizes, **fields)
+        name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+        return getattr(transformers, name)(config).train()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("GPT2", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Qwen2", {"tie_word_embeddings": False}),
+        ("Gemma2", {"final_logit_softcapping": 2.0}),
+        ("Mixtral", {"output_router_logits": True, "num_local_experts": 2}),
+    ],
+)
+def test_models_of_transformers(kind: str, fields: dict[str, Any]) -> None:
+    plain = causal(kind, **fields)
+    model = copy.deepcopy(plain)
+    assert attach(model) == ""
+    model = copy.deepcopy(model)  # with what was attached
+    ids = torch.randint(1, 101, (2, 40))
+    labels = ids.clone()
+    labels[:, :7] = -100
+    for options in ({}, {"num_items_in_batch": torch.tensor(50.0)}):
+        losses = []
+        for each in (plain, model):
+            each.zero_grad()
+            out = each(input_ids=ids, labels=labels, **options)
+            out.loss.backward()
+            losses.append(out.loss.detach())
+        assert out.logits.shape == (2, 40, 0)
+        torch.testing.assert_close(losses[1], losses[0])
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert model.forward(input_ids=ids, labels=ids).logits.shape == (2, 40, 0)  # as peft calls it
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert model(input_ids=ids).logits.shape == (2, 40, 101)
+    out = model.eval()(input_ids=ids, labels=labels)
+    torch.testing.assert_close(out.logits, plain.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [True, "accurate"])
+def test_convert_with_a_head(config: Any) -> None:
+    model = causal("Llama")
+    ids = torch.randint(1, 101, (2, 40))
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    state = set(model.state_dict())
+    hot.convert(model, "default", head=config)
+    assert f"head: loss in chunks, {'torch' if config is True else config}" in str(model.hot_report)
+    assert model.hot_report.to_dict()["head"]
+    found = model(input_ids=ids, labels=ids)
+    assert found.logits.numel() == 0
+    assert found.loss.item() == pytest.approx(expected, rel=1e-5)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert set(model.state_dict()) == state
+    hot.revert(model)
+    assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert model(input_ids=ids, labels=ids).logits.shape[-1] == 101
+    assert not {"forward", "_loss_function"} & {*vars(model), *vars(model.lm_head)}
+
+
+def test_models_that_are_not_met() -> None:
+    model = causal("Cohere")
+    with pytest.warns(UserWarning, match=r"head: its forward uses the logits otherwise: logits = "):
+        hot.convert(model, "default", head=True)
+    assert "head: stays plain: its forward uses" in str(model.hot_report)
+    with pytest.warns(UserWarning, match="head: no model of transformers"):
+        hot.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), head=True)
+    with pytest.raises(TypeError, match="head: expected a HotConfig"):
+        hot.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), head=3)
+    model = causal("Llama")
+    model.loss_function = F.cross_entropy
+    assert attach(model) == "its loss is cross_entropy, not ForCausalLMLoss"
+    model = causal("Llama")
+    model.lm_head = hot.LinearCrossEntropy(64, 101)
+    assert attach(model).startswith("its head is a LinearCrossEntropy")
+
+
+def test_a_copy_of_the_head_is_plain() -> None:
+    """As peft's modules_to_save makes one: it trains another weight."""
+    model = causal("Llama")
+    attach(model)
+    copied = copy.deepcopy(model.lm_head)
+    assert vars(copied)["forward"].head is copied
+    model.lm_head = copied
+    ids = torch.randint(1, 101, (2, 10))
+    out = model(input_ids=ids, labels=ids)
+    assert out.logits.shape == (2, 10, 101)
+    out.loss.backward()
+    assert copied.weight.grad.count_nonzero()
+
+
+def test_a_call_that_fails_leaves_nothing() -> None:
+    model = causal("Llama")
+    attach(model)
+    ids = torch.randint(1, 101, (2, 10))
+    with pytest.raises(ValueError, match="target: 105; expected 0 to 100"):
+        model(input_ids=ids, labels=torch.full_like(ids, 105))
+    assert model.lm_head(torch.randn(1, 64)).shape == (1, 101)
