@@ -164,7 +164,7 @@ def _speed_of_vit(results: Path) -> str:
     found = _small_layers(results)
     mine, low = _faster(found, (shape for shape in found["shapes"] if shape.startswith("197,")))
     return (
-        f"ViT-B's four layers, one image, CUDA graphs on an H200, geometric mean: "
+        f"ViT-B's four layers, one image, CUDA graphs, geometric mean: "
         f"{statistics.geometric_mean(mine):.2f}× of fp32, worst {min(mine):.2f}×; but torch's bf16 "
         f"is {statistics.geometric_mean(low):.2f}×"
     )
@@ -174,7 +174,7 @@ def _speed_of_layers(results: Path) -> str:
     means = _small_layers(results)["means"]
     mine = means["hotcore paper"]
     return (
-        f"16 layers, one image, CUDA graphs on an H200: {mine['geomean']:.2f}× of fp32, "
+        f"16 layers, one image, CUDA graphs: {mine['geomean']:.2f}× of fp32, "
         f"worst {mine['worst']:.2f}×; but torch's bf16 is {means['bf16']['geomean']:.2f}×"
     )
 
