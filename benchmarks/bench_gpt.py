@@ -35,25 +35,25 @@ import timing
 import torch
 import torch.nn.functional as F
 from evidence import ROOT, doc_tables, rivals, side_by_side
-from layers import TOKEN_SETTINGS
+from layers import HALF_OF_TOKENS, TOKEN_SETTINGS
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
-from training import Contender
+from training import Contender, config_of
 
 GIB = 2**30
 
 
 RECIPES = ("default", "fast", "accurate", "paper", "compact")
-HALF = {"basis": "sketch", "rank": 8}
-"""With a token storage: a share of the tokens, 8 of 16."""
 CONTENDERS = (
     Contender("bf16"),
     *(Contender(recipe, recipe) for recipe in RECIPES),
     *(Contender(f"{recipe} int8-forward", recipe, forward="int8") for recipe in RECIPES),
     *(Contender(name, "default", settings=fields) for name, fields in TOKEN_SETTINGS.items()),
     Contender(
-        "token4, half of the tokens", "default", settings={**TOKEN_SETTINGS["token4"], **HALF}
+        "token4, half of the tokens",
+        "default",
+        settings={**TOKEN_SETTINGS["token4"], **HALF_OF_TOKENS},
     ),
     Contender("default, saved 8", "default", kept=8),
     Contender("default, saved 8/4", "default", kept={"attention": 4}),
@@ -190,8 +190,7 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
                 layer.weight /= math.sqrt(2 * size.depth)
     model.to(device).train()
     if contender.recipe is not None:
-        settings = {"forward": contender.forward, **contender.settings}
-        config = hot.HotConfig.recipe(contender.recipe, **settings)
+        config = config_of(contender)
         report = hot.convert(model, config, in_blocks, saved=contender.kept).hot_report
         assert len(report.converted) == 4 * size.depth, report
     if contender.fp8 is not None:

@@ -53,13 +53,8 @@ def contenders(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[st
     out: dict[str, Loss] = {"torch": plain}
     if args.device == "cuda" or args.backend:
         out["torch, compiled"] = torch.compile(plain, backend=args.backend or "inductor")
-    own, options = (
-        getattr(where, name, None)
-        for where, name in (
-            (F, "linear_cross_entropy"),
-            (torch.nn, "LinearCrossEntropyOptions"),
-        )
-    )
+    own = getattr(F, "linear_cross_entropy", None)
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if own is not None and options is not None:
         out["torch's chunks"] = functools.partial(own, options=options())
     if args.device == "cuda" and importlib.util.find_spec("liger_kernel"):
@@ -72,7 +67,11 @@ def contenders(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[st
     out["hotcore, Liger's chunks"] = functools.partial(hot.linear_cross_entropy, chunk=small)
     for name, config in RECIPES.items():
         out[f"hotcore {name}"] = functools.partial(hot.linear_cross_entropy, config=config)
-    return {name: out[name] for name in timing.fitting(args.parser, list(out), args.contenders)}
+    return out
+
+
+def chosen(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Loss]:
+    return {n: loss for n, loss in contenders(args, shape).items() if n in args.contenders}
 
 
 def tensors(
@@ -111,7 +110,7 @@ def measured(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str,
     """Time and peak of every contender; or why there is none."""
     arrays = tensors(shape, args.device)
     calls, rows = {}, {}
-    for name, loss in contenders(args, shape).items():
+    for name, loss in chosen(args, shape).items():
         call = functools.partial(step, loss, *arrays)
         try:
             peak = {"peak_gib": peak_of(call)} if args.device == "cuda" else {}
@@ -132,7 +131,7 @@ def errors(args: argparse.Namespace, shape: tuple[int, int, int], trained: bool)
     out = F.cross_entropy(F.linear(*exact), target)
     right = (out.detach(), *torch.autograd.grad(out, exact))
     rows = {}
-    for name, loss in contenders(args, shape).items():
+    for name, loss in chosen(args, shape).items():
         if name == "torch, compiled":
             continue
         found = step(loss, *arrays)
@@ -153,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "head", "quick", "budget", "backend", "contenders")
     parser.set_defaults(rounds=8)
     args = timing.begin(parser, argv)
-    args.parser = parser
+    names = list(contenders(args, TOY["toy"]))
+    args.contenders = timing.fitting(parser, names, args.contenders)
     begun = time.perf_counter()
     content: dict[str, Any] = {"heads": {}, "errors": {}}
     for name, trained in (("fresh", False), ("trained", True)):
@@ -176,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.device == "cuda":
             torch.cuda.empty_cache()
             torch._dynamo.reset()
-    del args.parser
     timing.write(args, "head", content)
 
 

@@ -21,6 +21,8 @@ TOKEN_SETTINGS: dict[str, dict[str, Any]] = {
     "token4": {**ONE_CODE, "storage": "token4"},
     "token2": {**ONE_CODE, "storage": "token2"},
 }
+HALF_OF_TOKENS: dict[str, Any] = {"basis": "sketch", "rank": 8}
+"""With a token storage: g_w takes 8 of 16 tokens."""
 
 
 VIT = {  # ViT-B/16, batch 128

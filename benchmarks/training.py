@@ -148,11 +148,16 @@ def people(task: Task) -> list[Contender]:
     return found
 
 
-def convert(model: nn.Module, contender: Contender) -> nn.Module:
-    """HOT's layers, and its other modules if the contender asks for them."""
+def config_of(contender: Contender) -> hot.HotConfig:
+    """Of a contender with a recipe."""
     assert contender.recipe is not None
     settings = {"forward": contender.forward, **contender.settings}
-    config = hot.HotConfig.recipe(contender.recipe, **settings)
+    return hot.HotConfig.recipe(contender.recipe, **settings)
+
+
+def convert(model: nn.Module, contender: Contender) -> nn.Module:
+    """HOT's layers, and its other modules if the contender asks for them."""
+    config = config_of(contender)
     only = _wide if contender.wide else None
     model = hot.convert(model, config, only, slower=contender.slower, saved=contender.kept)
     if contender.frozen_int8:

@@ -117,9 +117,9 @@ def main(arguments: list[str] | None = None) -> float:
         return mse_loss(velocity.float(), images - noise)
 
     held = torch.arange(len(images)) % 10 == 0
+    train = (~held).nonzero()[:, 0]
     for step in range(options.steps):
-        part = (~held).nonzero()[:, 0]
-        part = part[torch.randint(len(part), (options.batch,), generator=draws)]
+        part = train[torch.randint(len(train), (options.batch,), generator=draws)]
         loss = loss_of(images[part], labels[part])
         optimizer.zero_grad()
         loss.backward()

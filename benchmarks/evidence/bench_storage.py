@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import timing
-from layers import TOKEN_SETTINGS
+from layers import HALF_OF_TOKENS, TOKEN_SETTINGS
 from numpy.typing import NDArray
 from timing import RESULTS
 
@@ -287,7 +287,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("default", settings) for name, settings in TOKEN_SETTINGS.items()},
     "token4, half of the tokens": (
         "default",
-        {**TOKEN_SETTINGS["token4"], "basis": "sketch", "rank": 8},
+        {**TOKEN_SETTINGS["token4"], **HALF_OF_TOKENS},
     ),
 }
 """Title -> recipe and what is changed of it."""

@@ -104,7 +104,7 @@ ONE_CODE = tuple(
     )
     for of, forward in (
         ("", {}),
-        (", half of the tokens", {"basis": "sketch", "rank": 8}),
+        (", half of the tokens", layers.HALF_OF_TOKENS),
         (", int8-forward", {"forward": "int8"}),
     )
 )

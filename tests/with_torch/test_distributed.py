@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,7 +237,21 @@ def test_plans_of_torch() -> None:
     plans.spawn(*plans.PLANS)
 
 
-def test_gradient_accumulation_inside_no_sync(tmp_path: Path, seeded: None) -> None:
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(alone: None) -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", (1,))
+
+
+def test_gradient_accumulation_inside_no_sync(alone: None, seeded: None) -> None:
     parts = torch.randn(3, 32, 64)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     hot.convert(model, filter_fn=lambda module, fqn: True)
@@ -252,111 +267,89 @@ def test_gradient_accumulation_inside_no_sync(tmp_path: Path, seeded: None) -> N
         parallel(parts[2]).square().sum().backward()
         return [p.grad for p in twin.parameters()]
 
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        for a, b in zip(gradients(True), gradients(False), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
-    finally:
-        dist.destroy_process_group()
+    for a, b in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
 @no_fsdp
 @pytest.mark.parametrize("each", [False, True])
-def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
+def test_convert_comes_before_sharding(mesh: Any, each: bool) -> None:
     """Sharded weights are refused by name; a model whose sharded layers are left out is taken."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-        for part in (model[0], model[2]) if each else (model,):
-            fully_shard(part, mesh=mesh)
-        with pytest.raises(ValueError, match=r"weight of 0 is a DTensor.*hot\.convert first, then"):
-            hot.convert(model, filter_fn=lambda module, name: True)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        frozen = nn.Sequential(nn.Linear(64, 64))
-        hot.convert(frozen, filter_fn=lambda module, name: True)
-        hot.freeze_int8(frozen)
-        fully_shard(frozen, mesh=mesh)
-        with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
-            hot.thaw(frozen)
-        both = nn.ModuleList([model, nn.Linear(64, 64)])
-        report = hot.convert(both, filter_fn=lambda module, name: name == "1").hot_report
-        assert [layer.name for layer in report.converted] == ["1"]
-    finally:
-        dist.destroy_process_group()
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    for part in (model[0], model[2]) if each else (model,):
+        fully_shard(part, mesh=mesh)
+    with pytest.raises(ValueError, match=r"weight of 0 is a DTensor.*hot\.convert first, then"):
+        hot.convert(model, filter_fn=lambda module, name: True)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    frozen = nn.Sequential(nn.Linear(64, 64))
+    hot.convert(frozen, filter_fn=lambda module, name: True)
+    hot.freeze_int8(frozen)
+    fully_shard(frozen, mesh=mesh)
+    with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
+        hot.thaw(frozen)
+    both = nn.ModuleList([model, nn.Linear(64, 64)])
+    report = hot.convert(both, filter_fn=lambda module, name: name == "1").hot_report
+    assert [layer.name for layer in report.converted] == ["1"]
 
 
 @no_fsdp
-def test_a_layer_whose_codes_are_gathered(tmp_path: Path, seeded: None) -> None:
+def test_a_layer_whose_codes_are_gathered(mesh: Any, seeded: None) -> None:
     """y, g_w and g_b are the layer's, g_x is that of the codes: of a frozen weight."""
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        config = hot.HotConfig.recipe("default", forward="int8")
-        layer = nn.ModuleList([hot.HotLinear(72, 48, config=config)])
-        frozen, ordinary = copy.deepcopy(layer), copy.deepcopy(layer)
-        hot.freeze_int8(frozen)
-        assert gathered.gather_codes(layer) is layer
-        fully_shard(layer[0], mesh=mesh)
-        x, gy = torch.randn(40, 72), torch.randn(40, 48)
-        found = []
-        for each in (layer[0], ordinary[0], frozen[0]):
-            own = x.clone().requires_grad_()
-            torch.manual_seed(4)
-            y = each(own)
-            y.backward(gy)
-            named = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
-            grads = {
-                n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named.items()
-            }
-            found.append({"y": y.detach(), "x": own.grad, **grads})
-        coded, plain, from_codes = found
-        for name in ("y", "weight", "bias"):
-            assert torch.equal(coded[name], plain[name]), name
-        assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
-        layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=128)
-        with pytest.raises(RuntimeError, match="forward_block has changed"):
-            layer[0](x)
-    finally:
-        dist.destroy_process_group()
+    config = hot.HotConfig.recipe("default", forward="int8")
+    layer = nn.ModuleList([hot.HotLinear(72, 48, config=config)])
+    frozen, ordinary = copy.deepcopy(layer), copy.deepcopy(layer)
+    hot.freeze_int8(frozen)
+    assert gathered.gather_codes(layer) is layer
+    fully_shard(layer[0], mesh=mesh)
+    x, gy = torch.randn(40, 72), torch.randn(40, 48)
+    found = []
+    for each in (layer[0], ordinary[0], frozen[0]):
+        own = x.clone().requires_grad_()
+        torch.manual_seed(4)
+        y = each(own)
+        y.backward(gy)
+        named = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        grads = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named.items()}
+        found.append({"y": y.detach(), "x": own.grad, **grads})
+    coded, plain, from_codes = found
+    for name in ("y", "weight", "bias"):
+        assert torch.equal(coded[name], plain[name]), name
+    assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
+    layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=128)
+    with pytest.raises(RuntimeError, match="forward_block has changed"):
+        layer[0](x)
 
 
 @no_fsdp
-def test_codes_are_gathered_of_weights_that_moved(tmp_path: Path, seeded: None) -> None:
+def test_codes_are_gathered_of_weights_that_moved(mesh: Any, seeded: None) -> None:
     """Casts, meta devices and writes reach the rows that codes are made of."""
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        config, x = hot.HotConfig(forward="int8"), torch.randn(40, 72)
+    config, x = hot.HotConfig(forward="int8"), torch.randn(40, 72)
 
-        def made(device: str = "cpu") -> nn.Module:
-            model = nn.Sequential(hot.HotLinear(72, 48, config=config, device=device))
-            return gathered.gather_codes(model)
+    def made(device: str = "cpu") -> nn.Module:
+        model = nn.Sequential(hot.HotLinear(72, 48, config=config, device=device))
+        return gathered.gather_codes(model)
 
-        plain = nn.Sequential(hot.HotLinear(72, 48, config=config))
-        cast = made().bfloat16()
-        assert cast[0].weight.rows.dtype == torch.bfloat16
-        cast.load_state_dict(plain.state_dict())
-        fully_shard(cast, mesh=mesh)
-        empty = made("meta")
-        fully_shard(empty, mesh=mesh)
-        empty.to_empty(device="cpu")
-        for name, parameter in empty.named_parameters():
-            parameter.to_local().data.copy_(plain.state_dict()[name])
-        for model in (empty, cast):
-            dtype = model[0].bias.dtype
-            y = model(x.to(dtype))
-            assert type(model[0].weight) is gathered._Gathered
-            assert torch.equal(y, plain.to(dtype)(x.to(dtype)))
-        with pytest.raises(RuntimeError, match="would be lost; use copy_"):
-            made()[0].weight.data = torch.zeros(48, 72)
-    finally:
-        dist.destroy_process_group()
+    plain = nn.Sequential(hot.HotLinear(72, 48, config=config))
+    cast = made().bfloat16()
+    assert cast[0].weight.rows.dtype == torch.bfloat16
+    cast.load_state_dict(plain.state_dict())
+    fully_shard(cast, mesh=mesh)
+    empty = made("meta")
+    fully_shard(empty, mesh=mesh)
+    empty.to_empty(device="cpu")
+    for name, parameter in empty.named_parameters():
+        parameter.to_local().data.copy_(plain.state_dict()[name])
+    for model in (empty, cast):
+        dtype = model[0].bias.dtype
+        y = model(x.to(dtype))
+        assert type(model[0].weight) is gathered._Gathered
+        assert torch.equal(y, plain.to(dtype)(x.to(dtype)))
+    with pytest.raises(RuntimeError, match="would be lost; use copy_"):
+        made()[0].weight.data = torch.zeros(48, 72)
