@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -36,8 +37,8 @@ _PART = 1 << 17
 """Words of a vocabulary in one g_x product of integers: INT32 sums hold 133,143."""
 _BLOCK_VALUES = 1 << 24
 """Logits that are in fp32 at a time, 64 MiB."""
-_ALIGNED = 8
-"""A row of logits takes a multiple of this: 16 bytes, which fast products want."""
+_ALIGNED = 16
+"""A row of logits takes a multiple of this: 32 bytes. Fast products want 16, Triton 16 values."""
 
 
 class Options(NamedTuple):
@@ -179,10 +180,15 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """Losses ``[C]``; with ``gradient`` the logits ``[C, V]`` become their gradient.
 
-    Second is that gradient at the target, ``[C]`` fp32. Some rows at a time, in fp32.
+    Second is that gradient at the target, ``[C]`` fp32. Arithmetic is fp32: of CUDA tensors in a
+    kernel that writes over the logits as it reads them, of others some rows at a time.
     """
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
     at_target = torch.empty_like(losses)
+    kernels = _kernels() if logits.is_cuda else None
+    if kernels is not None:
+        kernels.rows(logits, target, losses, at_target, *options[:3], gradient)
+        return losses, at_target
     step = max(1, _BLOCK_VALUES // logits.shape[1])
     for begin in range(0, len(target), step):
         part = slice(begin, begin + step)
@@ -190,6 +196,11 @@ def differentiate(
     if gradient:
         logits.scatter_(1, target[:, None], at_target[:, None].to(logits.dtype))
     return losses, at_target
+
+
+def _kernels() -> ModuleType | None:
+    name = "hotcore.torch.ops.head_triton"
+    return _compat.triton_kernels(name, f"{_NAME}: torch operations take several times as long")
 
 
 def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -372,7 +383,9 @@ def chunked(
 ) -> _Results:
     """Losses, and gradients of the sum of ``factor`` times them; g_w and g_b are fp32."""
     vocab, (need_gx, need_gw, need_gb) = len(weight), wanted
-    if target.is_cpu and (wrong := (target < 0) | (target >= vocab)).any():
+    if not target.is_cpu:
+        target.new_empty(vocab).gather(0, target)  # torch's assert, which does not wait
+    elif (wrong := (target < 0) | (target >= vocab)).any():
         found = int(target[wrong][0])
         raise ValueError(f"target: {found}; expected 0 to {vocab - 1}, or ignore_index")
     losses, gx, gw, gb = _outputs(x, weight, wanted)
