@@ -12,10 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-_ALIGNED = 16
-"""As Triton takes an integer for aligned."""
 _TILE = 8192
-_WARPS = 8
+_WARPS = 16
 
 
 @triton.jit
@@ -59,9 +57,10 @@ def _rows_kernel(
         top = highest
         if SMOOTHED:
             sum_of_values += tl.sum(tl.where(i < vocab, values, 0.0), 0)
-    lse = top + tl.log(total)
+    log_total = tl.log(total)
+    lse = top + log_total
     of_target, slope_at = _values(row, target, width, vocab, cap, CAPPED)
-    logp = of_target - lse
+    logp = (of_target - top) - log_total  # exact where the target has all
     loss = -logp
     share = smoothing / vocab
     if SMOOTHED:
@@ -81,13 +80,14 @@ def _rows_kernel(
     for begin in range(0, width, TILE):
         i = begin + tl.arange(0, TILE)
         values, slope = _values(row, i, width, vocab, cap, CAPPED)
-        p = (tl.exp(values - lse) * grow - share) * slope
-        p = tl.where(i == target, at, p)
+        p = (tl.exp((values - top) - log_total) * grow - share) * slope
+        p = tl.where(i < vocab, tl.where(i == target, at, p), 0.0)
         tl.store(row + i, p.to(logits.dtype.element_ty), mask=i < width)
 
 
 def rows(
     logits: torch.Tensor,
+    vocab: int,
     target: torch.Tensor,
     losses: torch.Tensor,
     at_target: torch.Tensor,
@@ -96,22 +96,16 @@ def rows(
     lse_square_scale: float,
     gradient: bool,
 ) -> None:
-    """Fill ``losses`` and ``at_target``; with ``gradient`` write logits' gradient over them."""
-    tokens, vocab = logits.shape
-    pitch = logits.stride(0)
-    if logits.stride(1) != 1 or (tokens > 1 and pitch < vocab):
-        raise ValueError(f"logits: strides {logits.stride()}; expected rows apart")
-    # Whole rows, where they have an aligned end: a mask at an odd word would end wide accesses.
-    room = logits.untyped_storage().nbytes() // logits.element_size() - logits.storage_offset()
-    whole = pitch - vocab < _ALIGNED and tokens * pitch <= room
+    """``head.differentiate``: fill ``losses`` and ``at_target``, write over ``logits``."""
+    width = logits.shape[1]
     with torch.cuda.device(logits.device):
-        _rows_kernel[(tokens,)](
-            *(logits, target, losses, at_target, pitch, pitch if whole else vocab, vocab),
+        _rows_kernel[(len(logits),)](
+            *(logits, target, losses, at_target, logits.stride(0), width, vocab),
             *(smoothing, softcap, lse_square_scale),
             SMOOTHED=smoothing != 0,
             CAPPED=softcap != 0,
             SQUARED=lse_square_scale != 0,
             GRADIENT=gradient,
-            TILE=min(_TILE, triton.next_power_of_2(vocab)),
+            TILE=min(_TILE, triton.next_power_of_2(width)),
             num_warps=_WARPS,
         )
