@@ -293,7 +293,7 @@ TASKS: dict[str, Task] = {
         blocks="transformer.h", peak_gib=12.4, has_head=True,
     ),
     "llama_1b": Task(
-        "Llama-3.2-1B's shape",
+        "Llama-3.2-1B's shape, 8 blocks",
         Size(
             _transformers(
                 "LlamaForCausalLM", "LlamaConfig", vocab_size=128, tie_word_embeddings=True,
@@ -305,12 +305,12 @@ TASKS: dict[str, Task] = {
         Size(
             _transformers(
                 "LlamaForCausalLM", "LlamaConfig", vocab_size=128256, tie_word_embeddings=True,
-                hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+                hidden_size=2048, intermediate_size=8192, num_hidden_layers=8,
                 num_attention_heads=32, num_key_value_heads=8,
             ),
             _tokens(4, 2048, 128256),
         ),
-        blocks="model.layers", peak_gib=40.0, has_head=True,
+        blocks="model.layers", peak_gib=24.0, has_head=True,
     ),
     "bert": Task(
         "BERT-base",
