@@ -225,10 +225,8 @@ def decide(
     warning = ""
     if not converted and not saved and (slow or chosen):
         why = "expected to be slower than plain torch's" if slow else "left out by overrides"
-        warning = (
-            f"the model is unchanged; all {len({*slow, *chosen})} layers "
-            f"that could be converted are {why}"
-            + (" on CUDA; slower=True converts them anyway, for memory" if slow else "")
+        warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}" + (
+            " on CUDA; slower=True converts them anyway, for memory" if slow else ""
         )
     return Decision(report, replacements, warning)
 
