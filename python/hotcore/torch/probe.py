@@ -210,6 +210,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def check_training(model: nn.Module, who: str) -> None:
+    """Raise ValueError where ``who`` has no backward pass of HOT's to measure."""
+    if not model.training:
+        raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
+    if not torch.is_grad_enabled():
+        raise ValueError(f"{who}: gradients are off (torch.no_grad); it measures backward passes")
+
+
 def eagerly() -> AbstractContextManager[Any]:
     """Run compiled modules eagerly inside, so that hooks and modes see every call."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
