@@ -237,6 +237,19 @@ def wrapper(cls: Any, inner: torch.Tensor) -> Any:
     return made._make_wrapper_subclass(cls, inner.shape, **like)
 
 
+def memory_budget(budget: float) -> AbstractContextManager[Any]:
+    """torch's ``activation_memory_budget`` for what is compiled inside.
+
+    Raises NotImplementedError where torch has none.
+    """
+    try:
+        config: Any = importlib.import_module("torch._functorch.config")
+        patched: AbstractContextManager[Any] = config.patch(activation_memory_budget=budget)
+    except (ImportError, AttributeError):
+        raise NotImplementedError("this torch has no activation_memory_budget") from None
+    return patched
+
+
 def forget_compiled(module: torch.nn.Module) -> None:
     """Undo ``module.compile()`` of a copy, whose compiled call is that of the original."""
     vars(module).pop("_compiled_call_impl", None)

@@ -238,7 +238,13 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 def loss_of(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Tensor:
     """``loss_fn``'s result, or without one the sum of the means of the model's float outputs."""
     if loss_fn is not None:
-        return loss_fn(model, inputs)
+        loss = loss_fn(model, inputs)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise ValueError(
+                "loss_fn: returned nothing that requires grad; a backward pass needs a loss with a "
+                "graph (no torch.no_grad, no detach, no .item())"
+            )
+        return loss
     output = output_of(model, inputs)
     means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
     if not means:
