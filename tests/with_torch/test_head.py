@@ -230,23 +230,26 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", ["", hot.HotConfig().json, INT8.json], ids=["torch", "hot", "8"])
 def test_all_logits_never_exist(config: str) -> None:
-    x, weight, target, bias = (t.detach() for t in tensors(6000, 32, vocab=2000, ignored=0))
-    factor, options = torch.ones(6000), head.Options(0.1, 5.0, 1e-3, 0)
+    x, weight, target, bias = (t.detach() for t in tensors(12_000, 32, vocab=2000, ignored=0))
+    factor, options = torch.ones(12_000), head.Options(0.1, 5.0, 1e-3, 0)
     with Largest() as largest:
         head.chunked(
             *(x, weight, bias, target, factor, torch.tensor(1), config, (True,) * 3, options)
         )
-    assert largest.values <= 1024 * 2000 < x.shape[0] * 2000 / 5
+    assert largest.values <= head.MIN_CHUNK * 2000 < x.shape[0] * 2000 / 5
     with Largest() as plain:
         reference(x, weight, target, bias)
-    assert plain.values == 6000 * 2000
+    assert plain.values == 12_000 * 2000
 
 
 def test_chunks() -> None:
     for tokens, vocab, width in ((8192, 128256, 4096), (16384, 50257, 768), (4097, 100, 4096)):
         step = head.chunk_of(tokens, vocab, width)
         assert step % 128 == 0 or step == tokens
-        assert step * vocab <= max(width / 2 * vocab, tokens * width, 1024 * vocab) + 128 * vocab
+        assert (
+            step * vocab
+            <= max(width / 2 * vocab, tokens * width, head.MIN_CHUNK * vocab) + 128 * vocab
+        )
         assert tokens <= step * -(-tokens // step)
     assert head.chunk_of(8192, 128256, 4096) == 2048 and head.chunk_of(100, 9, 9) == 100
 
