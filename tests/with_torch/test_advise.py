@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support import without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402
@@ -67,6 +68,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def advise(*args: Any, **options: Any) -> Any:
     return hot.advise(*args, progress=False, **options)
+
+
+def trial(model: nn.Module, x: torch.Tensor) -> Any:
+    return advising._Trial(model, x, None, None, torch.device("cpu"), None, False, 1)
 
 
 def names(advice: Any) -> list[str]:
@@ -330,7 +335,7 @@ PLAIN = tried("plain", 10, 1000)
         ("time", [("a", 9, 1000, 1.2)], "plain"),  # within the spread
         ("time", [("plain, budget", 5, 1000), ("a", 6, 10)], "plain, budget"),
         ("memory", [("a", 14, 500), ("b", 16, 100)], "a"),  # b is too slow
-        ("memory", [("a", 12, 500), ("b", 8, 510)], "b"),  # of equal size, the faster one
+        ("memory", [("a", 12, 500), ("b", 8, 504)], "b"),  # of equal size, the faster one
         ("memory", [("a", 12, 500), ("plain, again", 12, 500)], "plain, again"),
         ("both", [("a", 9, 900), ("b", 12, 100)], "a"),  # b is slower than plain
         ("both", [("a", 5, 1200)], "plain"),  # larger
@@ -446,15 +451,15 @@ def test_compiled(blocks: bool, x: torch.Tensor, quick: None) -> None:
     """Settings run compiled, each from nothing, and leave nothing behind."""
     model: nn.Module = Net() if blocks else Block()
     before = [set(vars(module)) for module in model.modules()]
-    advice = advise(model, x, compiled={"backend": "aot_eager"})
-    assert names(advice)[:3] == ["plain", "default+int8", "plain, budget 0.5"]
-    assert names(advice)[-1] == "default+int8, budget 0.5"
+    advice = advise(model, x, compiled={"backend": "aot_eager"}, allow=["default"])
+    assert names(advice)[:3] == ["plain", "default", "plain, budget 0.5"]
+    assert names(advice)[-1] == "default, budget 0.5"
     failed = {row.name: row.note for row in advice.rows if not row.measured}
     assert not failed
     assert [set(vars(module)) for module in model.modules()] == before
     assert ("by blocks" if blocks else "whole") in advice.machine
     kept = {row.name: row.measured.kept_bytes for row in advice.rows}
-    assert kept["default+int8"] < kept["plain"]
+    assert kept["default"] < kept["plain"]
     config = importlib.import_module("torch._functorch.config")
     assert config.activation_memory_budget == 1
     for row in advice.rows:
@@ -465,15 +470,14 @@ def test_compiled(blocks: bool, x: torch.Tensor, quick: None) -> None:
                                                        0.3 if "0.3" in row.name else 1)  # fmt: skip
             compiled = [m for m in changed.modules() if hotcore.torch._compat.is_compiled(m)]
             assert compiled == (list(changed.blocks) if blocks else [changed])
-            if row.name in ("plain", "default"):
-                changed(x).mean().backward()
 
 
 @pytest.mark.long
 def test_a_budget_of_the_compiler_keeps_less(x: torch.Tensor, quick: None) -> None:
-    advice = advise(Net(), x, compiled=True, allow=["default"], budget=1000)
-    kept = {row.name: row.measured.kept_bytes for row in advice.rows if row.measured}
-    assert kept["plain, budget 0.3"] < kept["plain"], [row.note for row in advice.rows]
+    runs = trial(Net(), x)
+    for budget in (None, 0.3):
+        runs.measure(advising._Contender(f"budget {budget}", way={}, budget=budget))
+    assert 0 < runs.sizes["budget 0.3"] < runs.sizes["budget None"]
 
 
 def test_ways() -> None:
@@ -486,14 +490,13 @@ def test_ways() -> None:
 
 def test_two_ways_take_turns(x: torch.Tensor) -> None:
     """As by default on CUDA."""
-    trial = advising._Trial(Net(), x, None, None, torch.device("cpu"), None, False, 1)
     ways = advising._ways(None, torch.device("cuda"))
-    found = trial.contenders("both", {"default": hot.HotConfig()}, ways)
+    found = (one := trial(Net(), x)).contenders("both", {"default": hot.HotConfig()}, ways)
     assert [c.name for c in found[:5]] == [
         *("plain", "plain, reduce-overhead", "default", "default, reduce-overhead"),
         "plain, budget 0.5",
     ]
-    assert trial.code(found[3]).splitlines()[1:] == [
+    assert one.code(found[3]).splitlines()[1:] == [
         "for block in model.blocks:",
         "    block.compile(mode='reduce-overhead')",
     ]
@@ -502,22 +505,25 @@ def test_two_ways_take_turns(x: torch.Tensor) -> None:
 
 @pytest.mark.long
 def test_head_of_transformers(quick: None) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=512, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_cache=False
-    )
-    model = transformers.GPT2LMHeadModel(config).train()
+    with without_broken_torchvision():
+        transformers = pytest.importorskip("transformers", minversion="5")
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+        sizes = {"vocab_size": 512, "n_embd": 128, "n_layer": 2, "n_head": 2}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**ids, **sizes)).train()
     tokens = torch.randint(512, (4, 32))
     batch = {"input_ids": tokens, "labels": tokens}
-    advice = advise(model, batch, lambda model, batch: model(**batch).loss)
-    assert "default+int8, head" in names(advice)
+    allow = ["default"]
+    advice = advise(model, batch, lambda model, batch: model(**batch).loss, allow=allow)
+    assert "default, head" in names(advice)
     rows = {row.name: row for row in advice.rows}
-    assert "head=True)" in rows["default+int8, head"].code
-    assert "saved=8" in rows["default+int8, head, saved 8"].code
+    assert "head=True)" in rows["default, head"].code
+    assert "saved=8" in rows["default, head, saved 8"].code
     kept = {name: row.measured.kept_bytes for name, row in rows.items() if row.measured}
-    assert kept["default+int8, head"] < kept["default+int8"]
+    assert kept["default, head"] < kept["default"]
     assert model(**batch).logits.shape == (4, 32, 512)  # as it was
-    assert not any("head" in name for name in names(advise(model, batch)))  # its logits are used
+    assert not any(
+        "head" in name for name in names(advise(model, batch, allow=allow))
+    )  # its logits are used
 
 
 def test_one_line_of_convert_is_enough(x: torch.Tensor, quick: None) -> None:

@@ -34,18 +34,18 @@ from .saved import revert_saved
 from .selection import Filter
 
 _GOALS = {
-    "time": ("least time", math.inf, math.inf),
-    "memory": ("least memory, at up to 1.5 of plain's time", 1.5, math.inf),
-    "both": ("least time × memory, neither above plain's", 1.0, 1.0),
+    "time": ("least time", math.inf, math.inf, 0.97),
+    "memory": ("least memory, at up to 1.5 of plain's time", 1.5, math.inf, 0.99),
+    "both": ("least time × memory, neither above plain's", 1.0, 1.0, 0.97),
 }
-"""In words, and the largest time and bytes as multiples of plain torch's."""
+"""In words; the largest time and bytes as multiples of plain torch's; and what share of a figure is
+no less than the figure: times are the machine's, too."""
 _ALLOW: tuple[ConfigLike, ...] = (
     *(HotConfig.recipe("default", forward="int8"), "default"),
     *(HotConfig.recipe("fast", forward="int8"), "fast"),
 )
 _BUDGETS = (0.5, 0.7, 0.3)  # torch's activation_memory_budget
 _GRAPHS = "reduce-overhead"
-_MARGIN = 0.97  # less of a gain may be the machine's
 _ROUNDS, _TIMED_MS, _BURST_MS = 15, 1500.0, 100.0
 _VISITS = 3  # in eager mode, in turns: slow moments of the machine hit all settings
 
@@ -104,16 +104,17 @@ class Advice:
 
     def _best(self, rows: Sequence[Tried]) -> Tried | None:
         found = [(row, row.measured) for row in rows if row.measured]
-        base, (_, slower, larger) = self.rows[0].measured, _GOALS[self.goal]
+        base, (_, slower, larger, _) = self.rows[0].measured, _GOALS[self.goal]
         if base is not None:
-            most = (slower * base.median_ms, larger * base.kept_bytes)
-            within = [(r, m) for r, m in found if _MARGIN * m.median_ms <= most[0]]
-            found = [(r, m) for r, m in within if _MARGIN * m.kept_bytes <= most[1]]
+            most = slower * (base.median_ms + base.spread_ms), 1.01 * larger * base.kept_bytes
+            found = [(row, m) for row, m in found if m.kept_bytes <= most[1]]
+            found = [(row, m) for row, m in found if m.median_ms - m.spread_ms <= most[0]]
         # Of what cannot be told apart by the goal, the best for both; of that, torch's own.
         for goal in (self.goal, "both"):
             least = min((own for _, own in found), key=functools.partial(_cost, goal), default=None)
             found = [(row, own) for row, own in found if least and _alike(goal, own, least)]
-        return min((row for row, _ in found), key=lambda row: not row.plain, default=None)
+        found.sort(key=lambda pair: (not pair[0].plain, _cost("both", pair[1])))
+        return found[0][0] if found else None
 
     def __str__(self) -> str:
         """The table, the choice, and what to write for it."""
@@ -455,4 +456,4 @@ def _cost(goal: str, own: Measured, spreads: int = 0) -> float:
 
 def _alike(goal: str, own: Measured, least: Measured) -> bool:
     """Whether it cannot be told from the least."""
-    return _cost(goal, least, 1) >= _MARGIN * _cost(goal, own, -1)
+    return _cost(goal, least, 1) >= _GOALS[goal][-1] * _cost(goal, own, -1)
