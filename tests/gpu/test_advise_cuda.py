@@ -90,7 +90,7 @@ def test_peaks(compiled: bool | str) -> None:
     assert not optimizer.state and all(p.grad is None for p in model.parameters())
     assert not any(hot._compat.is_compiled(module) for module in model.modules())
     # Nothing of a setting stays: neither graphs' pools nor optimizer states.
-    assert torch.cuda.memory_allocated() <= held + 2**26
+    assert torch.cuda.memory_allocated() <= held + 2**28  # workspaces of cuBLAS stay
 
 
 def test_both_ways_by_default() -> None:

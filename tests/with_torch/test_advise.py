@@ -165,6 +165,17 @@ def test_autocast(x: torch.Tensor, quick: None) -> None:
     assert kinds == {torch.bfloat16}
 
 
+def test_no_cast_of_another_weight_stays(x: torch.Tensor, quick: None) -> None:
+    """Autocast keeps a weight's cast until its context ends: not that of a trial's update."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        advise(model, x, goal="time", allow=["default"], step=optimizer.step)
+        found = model.eval()(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(found, model(x))
+
+
 def test_a_layer_alone(x: torch.Tensor, quick: None) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     advice = advise(layer, x)

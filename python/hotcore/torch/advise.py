@@ -175,7 +175,7 @@ def advise(
     Tried are plain torch, ``allow``, and for memory torch's ``activation_memory_budget``,
     :func:`recompute`, ``saved=8`` and, for transformers' causal LM models with a ``loss_fn``,
     ``head=True``. Wrap the call in ``torch.autocast`` if the training loop uses it. Weights,
-    ``.grad``, buffers, hooks and torch's random state are as before afterwards; what the process
+    ``.grad``, buffers, hooks and torch's random state are as before afterwards; what this process
     has compiled is compiled anew when it is next called.
 
     Args:
@@ -184,17 +184,17 @@ def advise(
         loss_fn: as for :func:`autotune`.
         goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``: the
             least product of the two, where neither is above plain torch's.
-        compiled: how it will train: False, eager; True, with its blocks compiled one by one (the
-            whole, if no list of alike blocks is found); a mode or a mapping of options for
-            torch.compile. None: on the CPU False, on CUDA True and ``"reduce-overhead"``.
+        compiled: False: eager; True: blocks compiled one by one (the whole model if no list of
+            alike blocks is found); or a mode or a mapping of options of torch.compile. None: on
+            the CPU False, on CUDA True and ``"reduce-overhead"``.
         step: called after each backward pass, inside of the time: ``optimizer.step``. The state of
             a torch optimizer is put back as the weights are, that of anything else is not.
-        allow: as for :func:`autotune`; the first is the one that memory's settings take.
+        allow: as for :func:`autotune`; memory's settings take the first.
         filter_fn: as for :func:`convert`.
         slower: as for :func:`convert`.
         budget: seconds. A setting that would not be done by then, judged by the one before, is a
             row that says so. The plain model is always measured.
-        progress: show a bar of tqdm; without tqdm a line on stderr for each setting.
+        progress: a bar of tqdm; without tqdm a line on stderr for each setting.
 
     Returns:
         An :class:`.Advice`. What fails, by lack of memory or otherwise, is a row with the reason.
@@ -202,8 +202,8 @@ def advise(
     Raises:
         TypeError: ``inputs`` of another type, without ``loss_fn``.
         ValueError: a bad argument; a model that is converted, compiled, in eval mode, on the meta
-            device or without a layer to convert; or a loss without a gradient. Other errors of the
-            plain model, but for a lack of memory, are raised as they are.
+            device or without a layer to convert; or a loss without a gradient. Errors of the plain
+            model are raised as they are, but for a lack of memory.
     """
     if goal not in _GOALS:
         raise ValueError(f"goal: {goal!r} is not one of 'time', 'memory', 'both'")
@@ -328,8 +328,8 @@ class _Trial:
             words = f"{type(error).__name__}: {error}".split()
             self.notes[contender.name] = " ".join(words)[:120]
         finally:
-            gc.collect()
             if self.device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
 
     def measure(self, contender: _Contender) -> None:
@@ -431,6 +431,7 @@ def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
+        torch.clear_autocast_cache()  # casts of the weights that were
         if optimizer is not None:
             optimizer.state = state
 
