@@ -253,13 +253,10 @@ def wrapper(cls: Any, inner: torch.Tensor) -> Any:
 def memory_budget(budget: float) -> AbstractContextManager[Any]:
     """torch's ``activation_memory_budget`` for what is compiled inside.
 
-    Raises NotImplementedError where torch has none.
+    Without the name, as in no supported torch, it raises ImportError or AttributeError.
     """
-    try:
-        config: Any = importlib.import_module("torch._functorch.config")
-        patched: AbstractContextManager[Any] = config.patch(activation_memory_budget=budget)
-    except (ImportError, AttributeError):
-        raise NotImplementedError("this torch has no activation_memory_budget") from None
+    config: Any = importlib.import_module("torch._functorch.config")
+    patched: AbstractContextManager[Any] = config.patch(activation_memory_budget=budget)
     return patched
 
 

@@ -31,7 +31,7 @@ from .probe import LossFn, loss_of, preserve_state
 from .recompute import recompute
 from .report import REPORT, aligned
 from .saved import revert_saved
-from .selection import Filter
+from .selection import Filter, candidates
 
 _GOALS = {
     "time": ("least time", math.inf, math.inf, 0.97),
@@ -57,7 +57,7 @@ _now = time.monotonic
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A setting; its ``measured.kept_bytes`` are what :attr:`Advice.memory` says.
+    """A setting; its ``measured.kept_bytes`` are what the advice's ``memory`` says.
 
     ``code`` is what to write for a plain ``model``, ``plain`` whether that is torch's alone,
     ``noisy`` whether g_w is a sketch (``fast``), ``note`` why nothing was measured, or what lacks.
@@ -148,12 +148,9 @@ class Advice:
 
     def to_json(self) -> str:
         """All figures, in milliseconds and bytes, as JSON."""
-        content = dataclasses.asdict(self)
-        for row, own in zip(content["rows"], self.rows, strict=True):
-            row["pareto"] = own in self.pareto
-            if own.measured:
-                row["measured"][f"{self.memory}_bytes"] = row["measured"].pop("kept_bytes")
-        return json.dumps({**content, "best": self.best and self.best.name}, indent=1)
+        best, pareto = self.best, [row.name for row in self.pareto]
+        content = {**dataclasses.asdict(self), "best": best and best.name, "pareto": pareto}
+        return json.dumps(content, indent=1)
 
 
 def advise(
@@ -268,18 +265,26 @@ class _Trial:
 
     @functools.cached_property
     def lists(self) -> dict[str, nn.Module]:
-        """The outermost lists of blocks of one class, if they hold most of the parameters."""
+        """The outermost lists of blocks of one class, if most layers are in them.
+
+        None in a model with batch norms: one that is recomputed would count every batch twice, and
+        convolutions are compiled as a whole.
+        """
+        if any(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in self.model.modules()):
+            return {}
         found: dict[str, nn.Module] = {}
+
+        def inside(name: str) -> bool:
+            return any(not outer or name.startswith(f"{outer}.") for outer in found)
+
         for name, module in self.model.named_modules():
             children = list(module.children())
             alike = len(children) > 1 and len({type(child) for child in children}) == 1
-            inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-            listed = isinstance(module, nn.ModuleList | nn.Sequential) and not inside
+            listed = isinstance(module, nn.ModuleList | nn.Sequential) and not inside(name)
             if alike and listed and any(True for _ in children[0].children()):
                 found[name] = module
-        inner = {p for module in found.values() for p in module.parameters()}
-        sizes = [sum(p.numel() for p in some) for some in (inner, self.model.parameters())]
-        return found if 2 * sizes[0] >= sizes[1] else {}
+        layers = [inside(name) for name, _ in candidates(self.model)]
+        return found if 2 * sum(layers) >= len(layers) else {}
 
     def contenders(
         self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
@@ -293,8 +298,7 @@ class _Trial:
                 found.append(first := first.but("head", options={"head": True}))
             half, *budgets = [plain.but(f"budget {b}", budget=b) for b in _BUDGETS]
             found.append(half)
-            norms = (nn.BatchNorm1d, nn.BatchNorm2d)  # would count every batch twice
-            if self.lists and not any(isinstance(m, norms) for m in self.model.modules()):
+            if self.lists:
                 found += [each.but("recompute", recomputed=True) for each in (first, plain)]
             found.append(first.but("saved 8", options={**first.options, "saved": 8}))
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
