@@ -12,7 +12,6 @@ from typing import Any
 import hotcore.torch as hot
 import torch
 from evidence import rivals
-from hotcore.torch.head import attach
 from hotcore.torch.report import ConversionReport
 from models import Batch, Task
 from torch import Tensor, nn
@@ -187,9 +186,7 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
     if contender.head and not head:
         head = hot.HotConfig.recipe(contender.head, forward="int8")
     if contender.recipe is None:
-        if why := attach(model, head if isinstance(head, hot.HotConfig) else None):
-            raise Left(why)
-        return model
+        return hot.convert(model, filter_fn=lambda *_: False, head=head)
     config = config_of(contender)
     only = _wide if contender.wide else None
     slower = contender.slower
@@ -274,7 +271,7 @@ class Trainer:
         self.report: ConversionReport | None = None
         if contender.recipe is not None or contender.head:
             model = convert(model, contender)
-            self.report = getattr(model, "hot_report", None)
+            self.report = model.hot_report
         if contender.fp8 is not None:
             fp8_converted(model, contender.fp8, emulate=self.device.type == "cpu")
         if contender.checkpointed:

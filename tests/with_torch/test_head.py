@@ -504,6 +504,21 @@ def test_convert_with_a_head(config: Any) -> None:
     assert not {"forward", "_loss_function"} & {*vars(model), *vars(model.lm_head)}
 
 
+def test_a_head_alone() -> None:
+    plain = causal("Llama")
+    model = hot.convert(copy.deepcopy(plain), filter_fn=lambda *_: False, head=True)
+    assert not model.hot_report.converted and "head: loss in chunks" in str(model.hot_report)
+    ids = torch.randint(1, 101, (2, 40))
+    for each in (model, plain):
+        each(input_ids=ids, labels=ids).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    layers = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="head: no model of transformers; and no layer is conv"):
+        hot.convert(layers, filter_fn=lambda *_: False, head=True)
+    assert type(layers[0]) is nn.Linear and not hasattr(layers, "hot_report")
+
+
 def test_models_that_are_not_met() -> None:
     model = causal("Cohere")
     with pytest.warns(UserWarning, match=r"head: its forward uses the logits otherwise: logits = "):
