@@ -250,6 +250,16 @@ def wrapper(cls: Any, inner: torch.Tensor) -> Any:
     return made._make_wrapper_subclass(cls, inner.shape, **like)
 
 
+def memory_budget(budget: float) -> AbstractContextManager[Any]:
+    """torch's ``activation_memory_budget`` for what is compiled inside.
+
+    Without the name, as in no supported torch, it raises ImportError or AttributeError.
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    patched: AbstractContextManager[Any] = config.patch(activation_memory_budget=budget)
+    return patched
+
+
 def forget_compiled(module: torch.nn.Module) -> None:
     """Undo ``module.compile()`` of a copy, whose compiled call is that of the original."""
     vars(module).pop("_compiled_call_impl", None)
