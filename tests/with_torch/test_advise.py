@@ -533,7 +533,10 @@ def test_head_of_transformers(quick: None) -> None:
     assert "head=True)" in rows["default, head"].code
     assert "saved=8" in rows["default, head, saved 8"].code
     kept = {name: row.measured.kept_bytes for name, row in rows.items() if row.measured}
-    assert kept["default, head"] < kept["default"]
+    assert kept["default, head"] < kept["default"] and kept["plain, head"] < kept["plain"]
+    assert not rows["plain, head"].plain
+    exec(rows["plain, head"].code, {"model": (own := copy.deepcopy(model)), "hot": hot})
+    assert own.hot_report.head and not own.hot_report.converted
     assert model(**batch).logits.shape == (4, 32, 512)  # as it was
     assert not any(
         "head" in name for name in names(advise(model, batch, allow=allow))

@@ -169,11 +169,11 @@ def advise(
 ) -> Advice:
     """Time whole training steps, plain and under HOT's settings, and say which line to write.
 
-    Tried are plain torch, ``allow``, and for memory torch's ``activation_memory_budget``,
-    :func:`recompute`, ``saved=8`` and, for transformers' causal LM models with a ``loss_fn``,
-    ``head=True``. Wrap the call in ``torch.autocast`` if the training loop uses it. Weights,
-    ``.grad``, buffers, hooks and torch's random state are as before afterwards; what this process
-    has compiled is compiled anew when it is next called.
+    Tried are plain torch, ``allow``, for transformers' causal LM models with a ``loss_fn``
+    ``head=True`` with both, and for memory torch's ``activation_memory_budget``,
+    :func:`recompute` and ``saved=8``. Wrap the call in ``torch.autocast`` if the training loop uses
+    it. Weights, ``.grad``, buffers, hooks and torch's random state are as before afterwards; what
+    this process has compiled is compiled anew when it is next called.
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.
@@ -291,15 +291,17 @@ class _Trial:
     ) -> list[_Contender]:
         """What to try, the most promising first."""
         plain, (first, *others) = _Contender(PLAIN), [_Contender(*own) for own in configs.items()]
-        found = [plain, first]
+        found, alone = [plain, first], plain
+        if self.loss_fn is not None and not attach(self.model):
+            detach(self.model)
+            heads = [each.but("head", options={"head": True}) for each in (plain, first)]
+            alone, first = heads
+            found += heads
         if goal != "time":
-            if self.loss_fn is not None and not attach(self.model):
-                detach(self.model)
-                found.append(first := first.but("head", options={"head": True}))
             half, *budgets = [plain.but(f"budget {b}", budget=b) for b in _BUDGETS]
             found.append(half)
             if self.lists:
-                found += [each.but("recompute", recomputed=True) for each in (first, plain)]
+                found += [each.but("recompute", recomputed=True) for each in (first, alone)]
             found.append(first.but("saved 8", options={**first.options, "saved": 8}))
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
         return [
@@ -313,7 +315,8 @@ class _Trial:
         """Of what was measured."""
         name, config = contender.name, contender.config
         noisy = config is not None and config.basis != "full"
-        about = (name, self.code(contender), config is None, noisy)
+        plain = config is None and not contender.options
+        about = (name, self.code(contender), plain, noisy)
         if name not in self.times:
             return Tried(*about, note=self.notes[name])
         uncounted = contender.recomputed and self.device.type == "cpu"
@@ -346,11 +349,12 @@ class _Trial:
             if contender.budget is not None:
                 stack.enter_context(_compat.memory_budget(contender.budget))
             blocks = [block for blocks in self.lists.values() for block in blocks.children()]
-            if contender.config is not None:
+            if contender.config is not None or contender.options:
                 stack.callback(revert_saved, model)
                 stack.callback(detach, model)
                 how: dict[str, Any] = {"slower": self.slower, **contender.options}
-                model = convert(model, contender.config, self.filter_fn, **how)
+                only = _no_layer if contender.config is None else self.filter_fn
+                model = convert(model, contender.config or "default", only, **how)
                 report = vars(model)[REPORT]
                 if "saved" in contender.options and not report.saved.converted:
                     raise ValueError("saved: nothing that could be kept in codes")
@@ -392,6 +396,8 @@ class _Trial:
             words += ["slower=True"] if self.slower else []
             words += [f"{name}={value}" for name, value in contender.options.items()]
             lines.append(f"model = hot.convert({', '.join(words)})")
+        elif contender.options:
+            lines.append("model = hot.convert(model, filter_fn=lambda *_: False, head=True)")
         if contender.recomputed:
             lines.append(f"hot.recompute({every})")
         if contender.budget is not None:
@@ -402,6 +408,10 @@ class _Trial:
             loop = [f"for block in {every}:", f"    block.compile({options})"]
             lines += loop if blocks else [f"model.compile({options})"]
         return "\n".join(lines)
+
+
+def _no_layer(module: nn.Module, fqn: str) -> bool:
+    return False
 
 
 def _expression(name: str) -> str:
