@@ -32,29 +32,28 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
         "${hot_cuda_go_on}")
     endif()
   else()
-    include(CheckLanguage)
-    if(NOT CMAKE_CUDA_COMPILER)
-      set(hot_cudacxx "$ENV{CUDACXX}")
-      set(ENV{CUDACXX} "${hot_nvcc}")
-      unset(CMAKE_CUDA_COMPILER CACHE)  # an earlier NOTFOUND would stay
-      check_language(CUDA)
-      set(ENV{CUDACXX} "${hot_cudacxx}")
-    endif()
-    if(NOT CMAKE_CUDA_COMPILER)
-      unset(CMAKE_CUDA_COMPILER CACHE)
+    if(NOT CMAKE_CUDA_COMPILER)  # check_language is slower, and does not say why it failed
+      get_filename_component(hot_program "${hot_nvcc}" PROGRAM PROGRAM_ARGS hot_nvcc_options)
+      if(hot_program)  # CUDACXX may have options
+        set(hot_nvcc "${hot_program}")
+      endif()
+      separate_arguments(hot_nvcc_options)
+      if(DEFINED ENV{CUDAHOSTCXX})
+        list(APPEND hot_nvcc_options -ccbin "$ENV{CUDAHOSTCXX}")
+      endif()
       set(hot_probe "${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/hot_cuda_probe")
       file(WRITE "${hot_probe}.cu" "__global__ void kernel() {}\nint main() { return 0; }\n")
-      set(hot_ccbin "")
-      if(DEFINED ENV{CUDAHOSTCXX})
-        set(hot_ccbin -ccbin "$ENV{CUDAHOSTCXX}")
-      endif()
-      execute_process(COMMAND "${hot_nvcc}" ${hot_ccbin} -c "${hot_probe}.cu" -o "${hot_probe}.o"
+      execute_process(COMMAND "${hot_nvcc}" ${hot_nvcc_options} -c "${hot_probe}.cu" -o "${hot_probe}.o"
         OUTPUT_VARIABLE hot_said ERROR_VARIABLE hot_said RESULT_VARIABLE hot_probe_result)
-      string(STRIP "${hot_said}" hot_said)
-      set(hot_cuda_why "the CUDA compiler ${hot_nvcc} (from ${hot_nvcc_from}) cannot compile a \
-program (${hot_probe_result}): ${hot_said}")
-      message(FATAL_ERROR "hotcore: ${hot_cuda_why}\nMend or replace it (CUDACXX, CUDA_HOME; the "
-        "host compiler: CUDAHOSTCXX), or, ${hot_cuda_go_on}")
+      if(NOT hot_probe_result EQUAL 0)
+        string(STRIP "${hot_said}" hot_said)
+        message(FATAL_ERROR "hotcore: the CUDA compiler ${hot_nvcc} (from ${hot_nvcc_from}) cannot "
+          "compile a program (${hot_probe_result}): ${hot_said}\nMend or replace it (CUDACXX, "
+          "CUDA_HOME; the host compiler: CUDAHOSTCXX), or, ${hot_cuda_go_on}")
+      endif()
+      if(NOT hot_nvcc_from STREQUAL "CUDACXX")
+        set(CMAKE_CUDA_COMPILER "${hot_nvcc}")
+      endif()
     endif()
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
       hot_choose_archs("${CMAKE_CUDA_COMPILER}" "${hot_gpu_capabilities}" hot_archs hot_archs_why)
