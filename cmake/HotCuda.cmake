@@ -1,5 +1,5 @@
-# HOT_CUDA=AUTO|ON|OFF. Sets HOT_CUDA_BUILT; where it is ON, enables the language CUDA and finds
-# CUDAToolkit. Included, not called: enable_language must run at directory scope.
+# HOT_CUDA=AUTO|ON|OFF. Sets HOT_CUDA_BUILT, and where it is ON the compiler and the architectures, for
+# HotCudaLanguage.cmake.
 #
 # AUTO builds the CUDA backend where there is a CUDA compiler. It leaves it out in silence only
 # where there is no sign of CUDA: a GPU without a compiler, or a compiler that fails, is an error
@@ -60,7 +60,9 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
         set(CMAKE_CUDA_COMPILER "${hot_nvcc}")
       endif()
     endif()
-    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
+      set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}" CACHE STRING "CUDA architectures")
+    elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
       hot_choose_archs("${hot_nvcc}" "${hot_gpu_capabilities}" hot_archs hot_archs_why)
       if(NOT hot_archs)
         message(FATAL_ERROR "hotcore: ${hot_archs_why}. To build for others, set "
@@ -69,40 +71,15 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
       set(CMAKE_CUDA_ARCHITECTURES "${hot_archs}")
       message(STATUS "hotcore: CUDA architectures chosen: ${hot_archs} (${hot_archs_why})")
     endif()
-    enable_language(CUDA)
-    if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND
-       CMAKE_CUDA_COMPILER_VERSION VERSION_LESS hot_cuda_minimum)
-      message(FATAL_ERROR "hotcore: nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}) is "
-        "older than ${hot_cuda_minimum}. Install a newer CUDA toolkit; ${hot_cuda_go_on}")
-    endif()
-    find_package(CUDAToolkit REQUIRED)
     set(HOT_CUDA_BUILT ON)
-    # What the build holds is compared with a GPU at run time: numbers, not CMake's words for them.
-    if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
-      set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES_NATIVE}")
-    elseif(CMAKE_CUDA_ARCHITECTURES MATCHES "^all(-major)?$")
-      set(hot_archs "${CMAKE_CUDA_ARCHITECTURES_ALL}")
-      if(CMAKE_CUDA_ARCHITECTURES STREQUAL "all-major")
-        set(hot_archs "${CMAKE_CUDA_ARCHITECTURES_ALL_MAJOR}")
-      endif()
-      list(FILTER hot_archs EXCLUDE REGEX "^[5-7][0-9]")  # older than the kernels can serve
-      set(CMAKE_CUDA_ARCHITECTURES "${hot_archs}")
-    endif()
-    set(hot_archs ${CMAKE_CUDA_ARCHITECTURES})
-    list(FILTER hot_archs INCLUDE REGEX "^[1-7][0-9]([^0-9]|$)")
-    if(hot_archs)
-      message(FATAL_ERROR "hotcore: CMAKE_CUDA_ARCHITECTURES is ${CMAKE_CUDA_ARCHITECTURES}; the "
-        "kernels need 80 or newer. Set it, or CUDAARCHS, for example to native")
+    if(CMAKE_CUDA_ARCHITECTURES MATCHES "^(native|all|all-major)$")
+      include(HotCudaLanguage)  # knows what the word means
     endif()
   endif()
   if(NOT HOT_CUDA_BUILT AND NOT HOT_CUDA STREQUAL "AUTO")
     message(FATAL_ERROR "HOT_CUDA=${HOT_CUDA}, but: ${hot_cuda_why}")
   endif()
 endif()
-
-if(HOT_CUDA_BUILT)
-  message(STATUS "hotcore: CUDA backend ON, ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
-                 "architectures ${CMAKE_CUDA_ARCHITECTURES}")
-else()
+if(NOT HOT_CUDA_BUILT)
   message(STATUS "hotcore: CUDA backend OFF (${hot_cuda_why})")
 endif()
