@@ -3,12 +3,12 @@
     python benchmarks/bench_head.py --device cuda      # some 50 s: the heads of HEADS
     python benchmarks/bench_head.py --quick            # a toy head; CPU too
 
-x and weight are bf16. Contenders: F.cross_entropy of fp32 logits as transformers calls it, eager
-and compiled; torch's own chunks (F.linear_cross_entropy with options, torch 2.13) and
-Liger-Kernel's where installed; hotcore with torch's products, in chunks of Liger's size, too, and
-with HOT's. Peaks (CUDA) are above x and weight, gradients included. Errors are relative, beside
-float64, of ERRORS: of a fresh model (flat probabilities), and of a trained one, where
-the target's are from small to near 1.
+x and weight are bf16. Contenders: F.cross_entropy of fp32 logits as transformers calls it, eager,
+compiled, and compiled with inductor's auto_chunker; torch's own chunks (F.linear_cross_entropy with
+options, torch 2.13) and Liger-Kernel's where installed; hotcore with torch's products, in chunks of
+Liger's size, too, and with HOT's. Peaks (CUDA) are above x and weight, gradients included. Errors
+are relative, beside float64, of ERRORS: of a fresh model (flat probabilities), and of a trained
+one, where the target's are from small to near 1.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import hotcore.torch as hot
 import timing
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from timing import Row
 from torch import Tensor
@@ -53,6 +54,9 @@ def contenders(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[st
     out: dict[str, Loss] = {"torch": plain}
     if args.device == "cuda" or args.backend:
         out["torch, compiled"] = torch.compile(plain, backend=args.backend or "inductor")
+    if args.device == "cuda" and hasattr(torch._inductor.config, "auto_chunker"):
+        chunks = {"auto_chunker.enable": True}
+        out["torch, compiled in chunks"] = torch.compile(plain, options=chunks)
     own = getattr(F, "linear_cross_entropy", None)
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if own is not None and options is not None:
@@ -132,7 +136,7 @@ def errors(args: argparse.Namespace, shape: tuple[int, int, int], trained: bool)
     right = (out.detach(), *torch.autograd.grad(out, exact))
     rows = {}
     for name, loss in chosen(args, shape).items():
-        if name == "torch, compiled":
+        if name.startswith("torch, compiled"):
             continue
         found = step(loss, *arrays)
         gx, gw = (

@@ -45,6 +45,8 @@ class Task:
     qualified name. Empty: the model is compiled as a whole, and is not checkpointed."""
     peak_gib: float = 16.0
     """About what a step of bf16 takes at full size: how many fit a device beside each other."""
+    has_head: bool = False
+    """A language model, whose logits are its largest tensor."""
     frozen: bool = False
     """Trains adapters beside frozen weights: FP8 and recipes that differ in g_w have no part."""
     channels_last: bool = False
@@ -288,7 +290,27 @@ TASKS: dict[str, Task] = {
         _language_model,
         # 50,257 entries padded: cuBLAS runs an odd width by an unaligned kernel.
         Size(_GPT2(vocab_size=50304), _tokens(8, 1024, 50257)),
-        blocks="transformer.h", peak_gib=12.4,
+        blocks="transformer.h", peak_gib=12.4, has_head=True,
+    ),
+    "llama_1b": Task(
+        "Llama-3.2-1B's shape, 8 blocks",
+        Size(
+            _transformers(
+                "LlamaForCausalLM", "LlamaConfig", vocab_size=128, tie_word_embeddings=True,
+                **_LLAMA, **_LLAMA_HEADS,
+            ),
+            _tokens(4, 64, 128),
+        ),
+        _language_model,
+        Size(
+            _transformers(
+                "LlamaForCausalLM", "LlamaConfig", vocab_size=128256, tie_word_embeddings=True,
+                hidden_size=2048, intermediate_size=8192, num_hidden_layers=8,
+                num_attention_heads=32, num_key_value_heads=8,
+            ),
+            _tokens(4, 2048, 128256),
+        ),
+        blocks="model.layers", peak_gib=24.0, has_head=True,
     ),
     "bert": Task(
         "BERT-base",

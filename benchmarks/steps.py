@@ -28,6 +28,7 @@ from typing import Any
 import kernel_classes
 import timing
 import torch
+from hotcore.torch.memory import unallocated_in_pools
 from models import TASKS
 from timing import Row
 from training import REFERENCE, Contender, Left, Trainer, cleaned, people
@@ -174,12 +175,6 @@ class Session:
 
     def close(self) -> None:
         self._trainer = None
-
-
-def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of private pools (of CUDA graphs) that the allocator does not count as allocated."""
-    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
-    return sum(s["total_size"] - s["allocated_size"] for s in private)
 
 
 def compiler_counts() -> dict[str, int]:

@@ -55,6 +55,10 @@ class Contender:
     """Of HOT's layers only the convolutions other than 1x1, but the first."""
     frozen_int8: bool = False
     """hot.freeze_int8: the converted layers' weights as codes alone."""
+    head: str = ""
+    """convert's ``head``, of plain models, too: "torch" (its products) or a recipe, in 8 bits."""
+    whole: bool = False
+    """Compiled as a whole, head and loss included, not block by block."""
 
 
 class Left(Exception):
@@ -127,6 +131,7 @@ def people(task: Task) -> list[Contender]:
                 ("reduce-overhead, saved 8/4", {"kept": KEPT, **graphs}),
             )
         ),
+        *(_with_heads(one, compiled, graphs, again) if task.has_head else ()),
         one("bf16 checkpointed", checkpointed=True),
         one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
         Contender("fp32 eager"),
@@ -148,6 +153,26 @@ def people(task: Task) -> list[Contender]:
     return found
 
 
+def _with_heads(
+    one: Callable[..., Contender],
+    compiled: dict[str, Any],
+    graphs: dict[str, Any],
+    again: dict[str, Any],
+) -> list[Contender]:
+    """With the logits in chunks, and what plain torch has against them."""
+    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
+    found = [one("bf16 compiled whole", whole=True, **compiled)]
+    for how, ways in (("compiled", compiled), ("reduce-overhead", graphs)):
+        found += [
+            one(f"bf16 {how}, head", head="torch", **ways),
+            one(f"default int8-forward {how}, head", head="torch", **hot8, **ways),
+            one(f"default int8-forward {how}, 8-bit head", head="accurate", **hot8, **ways),
+        ]
+    name = "default int8-forward compiled, attention kept, 8-bit head"
+    found.append(one("bf16 compiled, attention kept, head", head="torch", **again, **compiled))
+    return [*found, one(name, head="accurate", **hot8, **again, **compiled)]
+
+
 def config_of(contender: Contender) -> hot.HotConfig:
     """Of a contender with a recipe."""
     assert contender.recipe is not None
@@ -157,9 +182,15 @@ def config_of(contender: Contender) -> hot.HotConfig:
 
 def convert(model: nn.Module, contender: Contender) -> nn.Module:
     """HOT's layers, and its other modules if the contender asks for them."""
+    head: bool | hot.HotConfig = contender.head == "torch"
+    if contender.head and not head:
+        head = hot.HotConfig.recipe(contender.head, forward="int8")
+    if contender.recipe is None:
+        return hot.convert(model, filter_fn=lambda *_: False, head=head)
     config = config_of(contender)
     only = _wide if contender.wide else None
-    model = hot.convert(model, config, only, slower=contender.slower, saved=contender.kept)
+    slower = contender.slower
+    model = hot.convert(model, config, only, slower=slower, saved=contender.kept, head=head)
     if contender.frozen_int8:
         print(hot.freeze_int8(model).freeze_report)
     return model
@@ -238,7 +269,7 @@ class Trainer:
             images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}
             self._batch = {**batch, **images}
         self.report: ConversionReport | None = None
-        if contender.recipe is not None:
+        if contender.recipe is not None or contender.head:
             model = convert(model, contender)
             self.report = model.hot_report
         if contender.fp8 is not None:
@@ -246,7 +277,8 @@ class Trainer:
         if contender.checkpointed:
             checkpoint_blocks(model, task.blocks, contender.attention_kept)
         if contender.compiled is not None:
-            parts = blocks_of(model, task.blocks) if task.blocks and not whole else {"": model}
+            apart = task.blocks and not whole and not contender.whole
+            parts = blocks_of(model, task.blocks) if apart else {"": model}
             compile_all(parts.values(), contender.compiled, backend)
         self.wrap(model)
 

@@ -101,10 +101,10 @@ const RowsJob& job_of(const Memory& memory, plan::RowsOf of) {
 }
 
 // Single scales as vectors in the workspace, and the rest of it.
-struct SpreadScales {
+struct BroadcastScales {
   float *a, *b;
   void* rest;
-  SpreadScales(const GemmArgs& args, void* scratch)
+  BroadcastScales(const GemmArgs& args, void* scratch)
       : a(static_cast<float*>(scratch)),
         b(a + round_up(args.m, 64)),
         rest(b + round_up(args.n, 64)) {}
@@ -113,10 +113,10 @@ struct SpreadScales {
 void run_wgmma(const Context& context, const Step& step, const Memory& memory) {
   const auto& work = step.as<plan::ProductStep>();
   GemmArgs args = memory.product[work.product];
-  const SpreadScales spread(args, memory.scratch[work.product]);
-  if (args.a_scale_step == 0) args.a_scale = spread.a;
-  if (args.b_scale_step == 0) args.b_scale = spread.b;
-  launch_wgmma(context, step, args, spread.rest);
+  const BroadcastScales vectors(args, memory.scratch[work.product]);
+  if (args.a_scale_step == 0) args.a_scale = vectors.a;
+  if (args.b_scale_step == 0) args.b_scale = vectors.b;
+  launch_wgmma(context, step, args, vectors.rest);
 }
 
 void run_mma(const Context& context, const Step& step, const Step* fixup, const Memory& memory) {
@@ -127,14 +127,14 @@ void run_mma(const Context& context, const Step& step, const Step* fixup, const 
   if (fixup != nullptr) launch_mma(context, *fixup, args, scratch);
 }
 
-void run_spread(const Context& context, const Step& step, const Memory& memory) {
-  const auto& work = step.as<plan::SpreadStep>();
+void run_broadcast_scale(const Context& context, const Step& step, const Memory& memory) {
+  const auto& work = step.as<plan::BroadcastScaleStep>();
   const GemmArgs& args = memory.product[work.product];
-  const SpreadScales spread(args, memory.scratch[work.product]);
+  const BroadcastScales vectors(args, memory.scratch[work.product]);
   if (work.of_b) {
-    launch_spread(context, step, args.b_scale, args.n, spread.b);
+    launch_broadcast_scale(context, step, args.b_scale, args.n, vectors.b);
   } else {
-    launch_spread(context, step, args.a_scale, args.m, spread.a);
+    launch_broadcast_scale(context, step, args.a_scale, args.m, vectors.a);
   }
 }
 
@@ -224,7 +224,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
       return launch_fill_zero(context, step,
                               memory.product[step.as<plan::ProductStep>().product].out);
     case Kernel::broadcast_scale:
-      return run_spread(context, step, memory);
+      return run_broadcast_scale(context, step, memory);
     case Kernel::widen:
       return launch_widen(context, step, memory.bias, memory.wide_bias);
     case Kernel::unpack: {

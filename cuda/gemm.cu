@@ -36,8 +36,8 @@ const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, Sm90Output outpu
   throw Error(ErrorCode::unsupported, "gemm: this build has no such sm_90a kernel");
 }
 
-void launch_spread(const Context& context, const plan::Step& step, const float* scale,
-                   std::int64_t count, float* vector) {
+void launch_broadcast_scale(const Context& context, const plan::Step& step, const float* scale,
+                            std::int64_t count, float* vector) {
   launch("gemm", context, broadcast_scale_kernel, step.shape, scale, count, vector);
 }
 

@@ -93,8 +93,8 @@ void launch_fill_zero(const Context&, const plan::Step&, const MatrixOut&);
 // pack.cu
 void launch_unpack(const Context&, const plan::Step&, const MatrixIn& packed, const MatrixOut& out);
 // gemm.cu
-void launch_spread(const Context&, const plan::Step&, const float* scale, std::int64_t count,
-                   float* vector);
+void launch_broadcast_scale(const Context&, const plan::Step&, const float* scale,
+                            std::int64_t count, float* vector);
 void launch_widen(const Context&, const plan::Step&, const MatrixIn& bias, float* out);
 void launch_wgmma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 // gemm_small.cu; the products in the order of the plan

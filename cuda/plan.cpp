@@ -138,11 +138,12 @@ constexpr const char* buffer_names[buffer_count] = {
     "drawn tokens",
 };
 
-constexpr Buffers scratch =
-    Buffer::gy_rows | Buffer::columns | Buffer::weight | Buffer::activation | Buffer::rows_amax |
-    Buffer::columns_amax | Buffer::weight_amax | Buffer::sums | Buffer::spread_a |
-    Buffer::spread_b | Buffer::stream_k | Buffer::x_rows | Buffer::weight_rows | Buffer::wide_bias |
-    Buffer::sizes | Buffer::features | Buffer::transposed | Buffer::product | Buffer::drawn;
+constexpr Buffers scratch = Buffer::gy_rows | Buffer::columns | Buffer::weight |
+                            Buffer::activation | Buffer::rows_amax | Buffer::columns_amax |
+                            Buffer::weight_amax | Buffer::sums | Buffer::broadcast_a |
+                            Buffer::broadcast_b | Buffer::stream_k | Buffer::x_rows |
+                            Buffer::weight_rows | Buffer::wide_bias | Buffer::sizes |
+                            Buffer::features | Buffer::transposed | Buffer::product | Buffer::drawn;
 
 }  // namespace
 

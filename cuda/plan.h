@@ -370,8 +370,8 @@ enum class Buffer : std::uint8_t {
   weight_amax,
   sums,         // partial sums of g_b
   all_scratch,  // partial sums of g_b alone, from the start of the workspace
-  spread_a,     // scales as vectors
-  spread_b,
+  broadcast_a,  // scales as vectors
+  broadcast_b,
   stream_k,    // sums of tiles that CTAs share: stream-K's, and those of mma.sync
   unpacked_a,  // INT4 operands as INT8
   unpacked_b,
@@ -497,7 +497,7 @@ struct SumsStep {
 struct ZeroStep {
   std::size_t bytes;
 };
-struct SpreadStep {
+struct BroadcastScaleStep {
   int product;
   bool of_b;
 };
@@ -529,7 +529,7 @@ struct Step {
   std::uint8_t first_passed = 0, end_passed = 0;  // Plan::passed
   std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
                RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SizesStep, TokenRowsStep,
-               ContributionsStep, SumsStep, ZeroStep, SpreadStep, UnpackStep, SmallGemmStep,
+               ContributionsStep, SumsStep, ZeroStep, BroadcastScaleStep, UnpackStep, SmallGemmStep,
                ProductStep>
       work{};
 

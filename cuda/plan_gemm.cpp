@@ -170,14 +170,14 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   const bool faster = facts.hardware.has(Feature::wgmma) || facts.hardware.has(Feature::tcgen05);
   if (plan.takes({Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
     if (p.one_scale_a) {
-      plan.add(Kernel::broadcast_scale, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::spread_a)
-          .work = SpreadStep{index, false};
-      reads |= Buffer::spread_a;
+      plan.add(Kernel::broadcast_scale, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::broadcast_a)
+          .work = BroadcastScaleStep{index, false};
+      reads |= Buffer::broadcast_a;
     }
     if (p.one_scale_b) {
-      plan.add(Kernel::broadcast_scale, {ceil_div(p.n, 256), 256}, buffers.b, Buffer::spread_b)
-          .work = SpreadStep{index, true};
-      reads |= Buffer::spread_b;
+      plan.add(Kernel::broadcast_scale, {ceil_div(p.n, 256), 256}, buffers.b, Buffer::broadcast_b)
+          .work = BroadcastScaleStep{index, true};
+      reads |= Buffer::broadcast_b;
     }
     const WgmmaChoice choice = wgmma_choice(facts, p);
     work.wgmma = choice.plan;

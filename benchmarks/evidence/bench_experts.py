@@ -52,7 +52,9 @@ def contenders(layer: nn.Module) -> dict[str, nn.Module]:
         for bits in (8, 4):
             other = copy.copy(layer)
             wanted = {kind: bits if kind in kinds else None for kind in saved.KINDS}
-            saved.convert_saved(other, wanted)
+            report = saved.convert_saved(other, wanted)
+            if not report.converted:
+                raise SystemExit(f"bench_experts: the experts stay plain: {report}")
             found[f"{name} {bits}"] = other
     return found
 

@@ -26,6 +26,8 @@ from typing import Any
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
+from hotcore.torch.advise import Advice, Tried
+from hotcore.torch.plan import Measured
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
@@ -155,6 +157,40 @@ def points(report: Report, *models: str) -> Lines:
             yield line([title, words, f"{time:.1f}", f"{of['step']:.2f}", f"{peak:.2f}",
                         f"{of['peak']:.2f}"])  # fmt: skip
             title = ""
+
+
+def switch(results: Path, *files: str) -> Lines:
+    """What to switch on by model and goal, as hot.advise chooses, beside the best of plain bf16.
+
+    A model is of the first of these reports that has it.
+    """
+    entries: dict[str, tuple[str, Report]] = {}
+    for file in files:
+        for model, entry in json.loads((results / file).read_text())["steps"].items():
+            entries.setdefault(model, (file, entry))
+    own = ["switch on", "time", "peak"]
+    yield from header(["of compiled bf16's", "for", *own, "the best of plain bf16", *own[1:]])
+    for _, entry in entries.values():
+        rows = {name: row for name, row in entry["rows"].items() if "of reference" in row}
+        found = []
+        for name, row in rows.items():
+            plain, step = name.startswith("bf16 "), row["step"]
+            size, quartiles = round(row["peak_gib"] * 2**30), (step["q1_ms"], step["q3_ms"])
+            own_time = Measured(step["median_ms"], *quartiles, size)
+            if "eager" not in name and "FP8" not in name:
+                noisy = name.startswith("fast")
+                found.append(Tried(name, "", plain, noisy, own_time))
+        title = entry["title"]
+        for goal in ("time", "memory", "both"):
+            words = [title, goal]
+            for chosen in (found, [row for row in found if row.plain]):
+                best = Advice(tuple(chosen), goal, "peak", "").best
+                assert best is not None
+                of = rows[best.name]["of reference"]
+                words += [best.name, f"{of['step']:.2f}", f"{of['peak']:.2f}"]
+            yield line(words)
+            title = ""
+    yield from ("", evidence_tables.dates_line(results, files))
 
 
 def gpt(report: Report) -> Lines:
@@ -914,7 +950,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("recipe-cases.json", cases),
     **_of("earlier.json", earlier),
     "claims": ("", claims.table),
-    **_of("", pays, paper_rows, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
+    **_of("", pays, switch, paper_rows, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
     **_of("", TABLES.quality, TABLES.figure),

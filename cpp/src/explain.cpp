@@ -200,8 +200,8 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
                                 : !backward ? 4 * I
                                 : one_code  ? 4 * ins
                                             : 4 * (by_token ? kw : O);
-  bytes[Buffer::spread_a] = 4 * (forward ? L : std::max(L, O));
-  bytes[Buffer::spread_b] = 4 * (forward ? O : I);
+  bytes[Buffer::broadcast_a] = 4 * (forward ? L : std::max(L, O));
+  bytes[Buffer::broadcast_b] = 4 * (forward ? O : I);
   for (const Step& step : plan) {
     if (step.kernel != Kernel::final_sum) continue;
     bytes[Buffer::sums] = bytes[Buffer::all_scratch] =
@@ -605,8 +605,8 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     amounts.bytes[Buffer::unpacked_a] = m * k;
     amounts.bytes[Buffer::unpacked_b] = n * k;
     amounts.bytes[Buffer::out] = m * n * size;
-    amounts.bytes[Buffer::spread_a] = 4 * m;
-    amounts.bytes[Buffer::spread_b] = 4 * n;
+    amounts.bytes[Buffer::broadcast_a] = 4 * m;
+    amounts.bytes[Buffer::broadcast_b] = 4 * n;
     amounts.operations[Buffer::out] = 2 * m * n * k;
     add_steps(all, options.int4 ? "gemm_int4" : "gemm_int8", plan, amounts, rates);
     detail::WorkspaceCursor cursor;

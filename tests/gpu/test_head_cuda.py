@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
+from hotcore.torch.ops import head  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -52,6 +55,55 @@ def test_beside_float64(vocab: int, config: Any, dtype: torch.dtype) -> None:
             assert not ours.count_nonzero()
         else:
             assert error(ours, right) < bound
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 1003, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [(0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.0, 20.0, 0.0), (0.1, 20.0, 1e-3)], ids=str
+)
+@pytest.mark.parametrize("triton", [True, False])
+def test_rows(
+    vocab: int,
+    dtype: torch.dtype,
+    options: tuple[float, float, float],
+    triton: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk's losses and gradients beside float64, with NaN in what pads the rows."""
+    if not triton:
+        monkeypatch.setattr(head, "_kernels", lambda: None)
+    smoothing, softcap, z = options
+    whole = torch.full((50, vocab + 3), math.nan, device="cuda", dtype=dtype)
+    logits = whole[:, :vocab].copy_(torch.randn(50, vocab, device="cuda") * 4)
+    target = torch.randint(vocab, (50,), device="cuda")
+    logits[:9].scatter_add_(1, target[:9, None], torch.full_like(logits[:9, :1], 40))  # p near 1
+    wide = logits.double().requires_grad_()
+    values = softcap * torch.tanh(wide / softcap) if softcap else wide
+    losses = F.cross_entropy(values, target, reduction="none", label_smoothing=smoothing)
+    losses = losses + z * values.logsumexp(-1).square()
+    (exact,) = torch.autograd.grad(losses.sum(), wide)
+    alone, _ = head.differentiate(whole, vocab, target, head.Options(*options, 0), False)
+    got, at_target = head.differentiate(whole, vocab, target, head.Options(*options, 0), True)
+    assert torch.equal(alone, got)
+    assert not whole[:, vocab:].count_nonzero()
+    torch.testing.assert_close(got.double(), losses.detach(), rtol=1e-6, atol=1e-5)
+    of_target = exact.gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(at_target.double(), of_target, rtol=1e-3, atol=1e-6)
+    half_ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(logits.double(), exact, rtol=half_ulp + 1e-3, atol=1e-6)
+
+
+def test_targets_out_of_range_end_the_process() -> None:
+    code = (
+        "import torch, hotcore.torch as hot; x = torch.randn(4, 32, device='cuda')\n"
+        "w = torch.randn(9, 32, device='cuda', requires_grad=True)\n"
+        "hot.linear_cross_entropy(x, w, torch.full((4,), {0}, device='cuda')); "
+        "torch.cuda.synchronize()"
+    )
+    for target in (9, -1):
+        run = subprocess.run([sys.executable, "-c", code.format(target)], capture_output=True)
+        assert run.returncode and b"ssert" in run.stderr, run.stderr[-400:]
 
 
 def test_factors_are_not_rounded() -> None:

@@ -157,7 +157,7 @@ def test_all_plain_is_no_error(x: torch.Tensor, measured: Times) -> None:
     assert all(layer.fields is None for layer in plan.layers)
     assert "default takes 2.00 of its time" in str(plan)
     assert not plan.steps  # nothing to compare with
-    with pytest.warns(UserWarning, match="the model is unchanged; all 10 layers .* overrides"):
+    with pytest.warns(UserWarning, match="no layer is converted; all 10 .* overrides"):
         report = hot.convert(model, overrides=plan.overrides()).hot_report
     assert not report.converted
 

@@ -230,23 +230,26 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", ["", hot.HotConfig().json, INT8.json], ids=["torch", "hot", "8"])
 def test_all_logits_never_exist(config: str) -> None:
-    x, weight, target, bias = (t.detach() for t in tensors(6000, 32, vocab=2000, ignored=0))
-    factor, options = torch.ones(6000), head.Options(0.1, 5.0, 1e-3, 0)
+    x, weight, target, bias = (t.detach() for t in tensors(12_000, 32, vocab=2000, ignored=0))
+    factor, options = torch.ones(12_000), head.Options(0.1, 5.0, 1e-3, 0)
     with Largest() as largest:
         head.chunked(
             *(x, weight, bias, target, factor, torch.tensor(1), config, (True,) * 3, options)
         )
-    assert largest.values <= 1024 * 2000 < x.shape[0] * 2000 / 5
+    assert largest.values <= head.MIN_CHUNK * 2000 < x.shape[0] * 2000 / 5
     with Largest() as plain:
         reference(x, weight, target, bias)
-    assert plain.values == 6000 * 2000
+    assert plain.values == 12_000 * 2000
 
 
 def test_chunks() -> None:
     for tokens, vocab, width in ((8192, 128256, 4096), (16384, 50257, 768), (4097, 100, 4096)):
         step = head.chunk_of(tokens, vocab, width)
         assert step % 128 == 0 or step == tokens
-        assert step * vocab <= max(width / 2 * vocab, tokens * width, 1024 * vocab) + 128 * vocab
+        assert (
+            step * vocab
+            <= max(width / 2 * vocab, tokens * width, head.MIN_CHUNK * vocab) + 128 * vocab
+        )
         assert tokens <= step * -(-tokens // step)
     assert head.chunk_of(8192, 128256, 4096) == 2048 and head.chunk_of(100, 9, 9) == 100
 
@@ -499,6 +502,21 @@ def test_convert_with_a_head(config: Any) -> None:
     assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-6)
     assert model(input_ids=ids, labels=ids).logits.shape[-1] == 101
     assert not {"forward", "_loss_function"} & {*vars(model), *vars(model.lm_head)}
+
+
+def test_a_head_alone() -> None:
+    plain = causal("Llama")
+    model = hot.convert(copy.deepcopy(plain), filter_fn=lambda *_: False, head=True)
+    assert not model.hot_report.converted and "head: loss in chunks" in str(model.hot_report)
+    ids = torch.randint(1, 101, (2, 40))
+    for each in (model, plain):
+        each(input_ids=ids, labels=ids).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    layers = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="head: no model of transformers; and no layer is conv"):
+        hot.convert(layers, filter_fn=lambda *_: False, head=True)
+    assert type(layers[0]) is nn.Linear and not hasattr(layers, "hot_report")
 
 
 def test_models_that_are_not_met() -> None:

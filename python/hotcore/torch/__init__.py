@@ -11,6 +11,7 @@ from . import (
     policies,
 )
 from .accumulation import gradient_accumulation
+from .advise import advise
 from .autotune import autotune
 from .convert import convert, revert
 from .custom import CustomBackward
@@ -41,6 +42,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "memory_report",
     "recompute",
     "policies",
+    "advise",
     "autotune",
     "Plan",
     "freeze_int8",

@@ -1,4 +1,4 @@
-"""Every private name of torch that the adapter uses, each with a public fallback.
+"""Every private name of torch that the adapter uses, each with a public fallback; Triton.
 
 The private names are faster, or give information that no public function gives.
 tests/with_torch/test_private.py runs each function with and without its private name.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +36,17 @@ def without_private_names() -> Iterator[None]:
         yield
     finally:
         _C = before
+
+
+@functools.cache
+def triton_kernels(module: str, otherwise: str) -> ModuleType | None:
+    """A module of Triton kernels; None without Triton, after one warning: what ``otherwise`` is."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        message = f"Triton is missing ({error}); {otherwise}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return None
 
 
 def transforms_active() -> bool:
@@ -235,6 +248,16 @@ def wrapper(cls: Any, inner: torch.Tensor) -> Any:
     like = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
     made: Any = torch.Tensor
     return made._make_wrapper_subclass(cls, inner.shape, **like)
+
+
+def memory_budget(budget: float) -> AbstractContextManager[Any]:
+    """torch's ``activation_memory_budget`` for what is compiled inside.
+
+    Without the name, as in no supported torch, it raises ImportError or AttributeError.
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    patched: AbstractContextManager[Any] = config.patch(activation_memory_budget=budget)
+    return patched
 
 
 def forget_compiled(module: torch.nn.Module) -> None:

@@ -13,12 +13,11 @@ the host ahead; if the host limits it, by bursts of calls on the host's clock.
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,10 +26,33 @@ from torch import Tensor, nn
 from ..config import RECIPES, ConfigLike, HotConfig, as_config
 from ._compat import is_compiled
 from .bitsandbytes import is_8bit
+from .clocks import (
+    MIN_ROUNDS,
+    Clock,
+    DeviceClock,
+    HostClock,
+    Step,
+    device_name,
+    host_clock,
+    in_turns,
+    spread,
+    whole,
+)
 from .convert import convert, decide
+from .memory import kept_bytes
 from .modules import HotModule
 from .plan import PLAIN, LayerPlan, Measured, Plan
-from .probe import Call, LayerUse, LossFn, Watch, autocast_dtype, eagerly, loss_of, preserve_state
+from .probe import (
+    Call,
+    LayerUse,
+    LossFn,
+    Watch,
+    autocast_dtype,
+    check_training,
+    eagerly,
+    loss_of,
+    preserve_state,
+)
 from .report import listed
 from .selection import Filter, hot_class
 
@@ -40,13 +62,7 @@ ACCURACY = ("accurate", "default", "compact", "fast", "paper")
 OBJECTIVES = ("time", "memory")
 HOST_SHARE = 0.8
 """The device limits a CUDA step if the host queues it in less than this share of its time."""
-
-_COVER_BYTES = 1 << 28  # written before each measurement on CUDA: beyond the L2, 0.1 ms or less
-_MIN_ROUNDS = 5
-_BURST = 8  # calls between two readings of the host's clock on CUDA
 _STEP_ROUNDS = 5
-
-Step = Callable[[], object]
 
 
 def autotune(
@@ -101,16 +117,16 @@ def autotune(
         ValueError: a bad argument; a model that is converted, in eval mode or on the meta device;
             no layer to choose for; or a loss without a gradient.
     """
-    configs = _allowed(allow)
+    configs = allowed_configs(allow)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective: {objective!r} is not one of 'time', 'memory'")
     if slowdown < 1:
         raise ValueError(f"slowdown: {slowdown} is below 1")
-    if rounds < _MIN_ROUNDS:
-        raise ValueError(f"rounds: {rounds}; expected at least {_MIN_ROUNDS}")
+    if rounds < MIN_ROUNDS:
+        raise ValueError(f"rounds: {rounds}; expected at least {MIN_ROUNDS}")
     if clock not in (None, "device", "host"):
         raise ValueError(f"clock: {clock!r} is not one of 'device', 'host', None")
-    device = _check(model)
+    device = plain_device(model, "autotune")
     options = _compile_options(model, compiled)
     with preserve_state(model):
         layers = _layers(model, filter_fn)
@@ -124,7 +140,7 @@ def autotune(
         if verify:
             steps = _verify(model, inputs, loss_fn, device, plans, filter_fn)
     how = "compiled" if options is not None else "eager"
-    machine = f"{_device_name(device)}, torch {torch.__version__}, {how}, {words}"
+    machine = f"{device_name(device)}, torch {torch.__version__}, {how}, {words}"
     base = next(iter(configs.values()))
     return Plan(tuple(plans), base, objective, machine, steps)
 
@@ -132,7 +148,7 @@ def autotune(
 # ---- Measured configurations and layers ----
 
 
-def _allowed(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
+def allowed_configs(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
     """Name -> configuration, the most accurate first."""
     # A single name is a sequence of letters.
     given: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
@@ -141,13 +157,13 @@ def _allowed(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
     found: dict[str, HotConfig] = {}
     for i, entry in enumerate(given):
         config = as_config(entry, f"allow[{i}]")
-        found[_name_of(config, i)] = config
+        found[name_of(config, i)] = config
     if all(name in ACCURACY for name in found):
         return {name: found[name] for name in ACCURACY if name in found}
     return found
 
 
-def _name_of(config: HotConfig, place: int) -> str:
+def name_of(config: HotConfig, place: int) -> str:
     """The recipe's, with what its forward is; else its place among those that are allowed."""
     backward = dataclasses.replace(config, forward="plain", forward_in_eval=False)
     if backward.name == "custom":
@@ -155,17 +171,15 @@ def _name_of(config: HotConfig, place: int) -> str:
     return backward.name if config.forward == "plain" else f"{backward.name}+int8"
 
 
-def _check(model: nn.Module) -> torch.device:
-    if not model.training:
-        raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
-    if not torch.is_grad_enabled():
-        raise ValueError("autotune: gradients are off (torch.no_grad); it times backward passes")
+def plain_device(model: nn.Module, who: str) -> torch.device:
+    """The device of a plain model that can be measured. Raises ValueError for another."""
+    check_training(model, who)
     hot = [name for name, module in model.named_modules() if isinstance(module, HotModule)]
     if hot:
         raise ValueError(f"model: converted already ({listed(hot)}); revert() it first")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
-        raise ValueError("model: on the meta device; autotune measures, so it needs a real one")
+        raise ValueError(f"model: on the meta device; {who} measures, so it needs a real one")
     return device
 
 
@@ -197,12 +211,7 @@ def _observe(
 ) -> dict[str, LayerUse]:
     watch = Watch(layers, saved=True)
     with eagerly(), watch.on():
-        loss = loss_of(model, inputs, loss_fn)
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
-        raise ValueError(
-            "loss_fn: returned nothing that requires grad; autotune times backward, which needs a "
-            "loss with a graph (no torch.no_grad, no detach, no .item())"
-        )
+        loss_of(model, inputs, loss_fn)
     return watch.uses
 
 
@@ -265,7 +274,7 @@ class _Bench:
     def __init__(
         self,
         configs: Mapping[str, HotConfig],
-        clock: _Clock,
+        clock: Clock,
         options: Mapping[str, Any] | None,
         rounds: int,
         budget_ms: float,
@@ -296,10 +305,11 @@ class _Bench:
             hot = hot_class(plain).from_plain(plain, config)
             assert isinstance(hot, nn.Module)
             layers[name] = hot
-        kept = {name: _kept_bytes(each, x, call.autocast) for name, each in layers.items()}
+        with _casting(x, call.autocast):
+            kept = {n: kept_bytes(one, partial(one.forward, x)) for n, one in layers.items()}
         steps = {name: self._step(each, x, call.autocast) for name, each in layers.items()}
         times = in_turns(steps, self._clock, self._rounds, self._budget)
-        return {name: _spread(values, kept[name]) for name, values in times.items()}
+        return {name: spread(values, kept[name]) for name, values in times.items()}
 
     def _step(self, layer: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
         forward = layer.forward if self._options is None else compile_layer(layer, self._options)
@@ -342,123 +352,17 @@ def _casting(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any
     return torch.autocast(x.device.type, dtype)
 
 
-def _kept_bytes(layer: nn.Module, x: Tensor, autocast: torch.dtype | None) -> int:
-    """Bytes that one forward keeps for backward, without Parameters."""
-    ours = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    sizes: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept = tensor.detach()
-        storage = kept.untyped_storage()
-        if storage.data_ptr() not in ours:
-            alive.append(kept)
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), _casting(x, autocast):
-        layer.forward(x)
-    return sum(sizes.values())
-
-
-# ---- Clocks ----
-
-
-class _Clock:
-    """Milliseconds of one call. On the CPU: the host's clock around it."""
-
-    unmeasured = 1
-    """Calls before each measurement: thread pools still spin after the previous one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def begin(self, steps: Iterable[Step]) -> None:
-        """Warm up."""
-        for step in steps:
-            step()
-            step()
-        self._wait()
-
-    def measure(self, step: Step) -> float:
-        start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1e3
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class _HostClock(_Clock):
-    """On CUDA if the host limits the step: bursts of calls, timed until the device is done."""
-
-    unmeasured = 0
-
-    def measure(self, step: Step) -> float:
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(_BURST):
-            step()
-        self._wait()
-        return (time.perf_counter() - start) * 1e3 / _BURST
-
-
-class _DeviceClock(_Clock):
-    """On CUDA: events around a call that is queued before the device reaches it.
-
-    Meanwhile the device writes a buffer larger than the L2, which also removes every choice's
-    inputs from the cache.
-    """
-
-    unmeasured = 0
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        with torch.cuda.device(device):
-            event: Any = torch.cuda.Event
-            self._start, self._end = event(enable_timing=True), event(enable_timing=True)
-        self._buffer = torch.empty(_COVER_BYTES, dtype=torch.uint8, device=device)
-        self._writes = 1
-
-    def begin(self, steps: Iterable[Step]) -> None:
-        """Warm up, and find how many writes take longer than queueing the slowest call."""
-        each = []
-        for step in steps:
-            step()
-            self._wait()
-            start = time.perf_counter()
-            step()
-            each.append((time.perf_counter() - start) * 1e3)
-        self._writes = 1
-        write = statistics.median(self._elapsed(self._buffer.zero_) for _ in range(5))
-        self._writes = max(1, math.ceil(1.5 * max(each, default=0.0) / max(write, 1e-3)))
-
-    def measure(self, step: Step) -> float:
-        for _ in range(self._writes):
-            self._buffer.zero_()
-        return self._elapsed(step)
-
-    def _elapsed(self, step: Step) -> float:
-        stream = torch.cuda.current_stream(self.device)
-        self._start.record(stream)
-        step()
-        self._end.record(stream)
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end))
-
-
 def _clock(
     model: nn.Module, inputs: Any, loss_fn: LossFn | None, device: torch.device, wanted: str | None
-) -> tuple[_Clock, str]:
+) -> tuple[Clock, str]:
     """The clock for layers, and its name."""
     if device.type != "cuda":
-        return _Clock(device), "the host's clock"
+        return Clock(device), "the host's clock"
     if wanted == "device":
-        return _DeviceClock(device), "device time"
+        return DeviceClock(device), "device time"
     if wanted == "host":
-        return _HostClock(device), "host and device"
-    step = _whole(model, inputs, loss_fn)
+        return HostClock(device), "host and device"
+    step = whole(model, inputs, loss_fn)
     shares = []
     for _ in range(4):
         torch.cuda.synchronize(device)
@@ -469,29 +373,8 @@ def _clock(
         shares.append(queued / (time.perf_counter() - start))
     share = min(shares[1:])  # the first compiles and chooses algorithms
     if share < HOST_SHARE:
-        return _DeviceClock(device), f"device time (the host needs {share:.0%} of the step)"
-    return _HostClock(device), f"host and device ({share:.0%} of the step is the host's)"
-
-
-def in_turns(
-    steps: Mapping[str, Step], clock: _Clock, rounds: int, budget_ms: float
-) -> dict[str, list[float]]:
-    """Milliseconds of every step; each takes one turn per round, so slow moments hit all."""
-    clock.begin(steps.values())
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds):
-        for name, step in steps.items():
-            if turn >= _MIN_ROUNDS and sum(times[name]) > budget_ms:
-                continue
-            for _ in range(clock.unmeasured):
-                step()
-            times[name].append(clock.measure(step))
-    return times
-
-
-def _spread(values: Sequence[float], kept_bytes: int) -> Measured:
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return Measured(median, q1, q3, kept_bytes)
+        return DeviceClock(device), f"device time (the host needs {share:.0%} of the step)"
+    return HostClock(device), f"host and device ({share:.0%} of the step is the host's)"
 
 
 # ---- Choosing ----
@@ -600,15 +483,6 @@ def _shape(layer: nn.Module, calls: Sequence[Call]) -> str:
 # ---- The whole step ----
 
 
-def _whole(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Step:
-    def step() -> None:
-        loss_of(model, inputs, loss_fn).backward()  # type: ignore[no-untyped-call]
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    return step
-
-
 def _verify(
     model: nn.Module,
     inputs: Any,
@@ -631,31 +505,14 @@ def _verify(
             yield
 
     times: dict[str, list[float]] = {PLAIN: [], "planned": []}
-    step = _whole(model, inputs, loss_fn)
+    step, clock = whole(model, inputs, loss_fn), host_clock(device, 1)
     for turn in range(_STEP_ROUNDS + 1):
         for name, context in ((PLAIN, nullcontext), ("planned", planned)):
             with context():
                 if turn == 0:  # compiles, chooses algorithms
                     step()
                 for _ in range(2):
-                    value = _timed(step, device)
+                    value = clock.measure(step)
                 if turn:
                     times[name].append(value)
-    return {name: _spread(values, 0) for name, values in times.items()}
-
-
-def _timed(step: Step, device: torch.device) -> float:
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    step()
-    if cuda:
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    return {name: spread(values, 0) for name, values in times.items()}

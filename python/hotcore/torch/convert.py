@@ -88,7 +88,8 @@ def convert(
             plain.
         head: True: a causal LM model of transformers, called with labels in training, computes its
             loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
-            empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot.
+            empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot. With
+            ``filter_fn=lambda *_: False`` that is all that changes.
 
     Returns:
         ``model``, changed in place; if it is itself such a layer, the new layer. The attribute
@@ -106,19 +107,23 @@ def convert(
     """
     products = None if isinstance(head, bool) else as_config(head, "head")
     decision = decide(
-        model, config, filter_fn, overrides, inputs, device, slower, saved is not None
+        *(model, config, filter_fn, overrides, inputs, device, slower),
+        saved=saved is not None,
+        head=head is not False,
     )
     if saved is not None:
         decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
         decision.report.unsupported = unconverted.matrices(model)  # experts may keep codes now
     new = replace_layers(model, decision.replacements)
-    new.__dict__[REPORT] = decision.report
     if head is not False:
         why = attach(new, products)
+        if why and not decision.replacements and saved is None:
+            raise ValueError(f"head: {why}; and no layer is converted")
         done = f"loss in chunks, {products or 'torch products'}"
         decision.report.head = f"stays plain: {why}" if why else done
         if why:
             warnings.warn(f"hotcore.torch.convert: head: {why}", stacklevel=2)
+    new.__dict__[REPORT] = decision.report
     if decision.warning:
         warnings.warn(f"hotcore.torch.convert: {decision.warning}", stacklevel=2)
     return cast(_Model, new)
@@ -143,10 +148,12 @@ def decide(
     device: torch.device | str | None = None,
     slower: bool = False,
     saved: bool = False,
+    head: bool = False,
 ) -> Decision:
     """Choose the layers of :func:`convert` and make the new ones; change nothing.
 
-    Arguments and errors are those of :func:`convert`; ``saved`` says whether it has its own.
+    Arguments and errors are those of :func:`convert`; ``saved`` and ``head`` say whether it has its
+    own, so that a model without layers to convert is no error.
     """
     _check_model(model)
     _check_devices(model)
@@ -172,7 +179,7 @@ def decide(
     others = unconverted.matrices(model)
     chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by a Plan, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
-    if not slow and nothing and not saved:
+    if not slow and nothing and not saved and not head:
         raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))
     reasons |= slow
     rows: list[Converted | Skipped] = []
@@ -216,12 +223,10 @@ def decide(
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
     warning = ""
-    if not converted and not saved:
+    if not converted and not saved and (slow or chosen):
         why = "expected to be slower than plain torch's" if slow else "left out by overrides"
-        warning = (
-            f"the model is unchanged; all {len({*slow, *chosen})} layers "
-            f"that could be converted are {why}"
-            + (" on CUDA; slower=True converts them anyway, for memory" if slow else "")
+        warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}" + (
+            " on CUDA; slower=True converts them anyway, for memory" if slow else ""
         )
     return Decision(report, replacements, warning)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
+from .clocks import Step, whole
 from .convert import convert, revert
 from .plan import matplotlib_figure
-from .probe import LossFn, loss_of, preserve_state
+from .probe import LossFn, check_training, loss_of, preserve_state
 from .report import aligned
 from .saved.modules import SavedCodes
 from .selection import Filter
@@ -150,10 +151,7 @@ def memory_report(
         ValueError: the model is in eval mode, gradients are off, or the model is plain and
             ``config`` None.
     """
-    if not model.training:
-        raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
-    if not torch.is_grad_enabled():
-        raise ValueError("memory_report: gradients are off (torch.no_grad); nothing is kept")
+    check_training(model, "memory_report")
     converted = any(
         isinstance(getattr(module, "config", None), HotConfig) or isinstance(module, SavedCodes)
         for module in model.modules()
@@ -227,18 +225,35 @@ def _measure(
         ledger = _Ledger(model)
         _forward(model, inputs, loss_fn, ledger)
         return ledger.bytes, None
-    peak = 0
-    for _ in range(2):  # the first allocates what stays allocated (workspaces of cuBLAS and cuDNN)
-        base = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        loss = loss_of(model, inputs, loss_fn)
-        loss.backward()  # type: ignore[no-untyped-call]
-        del loss
-        peak = torch.cuda.max_memory_allocated(device) - base
-        model.zero_grad(set_to_none=True)
+    step = whole(model, inputs, loss_fn)
+    step()  # allocates what stays allocated (workspaces of cuBLAS and cuDNN)
+    base = torch.cuda.memory_allocated(device)
+    peak = allocator_peak(device, step) - base
     ledger = _Ledger(model)
     _forward(model, inputs, loss_fn, ledger)
     return ledger.bytes, peak
+
+
+def allocator_peak(device: torch.device, step: Step) -> int:
+    """The CUDA allocator's peak over a step, with all that was allocated before."""
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of private pools (of CUDA graphs) that the allocator does not count as allocated."""
+    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in private)
+
+
+def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Bytes that a forward pass keeps for backward, without parameters and buffers."""
+    ledger = _Ledger(model)
+    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda kept: kept):
+        forward()
+    return sum(ledger.bytes.values())
 
 
 def _forward(model: nn.Module, inputs: Any, loss_fn: LossFn | None, ledger: _Ledger) -> None:
@@ -246,9 +261,7 @@ def _forward(model: nn.Module, inputs: Any, loss_fn: LossFn | None, ledger: _Led
         ledger.watch(stack)
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda kept: kept)
         stack.enter_context(hooks)
-        loss = loss_of(model, inputs, loss_fn)
-    if not loss.requires_grad:
-        raise ValueError("inputs: the output has no gradient; nothing would be kept")
+        loss_of(model, inputs, loss_fn)
 
 
 def _amounts(before: int, after: int) -> tuple[str, str, str]:

@@ -210,6 +210,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def check_training(model: nn.Module, who: str) -> None:
+    """Raise ValueError where ``who`` has no backward pass of HOT's to measure."""
+    if not model.training:
+        raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
+    if not torch.is_grad_enabled():
+        raise ValueError(f"{who}: gradients are off (torch.no_grad); it measures backward passes")
+
+
 def eagerly() -> AbstractContextManager[Any]:
     """Run compiled modules eagerly inside, so that hooks and modes see every call."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -230,7 +238,13 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 def loss_of(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Tensor:
     """``loss_fn``'s result, or without one the sum of the means of the model's float outputs."""
     if loss_fn is not None:
-        return loss_fn(model, inputs)
+        loss = loss_fn(model, inputs)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise ValueError(
+                "loss_fn: returned nothing that requires grad; a backward pass needs a loss with a "
+                "graph (no torch.no_grad, no detach, no .item())"
+            )
+        return loss
     output = output_of(model, inputs)
     means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
     if not means:

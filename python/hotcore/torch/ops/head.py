@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -30,14 +31,15 @@ from .registry import not_differentiable, operator
 _NAME = "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
-MIN_CHUNK = 1024
+MIN_CHUNK = 2048
 """Tokens of a chunk, at least: each chunk reads and writes the fp32 g_w once."""
-_PART = 1 << 17
-"""Words of a vocabulary in one g_x product of integers: INT32 sums hold 133,143."""
+_PART = 3 << 14
+"""Words of a vocabulary in one g_x product of integers: INT32 sums hold 133,143, and CUDA's kernels
+for rows of codes 49,152."""
 _BLOCK_VALUES = 1 << 24
 """Logits that are in fp32 at a time, 64 MiB."""
-_ALIGNED = 8
-"""A row of logits takes a multiple of this: 16 bytes, which fast products want."""
+_ALIGNED = 16
+"""The vocabulary is padded to a multiple of this, with rows of zeros: fast products want 8."""
 
 
 class Options(NamedTuple):
@@ -95,7 +97,7 @@ def linear_cross_entropy(
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
         chunk: tokens of a chunk. None: so many that 16-bit logits take a quarter of the bytes of an
-            fp32 g_w, or those of x; 1024 at least.
+            fp32 g_w, or those of x; 2048 at least.
 
     Returns:
         ``[]`` in float32, or ``[...]`` with ``reduction="none"``.
@@ -175,21 +177,34 @@ def _up(value: int, multiple: int) -> int:
 
 
 def differentiate(
-    logits: Tensor, target: Tensor, options: Options, gradient: bool
+    logits: Tensor, vocab: int, target: Tensor, options: Options, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses ``[C]``; with ``gradient`` the logits ``[C, V]`` become their gradient.
+    """Losses ``[C]`` of logits ``[C, padded]``; with ``gradient`` these become their gradient.
 
-    Second is that gradient at the target, ``[C]`` fp32. Some rows at a time, in fp32.
+    Second is that gradient at the target, ``[C]`` fp32; columns from ``vocab`` on have none.
+    Arithmetic is fp32: of CUDA tensors in a kernel that writes over the logits as it reads them, of
+    others some rows at a time.
     """
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
     at_target = torch.empty_like(losses)
-    step = max(1, _BLOCK_VALUES // logits.shape[1])
+    kernels = _kernels() if logits.is_cuda else None
+    if kernels is not None:
+        kernels.rows(logits, vocab, target, losses, at_target, *options[:3], gradient)
+        return losses, at_target
+    step = max(1, _BLOCK_VALUES // vocab)
     for begin in range(0, len(target), step):
         part = slice(begin, begin + step)
-        losses[part], at_target[part] = _rows(logits[part], target[part], options, gradient)
+        block = logits[part, :vocab]
+        losses[part], at_target[part] = _rows(block, target[part], options, gradient)
     if gradient:
+        logits[:, vocab:] = 0
         logits.scatter_(1, target[:, None], at_target[:, None].to(logits.dtype))
     return losses, at_target
+
+
+def _kernels() -> ModuleType | None:
+    name = "hotcore.torch.ops.head_triton"
+    return _compat.triton_kernels(name, f"{_NAME}: torch operations take several times as long")
 
 
 def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -230,12 +245,14 @@ def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tu
 
 
 class _Products:
-    """torch's products, in x's dtype."""
+    """torch's products, in x's dtype, with the vocabulary padded."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias, self.dtype = weight, bias, x.dtype
-        self.vocab = len(weight)
+        self.dtype, self.vocab = x.dtype, len(weight)
         self.padded = _up(self.vocab, _ALIGNED)
+        missing = self.padded - self.vocab
+        self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+        self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
 
     @functools.cached_property
     def cast(self) -> Tensor:
@@ -243,27 +260,37 @@ class _Products:
         return self.weight.to(self.dtype)
 
     def logits(self, x: Tensor, target: Tensor) -> Tensor:
-        """``[C, V]``, in rows that are aligned."""
-        y = x.new_empty(len(x), self.padded)[:, : self.vocab]
-        if self.bias is None:
-            return torch.mm(x, self.cast.t(), out=y)
-        return torch.addmm(self.bias.to(self.dtype), x, self.cast.t(), out=y)
+        """``[C, padded]``."""
+        return F.linear(x, self.cast, None if self.bias is None else self.bias.to(self.dtype))
 
     def gradients(
-        self, gy: Tensor, target: Tensor, at_target: Tensor, x: Tensor, gx: bool, gw: Tensor | None
+        self,
+        gy: Tensor,
+        target: Tensor,
+        at_target: Tensor,
+        x: Tensor,
+        gx: bool,
+        gw: Tensor | None,
+        first: bool,
     ) -> Tensor | None:
-        """g_x; g_w is added to ``gw``. ``at_target``: fp32 values of ``gy`` at the targets."""
+        """g_x; g_w goes to ``gw``, added to what is there unless this is the first chunk.
+
+        ``at_target``: fp32 values of ``gy`` at the targets.
+        """
         if gw is not None:
-            _add_product(gw, gy.t(), x)
+            _add_product(gw, gy.t(), x, first)
         return gy @ self.cast if gx else None
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out += a b``, in fp32."""
+def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """``out += a b``, in fp32; of the first product ``out = a b``."""
+    beta = 0 if first else 1
     if a.dtype == out.dtype:
-        out.addmm_(a, b)
+        out.addmm_(a, b, beta=beta)
     elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)
+    elif first:
+        out.copy_(a @ b)
     else:
         out += a @ b
 
@@ -289,41 +316,51 @@ class _HotProducts(_Products):
         config = dataclasses.replace(config, storage="token8" if token else "int8")
         self.config = config
         self.seed, self.calls = seed, 0
-        count = -(-self.vocab // _PART)
-        step = _up(self.vocab, 128 * count) // count
-        ends = [min(end, self.vocab) for end in range(0, self.vocab + step, step)]
+        count = -(-self.padded // _PART)
+        step = _up(self.padded, 128 * count) // count
+        ends = [min(end, self.padded) for end in range(0, self.padded + step, step)]
         self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
-        self.quantized = [_for_gx(weight[part], config) if gx else None for part in self.parts]
-        self.frozen = _for_logits(weight, config, self.padded) if config.forward == "int8" else None
-        if self.frozen is not None and bias is not None:
-            self.bias = F.pad(bias, (0, self.padded - self.vocab))
+        self.quantized = [_for_gx(self.weight[p], config) if gx else None for p in self.parts]
+        self.frozen: Frozen | None = None
+        if config.forward == "int8":
+            made = codes.quantize_forward_weight(self.weight, config)
+            shape = (self.padded, x.shape[1])
+            self.frozen = Frozen(made, config.forward_block, *shape, weight.dtype)
 
     def logits(self, x: Tensor, target: Tensor) -> Tensor:
         if self.frozen is None:
             return super().logits(x, target)
-        y = linear.int8_linear(x, self.frozen, self.bias, self.config)[:, : self.vocab]
+        y = linear.int8_linear(x, self.frozen, self.bias, self.config)
         of_target = (x.float() * self.weight[target]).sum(-1)
         if self.bias is not None:
             of_target += self.bias[target]
         return y.scatter_(1, target[:, None], of_target[:, None].to(y.dtype))
 
     def gradients(
-        self, gy: Tensor, target: Tensor, at_target: Tensor, x: Tensor, gx: bool, gw: Tensor | None
+        self,
+        gy: Tensor,
+        target: Tensor,
+        at_target: Tensor,
+        x: Tensor,
+        gx: bool,
+        gw: Tensor | None,
+        first: bool,
     ) -> Tensor | None:
         gy.scatter_(1, target[:, None], 0)
         at, width = at_target[:, None], x.shape[1]
         saved_key, saved, out = self._key(), None, None
         if gw is not None:
             saved = codes.compress(x, self.config, saved_key)
-            gw.index_add_(0, target, at * x)
         for part, quantized in zip(self.parts, self.quantized, strict=True):
             made = torch.empty(x.shape, dtype=torch.float32, device=x.device) if gx else None
             outputs = (made, None if gw is None else gw[part], None)
             keys = (saved_key, self._key())
             linear.backward(
-                gy[:, part], None, saved, width, self.config, keys, outputs, True, quantized
+                gy[:, part], None, saved, width, self.config, keys, outputs, not first, quantized
             )
             out = made if out is None or made is None else out.add_(made)
+        if gw is not None:
+            gw.index_add_(0, target, at * x)
         return None if out is None else out.addcmul_(at, self.weight[target])
 
     def _key(self) -> Key:
@@ -344,18 +381,6 @@ def _for_gx(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
-def _for_logits(weight: Tensor, config: HotConfig, rows: int) -> Frozen:
-    """A weight's codes for logits, with rows of zeros behind the vocabulary."""
-    made = codes.quantize_forward_weight(weight, config)
-    vocab, columns = weight.shape
-    if rows > vocab:
-        width = made.numel() // vocab - 4  # a row of codes; then come all scales
-        parts = (made[: vocab * width], made[vocab * width :])
-        more = [made.new_zeros((rows - vocab) * size) for size in (width, 4)]
-        made = torch.cat([parts[0], more[0], parts[1], more[1]])
-    return Frozen(made, config.forward_block, rows, columns, weight.dtype)
-
-
 # ---- all chunks ----
 
 
@@ -372,40 +397,44 @@ def chunked(
 ) -> _Results:
     """Losses, and gradients of the sum of ``factor`` times them; g_w and g_b are fp32."""
     vocab, (need_gx, need_gw, need_gb) = len(weight), wanted
-    if target.is_cpu and (wrong := (target < 0) | (target >= vocab)).any():
+    if not target.is_cpu:
+        target.new_empty(vocab).gather(0, target)  # torch's assert, which does not wait
+    elif (wrong := (target < 0) | (target >= vocab)).any():
         found = int(target[wrong][0])
         raise ValueError(f"target: {found}; expected 0 to {vocab - 1}, or ignore_index")
-    losses, gx, gw, gb = _outputs(x, weight, wanted)
-    gw.zero_()
-    gb.zero_()
     products = _Products(x, weight, bias)
     if config:
         products = _HotProducts(x, weight, bias, parsed(config), seed, need_gx)
+    losses, gx, gw, gb = _outputs(x, weight, wanted, products.padded)
+    gb.zero_()
+    if not len(x):
+        gw.zero_()
     step = options.chunk or chunk_of(len(x), vocab, x.shape[1])
     for begin in range(0, len(x), step):
         part = slice(begin, begin + step)
         inner, to, scale = x[part], target[part], factor[part, None]
         gy = products.logits(inner, to)
-        losses[part], at_target = differentiate(gy, to, options, any(wanted))
+        losses[part], at = differentiate(gy, vocab, to, options, any(wanted))
         if need_gb:
             gb += (scale.to(gy.dtype).t() @ gy)[0]
         if need_gx or need_gw:
             scaled = (inner * scale).to(x.dtype)
-            made = products.gradients(gy, to, at_target, scaled, need_gx, gw if need_gw else None)
+            of_w = gw if need_gw else None
+            made = products.gradients(gy, to, at, scaled, need_gx, of_w, begin == 0)
             if made is not None:
                 gx[part] = made * scale
         del gy  # before the next logits are made
-    return losses, gx, gw, gb
+    return losses, gx, gw[:vocab], gb[:vocab]
 
 
-def _outputs(x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> _Results:
-    """Uninitialised results."""
+def _outputs(x: Tensor, weight: Tensor, wanted: Sequence[bool], rows: int) -> _Results:
+    """Uninitialised results; ``rows`` of g_w and g_b."""
     need_gx, need_gw, need_gb = wanted
     return (
         x.new_empty(len(x), dtype=torch.float32),
         x.new_empty(x.shape if need_gx else 0),
-        weight.new_empty(weight.shape if need_gw else 0, dtype=torch.float32),
-        weight.new_empty(len(weight) if need_gb else 0, dtype=torch.float32),
+        weight.new_empty((rows, weight.shape[1]) if need_gw else 0, dtype=torch.float32),
+        weight.new_empty(rows if need_gb else 0, dtype=torch.float32),
     )
 
 
@@ -416,7 +445,7 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any,
 
 
 def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
-    return _outputs(x, weight, arguments[5:8])
+    return _outputs(x, weight, arguments[5:8], len(weight))
 
 
 @operator(fake=_fake, flops=_flops, product=True)
@@ -504,7 +533,10 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: b
     if scale is None:
         return gradient.to(dtype)
     scale = scale.reshape([1] * gradient.dim())  # a 0-dim one would be rounded first
-    return (gradient.mul_(scale) if owned else gradient * scale).to(dtype)
+    if not owned:
+        return (gradient * scale).to(dtype)
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, scale, out=out)  # in one pass
 
 
 @operator(flops=_flops)

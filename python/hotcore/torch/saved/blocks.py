@@ -23,13 +23,13 @@ Source: blockwise min-max codes with stochastic rounding as in ActNN (Chen et al
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from .. import _compat
 
 BLOCK = 128
 """Values that share a minimum and a maximum."""
@@ -105,23 +105,10 @@ def decode_blocks(
 
 def _kernels(device: torch.device) -> ModuleType | None:
     """The Triton kernels, for CUDA; None for the torch path."""
-    return triton_kernels() if device.type == "cuda" else None
-
-
-@functools.cache
-def triton_kernels() -> ModuleType | None:
-    """The module of the Triton kernels; None without Triton, after one warning."""
-    try:
-        from . import blocks_triton
-    except ImportError as error:
-        warnings.warn(
-            f"saved=: Triton is missing ({error}); in eager mode torch operations give the same "
-            "bits several times slower",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if device.type != "cuda":
         return None
-    return blocks_triton
+    slower = "saved=: in eager mode torch operations give the same bits several times slower"
+    return _compat.triton_kernels("hotcore.torch.saved.blocks_triton", slower)
 
 
 def mix32(value: Tensor) -> Tensor:

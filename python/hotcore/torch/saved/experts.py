@@ -42,12 +42,14 @@ def first_of(module: Any) -> Tensor:
 def why_plain(module: Any) -> str:
     """Why experts run transformers' own forward; empty where :func:`experts` does the same."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not hasattr(module, "_is_expert_parallel"):
+        return "transformers before 5.18: its experts do not say whether they are parallel"
     reasons = {
         "torch has no grouped_mm before 2.10": not AVAILABLE,
         f"its experts are {chosen!r}, not 'grouped_mm'": chosen != "grouped_mm",
         "experts with biases": module.has_bias,
         "experts with transposed weights": module.is_transposed,
-        "experts with a norm of their own": module.has_post_expert_norm,
+        "experts with a norm of their own": getattr(module, "has_post_expert_norm", False),
         "experts of several ranks": module._is_expert_parallel or ops.is_dtensor(module.down_proj),
     }
     return next((why for why, holds in reasons.items() if holds), "")

@@ -458,10 +458,7 @@ def _find_operations(module: nn.Module) -> _Found | None:
     return _find_calls(module)
 
 
-_EXPERTS = (
-    *("num_experts", "down_proj", "_apply_gate", "has_gate", "has_bias"),
-    *("has_post_expert_norm", "is_transposed", "_is_expert_parallel"),
-)
+_EXPERTS = ("num_experts", "down_proj", "_apply_gate", "has_gate", "has_bias", "is_transposed")
 """What transformers' ``use_experts_implementation`` gives a class of experts, and they have."""
 
 

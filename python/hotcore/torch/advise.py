@@ -1,0 +1,464 @@
+"""``advise``: run whole steps under the few settings that matter, and say which line to write."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import gc
+import importlib
+import json
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ConfigLike, HotConfig
+from . import _compat
+from .autotune import allowed_configs, plain_device
+from .clocks import Step, device_name, host_clock, spread, whole
+from .convert import convert, decide
+from .head import attach, detach
+from .memory import allocator_peak, kept_bytes, unallocated_in_pools
+from .plan import PLAIN, Measured
+from .probe import LossFn, loss_of, preserve_state
+from .recompute import recompute
+from .report import REPORT, aligned
+from .saved import revert_saved
+from .selection import Filter, candidates
+
+_GOALS = {
+    "time": ("least time", math.inf, math.inf, 0.97),
+    "memory": ("least memory, at up to 1.5 of plain's time", 1.5, math.inf, 0.99),
+    "both": ("least time × memory, neither above plain's", 1.0, 1.0, 0.97),
+}
+"""In words; the largest time and bytes as multiples of plain torch's; and what share of a figure is
+no less than the figure: times are the machine's, too."""
+_ALLOW: tuple[ConfigLike, ...] = (
+    *(HotConfig.recipe("default", forward="int8"), "default"),
+    *(HotConfig.recipe("fast", forward="int8"), "fast"),
+)
+_BUDGETS = (0.5, 0.7, 0.3)  # torch's activation_memory_budget
+_GRAPHS = "reduce-overhead"
+_ROUNDS, _TIMED_MS, _BURST_MS = 15, 1500.0, 100.0
+_VISITS = 3  # in eager mode, in turns: slow moments of the machine hit all settings
+
+Way = Mapping[str, Any] | None
+"""Options of torch.compile; None: eager."""
+
+_now = time.monotonic
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A setting; its ``measured.kept_bytes`` are what the advice's ``memory`` says.
+
+    ``code`` is what to write for a plain ``model``, ``plain`` whether that is torch's alone,
+    ``noisy`` whether g_w is a sketch (``fast``), ``note`` why nothing was measured, or what lacks.
+    """
+
+    name: str
+    code: str
+    plain: bool
+    noisy: bool
+    measured: Measured | None = None
+    note: str = ""
+
+    def dominates(self, other: Tried) -> bool:
+        """Whether it is as fast and as small, and one of the two is better."""
+        if self.measured is None or other.measured is None:
+            return False
+        a, b = ((row.median_ms, row.kept_bytes) for row in (self.measured, other.measured))
+        return a != b and a[0] <= b[0] and a[1] <= b[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """The result of :func:`~hotcore.torch.advise`; print it for a table and the code to write.
+
+    ``rows`` are in the order of trial, the plain model first. ``memory`` is ``"peak"``, of the CUDA
+    allocator over a step with all that is on the device, or on the CPU ``"kept"`` for backward.
+    """
+
+    rows: tuple[Tried, ...]
+    goal: str
+    memory: str
+    machine: str
+
+    @property
+    def best(self) -> Tried | None:
+        """The choice, without what is noisy; None if nothing could be measured."""
+        return self._best([row for row in self.rows if not row.noisy])
+
+    @property
+    def pareto(self) -> list[Tried]:
+        """Measured rows that no other dominates."""
+        rows = [row for row in self.rows if row.measured]
+        return [row for row in rows if not any(other.dominates(row) for other in rows)]
+
+    def _best(self, rows: Sequence[Tried]) -> Tried | None:
+        found = [(row, row.measured) for row in rows if row.measured]
+        base, (_, slower, larger, _) = self.rows[0].measured, _GOALS[self.goal]
+        if base is not None:
+            most = slower * (base.median_ms + base.spread_ms), 1.01 * larger * base.kept_bytes
+            found = [(row, m) for row, m in found if m.kept_bytes <= most[1]]
+            found = [(row, m) for row, m in found if m.median_ms - m.spread_ms <= most[0]]
+        # Of what cannot be told apart by the goal, the best for both; of that, torch's own.
+        for goal in (self.goal, "both"):
+            least = min((own for _, own in found), key=functools.partial(_cost, goal), default=None)
+            found = [(row, own) for row, own in found if least and _alike(goal, own, least)]
+        found.sort(key=lambda pair: (not pair[0].plain, _cost("both", pair[1])))
+        return found[0][0] if found else None
+
+    def __str__(self) -> str:
+        """The table, the choice, and what to write for it."""
+        table = [["setting", "ms", "of plain", f"{self.memory} MiB", "of plain", ""]]
+        for row in self.rows:
+            rival = next((r.name for r in self.rows if r.plain and r.dominates(row)), "")
+            beaten = f"{rival} is as fast and as small" if rival and not row.plain else ""
+            mark = " *" if row in self.pareto else ""
+            notes = "; ".join(filter(None, (row.note, beaten)))
+            table.append([row.name + mark, *self._figures(row), notes])
+        lines = aligned(table, left=1, last_left=True)
+        lines.append(f"*: no other is at once as fast and as small; {self.machine}")
+        best, further = self.best, self._best(self.rows)
+        if best is None:
+            return "\n".join([*lines, "nothing could be measured"])
+        verdict = f"for {self.goal} ({_GOALS[self.goal][0]}): {best.name}"
+        verdict += "; plain torch wins, HOT gains no more than a margin" if best.plain else ""
+        lines += ["", verdict, best.code or "# nothing to write: leave the model as it is"]
+        if further is not None and further.noisy:
+            lines += ["", f"{further.name} gains more, with noise in the gradient that costs steps:"
+                      " for short trainings, fine-tuning", further.code]  # fmt: skip
+        return "\n".join(lines)
+
+    def _figures(self, row: Tried) -> list[str]:
+        own, base = row.measured, self.rows[0].measured
+        if own is None:
+            return [""] * 4
+        times, sizes = ((m.median_ms, m.kept_bytes) for m in (own, base or own))
+        of = [f"{a / b:.3f}" if base and b else "-" for a, b in zip(times, sizes, strict=True)]
+        return [f"{own.median_ms:.4g}", of[0], f"{own.kept_bytes / 2**20:.5g}", of[1]]
+
+    def to_json(self) -> str:
+        """All figures, in milliseconds and bytes, as JSON."""
+        best, pareto = self.best, [row.name for row in self.pareto]
+        content = {**dataclasses.asdict(self), "best": best and best.name, "pareto": pareto}
+        return json.dumps(content, indent=1)
+
+
+def advise(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: LossFn | None = None,
+    goal: Literal["time", "memory", "both"] = "both",
+    *,
+    compiled: bool | str | Mapping[str, Any] | None = None,
+    step: Step | None = None,
+    allow: Sequence[ConfigLike] = _ALLOW,
+    filter_fn: Filter | None = None,
+    slower: bool = False,
+    budget: float = 240.0,
+    progress: bool = True,
+) -> Advice:
+    """Time whole training steps, plain and under HOT's settings, and say which line to write.
+
+    Tried are plain torch, ``allow``, and for memory torch's ``activation_memory_budget``,
+    :func:`recompute`, ``saved=8`` and, for transformers' causal LM models with a ``loss_fn``,
+    ``head=True``. Wrap the call in ``torch.autocast`` if the training loop uses it. Weights,
+    ``.grad``, buffers, hooks and torch's random state are as before afterwards; what this process
+    has compiled is compiled anew when it is next called.
+
+    Args:
+        model: plain, in training mode, not compiled, on the device that it trains on.
+        inputs: as for :func:`autotune`, of the size of the training.
+        loss_fn: as for :func:`autotune`.
+        goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``: the
+            least product of the two, where neither is above plain torch's.
+        compiled: False: eager; True: blocks compiled one by one (the whole model if no list of
+            alike blocks is found); or a mode or a mapping of options of torch.compile. None: on
+            the CPU False, on CUDA True and ``"reduce-overhead"``.
+        step: called after each backward pass, inside of the time: ``optimizer.step``. The state of
+            a torch optimizer is put back as the weights are, that of anything else is not.
+        allow: as for :func:`autotune`; memory's settings take the first.
+        filter_fn: as for :func:`convert`.
+        slower: as for :func:`convert`.
+        budget: seconds. A setting that would not be done by then, judged by the one before, is a
+            row that says so. The plain model is always measured.
+        progress: a bar of tqdm; without tqdm a line on stderr for each setting.
+
+    Returns:
+        An :class:`.Advice`. What fails, by lack of memory or otherwise, is a row with the reason.
+
+    Raises:
+        TypeError: ``inputs`` of another type, without ``loss_fn``.
+        ValueError: a bad argument; a model that is converted, compiled, in eval mode, on the meta
+            device or without a layer to convert; or a loss without a gradient. Errors of the plain
+            model are raised as they are, but for a lack of memory.
+    """
+    if goal not in _GOALS:
+        raise ValueError(f"goal: {goal!r} is not one of 'time', 'memory', 'both'")
+    if not budget > 0:
+        raise ValueError(f"budget: {budget!r} seconds; expected more than 0")
+    if loss_fn is None and not isinstance(inputs, Tensor | tuple | Mapping):
+        kind = type(inputs).__name__
+        raise TypeError(f"inputs: {kind}; expected a Tensor, a tuple or a dict, or a loss_fn")
+    device, configs = plain_device(model, "advise"), allowed_configs(allow)
+    if any(_compat.is_compiled(module) for module in model.modules()):
+        raise ValueError("model: compiled; pass it before torch.compile, and say how by compiled=")
+    decide(model, filter_fn=filter_fn, slower=slower)  # raises where there is nothing to convert
+    ways = _ways(compiled, device)
+    visits = _VISITS if ways == [None] else 1  # to compile again takes longest
+    trial = _Trial(model, inputs, loss_fn, step, device, filter_fn, slower, visits)
+    contenders = trial.contenders(goal, configs, ways)
+    begun, took = _now(), 0.0
+    with _restored(model, step):
+        for contender in _shown(contenders * visits, progress):
+            start = _now()
+            if trial.sizes and start - begun + took > budget:
+                trial.notes.setdefault(contender.name, f"not tried: the budget of {budget:g} s")
+            elif contender.name not in trial.notes:
+                trial.run(contender)
+                took = _now() - start
+    words = "eager" if ways == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
+    machine = f"{device_name(device)}, torch {torch.__version__}, {words}"
+    memory = "peak" if device.type == "cuda" else "kept"
+    return Advice(tuple(map(trial.row, contenders)), goal, memory, machine)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contender:
+    name: str
+    config: HotConfig | None = None
+    way: Way = None
+    budget: float | None = None
+    recomputed: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of convert."""
+
+    def but(self, words: str, **changes: Any) -> _Contender:
+        return dataclasses.replace(self, name=f"{self.name}, {words}", **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """Runs contenders on one model."""
+
+    model: nn.Module
+    inputs: Any
+    loss_fn: LossFn | None
+    update: Step | None
+    device: torch.device
+    filter_fn: Filter | None
+    slower: bool
+    visits: int
+    times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Why a contender is not measured, or not any more."""
+
+    @functools.cached_property
+    def lists(self) -> dict[str, nn.Module]:
+        """The outermost lists of blocks of one class, if most layers are in them.
+
+        None in a model with batch norms: one that is recomputed would count every batch twice, and
+        convolutions are compiled as a whole.
+        """
+        if any(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in self.model.modules()):
+            return {}
+        found: dict[str, nn.Module] = {}
+
+        def inside(name: str) -> bool:
+            return any(not outer or name.startswith(f"{outer}.") for outer in found)
+
+        for name, module in self.model.named_modules():
+            children = list(module.children())
+            alike = len(children) > 1 and len({type(child) for child in children}) == 1
+            listed = isinstance(module, nn.ModuleList | nn.Sequential) and not inside(name)
+            if alike and listed and any(True for _ in children[0].children()):
+                found[name] = module
+        layers = [inside(name) for name, _ in candidates(self.model)]
+        return found if 2 * sum(layers) >= len(layers) else {}
+
+    def contenders(
+        self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
+    ) -> list[_Contender]:
+        """What to try, the most promising first."""
+        plain, (first, *others) = _Contender(PLAIN), [_Contender(*own) for own in configs.items()]
+        found = [plain, first]
+        if goal != "time":
+            if self.loss_fn is not None and not attach(self.model):
+                detach(self.model)
+                found.append(first := first.but("head", options={"head": True}))
+            half, *budgets = [plain.but(f"budget {b}", budget=b) for b in _BUDGETS]
+            found.append(half)
+            if self.lists:
+                found += [each.but("recompute", recomputed=True) for each in (first, plain)]
+            found.append(first.but("saved 8", options={**first.options, "saved": 8}))
+            others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
+        return [
+            dataclasses.replace(each, way=way) if way is ways[0] else each.but(_GRAPHS, way=way)
+            for each in [*found, *others]
+            # The budget is the compiler's, and one way is enough for it.
+            for way in (ways if each.budget is None else [w for w in ways[:1] if w is not None])
+        ]
+
+    def row(self, contender: _Contender) -> Tried:
+        """Of what was measured."""
+        name, config = contender.name, contender.config
+        noisy = config is not None and config.basis != "full"
+        about = (name, self.code(contender), config is None, noisy)
+        if name not in self.times:
+            return Tried(*about, note=self.notes[name])
+        uncounted = contender.recomputed and self.device.type == "cpu"
+        note = "without attention's results and the block in work" if uncounted else ""
+        return Tried(*about, spread(self.times[name], self.sizes[name]), note)
+
+    def run(self, contender: _Contender) -> None:
+        """Measure; the error of what fails is raised if it is the first."""
+        try:
+            self.measure(contender)
+        except torch.OutOfMemoryError:
+            self.notes[contender.name] = "out of memory"
+        except Exception as error:
+            if not self.times and not self.notes:
+                raise
+            words = f"{type(error).__name__}: {error}".split()
+            self.notes[contender.name] = " ".join(words)[:120]
+        finally:
+            if self.device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+
+    def measure(self, contender: _Contender) -> None:
+        """Steps under this setting; the model is afterwards as before."""
+        model, name, way = self.model, contender.name, contender.way
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # the table says what matters
+            stack.enter_context(preserve_state(model))
+            if contender.budget is not None:
+                stack.enter_context(_compat.memory_budget(contender.budget))
+            blocks = [block for blocks in self.lists.values() for block in blocks.children()]
+            if contender.config is not None:
+                stack.callback(revert_saved, model)
+                stack.callback(detach, model)
+                how: dict[str, Any] = {"slower": self.slower, **contender.options}
+                model = convert(model, contender.config, self.filter_fn, **how)
+                report = vars(model)[REPORT]
+                if "saved" in contender.options and not report.saved.converted:
+                    raise ValueError("saved: nothing that could be kept in codes")
+                if not report.converted and not contender.options:
+                    raise ValueError("no layer converted: all would be slower (slower=True)")
+            if contender.recomputed:
+                stack.callback(recompute(blocks).remove)
+            if way is not None:
+                torch.compiler.reset()
+                stack.callback(torch.compiler.reset)
+                for module in blocks or [model]:
+                    stack.callback(_compat.forget_compiled, module)
+                    module.compile(**way)
+            step = whole(model, self.inputs, self.loss_fn, self.update)
+            for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs
+                step()
+            once = host_clock(self.device, 1).measure(step)
+            clock = host_clock(self.device, max(1, min(8, int(_BURST_MS / once))))
+            rounds = max(2, min(_ROUNDS, int(_TIMED_MS / once)) // self.visits)
+            times = [clock.measure(step) for _ in range(rounds)]
+            if self.device.type == "cuda":
+                size = allocator_peak(self.device, step)
+                snapshot: Any = torch.cuda.memory_snapshot
+                size += unallocated_in_pools(snapshot())
+            else:
+                size = kept_bytes(model, lambda: loss_of(model, self.inputs, self.loss_fn))
+        self.sizes[name] = size
+        self.times.setdefault(name, []).extend(times)
+
+    def code(self, contender: _Contender) -> str:
+        """What to write."""
+        lines, blocks = [], [_expression(name) for name in self.lists]
+        every = blocks[0] if len(blocks) == 1 else f"[{', '.join('*' + b for b in blocks)}]"
+        if contender.config is not None:
+            config = repr(contender.config)
+            recipe = config.removeprefix("HotConfig.recipe(")[:-1]
+            words = ["model", f"hot.{config}" if "," in recipe else recipe]
+            words += ["filter_fn=filter_fn"] if self.filter_fn else []
+            words += ["slower=True"] if self.slower else []
+            words += [f"{name}={value}" for name, value in contender.options.items()]
+            lines.append(f"model = hot.convert({', '.join(words)})")
+        if contender.recomputed:
+            lines.append(f"hot.recompute({every})")
+        if contender.budget is not None:
+            lines.append("import torch._functorch.config")
+            lines.append(f"torch._functorch.config.activation_memory_budget = {contender.budget}")
+        if contender.way is not None:
+            options = ", ".join(f"{name}={value!r}" for name, value in contender.way.items())
+            loop = [f"for block in {every}:", f"    block.compile({options})"]
+            lines += loop if blocks else [f"model.compile({options})"]
+        return "\n".join(lines)
+
+
+def _expression(name: str) -> str:
+    parts = name.split(".") if name else []
+    if all(part.isidentifier() for part in parts):
+        return ".".join(["model", *parts])
+    return f"model.get_submodule({name!r})"
+
+
+def _ways(compiled: bool | str | Mapping[str, Any] | None, device: torch.device) -> list[Way]:
+    if compiled is None:
+        return [{}, {"mode": _GRAPHS}] if device.type == "cuda" else [None]
+    if isinstance(compiled, bool):
+        return [{} if compiled else None]
+    if not isinstance(compiled, str | Mapping):
+        raise ValueError(f"compiled: {compiled!r}; expected True, False, a mode, a mapping or None")
+    return [{"mode": compiled} if isinstance(compiled, str) else dict(compiled)]
+
+
+@contextmanager
+def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
+    """Put back what ``step`` changes: the weights, and the state of its optimizer."""
+    weights = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters() if step]
+    owner = getattr(step, "__self__", None)
+    optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
+    if optimizer is not None:
+        state, optimizer.state = optimizer.state, collections.defaultdict(dict)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in weights:
+                parameter.copy_(value)
+        torch.clear_autocast_cache()  # casts of the weights that were
+        if optimizer is not None:
+            optimizer.state = state
+
+
+def _shown(contenders: Sequence[_Contender], progress: bool) -> Iterator[_Contender]:
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        for i, contender in enumerate(contenders, 1):
+            if progress:
+                print(f"advise {i}/{len(contenders)}: {contender.name}", file=sys.stderr)
+            yield contender
+        return
+    for contender in (bar := tqdm(contenders, "advise", unit="setting", disable=not progress)):
+        bar.set_postfix_str(contender.name)
+        yield contender
+
+
+def _cost(goal: str, own: Measured, spreads: int = 0) -> float:
+    ms = max(0.0, own.median_ms + spreads * own.spread_ms)
+    return ms ** (goal != "memory") * float(own.kept_bytes) ** (goal != "time")
+
+
+def _alike(goal: str, own: Measured, least: Measured) -> bool:
+    """Whether it cannot be told from the least."""
+    return _cost(goal, least, 1) >= _GOALS[goal][-1] * _cost(goal, own, -1)

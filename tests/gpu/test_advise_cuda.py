@@ -1,0 +1,125 @@
+"""hot.advise on CUDA: peaks of the allocator, compiled blocks, CUDA graphs, lack of memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+WIDTH, HEADS = 1024, 16
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.act = nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, HEADS, WIDTH // HEADS)
+        y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, tokens, WIDTH))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def advise(model: nn.Module, tokens: int = 512, **options: object) -> object:
+    x = torch.randn(32, tokens, WIDTH, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        return hot.advise(model, x, loss, progress=False, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True, "reduce-overhead"])
+def test_peaks(compiled: bool | str) -> None:
+    """Every setting runs; recomputing and HOT have smaller peaks; the model is as it was."""
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state, random = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state()
+    held = torch.cuda.memory_allocated()
+    options = {"allow": ["default"], "budget": 900.0, "step": optimizer.step}
+    goal = "time" if compiled == "reduce-overhead" else "memory"  # fewer to compile
+    advice = advise(model, compiled=compiled, goal=goal, **options)
+    print(advice)
+    assert advice.memory == "peak"
+    rows = {row.name: row for row in advice.rows}
+    assert not [row.note for row in advice.rows if row.measured is None]
+    peak = {name: row.measured.kept_bytes for name, row in rows.items()}
+    assert peak["plain"] > held
+    assert peak["default"] < peak["plain"]
+    if goal == "memory":
+        assert peak["default, recompute"] < peak["default"]
+        assert peak["plain, recompute"] < peak["plain"]
+    if compiled is True:
+        assert peak["plain, budget 0.3"] < peak["plain"]
+    assert all(0 < row.measured.median_ms < 1e3 for row in advice.rows)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    assert not any(hot._compat.is_compiled(module) for module in model.modules())
+    # Nothing of a setting stays: neither graphs' pools nor optimizer states.
+    assert torch.cuda.memory_allocated() <= held + 2**28  # workspaces of cuBLAS stay
+
+
+def test_both_ways_by_default() -> None:
+    advice = advise(Net().cuda(), goal="time", allow=["default"], budget=900.0)
+    print(advice)
+    assert [row.name for row in advice.rows] == [
+        *("plain", "plain, reduce-overhead", "default", "default, reduce-overhead")
+    ]
+    assert all(row.measured for row in advice.rows)
+
+
+def test_lack_of_memory_is_a_row() -> None:
+    """Plain torch does not fit; the settings that keep less go on, and none is harmed by it."""
+    model = Net().cuda()
+    roomy = advise(model, compiled=False, allow=["default"], budget=900.0)
+    peak = {row.name: row.measured.kept_bytes for row in roomy.rows}
+    between = (peak["plain"] + peak["default, recompute"]) / 2
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(between / total)
+    try:
+        tight = advise(model, compiled=False, allow=["default"], budget=900.0)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    print(tight)
+    rows = {row.name: row for row in tight.rows}
+    assert rows["plain"].note == "out of memory"
+    assert rows["default, recompute"].measured is not None
+    assert tight.best is not None
+    assert not any(isinstance(module, hot.HotLinear) for module in model.modules())

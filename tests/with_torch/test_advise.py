@@ -1,0 +1,553 @@
+"""advise: whole steps under each setting, a model that stays as it was, and code that runs."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore  # noqa: E402
+import hotcore.torch as hot  # noqa: E402
+from hotcore.torch.plan import Measured  # noqa: E402
+from torch import nn  # noqa: E402
+
+advising = sys.modules["hotcore.torch.advise"]  # hotcore.torch.advise is the function
+WIDTH, BATCH = 128, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.act, self.down = nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(seeded: None) -> Iterator[None]:
+    hotcore.set_num_threads(1)
+    yield
+    hotcore.set_num_threads(0)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps: for what is not about time."""
+    monkeypatch.setattr(advising, "_TIMED_MS", 0.0)
+    monkeypatch.setattr(advising, "_VISITS", 1)
+
+
+def advise(*args: Any, **options: Any) -> Any:
+    return hot.advise(*args, progress=False, **options)
+
+
+def trial(model: nn.Module, x: torch.Tensor) -> Any:
+    return advising._Trial(model, x, None, None, torch.device("cpu"), None, False, 1)
+
+
+def names(advice: Any) -> list[str]:
+    return [row.name for row in advice.rows]
+
+
+EAGER = [
+    *("plain", "default+int8", "default+int8, recompute", "plain, recompute"),
+    *("default+int8, saved 8", "default", "fast+int8", "fast"),
+]
+
+
+# ---- what is tried, and what stays ----
+
+
+def test_the_model_is_as_before(x: torch.Tensor, quick: None) -> None:
+    model = Net()
+    model.head.weight.grad = torch.ones(10, WIDTH)
+    calls: list[int] = []
+    model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.state[model.head.weight]["own"] = own = torch.ones(3)
+    state, modules = copy.deepcopy(model.state_dict()), list(model.modules())
+    kinds = [type(module) for module in modules]
+    before = [dict(vars(module)) for module in modules]
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    advice = advise(model, x, step=optimizer.step)
+    assert torch.equal(torch.rand(()), expected)
+    assert names(advice) == EAGER and not any(row.note.startswith("not") for row in advice.rows)
+    assert all(row.measured for row in advice.rows)
+    assert calls  # the hook ran, in the converted layers, too
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert list(model.modules()) == modules and [type(m) for m in modules] == kinds
+    assert [dict(vars(module)).keys() for module in modules] == [own.keys() for own in before]
+    assert [m._forward_hooks for m in modules] == [own["_forward_hooks"] for own in before]
+    assert all(module.training for module in modules)
+    assert torch.equal(model.head.weight.grad, torch.ones(10, WIDTH))
+    assert model.blocks[0].up.weight.grad is None
+    assert list(optimizer.state) == [model.head.weight]
+    assert optimizer.state[model.head.weight] == {"own": own}
+
+
+def test_steps_are_training_steps(x: torch.Tensor, quick: None) -> None:
+    """Each has one update, with gradients, and the next begins without."""
+    model, seen = Net(), []
+
+    def update() -> None:
+        seen.append({name for name, p in model.named_parameters() if p.grad is not None})
+        model.head.weight.data.add_(1)
+
+    before = model.head.weight.detach().clone()
+    advise(model, x, goal="time", allow=["default"], step=update)
+    assert len(seen) >= 2 * 4
+    assert all(len(one) == len(list(model.parameters())) for one in seen)
+    assert torch.equal(model.head.weight, before)
+
+
+def test_what_is_kept(x: torch.Tensor, quick: None) -> None:
+    """The bytes of memory_report, and the less the further it goes."""
+    model = Net()
+    advice = advise(model, x)
+    assert advice.memory == "kept"
+    kept = {row.name: row.measured.kept_bytes for row in advice.rows}
+    report = hot.memory_report(model, x, hot.HotConfig.recipe("default", forward="int8"))
+    assert (kept["plain"], kept["default+int8"]) == (report.before, report.after)
+    assert kept["default+int8, saved 8"] < kept["default+int8"] < kept["plain"]
+    assert kept["plain, recompute"] < kept["plain"]
+    plain = next(row for row in advice.rows if row.name == "plain, recompute")
+    assert "attention" in plain.note  # what the figure lacks
+
+
+def test_goal_time_tries_less(x: torch.Tensor, quick: None) -> None:
+    advice = advise(Net(), x, goal="time", allow=["fast", hot.HotConfig(gx_bits=4)])
+    assert names(advice) == ["plain", "fast", "custom 1"]
+    assert [row.noisy for row in advice.rows] == [False, True, False]
+
+
+def test_autocast(x: torch.Tensor, quick: None) -> None:
+    kinds = set()
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        kinds.add(y.dtype)
+        return y.float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        advise(Net(), x, loss, goal="time", allow=["default"])
+        assert torch.is_autocast_enabled("cpu")
+    assert kinds == {torch.bfloat16}
+
+
+def test_no_cast_of_another_weight_stays(x: torch.Tensor, quick: None) -> None:
+    """Autocast keeps a weight's cast until its context ends: not that of a trial's update."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        advise(model, x, goal="time", allow=["default"], step=optimizer.step)
+        found = model.eval()(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(found, model(x))
+
+
+def test_a_layer_alone(x: torch.Tensor, quick: None) -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    advice = advise(layer, x)
+    assert type(layer) is nn.Linear
+    assert names(advice) == [name for name in EAGER if "recompute" not in name]
+    notes = {row.name: row.note for row in advice.rows}
+    assert "saved" in notes["default+int8, saved 8"]  # convert's reason: nothing to save
+
+
+def test_batch_norms_are_not_recomputed(x: torch.Tensor, quick: None) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+                            for _ in range(2)))  # fmt: skip
+    advice = advise(model, x, filter_fn=lambda module, name: True)
+    assert not any("recompute" in name for name in names(advice))
+    assert trial(model, x).code(advising._Contender("plain", way={})) == "model.compile()"
+
+
+# ---- failures ----
+
+
+def test_failures_are_rows(x: torch.Tensor, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = advising.convert
+
+    def convert(model: nn.Module, config: Any, *args: Any, **options: Any) -> nn.Module:
+        if config == hot.HotConfig():
+            raise RuntimeError("no luck\nat all")
+        if config == hot.HotConfig.recipe("fast"):
+            model.blocks[0].up = nn.Linear(WIDTH, 256)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(model, config, *args, **options)
+
+    monkeypatch.setattr(advising, "convert", convert)
+    model = Net()
+    up = model.blocks[0].up
+    advice = advise(model, x)
+    notes = {row.name: row.note for row in advice.rows}
+    assert notes["default"] == "RuntimeError: no luck at all"
+    assert notes["fast"] == "out of memory"
+    assert model.blocks[0].up is up
+    assert sum(row.measured is not None for row in advice.rows) == len(EAGER) - 2
+    assert "out of memory" in str(advice)
+    json.loads(advice.to_json())
+
+
+def test_a_plain_model_without_memory(x: torch.Tensor, quick: None) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(model.blocks[0].up, hot.HotLinear):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(x).mean()
+
+    advice = advise(Net(), x, loss, allow=["default"])
+    assert advice.rows[0].note == advice.rows[3].note == "out of memory"
+    assert advice.best is not None and not advice.best.plain
+    assert " - " in str(advice) and "hot.convert(model, 'default'" in str(advice)
+
+    def nothing(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    advice = advise(Net(), x, nothing)
+    assert advice.best is None and str(advice).endswith("nothing could be measured")
+    assert json.loads(advice.to_json())["best"] is None
+
+
+def test_errors_of_the_model_itself_are_raised(x: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|normalized_shape"):
+        advise(Net(), x[:, :100])
+    with pytest.raises(ValueError, match="loss_fn: returned nothing that requires grad"):
+        advise(Net(), x, lambda model, x: model(x).mean().detach())
+
+
+def test_layers_that_would_be_slower(
+    x: torch.Tensor, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selection = importlib.import_module("hotcore.torch.selection")
+    slow = {f"blocks.{i}.{name}": "slow" for i in range(2) for name in ("up", "down")}
+    monkeypatch.setattr(selection, "why_slow", lambda *_: slow)
+    advice = advise(Net(), x)
+    notes = {row.name: row.note for row in advice.rows}
+    assert "no layer converted: all would be slower (slower=True)" in notes["default"]
+    assert not notes["plain"] and not notes["default+int8, saved 8"]
+    advice = advise(Net(), x, slower=True, goal="time", allow=["default"])
+    assert advice.rows[1].measured and "'default', slower=True)" in advice.rows[1].code
+
+
+def test_bad_arguments(x: torch.Tensor) -> None:
+    model = Net()
+    for options, message in (
+        ({"goal": "speed"}, "goal: 'speed' is not one of 'time', 'memory', 'both'"),
+        ({"budget": 0}, "budget: 0 seconds; expected more than 0"),
+        ({"budget": float("nan")}, "budget: nan seconds"),
+        ({"allow": []}, "allow: empty"),
+        ({"allow": ["quick"]}, "recipe: 'quick' is not one of"),
+        ({"compiled": 3}, "compiled: 3; expected True, False, a mode"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            advise(model, x, **options)
+    with pytest.raises(TypeError, match="inputs: list; expected a Tensor, a tuple or a dict"):
+        advise(model, [x])
+    with pytest.raises(ValueError, match="model: no layer can be converted"):
+        advise(nn.Sequential(nn.LayerNorm(WIDTH)), x)
+    with torch.no_grad(), pytest.raises(ValueError, match="advise: gradients are off"):
+        advise(model, x)
+    with torch.device("meta"), pytest.raises(ValueError, match="meta device; advise measures"):
+        advise(Net(), x)
+    with pytest.raises(ValueError, match="eval mode"):
+        advise(Net().eval(), x)
+    compiled = Net()
+    compiled.blocks[0].compile(backend="eager")
+    with pytest.raises(ValueError, match="model: compiled; pass it before"):
+        advise(compiled, x)
+    hot.convert(model)
+    with pytest.raises(ValueError, match="converted already"):
+        advise(model, x)
+
+
+# ---- time ----
+
+
+def test_budget(x: torch.Tensor, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 s each: the fourth would end after the 35th."""
+    clock = iter(range(0, 1000, 5))  # read before and after each that runs, once for others
+    monkeypatch.setattr(advising, "_now", lambda: float(next(clock)))
+    advice = advise(Net(), x, budget=25)
+    done = [row.name for row in advice.rows if row.measured]
+    assert done == EAGER[: len(done)] and 1 < len(done) < len(EAGER)
+    assert {row.note for row in advice.rows[len(done) :]} == {"not tried: the budget of 25 s"}
+    advice = advise(Net(), x, budget=1e-9)
+    assert [row.name for row in advice.rows if row.measured] == ["plain"]
+
+
+def test_turns_in_eager_mode(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every setting is visited as often; a budget that ends between visits takes no figure away."""
+    monkeypatch.setattr(advising, "_TIMED_MS", 0.0)
+    visits: list[str] = []
+    original = advising._Trial.measure
+
+    def measure(self: Any, contender: Any) -> None:
+        visits.append(contender.name)
+        original(self, contender)
+
+    monkeypatch.setattr(advising._Trial, "measure", measure)
+    advise(Net(), x, goal="time", allow=["default"])
+    assert visits == ["plain", "default"] * advising._VISITS
+    times = collections.deque([0, 0, 1, 1, 2, 999, 999, 999, 999])
+    monkeypatch.setattr(advising, "_now", lambda: float(times.popleft()))
+    advice = advise(Net(), x, goal="time", allow=["default"], budget=100)
+    assert all(row.measured and not row.note for row in advice.rows)
+    assert len(visits) == 6 + 2 and not times
+
+
+# ---- choosing, and what is printed ----
+
+
+def tried(name: str, ms: float, size: int, spread: float = 0.0, **about: Any) -> Any:
+    fields = {"code": f"# {name}", "plain": name.startswith("plain"), "noisy": False} | about
+    own = Measured(ms, ms - spread, ms + spread, size)
+    return advising.Tried(name, measured=own, **fields)
+
+
+PLAIN = tried("plain", 10, 1000)
+
+
+@pytest.mark.parametrize(
+    ("goal", "others", "choice"),
+    [
+        ("time", [("a", 9, 1000), ("b", 8, 1000)], "b"),
+        ("time", [("a", 9.8, 100)], "a"),  # as fast, but smaller
+        ("time", [("a", 9.8, 1000)], "plain"),  # within the margin
+        ("time", [("a", 9, 1000, 1.2)], "plain"),  # within the spread
+        ("time", [("plain, budget", 5, 1000), ("a", 6, 10)], "plain, budget"),
+        ("memory", [("a", 14, 500), ("b", 16, 100)], "a"),  # b is too slow
+        ("memory", [("a", 12, 500), ("b", 8, 504)], "b"),  # of equal size, the faster one
+        ("memory", [("a", 12, 500), ("plain, again", 12, 500)], "plain, again"),
+        ("both", [("a", 9, 900), ("b", 12, 100)], "a"),  # b is slower than plain
+        ("both", [("a", 5, 1200)], "plain"),  # larger
+        ("both", [("a", 8, 900), ("b", 9, 500)], "b"),
+    ],
+)
+def test_choice(goal: str, others: list[tuple[Any, ...]], choice: str) -> None:
+    rows = (PLAIN, *(tried(*other) for other in others))
+    advice = advising.Advice(rows, goal, "peak", "a machine")
+    assert advice.best.name == choice
+    text = str(advice)
+    assert f": {choice}" in text and ("plain torch wins" in text) == choice.startswith("plain")
+
+
+def test_noisy_settings_stand_aside() -> None:
+    rows = (PLAIN, tried("default", 9, 800), tried("fast", 7, 800, noisy=True))
+    advice = advising.Advice(rows, "time", "peak", "a machine")
+    assert advice.best.name == "default"
+    assert str(advice).endswith("fast gains more, with noise in the gradient that costs steps: for "
+                                "short trainings, fine-tuning\n# fast")  # fmt: skip
+
+
+def test_table_and_json() -> None:
+    failed = advising.Tried("b", "# b", False, False, note="out of memory")
+    rows = (PLAIN, tried("plain, budget", 9, 500), tried("a", 9.5, 600), failed)
+    advice = advising.Advice(rows, "both", "peak", "a machine")
+    lines = str(advice).splitlines()
+    assert lines[0].split() == ["setting", "ms", "of", "plain", "peak", "MiB", "of", "plain"]
+    assert lines[2].split() == ["plain,", "budget", "*", "9", "0.900", "0.00047684", "0.500"]
+    assert lines[3].endswith("0.600  plain, budget is as fast and as small")
+    assert lines[4].split() == ["b", "out", "of", "memory"]
+    assert [row.name for row in advice.pareto] == ["plain, budget"]
+    content = json.loads(advice.to_json())
+    assert content["best"] == "plain, budget" and content["memory"] == "peak"
+    assert content["pareto"] == ["plain, budget"]
+    assert content["rows"][2]["measured"]["kept_bytes"] == 600
+    assert content["rows"][3]["measured"] is None
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_progress(
+    has_tqdm: bool,
+    x: torch.Tensor,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if has_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    hot.advise(Net(), x, goal="time", allow=["default"])
+    error = capsys.readouterr().err
+    expected = "2/2" if has_tqdm else "advise 1/2: plain\nadvise 2/2: default\n"
+    assert expected in error
+    advise(Net(), x, goal="time", allow=["default"])
+    out = capsys.readouterr()
+    assert out.err == out.out == ""
+
+
+# ---- the code ----
+
+
+def run(code: str, model: nn.Module, **names: Any) -> nn.Module:
+    space = {"hot": hot, "torch": torch, "model": model, **names}
+    exec(code, space)
+    return space["model"]
+
+
+def test_the_code_runs(x: torch.Tensor, quick: None) -> None:
+    """Each row's, and it makes the model that was measured."""
+    for row in advise(Net(), x).rows:
+        model = run(row.code, Net())
+        model(x).mean().backward()
+        assert isinstance(model.blocks[0].up, hot.HotLinear) != row.plain
+        assert ("forward" in vars(model.blocks[1])) == ("recompute" in row.name)
+        report = getattr(model, "hot_report", None)
+        assert bool(report and report.saved) == ("saved" in row.name)
+        if report:
+            config = hot.HotConfig.recipe(
+                row.name.split(",")[0].removesuffix("+int8"),
+                forward="int8" if "int8" in row.name else "plain",
+            )
+            assert {layer.config for layer in report.converted} == {config}
+    assert advise(Net(), x).rows[0].code == ""
+
+
+def test_names_of_blocks(x: torch.Tensor, quick: None) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Net()
+            self.stages = nn.ModuleDict({"a-b": nn.Sequential(Block(), Block())})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.stages["a-b"](x).mean() + self.first(x)
+
+    def taken(row: Any) -> bool:
+        return row.name == "plain, recompute"
+
+    model = Two()
+    (row,) = filter(taken, advise(model, x).rows)
+    assert row.code == ("hot.recompute([*model.first.blocks, *model.get_submodule('stages.a-b')])")
+    run(row.code, model)
+    assert all("forward" in vars(block) for block in model.modules() if type(block) is Block)
+    (row,) = filter(taken, advise(nn.Sequential(Block(), Block()), x).rows)
+    assert row.code == "hot.recompute(model)"
+    few = nn.Sequential(nn.Sequential(Block(), Block()), *(nn.Linear(4, 4) for _ in range(5)))
+    assert list(trial(few[:4], x).lists) == ["0"] and not trial(few, x).lists
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("blocks", [True, False])
+def test_compiled(blocks: bool, x: torch.Tensor, quick: None) -> None:
+    """Settings run compiled, each from nothing, and leave nothing behind."""
+    model: nn.Module = Net() if blocks else Block()
+    before = [set(vars(module)) for module in model.modules()]
+    advice = advise(model, x, compiled={"backend": "aot_eager"}, allow=["default"])
+    assert names(advice)[:3] == ["plain", "default", "plain, budget 0.5"]
+    assert names(advice)[-1] == "default, budget 0.5"
+    failed = {row.name: row.note for row in advice.rows if not row.measured}
+    assert not failed
+    assert [set(vars(module)) for module in model.modules()] == before
+    assert ("by blocks" if blocks else "whole") in advice.machine
+    kept = {row.name: row.measured.kept_bytes for row in advice.rows}
+    assert kept["default"] < kept["plain"]
+    config = importlib.import_module("torch._functorch.config")
+    assert config.activation_memory_budget == 1
+    for row in advice.rows:
+        with config.patch(activation_memory_budget=1.0):
+            changed = run(row.code, copy.deepcopy(model))
+            assert config.activation_memory_budget == (0.5 if "0.5" in row.name else
+                                                       0.7 if "0.7" in row.name else
+                                                       0.3 if "0.3" in row.name else 1)  # fmt: skip
+            compiled = [m for m in changed.modules() if hotcore.torch._compat.is_compiled(m)]
+            assert compiled == (list(changed.blocks) if blocks else [changed])
+
+
+@pytest.mark.long
+def test_a_budget_of_the_compiler_keeps_less(x: torch.Tensor, quick: None) -> None:
+    runs = trial(Net(), x)
+    for budget in (None, 0.3):
+        runs.measure(advising._Contender(f"budget {budget}", way={}, budget=budget))
+    assert 0 < runs.sizes["budget 0.3"] < runs.sizes["budget None"]
+
+
+def test_ways() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    graphs = {"mode": "reduce-overhead"}
+    assert advising._ways(None, cpu) == [None] and advising._ways(None, cuda) == [{}, graphs]
+    assert advising._ways(True, cpu) == [{}] and advising._ways(False, cuda) == [None]
+    assert advising._ways("reduce-overhead", cpu) == [graphs]
+
+
+def test_two_ways_take_turns(x: torch.Tensor) -> None:
+    """As by default on CUDA."""
+    ways = advising._ways(None, torch.device("cuda"))
+    found = (one := trial(Net(), x)).contenders("both", {"default": hot.HotConfig()}, ways)
+    assert [c.name for c in found[:5]] == [
+        *("plain", "plain, reduce-overhead", "default", "default, reduce-overhead"),
+        "plain, budget 0.5",
+    ]
+    assert one.code(found[3]).splitlines()[1:] == [
+        "for block in model.blocks:",
+        "    block.compile(mode='reduce-overhead')",
+    ]
+    assert sum(c.budget is not None for c in found) == 4
+
+
+@pytest.mark.long
+def test_head_of_transformers(quick: None) -> None:
+    with without_broken_torchvision():
+        transformers = pytest.importorskip("transformers", minversion="5")
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+        sizes = {"vocab_size": 512, "n_embd": 128, "n_layer": 2, "n_head": 2}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**ids, **sizes)).train()
+    tokens = torch.randint(512, (4, 32))
+    batch = {"input_ids": tokens, "labels": tokens}
+    allow = ["default"]
+    advice = advise(model, batch, lambda model, batch: model(**batch).loss, allow=allow)
+    assert "default, head" in names(advice)
+    rows = {row.name: row for row in advice.rows}
+    assert "head=True)" in rows["default, head"].code
+    assert "saved=8" in rows["default, head, saved 8"].code
+    kept = {name: row.measured.kept_bytes for name, row in rows.items() if row.measured}
+    assert kept["default, head"] < kept["default"]
+    assert model(**batch).logits.shape == (4, 32, 512)  # as it was
+    assert not any(
+        "head" in name for name in names(advise(model, batch, allow=allow))
+    )  # its logits are used
+
+
+def test_one_line_of_convert_is_enough(x: torch.Tensor, quick: None) -> None:
+    """With the caller's filter."""
+
+    def keep(module: nn.Module, name: str) -> bool:
+        return name.endswith("up")
+
+    advice = advise(Net(), x, goal="time", allow=["default"], filter_fn=keep)
+    code = advice.rows[1].code
+    assert code == "model = hot.convert(model, 'default', filter_fn=filter_fn)"
+    model = run(code, Net(), filter_fn=keep)
+    assert len(model.hot_report.converted) == 2
