@@ -15,3 +15,7 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   message(FATAL_ERROR "hotcore: GCC ${CMAKE_CXX_COMPILER_VERSION} (${CMAKE_CXX_COMPILER}) stops with "
     "an internal error; GCC 11 or newer is needed. ${hot_install_compiler}")
 endif()
+if(MSVC)  # cl, and clang with cl's options
+  message(FATAL_ERROR "hotcore: ${CMAKE_CXX_COMPILER} takes the options of Microsoft's compiler, for which "
+    "there is no build. On Windows MinGW-w64's g++ makes libhot (CPU)")
+endif()

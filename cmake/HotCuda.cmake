@@ -1,5 +1,5 @@
-# HOT_CUDA=AUTO|ON|OFF. Sets HOT_CUDA_BUILT; where it is ON, enables the language CUDA and finds
-# CUDAToolkit. Included, not called: enable_language must run at directory scope.
+# HOT_CUDA=AUTO|ON|OFF. Sets HOT_CUDA_BUILT, and where it is ON the compiler and the architectures, for
+# HotCudaLanguage.cmake.
 #
 # AUTO builds the CUDA backend where there is a CUDA compiler. It leaves it out in silence only
 # where there is no sign of CUDA: a GPU without a compiler, or a compiler that fails, is an error
@@ -32,32 +32,38 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
         "${hot_cuda_go_on}")
     endif()
   else()
-    include(CheckLanguage)
-    if(NOT CMAKE_CUDA_COMPILER)
-      set(hot_cudacxx "$ENV{CUDACXX}")
-      set(ENV{CUDACXX} "${hot_nvcc}")
-      unset(CMAKE_CUDA_COMPILER CACHE)  # an earlier NOTFOUND would stay
-      check_language(CUDA)
-      set(ENV{CUDACXX} "${hot_cudacxx}")
-    endif()
-    if(NOT CMAKE_CUDA_COMPILER)
-      unset(CMAKE_CUDA_COMPILER CACHE)
+    if(NOT CMAKE_CUDA_COMPILER)  # check_language is slower, and does not say why it failed
+      get_filename_component(hot_program "${hot_nvcc}" PROGRAM PROGRAM_ARGS hot_nvcc_options)
+      if(hot_program)  # CUDACXX may have options
+        set(hot_nvcc "${hot_program}")
+      endif()
+      separate_arguments(hot_nvcc_options UNIX_COMMAND
+        "${hot_nvcc_options} $ENV{CUDAFLAGS} ${CMAKE_CUDA_FLAGS}")
+      set(hot_ccbin "${CMAKE_CUDA_HOST_COMPILER}")
+      if(NOT hot_ccbin)
+        set(hot_ccbin "$ENV{CUDAHOSTCXX}")
+      endif()
+      if(hot_ccbin)
+        list(APPEND hot_nvcc_options -ccbin "${hot_ccbin}")
+      endif()
       set(hot_probe "${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/hot_cuda_probe")
       file(WRITE "${hot_probe}.cu" "__global__ void kernel() {}\nint main() { return 0; }\n")
-      set(hot_ccbin "")
-      if(DEFINED ENV{CUDAHOSTCXX})
-        set(hot_ccbin -ccbin "$ENV{CUDAHOSTCXX}")
-      endif()
-      execute_process(COMMAND "${hot_nvcc}" ${hot_ccbin} -c "${hot_probe}.cu" -o "${hot_probe}.o"
+      execute_process(COMMAND "${hot_nvcc}" ${hot_nvcc_options} -c "${hot_probe}.cu" -o "${hot_probe}.o"
         OUTPUT_VARIABLE hot_said ERROR_VARIABLE hot_said RESULT_VARIABLE hot_probe_result)
-      string(STRIP "${hot_said}" hot_said)
-      set(hot_cuda_why "the CUDA compiler ${hot_nvcc} (from ${hot_nvcc_from}) cannot compile a \
-program (${hot_probe_result}): ${hot_said}")
-      message(FATAL_ERROR "hotcore: ${hot_cuda_why}\nMend or replace it (CUDACXX, CUDA_HOME; the "
-        "host compiler: CUDAHOSTCXX), or, ${hot_cuda_go_on}")
+      if(NOT hot_probe_result EQUAL 0)
+        string(STRIP "${hot_said}" hot_said)
+        message(FATAL_ERROR "hotcore: the CUDA compiler ${hot_nvcc} (from ${hot_nvcc_from}) cannot "
+          "compile a program (${hot_probe_result}): ${hot_said}\nMend or replace it (CUDACXX, "
+          "CUDA_HOME; the host compiler: CUDAHOSTCXX), or, ${hot_cuda_go_on}")
+      endif()
+      if(NOT hot_nvcc_from STREQUAL "CUDACXX")
+        set(CMAKE_CUDA_COMPILER "${hot_nvcc}")
+      endif()
     endif()
-    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-      hot_choose_archs("${CMAKE_CUDA_COMPILER}" "${hot_gpu_capabilities}" hot_archs hot_archs_why)
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
+      set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}" CACHE STRING "CUDA architectures")
+    elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      hot_choose_archs("${hot_nvcc}" "${hot_gpu_capabilities}" hot_archs hot_archs_why)
       if(NOT hot_archs)
         message(FATAL_ERROR "hotcore: ${hot_archs_why}. To build for others, set "
           "CUDAARCHS=\"${hot_release_archs}\"; ${hot_cuda_go_on}")
@@ -65,40 +71,15 @@ program (${hot_probe_result}): ${hot_said}")
       set(CMAKE_CUDA_ARCHITECTURES "${hot_archs}")
       message(STATUS "hotcore: CUDA architectures chosen: ${hot_archs} (${hot_archs_why})")
     endif()
-    enable_language(CUDA)
-    if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND
-       CMAKE_CUDA_COMPILER_VERSION VERSION_LESS hot_cuda_minimum)
-      message(FATAL_ERROR "hotcore: nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}) is "
-        "older than ${hot_cuda_minimum}. Install a newer CUDA toolkit; ${hot_cuda_go_on}")
-    endif()
-    find_package(CUDAToolkit REQUIRED)
     set(HOT_CUDA_BUILT ON)
-    # What the build holds is compared with a GPU at run time: numbers, not CMake's words for them.
-    if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
-      set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES_NATIVE}")
-    elseif(CMAKE_CUDA_ARCHITECTURES MATCHES "^all(-major)?$")
-      set(hot_archs "${CMAKE_CUDA_ARCHITECTURES_ALL}")
-      if(CMAKE_CUDA_ARCHITECTURES STREQUAL "all-major")
-        set(hot_archs "${CMAKE_CUDA_ARCHITECTURES_ALL_MAJOR}")
-      endif()
-      list(FILTER hot_archs EXCLUDE REGEX "^[5-7][0-9]")  # older than the kernels can serve
-      set(CMAKE_CUDA_ARCHITECTURES "${hot_archs}")
-    endif()
-    set(hot_archs ${CMAKE_CUDA_ARCHITECTURES})
-    list(FILTER hot_archs INCLUDE REGEX "^[1-7][0-9]([^0-9]|$)")
-    if(hot_archs)
-      message(FATAL_ERROR "hotcore: CMAKE_CUDA_ARCHITECTURES is ${CMAKE_CUDA_ARCHITECTURES}; the "
-        "kernels need 80 or newer. Set it, or CUDAARCHS, for example to native")
+    if(CMAKE_CUDA_ARCHITECTURES MATCHES "^(native|all|all-major)$")
+      include(HotCudaLanguage)  # knows what the word means
     endif()
   endif()
   if(NOT HOT_CUDA_BUILT AND NOT HOT_CUDA STREQUAL "AUTO")
     message(FATAL_ERROR "HOT_CUDA=${HOT_CUDA}, but: ${hot_cuda_why}")
   endif()
 endif()
-
-if(HOT_CUDA_BUILT)
-  message(STATUS "hotcore: CUDA backend ON, ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
-                 "architectures ${CMAKE_CUDA_ARCHITECTURES}")
-else()
+if(NOT HOT_CUDA_BUILT)
   message(STATUS "hotcore: CUDA backend OFF (${hot_cuda_why})")
 endif()

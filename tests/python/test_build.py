@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -222,18 +223,13 @@ def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine
     assert cpu < two < minutes(said)
 
 
-@pytest.mark.parametrize("by_pip", [True, False])
-def test_a_build_by_pip_says_it_on_the_terminal(machine: Machine, by_pip: bool) -> None:
-    # As pip runs CMake: what it prints goes to pip, but the terminal is still the person's.
-    if by_pip:
-        machine.options["SKBUILD"] = "2"
-    source = machine.root / "source"
+def on_a_terminal(call: Callable[[], int]) -> tuple[int, bytes]:
+    """Status of ``call`` in a process with a terminal of its own, and what that shows."""
     process, terminal = pty.fork()
     if process == 0:
         code = 1
         try:
-            code, said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
-            (source / "said").write_text(said)
+            code = call()
         finally:
             os._exit(code)
     shown = b""
@@ -242,11 +238,52 @@ def test_a_build_by_pip_says_it_on_the_terminal(machine: Machine, by_pip: bool) 
             shown += piece
     except OSError:  # EIO: its other end was closed
         pass
-    assert os.waitpid(process, 0)[1] == 0
+    status = os.waitpid(process, 0)[1]
     os.close(terminal)
+    return os.waitstatus_to_exitcode(status), shown
+
+
+@pytest.mark.parametrize("by_pip", [True, False])
+def test_a_build_by_pip_says_it_on_the_terminal(machine: Machine, by_pip: bool) -> None:
+    # As pip runs CMake: what it prints goes to pip, but the terminal is still the person's.
+    if by_pip:
+        machine.options["SKBUILD"] = "2"
+    source = machine.root / "source"
+
+    def configure() -> int:
+        code, said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
+        (source / "said").write_text(said)
+        return code
+
+    code, shown = on_a_terminal(configure)
+    assert code == 0
     line = b"hotcore: building for the CPU alone (no CUDA compiler). This takes"
     assert (line in shown) == by_pip
     assert line.decode() in (source / "said").read_text()
+
+
+def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
+    (tmp_path / "build.ninja").write_text(
+        "build all: phony\n" + "build a.o: CXX_COMPILER__hot_Release a.cpp\n" * 37
+    )
+    words = ["sh", ROOT / "cmake/progress.sh"]
+
+    def build() -> int:
+        for command in (*["true"] * 20, "exit 3", *["true"] * 17):
+            done = subprocess.run([*words, "sh", "-c", command], cwd=tmp_path, capture_output=True)
+            assert done.returncode == (3 if command == "exit 3" else 0)
+            assert done.stdout + done.stderr == b""
+        return 0
+
+    code, shown = on_a_terminal(build)
+    assert code == 0
+    steps = [int(n) for n in re.findall(rb"hotcore: (\d+) of 37 files compiled\r\n", shown)]
+    assert steps == [4, 8, 12, 15, 19, 23, 26, 30, 34, 37]
+    # Without a terminal the command runs all the same.
+    done = subprocess.run(
+        [*words, "true"], cwd=tmp_path, start_new_session=True, capture_output=True
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 def test_a_machine_without_a_compiler(machine: Machine) -> None:
@@ -259,14 +296,25 @@ def test_a_machine_without_a_compiler(machine: Machine) -> None:
     assert "CMAKE_CXX_COMPILER" not in said  # none of CMake's own words for it
 
 
-def test_a_compiler_that_is_too_old(machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "problem"),
+    [
+        (
+            "set(CMAKE_CXX_COMPILER_ID GNU)\nset(CMAKE_CXX_COMPILER_VERSION 10.2.1)",
+            "GCC 10.2.1 (/usr/bin/true) stops with an internal error; GCC 11 or newer is needed",
+        ),
+        (
+            "set(CMAKE_CXX_COMPILER_ID Clang)\nset(MSVC 1)",
+            "/usr/bin/true takes the options of Microsoft's compiler",
+        ),
+    ],
+)
+def test_a_compiler_that_cannot_build(machine: Machine, compiler: str, problem: str) -> None:
     code, said = machine.configure(
-        "set(CMAKE_CXX_COMPILER_FORCED ON)\nset(CMAKE_CXX_COMPILER_ID GNU)\n"
-        "set(CMAKE_CXX_COMPILER_VERSION 10.2.1)\nset(CMAKE_CXX_COMPILER /usr/bin/true)\n"
+        f"set(CMAKE_CXX_COMPILER_FORCED ON)\n{compiler}\nset(CMAKE_CXX_COMPILER /usr/bin/true)\n"
         "macro(enable_language)\nendmacro()\ninclude(HotCompiler)"
     )
-    assert code != 0
-    assert "GCC 10.2.1 (/usr/bin/true)" in said and "GCC 11 or newer is needed" in said
+    assert code != 0 and problem in said
 
 
 def test_a_python_without_headers(machine: Machine) -> None:

@@ -6,8 +6,6 @@ And reproducibility: one hash for every process, number of threads and instructi
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import signal
 import tempfile
@@ -22,32 +20,13 @@ from typing import Any, NamedTuple
 import hotcore
 import numpy as np
 import pytest
-from hotcore import Key, _core
+from hotcore import _core
 from hotcore.config import RECIPES
-from support import GOLDEN, equal_bits, isas, output_of, running, torch
+from one_hash import HASHES, digest, layer, numbers
+from support import equal_bits, isas, output_of, running, torch
 
 ALL = ("gx", "gw", "gb")
-HASHES = json.loads((GOLDEN / "hashes.json").read_text())
 F = np.float32
-
-
-def numbers(rows: int, columns: int, salt: int) -> np.ndarray:
-    """Multiples of 2^-12, equal on every machine."""
-    index = np.arange(rows * columns, dtype=np.uint64) + np.uint64(salt * 1_000_003)
-    words = (index * np.uint64(2_654_435_761) >> np.uint64(7)) % np.uint64(1 << 16)
-    return ((words.astype(np.int64) - (1 << 15)).astype(F) / F(4096)).reshape(rows, columns)
-
-
-def layer() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return numbers(197, 72, 1), numbers(72, 56, 2), numbers(197, 56, 3)
-
-
-def digest(recipe: str) -> str:
-    """Of a layer's compressed x and its three gradients."""
-    gy, w, x = layer()
-    saved = hotcore.compress_activation(x, recipe, key=Key(0, HASHES["seed"]))
-    got = hotcore.backward_linear(gy, w, saved, need=ALL)
-    return hashlib.sha256(b"".join(v.tobytes() for v in (saved.data, *got))).hexdigest()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

@@ -43,6 +43,8 @@ GOOD = {
         ({}, PLATFORM, None),
         ({}, "linux_x86_64", "is for linux_x86_64"),
         ({}, "manylinux_2_34_x86_64", "is for manylinux_2_34"),
+        ({}, "manylinux_2_24_aarch64", None),
+        ({}, "manylinux_2_34_aarch64", "is for manylinux_2_34"),
         ({"hotcore/lib/libhot.so": b""}, PLATFORM, r"expected hotcore/lib/libhot\.so\.0\.1 alone"),
         ({"hotcore/lib/libhot.so.0.1": b"libhot.so\0"}, PLATFORM, "another soname"),
         ({"hotcore/_core.cpython-311.so": b""}, PLATFORM, "holds 2 extension modules"),
@@ -96,6 +98,14 @@ def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "scripts/release.py"), "--out", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "is not empty" in done.stderr
+
+
+def test_a_wheel_for_aarch64_is_for_an_old_glibc(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "scripts/release.py"), "--out", str(tmp_path / "out")]
+    words += ["--aarch64", "--system-compiler"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "no --system-compiler" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_changelog_has_the_version() -> None:

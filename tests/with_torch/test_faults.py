@@ -214,7 +214,7 @@ def test_a_step_that_fails_anywhere(
 
 
 def numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
-    """See tests/python/test_faults.py."""
+    """See tests/one_hash.py."""
     index = torch.arange(rows * columns, dtype=torch.int64) + salt * 1_000_003
     words = (index * 2_654_435_761 >> 7) % (1 << 16)
     return ((words - (1 << 15)).float() / 4096).reshape(rows, columns)

@@ -1,6 +1,8 @@
 #include "cpu/thread_pool.h"
 
+#if defined(__linux__)
 #include <sched.h>
+#endif
 #include <unistd.h>
 
 #include <algorithm>

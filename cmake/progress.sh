@@ -1,0 +1,11 @@
+# sh progress.sh COMMAND...: one of the compilations of a build by Ninja, in the build folder. Tells the terminal how
+# far the build is, ten times in all (HotSummary.cmake sets it).
+"$@" || exit
+echo >>compiled
+done=$(wc -l <compiled)
+all=$(grep -c '^build .*: C[A-Z]*_COMPILER' build.ninja)
+if [ $((10 * done / all)) -ne $((10 * (done - 1) / all)) ]; then
+  trap '' TTOU
+  printf '\nhotcore: %s of %s files compiled\n' "$done" "$all" 2>/dev/null >/dev/tty
+fi
+exit 0
