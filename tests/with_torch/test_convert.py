@@ -837,7 +837,7 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
 
 def test_convolutions_stay_plain_on_cuda() -> None:
     with pytest.warns(
-        UserWarning, match="unchanged; all 3 layers .* slower.* on CUDA; slower=True"
+        UserWarning, match="no layer is converted; all 3 .* slower.* on CUDA; slower=True"
     ):
         report = hot.convert(ConvNet(), device="cuda").hot_report
     reasons = {layer.name: layer.reason for layer in report.skipped}
@@ -851,7 +851,7 @@ def test_convolutions_stay_plain_on_cuda() -> None:
     assert len(hot.convert(ConvNet(), device="cpu").hot_report.converted) == 3
     report = hot.convert(ConvNet(), device="cuda", overrides={"conv": "fast"}).hot_report
     assert [layer.name for layer in report.converted] == ["conv"]
-    with pytest.warns(UserWarning, match="unchanged"):  # a pattern changes what, not whether
+    with pytest.warns(UserWarning, match="no layer is converted"):  # a pattern changes what, not whether
         hot.convert(ConvNet(), device="cuda", overrides={"c*": "fast"})
     every = hot.convert(ConvNet(), device="cuda", filter_fn=lambda module, fqn: True).hot_report
     assert len(every.converted) == 7  # a filter is the caller's own rule
