@@ -321,7 +321,7 @@ def test_equalised_tokens_do_not_drown(rng: np.random.Generator, recipe: str) ->
 
 
 # Relative error of g_w, x INT8, INT4, rht2, where tokens differ in size: the cases of
-# benchmarks/evidence/bench_storage.py. (A mean of 10 is not a matter of tokens.)
+# benchmarks/evidence/bench_cases.py. (A mean of 10 is not a matter of tokens.)
 CASES = {
     "Gauss": (0.03, 0.22, 0.5),
     "log-normal token sizes": (0.08, 0.25, 0.55),
@@ -338,10 +338,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_equalised_cases(case: str) -> None:
-    pytest.importorskip("torch", reason="bench_storage needs torch")
-    from evidence import bench_storage  # of benchmarks/, which is in the path
+    pytest.importorskip("torch", reason="bench_cases needs torch")
+    from evidence import bench_cases  # of benchmarks/, which is in the path
 
-    gy, x = (v.astype(np.float32) for v in bench_storage.cases(np.random.default_rng(0))[case])
+    gy, x = (v.astype(np.float32) for v in bench_cases.cases(np.random.default_rng(0))[case])
     exact = gy.astype(np.float64).T @ x
     for storage, bound in zip(("int8", "int4", "rht2"), CASES[case], strict=True):
         config = HotConfig(storage=storage, equalize_tokens=True)
@@ -353,13 +353,14 @@ def test_equalised_cases(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_errors_of_recipes(case: str, title: str) -> None:
     # Where `default` is bad it is so by its method, and not worse; what helps goes on helping
-    # (docs/recipes.md). The figures are benchmarks/results/recipe-cases.json, by --recipes.
-    pytest.importorskip("torch", reason="bench_storage needs torch")
-    from evidence import bench_storage
+    # (docs/recipes.md). The figures are benchmarks/results/recipe-cases.json.
+    pytest.importorskip("torch", reason="bench_cases needs torch")
+    from evidence import bench_cases
+    from timing import RESULTS
 
-    known = json.loads((bench_storage.RESULTS / "recipe-cases.json").read_text())["cases"][case]
-    found = bench_storage.recipe_error(
-        bench_storage.cases(np.random.default_rng(0))[case], title, keys=3
+    known = json.loads((RESULTS / "recipe-cases.json").read_text())["cases"][case]
+    found = bench_cases.recipe_error(
+        bench_cases.cases(np.random.default_rng(0))[case], title, keys=3
     )
     assert 0.75 * known[title] < found < 1.25 * known[title]
 

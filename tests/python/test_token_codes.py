@@ -348,14 +348,14 @@ CASES = {
     "SwiGLU-like, massive first tokens without gradient": (0.018, 0.1, 0.4),
     "one token × 1000, with its gradient": (0.075, 0.13, 0.45),
 }
-"""Errors of g_w that hold, token8, token4 and token2: the cases of bench_storage.py."""
+"""Errors of g_w that hold, token8, token4 and token2: the cases of bench_cases.py."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_that_differ_in_size(case: str) -> None:
-    from evidence import bench_storage
+    from evidence import bench_cases
 
-    gy, x = bench_storage.cases(np.random.default_rng(0))[case]
+    gy, x = bench_cases.cases(np.random.default_rng(0))[case]
     exact = gy.T @ x
     for storage, bound in zip(TOKEN_STORAGES, CASES[case], strict=True):
         config = one_code(storage)
