@@ -1,7 +1,6 @@
 """Every claim of the sources, and what was measured here: one row each, for doc_tables.py.
 
-The measured words come from the reports at hand. Where a report is missing the row says what makes
-it; where nothing here could decide, why.
+The measured words come from the reports; where nothing here could decide, the row says why.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 from evidence import intervals
 from evidence.evidence_tables import (
     FP8,
-    MAKES,
     MARGIN,
     Report,
     days_of,
@@ -37,13 +35,9 @@ from evidence.evidence_tables import (
 Measured = Callable[[Path], str]
 
 
-class Missing(Exception):
-    """Names the report that is not there."""
-
-
 @dataclass(frozen=True)
 class Claim:
-    """One row; ``measured`` may raise Missing."""
+    """One row."""
 
     claim: str
     claimed: str
@@ -58,8 +52,6 @@ _days: set[str] = set()
 
 def need(results: Path, name: str) -> Report:
     report = report_of(results, name)
-    if report is None:
-        raise Missing(name)
     _days.update(days_of({key: part for key, part in report.items() if key != "runs"}))
     return report
 
@@ -71,38 +63,28 @@ def dated(runs: Iterable[Report]) -> None:
 
 def _gap(results: Path, file: str, task: str, method: str) -> str:
     report = need(results, file)
-    values = differences(report, task, method)
-    if not values:
-        raise Missing(file)
     runs = of_task(report, task)
     dated(run for name in (method, "fp32") for run in runs[name].values())
-    return plus_minus(values)
+    return plus_minus(differences(report, task, method))
 
 
 def _gaps(file: str, *methods: str) -> Measured:
     """Differences to fp32 of both small tasks."""
 
     def measured(results: Path) -> str:
-        parts, late = [], []
+        parts = []
         for method in methods:
-            try:
-                vit, gpt = (_gap(results, file, task, method) for task in ("vit", "gpt"))
-                parts.append(f"{method}: {vit} (ViT), {gpt} (GPT)")
-            except Missing:
-                late.append(f"{method}: not run yet")
-        if not parts:
-            raise Missing(file)
-        return "; ".join(parts + late)
+            vit, gpt = (_gap(results, file, task, method) for task in ("vit", "gpt"))
+            parts.append(f"{method}: {vit} (ViT), {gpt} (GPT)")
+        return "; ".join(parts)
 
     return measured
 
 
-def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str | None:
-    """By rank, mean and largest deviation of the seeds; None where a rank was not trained."""
+def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str:
+    """By rank, mean and largest deviation of the seeds."""
     names = ["fp32", *(recipe if r == 8 else f"{recipe}, rank {r}" for r in (16, 8, 4, 2, 1))]
     runs = of_task(report, task)
-    if any(name not in runs for name in names):
-        return None
     dated(run for name in names for run in runs[name].values())
     found = [[100 * run.get("val_accuracy", math.nan) for run in runs[name].values()]
              for name in names]  # fmt: skip
@@ -112,23 +94,17 @@ def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str | None
 
 
 def _ranks(results: Path) -> str:
-    """Accuracies by rank of the small tasks, and of the source's own model where it was trained."""
-    report = need(results, "ablations.json")
-    parts = []
-    for task, title in (("vit", "ViT"), ("gpt", "GPT")):
-        for recipe in ("paper", "paper, g_x in INT8"):
-            found = _accuracies(report, task, recipe)
-            if found is None:
-                raise Missing("ablations.json")
-            parts.append(f"{title}, {found}")
-    large = "cuda-ranks-efficientformer.json"
-    if not (results / large).exists():
-        return f"accuracy, {'; '.join(parts)}; ranks of an EfficientFormer were not trained"
-    task = "images-efficientformer"
-    for recipe in ("paper", "paper, g_x in INT8"):
-        found = _accuracies(need(results, large), task, recipe)
-        if found is not None:
-            parts.append(f"EfficientFormer-L1, photographs, {found}")
+    """Accuracies by rank of the small tasks, and of the source's own model."""
+    tasks = {
+        "vit": ("ViT", "ablations.json"),
+        "gpt": ("GPT", "ablations.json"),
+        "images-efficientformer": ("EfficientFormer-L1, photographs", LARGE_RANKS),
+    }
+    parts = [
+        f"{title}, {_accuracies(need(results, file), task, recipe)}"
+        for task, (title, file) in tasks.items()
+        for recipe in ("paper", "paper, g_x in INT8")
+    ]
     return f"accuracy, {'; '.join(parts)}"
 
 
@@ -287,10 +263,7 @@ def _cost(results: Path) -> str:
 
 
 def _breakdown(results: Path) -> str:
-    report = need(results, "cuda-latency.json")
-    if "breakdown" not in report:
-        raise Missing("cuda-latency.json")
-    of = report["breakdown"]["qkv"]["stages"]
+    of = need(results, "cuda-latency.json")["breakdown"]["qkv"]["stages"]
     total, products = hot_parts(of["paper, fp32 arrays"])
     quantisers = total - products
     return (
@@ -322,8 +295,6 @@ def _scaling(results: Path) -> str:
         if found is not None:
             words = f"{found.count} pairs: {intervals.verdict(found, MARGIN)}"
             parts.append(f"{name} less {less} {found.mean:+.4f} {ends_of(found)} ({words})")
-    if not parts:
-        raise Missing("cuda-gpt-91M.json")
     for size in gaps_by_size(results):
         need(results, f"cuda-gpt-{size}.json")  # for its date
     return f"95 % intervals, equivalence within {MARGIN}: {'; '.join(parts)}"
@@ -361,6 +332,7 @@ TRAIN, ABLATE, TUNE = "bench_training.py", "bench_training.py --table ablations"
 )  # fmt: skip
 CHECK = "bench_backward.py --device cuda"
 CALL_A = "evidence.py --call a"
+LARGE_RANKS = "cuda-ranks-efficientformer.json"
 PUBLISHED = ("paper as published", "paper as published, LQS of g_x, too")
 IMAGENET = "no CIFAR, no ImageNet and no pre-trained weights here, nothing is downloaded"
 
@@ -484,12 +456,7 @@ def table(results: Path) -> Iterator[str]:
 
 def row_of(claim: Claim, results: Path) -> str:
     _days.clear()
-    try:
-        found = claim.measured(results)
-    except Missing as error:
-        found = f"*not run yet: {MAKES.get(str(error), error)}*"
-    except KeyError as error:  # a run that was broken off, or a contender that did not fit
-        found = f"*not run yet: its report has no {error.args[0]}*"
+    found = claim.measured(results)
     command = f"`{claim.command}`" if claim.command else ""
     days = " to ".join(sorted({min(_days), max(_days)})) if _days else ""
     return line([claim.claim, claim.claimed, found, days, claim.where, command])

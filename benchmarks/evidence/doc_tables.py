@@ -7,8 +7,7 @@
 A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
 comes from here. Every page of the repository that has such a line is looked at. ``KINDS`` at the
 end lists the kinds, with their reports; what each holds says the function of its name, here, in
-claims.py or in evidence_tables.py. Of claims to quality a report that is not there is a line that
-says what makes it. A test keeps the pages as the reports are.
+claims.py or in evidence_tables.py. A test keeps the pages as the reports are.
 """
 
 from __future__ import annotations
@@ -762,7 +761,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", pays, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
-    **_of("", TABLES.quality, TABLES.figure),
+    **_of("", TABLES.quality),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 

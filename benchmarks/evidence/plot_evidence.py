@@ -137,19 +137,16 @@ CURVES = {
 
 def plot_curves(results: Path, path: Path) -> None:
     """Validation loss along training: the GPT of 91 M from scratch, ViT-B's blocks fine-tuned."""
-    gpt = tables.report_of(results, "cuda-gpt-91M.json")
-    vit = tables.report_of(results, "cuda-finetune-vit-b.json")
-    assert gpt is not None
-    by_seed = tables.runs_by_seed(gpt)
+    by_seed = tables.runs_by_seed(tables.report_of(results, "cuda-gpt-91M.json"))
     first = {name: {0: runs[0]} for name, runs in by_seed.items() if 0 in runs}
-    panels = {"GPT, 91 M parameters, text, from scratch, seed 0": first}
-    if vit is not None:
-        found = tables.of_task(vit, tables.tasks_of(vit)[0])
-        found["FP8 tensorwise"] = found.pop("torchao_fp8", {})
-        panels["ViT-B's blocks, photographs, fine-tuned"] = found
+    tuned = tables.of_task(tables.report_of(results, "cuda-finetune-vit-b.json"), "images-vit-b")
+    tuned["FP8 tensorwise"] = tuned.pop("torchao_fp8")
+    panels = {
+        "GPT, 91 M parameters, text, from scratch, seed 0": first,
+        "ViT-B's blocks, photographs, fine-tuned": tuned,
+    }
     figure, rows = plt.subplots(2, len(panels), figsize=(6 * len(panels), 6), sharex="col",
-                                layout="constrained", squeeze=False,
-                                height_ratios=(3, 2))  # fmt: skip
+                                layout="constrained", height_ratios=(3, 2))  # fmt: skip
     for (upper, lower), (title, found) in zip(rows.T, panels.items(), strict=True):
         curves = {name: mean_curve(runs) for name, runs in found.items()}
         for name, (color, style) in CURVES.items():
