@@ -29,13 +29,12 @@ from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
 
-def pages() -> list[Path]:
-    """Those with a table of measurements."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    return [page for page in sorted(found) if BLOCK.search(page.read_text(encoding="utf-8"))]
-
-
-PAGES = tuple(pages())
+PAGES = tuple(
+    page
+    for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    if BLOCK.search(page.read_text(encoding="utf-8"))
+)
+"""Those with a table of measurements."""
 
 
 class Unknown(Exception):
@@ -171,15 +170,6 @@ def gpt(report: Report) -> Lines:
         yield line([name, seed, *figures])
 
 
-def convolutions(report: Report) -> Lines:
-    """Forward and backward of ResNet-50 as `convert` leaves it and with everything converted."""
-    yield from header(["ResNet-50, 128 images", "", "layers converted", "ms", "of plain's"])
-    for layout, entry in report["steps"].items():
-        for name, row in entry.items():
-            figures = [f"{row['median_ms']:.1f}", f"{row['of plain']:.2f}"]
-            yield line([layout, name, row["converted"], *figures])
-
-
 def distributed(report: Report) -> Lines:
     """DDP and FSDP2 by NCCL: a step and the loss, plain and by recipe."""
     head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
@@ -190,15 +180,14 @@ def distributed(report: Report) -> Lines:
             yield line([way, name, *figures, "yes" if row["same parameters"] else "no"])
 
 
-def gradients(report: Report, *models: str, table: int = 0) -> Lines:
+def gradients(report: Report, *models: str) -> Lines:
     """Cosine with fp32's gradient, by recipe, of all models or some."""
-    chosen = {name: report["models"][name] for name in models or report["models"]}
-    yield from model_table.markdown(chosen).strip().split("\n\n")[table].split("\n")
+    yield from model_table.cosines({n: report["models"][n] for n in models or report["models"]})
 
 
 def losses(report: Report) -> Lines:
     """The loss after some steps on one batch."""
-    yield from gradients(report, table=1)
+    yield from model_table.losses(report["models"])
 
 
 def losses_note(report: Report) -> Lines:
@@ -615,18 +604,6 @@ def pays(results: Path) -> Lines:
     yield from ("", evidence_tables.dates_line(results, used))
 
 
-# ---- errors ----
-
-
-def forward_error(report: Report) -> Lines:
-    """Error of an 8-bit forward, beside FP8: percent, by activations and product."""
-    names = list(report["rows"][0]["error"])
-    yield from header(["activations", "in features", *names])
-    for row in report["rows"]:
-        errors = [f"{100 * row['error'][name]:.2f} %" for name in names]
-        yield line([row["activation"], str(row["width"]), *errors])
-
-
 def cases(report: Report) -> Lines:
     """Relative error of g_w where tokens differ in size: every case, every recipe."""
     recipes = report["recipes"]
@@ -743,7 +720,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-check.json", tests),
     **_of("cuda-steps.json", steps, all_steps, summary),
     **_of("cuda-models-table.json", gradients, losses, losses_note),
-    **_of("cuda-autotune.json", autotune, convolutions),
+    **_of("cuda-autotune.json", autotune),
     **_of("cuda-quantize.json", kept_times, forward_input),
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("cuda-mma-sync.json", mma_sync),
@@ -753,7 +730,6 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("nccl.json", distributed),
-    **_of("forward-error.json", forward_error),
     **_of("cuda-forward.json", forward_blocks),
     **_of("recipe-cases.json", cases),
     **_of("earlier.json", earlier),

@@ -609,7 +609,7 @@ def to_loss(results: Path) -> Lines:
             share, _ = shares_of_steps(report, name)
             time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
             yield line([f"{size}, {name}", f"{ratio:.2f}", _share(share), f"{time} of bf16's"])
-    timed = (name for names in STEP_REPORTS.values() for name in names)
+    timed = reports_of(results, (name for names in STEP_REPORTS.values() for name in names))
     yield from ("", dates_line(results, [*map(file_of, found), *timed]))
 
 

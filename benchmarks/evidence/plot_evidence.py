@@ -267,20 +267,11 @@ def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path, transparent=False)
 
 
-def plot_check(report: Mapping[str, Any], out: Path) -> None:
-    """The layers of the last gpu-check, and where their time goes."""
-    found = report["bench_backward"]
-    plot.plot_speedups(found, out / "speedup_by_layer.svg")
-    if plot.has_stages(found):
-        plot.plot_breakdown(found, out / "breakdown.svg")
-
-
 def plot_all(results: Path, out: Path) -> list[str]:
     """The pages' figures whose report is there; the names of reports that are not."""
     trainings = ("training", "ablations", "finetune", "bert")
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        "gpu-check": lambda found: plot_check(found, out),
-        "cuda-steps": lambda found: plot.plot_steps(found, out / "steps.svg"),
+        **dict.fromkeys(("gpu-check", "cuda-steps"), lambda found: plot.plot_report(found, out)),
         "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
         **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),

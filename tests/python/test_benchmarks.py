@@ -28,7 +28,6 @@ import timing  # noqa: E402
 from evidence import (  # noqa: E402
     bench_cases,
     bench_experts,
-    bench_forward_error,
     bench_fwht,
     bench_mma_sync,
     bench_quantize,
@@ -154,11 +153,6 @@ def test_floor(group: str, passes: int, wanted: tuple[int, ...]) -> None:
     assert found == pytest.approx(wanted, abs=1.0)
 
 
-def test_hadamard_matrix() -> None:
-    x = torch.randn(3, 32)
-    torch.testing.assert_close(x @ bench_fwht.hadamard(32), hotcore.fwht(x, block=32))
-
-
 def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
     shape = (48, 24, 32)
     gy, w, x = bench_backward.tensors(shape, "cpu", torch.float32)
@@ -256,21 +250,6 @@ def test_bench_experts(tmp_path: Path) -> None:
     rows = report["layers"]["toy"]["rows"]
     kept = [rows[name]["kept_bytes"] for name in ("grouped_mm", "experts 8", "all 8", "all 4")]
     assert kept == sorted(kept, reverse=True) and kept[0] > 5 * kept[-1]
-
-
-def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_forward_error, "WIDTHS", (256,))
-    monkeypatch.setattr(bench_forward_error, "TOKENS", 64)
-    path = tmp_path / "forward-error.json"
-    bench_forward_error.main(["--seeds", "1", "--json", str(path)])
-    rows = {row["activation"]: row["error"] for row in json.loads(path.read_text())["rows"]}
-    assert set(rows) == set(bench_forward_error.ACTIVATIONS)
-    for name, error in rows.items():
-        assert error["bf16"] < error["INT8, 64"] < 0.6 * error["FP8 rowwise"], name
-    outliers = rows["channels x100"]
-    assert outliers["INT8, 128"] < outliers["INT8, 16"] < outliers["INT8, 1"]
-    committed = json.loads((timing.RESULTS / "forward-error.json").read_text())
-    assert {row["activation"] for row in committed["rows"]} == set(rows)
 
 
 def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -561,13 +540,10 @@ def test_convolutions_lose_in_the_rules_report() -> None:
     for row in rows:
         plain = row["times"].pop("plain")[0]
         assert all(times[0] > 1.05 * plain for times in row["times"].values()), row["shape"]
-    for layout in content["steps"].values():
-        assert layout["default"]["of plain"] < 1.03 and layout["default"]["converted"] == "0 of 54"
 
 
 def test_autotune(tmp_path: Path) -> None:
-    report = run(bench_autotune, tmp_path / "out.json", "--part", "grid")
-    assert not report["failed"]
+    report = run(bench_autotune, tmp_path / "out.json")
     for name, case in report["grid"].items():
         assert case["rows"], name
         for row in case["rows"]:
