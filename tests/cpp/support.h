@@ -52,12 +52,6 @@ inline std::vector<float> normal(std::int64_t count, float scale = 1.0F) {
   return values;
 }
 
-inline std::vector<float> small_integers(std::int64_t count, int limit) {
-  std::vector<float> values(static_cast<std::size_t>(count));
-  for (float& value : values) value = static_cast<float>(random_int(-limit, limit));
-  return values;
-}
-
 inline std::vector<std::int8_t> codes(std::int64_t count, int limit) {
   std::vector<std::int8_t> values(static_cast<std::size_t>(count));
   for (auto& value : values) value = static_cast<std::int8_t>(random_int(-limit, limit));
@@ -238,50 +232,5 @@ struct Layer {
     backward(context);
   }
 };
-
-// Relative distance |a - b| / |b| in the Euclidean norm.
-inline double distance(const std::vector<double>& a, const std::vector<double>& b) {
-  double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    difference += (a[i] - b[i]) * (a[i] - b[i]);
-    norm += b[i] * b[i];
-  }
-  return norm == 0 ? std::sqrt(difference) : std::sqrt(difference / norm);
-}
-
-inline std::vector<double> doubles(const std::vector<float>& values) {
-  return {values.begin(), values.end()};
-}
-
-inline std::vector<double> plain_gx(const Layer& layer) {
-  std::vector<double> out(static_cast<std::size_t>(layer.L * layer.I), 0.0);
-  for (std::int64_t l = 0; l < layer.L; ++l) {
-    for (std::int64_t o = 0; o < layer.O; ++o) {
-      for (std::int64_t i = 0; i < layer.I; ++i) {
-        out[static_cast<std::size_t>(l * layer.I + i)] +=
-            static_cast<double>(layer.gy.at(l, o)) * static_cast<double>(layer.w.at(o, i));
-      }
-    }
-  }
-  return out;
-}
-
-inline std::vector<double> plain_gw(const Layer& layer) {
-  std::vector<double> out(static_cast<std::size_t>(layer.O * layer.I), 0.0);
-  for (std::int64_t l = 0; l < layer.L; ++l) {
-    for (std::int64_t o = 0; o < layer.O; ++o) {
-      for (std::int64_t i = 0; i < layer.I; ++i) {
-        out[static_cast<std::size_t>(o * layer.I + i)] +=
-            static_cast<double>(layer.gy.at(l, o)) * static_cast<double>(layer.x.at(l, i));
-      }
-    }
-  }
-  return out;
-}
-
-// Sylvester's matrix: entry (i, j) is the parity of the bits that i and j share.
-inline int sylvester(std::int64_t i, std::int64_t j) {
-  return __builtin_parityll(static_cast<unsigned long long>(i & j)) != 0 ? -1 : 1;
-}
 
 }  // namespace hot_test
