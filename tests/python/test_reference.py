@@ -646,8 +646,6 @@ def test_scale_per_token(rng: np.random.Generator) -> None:
             for k in range(a.shape[1]):
                 acc = f32(acc + f32(f32(f32(a[m, k]) * s_a[k]) * f32(b[n, k])))
             assert got[m, n] == f32(f32(acc * s_b[n]) / divisor)
-    plain = gy.astype(np.float64).T @ x
-    assert distance(got, plain) < 0.03  # accurate
 
 
 @pytest.mark.parametrize("gw_scale", ["token", "tensor"])
