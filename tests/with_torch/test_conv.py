@@ -15,7 +15,6 @@ import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.modules import is_pointwise  # noqa: E402
 from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")
@@ -141,29 +140,6 @@ def test_under_autocast() -> None:
         assert got[1].dtype == torch.float32 and relative(got[1], exact[1]) < 0.02
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_no_images(kernel: int) -> None:
-    plain = nn.Conv2d(8, 16, kernel, padding=kernel // 2)
-    module = hot.HotConv2d.from_conv(plain)
-    x = torch.randn(0, 8, 6, 5, requires_grad=True)
-    for found in grads(module, x, torch.randn(0, 16, 6, 5)):
-        assert not found.any()
-
-
-def test_a_checkpointed_convolution() -> None:
-    module = hot.HotConv2d(8, 16, 3, padding=1)
-    x, gy = torch.randn(2, 8, 7, 6, requires_grad=True), torch.randn(2, 16, 7, 6)
-    runs = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(6)
-        y = module(x) if reentrant is None else checkpoint(module, x, use_reentrant=reentrant)
-        module.weight.grad = x.grad = None
-        y.backward(gy)
-        runs.append((x.grad, module.weight.grad))
-    for other in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
     # The layer's own grid replaces the configuration's token grid.
@@ -246,17 +222,6 @@ def test_gradients_keep_the_parameters_layout() -> None:
             module = hot.HotConv2d(8, 16, kernel).to(memory_format=fmt)
             (gw,) = torch.autograd.grad(module(torch.randn(2, 8, 10, 12)).sum(), module.weight)
             assert gw.stride() == module.weight.stride()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_dtypes(kernel: int, dtype: torch.dtype) -> None:
-    module = hot.HotConv2d(8, 16, kernel).to(dtype)
-    x = torch.randn(2, 8, 10, 12, dtype=dtype, requires_grad=True)
-    y = module(x)
-    assert y.dtype == dtype
-    y.float().square().sum().backward()
-    assert x.grad.dtype == module.weight.grad.dtype == module.bias.grad.dtype == dtype
 
 
 # ----------------------------------------------------------------------------------- What is saved

@@ -189,14 +189,6 @@ def test_bad_arguments() -> None:
         hot.linear(x, weight, bias, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1))
 
 
-@pytest.mark.skipif(hotcore._core.built_with_cuda(), reason="built with CUDA")
-def test_device_without_backend() -> None:
-    with pytest.raises(NotImplementedError, match="no CUDA backend"):
-        hotcore.contexts.cuda(0, 0)
-    with pytest.raises(NotImplementedError, match="no backend of hotcore for the device"):
-        core.context_of(torch.device("mps"))
-
-
 # -------------------------------------------------------------------------------- torch.library ops
 
 
