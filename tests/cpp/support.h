@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -12,6 +13,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hot/hot.h"
@@ -231,6 +233,40 @@ struct Layer {
     compress(context);
     backward(context);
   }
+
+  // What was kept and every gradient.
+  std::vector<char> bytes() {
+    std::vector<char> all(saved_data(), saved_data() + layout.bytes);
+    for (const std::vector<float>& values : {gx.values(), gw.values(), gb}) {
+      const auto* const from = reinterpret_cast<const char*>(values.data());
+      all.insert(all.end(), from, from + values.size() * sizeof(float));
+    }
+    return all;
+  }
 };
+
+inline constexpr hot::Storage token_storages[] = {hot::Storage::token8, hot::Storage::token4,
+                                                  hot::Storage::token2};
+
+// A token storage, to nearest where that is allowed, in the widest blocks.
+inline hot::BackwardLinearSpec token_spec(hot::Storage storage) {
+  hot::BackwardLinearSpec spec;
+  spec.hadamard_block = 64;
+  spec.gx_rounding = hot::Rounding::nearest;
+  spec.gw_scale = hot::Granularity::token;
+  spec.storage = storage;
+  if (storage == hot::Storage::token8) spec.x_rounding = hot::Rounding::nearest;
+  return spec;
+}
+
+// Every recipe and every token storage, by name.
+inline std::vector<std::pair<std::string, hot::BackwardLinearSpec>> named_specs() {
+  std::vector<std::pair<std::string, hot::BackwardLinearSpec>> specs;
+  for (const std::string& name : recipe_names()) specs.emplace_back(name, recipe(name));
+  for (const hot::Storage storage : token_storages) {
+    specs.emplace_back(hot::storage_name(storage), token_spec(storage));
+  }
+  return specs;
+}
 
 }  // namespace hot_test

@@ -24,9 +24,16 @@ import numpy as np
 import pytest
 from hotcore import Key, _core
 from hotcore.config import RECIPES
-from support import GOLDEN, equal_bits, isas, output_of, running, torch
+from support import (
+    ALL,
+    GOLDEN,
+    equal_bits,
+    isas,
+    output_of,
+    running,
+    torch,
+)
 
-ALL = ("gx", "gw", "gb")
 HASHES = json.loads((GOLDEN / "hashes.json").read_text())
 F = np.float32
 

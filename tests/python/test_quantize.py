@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import (
     FLOATS,
+    KEY,
     KINDS,
     array,
     data,
@@ -29,7 +30,6 @@ from support import (
 
 SCALES = ("token", "channel", "tensor")
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
-KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 
 
 def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
