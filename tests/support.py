@@ -124,6 +124,28 @@ def array(values: np.ndarray, dtype: str) -> Any:
         return values.astype(dtype)
 
 
+def given_as(dtype: str, *arrays: np.ndarray) -> list[Any]:
+    """The arrays as one has them who wants results of ``dtype``: torch tensors for bfloat16."""
+    if dtype != "bfloat16":
+        return list(arrays)
+    if torch is None:
+        pytest.skip("bfloat16 needs torch")
+    return [torch.from_numpy(values) for values in arrays]
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def unaligned(values: np.ndarray) -> np.ndarray:
+    raw = np.zeros(values.nbytes + 1, np.uint8)
+    view = raw[1:].view(values.dtype).reshape(values.shape)
+    view[...] = values
+    return view
+
+
 def numpy_of(value: Any) -> np.ndarray:
     """A NumPy array of the same values; bfloat16 is widened to float32."""
     if isinstance(value, np.ndarray):

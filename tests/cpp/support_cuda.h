@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -34,6 +35,29 @@ class DeviceMemory {
 
  private:
   void* data_ = nullptr;
+};
+
+// What `call` queues on a stream, as a CUDA graph.
+class Graph {
+ public:
+  Graph(cudaStream_t stream, const std::function<void()>& call) : stream_(stream) {
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    call();
+    check(cudaStreamEndCapture(stream, &graph_));
+    check(cudaGraphInstantiate(&executable_, graph_, 0));
+  }
+  ~Graph() {
+    static_cast<void>(cudaGraphExecDestroy(executable_));
+    static_cast<void>(cudaGraphDestroy(graph_));
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  void replay() const { check(cudaGraphLaunch(executable_, stream_)); }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t executable_ = nullptr;
 };
 
 // The same bytes on both sides.

@@ -1,6 +1,6 @@
-// Stages on CUDA against the CPU, bit for bit, at sizes and edges that random_cases.h does not draw:
-// long contractions, many tokens, every plan, what is kept of awkward values. Random calls of every
-// stage: TrustCuda.random_cases_equal_cpu. Built with CUDA only, skipped without a device.
+// Stages on CUDA against the CPU, bit for bit, at sizes and edges that random_cases.h does not
+// draw: long contractions, many tokens, every plan, what is kept of awkward values. Random calls of
+// every stage: TrustCuda.random_cases_equal_cpu. Built with CUDA only, skipped without a device.
 #include <set>
 #include <tuple>
 #include <utility>
@@ -608,29 +608,6 @@ class DeviceCountedKey : public CountedKey {
 
  private:
   Mirrored number_;
-};
-
-// What `call` queues on a stream, as a CUDA graph.
-class Graph {
- public:
-  Graph(cudaStream_t stream, const std::function<void()>& call) : stream_(stream) {
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    call();
-    check(cudaStreamEndCapture(stream, &graph_));
-    check(cudaGraphInstantiate(&executable_, graph_, 0));
-  }
-  ~Graph() {
-    static_cast<void>(cudaGraphExecDestroy(executable_));
-    static_cast<void>(cudaGraphDestroy(graph_));
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  void replay() const { check(cudaGraphLaunch(executable_, stream_)); }
-
- private:
-  cudaStream_t stream_;
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t executable_ = nullptr;
 };
 
 }  // namespace

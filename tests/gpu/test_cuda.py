@@ -16,6 +16,7 @@ import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 from support_gpu import (  # noqa: E402
     RECIPES,
     assert_equal_backward,
+    captured,
     layer,
     same_bits,
     whole_backward,
@@ -137,14 +138,7 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
                 found += [on(there), on(there)]
             on.weight.requires_grad_(True)
         assert all(same_bits(found[0].detach(), y.detach()) for y in found)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(there)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(there)
+        graph, y = captured(lambda model=model, there=there: model(there))
         graph.replay()
         assert same_bits(model(there).detach().cpu(), y.detach())
 
@@ -271,14 +265,7 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
         y = there(leaf)
         return y, torch.autograd.grad(y.float().square().sum(), leaf)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, gx = step()
+    graph, (y, gx) = captured(step)
     grads = []
     for _ in range(2):
         graph.replay()

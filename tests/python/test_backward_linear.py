@@ -33,6 +33,7 @@ from support import (
     data,
     equal_bits,
     from_bits,
+    given_as,
     golden,
     golden_config,
     keys,
@@ -213,11 +214,9 @@ def test_token_grids_equal_reference(
 def test_output_dtypes(rng: np.random.Generator, config: HotConfig, dtype: str) -> None:
     arrays = layer(rng, 50, 20, 24)
     wide = hotcore.backward_linear(*arrays, config=config, need=ALL)
-    if dtype == "bfloat16":
-        if torch is None:
-            pytest.skip("bfloat16 needs torch")
-        arrays = tuple(map(torch.from_numpy, arrays))
-    narrow = hotcore.backward_linear(*arrays, config=config, need=ALL, out_dtype=dtype)
+    narrow = hotcore.backward_linear(
+        *given_as(dtype, *arrays), config=config, need=ALL, out_dtype=dtype
+    )
     for ours, theirs in zip(narrow, wide, strict=True):
         assert str(ours.dtype).endswith(dtype)
         equal_bits(widened(ours), rounded(theirs, dtype))
@@ -242,10 +241,7 @@ def test_decompresses_to_code_times_scale(
             x[70, 3] = np.nan
         saved = hotcore.compress_activation(x, config, key=KEY)
         model = reference.compress_activation(x, config, key=KEY)
-        if dtype == "bfloat16":
-            if torch is None:
-                pytest.skip("bfloat16 needs torch")
-            saved = dataclasses.replace(saved, data=torch.from_numpy(saved.data))
+        saved = dataclasses.replace(saved, data=given_as(dtype, saved.data)[0])
         whole = hotcore.decompress_activation(saved, dtype=dtype)
         assert str(whole.dtype).endswith(dtype)
         expected = reference.decompress_activation(model)
@@ -573,10 +569,7 @@ def test_same_bits_on_every_path(
 def test_accumulates_on_request(rng: np.random.Generator, config: HotConfig, dtype: str) -> None:
     gy, w, x = layer(rng, 33, 20, 18)
     first = hotcore.backward_linear(gy, w, x, config=config, need=ALL)
-    if dtype == "bfloat16":
-        if torch is None:
-            pytest.skip("bfloat16 needs torch")
-        gy, w, x = map(torch.from_numpy, (gy, w, x))
+    gy, w, x = given_as(dtype, gy, w, x)
     before = [array(rng.standard_normal(value.shape), dtype) for value in first[1:]]
     expected = [
         rounded(widened(old) + new, dtype) for old, new in zip(before, first[1:], strict=True)

@@ -30,8 +30,10 @@ from support import (
     equal_bits,
     isas,
     output_of,
+    read_only,
     running,
     torch,
+    unaligned,
 )
 
 HASHES = json.loads((GOLDEN / "hashes.json").read_text())
@@ -269,19 +271,6 @@ def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- memory that cannot be used, or can --------------------------------------------------------
-
-
-def read_only(values: np.ndarray) -> np.ndarray:
-    view = values.copy()
-    view.flags.writeable = False
-    return view
-
-
-def unaligned(values: np.ndarray) -> np.ndarray:
-    memory = np.zeros(values.nbytes + 1, np.uint8)
-    view = memory[1:].view(values.dtype).reshape(values.shape)
-    view[...] = values
-    return view
 
 
 def unaligned_stride(values: np.ndarray) -> np.ndarray:
