@@ -8,7 +8,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore.config import RECIPES, HotConfig
-from support import nbytes, saved_tensors
+from support import TOKEN_STORAGES, nbytes, one_code, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -79,8 +79,13 @@ def test_random_shapes(rng: np.random.Generator, mode: str, case: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("groups", [1, 2, 16])
-@pytest.mark.parametrize("mode", MODES)
-def test_torch_s_backward_of_the_restored_x(mode: str, groups: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("mode", "config"),
+    [*((mode, HotConfig()) for mode in MODES), *(("zeros", one_code(s)) for s in TOKEN_STORAGES)],
+)
+def test_torch_s_backward_of_the_restored_x(
+    mode: str, config: HotConfig, groups: int, dtype: torch.dtype
+) -> None:
     """g_x has the plain layer's bits; g_w and g_b are the plain layer's, given the restored x."""
     options = {"padding": (1, 2), "dilation": (1, 2), "groups": groups, "padding_mode": mode}
     for x_last, weight_last in itertools.product((False, True), repeat=2):
@@ -91,7 +96,7 @@ def test_torch_s_backward_of_the_restored_x(mode: str, groups: int, dtype: torch
         if weight_last:
             plain = plain.to(memory_format=torch.channels_last)
         x.requires_grad_()
-        module = hot.HotConv2d.from_conv(plain, "default")
+        module = hot.HotConv2d.from_conv(plain, config)
         torch.manual_seed(4)
         y = module(x)
         gy = torch.randn_like(y)
@@ -181,19 +186,22 @@ def test_pixels_come_back() -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("recipe", ["default", "fast"])
+@pytest.mark.parametrize("config", ["default", "fast", *map(one_code, TOKEN_STORAGES)])
 @pytest.mark.parametrize("size", [(3, 9, 6), (1, 2, 3)])
 def test_pointwise_is_a_linear_layer_over_pixels(
-    recipe: str, stride: tuple[int, int], channels_last: bool, size: tuple[int, int, int]
+    config: str | HotConfig,
+    stride: tuple[int, int],
+    channels_last: bool,
+    size: tuple[int, int, int],
 ) -> None:
     plain = nn.Conv2d(24, 40, 1, stride)
-    layer = hot.HotLinear(24, 40, config=recipe)
+    layer = hot.HotLinear(24, 40, config=config)
     layer.load_state_dict({"weight": plain.weight.detach()[:, :, 0, 0], "bias": plain.bias})
     x = torch.randn(size[0], 24, *size[1:])
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
         plain = plain.to(memory_format=torch.channels_last)
-    module = hot.HotConv2d.from_conv(plain, recipe)
+    module = hot.HotConv2d.from_conv(plain, config)
     gy = torch.randn_like(module(x))
     torch.manual_seed(3)
     got = grads(module, x.requires_grad_(), gy)
