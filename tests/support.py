@@ -16,7 +16,7 @@ import hotcore
 import numpy as np
 import pytest
 import reference
-from golden.make_golden import load_npz
+from golden import make_golden
 from hotcore import HotConfig, Key, _core
 
 # The NumPy half of the tests runs without torch.
@@ -310,7 +310,7 @@ def golden(stage: str) -> dict[str, dict[str, Any]]:
 
     Arrays that a case takes from another one (its param ``input``) are filled in.
     """
-    cases: dict[str, dict[str, Any]] = load_npz(stage)
+    cases = make_golden.load(stage)
     for case in cases.values():
         source = cases.get(case.get("input", ""), {})
         for name, value in source.items():
