@@ -147,6 +147,27 @@ def unaligned(values: np.ndarray) -> np.ndarray:
     return view
 
 
+def array_functions(dtype: str) -> tuple[Callable[[Any], Any], ...]:
+    """Every stage as a function from a matrix of ``dtype`` to an array of its kind."""
+    return (
+        hotcore.fwht,
+        lambda x: hotcore.hla(x, key=3),
+        lambda x: hotcore.quantize(x, bits=4, packed=True, key=3)[0],
+        lambda x: hotcore.quantize(x, scale="channel", key=3)[1],
+        lambda x: hotcore.dequantize(*hotcore.quantize(x, key=3), dtype=dtype),
+        lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
+        lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
+        lambda x: hotcore.compress_activation(x, key=3).data,
+        lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
+        lambda x: hotcore.quantize_weight(x).data,
+        lambda x: hotcore.quantize_forward_weight(x).data,
+        lambda x: hotcore.quantize_forward_input(x).data,
+        lambda x: hotcore.quantize_forward_input(x, keep=True, key=3)[1].data,
+        lambda x: hotcore.forward_linear(x, x, x[:, 0].copy()),
+        lambda x: hotcore.forward_linear(hotcore.quantize_forward_input(x), x),
+    )
+
+
 def numpy_of(value: Any) -> np.ndarray:
     """A NumPy array of the same values; bfloat16 is widened to float32."""
     if isinstance(value, np.ndarray):
