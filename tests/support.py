@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,20 +36,22 @@ OTHER_KEY = Key(42, 43, 44)
 def without_broken_torchvision() -> Iterator[None]:
     """Import transformers and peft inside: a torchvision that does not fit torch stops them.
 
-    They do without one, so it is hidden where it cannot be imported.
+    They do without one, so it is hidden where it cannot be imported. Their warnings are ignored.
     """
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        sys.modules["torchvision"] = None  # find_spec and import both say that there is none
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError):
+            for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            sys.modules["torchvision"] = None  # find_spec and import both say that there is none
+            try:
+                yield
+            finally:
+                del sys.modules["torchvision"]
+        else:
             yield
-        finally:
-            del sys.modules["torchvision"]
-    else:
-        yield
 
 
 def output_of(*arguments: str, folder: Path, timeout: float) -> str:

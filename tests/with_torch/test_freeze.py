@@ -901,8 +901,7 @@ def test_precision_schedule() -> None:
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_broken_torchvision():
         pytest.importorskip("transformers")
         return pytest.importorskip("peft")
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.ops import codes, core  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_graphs import every  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONFIGS = (*RECIPES, *map(one_code, TOKEN_STORAGES))
@@ -48,11 +49,6 @@ def tensors(
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     weight = (torch.randn(outs, shape[-1]) / math.sqrt(shape[-1])).to(dtype).requires_grad_()
     return x, weight, torch.randn(outs, dtype=dtype, requires_grad=True)
-
-
-def every(module: nn.Module, fqn: str) -> bool:
-    """A filter for models too small for the default one."""
-    return True
 
 
 def drawn_key(seed: int) -> Key:
