@@ -129,4 +129,3 @@ TEST(Gemm, a_single_row_may_have_any_stride) {
     EXPECT_EQ(sum, sums(a, b)[0]);
   }
 }
-
