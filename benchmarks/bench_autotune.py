@@ -1,23 +1,17 @@
 """Layers plain and with each recipe, by hot.autotune, and the default filter's rule on CUDA.
 
-    python benchmarks/bench_autotune.py --device cuda [--part grid steps]
+    python benchmarks/bench_autotune.py --device cuda
     python benchmarks/bench_autotune.py --fit benchmarks/results/cuda-autotune.json
 
-Parts:
-  grid   linear layers and 1x1 convolutions by features and tokens, trained and frozen weights: what
-         the rule of hotcore.torch.gains is fitted to
-  steps  whole steps of ResNet-50, plain, converted by default, and with slower=True
-
-All under bf16 autocast with fp32 weights (on the CPU: toy sizes, fp32). The report also holds the
-fit of the times: see ``fit``.
+Linear layers and 1x1 convolutions by features and tokens, trained and frozen weights: what the rule
+of hotcore.torch.gains is fitted to. All under bf16 autocast with fp32 weights (on the CPU: toy
+sizes, fp32). The report also holds the fit of the times: see ``fit``.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +21,6 @@ import numpy as np
 import timing
 import torch
 from hotcore.torch import gains
-from models import TASKS
 from torch import nn
 from training import cleaned
 
@@ -117,52 +110,6 @@ def grid(args: Any) -> dict[str, Any]:
     return out
 
 
-def steps(args: Any) -> dict[str, Any]:
-    """Forward and backward of ResNet-50, contenders in turns."""
-    task = TASKS["resnet50"]
-    size = task.full if args.device == "cuda" and task.full is not None else task.small
-    kinds: dict[str, dict[str, Any] | None] = {
-        "plain": None,
-        "default": {},
-        "default, slower=True": {"slower": True},
-    }
-    out: dict[str, Any] = {}
-    layouts = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
-    for label, layout in layouts.items():
-        calls: dict[str, Any] = {}
-        converted: dict[str, str] = {}
-        for name, options in kinds.items():
-            torch.manual_seed(args.seed)
-            model = size.build().to(args.device, memory_format=layout).train()
-            batch = size.batch(torch.Generator().manual_seed(args.seed))
-            batch = {key: value.to(args.device) for key, value in batch.items()}
-            batch["x"] = batch["x"].contiguous(memory_format=layout)
-            if options is not None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that all stay plain: the report says it
-                    report = hot.convert(model, "default", **options).hot_report
-                converted[name] = f"{len(report.converted)} of {len(report.layers)}"
-
-            def step(model: nn.Module = model, batch: Any = batch) -> None:
-                model.zero_grad(set_to_none=True)
-                with autocast(args.device):
-                    value = task.loss(model, batch)
-                value.backward()
-
-            calls[name] = step
-        watch = timing.synchronized_stopwatch(args.device)
-        rows = timing.in_turns(calls, min(args.rounds, 10), args.device, watch=watch)
-        print(f"ResNet-50, {label}: forward and backward, ms")
-        for name, row in rows.items():
-            row["of plain"] = row["median_ms"] / rows["plain"]["median_ms"]
-            row["converted"] = converted.get(name, "")
-            figures = f"{row['median_ms']:8.2f}  {row['of plain']:.3f}"
-            print(f"  {name:24s} {figures}  {row['converted']}")
-        out[label] = rows
-        calls.clear()
-    return out
-
-
 # ---- the fit ----
 
 
@@ -218,33 +165,17 @@ def show(fits: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "autotune")
     parser.set_defaults(rounds=10)
-    parts = {"grid": grid, "steps": steps}
-    parser.add_argument("--part", nargs="+", choices=tuple(parts), default=tuple(parts))
     parser.add_argument("--fit", type=Path, help="print the fit of a report, measure nothing")
     args = timing.begin(parser, argv)
     if args.fit is not None:
         found = json.loads(args.fit.read_text())
         show({"trained": fit(found), "frozen": fit(found, False)})
         return
-    content: dict[str, Any] = {}
-    failed = {}
-    for name in args.part:
-        print(f"---- {name}", flush=True)
-        try:
-            with cleaned(args.device):
-                content[name] = parts[name](args)
-        except ModuleNotFoundError as missing:
-            print(f"{name}: skipped, {missing}")
-            content[name] = {"skipped": str(missing)}
-        except Exception as error:  # the other part still runs
-            failed[name] = f"{type(error).__name__}: {error}"
-            print(f"{name}: failed, {failed[name]}", flush=True)
-        if "grid" in content and args.device == "cuda":
-            content["fit"] = {"trained": fit(content), "frozen": fit(content, False)}
-        timing.write(args, "autotune", {**content, "failed": failed})
+    content: dict[str, Any] = {"grid": grid(args)}
+    if args.device == "cuda":
+        content["fit"] = {"trained": fit(content), "frozen": fit(content, False)}
+    timing.write(args, "autotune", content)
     show(content.get("fit", {}))
-    if failed:
-        sys.exit(f"failed: {failed}")
 
 
 if __name__ == "__main__":

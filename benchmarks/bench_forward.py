@@ -5,8 +5,8 @@
 "block n" is :func:`hotcore.forward_linear` of x and w in the working type with a bias: both are
 quantised, multiplied and dequantised. "block n, codes of w" has w's codes from before
 (``quantize_forward_weight``), as a frozen weight or a second micro-batch has them. "fp8 product" is
-``torch._scaled_mm`` of finished FP8 operands, one scale a tensor: no casts, no bias. The error of
-each block is bench_forward_error.py's. How it is measured: timing.py.
+``torch._scaled_mm`` of finished FP8 operands, one scale a tensor: no casts, no bias. How it is
+measured: timing.py.
 """
 
 from __future__ import annotations

@@ -301,14 +301,9 @@ def one_run(
     *,
     timed: bool,
 ) -> dict[str, Any]:
-    """:func:`train` on the text in ``cache``; what cannot be had here is a row with the reason."""
-    text = tokens(size, _wanted(steps, size), cache)
-    try:
-        run = train(contender, seed, steps, size, text, device, backend)
-    except Exception as error:
-        if device == "cpu" and not isinstance(error, (rivals.TorchaoMissing, NotImplementedError)):
-            raise  # on a lent GPU a contender that fails costs its row, not the others' time
-        return {"left out": f"{type(error).__name__}: {error!s:.300}"}
+    """:func:`train` on the text in ``cache``."""
+    words = (contender, seed, steps, size, tokens(size, _wanted(steps, size), cache), device)
+    run = side_by_side.or_left_out(device, lambda: train(*words, backend))
     if not timed:
         for key in ("step_ms", "peak_gib"):
             run.pop(key, None)

@@ -98,7 +98,7 @@ def earlier(args: Any) -> dict[str, Any]:
     if args.resume is None:
         return {}
     report = json.loads(args.resume.read_text())
-    facts = timing.machine(args)
+    facts = timing.machine(args.device)
     here = (facts["device"], facts["torch"], args.quick)
     there = (report["device"], report["versions"]["torch"], report["quick"])
     if here != there:
@@ -149,7 +149,8 @@ def table_row(name: str, args: Any) -> dict[str, Any]:
         **model_table.measure(make, args.device),
         "seconds": time.perf_counter() - start,
     }
-    print(f"\n{model_table.markdown({name: out})}", flush=True)
+    tables = (*model_table.cosines({name: out}), "", *model_table.losses({name: out}))
+    print("", *tables, sep="\n", flush=True)
     return out
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import timing
 import torch
-from evidence import ROOT, rivals, side_by_side, small_tasks
+from evidence import ROOT, side_by_side, small_tasks
 from evidence.bench_gradients import numbers
 from evidence.evidence_tables import tasks_of, training_lines
 from evidence.small_tasks import Contender, training
@@ -91,15 +91,10 @@ def one_run(
     device: str,
     start: Path | None,
 ) -> dict[str, Any]:
-    """:func:`train` by the task's name; what cannot be had here is a row with the reason."""
+    """:func:`train` by the task's name."""
     task = task_of(name, images, table)
-    try:
-        return train(task, contender, seed, steps or task.steps, device, start)
-    except Exception as error:
-        missing = (rivals.TorchaoMissing, NotImplementedError)
-        if device == "cpu" and not isinstance(error, missing):
-            raise  # on a lent GPU a method that fails costs its row, not the others' time
-        return {"left out": f"{type(error).__name__}: {error!s:.300}"}
+    words = (task, contender, seed, steps or task.steps, device, start)
+    return side_by_side.or_left_out(device, lambda: train(*words))
 
 
 def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, path: Path) -> None:

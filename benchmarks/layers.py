@@ -80,11 +80,12 @@ BANDWIDTH = 4.3e12  # bytes a second, read and written
 HALF_RANK = ("fast", "paper")  # r = 8 of 16: half the arithmetic of g_w
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str, names: str = "L,O,I") -> tuple[int, ...]:
+    """As many whole numbers above zero as there are names, between commas."""
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"'{text}' is no shape; expected L,O,I, e.g. 1576,768,768")
-    return int(parts[0]), int(parts[1]), int(parts[2])
+    if len(parts) != len(names.split(",")) or not all(p.isdigit() and int(p) for p in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is no shape; expected {names}, as in 1576,768")
+    return tuple(map(int, parts))
 
 
 def floor_ms(shape: Shape, recipe: str, passes: int = 1) -> float:

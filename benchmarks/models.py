@@ -142,25 +142,25 @@ def _vision(
     return Task(title, small, _classification, full, table, **more)
 
 
-def _language_model(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(input_ids=batch["x"], labels=batch["x"], use_cache=False).loss
+def _own_loss(inputs: str, labels: str, **options: Any) -> Callable[[nn.Module, Batch], Tensor]:
+    """What transformers' models compute themselves, of the batch's x and its ``labels``."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        found: Tensor = model(**{inputs: batch["x"]}, labels=batch[labels], **options).loss
+        return found
+
     return loss
+
+
+_language_model = _own_loss("input_ids", "x", use_cache=False)
+_sequence_classification = _own_loss("input_ids", "y")
+_segmentation = _own_loss("pixel_values", "y")
 
 
 def _labelled_tokens(batch: int, length: int, vocabulary: int) -> Maker:
     # The labels are drawn first, as the reports have them.
     make = _batch(y=_below(2, batch), x=_below(vocabulary, batch, length))
     return lambda generator: dict(reversed(make(generator).items()))
-
-
-def _sequence_classification(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(input_ids=batch["x"], labels=batch["y"]).loss
-    return loss
-
-
-def _segmentation(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(pixel_values=batch["x"], labels=batch["y"]).loss
-    return loss
 
 
 def _pixels(batch: int, pixels: int, classes: int) -> Maker:

@@ -245,6 +245,21 @@ def has_steps(report: Mapping[str, Any]) -> bool:
     )
 
 
+def plot_report(whole: Mapping[str, Any], out: Path, suffix: str = "svg") -> int:
+    """The figures that a report has the parts of; how many they are."""
+    report, steps = whole.get("bench_backward", whole), whole.get("bench_models", whole)
+    drawn = 0
+    for there, draw, found, name in (
+        ("layers" in report, plot_speedups, report, "speedup_by_layer"),
+        (has_stages(report), plot_breakdown, report, "breakdown"),
+        (has_steps(steps), plot_steps, steps, "steps"),
+    ):
+        if there:
+            draw(found, out / f"{name}.{suffix}")
+            drawn += 1
+    return drawn
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     default = ROOT / "benchmarks/results/cuda-backward.json"
@@ -252,17 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(argv)
-    whole = json.loads(args.report.read_text())
-    report, steps = whole.get("bench_backward", whole), whole.get("bench_models", whole)
-    with_steps = has_steps(steps)
-    if "layers" not in report and not has_stages(report) and not with_steps:
+    if not plot_report(json.loads(args.report.read_text()), args.out, args.format):
         parser.error(f"{args.report}: has neither layers nor stages of CUDA kernels nor steps")
-    if "layers" in report:
-        plot_speedups(report, args.out / f"speedup_by_layer.{args.format}")
-    if has_stages(report):
-        plot_breakdown(report, args.out / f"breakdown.{args.format}")
-    if with_steps:
-        plot_steps(steps, args.out / f"steps.{args.format}")
 
 
 if __name__ == "__main__":

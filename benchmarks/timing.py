@@ -303,11 +303,11 @@ def write_errors(args: argparse.Namespace, benchmark: str, **content: Any) -> No
     print(f"\nwritten: {args.json}")
 
 
-def facts_of(benchmark: str) -> dict[str, Any]:
-    """What a report of no times begins with."""
-    versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
-    device = platform.processor() or platform.machine()
-    return {"benchmark": benchmark, "date": today(), "device": device, "versions": versions}
+def facts_of(benchmark: str, device: str = "cpu") -> dict[str, Any]:
+    """What a report begins with."""
+    facts = machine(device)
+    name = facts.pop("device")
+    return {"benchmark": benchmark, "date": today(), "device": name, "versions": facts}
 
 
 def begin(
@@ -330,11 +330,11 @@ def begin(
     torch.manual_seed(args.seed)
     if settings is not None:
         settings(args)
-    print(", ".join(f"{key} {value}" for key, value in machine(args).items()), flush=True)
+    print(", ".join(f"{key} {value}" for key, value in machine(args.device).items()), flush=True)
     return args
 
 
-def machine(args: argparse.Namespace) -> dict[str, str]:
+def machine(device: str) -> dict[str, str]:
     """The device and the versions of everything that could matter."""
     out = {
         "device": platform.processor() or platform.machine(),
@@ -342,8 +342,8 @@ def machine(args: argparse.Namespace) -> dict[str, str]:
         "hotcore": hotcore.__version__,
         "python": platform.python_version(),
     }
-    if args.device == "cpu":
-        return out | {"isa": hotcore.isa(), "threads": str(args.threads)}
+    if device == "cpu":
+        return out | {"isa": hotcore.isa(), "threads": str(torch.get_num_threads())}
     return out | {
         "device": torch.cuda.get_device_name(0),
         "cuda": str(torch.version.cuda),
@@ -361,18 +361,9 @@ def driver_version() -> str:
 
 def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) -> Path:
     """Write the report, ``content`` under device, versions and date."""
-    facts = machine(args)
-    report = {
-        "benchmark": benchmark,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": facts.pop("device"),
-        "versions": facts,
-        "rounds": args.rounds,
-        "seed": args.seed,
-        **content,
-    }
+    facts = {**facts_of(benchmark, args.device), "rounds": args.rounds, "seed": args.seed}
     path: Path = args.json or RESULTS / f"{args.device}-{benchmark}.json"
-    write_json(path, report)
+    write_json(path, {**facts, **content})
     print(f"\nwritten: {path}")
     return path
 

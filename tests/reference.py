@@ -39,10 +39,6 @@ INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
 ROTATED_BLOCK = 64  # tokens of rht2 that are transformed together and share a scale
 TOKEN_GROUP = 32  # features of a token4 or token2 that share a ratio
 TOKEN_STORAGES = ("token8", "token4", "token2")  # numerics.md: "One code a value"
-MAX_INT32_DEPTH = 133_143  # largest K whose INT8 products always sum within 32 bits
-
-_FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-_ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -117,7 +113,6 @@ def recipe(name: str, **overrides: Any) -> Config:
         "accurate": {"storage": "int8"},
         "compact": {"storage": "rht2", "equalize_tokens": True},
     }
-    _choice("name", name, tuple(fields))
     return Config(**{**fields[name], **overrides})
 
 
@@ -238,10 +233,7 @@ def fwht(
 
     Source: docs/numerics.md, "FWHT".
     """
-    _power_of_two("block", block, 1, 32768)
-    values = np.moveaxis(_widen(x, "x"), axis, -1)
-    if values.shape[-1] % block:
-        raise ValueError(f"x: axis {axis} of {values.shape[-1]} is no multiple of block = {block}")
+    values = np.moveaxis(_widen(x), axis, -1)
     blocks = values.reshape(values.size // block, block)
     result = np.moveaxis(_butterflies(blocks).reshape(values.shape), -1, axis)
     return _store(result, _dtype_name(x, out_dtype))
@@ -265,12 +257,12 @@ def _butterflies(v: NDArray[np.float32]) -> NDArray[np.float32]:
 class LowRank(NamedTuple):
     """Which rows of the projection are kept: the low-rank fields of a configuration."""
 
-    basis: str
-    rank: int
-    block: int
-    rows: tuple[int, ...] | None
-    token_grid: tuple[int, int] | None
-    prefix_tokens: int
+    basis: str = "sketch"
+    rank: int = 8
+    block: int = 16
+    rows: Sequence[int] | None = None
+    token_grid: tuple[int, int] | None = None
+    prefix_tokens: int = 0
 
     def kept(self) -> int:
         """Rows kept of a block (not for ``full``)."""
@@ -293,8 +285,7 @@ def basis_order(basis: str, block: int = 16) -> list[int]:
 
     Source: docs/numerics.md, "Low rank".
     """
-    _choice("basis", basis, ("lowpass", "sequency"))
-    m = _power_of_two("block", block, 2, 64)
+    m = block.bit_length() - 1
     if basis == "sequency":
         return sorted(range(block), key=lambda k: sequency(k, m))
     vertical, horizontal = m // 2, m - m // 2
@@ -315,18 +306,12 @@ def token_order(tokens: int, spec: LowRank) -> tuple[NDArray[np.intp], NDArray[n
     """
     index = np.arange(tokens, dtype=np.intp)
     if spec.token_grid is None:
-        if spec.prefix_tokens:
-            raise ValueError("prefix_tokens: needs token_grid, which says how long a sample is")
         return index, index[:0]
     h, w = spec.token_grid
     per_sample = spec.prefix_tokens + h * w
-    if h < 1 or w < 1 or spec.prefix_tokens < 0 or tokens % per_sample:
-        raise ValueError(
-            f"token_grid: {tokens} tokens are not samples of {spec.prefix_tokens} + {h} x {w}"
-        )
     samples = index.reshape(tokens // per_sample, per_sample)
     prefix = samples[:, : spec.prefix_tokens].reshape(-1)
-    m = _power_of_two("block", spec.block, 2, 64)
+    m = spec.block.bit_length() - 1
     tile_h, tile_w = 1 << m // 2, 1 << (m - m // 2)
     down, across = h // tile_h, w // tile_w
     raster = np.arange(h * w).reshape(h, w)
@@ -378,66 +363,45 @@ def fold(v: NDArray[np.float32], a: NDArray[np.int64]) -> NDArray[np.float32]:
     return result
 
 
-def hla_rows(
-    tokens: int,
-    *,
-    rank: int = 8,
-    basis: str = "sketch",
-    block: int = 16,
-    rows: Sequence[int] | None = None,
-    token_grid: tuple[int, int] | None = None,
-    prefix_tokens: int = 0,
-) -> int:
+def hla_rows(tokens: int, **spec: Any) -> int:
     """Rows K of :func:`hla`'s result for ``tokens`` tokens, without padding.
 
     Source: docs/numerics.md, "Low rank".
     """
-    spec = _low_rank(basis, rank, block, rows, token_grid, prefix_tokens)
-    if basis == "full":
+    kept = LowRank(**spec)
+    if kept.basis == "full":
         return tokens
-    body, prefix = token_order(tokens, spec)
-    return _ceil_div(body.size, block) * spec.kept() + prefix.size
+    body, prefix = token_order(tokens, kept)
+    return _ceil_div(body.size, kept.block) * kept.kept() + prefix.size
 
 
 def hla(
     x: Floats,
     *,
-    rank: int = 8,
-    basis: str = "sketch",
-    block: int = 16,
-    rows: Sequence[int] | None = None,
-    token_grid: tuple[int, int] | None = None,
-    prefix_tokens: int = 0,
     side: str = "activation",
     key: KeyLike = 0,
     out_dtype: str = "float32",
+    **spec: Any,
 ) -> NDArray[Any]:
     """Hadamard low-rank approximation along the tokens: ``P x``, ``rank`` rows of each block.
 
     Args:
         x: ``[L, C]`` float32 or float16.
-        rank: kept rows of a block (not for basis ``"full"``, nor where ``rows`` is given).
-        basis: ``"full"``, ``"lowpass"``, ``"sequency"`` or ``"sketch"``.
-        block: tokens of a block, power of two, 2 to 64.
-        rows: ``"lowpass"`` only: natural-order rows to keep.
-        token_grid: (height, width) of a sample's patches, taken in tiles.
-        prefix_tokens: class tokens in front of each sample's grid.
         side: ``"activation"`` or ``"gradient"``, which carries the sketch's weights.
         key: random key of the sketch.
         out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        spec: fields of :class:`LowRank`.
 
     Returns:
         ``[K, C]``; ``(P_gradient g)^T (P_activation x) / block`` is the (approximate) product.
 
     Source: docs/numerics.md, "Low rank".
     """
-    spec = _low_rank(basis, rank, block, rows, token_grid, prefix_tokens)
-    return _store(_project(_widen(x, "x"), spec, side, key), out_dtype)
+    return _store(_project(_widen(x), LowRank(**spec), side, key), out_dtype)
 
 
 @_quiet
 def _project(x: NDArray[np.float32], spec: LowRank, side: str, key: KeyLike) -> NDArray[np.float32]:
-    _choice("side", side, ("activation", "gradient"))
     if spec.basis == "full":
         return x.copy()
     n = spec.block
@@ -517,7 +481,6 @@ def round_codes(
 
     Source: docs/numerics.md, "Rounding".
     """
-    _choice("rounding", rounding, _ROUNDINGS)
     q = _largest_code(bits)
     if rounding == "pseudo_stochastic":
         return _round_pseudo_stochastic(values * inv, bits)
@@ -525,8 +488,7 @@ def round_codes(
     if rounding == "nearest":
         codes = np.rint(exact).astype(np.int64)
     else:
-        if u is None:
-            raise ValueError("u: stochastic rounding needs random bytes")
+        assert u is not None
         codes = _round_sum(256 * exact, u.astype(np.int64)) >> 8
     return np.clip(codes, -q, q).astype(np.int8)
 
@@ -580,10 +542,7 @@ def quantize(
 
     Source: docs/numerics.md, "Scales" and "Rounding".
     """
-    _choice("scale", scale, ("token", "channel", "tensor"))
-    if packed and bits != 4:
-        raise ValueError(f"packed: only 4-bit codes are packed, not bits = {bits}")
-    values = _widen(x, "x")
+    values = _widen(x)
     axis = {"token": 1, "channel": 0, "tensor": None}[scale]
     scales, inv = scale_of(_amax(values, axis), bits)
     codes = _round_scaled(values, inv, bits, rounding, key, purpose)
@@ -615,7 +574,6 @@ def dequantize(
 
     Source: docs/numerics.md, "Scales".
     """
-    _choice("granularity", granularity, ("token", "channel", "tensor"))
     codes = unpack_int4(q, columns) if packed else q
     wide = scale[:, None] if granularity == "token" else scale[None, :]
     return _store(codes.astype(_f32) * wide, dtype)
@@ -716,53 +674,19 @@ def gemm_int8(
     """
     sums = integer_product(a, b)
     if a_scale is None or b_scale is None:
-        if a.shape[1] > MAX_INT32_DEPTH:
-            raise ValueError(f"a: K = {a.shape[1]}; int32 sums hold K up to {MAX_INT32_DEPTH}")
         return sums.astype(np.int32)
     result = _dequantize_product(sums, a_scale, b_scale, divisor)
     return _finish(result, out if accumulate else None, out_dtype)
 
 
 def gemm_int4(
-    a: NDArray[np.uint8],
-    b: NDArray[np.uint8],
-    a_scale: NDArray[np.float32] | None = None,
-    b_scale: NDArray[np.float32] | None = None,
-    *,
-    k: int | None = None,
-    divisor: int = 1,
-    out_dtype: str = "float32",
-    out: Floats | None = None,
-    accumulate: bool = False,
+    a: NDArray[np.uint8], b: NDArray[np.uint8], *scales: Any, k: int | None = None, **options: Any
 ) -> NDArray[Any]:
-    """The same as :func:`gemm_int8` on packed operands.
-
-    Args:
-        a: uint8 ``[M, ceil(K/2)]``.
-        b: uint8 ``[N, ceil(K/2)]``.
-        a_scale: float32 ``[M]`` or ``[1]``; without scales the result is the sums.
-        b_scale: float32 ``[N]`` or ``[1]``.
-        k: K; ``2 * a.shape[1]`` unless given.
-        divisor: power of two.
-        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        out: ``[M, N]``, what ``accumulate`` adds to. It is read, not written.
-        accumulate: add to ``out``.
-
-    Returns:
-        ``[M, N]`` in ``out_dtype``; without scales int32.
+    """:func:`gemm_int8` of packed operands, uint8 ``[M, ceil(K/2)]`` and ``[N, ceil(K/2)]``.
 
     Source: docs/numerics.md, "INT4" and "Integer GEMM and dequantisation".
     """
-    return gemm_int8(
-        unpack_int4(a, k),
-        unpack_int4(b, k),
-        a_scale,
-        b_scale,
-        divisor=divisor,
-        out_dtype=out_dtype,
-        out=out,
-        accumulate=accumulate,
-    )
+    return gemm_int8(unpack_int4(a, k), unpack_int4(b, k), *scales, **options)
 
 
 def integer_product(a: Codes, b: Codes) -> NDArray[np.int64]:
@@ -770,8 +694,6 @@ def integer_product(a: Codes, b: Codes) -> NDArray[np.int64]:
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"b: K = {b.shape[1]}; a has K = {a.shape[1]}")
     # Every partial sum is an integer far below 2**53, so fp64 adds them exactly in any order.
     product: NDArray[np.float64] = a.astype(np.float64) @ b.astype(np.float64).T
     return product.astype(np.int64)
@@ -809,7 +731,7 @@ def _token_scaled_product(
 def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) -> NDArray[Any]:
     """The end of every product: add what is there, round to the output type, once."""
     if before is not None:
-        result = _widen(before, "out") + result
+        result = _widen(before) + result
     return _store(result, out_dtype)
 
 
@@ -861,8 +783,7 @@ def quantize_gradient_rows(
 
     Source: docs/numerics.md, "Shapes", purpose 1.
     """
-    _no_token_storage(config)
-    operand = _transform_features(_flat(gy, "gy"), config.hadamard_block)
+    operand = _transform_features(_flat(gy), config.hadamard_block)
     return quantize(
         operand,
         bits=config.gx_bits,
@@ -878,9 +799,7 @@ def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, NDArray[np.fl
 
     Source: docs/numerics.md, "Shapes", purpose 2.
     """
-    _no_token_storage(config)
-    _choice("weight_scale", config.weight_scale, ("channel", "tensor"))
-    operand = _transform_features(_widen(w, "w").T, config.hadamard_block)
+    operand = _transform_features(_widen(w).T, config.hadamard_block)
     return quantize(
         operand,
         bits=config.gx_bits,
@@ -903,12 +822,10 @@ def quantize_gradient_columns(
     ``exponents`` are the tokens' sizes that were found then.
     Source: docs/numerics.md, "Shapes", purpose 4, and "Token equalisation".
     """
-    _no_token_storage(config)
     # The operand is transposed: its rows are channels.
     scale = {"channel": "token", "tensor": "tensor", "token": "channel"}
-    _choice("gw_scale", config.gw_scale, tuple(scale))
     subspaces = key if sketch_key is None else sketch_key
-    rows = _along_tokens(_resized(_flat(gy, "gy"), exponents), config, "gradient", subspaces)
+    rows = _along_tokens(_resized(_flat(gy), exponents), config, "gradient", subspaces)
     return quantize(
         _pad_columns(rows.T, 16),
         scale=scale[config.gw_scale],
@@ -932,25 +849,18 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
     Source: docs/numerics.md, "Shapes" (purpose 3), "INT4" and "One code a value".
     """
     settings = Config() if config is None else config
-    _choice("storage", settings.storage, ("int8", "int4", "rht2", *TOKEN_STORAGES))
     if settings.storage in TOKEN_STORAGES:
-        return _keep_tokens(_flat(x, "x"), settings, _key(key))
-    _choice("x_scale", settings.x_scale, ("channel", "tensor"))
-    values = _flat(x, "x")
+        return _keep_tokens(_flat(x), settings, _key(key))
+    values = _flat(x)
     tokens, width = values.shape
     exponents = token_exponents(values) if settings.equalize_tokens else None
     values = _resized(values, exponents, divide=True)
     rest = (tokens, width, settings, _key(key), exponents)
-    if settings.storage != "int8" and (settings.basis != "full" or settings.x_scale != "channel"):
-        raise ValueError(
-            f"storage: {settings.storage!r} goes with basis 'full' and x_scale 'channel'"
-        )
     if settings.storage == "int4":
         codes, scales = _quantize_groups(values.T, settings.x_rounding, key)
         return Saved(codes, scales, pack_int4(codes), *rest)
     rows = _along_tokens(values, settings, "activation", key)
     if settings.storage == "rht2":
-        _choice("x_rounding", settings.x_rounding, ("stochastic",))
         codes, scales = _quantize_rotated(rows.T, key)
         return Saved(codes, scales, pack_int2(codes), *rest)
     codes, scale = quantize(
@@ -1131,8 +1041,6 @@ def decompress_activation(
 
     Source: docs/numerics.md, "INT4" and "One code a value" ("Back to x").
     """
-    if saved.config.storage not in TOKEN_STORAGES:
-        _choice("basis", saved.config.basis, ("full",))
     if saved.config.storage in TOKEN_STORAGES:
         values = _unrotated_tokens(saved)
     elif saved.config.storage == "rht2":
@@ -1156,7 +1064,6 @@ def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray
 
     ``key`` (that of ``saved`` unless given) rounds. Source: docs/numerics.md, "Back to INT8".
     """
-    _no_token_storage(saved.config)
     groups = bf16_values(saved.scales)
     if saved.config.storage == "int4":
         width, largest = _round_up(saved.tokens, 16), _f32(7)
@@ -1215,7 +1122,7 @@ def backward_linear(
 
     Source: docs/numerics.md.
     """
-    grad = _flat(gy, "gy")
+    grad = _flat(gy)
     dtype = _dtype_name(gy, out_dtype)
     saved: Saved | None = saved_or_x if isinstance(saved_or_x, Saved) else None
     settings = config if config is not None else saved.config if saved else Config()
@@ -1224,11 +1131,6 @@ def backward_linear(
     if key is None:
         key = saved.key if saved else 0
     one_code = settings.storage in TOKEN_STORAGES
-    kept_as = saved.config.storage if saved is not None else settings.storage
-    if one_code or kept_as in TOKEN_STORAGES:
-        _choice("storage", kept_as, (settings.storage,))
-    if quantized_weight and not one_code:
-        raise ValueError(f"quantized_weight: not for storage {settings.storage!r}")
 
     gx = gw = gb = None
     if one_code:
@@ -1274,7 +1176,7 @@ def bias_gradient(gy: Floats) -> NDArray[np.float32]:
     Blocks of 16 tokens add up as row 0 of the FWHT does, runs of 64 blocks in fp32, runs in fp64.
     Source: docs/numerics.md, "g_b".
     """
-    values = _widen(gy, "gy")
+    values = _widen(gy)
     width = values.shape[1]
     padded = _pad_columns(values.T, 16)
     blocks = _butterflies(padded.reshape(width * padded.shape[1] // 16, 16))[:, 0]
@@ -1296,7 +1198,6 @@ def feature_block(width: int, hadamard_block: int = 64) -> int:
 
     Source: docs/numerics.md, "One code a value" ("Blocks").
     """
-    _choice("hadamard_block", hadamard_block, (16, 32, 64))
     for n in (64, 32, 16):
         if n <= hadamard_block and _round_up(width, n) <= width + width // 8:
             return n
@@ -1323,7 +1224,7 @@ def feature_sizes(values: Floats) -> NDArray[np.int64]:
 
     Source: docs/numerics.md, "One code a value" ("Sizes of features").
     """
-    wide = _widen(values, "values")
+    wide = _widen(values)
     tokens = wide.shape[0]
     looked_at = min(tokens, 512)
     rows = wide[np.arange(looked_at) * tokens // max(1, looked_at)]
@@ -1347,7 +1248,7 @@ def out_factors(
     ``key`` is that of backward; where w comes quantised it does not count, nor does g_y.
     Source: docs/numerics.md, "One code a value" ("Signs", "Sizes of features").
     """
-    values = _flat(gy, "gy")
+    values = _flat(gy)
     if quantized_weight:
         return feature_signs(values.shape[1], 0)
     return feature_signs(values.shape[1], key) * _powers_of_two(feature_sizes(values))
@@ -1376,9 +1277,8 @@ def quantize_token_gradient(
     ``factors`` are :func:`out_factors`; g_y is divided by them.
     Source: docs/numerics.md, "One code a value" ("Rows").
     """
-    _check_token_fields(config)
     return quantize(
-        _rotate_features(_flat(gy, "gy"), _f32(1) / factors, config.hadamard_block),
+        _rotate_features(_flat(gy), _f32(1) / factors, config.hadamard_block),
         bits=8,
         scale="token",
         rounding=config.gx_rounding,
@@ -1395,8 +1295,7 @@ def quantize_token_weight(
     ``factors`` are :func:`out_factors`; w is multiplied by them.
     Source: docs/numerics.md, "One code a value" ("Rows").
     """
-    _check_token_fields(config)
-    operand = _rotate_features(_widen(w, "w").T, factors, config.hadamard_block)
+    operand = _rotate_features(_widen(w).T, factors, config.hadamard_block)
     return quantize(operand, bits=8, scale="token", rounding="nearest")
 
 
@@ -1419,7 +1318,6 @@ def saved_bytes_of(saved: Saved) -> NDArray[np.uint8]:
 
     Source: docs/numerics.md, "One code a value" ("Stored").
     """
-    _choice("storage", saved.config.storage, TOKEN_STORAGES)
     assert saved.sizes is not None
     codes = saved.codes.view(np.uint8) if saved.packed is None else saved.packed
     ratios = np.zeros(0, np.uint8) if saved.ratios is None else saved.ratios
@@ -1502,7 +1400,6 @@ def requantize_contributions(
 
     Source: docs/numerics.md, "One code a value" ("g_w").
     """
-    _check_token_fields(config)
     rows = _pad_columns(values.T, 16)
     scale, inv = scale_of(_amax(rows, 1), 8)
     u = None
@@ -1575,7 +1472,6 @@ def _rotate_features(
 
 def _keep_tokens(x: NDArray[np.float32], config: ConfigLike, key: Key) -> Saved:
     """``x [L, I]`` kept as token8, token4 or token2."""
-    _check_token_fields(config)
     tokens, width = x.shape
     sizes = feature_sizes(x)
     factors = _in_signs(width, config, key) / _powers_of_two(sizes)
@@ -1682,30 +1578,6 @@ def _powers_of_two(exponents: NDArray[np.int64]) -> NDArray[np.float32]:
     return np.ldexp(_f32(1), exponents.astype(np.int32)).astype(_f32)
 
 
-def _check_token_fields(config: ConfigLike) -> None:
-    """Refuse what "One code a value" leaves no choice of."""
-    rounded = ("nearest", "stochastic")
-    for name, known in (
-        ("storage", TOKEN_STORAGES),
-        ("basis", ("full", "sketch")),
-        ("hadamard_block", (16, 32, 64)),
-        ("gx_bits", (8,)),
-        ("gx_scale", ("token",)),
-        ("weight_scale", ("channel",)),
-        ("gw_scale", ("token",)),
-        ("gw_rounding", rounded),
-        ("x_scale", ("channel",)),
-        ("x_rounding", rounded if config.storage == "token8" else ("stochastic",)),
-        ("equalize_tokens", (False,)),
-    ):
-        _choice(name, getattr(config, name), known)
-
-
-def _no_token_storage(config: ConfigLike) -> None:
-    """Refuse the storages whose operands are made otherwise: "One code a value"."""
-    _choice("storage", config.storage, ("int8", "int4", "rht2"))
-
-
 # -------------------------------------------------------------------------------- The 8-bit forward
 
 
@@ -1714,7 +1586,7 @@ def quantize_forward_operand(values: Floats, block: int = 64) -> tuple[Codes, ND
 
     Source: docs/numerics.md, "Forward".
     """
-    operand = _transform_features(_flat(values, "values"), block, "forward_block")
+    operand = _transform_features(_flat(values), block)
     return quantize(operand, bits=8, scale="token", rounding="nearest")
 
 
@@ -1746,7 +1618,7 @@ def forward_linear(
     sums = integer_product(left, right)
     product = _dequantize_product(sums, token_scale, row_scale, settings.forward_block)
     if bias is not None:
-        product = _add_bias(product, _widen(bias, "bias"))
+        product = _add_bias(product, _widen(bias))
     return _store(product, _dtype_name(x, out_dtype)).reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -1758,11 +1630,8 @@ def _add_bias(product: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArra
 # --------------------------------------------------------------------------------------------------
 
 
-def _transform_features(
-    values: NDArray[np.float32], n: int, name: str = "hadamard_block"
-) -> NDArray[np.float32]:
+def _transform_features(values: NDArray[np.float32], n: int) -> NDArray[np.float32]:
     """``[R, C]`` -> ``[R, Kp]``: FWHT of blocks of n along C, then zeros up to 16 columns."""
-    _power_of_two(name, n, 1, 256)
     return _pad_columns(fwht(_pad_columns(values, n), block=n), 16)
 
 
@@ -1776,23 +1645,21 @@ def _pairs(
 # ------------------------------------------------------------------------------------ Small helpers
 
 
-def _widen(values: Floats, name: str) -> NDArray[np.float32]:
+def _widen(values: Floats) -> NDArray[np.float32]:
     """To float32, exactly."""
-    if values.dtype not in (np.dtype(np.float32), np.dtype(np.float16)):
-        raise ValueError(f"{name}: dtype {values.dtype}; expected float32 or float16")
+    assert values.dtype in (np.float32, np.float16), values.dtype
     return values.astype(_f32)
 
 
-def _flat(values: Floats, name: str) -> NDArray[np.float32]:
+def _flat(values: Floats) -> NDArray[np.float32]:
     """``[..., C]`` as float32 ``[L, C]``."""
-    wide = _widen(values, name)
+    wide = _widen(values)
     return wide.reshape(int(np.prod(wide.shape[:-1], dtype=np.int64)), wide.shape[-1])
 
 
 @_quiet
 def _store(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     """Round float32 to the output type, once."""
-    _choice("dtype", dtype, _FLOAT_DTYPES)
     if dtype == "bfloat16":
         return round_bf16(values)
     return np.ascontiguousarray(values, dtype=np.dtype(dtype))
@@ -1827,68 +1694,14 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _largest_code(bits: int) -> int:
-    if bits not in (4, 8):
-        raise ValueError(f"bits: {bits}; expected 4 or 8")
     return 7 if bits == 4 else 127
 
 
 def _key(key: KeyLike) -> Key:
     full = Key(*key) if isinstance(key, tuple) else Key(int(key))
-    if not (0 <= full.seed < 1 << 64 and 0 <= full.offset < 1 << 64 and 0 <= full.stream < 8192):
-        raise ValueError(f"key: {full} is out of range")
-    if full.counter != 0:
-        raise ValueError(
-            f"key: counter = {full.counter}; the reference reads no memory, expected 0 and an "
-            "offset with the counter's value added"
-        )
+    assert full.counter == 0, "the reference reads no memory"
     return full
 
 
-def _choice(name: str, value: Any, known: Sequence[Any]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(repr, known))}")
-
-
-def _power_of_two(name: str, value: int, low: int, high: int) -> int:
-    """log2 of ``value``, which is a power of two from ``low`` to ``high``."""
-    if not low <= value <= high or value & (value - 1):
-        raise ValueError(f"{name}: {value} is no power of two from {low} to {high}")
-    return value.bit_length() - 1
-
-
-def _low_rank(
-    basis: str,
-    rank: int,
-    block: int,
-    rows: Sequence[int] | None,
-    token_grid: tuple[int, int] | None,
-    prefix_tokens: int,
-) -> LowRank:
-    _choice("basis", basis, ("full", "lowpass", "sequency", "sketch"))
-    listed = None if rows is None else tuple(int(row) for row in rows)
-    spec = LowRank(basis, rank, block, listed, token_grid, prefix_tokens)
-    if basis == "full":
-        return spec
-    _power_of_two("block", block, 2, 64)
-    if listed is not None:
-        distinct = len(set(listed)) == len(listed) > 0
-        if basis != "lowpass" or not distinct or not all(0 <= row < block for row in listed):
-            raise ValueError(
-                f"rows: {listed} are not distinct rows of a 'lowpass' block of {block}"
-            )
-    elif not 1 <= rank <= block:
-        raise ValueError(f"rank: {rank} is outside 1 to block = {block}")
-    elif basis == "sketch" and (rank < 2 or rank & (rank - 1) or block // rank > 16):
-        raise ValueError(f"rank: a sketch of blocks of {block} cannot have {rank} rows")
-    return spec
-
-
 def _low_rank_of(config: ConfigLike) -> LowRank:
-    return _low_rank(
-        config.basis,
-        config.rank,
-        config.block,
-        config.rows,
-        config.token_grid,
-        config.prefix_tokens,
-    )
+    return LowRank(*(getattr(config, name) for name in LowRank._fields))

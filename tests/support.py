@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
-import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,34 +17,41 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
-from hotcore import _core
+import reference
+from golden import make_golden
+from hotcore import HotConfig, Key, _core
 
 # The NumPy half of the tests runs without torch.
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
-GOLDEN = Path(__file__).parent / "golden"
 FLOATS = ("float32", "float16", "bfloat16")
+GOLDEN = Path(__file__).parent / "golden"
 SIZES = (0, 1, 2, 3, 5, 13, 16, 17, 31, 64, 97, 197)
+ALL = ("gx", "gw", "gb")
+KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
+OTHER_KEY = Key(42, 43, 44)
 
 
 @contextmanager
 def without_broken_torchvision() -> Iterator[None]:
     """Import transformers and peft inside: a torchvision that does not fit torch stops them.
 
-    They do without one, so it is hidden where it cannot be imported.
+    They do without one, so it is hidden where it cannot be imported. Their warnings are ignored.
     """
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        sys.modules["torchvision"] = None  # find_spec and import both say that there is none
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError):
+            for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            sys.modules["torchvision"] = None  # find_spec and import both say that there is none
+            try:
+                yield
+            finally:
+                del sys.modules["torchvision"]
+        else:
             yield
-        finally:
-            del sys.modules["torchvision"]
-    else:
-        yield
 
 
 def output_of(*arguments: str, folder: Path, timeout: float) -> str:
@@ -118,6 +126,49 @@ def array(values: np.ndarray, dtype: str) -> Any:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).bfloat16()
     with np.errstate(over="ignore"):  # to Inf, as everywhere
         return values.astype(dtype)
+
+
+def given_as(dtype: str, *arrays: np.ndarray) -> list[Any]:
+    """The arrays as one has them who wants results of ``dtype``: torch tensors for bfloat16."""
+    if dtype != "bfloat16":
+        return list(arrays)
+    if torch is None:
+        pytest.skip("bfloat16 needs torch")
+    return [torch.from_numpy(values) for values in arrays]
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def unaligned(values: np.ndarray) -> np.ndarray:
+    raw = np.zeros(values.nbytes + 1, np.uint8)
+    view = raw[1:].view(values.dtype).reshape(values.shape)
+    view[...] = values
+    return view
+
+
+def array_functions(dtype: str) -> tuple[Callable[[Any], Any], ...]:
+    """Every stage as a function from a matrix of ``dtype`` to an array of its kind."""
+    return (
+        hotcore.fwht,
+        lambda x: hotcore.hla(x, key=3),
+        lambda x: hotcore.quantize(x, bits=4, packed=True, key=3)[0],
+        lambda x: hotcore.quantize(x, scale="channel", key=3)[1],
+        lambda x: hotcore.dequantize(*hotcore.quantize(x, key=3), dtype=dtype),
+        lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
+        lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
+        lambda x: hotcore.compress_activation(x, key=3).data,
+        lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
+        lambda x: hotcore.quantize_weight(x).data,
+        lambda x: hotcore.quantize_forward_weight(x).data,
+        lambda x: hotcore.quantize_forward_input(x).data,
+        lambda x: hotcore.quantize_forward_input(x, keep=True, key=3)[1].data,
+        lambda x: hotcore.forward_linear(x, x, x[:, 0].copy()),
+        lambda x: hotcore.forward_linear(hotcore.quantize_forward_input(x), x),
+    )
 
 
 def numpy_of(value: Any) -> np.ndarray:
@@ -213,11 +264,51 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
 TOKEN_STORAGES = ("token8", "token4", "token2")
 
 
-def one_code(storage: str, **fields: Any) -> hotcore.HotConfig:
+def one_code(storage: str, **fields: Any) -> HotConfig:
     """A token storage, to nearest where that is allowed, in the widest blocks."""
     nearest = {"x_rounding": "nearest"} if storage == "token8" else {}
     base = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest", **nearest}
-    return hotcore.HotConfig(**{"storage": storage, **base, **fields})
+    return HotConfig(**{"storage": storage, **base, **fields})
+
+
+def same_saved(got: hotcore.Saved, wanted: reference.Saved, what: str = "") -> None:
+    """What is kept of x equals that of the reference: codes, scales, exponents; or all bytes."""
+    if wanted.config.storage in TOKEN_STORAGES:
+        equal_bits(got.data, reference.saved_bytes_of(wanted), f"{what} kept")
+        return
+    if wanted.exponents is not None:
+        equal_bits(got.exponents(), wanted.exponents, f"{what} exponents")
+    else:
+        assert got.exponents() is None
+    if wanted.packed is not None:
+        equal_bits(got.codes(), wanted.packed, f"{what} codes")
+        # Padding of the last group's columns is in the codes, not in the scales.
+        expected = reference.bf16_values(wanted.scales)
+    else:
+        equal_bits(got.codes(), wanted.codes, f"{what} codes")
+        expected = wanted.scales
+    equal_bits(got.scales(), expected, f"{what} scales")
+
+
+def check_against_reference(
+    gy: Any,
+    w: Any,
+    x: Any,
+    config: HotConfig,
+    key: Key = KEY,
+    back_key: Key = KEY,
+    what: str = "",
+) -> None:
+    """Every array of forward and backward, to the bit."""
+    saved = hotcore.compress_activation(x, config, key=key)
+    model = reference.compress_activation(widened(x), config, key=key)
+    same_saved(saved, model, what)
+    parts = {"need": ALL, "key": back_key, "out_dtype": "float32"}
+    got = hotcore.backward_linear(gy, w, saved, **parts)
+    wide = (widened(gy), widened(w), model)
+    expected = reference.backward_linear(*wide, config=config, **parts)
+    for name, ours, theirs in zip(ALL, got, expected, strict=True):
+        equal_bits(ours, theirs, f"{what} {name}")
 
 
 def strided(values: Any) -> Any:
@@ -244,12 +335,7 @@ def golden(stage: str) -> dict[str, dict[str, Any]]:
 
     Arrays that a case takes from another one (its param ``input``) are filled in.
     """
-    with np.load(GOLDEN / f"{stage}.npz", allow_pickle=False) as file:
-        arrays = dict(file)
-    cases: dict[str, dict[str, Any]] = json.loads(arrays.pop("params").tobytes())
-    for name, value in arrays.items():
-        case, _, part = name.partition("/")
-        cases[case][part] = value
+    cases = make_golden.load(stage)
     for case in cases.values():
         source = cases.get(case.get("input", ""), {})
         for name, value in source.items():
@@ -275,17 +361,17 @@ def golden_options(case: dict[str, Any], *names: str) -> dict[str, Any]:
     if "token_grid" in options:
         options["token_grid"] = tuple(options["token_grid"]) if any(case["token_grid"]) else None
     if "key" in options:
-        options["key"] = hotcore.Key(*options["key"])
+        options["key"] = Key(*options["key"])
     if "equalize_tokens" in options:
         options["equalize_tokens"] = bool(options["equalize_tokens"])
     return options
 
 
-def golden_config(case: dict[str, Any]) -> hotcore.HotConfig:
+def golden_config(case: dict[str, Any]) -> HotConfig:
     """The configuration that a case's params hold."""
-    fields = (field.name for field in dataclasses.fields(hotcore.HotConfig))
+    fields = (field.name for field in dataclasses.fields(HotConfig))
     names = [name for name in fields if name in case]  # of the backward pass
-    return hotcore.HotConfig(**golden_options(case, *names))
+    return HotConfig(**golden_options(case, *names))
 
 
 @contextmanager
@@ -302,6 +388,26 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
         yield kept
 
 
+@contextmanager
+def unchanged(model: torch.nn.Module, weight: torch.Tensor) -> Iterator[None]:
+    """The model is as before afterwards: values, modules, hooks, gradients (``weight`` has one).
+
+    So is torch's generator.
+    """
+    weight.grad = torch.ones_like(weight)
+    state, modules = copy.deepcopy(model.state_dict()), list(model.modules())
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    yield
+    assert torch.equal(torch.rand(()), expected)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert list(model.modules()) == modules
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert all(p is weight or p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
 def nbytes(kept: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
@@ -315,13 +421,13 @@ def keys() -> Any:
 
     words = st.integers(0, 2**64 - 1)
     # Said for the counter too: hypothesis would make one up, and it is an address.
-    return st.builds(hotcore.Key, words, words, st.integers(0, 8191), st.just(0))
+    return st.builds(Key, words, words, st.integers(0, 8191), st.just(0))
 
 
-def parted_key(rng: np.random.Generator) -> tuple[hotcore.Key, hotcore.Key, np.ndarray]:
+def parted_key(rng: np.random.Generator) -> tuple[Key, Key, np.ndarray]:
     """A key, the same with a part of its offset in a counter, and the counter."""
     seed, offset, value = (int(n) for n in rng.integers(1 << 64, size=3, dtype=np.uint64))
     counter = np.array([value], np.uint64)
     stream, address = int(rng.integers(8192)), counter.ctypes.data
-    parted = hotcore.Key(seed, (offset - value) % (1 << 64), stream, address)
-    return hotcore.Key(seed, offset, stream), parted, counter
+    parted = Key(seed, (offset - value) % (1 << 64), stream, address)
+    return Key(seed, offset, stream), parted, counter

@@ -151,10 +151,6 @@ def rank_table(name: str, varied: Callable[[nn.Module], bool]) -> dict[int, floa
     }
 
 
-def is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d)
-
-
 def worked_example() -> dict[str, dict[str, float]]:
     """MFLOPs of Appendix D's layer: the paper's figures and every reading that Table 5 allows."""
     tokens, outs, ins = EXAMPLE
@@ -232,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         content["table 2"] = {
             "unit": "10^9 bit operations, backward",
             "paper": TABLE_2,
-            "code, L7, r of convolutions": rank_table("efficientformer_l7", is_convolution),
+            "code, L7, r of convolutions": rank_table(
+                "efficientformer_l7", lambda module: isinstance(module, nn.Conv2d)
+            ),
             "code, L7, r of all layers": rank_table("efficientformer_l7", lambda module: True),
             "code, L1, r of all layers": rank_table("efficientformer_l1", lambda module: True),
         }

@@ -21,14 +21,6 @@ SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 32768)
 LARGEST_MATRIX = 4096
 
 
-def hadamard(n: int) -> torch.Tensor:
-    """Sylvester's matrix of +1 and -1, ``[n, n]``."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < n:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
-
-
 def rival() -> Any:
     try:
         return importlib.import_module("fast_hadamard_transform").hadamard_transform
@@ -50,7 +42,7 @@ def contenders(n: int, elements: int, device: str) -> dict[str, Call]:
     if theirs is not None and device == "cuda":
         calls["fast_hadamard_transform"] = lambda: theirs(x)
     if n <= LARGEST_MATRIX:
-        matrix = hadamard(n).to(device, dtype)
+        matrix = hotcore.fwht(torch.eye(n), block=n).to(device, dtype)
         calls["torch matmul"] = lambda: torch.mm(x, matrix, out=out)
     return calls
 

@@ -13,7 +13,6 @@ one side has 16 features: "columns" has a wide g_y, "operand" a wide x, from wha
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import hotcore
 import timing
 import torch
+from layers import parse_shape
 from timing import Call, Row
 
 CUDA_SHAPES = ((25216, 768), (25216, 3072), (8192, 4096), (8192, 14336))
@@ -33,13 +33,6 @@ KEPT = {
     "fast, equalised": hotcore.HotConfig.recipe("fast", equalize_tokens=True),
 }
 """Name -> how x is kept; compact is rht2 with equalised tokens."""
-
-
-def parse_matrix(text: str) -> tuple[int, int]:
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"'{text}' is no shape; expected R,C, e.g. 1576,768")
-    return int(parts[0]), int(parts[1])
 
 
 def contenders(shape: tuple[int, int], device: str) -> dict[str, tuple[Call, int]]:
@@ -87,7 +80,8 @@ def contenders(shape: tuple[int, int], device: str) -> dict[str, tuple[Call, int
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "quantize")
-    parser.add_argument("--shape", type=parse_matrix, action="append", help="R,C; repeatable")
+    matrix = partial(parse_shape, names="R,C")
+    parser.add_argument("--shape", type=matrix, action="append", help="R,C; repeatable")
     args = timing.begin(parser, argv)
     out: dict[str, Any] = {}
     for shape in args.shape or (CPU_SHAPES if args.device == "cpu" else CUDA_SHAPES):

@@ -1,7 +1,6 @@
 """Every claim of the sources, and what was measured here: one row each, for doc_tables.py.
 
-The measured words come from the reports at hand. Where a report is missing the row says what makes
-it; where nothing here could decide, why.
+The measured words come from the reports; where nothing here could decide, the row says why.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 from evidence import intervals
 from evidence.evidence_tables import (
     FP8,
-    MAKES,
     MARGIN,
     Report,
     days_of,
@@ -37,13 +35,9 @@ from evidence.evidence_tables import (
 Measured = Callable[[Path], str]
 
 
-class Missing(Exception):
-    """Names the report that is not there."""
-
-
 @dataclass(frozen=True)
 class Claim:
-    """One row; ``measured`` may raise Missing."""
+    """One row."""
 
     claim: str
     claimed: str
@@ -58,8 +52,6 @@ _days: set[str] = set()
 
 def need(results: Path, name: str) -> Report:
     report = report_of(results, name)
-    if report is None:
-        raise Missing(name)
     _days.update(days_of({key: part for key, part in report.items() if key != "runs"}))
     return report
 
@@ -71,38 +63,28 @@ def dated(runs: Iterable[Report]) -> None:
 
 def _gap(results: Path, file: str, task: str, method: str) -> str:
     report = need(results, file)
-    values = differences(report, task, method)
-    if not values:
-        raise Missing(file)
     runs = of_task(report, task)
     dated(run for name in (method, "fp32") for run in runs[name].values())
-    return plus_minus(values)
+    return plus_minus(differences(report, task, method))
 
 
 def _gaps(file: str, *methods: str) -> Measured:
     """Differences to fp32 of both small tasks."""
 
     def measured(results: Path) -> str:
-        parts, late = [], []
+        parts = []
         for method in methods:
-            try:
-                vit, gpt = (_gap(results, file, task, method) for task in ("vit", "gpt"))
-                parts.append(f"{method}: {vit} (ViT), {gpt} (GPT)")
-            except Missing:
-                late.append(f"{method}: not run yet")
-        if not parts:
-            raise Missing(file)
-        return "; ".join(parts + late)
+            vit, gpt = (_gap(results, file, task, method) for task in ("vit", "gpt"))
+            parts.append(f"{method}: {vit} (ViT), {gpt} (GPT)")
+        return "; ".join(parts)
 
     return measured
 
 
-def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str | None:
-    """By rank, mean and largest deviation of the seeds; None where a rank was not trained."""
+def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str:
+    """By rank, mean and largest deviation of the seeds."""
     names = ["fp32", *(recipe if r == 8 else f"{recipe}, rank {r}" for r in (16, 8, 4, 2, 1))]
     runs = of_task(report, task)
-    if any(name not in runs for name in names):
-        return None
     dated(run for name in names for run in runs[name].values())
     found = [[100 * run.get("val_accuracy", math.nan) for run in runs[name].values()]
              for name in names]  # fmt: skip
@@ -112,29 +94,18 @@ def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str | None
 
 
 def _ranks(results: Path) -> str:
-    """Accuracies by rank of the small tasks, and of the source's own model where it was trained."""
-    report = need(results, "ablations.json")
-    parts = []
-    for task, title in (("vit", "ViT"), ("gpt", "GPT")):
-        for recipe in ("paper", "paper, g_x in INT8"):
-            found = _accuracies(report, task, recipe)
-            if found is None:
-                raise Missing("ablations.json")
-            parts.append(f"{title}, {found}")
-    large = "cuda-ranks-efficientformer.json"
-    if not (results / large).exists():
-        return f"accuracy, {'; '.join(parts)}; ranks of an EfficientFormer were not trained"
-    task = "images-efficientformer"
-    for recipe in ("paper", "paper, g_x in INT8"):
-        found = _accuracies(need(results, large), task, recipe)
-        if found is not None:
-            parts.append(f"EfficientFormer-L1, photographs, {found}")
-    return f"accuracy, {'; '.join(parts)}"
-
-
-def _noted(measured: Measured, note: str) -> Measured:
-    """With what differs from the claim's own setting."""
-    return lambda results: f"{measured(results)}; {note}"
+    """Accuracies by rank of the small tasks, and of the source's own model."""
+    tasks = {
+        "vit": ("ViT", "ablations.json"),
+        "gpt": ("GPT", "ablations.json"),
+        "images-efficientformer": ("EfficientFormer-L1, photographs", LARGE_RANKS),
+    }
+    parts = [
+        f"{title}, {_accuracies(need(results, file), task, recipe)}"
+        for task, (title, file) in tasks.items()
+        for recipe in ("paper", "paper, g_x in INT8")
+    ]
+    return f"accuracy, {'; '.join(parts)}; no CIFAR here"
 
 
 def _one(file: str, task: str, *methods: str) -> Measured:
@@ -287,10 +258,7 @@ def _cost(results: Path) -> str:
 
 
 def _breakdown(results: Path) -> str:
-    report = need(results, "cuda-latency.json")
-    if "breakdown" not in report:
-        raise Missing("cuda-latency.json")
-    of = report["breakdown"]["qkv"]["stages"]
+    of = need(results, "cuda-latency.json")["breakdown"]["qkv"]["stages"]
     total, products = hot_parts(of["paper, fp32 arrays"])
     quantisers = total - products
     return (
@@ -322,8 +290,6 @@ def _scaling(results: Path) -> str:
         if found is not None:
             words = f"{found.count} pairs: {intervals.verdict(found, MARGIN)}"
             parts.append(f"{name} less {less} {found.mean:+.4f} {ends_of(found)} ({words})")
-    if not parts:
-        raise Missing("cuda-gpt-91M.json")
     for size in gaps_by_size(results):
         need(results, f"cuda-gpt-{size}.json")  # for its date
     return f"95 % intervals, equivalence within {MARGIN}: {'; '.join(parts)}"
@@ -361,6 +327,7 @@ TRAIN, ABLATE, TUNE = "bench_training.py", "bench_training.py --table ablations"
 )  # fmt: skip
 CHECK = "bench_backward.py --device cuda"
 CALL_A = "evidence.py --call a"
+LARGE_RANKS = "cuda-ranks-efficientformer.json"
 PUBLISHED = ("paper as published", "paper as published, LQS of g_x, too")
 IMAGENET = "no CIFAR, no ImageNet and no pre-trained weights here, nothing is downloaded"
 
@@ -424,8 +391,7 @@ SOURCES: tuple[Claim, ...] = (
         "training.json", "naive_int4"), "[training](dev/rivals.md#training)", TRAIN),
     Claim("Table 2: 8 of 16 rows suffice, 1 does not (EfficientFormer-L1, CIFAR-100)",
           "76.35, 76.25, 73.09, 68.46, 47.28 at r = 16, 8, 4, 2, 1",
-          _noted(_ranks, "no CIFAR here"),
-          "[ablations](dev/rivals.md#ablations)",
+          _ranks, "[ablations](dev/rivals.md#ablations)",
           f"{ABLATE}; evidence.py --parts cuda-ranks-efficientformer"),
     Claim("Table 2: cost of the backward pass", "1383.54 Gbops at r = 8", _table_2,
           "[compute](dev/rivals.md#compute)", "bench_compute.py"),
@@ -484,12 +450,7 @@ def table(results: Path) -> Iterator[str]:
 
 def row_of(claim: Claim, results: Path) -> str:
     _days.clear()
-    try:
-        found = claim.measured(results)
-    except Missing as error:
-        found = f"*not run yet: {MAKES.get(str(error), error)}*"
-    except KeyError as error:  # a run that was broken off, or a contender that did not fit
-        found = f"*not run yet: its report has no {error.args[0]}*"
+    found = claim.measured(results)
     command = f"`{claim.command}`" if claim.command else ""
     days = " to ".join(sorted({min(_days), max(_days)})) if _days else ""
     return line([claim.claim, claim.claimed, found, days, claim.where, command])

@@ -7,8 +7,7 @@
 A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
 comes from here. Every page of the repository that has such a line is looked at. ``KINDS`` at the
 end lists the kinds, with their reports; what each holds says the function of its name, here, in
-claims.py or in evidence_tables.py. Of claims to quality a report that is not there is a line that
-says what makes it. A test keeps the pages as the reports are.
+claims.py or in evidence_tables.py. A test keeps the pages as the reports are.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,12 @@ from hotcore.torch.plan import Measured
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
 
-def pages() -> list[Path]:
-    """Those with a table of measurements."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    return [page for page in sorted(found) if BLOCK.search(page.read_text(encoding="utf-8"))]
-
-
-PAGES = tuple(pages())
+PAGES = tuple(
+    page
+    for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    if BLOCK.search(page.read_text(encoding="utf-8"))
+)
+"""Those with a table of measurements."""
 
 
 class Unknown(Exception):
@@ -208,15 +206,6 @@ def gpt(report: Report) -> Lines:
         yield line([name, seed, *figures])
 
 
-def convolutions(report: Report) -> Lines:
-    """Forward and backward of ResNet-50 as `convert` leaves it and with everything converted."""
-    yield from header(["ResNet-50, 128 images", "", "layers converted", "ms", "of plain's"])
-    for layout, entry in report["steps"].items():
-        for name, row in entry.items():
-            figures = [f"{row['median_ms']:.1f}", f"{row['of plain']:.2f}"]
-            yield line([layout, name, row["converted"], *figures])
-
-
 def distributed(report: Report) -> Lines:
     """DDP and FSDP2 by NCCL: a step and the loss, plain and by recipe."""
     head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
@@ -227,15 +216,14 @@ def distributed(report: Report) -> Lines:
             yield line([way, name, *figures, "yes" if row["same parameters"] else "no"])
 
 
-def gradients(report: Report, *models: str, table: int = 0) -> Lines:
+def gradients(report: Report, *models: str) -> Lines:
     """Cosine with fp32's gradient, by recipe, of all models or some."""
-    chosen = {name: report["models"][name] for name in models or report["models"]}
-    yield from model_table.markdown(chosen).strip().split("\n\n")[table].split("\n")
+    yield from model_table.cosines({n: report["models"][n] for n in models or report["models"]})
 
 
 def losses(report: Report) -> Lines:
     """The loss after some steps on one batch."""
-    yield from gradients(report, table=1)
+    yield from model_table.losses(report["models"])
 
 
 def losses_note(report: Report) -> Lines:
@@ -652,170 +640,6 @@ def pays(results: Path) -> Lines:
     yield from ("", evidence_tables.dates_line(results, used))
 
 
-# ---- errors ----
-
-
-def forward_error(report: Report) -> Lines:
-    """Error of an 8-bit forward, beside FP8: percent, by activations and product."""
-    names = list(report["rows"][0]["error"])
-    yield from header(["activations", "in features", *names])
-    for row in report["rows"]:
-        errors = [f"{100 * row['error'][name]:.2f} %" for name in names]
-        yield line([row["activation"], str(row["width"]), *errors])
-
-
-def frozen_error(report: Report) -> Lines:
-    """Percent of the gradient with w, in brackets of that with the codes' weight; milliseconds."""
-    names = list(report["rows"][0]["error"])
-    yield from header(["weights", "g_y", "out × in", *names])
-    for row in report["rows"]:
-        shape = " × ".join(map(str, row["shape"]))
-        errors = row["error"].values()
-        figures = [f"{100 * e['weight']:.2f} ({100 * e['codes']:.2f})" for e in errors]
-        yield line([row["weights"], row["gradient"], shape, *figures])
-    rows, shape = report["time"]["rows"], " × ".join(map(str, report["time"]["shape"]))
-    yield line(["bytes a value kept, w in bf16", "", ""] + [str(report["bytes"][n]) for n in names])
-    yield line([f"g_x of {shape}, ms", "", "", *(f"{rows[n]['median_ms']:.0f}" for n in names)])
-
-
-def _pair(form: Report) -> str:
-    """Its error, and its bias in brackets."""
-    return f"{form['error']:.3f} ({form['bias']:.3f})"
-
-
-def kept(report: Report, bits: str) -> Lines:
-    """Forms of x in blocks of 64 tokens: the error of each, and its bias in brackets."""
-    rows = [row for row in report["blocks"] if row["block"] == 64 and row["bits"] == int(bits)]
-    titles = {"dither 1.75": "dither 1.75 (`rht2`)"} if bits == "2" else {}
-    yield from table_of(
-        ["one block of x", *(titles.get(name, name) for name in rows[0]["forms"])],
-        ([row["input"], *map(_pair, row["forms"].values())] for row in rows),
-    )
-
-
-def kept_blocks(report: Report) -> Lines:
-    """The forms that were chosen and the codebook's, in blocks of 16, 32 and 64."""
-    chosen = ((4, "dither"), (4, "codebook"), (2, "dither 1.75"), (2, "codebook"))
-    found = {(row["block"], row["bits"], row["input"]): row for row in report["blocks"]}
-    inputs = ("Gauss", "Student t, 3 degrees", "one token × 30")
-    yield from header(["", "tokens of a block", "bytes a value", *inputs])
-    for bits, form in chosen:
-        for block in (64, 32, 16):
-            rows = [found[block, bits, name] for name in inputs]
-            title = [f"{form}, {bits} bits", str(block), f"{rows[0]['bytes']:.3f}"]
-            yield line([*title, *(_pair(row["forms"][form]) for row in rows)])
-
-
-def kept_cases(report: Report) -> Lines:
-    """Error of g_w where tokens differ in size: plain, equalised by the mean; rht2 by others."""
-    picks = {
-        name.replace("rht4", "dither, 4 bits") + words: (name, measure)
-        for name in report["cases"][0]["forms"]
-        for measure, words in (("plain", ""), ("mean", ", equalised"))
-    }
-    for measure, words in (("rms", "root mean square"), ("largest", "largest value")):
-        picks[f"rht2, by the {words}"] = ("rht2", measure)
-    yield from header(["case", *picks])
-    for row in report["cases"]:
-        errors = (row["forms"][name][measure] for name, measure in picks.values())
-        yield line([row["case"], *(f"{error:.3f}" for error in errors)])
-
-
-def one_code(report: Report, *words: str) -> Lines:
-    """Relative errors of one code a value (bench_one_code.py): PART, or a choice of it."""
-    part = " ".join(words)
-    if part == "chosen":
-        head = ["", "", "all", "out features", "in features", "bias"]
-        rows = one_code_rows(report["layers"])
-    elif part == "gx":
-        sets = report["gx"]
-        head = ["", *sets]
-        rows = (
-            [name, *(f"{of[name][0]:.4f} ({of[name][7]:.4f})" for of in sets.values())]
-            for name in next(iter(sets.values()))
-        )
-    elif part == "cases":
-        names = ("default", "accurate", "token8", "token4")
-        head = ["case", *by_code(names)]
-        rows = (
-            [case, *(one_code_cell((of["today"] | of["chosen"])[name]) for name in names)]
-            for case, of in report["cases"].items()
-        )
-    else:
-        yield from one_code_choice(report, part)
-        return
-    yield from table_of(head, rows)
-
-
-def one_code_rows(sets: Mapping[str, Report]) -> Iterator[list[str]]:
-    """Of every set of layers, today's recipes and the forms that were chosen."""
-    for title, choices in sets.items():
-        for at, (name, row) in enumerate((choices["today"] | choices["chosen"]).items()):
-            yield [title if at == 0 else "", f"`{name}`", *one_code_cells(row)]
-
-
-def one_code_cells(row: Sequence[float]) -> list[str]:
-    """All; median, 95 % and largest of rows and of columns; bias."""
-    digits = 4 if row[0] < 0.02 else 3
-    sides = (", ".join(f"{value:.{digits}f}" for value in row[at : at + 3]) for at in (1, 4))
-    return [f"{row[0]:.4f}", *sides, f"{row[7]:.4f}"]
-
-
-def one_code_cell(row: Sequence[float], biased: bool = False) -> str:
-    """All, 95 % of rows, 95 % of columns; the bias in brackets."""
-    figures = " / ".join(f"{row[at]:.{3 if row[at] < 10 else 1}f}" for at in (0, 2, 5))
-    return figures + (f" ({row[7]:.4f})" if biased else "")
-
-
-ONE_CODE_CASES = {
-    "sizes": ("Gauss", "features log-normal 1.5", "the same, a massive token without gradient"),
-    "scales": ("Gauss",),
-}
-"""Synthetic cases beside the layers, where a choice is about them."""
-
-
-def one_code_choice(report: Report, choice: str) -> Lines:
-    """All, 95 % of out features, 95 % of in features; the bias in brackets."""
-    sets = {**report["layers"], **{c: report["cases"][c] for c in ONE_CODE_CASES.get(choice, ())}}
-    forms = {f"`{name}`": ("chosen", name) for name in ("token4", "token8")}
-    others = {name: (choice, name) for name in next(iter(sets.values()))[choice]}
-    if not any("token8" in name for name in others):
-        del forms["`token8`"]
-    if all("token8" in name for name in others):
-        del forms["`token4`"]
-    biased = len(report["layers"]["GPT"][choice][next(iter(others))]) > 7
-    yield from table_of(
-        ["", *sets],
-        (
-            [name, *(one_code_cell(of[where][key], biased) for of in sets.values())]
-            for name, (where, key) in {**forms, **others}.items()
-        ),
-    )
-
-
-READINGS = {
-    "diagonal": "0 2 3 8 10 11 12 14",
-    "axes": "0 1 2 3 4 8 10 12 (`paper`)",
-    "ten": "0 1 2 3 4 8 10 11 12 14 (the authors' code)",
-}
-
-
-def paper_rows(results: Path) -> Lines:
-    """Validation loss less fp32's of the same seed, by what `paper` keeps of 16 tokens."""
-    files = {name: f"training-rows-{name}.json" for name in ("vit", "gpt")}
-    reports = {name: json.loads((results / file).read_text()) for name, file in files.items()}
-    columns = {"GPT": ("gpt", ""), "ViT": ("vit", ""), "ViT, tiles": ("vit", ", tiles")}
-    yield from header(["rows kept", *columns])
-    for reading, rows in READINGS.items():
-        words = [rows]
-        for task, of in columns.values():
-            gaps = evidence_tables.differences(reports[task], task, f"paper, {reading}{of}")
-            each = ", ".join(f"{gap:+.2f}" for gap in gaps)
-            words.append(f"{statistics.mean(gaps):+.3f} ({each})")
-        yield line(words)
-    yield from ("", evidence_tables.dates_line(results, files.values()))
-
-
 def cases(report: Report) -> Lines:
     """Relative error of g_w where tokens differ in size: every case, every recipe."""
     recipes = report["recipes"]
@@ -932,9 +756,8 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-check.json", tests),
     **_of("cuda-steps.json", steps, all_steps, summary),
     **_of("cuda-models-table.json", gradients, losses, losses_note),
-    **_of("cuda-autotune.json", autotune, convolutions),
+    **_of("cuda-autotune.json", autotune),
     **_of("cuda-quantize.json", kept_times, forward_input),
-    **_of("storage.json", kept, kept_blocks, kept_cases),
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("cuda-mma-sync.json", mma_sync),
     **_of("cpu-train.json", train),
@@ -943,17 +766,14 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("nccl.json", distributed),
-    **_of("forward-error.json", forward_error),
-    **_of("frozen-error.json", frozen_error),
     **_of("cuda-forward.json", forward_blocks),
-    **_of("one-code.json", one_code),
     **_of("recipe-cases.json", cases),
     **_of("earlier.json", earlier),
     "claims": ("", claims.table),
-    **_of("", pays, switch, paper_rows, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
+    **_of("", pays, switch, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
-    **_of("", TABLES.quality, TABLES.figure),
+    **_of("", TABLES.quality),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 

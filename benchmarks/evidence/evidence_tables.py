@@ -1,7 +1,6 @@
 """Tables of the evidence, for doc_tables.py: trainings, gradients, latency, memory, GPTs by size.
 
-Each takes the folder of the reports. A report that is not there is a line that says what makes it:
-the pages hold these tables from the start.
+Each takes the folder of the reports, and raises FileNotFoundError where one is not there.
 """
 
 from __future__ import annotations
@@ -15,30 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evidence import ROOT, intervals
+from evidence import intervals
 
 Report = Mapping[str, Any]
 Lines = Iterator[str]
 
-CALLS = {
-    "a": ("latency", "memory", "gpt-10M", "gpt-25M"),
-    "b": ("gpt-91M", "images-vit", "images-resnet18", "images-efficientformer"),
-    "c": ("gpt-311M", "gpt-10M-long", "images-vit-s", "finetune-vit-b"),
-}
-MAKES = {
-    "training.json": "bench_training.py",
-    "ablations.json": "bench_training.py --table ablations",
-    "finetune.json": "bench_training.py --table finetune",
-    "gradients.json": "bench_gradients.py",
-    "bert.json": "bench_training.py --tasks bert --json benchmarks/results/bert.json",
-    **{
-        f"cuda-{name}.json": f"evidence.py --call {call} --out FOLDER"
-        for call, names in CALLS.items()
-        for name in names
-    },
-    "cuda-ranks-efficientformer.json":
-        "evidence.py --parts cuda-ranks-efficientformer --out FOLDER",
-}  # fmt: skip
 TITLES = {
     "vit": "ViT, digits",
     "gpt": "GPT, text",
@@ -65,38 +45,24 @@ GPT_LONGER = ("10M-long",)
 Make = Callable[..., Iterator[str]]
 
 
-def report_of(results: Path, name: str) -> Report | None:
-    path = results / name
-    return json.loads(path.read_text()) if path.exists() else None
+def report_of(results: Path, name: str) -> Report:
+    found: Report = json.loads((results / name).read_text())
+    return found
 
 
 def reports_of(results: Path, names: Iterable[str]) -> dict[str, Report]:
     """Those that are there."""
-    found = {name: report_of(results, name) for name in names}
-    return {name: report for name, report in found.items() if report is not None}
+    return {name: report_of(results, name) for name in names if (results / name).exists()}
 
 
-def missing(name: str) -> str:
-    """What a page says instead of a table."""
-    script, _, words = MAKES.get(name, name).partition(" ")
-    command = f"benchmarks/{script}"
-    if (ROOT / "benchmarks/evidence" / script).exists():
-        command = f"-m benchmarks.evidence.{script.removesuffix('.py')}"
-    return f"*Not run yet: `python {' '.join([command, words]).strip()}` makes `{name}`.*"
-
-
-def of_report(name: str, part: str = "") -> Callable[[Make], Make]:
-    """A table of one report, with ``part`` in it, as one of a folder of reports."""
+def of_report(name: str) -> Callable[[Make], Make]:
+    """A table of one report, with its date, as one of a folder of reports."""
 
     def of_folder(make: Make) -> Make:
         @functools.wraps(make)
         def lines(results: Path, *words: str) -> Lines:
-            report = report_of(results, name)
-            if report is None or part not in {"", *report} or set(words) - {*report}:
-                yield missing(name)
-            else:
-                yield from make(report, *words)
-                yield from ("", dates_line(results, [name]))
+            yield from make(report_of(results, name), *words)
+            yield from ("", dates_line(results, [name]))
 
         return lines
 
@@ -165,31 +131,19 @@ def differences(report: Report, task: str, method: str) -> list[float]:
 
 def trainings(results: Path, *files: str) -> Lines:
     """Validation loss less fp32's, paired, mean ± deviation of the seeds; a column a task."""
-    found = reports_of(results, files)
+    found = {name: report_of(results, name) for name in files}
     columns = [(report, task) for report in found.values() for task in tasks_of(report)]
-    if columns:
-        yield from training_lines(columns)
-    for name in files:
-        why_not = found[name]["left out"] if name in found else {}
-        notes = [
-            f"*{name}: `{method}` left out: {' '.join(why.split())}*"
-            for method, why in why_not.items()
-            if method != "lora"
-        ]
-        for note in notes if name in found else [missing(name)]:
-            if columns:
-                yield ""  # else it would be another row
-            yield note
-    if columns:
-        yield from ("", dates_line(results, found))
+    yield from training_lines(columns)
+    for name, report in found.items():
+        for method, why in report["left out"].items():
+            if method != "lora":
+                yield from ("", f"*{name}: `{method}` left out: {' '.join(why.split())}*")
+    yield from ("", dates_line(results, found))
 
 
 def rows(results: Path, file: str, *words: str) -> Lines:
     """Some methods of one file, in the order given: names between semicolons."""
     report = report_of(results, file)
-    if report is None:
-        yield missing(file)
-        return
     columns = [(report, task) for task in tasks_of(report)]
     gaps = gaps_of(columns)
     yield from header(["validation loss less fp32's", *_heads(columns)])
@@ -347,7 +301,7 @@ def latency(report: Report, part: str = "graph") -> Lines:
         yield from ("", f"*No time left for: {', '.join(report['left out'])}.*")
 
 
-@of_report("cuda-latency.json", "breakdown")
+@of_report("cuda-latency.json")
 def breakdown(report: Report) -> Lines:
     """Fig. 1 of the supplement: microseconds of the device by stage."""
     head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
@@ -490,19 +444,9 @@ def _size_heads(found: Mapping[str, Report]) -> Lines:
         yield f"{name}, {tokens / report['parameters']:.2f} tokens a parameter"
 
 
-def _of_all_sizes(results: Path) -> tuple[dict[str, Report], list[str]]:
-    """The reports of all sizes, and the lines above their table: what is missing."""
-    found = of_sizes(results)
-    late = [missing(file_of(s)) for s in (*GPT_SIZES, *GPT_LONGER) if s not in found]
-    return found, [*late, ""] if found else late
-
-
 def scaling(results: Path) -> Lines:
     """GPTs by size: the gap to bf16, of equal seeds: mean and 95 % interval, how many pairs."""
-    reports, late = _of_all_sizes(results)
-    yield from late
-    if not reports:
-        return
+    reports = of_sizes(results)
     found = {size: of_equal_seeds(g) for size, g in gaps_by_size(results, list(reports)).items()}
     yield from header(["validation loss less bf16's", *_size_heads(reports)])
     losses = (list(gaps["bf16"].values()) for gaps in found.values())
@@ -597,8 +541,6 @@ def pooled_words(results: Path) -> Lines:
     yield (
         f"*GPTs of {', '.join(sizes)}: validation loss less bf16's, pairs of equal seeds pooled, "
         f"mean [95 % interval] and whether it is equivalent within {MARGIN}: {'; '.join(parts)}.*"
-        if parts
-        else missing("cuda-gpt-10M.json")
     )
 
 
@@ -643,10 +585,7 @@ def _share(value: float | None) -> str:
 
 def to_loss(results: Path) -> Lines:
     """Steps of bf16 to each contender's last loss; with the step's time where there is one."""
-    found, late = _of_all_sizes(results)
-    yield from late
-    if not found:
-        return
+    found = of_sizes(results)
     yield from header(["share of bf16's steps to the same loss", *_size_heads(found)])
     for name in ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8):
         cells = []
@@ -670,7 +609,7 @@ def to_loss(results: Path) -> Lines:
             share, _ = shares_of_steps(report, name)
             time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
             yield line([f"{size}, {name}", f"{ratio:.2f}", _share(share), f"{time} of bf16's"])
-    timed = (name for names in STEP_REPORTS.values() for name in names)
+    timed = reports_of(results, (name for names in STEP_REPORTS.values() for name in names))
     yield from ("", dates_line(results, [*map(file_of, found), *timed]))
 
 
@@ -694,8 +633,7 @@ def to_loss_words(results: Path, *words: str) -> Lines:
     shares = [_share(shares_of_steps(report, name)[0]) for report in found.values()]
     parts = zip(shares, _size_heads(found), strict=True)
     listed = ", ".join(f"{share} ({head})" for share, head in parts)
-    sentence = f"bf16 has `{name}`'s last loss after this share of its steps: {listed}"
-    yield f"*GPTs on text: {sentence}.*" if found else missing("cuda-gpt-10M.json")
+    yield f"*GPTs on text: bf16 has `{name}`'s last loss after this share of its steps: {listed}.*"
 
 
 def quality(results: Path) -> Lines:
@@ -706,9 +644,6 @@ def quality(results: Path) -> Lines:
 def recipes(results: Path, file: str, *words: str) -> Lines:
     """A row of one report of bench_gpt.py: seed 0's last losses; names between semicolons."""
     report = report_of(results, file)
-    if report is None:
-        yield missing(file)
-        return
     runs, names = runs_by_seed(report), names_in(words)
     yield from header(["validation loss, seed 0", *(f"`{shown(name)}`" for name in names)])
     size = file.removeprefix("cuda-gpt-").removesuffix(".json")
@@ -730,28 +665,12 @@ def days_of(report: Report) -> list[str]:
 
 
 def dates_line(results: Path, names: Iterable[str]) -> str:
-    """When each report was made: of tables that put several beside one another."""
+    """When each report was made, and on which GPU: of tables that put several side by side."""
     parts = []
     for name in dict.fromkeys(names):
-        days = days_of(report_of(results, name) or {})
-        parts.append(f"{name.removesuffix('.json')} {' to '.join(days) or 'not dated'}")
+        report = report_of(results, name)
+        days = " to ".join(days_of(report)) or "not dated"
+        maker, _, gpu = report.get("device", "").partition(" ")
+        where = f" ({gpu.split()[0]})" if maker == "NVIDIA" else ""
+        parts.append(f"{name.removesuffix('.json')} {days}{where}")
     return f"*Measured: {', '.join(parts)}.*"
-
-
-FIGURES = {
-    "latency": "cuda-latency.json",
-    "memory": "cuda-memory.json",
-    "scaling": "cuda-gpt-10M.json",
-    "curves": "cuda-gpt-91M.json",
-    "ablations-vit": "ablations.json",
-    "ablations-gpt": "ablations.json",
-    "finetune-vit": "finetune.json",
-    "finetune-gpt": "finetune.json",
-}
-"""Figure of plot_evidence -> the report that it is made of."""
-
-
-def figure(results: Path, name: str, folder: str, *words: str) -> Lines:
-    """The figure, with ``words`` for who cannot see it, where its report is there."""
-    if (results / FIGURES[name]).exists():
-        yield f"![{' '.join(words)}]({folder}/{name}.svg)"

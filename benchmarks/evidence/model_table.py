@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from evidence.evidence_tables import Lines, header, line
 from torch import Tensor
 from training import RECIPES, Contender, Make, Trainer, cleaned, cosine
 
@@ -70,31 +71,27 @@ def by_layer(trainer: Trainer, got: Mapping[str, Tensor], exact: Mapping[str, Te
     return {"median": statistics.median(values), "least": min(values)} if values else {}
 
 
-def markdown(models: Mapping[str, Row]) -> str:
-    """Both tables, of all models; below them what is no finite number."""
+def cosines(models: Mapping[str, Row]) -> Lines:
+    """Cosine with fp32's gradient, by recipe."""
     rivals = (RIVAL.name, *RECIPES)
-    out = [
-        "| cosine with fp32's gradient | converted, plain | " + " | ".join(rivals) + " |",
-        "|---" * (2 + len(rivals)) + "|",
-    ]
+    yield from header(["cosine with fp32's gradient", "converted, plain", *rivals])
     for row in models.values():
         counts = f"{row['converted']}, {sum(row['plain'].values())}"
-        cells = " | ".join(f"{row['cosine'][name]:.4f}" for name in rivals)
-        out.append(f"| {row['title']}, {shape(row)} | {counts} | {cells} |")
+        cells = (f"{row['cosine'][name]:.4f}" for name in rivals)
+        yield line([f"{row['title']}, {shape(row)}", counts, *cells])
+
+
+def losses(models: Mapping[str, Row]) -> Lines:
+    """The loss after some steps on one batch; below it what is no finite number."""
     names = (EXACT.name, RIVAL.name, *TRAINED)
-    out += [
-        "",
-        f"| loss on one batch | first | {' | '.join(f'{n}, {LOSS_STEPS} steps' for n in names)} |",
-        "|---" * (2 + len(names)) + "|",
-    ]
+    yield from header(["loss on one batch", "first", *(f"{n}, {LOSS_STEPS} steps" for n in names)])
     for row in models.values():
-        cells = " | ".join(f"{row['loss'][name][-1]:.4g}" for name in names)
-        out.append(f"| {row['title']} | {row['loss'][EXACT.name][0]:.4g} | {cells} |")
+        cells = (f"{row['loss'][name][-1]:.4g}" for name in names)
+        yield line([row["title"], f"{row['loss'][EXACT.name][0]:.4g}", *cells])
     bad = [f"{row['title']}, {name}" for row in models.values()
            for name, finite in row["finite"].items() if not finite]  # fmt: skip
     if bad:
-        out += ["", f"*Not finite: {'; '.join(bad)}*"]
-    return "\n".join(out) + "\n"
+        yield from ("", f"*Not finite: {'; '.join(bad)}*")
 
 
 def shape(row: Row) -> str:

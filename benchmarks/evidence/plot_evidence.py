@@ -137,19 +137,16 @@ CURVES = {
 
 def plot_curves(results: Path, path: Path) -> None:
     """Validation loss along training: the GPT of 91 M from scratch, ViT-B's blocks fine-tuned."""
-    gpt = tables.report_of(results, "cuda-gpt-91M.json")
-    vit = tables.report_of(results, "cuda-finetune-vit-b.json")
-    assert gpt is not None
-    by_seed = tables.runs_by_seed(gpt)
+    by_seed = tables.runs_by_seed(tables.report_of(results, "cuda-gpt-91M.json"))
     first = {name: {0: runs[0]} for name, runs in by_seed.items() if 0 in runs}
-    panels = {"GPT, 91 M parameters, text, from scratch, seed 0": first}
-    if vit is not None:
-        found = tables.of_task(vit, tables.tasks_of(vit)[0])
-        found["FP8 tensorwise"] = found.pop("torchao_fp8", {})
-        panels["ViT-B's blocks, photographs, fine-tuned"] = found
+    tuned = tables.of_task(tables.report_of(results, "cuda-finetune-vit-b.json"), "images-vit-b")
+    tuned["FP8 tensorwise"] = tuned.pop("torchao_fp8")
+    panels = {
+        "GPT, 91 M parameters, text, from scratch, seed 0": first,
+        "ViT-B's blocks, photographs, fine-tuned": tuned,
+    }
     figure, rows = plt.subplots(2, len(panels), figsize=(6 * len(panels), 6), sharex="col",
-                                layout="constrained", squeeze=False,
-                                height_ratios=(3, 2))  # fmt: skip
+                                layout="constrained", height_ratios=(3, 2))  # fmt: skip
     for (upper, lower), (title, found) in zip(rows.T, panels.items(), strict=True):
         curves = {name: mean_curve(runs) for name, runs in found.items()}
         for name, (color, style) in CURVES.items():
@@ -270,20 +267,11 @@ def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path, transparent=False)
 
 
-def plot_check(report: Mapping[str, Any], out: Path) -> None:
-    """The layers of the last gpu-check, and where their time goes."""
-    found = report["bench_backward"]
-    plot.plot_speedups(found, out / "speedup_by_layer.svg")
-    if plot.has_stages(found):
-        plot.plot_breakdown(found, out / "breakdown.svg")
-
-
 def plot_all(results: Path, out: Path) -> list[str]:
     """The pages' figures whose report is there; the names of reports that are not."""
     trainings = ("training", "ablations", "finetune", "bert")
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        "gpu-check": lambda found: plot_check(found, out),
-        "cuda-steps": lambda found: plot.plot_steps(found, out / "steps.svg"),
+        **dict.fromkeys(("gpu-check", "cuda-steps"), lambda found: plot.plot_report(found, out)),
         "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
         **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),

@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from typing import Any
 from unittest import mock
 
+from evidence import rivals
 from tqdm import tqdm
 
 Work = tuple[str, Callable[..., Any], tuple[Any, ...]]
@@ -28,6 +29,20 @@ def _prepare(path: list[str], threads: int) -> None:
 
     torch.set_num_threads(threads)
     hotcore.set_num_threads(threads)
+
+
+def or_left_out(device: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``run`` returns; what cannot be had here is a row with the reason.
+
+    On a lent GPU any failure costs its row, not the others' time; on the CPU it is raised.
+    """
+    try:
+        return run()
+    except Exception as error:
+        missing = isinstance(error, (rivals.TorchaoMissing, NotImplementedError))
+        if device == "cpu" and not missing:
+            raise
+        return {"left out": f"{type(error).__name__}: {error!s:.300}"}
 
 
 def run_all(

@@ -41,6 +41,10 @@ RECIPES = ("default", "fast", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
 TABLES = ("rivals", "ablations", "finetune")
 SCALES = ("gx_scale", "gw_scale")
+FINE_SCALES = {"gx_scale": "token"} | dict.fromkeys(
+    ("weight_scale", "gw_scale", "x_scale"), "channel"
+)
+COARSE_SCALES = dict.fromkeys(("gx_scale", "weight_scale", "gw_scale"), "tensor")
 ADAPTER_RANK = 8
 INT8_FIRST = 25 / 200
 """Of the paper's epochs of pre-training."""
@@ -159,7 +163,7 @@ def ablations(task: str) -> list[Contender]:
             Contender(f"paper, g_x in INT8, rank {r}", "paper", {"gx_bits": 8, "rank": r})
             for r in (16, 4, 2, 1)
         ),
-        Contender("paper, a scale a token and a channel", "paper", _fine_scales()),
+        Contender("paper, a scale a token and a channel", "paper", FINE_SCALES),
         Contender("paper with LQS", "paper", lqs=("gw_scale",)),
         Contender("paper with LQS of g_x, too", "paper", lqs=SCALES),
         Contender("paper without ABC", "without_abc", {"recipe": "paper"}),
@@ -177,7 +181,7 @@ def ablations(task: str) -> list[Contender]:
         Contender("default, g_x without HT", "default", {"hadamard_block": 1}),
         GX_INT4,
         Contender("int4, g_x without HT", "default", {"gx_bits": 4, "hadamard_block": 1}),
-        Contender("default, one scale a tensor", "default", _coarse_scales()),
+        Contender("default, one scale a tensor", "default", COARSE_SCALES),
         Contender("default without ABC", "without_abc", {"recipe": "default"}),
         Contender("accurate", "accurate"),
         Contender("default, x as rht2", "default", {"storage": "rht2"}),
@@ -189,15 +193,6 @@ def ablations(task: str) -> list[Contender]:
 
 def _forward() -> list[Contender]:
     return [c for c in INT8_FORWARD if c.method in ("default", "fast", "compact")]
-
-
-def _fine_scales() -> dict[str, Any]:
-    return {"gx_scale": "token", "weight_scale": "channel", "gw_scale": "channel",
-            "x_scale": "channel"}  # fmt: skip
-
-
-def _coarse_scales() -> dict[str, Any]:
-    return {"gx_scale": "tensor", "weight_scale": "tensor", "gw_scale": "tensor"}
 
 
 def finetuned(task: str) -> list[Contender]:

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -12,6 +13,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hot/hot.h"
@@ -49,12 +51,6 @@ inline std::vector<float> normal(std::int64_t count, float scale = 1.0F) {
   std::normal_distribution<float> distribution(0.0F, scale);
   std::vector<float> values(static_cast<std::size_t>(count));
   for (float& value : values) value = distribution(generator());
-  return values;
-}
-
-inline std::vector<float> small_integers(std::int64_t count, int limit) {
-  std::vector<float> values(static_cast<std::size_t>(count));
-  for (float& value : values) value = static_cast<float>(random_int(-limit, limit));
   return values;
 }
 
@@ -237,51 +233,40 @@ struct Layer {
     compress(context);
     backward(context);
   }
+
+  // What was kept and every gradient.
+  std::vector<char> bytes() {
+    std::vector<char> all(saved_data(), saved_data() + layout.bytes);
+    for (const std::vector<float>& values : {gx.values(), gw.values(), gb}) {
+      const auto* const from = reinterpret_cast<const char*>(values.data());
+      all.insert(all.end(), from, from + values.size() * sizeof(float));
+    }
+    return all;
+  }
 };
 
-// Relative distance |a - b| / |b| in the Euclidean norm.
-inline double distance(const std::vector<double>& a, const std::vector<double>& b) {
-  double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    difference += (a[i] - b[i]) * (a[i] - b[i]);
-    norm += b[i] * b[i];
+inline constexpr hot::Storage token_storages[] = {hot::Storage::token8, hot::Storage::token4,
+                                                  hot::Storage::token2};
+
+// A token storage, to nearest where that is allowed, in the widest blocks.
+inline hot::BackwardLinearSpec token_spec(hot::Storage storage) {
+  hot::BackwardLinearSpec spec;
+  spec.hadamard_block = 64;
+  spec.gx_rounding = hot::Rounding::nearest;
+  spec.gw_scale = hot::Granularity::token;
+  spec.storage = storage;
+  if (storage == hot::Storage::token8) spec.x_rounding = hot::Rounding::nearest;
+  return spec;
+}
+
+// Every recipe and every token storage, by name.
+inline std::vector<std::pair<std::string, hot::BackwardLinearSpec>> named_specs() {
+  std::vector<std::pair<std::string, hot::BackwardLinearSpec>> specs;
+  for (const std::string& name : recipe_names()) specs.emplace_back(name, recipe(name));
+  for (const hot::Storage storage : token_storages) {
+    specs.emplace_back(hot::storage_name(storage), token_spec(storage));
   }
-  return norm == 0 ? std::sqrt(difference) : std::sqrt(difference / norm);
-}
-
-inline std::vector<double> doubles(const std::vector<float>& values) {
-  return {values.begin(), values.end()};
-}
-
-inline std::vector<double> plain_gx(const Layer& layer) {
-  std::vector<double> out(static_cast<std::size_t>(layer.L * layer.I), 0.0);
-  for (std::int64_t l = 0; l < layer.L; ++l) {
-    for (std::int64_t o = 0; o < layer.O; ++o) {
-      for (std::int64_t i = 0; i < layer.I; ++i) {
-        out[static_cast<std::size_t>(l * layer.I + i)] +=
-            static_cast<double>(layer.gy.at(l, o)) * static_cast<double>(layer.w.at(o, i));
-      }
-    }
-  }
-  return out;
-}
-
-inline std::vector<double> plain_gw(const Layer& layer) {
-  std::vector<double> out(static_cast<std::size_t>(layer.O * layer.I), 0.0);
-  for (std::int64_t l = 0; l < layer.L; ++l) {
-    for (std::int64_t o = 0; o < layer.O; ++o) {
-      for (std::int64_t i = 0; i < layer.I; ++i) {
-        out[static_cast<std::size_t>(o * layer.I + i)] +=
-            static_cast<double>(layer.gy.at(l, o)) * static_cast<double>(layer.x.at(l, i));
-      }
-    }
-  }
-  return out;
-}
-
-// Sylvester's matrix: entry (i, j) is the parity of the bits that i and j share.
-inline int sylvester(std::int64_t i, std::int64_t j) {
-  return __builtin_parityll(static_cast<unsigned long long>(i & j)) != 0 ? -1 : 1;
+  return specs;
 }
 
 }  // namespace hot_test

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -34,6 +35,29 @@ class DeviceMemory {
 
  private:
   void* data_ = nullptr;
+};
+
+// What `call` queues on a stream, as a CUDA graph.
+class Graph {
+ public:
+  Graph(cudaStream_t stream, const std::function<void()>& call) : stream_(stream) {
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    call();
+    check(cudaStreamEndCapture(stream, &graph_));
+    check(cudaGraphInstantiate(&executable_, graph_, 0));
+  }
+  ~Graph() {
+    static_cast<void>(cudaGraphExecDestroy(executable_));
+    static_cast<void>(cudaGraphDestroy(graph_));
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  void replay() const { check(cudaGraphLaunch(executable_, stream_)); }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t executable_ = nullptr;
 };
 
 // The same bytes on both sides.
@@ -95,15 +119,6 @@ struct Mirror : Mirrored {
     hot::fwht(cpu(), source.view(), 1, 1, view(false));  // block 1 converts
     push();
   }
-  // As floats, row by row.
-  std::vector<float> values(bool of_gpu) const {
-    std::vector<char> bytes = of_gpu ? pulled() : host;
-    std::vector<float> out(static_cast<std::size_t>(rows_ * cols_));
-    const auto offset = static_cast<std::size_t>(offset_) * hot::dtype_size(dtype_);
-    hot::fwht(cpu(), hot::matrix(bytes.data() + offset, dtype_, rows_, cols_, ld_), 1, 1,
-              hot::matrix(out.data(), DType::f32, rows_, cols_));
-    return out;
-  }
   // Bytes, any NaN equal to any other.
   void expect_equal(const std::string& what) const {
     const std::vector<char> got = pulled();
@@ -118,29 +133,6 @@ struct Mirror : Mirrored {
     }
     EXPECT_EQ(different, 0U) << what << ": first at element " << first << " of "
                              << host.size() / size;
-  }
-  // Values, up to `share` of the largest; what is not finite is so on both sides, or overflowed in
-  // fp16 on the way.
-  void expect_near(double share, const std::string& what) const {
-    const std::vector<float> got = values(true), wanted = values(false);
-    double largest = 0;
-    for (const float v : wanted) {
-      if (std::isfinite(v)) largest = std::max(largest, std::abs(static_cast<double>(v)));
-    }
-    std::size_t different = 0, first = 0;
-    for (std::size_t i = 0; i < got.size(); ++i) {
-      const double a = static_cast<double>(got[i]), b = static_cast<double>(wanted[i]);
-      const auto is_large = [&](double v) {
-        return !std::isfinite(v) || (dtype_ == DType::f16 && std::abs(v) > 8192);
-      };
-      if (std::isfinite(a) && std::isfinite(b) ? std::abs(a - b) <= share * largest
-                                               : is_large(a) && is_large(b)) {
-        continue;
-      }
-      if (different++ == 0) first = i;
-    }
-    EXPECT_EQ(different, 0U) << what << ": first at element " << first << " of " << got.size()
-                             << ": " << got[first] << ", expected " << wanted[first];
   }
   bool is_nan(const char* at) const {
     if (dtype_ == DType::f32) {

@@ -90,27 +90,15 @@ void* shifted(const void* data, std::ptrdiff_t bytes) {
 }  // namespace
 
 TEST(Errors, fwht) {
-  check_table(
-      {{{"fwht", "x", "int8"}, [](Arguments& t) { t.x.dtype = DType::i8; }},
-       {{"fwht", "x", "0 dimensions"}, [](Arguments& t) { t.x.ndim = 0; }},
-       {{"fwht", "x", "5 dimensions"}, [](Arguments& t) { t.x.ndim = 5; }},
-       {{"fwht", "x", "negative"}, [](Arguments& t) { t.x.shape[0] = -1; }},
-       {{"fwht", "x", "null"}, [](Arguments& t) { t.x.data = nullptr; }},
-       {{"fwht", "x", "aligned"}, [](Arguments& t) { t.x.data = shifted(t.x.data, 2); }},
-       {{"fwht", "x", "cuda:1", "cpu"},
-        [](Arguments& t) { t.x.device = {hot::Device::Type::cuda, 1}; }},
-       {{"fwht", "axis", "2"}, [](Arguments& t) { t.axis = 2; }},
-       {{"fwht", "axis", "-3"}, [](Arguments& t) { t.axis = -3; }},
-       {{"fwht", "block", "12"}, [](Arguments& t) { t.block = 12; }},
-       {{"fwht", "block", "0"}, [](Arguments& t) { t.block = 0; }},
-       {{"fwht", "block", "65536"}, [](Arguments& t) { t.block = 65536; }},
-       {{"fwht", "x", "16", "block = 32"}, [](Arguments& t) { t.block = 32; }},
-       {{"fwht", "out", "int32"}, [](Arguments& t) { t.out.dtype = DType::i32; }},
-       {{"fwht", "out", "(16, 32)"},
-        [](Arguments& t) { t.out = hot::matrix(t.out_memory.data(), DType::f32, 16, 32); }},
-       {{"fwht", "out", "share memory"}, [](Arguments& t) { t.out.stride[0] = 0; }},
-       {{"fwht", "out", "overlaps x"}, [](Arguments& t) { t.out.data = shifted(t.x.data, 64); }}},
-      [](Arguments& t) { hot::fwht(t.context, t.x, t.axis, t.block, t.out); });
+  check_table({{{"fwht", "x", "int8"}, [](Arguments& t) { t.x.dtype = DType::i8; }},
+               {{"fwht", "x", "5 dimensions"}, [](Arguments& t) { t.x.ndim = 5; }},
+               {{"fwht", "x", "negative"}, [](Arguments& t) { t.x.shape[0] = -1; }},
+               {{"fwht", "x", "null"}, [](Arguments& t) { t.x.data = nullptr; }},
+               {{"fwht", "x", "aligned"}, [](Arguments& t) { t.x.data = shifted(t.x.data, 2); }},
+               {{"fwht", "x", "cuda:1", "cpu"},
+                [](Arguments& t) { t.x.device = {hot::Device::Type::cuda, 1}; }},
+               {{"fwht", "out", "int32"}, [](Arguments& t) { t.out.dtype = DType::i32; }}},
+              [](Arguments& t) { hot::fwht(t.context, t.x, t.axis, t.block, t.out); });
 }
 
 TEST(Errors, hla) {
@@ -125,59 +113,13 @@ TEST(Errors, hla) {
         [](Arguments& t) {
           t.low_rank.basis = hot::Basis::lowpass;
           t.low_rank.block = 3;
-        }},
-       {{"low_rank", "rank", "0"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::sequency;
-          t.low_rank.rank = 0;
-        }},
-       {{"low_rank", "rank", "17"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::lowpass;
-          t.low_rank.rank = 17;
-        }},
-       {{"low_rank", "rank", "sketch"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::sketch;
-          t.low_rank.rank = 6;
-        }},
-       {{"low_rank", "rows[1]", "16"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::lowpass;
-          t.low_rank.rows = {0, 16};
-        }},
-       {{"low_rank", "rows", "twice"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::lowpass;
-          t.low_rank.rows = {3, 3};
-        }},
-       {{"low_rank", "rows", "sketch"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::sketch;
-          t.low_rank.rows = {3};
-        }},
-       {{"low_rank", "token_grid", "(4, 0)"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::lowpass;
-          t.low_rank.layout = {4, 0, 0};
-        }},
-       {{"low_rank", "prefix_tokens"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::lowpass;
-          t.low_rank.layout = {0, 0, 1};
-        }},
-       {{"low_rank", "32 tokens", "multiple", "17"},
-        [](Arguments& t) {
-          t.low_rank.basis = hot::Basis::lowpass;
-          t.low_rank.layout = {4, 4, 1};
         }}},
       [](Arguments& t) { hot::hla(t.context, t.x, t.low_rank, hot::Side::activation, t.out); });
 }
 
 TEST(Errors, quantize) {
   check_table(
-      {{{"quantize", "bits", "5"}, [](Arguments& t) { t.quant.bits = 5; }},
-       {{"quantize", "rounding"},
+      {{{"quantize", "rounding"},
         [](Arguments& t) { t.quant.rounding = static_cast<hot::Rounding>(9); }},
        {{"quantize", "x", "int32"}, [](Arguments& t) { t.x.dtype = DType::i32; }},
        {{"quantize", "q", "float32"}, [](Arguments& t) { t.q.dtype = DType::f32; }},
@@ -197,7 +139,6 @@ TEST(Errors, quantize) {
 TEST(Errors, dequantize) {
   check_table({{{"dequantize", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
                {{"dequantize", "q", "(6, 19)", "(6, 20)"}, [](Arguments& t) { t.a.shape[1] = 19; }},
-               {{"dequantize", "scale", "(5,)"}, [](Arguments& t) { t.a_scale.shape[0] = 5; }},
                {{"dequantize", "out", "int8"}, [](Arguments& t) { t.wide.dtype = DType::i8; }}},
               [](Arguments& t) {
                 hot::dequantize(t.context, t.a, t.a_scale, hot::Granularity::token, t.wide);
@@ -206,7 +147,6 @@ TEST(Errors, dequantize) {
 
 TEST(Errors, pack_int4) {
   check_table({{{"pack_int4", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
-               {{"pack_int4", "q", "stride"}, [](Arguments& t) { t.a.stride[1] = 3; }},
                {{"pack_int4", "out", "int8"}, [](Arguments& t) { t.packed_out.dtype = DType::i8; }},
                {{"pack_int4", "out", "(6, 9)", "(6, 10)"},
                 [](Arguments& t) { t.packed_out.shape[1] = 9; }}},
@@ -225,14 +165,8 @@ TEST(Errors, unpack_int4) {
 TEST(Errors, gemm_int8) {
   check_table(
       {{{"gemm_int8", "a", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
-       {{"gemm_int8", "b", "(7, 19)", "(*, 20)"}, [](Arguments& t) { t.b.shape[1] = 19; }},
-       {{"gemm_int8", "a", "stride"}, [](Arguments& t) { t.a.stride[1] = 2; }},
-       {{"gemm_int8", "a_scale", "(5,)"}, [](Arguments& t) { t.a_scale.shape[0] = 5; }},
        {{"gemm_int8", "a_scale", "0 dimensions"}, [](Arguments& t) { t.a_scale = {}; }},
        {{"gemm_int8", "b_scale", "float16"}, [](Arguments& t) { t.b_scale.dtype = DType::f16; }},
-       {{"gemm_int8", "divisor", "3"}, [](Arguments& t) { t.gemm.divisor = 3; }},
-       {{"gemm_int8", "out", "(7, 6)", "(6, 7)"},
-        [](Arguments& t) { t.product = hot::matrix(t.out_memory.data(), DType::f32, 7, 6); }},
        {{"gemm_int8", "out", "int32", "no a_scale"},
         [](Arguments& t) { t.product.dtype = DType::i32; }},
        {{"gemm_int8", "out", "int32", "no a_scale"},
@@ -252,17 +186,14 @@ TEST(Errors, gemm_int8) {
 }
 
 TEST(Errors, gemm_int4) {
-  check_table(
-      {{{"gemm_int4", "a", "int8"}, [](Arguments& t) { t.packed_a.dtype = DType::i8; }},
-       {{"gemm_int4", "b", "(7, 9)", "(*, 10)"}, [](Arguments& t) { t.packed_b.shape[1] = 9; }},
-       {{"gemm_int4", "k", "18"}, [](Arguments& t) { t.k = 18; }},
-       {{"gemm_int4", "workspace"},
-        [](Arguments& t) { t.workspace_bytes = 0; },
-        ErrorCode::workspace_too_small}},
-      [](Arguments& t) {
-        hot::gemm_int4(t.context, t.packed_a, t.packed_b, t.k, t.a_scale, t.b_scale, t.gemm,
-                       t.product, t.workspace());
-      });
+  check_table({{{"gemm_int4", "a", "int8"}, [](Arguments& t) { t.packed_a.dtype = DType::i8; }},
+               {{"gemm_int4", "workspace"},
+                [](Arguments& t) { t.workspace_bytes = 0; },
+                ErrorCode::workspace_too_small}},
+              [](Arguments& t) {
+                hot::gemm_int4(t.context, t.packed_a, t.packed_b, t.k, t.a_scale, t.b_scale, t.gemm,
+                               t.product, t.workspace());
+              });
 }
 
 TEST(Errors, compress_activation) {
@@ -292,12 +223,7 @@ TEST(Errors, compress_activation) {
 
 TEST(Errors, decompress_activation) {
   check_table(
-      {{{"decompress_activation", "first is -1", "0 to 20"}, [](Arguments& t) { t.first = -1; }},
-       {{"decompress_activation", "first is 21", "0 to 20"}, [](Arguments& t) { t.first = 21; }},
-       {{"decompress_activation", "last is 2", "first, 3, to 20"},
-        [](Arguments& t) { t.last = 2; }},
-       {{"decompress_activation", "last is 21", "to 20"}, [](Arguments& t) { t.last = 21; }},
-       {{"decompress_activation", "saved", "bytes"}, [](Arguments& t) { ++t.saved_bytes; }},
+      {{{"decompress_activation", "saved", "bytes"}, [](Arguments& t) { ++t.saved_bytes; }},
        {{"decompress_activation", "saved", "0 bytes"},
         [](Arguments& t) { t.saved_data = nullptr; }},
        {{"decompress_activation", "saved", "16 bytes"}, [](Arguments& t) { t.saved_data += 4; }},
@@ -305,21 +231,11 @@ TEST(Errors, decompress_activation) {
        {{"decompress_activation", "saved.format", "0"}, [](Arguments& t) { t.saved_format = 0; }},
        {{"decompress_activation", "saved was made", "another spec"},
         [](Arguments& t) { t.spec.x_rounding = hot::Rounding::nearest; }},
-       {{"decompress_activation", "out", "(12, 12)", "(17, 12)"},
-        [](Arguments& t) { t.part.shape[0] = 12; }},
        {{"decompress_activation", "out", "int8"}, [](Arguments& t) { t.part.dtype = DType::i8; }},
        {{"decompress_activation", "out", "cuda:0"},
         [](Arguments& t) { t.part.device = {hot::Device::Type::cuda, 0}; }},
-       {{"decompress_activation", "out", "share memory"},
-        [](Arguments& t) { t.part.stride[0] = 1; }},
        {{"decompress_activation", "out", "overlaps saved"},
-        [](Arguments& t) { t.part.data = t.saved_data; }},
-       {{"decompress_activation", "saved", "basis sketch", "expected basis full"},
-        [](Arguments& t) {
-          t.spec = hot::recipe("fast");
-          t.saved_format = hot::saved_format(t.spec);
-        },
-        ErrorCode::unsupported}},
+        [](Arguments& t) { t.part.data = t.saved_data; }}},
       [](Arguments& t) {
         hot::decompress_activation(
             t.context,
@@ -332,10 +248,6 @@ TEST(Errors, backward_linear) {
   check_table(
       {{{"backward_linear", "gy", "int32"}, [](Arguments& t) { t.gy.dtype = DType::i32; }},
        {{"backward_linear", "gy", "1 dimensions"}, [](Arguments& t) { t.gy.ndim = 1; }},
-       {{"backward_linear", "gy", "collapse"},
-        [](Arguments& t) {
-          t.gy = ConstTensorView{t.memory.data(), DType::f32, {}, 3, {4, 5, 10}, {100, 10, 1}};
-        }},
        {{"backward_linear", "w", "(11, 12)", "(10, *)"}, [](Arguments& t) { t.w.shape[0] = 11; }},
        {{"backward_linear", "w", "cuda:0"},
         [](Arguments& t) { t.w.device = {hot::Device::Type::cuda, 0}; }},
@@ -358,9 +270,6 @@ TEST(Errors, backward_linear) {
         [](Arguments& t) { t.spec.x_rounding = hot::Rounding::nearest; }},
        {{"backward_linear", "gx", "(20, 11)"}, [](Arguments& t) { t.gx.shape[1] = 11; }},
        {{"backward_linear", "gw", "int8"}, [](Arguments& t) { t.gw.dtype = DType::i8; }},
-       {{"backward_linear", "gb", "(9,)"}, [](Arguments& t) { t.gb.shape[0] = 9; }},
-       {{"backward_linear", "gx", "overlaps gy"},
-        [](Arguments& t) { t.gx.data = t.memory.data(); }},
        {{"backward_linear", "gw", "overlaps gx"},
         [](Arguments& t) { t.gw.data = shifted(t.gx.data, 8); }},
        {{"backward_linear", "workspace", "expected"},

@@ -223,38 +223,6 @@ TEST(ForwardLinear, equals_its_stages) {
   }
 }
 
-TEST(ForwardLinear, types_are_rounded_once) {
-  const Forward layer(33, 40, 130, 64);
-  const Floats exact = layer.result(cpu());
-  for (const DType dtype : {DType::f16, DType::bf16}) {
-    Matrix<std::uint16_t> y(layer.L, layer.O, dtype, 3), expected(layer.L, layer.O, dtype, 3);
-    layer.run(cpu(), layer.bias_view(), y.view());
-    hot::fwht(cpu(), exact.view(), 1, 1, expected.view());  // block 1 converts
-    EXPECT_EQ(y.values(), expected.values()) << hot::dtype_name(dtype);
-    EXPECT_TRUE(y.margins_intact());
-
-    // Inputs of 16 bits are those numbers exactly.
-    Matrix<std::uint16_t> half(layer.L, layer.I, dtype), bias(1, layer.O, dtype, 1);
-    hot::fwht(cpu(), layer.x_view(), 1, 1, half.view());
-    hot::fwht(cpu(),
-              hot::matrix(static_cast<const void*>(layer.bias.data()), DType::f32, 1, layer.O), 1,
-              1, bias.view());
-    Forward wide = layer;
-    hot::fwht(cpu(), half.view(), 1, 1, wide.x.view());
-    Floats wide_bias(1, layer.O, DType::f32);
-    hot::fwht(cpu(), bias.view(), 1, 1, wide_bias.view());
-    wide.bias = wide_bias.values();
-    Floats narrow(layer.L, layer.O, DType::f32);
-    Scratch scratch(
-        hot::forward_linear_workspace(cpu(), {layer.L, layer.O, layer.I}, layer.spec, false));
-    const ConstTensorView bias_row =
-        hot::vector(static_cast<const void*>(bias.data()), dtype, layer.O);
-    hot::forward_linear(cpu(), half.view(), layer.w_view(), bias_row, layer.spec, narrow.view(),
-                        scratch.workspace());
-    EXPECT_EQ(narrow.values(), wide.result(cpu()).values());
-  }
-}
-
 TEST(ForwardLinear, a_quantised_weight_gives_the_same_bits) {
   for (int round = 0; round < 10; ++round) {
     const Forward layer = any_forward();

@@ -232,18 +232,11 @@ TEST_F(ForwardLinearCuda, a_captured_kept_input_repeats_its_bits) {
     input.queue(cpu(4).with_key({1, 2, 3}), false);
     input.queue(context, true);  // kernels are loaded before a capture
     check(cudaStreamSynchronize(stream_));
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t executable = nullptr;
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    input.queue(context, true);
-    check(cudaStreamEndCapture(stream_, &graph));
-    check(cudaGraphInstantiate(&executable, graph, 0));
+    const Graph graph(stream_, [&] { input.queue(context, true); });
     input.poison(stream_);
-    check(cudaGraphLaunch(executable, stream_));
+    graph.replay();
     check(cudaStreamSynchronize(stream_));
     input.expect_equal(name);
-    check(cudaGraphExecDestroy(executable));
-    check(cudaGraphDestroy(graph));
   }
 }
 
@@ -253,17 +246,10 @@ TEST_F(ForwardLinearCuda, a_captured_call_repeats_its_bits) {
   layer.queue(cpu(4), false, true, false);
   layer.queue(context, true, true, false);  // kernels are loaded before a capture
   check(cudaStreamSynchronize(stream_));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-  layer.queue(context, true, true, false);
-  check(cudaStreamEndCapture(stream_, &graph));
-  check(cudaGraphInstantiate(&executable, graph, 0));
+  const Graph graph(stream_, [&] { layer.queue(context, true, true, false); });
   const TensorView y = layer.y().view(true);
   check(cudaMemsetAsync(y.data, 0xA5, 300 * 256 * 2, stream_));
-  check(cudaGraphLaunch(executable, stream_));
+  graph.replay();
   check(cudaStreamSynchronize(stream_));
   layer.y().expect_equal("captured");
-  check(cudaGraphExecDestroy(executable));
-  check(cudaGraphDestroy(graph));
 }

@@ -66,23 +66,6 @@ TEST(Gemm, golden) {
   });
 }
 
-TEST(Gemm, int32_sums_are_exact) {
-  for (int round = 0; round < 40; ++round) {
-    const std::int64_t m = random_int(1, 130), n = random_int(1, 150), k = random_int(0, 300);
-    const Bytes a = bytes(m, k, codes(m * k, 127), random_int(0, 5));
-    const Bytes b = bytes(n, k, codes(n * k, 127), random_int(0, 5));
-    const std::vector<std::int64_t> expected = sums(a, b);
-    for (const hot::Isa isa : isas()) {
-      Matrix<std::int32_t> out(m, n, DType::i32, 2);
-      run_gemm(cpu(3).with_isa(isa), a, b, no_scale, no_scale, {}, out.view());
-      const auto got = out.values();
-      EXPECT_EQ(std::vector<std::int64_t>(got.begin(), got.end()), expected)
-          << hot::isa_name(isa) << " " << m << " " << n << " " << k;
-      EXPECT_TRUE(out.margins_intact());
-    }
-  }
-}
-
 TEST(Gemm, longest_int32_contraction) {
   const std::int64_t k = 133136;
   const Bytes a = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), 127));
@@ -144,24 +127,5 @@ TEST(Gemm, a_single_row_may_have_any_stride) {
     hot::gemm_int8(context, far_a, far_b, no_scale, no_scale, {},
                    hot::matrix(&sum, DType::i32, 1, 1), scratch.workspace());
     EXPECT_EQ(sum, sums(a, b)[0]);
-  }
-}
-
-TEST(Gemm, int4_equals_int8) {
-  for (const std::int64_t k : {0, 1, 2, 31, 32, 101}) {
-    const std::int64_t m = random_int(1, 20), n = random_int(1, 70);
-    const Bytes a = bytes(m, k, codes(m * k, 7)), b = bytes(n, k, codes(n * k, 7));
-    Bytes pa(m, (k + 1) / 2, DType::i4x2), pb(n, (k + 1) / 2, DType::i4x2);
-    hot::pack_int4(cpu(), a.view(), pa.view());
-    hot::pack_int4(cpu(), b.view(), pb.view());
-    const std::vector<float> sa = normal(m), sb = normal(n);
-    Floats expected(m, n, DType::f32), got(m, n, DType::f32);
-    run_gemm(cpu(), a, b, as_vector(sa, DType::f32), as_vector(sb, DType::f32), {4, false},
-             expected.view());
-    Scratch scratch(hot::gemm_workspace(cpu(), m, n, k));
-    const Bytes &ca = pa, &cb = pb;
-    hot::gemm_int4(cpu(), ca.view(), cb.view(), k, as_vector(sa, DType::f32),
-                   as_vector(sb, DType::f32), {4, false}, got.view(), scratch.workspace());
-    EXPECT_EQ(got.values(), expected.values());
   }
 }

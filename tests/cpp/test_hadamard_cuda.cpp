@@ -279,24 +279,19 @@ TEST_F(HadamardCuda, captured_in_a_graph) {
   for (const int block : {16, 4096, 32768}) {
     const std::int64_t count = 3 * block;
     DeviceMemory x(static_cast<std::size_t>(count) * 4), out(static_cast<std::size_t>(count) * 4);
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    hot::fwht(cuda(), hot::vector(x.data(), DType::f32, count, gpu), 0, block,
-              hot::vector(out.data(), DType::f32, count, gpu));
-    check(cudaStreamEndCapture(stream_, &graph));
-    check(cudaGraphInstantiate(&exec, graph, 0));
+    const Graph graph(stream_, [&] {
+      hot::fwht(cuda(), hot::vector(x.data(), DType::f32, count, gpu), 0, block,
+                hot::vector(out.data(), DType::f32, count, gpu));
+    });
     for (int replay = 0; replay < 2; ++replay) {
       const std::vector<char> input = memory_of(normal(count), DType::f32);
       std::vector<char> expected(input.size());
       hot::fwht(cpu(), hot::vector(static_cast<const void*>(input.data()), DType::f32, count), 0,
                 block, hot::vector(expected.data(), DType::f32, count));
       upload(input, x.data());
-      check(cudaGraphLaunch(exec, stream_));
+      graph.replay();
       EXPECT_TRUE(download(out.data(), expected.size()) == expected) << "block " << block;
     }
-    check(cudaGraphExecDestroy(exec));
-    check(cudaGraphDestroy(graph));
   }
 }
 

@@ -56,23 +56,6 @@ TEST(Lowrank, golden) {
   });
 }
 
-TEST(Lowrank, rows_are_rows_of_the_transform) {
-  const std::int64_t L = 32, C = 70;
-  const Floats x = floats(L, C, normal(L * C));
-  Floats transformed(L, C, DType::f32);
-  hot::fwht(cpu(), x.view(), 0, 16, transformed.view());
-  LowRank spec = low_rank(Basis::lowpass, 16);
-  spec.rows = {11, 0, 5};
-  const std::vector<float> got = project(cpu(), x, spec, Side::activation);
-  const int ascending[3] = {0, 5, 11};
-  for (std::int64_t k = 0; k < 6; ++k) {
-    for (std::int64_t c = 0; c < C; ++c) {
-      ASSERT_EQ(got[static_cast<std::size_t>(k * C + c)],
-                transformed.at(k / 3 * 16 + ascending[k % 3], c));
-    }
-  }
-}
-
 TEST(Lowrank, counter_is_added_to_the_offset) {
   const LowRank spec = low_rank(Basis::sketch, 8);
   const Floats x = floats(100, 9, normal(900));

@@ -1,5 +1,6 @@
-// Every stage on CUDA against the CPU, bit for bit: random shapes, strides, types, bases, scales,
-// roundings and storage forms. Built with CUDA only, skipped without a device.
+// Stages on CUDA against the CPU, bit for bit, at sizes and edges that random_cases.h does not
+// draw: long contractions, many tokens, every plan, what is kept of awkward values. Random calls of
+// every stage: TrustCuda.random_cases_equal_cpu. Built with CUDA only, skipped without a device.
 #include <set>
 #include <tuple>
 #include <utility>
@@ -213,46 +214,6 @@ class StagesCuda : public CudaTest {
 
 }  // namespace
 
-TEST_F(StagesCuda, hla_equals_cpu) {
-  for (int round = 0; round < 60; ++round) {
-    std::int64_t L = any_size();
-    const hot::LowRank spec = any_low_rank(L);
-    const std::int64_t C = any_size();
-    Mirror x(L, C, any_float(), random_int(0, 3), random_int(0, 2));
-    x.fill(awkward(L * C));
-    Mirror out(hot::hla_rows(L, spec), C, any_float(), random_int(0, 3));
-    const hot::Side side = random_int(0, 1) == 0 ? hot::Side::activation : hot::Side::gradient;
-    both([&](const hot::Context& c, bool on_gpu) {
-      hot::hla(c, x.view(on_gpu), spec, side, out.view(on_gpu));
-    });
-    out.expect_equal(std::string("hla ") + hot::basis_name(spec.basis));
-  }
-}
-
-TEST_F(StagesCuda, quantize_equals_cpu) {
-  for (const Rounding rounding : roundings) {
-    for (const Granularity scale :
-         {Granularity::tensor, Granularity::token, Granularity::channel}) {
-      for (int round = 0; round < 8; ++round) {
-        const int bits = round % 2 == 0 ? 4 : 8;
-        const std::int64_t R = any_size(100), C = any_size();
-        const bool packed = bits == 4 && round % 4 == 0;
-        Mirror x(R, C, any_float(), random_int(0, 3), random_int(0, 1));
-        x.fill(awkward(R * C));
-        Mirror q(R, packed ? (C + 1) / 2 : C, packed ? DType::i4x2 : DType::i8, random_int(0, 5));
-        Mirror s(1, hot::scale_count(R, C, scale), DType::f32), back(R, C, any_float());
-        both([&](const hot::Context& c, bool on_gpu) {
-          hot::quantize(c, x.view(on_gpu), {bits, scale, rounding}, q.view(on_gpu), s.flat(on_gpu));
-          hot::dequantize(c, q.view(on_gpu), s.flat(on_gpu), scale, back.view(on_gpu));
-        });
-        q.expect_equal("codes");
-        s.expect_equal("scale");
-        back.expect_equal("dequantised");
-      }
-    }
-  }
-}
-
 TEST_F(StagesCuda, decompress_activation_equals_cpu) {
   for (int round = 0; round < 120; ++round) {
     hot::BackwardLinearSpec spec;
@@ -296,40 +257,6 @@ TEST_F(StagesCuda, decompress_activation_equals_cpu) {
   }
 }
 
-TEST_F(StagesCuda, gemm_equals_cpu) {
-  for (int round = 0; round < 60; ++round) {
-    const std::int64_t M = any_size(), N = any_size(),
-                       K = random_int(0, 3) == 0 ? random_int(0, 2000) : any_size();
-    const bool aligned = round % 2 == 0;
-    const std::int64_t gap = aligned ? (16 - K % 16) % 16 : random_int(0, 9);
-    Mirror a(M, K, DType::i8, gap), b(N, K, DType::i8, gap);
-    for (Mirror* m : {&a, &b}) {
-      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
-      std::memcpy(m->host.data(), values.data(), values.size());
-      m->push();
-    }
-    Mirror sa(1, random_int(0, 1) == 0 ? 1 : M, DType::f32),
-        sb(1, random_int(0, 1) == 0 ? 1 : N, DType::f32);
-    sa.fill(normal(static_cast<std::int64_t>(sa.flat(false).shape[0])));
-    sb.fill(normal(static_cast<std::int64_t>(sb.flat(false).shape[0])));
-    const bool bare = round % 5 == 0;
-    Mirror out(M, N, bare ? DType::i32 : any_float(), random_int(0, 3), random_int(0, 1));
-    if (!bare) out.fill(normal(M * N));
-    const hot::GemmSpec spec{bare ? 1 : 16, !bare && round % 3 == 0};
-    both([&](const hot::Context& c, bool on_gpu) {
-      Mirrored scratch(hot::gemm_workspace(c, M, N, K) + 1);
-      const ConstTensorView none{};
-      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu),
-                     bare ? none : ConstTensorView(sa.flat(on_gpu)),
-                     bare ? none : ConstTensorView(sb.flat(on_gpu)), spec, out.view(on_gpu),
-                     {scratch.on<void>(on_gpu), scratch.host.size()});
-      check(cudaStreamSynchronize(stream_));
-    });
-    out.expect_equal("gemm " + std::to_string(M) + " " + std::to_string(N) + " " +
-                     std::to_string(K));
-  }
-}
-
 TEST_F(StagesCuda, aligned_gemm_equals_cpu) {
   // What the sm_90a kernels take, and the same through the mma.sync kernels.
   for (int round = 0; round < 36; ++round) {
@@ -361,43 +288,6 @@ TEST_F(StagesCuda, every_sm90_gemm_equals_cpu) {
       // Tiles of 128 x 192 where there are such, two of them in a row.
       compare_aligned_gemm({random_int(8833, 8960), cut(few), short_k}, dtype, accumulate, 0);
     }
-  }
-}
-
-TEST_F(StagesCuda, packed_gemm_equals_cpu) {
-  // INT4 operands through the INT4 units' instruction (with_arch(80)) and unpacked.
-  for (int round = 0; round < 40; ++round) {
-    const std::int64_t M = any_size(), N = any_size(), K = random_int(0, 2000);
-    const std::int64_t bytes = (K + 1) / 2;
-    const std::int64_t gap = round % 4 == 0 ? random_int(0, 9) : (16 - bytes % 16) % 16;
-    Mirror a(M, bytes, DType::i8, gap), b(N, bytes, DType::i8, gap);
-    for (Mirror* m : {&a, &b}) {
-      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
-      std::memcpy(m->host.data(), values.data(), values.size());
-      m->push();
-    }
-    Mirror sa(1, M, DType::f32), sb(1, N, DType::f32);
-    sa.fill(normal(M));
-    sb.fill(normal(N));
-    const auto packed = [](TensorView view) {
-      view.dtype = DType::i4x2;
-      return view;
-    };
-    Mirror native(M, N, any_float()), unpacked(M, N, DType::f32);
-    const auto run = [&](const hot::Context& c, bool on_gpu, Mirror& out) {
-      Mirrored scratch(hot::gemm_workspace(c, M, N, K) + 1);
-      hot::gemm_int4(c, packed(a.view(on_gpu)), packed(b.view(on_gpu)), K, sa.flat(on_gpu),
-                     sb.flat(on_gpu), {16, false}, out.view(on_gpu),
-                     {scratch.on<void>(on_gpu), scratch.host.size()});
-      check(cudaStreamSynchronize(stream_));
-    };
-    const std::string what = std::to_string(M) + " " + std::to_string(N) + " " + std::to_string(K);
-    run(context(false, {}), false, native);
-    run(context(true, {}).with_arch(80), true, native);
-    native.expect_equal("gemm_int4 with_arch(80) " + what);
-    run(context(false, {}), false, unpacked);
-    run(context(true, {}), true, unpacked);
-    unpacked.expect_equal("gemm_int4 " + what);
   }
 }
 
@@ -718,29 +608,6 @@ class DeviceCountedKey : public CountedKey {
 
  private:
   Mirrored number_;
-};
-
-// What `call` queues on a stream, as a CUDA graph.
-class Graph {
- public:
-  Graph(cudaStream_t stream, const std::function<void()>& call) : stream_(stream) {
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    call();
-    check(cudaStreamEndCapture(stream, &graph_));
-    check(cudaGraphInstantiate(&executable_, graph_, 0));
-  }
-  ~Graph() {
-    static_cast<void>(cudaGraphExecDestroy(executable_));
-    static_cast<void>(cudaGraphDestroy(graph_));
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  void replay() const { check(cudaGraphLaunch(executable_, stream_)); }
-
- private:
-  cudaStream_t stream_;
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t executable_ = nullptr;
 };
 
 }  // namespace

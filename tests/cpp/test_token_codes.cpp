@@ -1,9 +1,8 @@
-// Storages token8 and token4, one code a value (docs/numerics.md).
-#include <cmath>
+// Storages token8, token4 and token2, one code a value (docs/numerics.md): what they have beside
+// others. Golden values, paths and empty layers are in test_backward_linear.cpp.
 #include <string>
 #include <vector>
 
-#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -12,142 +11,9 @@ using hot::Granularity;
 using hot::Rounding;
 using hot::Storage;
 
-namespace {
-
-constexpr Storage storages[] = {Storage::token8, Storage::token4, Storage::token2};
-
-BackwardLinearSpec spec_of(Storage storage) {
-  BackwardLinearSpec spec;
-  spec.hadamard_block = 64;
-  spec.gx_rounding = Rounding::nearest;
-  spec.gw_scale = Granularity::token;
-  spec.storage = storage;
-  if (storage == Storage::token8) spec.x_rounding = Rounding::nearest;
-  return spec;
-}
-
-// What was kept and every gradient, as bytes.
-std::vector<char> bytes_of(Layer& layer) {
-  std::vector<char> all(layer.saved_data(), layer.saved_data() + layer.layout.bytes);
-  const auto add = [&](const std::vector<float>& values) {
-    const auto* const from = reinterpret_cast<const char*>(values.data());
-    all.insert(all.end(), from, from + values.size() * sizeof(float));
-  };
-  add(layer.gx.values());
-  add(layer.gw.values());
-  add(layer.gb);
-  return all;
-}
-
-}  // namespace
-
-TEST(TokenCodes, golden) {
-  for_golden("one_code", "stored", [](const GoldenCase& one, const hot::Context& context) {
-    const GoldenInput gy(one.arrays.at("gy")), w(one.arrays.at("w")), x(one.arrays.at("x"));
-    const BackwardLinearSpec spec = golden_spec(one);
-    const GoldenSaved saved(x.view, spec, context.with_key(one.key("saved_key")));
-    GoldenOutput::check_memory(one.arrays.at("stored"), saved.data, "stored");
-    if (one.arrays.count("back") != 0) {
-      GoldenOutput back(one.arrays.at("back"));
-      hot::decompress_activation(context, saved.view, 0, x.view.shape[0], spec, back.view);
-      back.check("back");
-    }
-    const hot::LinearShape shape{gy.view.shape[0], gy.view.shape[1], w.view.shape[1]};
-    const bool gx_wanted = one.arrays.count("gx") != 0, gw_wanted = one.arrays.count("gw") != 0;
-    const bool accumulate = one.arrays.count("gw_before") != 0;
-    GoldenOutput gx(one.arrays.at(gx_wanted ? "gx" : "x")),
-        gw(one.arrays.at(gw_wanted ? "gw" : "w"));
-    if (accumulate) {
-      gw.input.memory = one.arrays.at("gw_before").bytes();
-      gw.view.data = gw.input.memory.data();
-    }
-    Scratch scratch(hot::backward_linear_workspace(context, shape, spec, gx_wanted, gw_wanted));
-    const hot::BackwardOutputs outputs{gx_wanted ? &gx.view : nullptr,
-                                       gw_wanted ? &gw.view : nullptr, nullptr, accumulate};
-    if (one.number("quantized_weight") != 0) {
-      const std::size_t bytes =
-          hot::quantized_weight_bytes(shape.out_features, shape.in_features, spec);
-      Scratch memory(bytes + 16), more(hot::quantize_weight_workspace(context, shape.out_features,
-                                                                      shape.in_features, spec));
-      const auto address = reinterpret_cast<std::uintptr_t>(memory.memory.data());
-      const hot::ConstQuantizedWeight weight = hot::quantize_weight(
-          context, w.view, spec, {memory.memory.data() + (16 - address % 16) % 16, bytes},
-          more.workspace());
-      hot::backward_linear(context, gy.view, weight, saved.view, spec, outputs,
-                           scratch.workspace());
-    } else {
-      hot::backward_linear(context, gy.view, w.view, saved.view, spec, outputs,
-                           scratch.workspace());
-    }
-    if (gx_wanted) gx.check("gx");
-    if (gw_wanted) gw.check("gw");
-  });
-}
-
-TEST(TokenCodes, same_on_every_path) {
-  const std::int64_t sizes[][3] = {{197, 67, 50}, {16, 64, 128}, {600, 130, 70}, {3, 5, 4200}};
-  for (const Storage storage : storages) {
-    for (const auto& size : sizes) {
-      Layer layer(size[0], size[1], size[2], spec_of(storage));
-      std::vector<char> expected;
-      for (const hot::Isa isa : isas()) {
-        for (const int threads : {1, 3, 8}) {
-          layer.run(cpu(threads).with_isa(isa));
-          if (expected.empty()) expected = bytes_of(layer);
-          ASSERT_EQ(bytes_of(layer), expected)
-              << hot::storage_name(storage) << " " << hot::isa_name(isa) << " " << threads;
-        }
-      }
-      EXPECT_TRUE(layer.gx.margins_intact());
-      EXPECT_TRUE(layer.gw.margins_intact());
-    }
-  }
-}
-
-TEST(TokenCodes, tokens_that_differ_in_size) {
-  for (const Storage storage : storages) {
-    const double limit = storage == Storage::token8   ? 0.018
-                         : storage == Storage::token4 ? 0.1
-                                                      : 0.42;
-    for (const bool massive : {false, true}) {
-      Layer layer(300, 80, 100, spec_of(storage));
-      for (std::int64_t i = 0; massive && i < layer.I; ++i) layer.x.at(50, i) *= 1000;
-      for (std::int64_t o = 0; massive && o < layer.O; ++o) layer.gy.at(50, o) = 0;
-      layer.run(cpu());
-      EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)), limit) << massive;
-      EXPECT_LT(distance(doubles(layer.gx.values()), plain_gx(layer)), 0.015) << massive;
-    }
-  }
-}
-
-TEST(TokenCodes, unbiased) {
-  // The mean of 200 draws is closer by about the root of 200.
-  for (const Storage storage : storages) {
-    BackwardLinearSpec spec = spec_of(storage);
-    spec.x_rounding = Rounding::stochastic;
-    Layer layer(64, 40, 48, spec);
-    for (std::int64_t o = 0; o < layer.O; ++o) layer.gy.at(20, o) *= 30;
-    const std::vector<double> exact = plain_gw(layer);
-    std::vector<double> mean(exact.size(), 0.0);
-    double square = 0;
-    constexpr int draws = 200;
-    for (int draw = 0; draw < draws; ++draw) {
-      layer.run(cpu().with_key({static_cast<std::uint64_t>(draw), 3, 1}));
-      const std::vector<double> got = doubles(layer.gw.values());
-      square += std::pow(distance(got, exact), 2);
-      for (std::size_t i = 0; i < mean.size(); ++i) mean[i] += got[i] / draws;
-    }
-    const double noise = std::sqrt(square / draws);
-    // What is cut off of 2 bits comes back in the mean of many signs, of which a block has 16 here.
-    const double cut = storage == Storage::token2 ? 0.1 * noise : 0.002;
-    EXPECT_LT(distance(mean, exact), 1.3 * noise / std::sqrt(draws) + cut)
-        << hot::storage_name(storage);
-  }
-}
-
 TEST(TokenCodes, a_share_of_the_tokens) {
-  for (const Storage storage : storages) {
-    BackwardLinearSpec spec = spec_of(storage);
+  for (const Storage storage : token_storages) {
+    BackwardLinearSpec spec = token_spec(storage);
     spec.low_rank.basis = hot::Basis::sketch;
     spec.low_rank.block = 16;
     spec.low_rank.rank = 8;
@@ -159,13 +25,11 @@ TEST(TokenCodes, a_share_of_the_tokens) {
     for (const hot::Isa isa : isas()) {
       for (const int threads : {1, 3}) {
         layer.run(cpu(threads).with_isa(isa));
-        if (expected.empty()) expected = bytes_of(layer);
-        ASSERT_EQ(bytes_of(layer), expected) << hot::isa_name(isa) << " " << threads;
+        if (expected.empty()) expected = layer.bytes();
+        ASSERT_EQ(layer.bytes(), expected) << hot::isa_name(isa) << " " << threads;
       }
     }
-    EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)),
-              storage == Storage::token2 ? 0.45 : 0.11);
-    BackwardLinearSpec whole = spec_of(storage);
+    BackwardLinearSpec whole = token_spec(storage);
     EXPECT_EQ(hot::saved_format(spec), hot::saved_format(whole));
     spec.low_rank.layout = {4, 4, 0};
     expect_error(hot::ErrorCode::invalid_argument, {"token_grid", "none"},
@@ -174,38 +38,6 @@ TEST(TokenCodes, a_share_of_the_tokens) {
     expect_error(hot::ErrorCode::unsupported, {"2147483648 tokens", "sketch"}, [&] {
       hot::backward_linear_workspace(cpu(), {std::int64_t{1} << 31, 4, 4}, spec, true, true);
     });
-  }
-}
-
-TEST(TokenCodes, zeros_and_nan) {
-  for (const Storage storage : storages) {
-    for (const float value : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
-      Layer layer(40, 20, 30, spec_of(storage));
-      layer.x.at(3, 4) = value;
-      layer.run(cpu());
-      for (const float got : layer.gw.values()) EXPECT_TRUE(std::isnan(got));
-      for (const float got : layer.gx.values()) EXPECT_FALSE(std::isnan(got));
-    }
-    Layer layer(40, 20, 30, spec_of(storage));
-    for (std::int64_t l = 0; l < layer.L; ++l) {
-      for (std::int64_t i = 0; i < layer.I; ++i) layer.x.at(l, i) = 0;
-    }
-    layer.run(cpu());
-    for (const float got : layer.gw.values()) EXPECT_EQ(got, 0.0F);
-  }
-}
-
-TEST(TokenCodes, empty) {
-  const std::int64_t sizes[][3] = {{0, 5, 7}, {5, 0, 7}, {5, 7, 0}, {0, 0, 0}};
-  for (const Storage storage : storages) {
-    for (const auto& size : sizes) {
-      Layer layer(size[0], size[1], size[2], spec_of(storage));
-      layer.run(cpu());
-      for (const float got : layer.gx.values()) EXPECT_EQ(got, 0.0F);
-      for (const float got : layer.gw.values()) EXPECT_EQ(got, 0.0F);
-      if (layer.L > 0) continue;
-      for (const float got : layer.gb) EXPECT_EQ(got, 0.0F);
-    }
   }
 }
 
@@ -227,9 +59,9 @@ TEST(TokenCodes, errors) {
       {"equalize_tokens", "false", [](auto& s) { s.equalize_tokens = true; }},
       {"storage", "basis full", [](auto& s) { s.low_rank.basis = hot::Basis::lowpass; }},
   };
-  for (const Storage storage : storages) {
+  for (const Storage storage : token_storages) {
     for (const auto& one : cases) {
-      BackwardLinearSpec spec = spec_of(storage);
+      BackwardLinearSpec spec = token_spec(storage);
       one.spoil(spec);
       const auto expect = [&](const std::function<void()>& call) {
         expect_error(hot::ErrorCode::invalid_argument,
@@ -239,25 +71,17 @@ TEST(TokenCodes, errors) {
       expect([&] { hot::backward_linear_workspace(cpu(), {20, 12, 8}, spec, true, true); });
       EXPECT_FALSE(hot::supported(cpu(), {20, 12, 8}, spec).ok);
     }
-    EXPECT_TRUE(hot::supported(cpu(), {20, 12, 8}, spec_of(storage)).ok);
+    EXPECT_TRUE(hot::supported(cpu(), {20, 12, 8}, token_spec(storage)).ok);
     // Formats tell the storages, and blocks that the bytes depend on, apart.
-    BackwardLinearSpec narrow = spec_of(storage), plain;
+    BackwardLinearSpec narrow = token_spec(storage), plain;
     narrow.hadamard_block = 32;
-    EXPECT_NE(hot::saved_format(narrow), hot::saved_format(spec_of(storage)));
-    EXPECT_NE(hot::weight_format(narrow), hot::weight_format(spec_of(storage)));
+    EXPECT_NE(hot::saved_format(narrow), hot::saved_format(token_spec(storage)));
+    EXPECT_NE(hot::weight_format(narrow), hot::weight_format(token_spec(storage)));
     plain.hadamard_block = 64;
-    EXPECT_NE(hot::weight_format(plain), hot::weight_format(spec_of(storage)));
+    EXPECT_NE(hot::weight_format(plain), hot::weight_format(token_spec(storage)));
   }
-  BackwardLinearSpec nearest = spec_of(Storage::token4);
+  BackwardLinearSpec nearest = token_spec(Storage::token4);
   nearest.x_rounding = Rounding::nearest;
   expect_error(hot::ErrorCode::invalid_argument, {"x_rounding", "stochastic", "token4"},
                [&] { hot::saved_layout(20, 12, nearest); });
-}
-
-TEST(TokenCodes, gy_is_read_once_on_cuda) {
-  for (const Storage storage : storages) {
-    const hot::Explanation plan = hot::explain("sm_90", {4096, 768, 3072}, spec_of(storage), {});
-    EXPECT_EQ(plan.gy_passes, 1) << plan.text;
-    EXPECT_TRUE(plan.slow.empty()) << plan.text;
-  }
 }

@@ -773,6 +773,14 @@ std::string said(const std::string& output, const std::string& word) {
   return output.substr(from, output.find('\n', from) - from);
 }
 
+// Runs a test of TrustCudaChild, which must pass; what it reported is this test's property.
+void run_child(const std::string& test) {
+  Child child(test, {{"HOT_TRUST_CHILD", "1"}});
+  const int code = child.wait();
+  EXPECT_EQ(code, 0) << child.output();
+  testing::Test::RecordProperty("message", said(child.output(), "REPORTED"));
+}
+
 // The message of the hot::Error with code cuda that a call throws; any other end fails the test.
 std::string cuda_error_of(const std::function<void()>& call) {
   try {
@@ -816,10 +824,7 @@ TEST_F(TrustCudaChild, DISABLED_illegal_address) {
 }
 
 TEST_F(TrustCuda, an_illegal_address_is_reported_by_name) {
-  Child child("TrustCudaChild.DISABLED_illegal_address", {{"HOT_TRUST_CHILD", "1"}});
-  const int code = child.wait();
-  EXPECT_EQ(code, 0) << child.output();
-  testing::Test::RecordProperty("message", said(child.output(), "REPORTED"));
+  run_child("TrustCudaChild.DISABLED_illegal_address");
 }
 
 // Somebody else's error, which nobody asked for yet, is neither hidden nor reported as hotcore's.
@@ -879,10 +884,7 @@ TEST_F(TrustCudaChild, DISABLED_full_device) {
 
 TEST_F(TrustCuda, a_full_device) {
   if (setting("HOT_LARGE", 0) == 0) GTEST_SKIP() << "HOT_LARGE=1 runs it: takes all memory";
-  Child child("TrustCudaChild.DISABLED_full_device", {{"HOT_TRUST_CHILD", "1"}});
-  const int code = child.wait();
-  EXPECT_EQ(code, 0) << child.output();
-  testing::Test::RecordProperty("message", said(child.output(), "REPORTED"));
+  run_child("TrustCudaChild.DISABLED_full_device");
 }
 
 // A reset under the library: what it has cached of a device must not lead to wrong results. It
@@ -907,9 +909,4 @@ TEST_F(TrustCudaChild, DISABLED_device_reset) {
   std::printf("REPORTED: %s\n", message.empty() ? "equal bits after the reset" : message.c_str());
 }
 
-TEST_F(TrustCuda, a_device_that_is_reset) {
-  Child child("TrustCudaChild.DISABLED_device_reset", {{"HOT_TRUST_CHILD", "1"}});
-  const int code = child.wait();
-  EXPECT_EQ(code, 0) << child.output();
-  testing::Test::RecordProperty("message", said(child.output(), "REPORTED"));
-}
+TEST_F(TrustCuda, a_device_that_is_reset) { run_child("TrustCudaChild.DISABLED_device_reset"); }

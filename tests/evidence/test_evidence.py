@@ -413,25 +413,25 @@ def made_reports(folder: Path) -> None:
     }  # fmt: skip
     size = {"steps": 400, "size": {"batch": 64, "context": 512}}
     (folder / "cuda-gpt-10M.json").write_text(
-        json.dumps({"date": "2026-01-02T03", "runs": gpt, "settings": size, "parameters": 6553600})
-    )
+        json.dumps({"date": "2026-01-02T03", "device": "NVIDIA H200", "runs": gpt,
+                    "settings": size, "parameters": 6553600})
+    )  # fmt: skip
 
 
-def made_ranks(path: Path) -> None:
+def made_ranks(path: Path, *tasks: str) -> None:
     """An ablations report with the ranks alone: 54 % and 1 % a row right, 2 % more with seed 1."""
-    report = json.loads(path.read_text())
     names = {"fp32": 0} | {
         recipe if rank == 8 else f"{recipe}, rank {rank}": rank
         for recipe in ("paper", "paper, g_x in INT8")
         for rank in (16, 8, 4, 2, 1)
     }
-    report["runs"] = {
+    runs = {
         f"{task}/{name}/{seed}": {"val_loss": 1.0, "val_accuracy": 0.54 + 0.01 * rank + 0.02 * seed}
-        for task in ("vit", "gpt")
+        for task in tasks
         for name, rank in names.items()
         for seed in (0, 1)
     }
-    path.write_text(json.dumps(report))
+    path.write_text(json.dumps({"runs": runs}))
 
 
 def made_gradients(path: Path) -> None:
@@ -451,20 +451,25 @@ def made_gradients(path: Path) -> None:
 
 
 def test_tables_of_the_evidence(tmp_path: Path) -> None:
-    from evidence import doc_tables
+    from evidence import claims, doc_tables
 
     made_reports(tmp_path)
+
+    def claim(beginning: str) -> str:
+        """The only row that begins so."""
+        every = (*claims.SOURCES, *claims.OURS)
+        (found,) = (one for one in every if one.claim.startswith(beginning))
+        return claims.row_of(found, tmp_path)
 
     def table(words: str) -> str:
         return doc_tables.table(words, tmp_path)
 
-    found = table("trainings training.json bert.json")
+    found = table("trainings training.json")
     assert "| ViT, digits, 2 seeds | GPT, text, 2 seeds |" in found
     assert "| fp32's loss | 1.500 ± 0.707 | 2.500 ± 0.707 |" in found
     assert "| default | +0.250 ± 0.000 | +0.250 ± 0.000 |" in found
     assert "| paper | +0.500 ± 0.000 | +0.500, 1 diverged |" in found
     assert "|\n\n*training.json: `compact` left out: CPU only*\n" in found  # no row of the table
-    assert "\n\n*Not run yet: " in found and "makes `bert.json`" in found
     assert found.index("| default") < found.index("| paper")
     found = table("rows ablations.json paper; nobody")
     assert "| nobody |  |  |" in found and "default" not in found
@@ -480,7 +485,7 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     # FP8 has two seeds: the third of default is not compared, a lone run is and has no interval.
     assert "| default | +0.0250 [-0.0385, +0.0885] (2) |" in found
     assert "| fast | -0.1000 (1) |" in found and "| 3.5000 ± 0.7071 |" in found
-    assert "cuda-gpt-91M.json" in found and "*Measured: cuda-gpt-10M 2026-01-02.*" in found
+    assert "*Measured: cuda-gpt-10M 2026-01-02 (H200).*" in found
     found = table("pooled")
     last = "+0.1833 [-0.4980, +0.8647] (3)"
     trained = "+0.0500 [-0.0771, +0.1771] (2)"  # of the same two seeds
@@ -492,28 +497,26 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     found = table("to-loss")
     assert "| default | 0.99 (0.98 to 0.99) |" in found and "| fast | >1 |" in found
     assert "this share of its steps: >1 (10M, 2.00" in table("to-loss-words fast")
-    found = table("claims")
-    assert "default: +0.250 ± 0.000 (ViT), +0.250 ± 0.000 (GPT)" in found
+    assert "default: +0.250 ± 0.000 (ViT), +0.250 ± 0.000 (GPT)" in claim("`default` trains")
+    found = claim("latency table")
     assert "geometric mean of 16 layers: HOT 2.00×, LBP-WHT 0.50×" in found
-    assert "(GPT); paper without ABC: not run yet |" in found
-    assert "47.28 at r = 16, 8, 4, 2, 1 | *not run yet: bench_training.py --table abl" in found
-    assert "not measured: no such GPU" in found and "LBP-WHT here is unfused" in found
-    assert "| *not run yet: evidence.py --call b --out FOLDER* |  | [paper.md]" in found
+    assert "LBP-WHT here is unfused" in found
+    assert "not measured: no such GPU" in claim("times on an RTX 3090")
+    found = claim("the same by size")
     assert "default less bf16 +0.0250 [-0.0385, +0.0885] (2 pairs: not shown)" in found
     assert "2 pairs: not shown) | 2026-01-02 | [by size]" in found
-    assert "not run yet: bench_training.py --table finetune" in found
-    assert "| 17.48 → 3.8 GB | *not run yet: its report has no 128* |" in found
-    assert table("figure latency img two words") == "![two words](img/latency.svg)\n"
-    assert table("figure finetune-vit img two words") == ""
-    made_ranks(tmp_path / "ablations.json")
+    made_ranks(tmp_path / "ablations.json", "vit", "gpt")
+    made_ranks(tmp_path / claims.LARGE_RANKS, "images-efficientformer")
     ranks = "71.0, 63.0, 59.0, 57.0, 56.0 (fp32 55.0; ± 1.4)"
     wanted = [
-        f"{t}, `{r}`: {ranks}" for t in ("ViT", "GPT") for r in ("paper", "paper, g_x in INT8")
+        f"{title}, `{recipe}`: {ranks}"
+        for title in ("ViT", "GPT", "EfficientFormer-L1, photographs")
+        for recipe in ("paper", "paper, g_x in INT8")
     ]
-    late = "ranks of an EfficientFormer were not trained; no CIFAR here"
-    assert f"| accuracy, {'; '.join(wanted)}; {late}" in table("claims")
-    found = table("gradient-quality")
-    assert found.startswith("*Not run yet: `python -m benchmarks.evidence.bench_gradients`")
+    found = claim("Table 2: 8 of 16 rows")
+    assert f"| accuracy, {'; '.join(wanted)}; no CIFAR here" in found
+    with pytest.raises(doc_tables.Unknown, match=r"gradients\.json is not there"):
+        table("gradient-quality")
     made_gradients(tmp_path / "gradients.json")
     lines = table("gradient-quality").splitlines()
     # Root mean square of 0.3 and 0.4 over two steps; the better method first; GPT lacks "tiles".
@@ -522,8 +525,6 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     )
     assert lines[3] == "| tiles | 0.100 | 0.354 | 0.000 | 0.354 |  |  |  |  | 0.25 | 2.00 |"
     assert lines[4] == "| other batches (median) |  | 1.50 |  |  |  | 1.50 |  |  |  |  |"
-    for words in ("breakdown", "latency eager", "trainings finetune.json"):
-        assert table(words).startswith("*Not run yet: `python ")
 
 
 def test_what_pays_is_of_both_processors() -> None:

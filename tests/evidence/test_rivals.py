@@ -35,7 +35,6 @@ SIMULATED = (
     "bf16", "naive_int4", "luq", "luq_forward", "lbp_wht", "lbp_wht_flat", "authors_hot",
     "actnn_2bit",
 )  # fmt: skip
-LOW_RANK = ("lbp_wht", "lbp_wht_flat", "authors_hot")
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
 """Make the golden vectors in this folder: from ``tests/reference.py`` alone, no build needed.
 
-    python tests/golden/make_golden.py            # writes <stage>.npz and <stage>.txt
+    python tests/golden/make_golden.py            # writes <stage>.txt
     python tests/golden/make_golden.py --check    # compares with the files, exit status 1 if not
 
-Both files of a stage hold the same cases, the ``.npz`` for Python (``load_npz`` below) and the
-``.txt`` for C++, made of words that blanks and line ends separate (``std::ifstream >> word``):
+A file holds the cases of a stage, for Python (``load`` below) and C++ (tests/cpp/golden.h), in
+words that blanks and line ends separate (``std::ifstream >> word``):
 
     case <name>                                         the lines below belong to it
     param <name> <count> <value>...                     decimal integers or names
@@ -13,9 +13,6 @@ Both files of a stage hold the same cases, the ``.npz`` for Python (``load_npz``
 ``<dtype>`` is f32, f16, bf16, i8, u8, i32 or u32; ``<hex>`` is one word: the bit patterns of the
 elements, 8, 4 or 2 hexadecimal digits each (most significant digit first), nothing between them,
 ``-`` where there are none. The first line is a comment, which starts with ``#``.
-
-In the ``.npz`` the arrays' keys are ``<case>/<name>`` (bf16 is uint16 there); ``params`` is JSON
-text, ``{case: {name: value or list}}``, as bytes.
 
 Everything is compared bit for bit, with any NaN equal to any other, except ``gb``, which has a
 bound (docs/numerics.md). A param ``input`` names the case that holds the arrays not found in a case
@@ -27,7 +24,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -622,6 +618,8 @@ DTYPES = {
     "int32": "i32",
     "uint32": "u32",
 }
+SEQUENCES = ("key", "saved_key", "need", "order", "rows", "token_grid")
+"""Params of several values, or of one that counts as several."""
 
 
 def is_array(value: Any) -> bool:
@@ -637,25 +635,25 @@ def canonical(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def split(cases: Cases) -> tuple[dict[str, np.ndarray], dict[str, Case]]:
-    """Arrays by ``<case>/<name>``, and params by case and name."""
-    arrays, params = {}, {}
-    for case, content in cases.items():
-        params[case] = {k: v for k, v in content.items() if not is_array(v)}
-        for name, value in content.items():
-            if is_array(value):
-                arrays[f"{case}/{name}"] = canonical(value)
-    return arrays, params
-
-
-def load_npz(stage: str) -> Cases:
-    """The cases of a stage's ``.npz`` (tuples have become lists)."""
-    with np.load(FOLDER / f"{stage}.npz", allow_pickle=False) as file:
-        arrays = dict(file)
-    cases: Cases = json.loads(arrays.pop("params").tobytes())
-    for name, value in arrays.items():
-        case, _, part = name.partition("/")
-        cases[case][part] = value
+def load(stage: str) -> Cases:
+    """The cases of a stage's file; bf16 is uint16."""
+    words = iter((FOLDER / f"{stage}.txt").read_text(encoding="ascii").split("\n", 1)[1].split())
+    dtypes = {short: np.dtype(name) for name, short in DTYPES.items()}
+    cases: Cases = {}
+    case: Case = {}
+    for kind in words:
+        name = next(words)
+        if kind == "case":
+            case = cases[name] = {}
+        elif kind == "param":
+            values = [next(words) for _ in range(int(next(words)))]
+            read = [int(v) if v.lstrip("-").isdigit() else v for v in values]
+            case[name] = read if name in SEQUENCES else read[0]
+        else:
+            dtype = dtypes[next(words)]
+            shape = tuple(int(next(words)) for _ in range(int(next(words))))
+            raw = bytes.fromhex(next(words).replace("-", ""))
+            case[name] = np.frombuffer(raw, dtype.newbyteorder(">")).reshape(shape).astype(dtype)
     return cases
 
 
@@ -676,18 +674,12 @@ def text(stage: str, cases: Cases) -> str:
 
 
 def differences(stage: str, cases: Cases) -> list[str]:
-    """Names of what differs between these cases and the files; empty when all is equal."""
-    (wanted, params), (found, found_params) = split(cases), split(load_npz(stage))
-    wrong = sorted(set(wanted) ^ set(found))
-    for name in sorted(set(wanted) & set(found)):
-        a, b = wanted[name], found[name]
-        if (a.dtype, a.shape, a.tobytes()) != (b.dtype, b.shape, b.tobytes()):
-            wrong.append(name)
-    if json.loads(json.dumps(params)) != found_params:
-        wrong.append("params")
-    if (FOLDER / f"{stage}.txt").read_text(encoding="ascii") != text(stage, cases):
-        wrong.append(f"{stage}.txt")
-    return wrong
+    """Names of the cases that are others than the file's; empty when all is equal."""
+    wanted, found = text(stage, cases), (FOLDER / f"{stage}.txt").read_text(encoding="ascii")
+    if wanted == found:
+        return []
+    other = set(wanted.split("\ncase ")) ^ set(found.split("\ncase "))
+    return sorted({case.split("\n")[0] for case in other}) or ["their order"]
 
 
 def main() -> int:
@@ -704,12 +696,8 @@ def main() -> int:
             status |= bool(wrong)
             print(f"{stage}: {'differs: ' + ', '.join(wrong) if wrong else 'equal'}")
             continue
-        arrays, params = split(cases)
-        arrays["params"] = np.frombuffer(json.dumps(params).encode("ascii"), np.uint8)
-        np.savez_compressed(FOLDER / f"{stage}.npz", **arrays)
-        (FOLDER / f"{stage}.txt").write_text(text(stage, cases), encoding="ascii")
-        sizes = ((FOLDER / f"{stage}.{kind}").stat().st_size for kind in ("npz", "txt"))
-        print(f"{stage}: {len(cases)} cases, {' + '.join(map(str, sizes))} bytes")
+        size = (FOLDER / f"{stage}.txt").write_text(text(stage, cases), encoding="ascii")
+        print(f"{stage}: {len(cases)} cases, {size} bytes")
     return status
 
 

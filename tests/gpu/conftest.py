@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -27,6 +28,17 @@ def shared_cores() -> None:
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     hotcore.set_num_threads(threads)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def jax() -> ModuleType:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for torch
+    module = pytest.importorskip("jax", reason="JAX is not installed")
+    try:
+        module.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no GPU: {error}")
+    return module
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+from support import array_functions  # noqa: E402
 from support_gpu import RECIPES  # noqa: E402
 
 pytestmark = [
@@ -22,17 +22,6 @@ pytestmark = [
 @pytest.fixture
 def cupy() -> Any:
     return pytest.importorskip("cupy", reason="CuPy is not installed")
-
-
-@pytest.fixture
-def jax() -> Any:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for torch
-    module = pytest.importorskip("jax", reason="JAX is not installed")
-    try:
-        module.devices("gpu")
-    except RuntimeError as error:
-        pytest.skip(f"JAX sees no GPU: {error}")
-    return module
 
 
 def numpy_layer(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -84,22 +73,9 @@ def test_cupy_stages(cupy: Any, dtype: str, rng: np.random.Generator) -> None:
     """Every stage gives CuPy arrays with the CPU's bits."""
     x = rng.standard_normal((48, 32)).astype(dtype)
     for function in (
-        hotcore.fwht,
-        lambda x: hotcore.hla(x, key=3),
-        lambda x: hotcore.quantize(x, bits=4, packed=True, key=3)[0],
-        lambda x: hotcore.quantize(x, scale="channel", key=3)[1],
-        lambda x: hotcore.dequantize(*hotcore.quantize(x, key=3), dtype=dtype),
-        lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
-        lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
+        *array_functions(dtype),
         lambda x: hotcore.compress_activation(x, key=3).codes(),
         lambda x: hotcore.compress_activation(x, key=3).scales(),
-        lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
-        lambda x: hotcore.quantize_weight(x).data,
-        lambda x: hotcore.quantize_forward_weight(x).data,
-        lambda x: hotcore.quantize_forward_input(x).data,
-        lambda x: hotcore.quantize_forward_input(x, keep=True, key=3)[1].data,
-        lambda x: hotcore.forward_linear(x, x, x[:, 0].copy()),
-        lambda x: hotcore.forward_linear(hotcore.quantize_forward_input(x), x),
     ):
         got = function(cupy.asarray(x))
         assert isinstance(got, cupy.ndarray)

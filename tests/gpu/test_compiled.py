@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hotcore.torch as hot  # noqa: E402  (after the skip)
+from support_gpu import on_a_side_stream  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402  (whether regions became CUDA graphs)
 
@@ -262,16 +263,6 @@ def test_codes_kept_in_compiled_graphs(mode: str, images: Tensor, labels: Tensor
 
 
 # ---- captured ----
-
-
-def on_a_side_stream(call: Callable[[], object], times: int = 3) -> None:
-    """Before a capture, as torch asks for."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(times):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])

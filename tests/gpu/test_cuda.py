@@ -13,9 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+from support import TOKEN_STORAGES, one_code  # noqa: E402
 from support_gpu import (  # noqa: E402
     RECIPES,
     assert_equal_backward,
+    captured,
     layer,
     same_bits,
     whole_backward,
@@ -27,6 +29,7 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CONFIGS = (*RECIPES, *map(one_code, TOKEN_STORAGES))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -39,24 +42,28 @@ def test_backward_linear_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
         assert_equal_backward(got, whole_backward(arrays, recipe, "cpu", 5))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", [(8, 0), (0, 8), (0, 0)])
-def test_an_empty_x_is_kept_as_on_the_cpu(recipe: str, shape: tuple[int, int]) -> None:
+def test_an_empty_x_is_kept_as_on_the_cpu(
+    config: str | hotcore.HotConfig, shape: tuple[int, int]
+) -> None:
     x = torch.zeros(shape)
-    kept = [hotcore.compress_activation(x.to(device), recipe) for device in ("cpu", "cuda")]
+    kept = [hotcore.compress_activation(x.to(device), config) for device in ("cpu", "cuda")]
     assert same_bits(kept[0].data, kept[1].data)  # `paper` has one scale all the same: 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_input_of_both_forms_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
+def test_an_input_of_both_forms_equals_cpu(
+    config: str | hotcore.HotConfig, dtype: torch.dtype
+) -> None:
     """Tiles of 1 to 16 CTAs (docs/dev/kernels.md), the last one partial, and what no tile takes."""
     for tokens, ins in ((197, 768), (65, 1024), (1, 3072), (130, 8192), (63, 64), (33, 70), (0, 8)):
         x, w = torch.randn(tokens, ins).to(dtype), torch.randn(24, ins).to(dtype)
         results = []
         for device in ("cpu", "cuda"):
-            codes, saved = hotcore.quantize_forward_input(x.to(device), recipe, keep=True, key=3)
-            alone = hotcore.quantize_forward_input(x.to(device), recipe)
+            codes, saved = hotcore.quantize_forward_input(x.to(device), config, keep=True, key=3)
+            alone = hotcore.quantize_forward_input(x.to(device), config)
             y = hotcore.forward_linear(codes, w.to(device))
             results.append((codes.data, alone.data, saved.data, y))
         for name, on_cpu, on_gpu in zip(("codes", "alone", "kept", "y"), *results, strict=True):
@@ -137,14 +144,7 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
                 found += [on(there), on(there)]
             on.weight.requires_grad_(True)
         assert all(same_bits(found[0].detach(), y.detach()) for y in found)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(there)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(there)
+        graph, y = captured(lambda model=model, there=there: model(there))
         graph.replay()
         assert same_bits(model(there).detach().cpu(), y.detach())
 
@@ -271,14 +271,7 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
         y = there(leaf)
         return y, torch.autograd.grad(y.float().square().sum(), leaf)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, gx = step()
+    graph, (y, gx) = captured(step)
     grads = []
     for _ in range(2):
         graph.replay()

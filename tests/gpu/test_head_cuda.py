@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
+from support_gpu import captured  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -139,14 +140,7 @@ def test_captured_and_compiled(config: Any) -> None:
         return (loss.detach(), *torch.autograd.grad(loss, (x, weight, bias)))
 
     expected = step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, replayed = captured(step)
     graph.replay()
     torch.cuda.synchronize()
 
@@ -156,6 +150,6 @@ def test_captured_and_compiled(config: Any) -> None:
     torch._dynamo.reset()
     loss = torch.compile(call, fullgraph=True, mode="reduce-overhead")(x)
     compiled = (loss.detach(), *torch.autograd.grad(loss, (x, weight, bias)))
-    for ours in (captured, compiled):
+    for ours in (replayed, compiled):
         for got, wanted in zip(ours, expected, strict=True):
             assert error(got, wanted.double()) < 0.02

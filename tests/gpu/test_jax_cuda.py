@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,12 @@ torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip)
 from support_gpu import RECIPES  # noqa: E402
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for torch
-
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 SEED = 2**40 + 7
-
-
-@pytest.fixture(scope="module")
-def jax() -> Any:
-    module = pytest.importorskip("jax", reason="JAX is not installed")
-    try:
-        module.devices("cuda")
-    except RuntimeError as error:
-        pytest.skip(f"JAX sees no GPU: {error}")
-    return module
 
 
 @pytest.fixture(scope="module")

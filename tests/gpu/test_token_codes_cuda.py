@@ -199,29 +199,6 @@ def test_views(storage: str) -> None:
 
 
 @pytest.mark.parametrize("storage", TOKEN_STORAGES)
-@pytest.mark.parametrize("shape", [(8, 0), (0, 8), (0, 0)])
-def test_an_empty_x(storage: str, shape: tuple[int, int]) -> None:
-    x = torch.zeros(shape)
-    kept = [
-        hotcore.compress_activation(x.to(device), one_code(storage)) for device in ("cpu", "cuda")
-    ]
-    assert is_same(kept[0].data, kept[1].data)
-
-
-@pytest.mark.parametrize("storage", TOKEN_STORAGES)
-def test_an_input_of_both_forms(storage: str) -> None:
-    config = one_code(storage, forward="int8")
-    for tokens, ins in ((197, 768), (33, 70), (1, 3072), (0, 8)):
-        x = torch.randn(tokens, ins).bfloat16()
-        results = []
-        for device in ("cpu", "cuda"):
-            codes, saved = hotcore.quantize_forward_input(x.to(device), config, keep=True, key=3)
-            results.append((codes.data, saved.data))
-        for ours, theirs in zip(*results, strict=True):
-            assert theirs.is_cuda and is_same(ours, theirs)
-
-
-@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_a_side_stream(storage: str) -> None:
     config = one_code(storage)
     gy, w, x = (

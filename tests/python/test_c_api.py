@@ -17,10 +17,18 @@ import pytest
 from c_api import CONSTANTS, STRUCTS, CApi, HotError, aligned, library, make, prototypes, tensor
 from hotcore import HotConfig, Key, _core
 from hotcore.config import FIELDS, RECIPES
-from support import data, equal_bits, golden, golden_config, golden_options, parted_key
+from support import (
+    ALL,
+    KEY,
+    OTHER_KEY,
+    data,
+    equal_bits,
+    golden,
+    golden_config,
+    golden_options,
+    parted_key,
+)
 
-ALL = ("gx", "gw", "gb")
-KEY, OTHER_KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191), Key(42, 43, 44)
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
 
 

@@ -9,7 +9,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import HotConfig, Key, _core
-from support import poison, torch
+from support import poison, read_only, torch, unaligned
 
 
 class Case(NamedTuple):
@@ -32,19 +32,6 @@ ONE = np.ones(1, F)
 
 def swapped(values: np.ndarray) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder())
-
-
-def misaligned(values: np.ndarray) -> np.ndarray:
-    raw = np.zeros(values.nbytes + 1, np.uint8)
-    view = raw[1:].view(values.dtype).reshape(values.shape)
-    view[...] = values
-    return view
-
-
-def read_only(values: np.ndarray) -> np.ndarray:
-    values = values.copy()
-    values.flags.writeable = False
-    return values
 
 
 def field_view(values: np.ndarray) -> np.ndarray:
@@ -100,7 +87,7 @@ def test_every_float_argument(which: str) -> None:
         (good.astype(np.complex64), "complex64"),
         (good.astype(bool), "bool"),
         (swapped(good), "byte-swapped dtype >f4"),
-        (misaligned(good), "aligned"),
+        (unaligned(good), "aligned"),
         (field_view(good), "aligned"),
         (np.ma.masked_array(good, good > 0), "masked"),
     ):
@@ -372,56 +359,13 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def check(table: str) -> None:
+@pytest.mark.parametrize("table", CASES)
+def test_table(table: str) -> None:
     """Every case of a table fails with its message."""
     for case in CASES[table]:
         with pytest.raises(case.error, match=case.says) as caught:
             case.call()
         assert type(caught.value) is case.error, case.name
-
-
-def test_fwht() -> None:
-    check("fwht")
-
-
-def test_hla() -> None:
-    check("hla")
-
-
-def test_quantize() -> None:
-    check("quantize")
-
-
-def test_dequantize() -> None:
-    check("dequantize")
-
-
-def test_pack_int4() -> None:
-    check("pack_int4")
-
-
-def test_unpack_int4() -> None:
-    check("unpack_int4")
-
-
-def test_gemm_int8() -> None:
-    check("gemm_int8")
-
-
-def test_gemm_int4() -> None:
-    check("gemm_int4")
-
-
-def test_compress_activation() -> None:
-    check("compress_activation")
-
-
-def test_decompress_activation() -> None:
-    check("decompress_activation")
-
-
-def test_backward_linear() -> None:
-    check("backward_linear")
 
 
 def test_overlapping_output() -> None:
@@ -492,7 +436,6 @@ def test_kinds_are_not_mixed_in_outputs() -> None:
 
 
 def test_supported() -> None:
-    check("supported")
     assert hotcore.supported(197, 768, 768) == (True, "")
     paper = HotConfig.recipe("paper", token_grid=(14, 14), prefix_tokens=1)
     assert hotcore.supported(2 * 197, 768, 768, paper) == (True, "")

@@ -23,9 +23,8 @@ import pytest
 from hotcore import _core
 from hotcore.config import RECIPES
 from one_hash import HASHES, digest, layer, numbers
-from support import equal_bits, isas, output_of, running, torch
+from support import ALL, equal_bits, isas, output_of, read_only, running, torch, unaligned
 
-ALL = ("gx", "gw", "gb")
 F = np.float32
 
 
@@ -241,19 +240,6 @@ def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- memory that cannot be used, or can --------------------------------------------------------
-
-
-def read_only(values: np.ndarray) -> np.ndarray:
-    view = values.copy()
-    view.flags.writeable = False
-    return view
-
-
-def unaligned(values: np.ndarray) -> np.ndarray:
-    memory = np.zeros(values.nbytes + 1, np.uint8)
-    view = memory[1:].view(values.dtype).reshape(values.shape)
-    view[...] = values
-    return view
 
 
 def unaligned_stride(values: np.ndarray) -> np.ndarray:

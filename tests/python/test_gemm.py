@@ -14,6 +14,7 @@ from support import (
     array,
     equal_bits,
     from_bits,
+    given_as,
     golden,
     isas,
     numpy_of,
@@ -129,12 +130,7 @@ def test_half_outputs(rng: np.random.Generator, dtype: str) -> None:
     a, b = codes(rng, 9, 40), codes(rng, 21, 40)
     sa, sb = (np.exp(rng.standard_normal(n)).astype(np.float32) / 99 for n in (9, 21))
     wide = hotcore.gemm_int8(a, b, sa, sb)
-    if dtype == "bfloat16":
-        if torch is None:
-            pytest.skip("bfloat16 needs torch")
-        operands = [torch.from_numpy(value) for value in (a, b, sa, sb)]
-    else:
-        operands = [a, b, sa, sb]
+    operands = given_as(dtype, a, b, sa, sb)
     equal_bits(
         widened(hotcore.gemm_int8(*operands, out_dtype=dtype)), widened(array(wide, dtype)), dtype
     )
@@ -145,12 +141,7 @@ def test_accumulates(rng: np.random.Generator, dtype: str) -> None:
     a, b = codes(rng, 5, 32), codes(rng, 18, 32)
     sa, sb = np.full(1, 0.01, np.float32), np.full(1, 0.02, np.float32)
     wide = hotcore.gemm_int8(a, b, sa, sb, divisor=16)
-    if dtype == "bfloat16":
-        if torch is None:
-            pytest.skip("bfloat16 needs torch")
-        operands = [torch.from_numpy(value) for value in (a, b, sa, sb)]
-    else:
-        operands = [a, b, sa, sb]
+    operands = given_as(dtype, a, b, sa, sb)
     before = array(rng.standard_normal((5, 18)).astype(np.float32), dtype)
     expected = widened(array(widened(before) + wide, dtype))
     got = hotcore.gemm_int8(*operands, divisor=16, out=before, accumulate=True)

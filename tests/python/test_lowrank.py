@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import (
     FLOATS,
+    KEY,
     KINDS,
     SIZES,
     array,
@@ -30,7 +31,6 @@ from support import (
 
 BASES = ("full", "lowpass", "sequency", "sketch")
 SIDES = ("activation", "gradient")
-KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 
 
 def projected(gy: np.ndarray, x: np.ndarray, **options: object) -> np.ndarray:

@@ -43,9 +43,10 @@ CPP_FILES = sorted(
 
 
 def python_tests(stem: str) -> set[str]:
-    """Names of the test functions of a Python test file."""
+    """Names of the test functions of a Python test file, and of the tables of test_errors.py."""
     text = (PYTHON_TESTS / f"{stem}.py").read_text()
-    return set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
+    tables = re.findall(r'^    "(\w+)": \[$', text, re.MULTILINE)
+    return {*re.findall(r"^def (test_\w+)\(", text, re.MULTILINE), *(f"test_{t}" for t in tables)}
 
 
 def cpp_tests(stem: str) -> list[tuple[str, str]]:

@@ -51,19 +51,6 @@ def test_steps_of_a_forward() -> None:
     assert any(why in reason for reason in slow), slow
 
 
-def test_slow_paths_say_why() -> None:
-    shape = (25216, 3072, 768)
-    assert explain(*shape).slow == ()
-    (why,) = explain(*shape, wgmma=False).slow
-    assert "no wgmma kernels" in why
-    (why,) = {w for w in explain(25216, 3072, 770).slow if w.startswith("mma.sync")} - {
-        w for w in explain(25216, 3072, 770).slow if "g_w" in w
-    }
-    assert "in_features 770, bfloat16" in why
-    slow = explain(*shape, config=HotConfig.recipe("fast", hadamard_block=64)).slow
-    assert any("hadamard_block is 64" in why for why in slow)
-
-
 def test_the_kernels_that_a_device_lacks_are_named() -> None:
     shape = (25216, 3072, 768)
     b200 = explain(*shape, device="sm_100")
@@ -76,34 +63,6 @@ def test_the_kernels_that_a_device_lacks_are_named() -> None:
     assert explain(*shape, device="sm_90").lacks == explain(*shape, device="sm_80").lacks == ()
     assert explain(*shape, device="sm_90", wgmma=False).lacks == ("wgmma",)
     assert len(explain(*shape, device="sm_120").lacks) == 3
-
-
-@pytest.mark.parametrize(
-    ("shape", "config", "dtype", "reason"),
-    [
-        ((6000, 768), HotConfig(), "bfloat16", ""),
-        ((6000, 768), HotConfig.recipe("fast"), "bfloat16", ""),
-        ((6000, 768), HotConfig(x_rounding="nearest"), "bfloat16", ""),
-        ((6000, 14336), HotConfig(), "bfloat16", ""),
-        ((6000, 777), HotConfig(), "bfloat16", "in_features 777 is not a multiple of 4"),
-        ((60, 49216), HotConfig(), "bfloat16", "in_features 49216 is too long"),
-        ((6000, 768), HotConfig(), "float32", "float32"),
-        ((6000, 768), HotConfig(forward_block=16), "bfloat16", "forward's hadamard_block is 16"),
-        ((6000, 768), HotConfig(equalize_tokens=True), "bfloat16", "tokens are equalised"),
-        ((6000, 768), HotConfig(x_rounding="pseudo_stochastic"), "float16", "rounding is pseudo"),
-    ],
-)
-def test_a_second_read_of_x_says_why(
-    shape: tuple[int, int], config: HotConfig, dtype: str, reason: str
-) -> None:
-    slow = explain(shape[0], 64, shape[1], config, need=("y", "x"), dtype=dtype).slow
-    again = [why for why in slow if "x is read again to be kept" in why]
-    assert len(again) == (reason != "")
-    assert all(f"kept: {reason}" in why for why in again)
-    on_ampere = explain(
-        *(shape[0], 64, shape[1], config), need=("y", "x"), dtype=dtype, device="sm_80"
-    )
-    assert [why for why in on_ampere.slow if "x is read again to be kept" in why] == again
 
 
 def test_slow_products_say_why() -> None:

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import (
     FLOATS,
+    KEY,
     KINDS,
     array,
     data,
     equal_bits,
+    given_as,
     golden,
     golden_options,
     keys,
@@ -23,13 +25,11 @@ from support import (
     rounded,
     same_on_every_path,
     strided,
-    torch,
     widened,
 )
 
 SCALES = ("token", "channel", "tensor")
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
-KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 
 
 def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
@@ -241,10 +241,7 @@ def test_dequantize_multiplies(rng: np.random.Generator, scale: str, dtype: str)
     q, s = hotcore.quantize(data(rng, (5, 21)), bits=4, scale=scale)
     expected = rounded(q.astype(np.float32) * spread(s, scale), dtype)
     packed = hotcore.pack_int4(q)
-    if dtype == "bfloat16":
-        if torch is None:
-            pytest.skip("bfloat16 needs torch")
-        q, s, packed = map(torch.from_numpy, (q, s, packed))
+    q, s, packed = given_as(dtype, q, s, packed)
     options = dict(granularity=scale, dtype=dtype)
     got = hotcore.dequantize(q, s, **options)
     equal_bits(widened(got), expected)

@@ -10,14 +10,13 @@ import itertools
 import subprocess
 import sys
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 from golden import make_golden
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_support import ALL, distance, f32, layer, normal, ref, sylvester
+from reference_support import ALL, f32, layer, normal, ref, sylvester
 
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 RECIPES = ("default", "fast", "paper", "accurate", "compact")
@@ -49,20 +48,6 @@ def test_fwht_is_the_sylvester_matrix(rng: np.random.Generator, block: int, axis
     blocks = lines.reshape(*lines.shape[:-1], 2, block)
     wanted = np.moveaxis((blocks @ sylvester(block).astype(f32)).reshape(lines.shape), -1, axis)
     assert np.array_equal(ref.fwht(x, axis=axis, block=block), wanted)
-
-
-def test_fwht_rounds_once(rng: np.random.Generator) -> None:
-    x = normal(rng, 40, 64).astype(np.float16)
-    wide = ref.fwht(x.astype(f32), block=64)
-    assert ref.fwht(x, block=64).dtype == np.float16
-    assert np.array_equal(ref.fwht(x, block=64), wide.astype(np.float16))
-    assert np.array_equal(ref.fwht(x, block=64, out_dtype="bfloat16"), ref.round_bf16(wide))
-
-
-@pytest.mark.parametrize(("size", "block"), [(20, 16), (24, 12), (0, 0), (65536, 65536)])
-def test_fwht_refuses(size: int, block: int) -> None:
-    with pytest.raises(ValueError, match="block"):
-        ref.fwht(np.zeros(size, f32), block=block)
 
 
 # -------------------------------------------------------------------------------------- Random bits
@@ -99,12 +84,6 @@ def test_block_numbers_of_48_bits() -> None:
     got = ref.random_words(np.array([block]), (1, 2, 3), 4)[0]
     wanted = ref.philox4x32(np.array([0x12345678, 0xABCD | 28 << 16, 2, 0]), np.array([1, 0]))
     assert got.tolist() == wanted.tolist()
-
-
-@pytest.mark.parametrize("key", [-1, 1 << 64, (0, 1 << 64), (0, 0, 8192)])
-def test_key_range(key: Any) -> None:
-    with pytest.raises(ValueError, match="key"):
-        ref.random_bytes(1, 1, key, 0)
 
 
 # -------------------------------------------------------------------------------------------- Bases
@@ -147,29 +126,6 @@ def test_kept_rows_are_ascending(rng: np.random.Generator, basis: str, rank: int
     for side in ("activation", "gradient"):
         assert np.array_equal(ref.hla(x, basis=basis, rank=rank, side=side), wanted)
     assert ref.hla_rows(21, basis=basis, rank=rank) == 2 * rank
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"basis": "lowpass", "rank": 0},
-        {"basis": "lowpass", "rank": 17},
-        {"basis": "lowpass", "rows": [1, 1]},
-        {"basis": "lowpass", "rows": [16]},
-        {"basis": "sequency", "rows": [1]},
-        {"basis": "sketch", "rank": 1},
-        {"basis": "sketch", "rank": 6},
-        {"basis": "sketch", "rank": 2, "block": 64},
-        {"basis": "lowpass", "rank": 2, "block": 128},
-        {"basis": "haar"},
-        {"basis": "lowpass", "prefix_tokens": 1},
-        {"basis": "lowpass", "token_grid": (3, 5)},
-        {"side": "weight"},
-    ],
-)
-def test_hla_refuses(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="rank|rows|block|basis|prefix_tokens|token_grid|side"):
-        ref.hla(np.zeros((16, 1), f32), **options)
 
 
 # ------------------------------------------------------------------------------------------- Sketch
@@ -577,8 +533,6 @@ def test_sums_are_exact_beyond_32_bits() -> None:
     assert sums.ravel().tolist() == [127 * 127 * k, 127 + 127 * 127]
     got = ref.gemm_int8(a, b, np.ones(1, f32), np.ones(1, f32))
     assert np.array_equal(got, sums.astype(f32))
-    with pytest.raises(ValueError, match="133143"):
-        ref.gemm_int8(a, b)
     top = ref.gemm_int8(a[:1, :133_143], b[:, :133_143])
     assert top.dtype == np.int32 and top[0, 0] == 127 * 127 * 133_143
 
@@ -691,8 +645,19 @@ def test_scale_per_token(rng: np.random.Generator) -> None:
             for k in range(a.shape[1]):
                 acc = f32(acc + f32(f32(f32(a[m, k]) * s_a[k]) * f32(b[n, k])))
             assert got[m, n] == f32(f32(acc * s_b[n]) / divisor)
-    plain = gy.astype(np.float64).T @ x
-    assert distance(got, plain) < 0.03  # accurate
+
+
+@pytest.mark.parametrize("gw_scale", ["token", "tensor"])
+def test_overflow_is_seen_with_every_gradient_scale(
+    rng: np.random.Generator, gw_scale: str
+) -> None:
+    for where in (0, 2):
+        arrays = layer(rng, 37, 19, 7)
+        arrays[where][5, 3] = np.inf
+        config = ref.recipe("fast", gw_scale=gw_scale)
+        gw = ref.backward_linear(*arrays, config=config, need=("gw",)).gw
+        hit = gw[3] if where == 0 else gw[:, 3]
+        assert np.isnan(hit).all()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 21, 1024, 2500])
@@ -714,48 +679,6 @@ def test_gb(rng: np.random.Generator, tokens: int) -> None:
     assert np.array_equal(got, total.astype(f32))
 
 
-def test_half_inputs_are_widened(rng: np.random.Generator) -> None:
-    halves = [v.astype(np.float16) for v in layer(rng, 21, 6, 5)]
-    wide = [v.astype(f32) for v in halves]
-    got = ref.backward_linear(*halves, need=ALL, key=1, out_dtype="float32")
-    for a, b in zip(got, ref.backward_linear(*wide, need=ALL, key=1), strict=True):
-        assert np.array_equal(a, b)
-    assert ref.backward_linear(*halves, key=1).gw.dtype == np.float16
-    with pytest.raises(ValueError, match="gy: dtype float64"):
-        ref.backward_linear(wide[0].astype(np.float64), *wide[1:])
-
-
-def test_leading_dimensions_collapse(rng: np.random.Generator) -> None:
-    gy, w, x = layer(rng, 42, 6, 5)
-    flat = ref.backward_linear(gy, w, x, need=ALL)
-    deep = ref.backward_linear(gy.reshape(2, 3, 7, 6), w, x.reshape(2, 3, 7, 5), need=ALL)
-    assert deep.gx.shape == (2, 3, 7, 5)
-    assert np.array_equal(deep.gx.reshape(42, 5), flat.gx)
-    assert np.array_equal(deep.gw, flat.gw) and np.array_equal(deep.gb, flat.gb)
-
-
-@pytest.mark.parametrize("gw_scale", ["token", "tensor"])
-def test_overflow_is_seen_with_every_gradient_scale(
-    rng: np.random.Generator, gw_scale: str
-) -> None:
-    for where in (0, 2):
-        arrays = layer(rng, 37, 19, 7)
-        arrays[where][5, 3] = np.inf
-        config = ref.recipe("fast", gw_scale=gw_scale)
-        gw = ref.backward_linear(*arrays, config=config, need=("gw",)).gw
-        hit = gw[3] if where == 0 else gw[:, 3]
-        assert np.isnan(hit).all()
-
-
-def test_activation_near_the_largest_float() -> None:
-    """7 * S overflows within 0.2 % of the largest float: the channel is NaN, not wrong."""
-    top = np.finfo(f32).max
-    x = np.array([[top, top * f32(0.99)]], f32)
-    codes, scale = ref.requantize(ref.compress_activation(x, ref.recipe("default")))
-    assert np.isnan(scale[0]) and np.isfinite(scale[1])
-    assert not codes[0].any() and codes[1, 0] != 0
-
-
 def test_fields_are_those_of_the_package() -> None:
     hotcore = pytest.importorskip("hotcore", exc_type=ImportError)
     for name in RECIPES:
@@ -768,44 +691,22 @@ def test_fields_are_those_of_the_package() -> None:
 
 @pytest.mark.parametrize("stage", make_golden.STAGES)
 def test_goldens_are_what_the_reference_makes(stage: str) -> None:
-    assert make_golden.differences(stage, make_golden.STAGES[stage]()) == []
-
-
-@pytest.mark.parametrize("stage", make_golden.STAGES)
-def test_text_goldens_read_as_documented(stage: str) -> None:
-    """Read the .txt as C++ does, word by word, and find what the .npz holds."""
-    lines = (make_golden.FOLDER / f"{stage}.txt").read_text(encoding="ascii").split("\n", 1)
-    assert lines[0].startswith("#")
-    words = iter(lines[1].split())
-    dtypes = {short: np.dtype(name) for name, short in make_golden.DTYPES.items()}
-    found: dict[str, dict[str, Any]] = {}
-    case: dict[str, Any] = {}
-    for kind in words:
-        name = next(words)
-        if kind == "case":
-            case = found[name] = {}
-        elif kind == "param":
-            case[name] = [next(words) for _ in range(int(next(words)))]
-        else:
-            assert kind == "array"
-            dtype = dtypes[next(words)]
-            shape = tuple(int(next(words)) for _ in range(int(next(words))))
-            raw = bytes.fromhex(next(words).replace("-", ""))
-            case[name] = np.frombuffer(raw, dtype.newbyteorder(">")).reshape(shape).astype(dtype)
-    wanted = make_golden.load_npz(stage)
-    assert list(found) == list(wanted)
-    for name, content in wanted.items():
-        assert set(found[name]) == set(content)
+    cases = make_golden.STAGES[stage]()
+    assert make_golden.differences(stage, cases) == []
+    found = make_golden.load(stage)
+    assert list(found) == list(cases)
+    for name, content in cases.items():
+        assert list(found[name]) == list(content)
         for part, value in content.items():
             got = found[name][part]
             if isinstance(value, np.ndarray):
-                assert got.shape == value.shape and got.dtype == value.dtype
-                assert got.tobytes() == value.tobytes()
+                assert got.dtype == value.dtype
+                np.testing.assert_array_equal(got, value, strict=True)
             else:
-                assert got == [str(v) for v in (value if isinstance(value, list) else [value])]
+                assert got == (list(value) if isinstance(value, tuple) else value)
 
 
 def test_goldens_are_small() -> None:
-    files = [*make_golden.FOLDER.glob("*.npz"), *make_golden.FOLDER.glob("*.txt")]
-    assert len(files) == 2 * len(make_golden.STAGES)
-    assert sum(file.stat().st_size for file in files) < 1_050_000
+    files = list(make_golden.FOLDER.glob("*.txt"))
+    assert len(files) == len(make_golden.STAGES)
+    assert sum(file.stat().st_size for file in files) < 700_000

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-
 import hotcore
 import numpy as np
 import pytest
@@ -261,21 +258,3 @@ def test_requires_grad_is_not_dropped_silently() -> None:
     with torch.no_grad():
         assert numpy_of(hotcore.fwht(x)).shape == (16,)
     assert hotcore.fwht(x.detach()).shape == (16,)
-
-
-def test_threads_are_made_anew_after_fork() -> None:
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork")
-    x = np.ones((64, 64), np.float32)
-    hotcore.fwht(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, 3.12 warns
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if hotcore.fwht(x)[0, 0] == 16 else 1
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0

@@ -7,7 +7,7 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
-from support import data, equal_bits
+from support import array_functions, data, equal_bits
 
 jax = pytest.importorskip("jax")
 
@@ -17,18 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_stages(rng: np.random.Generator, dtype: str) -> None:
     x = data(rng, (48, 32)).astype(dtype)
-    for function in (
-        hotcore.fwht,
-        lambda x: hotcore.hla(x, key=3),
-        lambda x: hotcore.quantize(x, bits=4, packed=True, key=3)[0],
-        lambda x: hotcore.quantize(x, scale="channel", key=3)[1],
-        lambda x: hotcore.dequantize(*hotcore.quantize(x, key=3), dtype=dtype),
-        lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
-        lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
-        lambda x: hotcore.compress_activation(x, key=3).data,
-        lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
-        lambda x: hotcore.quantize_weight(x).data,
-    ):
+    for function in array_functions(dtype):
         got = function(jnp.asarray(x))
         assert isinstance(got, jax.Array)
         equal_bits(np.asarray(got), function(x))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +27,7 @@ pydantic = pytest.importorskip("pydantic")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
 
-with without_broken_torchvision(), warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with without_broken_torchvision():
     pytest.importorskip("transformers", minversion="5")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,8 +112,7 @@ def test_full_fine_tuning(plugin: Any) -> None:
 
 
 def test_adapters_on_a_frozen_base(plugin: Any) -> None:
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_broken_torchvision():
         peft = pytest.importorskip("peft")
     cfg = DictDefault(adapter="lora", hot_freeze=True, hot_config={"forward": "int8"})
     plugin.register(cfg)

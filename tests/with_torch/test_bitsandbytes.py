@@ -181,8 +181,7 @@ def test_what_stays_plain() -> None:
 @pytest.mark.parametrize("make", [linear8, linear4])
 @pytest.mark.parametrize("first", ["peft", "hot"])
 def test_lora(first: str, make: Callable[..., nn.Module]) -> None:
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_broken_torchvision():
         peft = pytest.importorskip("peft")
     model = Model(make)
     x = torch.randn(32, 64)

@@ -19,10 +19,7 @@ from evidence import bench_compute  # noqa: E402
 from hotcore import paper  # noqa: E402
 from hotcore.paper.compute import FULL_PRECISION, backward_bops  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-
-
-def everything(module: nn.Module, name: str) -> bool:
-    return True
+from torch_graphs import every  # noqa: E402
 
 
 def shapes(report: hot.ComputeReport) -> dict[str, tuple[int, int, int]]:
@@ -79,7 +76,7 @@ def test_worked_example_of_appendix_d() -> None:
     """
     layer = nn.Linear(1792, 448, device="meta")
     report = paper.compute_report(layer, torch.empty(49, 1792, device="meta"), "paper",
-                                filter_fn=everything)  # fmt: skip
+                                filter_fn=every)  # fmt: skip
     assert report.flops() == 4 * 49 * 448 * 1792 == 157_351_936
     overhead = table_5(49, 448, 1792)
     products = 2 * 49 * 448 * 1792 * (16 + 64 / 2) / 1024
@@ -131,7 +128,7 @@ def test_shapes_of_layers() -> None:
 def test_kernels_that_keep_their_products(config: str) -> None:
     """As in full precision, and the operations that restore x; the paper's method as it counts."""
     model = nn.Sequential(nn.Conv2d(8, 16, 3, 2), nn.Conv2d(16, 16, 1, groups=2))
-    report = paper.compute_report(model, torch.randn(2, 8, 9, 9), config, filter_fn=everything)
+    report = paper.compute_report(model, torch.randn(2, 8, 9, 9), config, filter_fn=every)
     each = 8 if config == "compact" else 1
     for row, pixels in zip(report.layers, (2 * 8 * 9 * 9, 2 * 16 * 4 * 4), strict=True):
         assert row.backward[config] == 2 * row.forward + each * pixels * 1024
@@ -159,9 +156,9 @@ def test_attention_by_projection() -> None:
     q, k = torch.randn(2, 5, 64), torch.randn(2, 5, 32)
     joint = nn.MultiheadAttention(64, 4, batch_first=True)
     parts = nn.MultiheadAttention(64, 4, batch_first=True, kdim=32, vdim=32)
-    report = paper.compute_report(joint, (q, q, q), filter_fn=everything)
+    report = paper.compute_report(joint, (q, q, q), filter_fn=every)
     assert shapes(report) == {"in_proj": (10, 192, 64), "out_proj": (10, 64, 64)}
-    assert shapes(paper.compute_report(parts, (q, k, k), filter_fn=everything)) == {
+    assert shapes(paper.compute_report(parts, (q, k, k), filter_fn=every)) == {
         "q_proj": (10, 64, 64), "k_proj": (10, 64, 32),
         "v_proj": (10, 64, 32), "out_proj": (10, 64, 64),
     }  # fmt: skip
@@ -169,7 +166,7 @@ def test_attention_by_projection() -> None:
 
 def test_report_as_text() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(45)), nn.Linear(64, 256))
-    report = paper.compute_report(model, torch.randn(8, 64), filter_fn=everything)
+    report = paper.compute_report(model, torch.randn(8, 64), filter_fn=every)
     text = str(report)
     assert "6 more" in text and len(text.splitlines()) == 46
     assert f"{report.backward('LUQ') / 1e9:.4g}" in text
@@ -183,9 +180,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="no layer can be converted"):
         paper.compute_report(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(KeyError):
-        paper.compute_report(nn.Linear(64, 64), torch.randn(2, 64), filter_fn=everything).backward(
-            "x"
-        )
+        paper.compute_report(nn.Linear(64, 64), torch.randn(2, 64), filter_fn=every).backward("x")
 
 
 @pytest.mark.long
@@ -200,7 +195,7 @@ def test_the_papers_figures_are_the_authors_codes() -> None:
                 assert found[method] == pytest.approx(bench_compute.FIGURE[name][method], abs=0.1)
         assert found["HOT"] - bench_compute.FIGURE[name]["HOT"] > 0.1  # drawn with r = 1
         assert found["HOT, r = 1"] == pytest.approx(bench_compute.FIGURE[name]["HOT"], abs=0.05)
-    ranks = bench_compute.rank_table("efficientformer_l7", bench_compute.is_convolution)
+    ranks = bench_compute.rank_table("efficientformer_l7", lambda m: isinstance(m, nn.Conv2d))
     assert {rank: round(value, 2) for rank, value in ranks.items()} == bench_compute.TABLE_2
 
 

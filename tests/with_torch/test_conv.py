@@ -8,14 +8,13 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore.config import RECIPES, HotConfig
-from support import nbytes, saved_tensors
+from support import TOKEN_STORAGES, nbytes, one_code, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.modules import is_pointwise  # noqa: E402
 from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")
@@ -80,8 +79,13 @@ def test_random_shapes(rng: np.random.Generator, mode: str, case: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("groups", [1, 2, 16])
-@pytest.mark.parametrize("mode", MODES)
-def test_torch_s_backward_of_the_restored_x(mode: str, groups: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("mode", "config"),
+    [*((mode, HotConfig()) for mode in MODES), *(("zeros", one_code(s)) for s in TOKEN_STORAGES)],
+)
+def test_torch_s_backward_of_the_restored_x(
+    mode: str, config: HotConfig, groups: int, dtype: torch.dtype
+) -> None:
     """g_x has the plain layer's bits; g_w and g_b are the plain layer's, given the restored x."""
     options = {"padding": (1, 2), "dilation": (1, 2), "groups": groups, "padding_mode": mode}
     for x_last, weight_last in itertools.product((False, True), repeat=2):
@@ -92,7 +96,7 @@ def test_torch_s_backward_of_the_restored_x(mode: str, groups: int, dtype: torch
         if weight_last:
             plain = plain.to(memory_format=torch.channels_last)
         x.requires_grad_()
-        module = hot.HotConv2d.from_conv(plain, "default")
+        module = hot.HotConv2d.from_conv(plain, config)
         torch.manual_seed(4)
         y = module(x)
         gy = torch.randn_like(y)
@@ -141,29 +145,6 @@ def test_under_autocast() -> None:
         assert got[1].dtype == torch.float32 and relative(got[1], exact[1]) < 0.02
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_no_images(kernel: int) -> None:
-    plain = nn.Conv2d(8, 16, kernel, padding=kernel // 2)
-    module = hot.HotConv2d.from_conv(plain)
-    x = torch.randn(0, 8, 6, 5, requires_grad=True)
-    for found in grads(module, x, torch.randn(0, 16, 6, 5)):
-        assert not found.any()
-
-
-def test_a_checkpointed_convolution() -> None:
-    module = hot.HotConv2d(8, 16, 3, padding=1)
-    x, gy = torch.randn(2, 8, 7, 6, requires_grad=True), torch.randn(2, 16, 7, 6)
-    runs = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(6)
-        y = module(x) if reentrant is None else checkpoint(module, x, use_reentrant=reentrant)
-        module.weight.grad = x.grad = None
-        y.backward(gy)
-        runs.append((x.grad, module.weight.grad))
-    for other in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
     # The layer's own grid replaces the configuration's token grid.
@@ -205,19 +186,22 @@ def test_pixels_come_back() -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("recipe", ["default", "fast"])
+@pytest.mark.parametrize("config", ["default", "fast", *map(one_code, TOKEN_STORAGES)])
 @pytest.mark.parametrize("size", [(3, 9, 6), (1, 2, 3)])
 def test_pointwise_is_a_linear_layer_over_pixels(
-    recipe: str, stride: tuple[int, int], channels_last: bool, size: tuple[int, int, int]
+    config: str | HotConfig,
+    stride: tuple[int, int],
+    channels_last: bool,
+    size: tuple[int, int, int],
 ) -> None:
     plain = nn.Conv2d(24, 40, 1, stride)
-    layer = hot.HotLinear(24, 40, config=recipe)
+    layer = hot.HotLinear(24, 40, config=config)
     layer.load_state_dict({"weight": plain.weight.detach()[:, :, 0, 0], "bias": plain.bias})
     x = torch.randn(size[0], 24, *size[1:])
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
         plain = plain.to(memory_format=torch.channels_last)
-    module = hot.HotConv2d.from_conv(plain, recipe)
+    module = hot.HotConv2d.from_conv(plain, config)
     gy = torch.randn_like(module(x))
     torch.manual_seed(3)
     got = grads(module, x.requires_grad_(), gy)
@@ -246,17 +230,6 @@ def test_gradients_keep_the_parameters_layout() -> None:
             module = hot.HotConv2d(8, 16, kernel).to(memory_format=fmt)
             (gw,) = torch.autograd.grad(module(torch.randn(2, 8, 10, 12)).sum(), module.weight)
             assert gw.stride() == module.weight.stride()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_dtypes(kernel: int, dtype: torch.dtype) -> None:
-    module = hot.HotConv2d(8, 16, kernel).to(dtype)
-    x = torch.randn(2, 8, 10, 12, dtype=dtype, requires_grad=True)
-    y = module(x)
-    assert y.dtype == dtype
-    y.float().square().sum().backward()
-    assert x.grad.dtype == module.weight.grad.dtype == module.bias.grad.dtype == dtype
 
 
 # ----------------------------------------------------------------------------------- What is saved

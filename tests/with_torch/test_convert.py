@@ -23,6 +23,7 @@ from hotcore import paper  # noqa: E402
 from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch_graphs import every  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import models  # noqa: E402
@@ -929,10 +930,6 @@ def stack() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
 
-def everything(module: nn.Module, name: str) -> bool:
-    return True
-
-
 def hooked(model: nn.Module) -> nn.Module:
     hooks = pytest.importorskip("accelerate.hooks")
     for layer in (model[1], model[3]):
@@ -958,14 +955,14 @@ CALLS_THE_CLASS = [hooked, unhooked, dispatched]
 def test_accelerates_hooks_stay(change: Any, seeded: None) -> None:
     """Before and after convert, through revert, freeze_int8 and thaw; they are still called."""
     model = change(stack())
-    assert len(hot.convert(model, "fast", everything).hot_report.converted) == 2
+    assert len(hot.convert(model, "fast", every).hot_report.converted) == 2
     assert type(model[1]) is hot.HotLinear and trained_by(model) == "HOT"
     assert calls_of_hooks(model) == (0 if change is unhooked else 1)
     hot.revert(model)
     assert type(model[1]) is nn.Linear and trained_by(model) == "plain"
     assert calls_of_hooks(model) == (0 if change is unhooked else 1)
 
-    hot.convert(model := stack(), "fast", everything)
+    hot.convert(model := stack(), "fast", every)
     change(model)
     assert trained_by(model) == "HOT"
     hot.freeze_int8(model)
@@ -1007,7 +1004,7 @@ def test_converted_from_an_offloaded_model(seeded: None) -> None:
     model = accelerate.cpu_offload(stack(), torch.device("cpu"))
     x = torch.randn(9, 64)
     expected = model(x)
-    hot.convert(model, "fast", everything)
+    hot.convert(model, "fast", every)
     assert torch.equal(model(x), expected)
     hot.revert(model)
     assert torch.equal(model(x), expected)
@@ -1054,7 +1051,7 @@ OWN_FORWARD = [patched, of_a_function, recomputed, hooked_and_patched]
 @pytest.mark.parametrize("change", [*OWN_FORWARD, compiled, wrapped])
 def test_layers_that_would_go_on_plain_are_reported_so(change: Any, seeded: None) -> None:
     model = nn.ModuleDict({"changed": change(stack()), "other": nn.Linear(64, 64)})
-    report = hot.convert(model, "fast", everything).hot_report
+    report = hot.convert(model, "fast", every).hot_report
     assert [layer.name for layer in report.converted] == ["other"]
     reasons = {layer.reason for layer in report.skipped}
     expected = "compiled before" if change in (compiled, wrapped) else "a forward of its own"
@@ -1068,7 +1065,7 @@ def test_layers_that_would_go_on_plain_are_reported_so(change: Any, seeded: None
 
 @pytest.mark.parametrize("change", OWN_FORWARD)
 def test_reverting_names_layers_that_would_go_on_as_hot(change: Any, seeded: None) -> None:
-    hot.convert(model := stack(), "fast", everything)
+    hot.convert(model := stack(), "fast", every)
     change(model)
     with pytest.raises(ValueError, match="model: 1: it has a forward of its own .*before revert"):
         hot.revert(model)
@@ -1078,7 +1075,7 @@ def test_reverting_names_layers_that_would_go_on_as_hot(change: Any, seeded: Non
 
 
 def test_reverting_compiled_layers(seeded: None) -> None:
-    hot.convert(model := stack(), "fast", everything)
+    hot.convert(model := stack(), "fast", every)
     assert trained_by(compiled(model)) == "HOT"
     assert trained_by(hot.revert(model)) == "plain"
 
@@ -1112,7 +1109,7 @@ def test_other_names_of_a_layer_are_the_new_one(seeded: None) -> None:
         return [layer.weight.grad for layer in (model.a, model.b, model.c, model.d, model.e)]
 
     plain = gradients()
-    assert len(hot.convert(model, "fast", everything).hot_report.converted) == 5
+    assert len(hot.convert(model, "fast", every).hot_report.converted) == 5
     assert model.alias is model.e and model.method.__self__ is model.d and model.pair[1] == 3
     assert not any(torch.equal(a, b) for a, b in zip(gradients(), plain, strict=True))
     hot.revert(model)
@@ -1127,21 +1124,21 @@ def test_what_torch_puts_around_layers(seeded: None) -> None:
         nn.utils.weight_norm(model[1])
         nn.utils.spectral_norm(model[3])
     with pytest.raises(ValueError, match="its weight is computed, not a Parameter"):
-        hot.convert(model, "fast", everything)
+        hot.convert(model, "fast", every)
     model = stack()
     nn.utils.parametrizations.weight_norm(model[1])
-    report = hot.convert(model, "fast", everything).hot_report
+    report = hot.convert(model, "fast", every).hot_report
     assert [layer.name for layer in report.converted] == ["3"]
     assert "a subclass of Linear" in report.skipped[0].reason
     graph = torch.fx.symbolic_trace(stack())
-    assert len(hot.convert(graph, "fast", everything).hot_report.converted) == 2
+    assert len(hot.convert(graph, "fast", every).hot_report.converted) == 2
     assert trained_by(graph) == "HOT" and trained_by(hot.revert(graph)) == "plain"
 
 
 def test_a_class_that_was_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.t() + self.bias)
     with pytest.raises(ValueError, match=r"the forward of Linear was replaced by .*test_convert"):
-        hot.convert(stack(), "fast", everything)
+        hot.convert(stack(), "fast", every)
 
 
 def test_classes_with_a_call_of_their_own() -> None:
@@ -1150,4 +1147,4 @@ def test_classes_with_a_call_of_their_own() -> None:
             return nn.functional.linear(x, self.weight)
 
     with pytest.raises(ValueError, match="a subclass of Linear"):
-        hot.convert(nn.Sequential(Called(64, 64)), "fast", everything)
+        hot.convert(nn.Sequential(Called(64, 64)), "fast", every)

@@ -13,14 +13,11 @@ import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402  (after the skip)
 from support import nbytes, saved_tensors  # noqa: E402  (after the skip)
 from torch import Tensor, nn  # noqa: E402  (after the skip)
+from torch_graphs import every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 GRID = 0.5
-
-
-def everything(module: nn.Module, name: str) -> bool:
-    return True
 
 
 class Nearest(hot.CustomBackward):
@@ -75,7 +72,7 @@ def test_the_identity_is_the_plain_layer(kind: str, dtype: torch.dtype) -> None:
     make, shape = KINDS[kind]
     plain = make().to(dtype)
     layer = copy.deepcopy(plain)
-    done = hot.CustomBackward().convert(layer, everything).hot_report
+    done = hot.CustomBackward().convert(layer, every).hot_report
     assert done == (("",), {})
     x = torch.randn(shape, dtype=dtype)
     gy = torch.randn_like(plain(x))
@@ -104,7 +101,7 @@ def test_gradcheck_in_float64() -> None:
 
 def test_a_rounding_is_where_it_was_put() -> None:
     layer = nn.Linear(24, 16)
-    Nearest().convert(layer, everything)
+    Nearest().convert(layer, every)
     x, gy = torch.randn(3, 10, 24), torch.randn(3, 10, 16)
     _, gx, gw, gb = run(layer, x, gy)
     rounded = (gy / GRID).round() * GRID
@@ -122,7 +119,7 @@ def test_the_bias_of_a_rounding() -> None:
     exact = gy @ layer.weight.detach(), gy.flatten(0, 1).T @ x.flatten(0, 1)
     draws = 400
     for method, biased in ((Stochastic(), (False, False)), (Nearest(), (True, False))):
-        method.convert(layer, everything)
+        method.convert(layer, every)
         found = [run(layer, x, gy)[1:3] for _ in range(draws)]
         for i, wrong in enumerate(biased):
             sums = torch.tensor([float((each[i] * exact[i]).sum()) for each in found])
@@ -134,12 +131,12 @@ def test_the_bias_of_a_rounding() -> None:
 def test_what_is_kept() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     x = torch.randn(4, 16, 64)
-    Stochastic().convert(model, everything)
+    Stochastic().convert(model, every)
     with saved_tensors() as kept:
         model(x)
     codes = [t for t in kept if t.dtype == torch.int8]
     assert nbytes(codes) == 2 * x.numel()
-    hot.CustomBackward().convert(model, everything)
+    hot.CustomBackward().convert(model, every)
     with saved_tensors() as kept:
         model(x)
     assert any(t.data_ptr() == x.data_ptr() for t in kept)  # x itself, no copy of it
@@ -165,9 +162,7 @@ def test_convert_and_revert() -> None:
     assert done.left["head"] == "the output head" and done.left["deep"] == "fewer than 64 features"
     done = stochastic.convert(model, lambda module, name: name in ("second", "circular")).hot_report
     assert done.names == ("second",) and "circular" in done.left["circular"]
-    assert (
-        Nearest().convert(copy.deepcopy(model), everything).hot_report.left["deep"] == "depthwise"
-    )
+    assert Nearest().convert(copy.deepcopy(model), every).hot_report.left["deep"] == "depthwise"
     assert (model.first.method, model.second.method) == (nearest, stochastic)
     assert "method=Stochastic" in repr(model)
     assert dict(model.named_parameters()) == parameters and dict(model.named_modules()) == layers
@@ -176,7 +171,7 @@ def test_convert_and_revert() -> None:
     copied = copy.deepcopy(model)
     assert copied.second.method is not stochastic
 
-    assert hot.convert(model, filter_fn=everything).hot_report.converted  # others; these are named
+    assert hot.convert(model, filter_fn=every).hot_report.converted  # others; these are named
     with pytest.raises(ValueError, match="runs HOT; hotcore.torch.revert"):
         nearest.convert(model)
     assert hot.revert(model) is model
@@ -190,14 +185,14 @@ def test_a_forward_of_its_own_is_named() -> None:
     """accelerate's hooks put one into the module, and the class's is not called."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].forward = lambda x: F.linear(x, model[0].weight)
-    done = Nearest().convert(model, everything).hot_report
+    done = Nearest().convert(model, every).hot_report
     assert done.names == ("1",) and "forward of its own" in done.left["0"]
 
 
 def test_eval_mode_and_writes_to_y() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True))
     plain = copy.deepcopy(model)
-    Nearest().convert(model, everything)
+    Nearest().convert(model, every)
     x = torch.randn(10, 64)
     model(x).sum().backward()  # the activation writes to y
     y = model[0](x.view(2, 5, 64))
@@ -249,7 +244,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 @pytest.mark.long
 def test_autocast_and_compiled() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    Nearest().convert(model, everything)
+    Nearest().convert(model, every)
     x, gy = torch.randn(10, 64), torch.randn(10, 64)
     eager = run(model, x, gy)
     for mine, theirs in zip(run(torch.compile(model, fullgraph=True), x, gy), eager, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from hotcore.torch.saved import experts  # noqa: E402
 from mixtures import STEP, T, W, answer, error, inner, kept, mixture, operands  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-with without_broken_torchvision(), warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with without_broken_torchvision():
     transformers = pytest.importorskip("transformers", minversion="5")
 
 pytestmark = [

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,7 @@ def expected(x: Any, weight: Any, bias: Any, dtype: Any = None, config: Any = IN
 
 
 def conv1d(ins: int, outs: int) -> nn.Module:
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_broken_torchvision():
         pytest.importorskip("transformers")
         from transformers.pytorch_utils import Conv1D
     return Conv1D(outs, ins)
@@ -567,8 +565,7 @@ def test_every_frozen_layer_reads_its_weight(kind: str, compiled: bool) -> None:
 
 def test_relora() -> None:
     """peft merges by ``.data``; the next adapters then train beside the merged base."""
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_broken_torchvision():
         peft = pytest.importorskip("peft")
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48))
     hot.convert(model, INT8, every)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import reference
 from hotcore.config import RECIPES, HotConfig
-from support import without_broken_torchvision
+from support import TOKEN_STORAGES, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
@@ -38,6 +38,10 @@ guarded = pytest.mark.skipif(
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORWARDS = ("int8", "plain")
+BACKWARDS = [
+    *({"recipe": name} for name in RECIPES),
+    *({"storage": name, "gw_scale": "token"} for name in TOKEN_STORAGES),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -121,10 +125,10 @@ def test_large_weights_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_gx_is_that_of_the_dequantised_weight(recipe: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fields", BACKWARDS, ids=lambda fields: next(iter(fields.values())))
+def test_gx_is_that_of_the_dequantised_weight(fields: dict[str, str], dtype: torch.dtype) -> None:
     """g_x has the bits of a HOT layer that holds the weight that the codes stand for."""
-    model = frozen("plain", dtype, recipe=recipe)
+    model = frozen("plain", dtype, **fields)
     x = torch.randn(3, 20, 72, dtype=dtype)
     ours, others = results(model, x, model), results(plain := thawed(model), x, plain)
     for a, b in zip(ours, others, strict=True):
@@ -897,8 +901,7 @@ def test_precision_schedule() -> None:
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_broken_torchvision():
         pytest.importorskip("transformers")
         return pytest.importorskip("peft")
 

@@ -228,8 +228,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
 
 def trainer_of(tmp_path: Path, model: nn.Module, steps: int, **options: Any) -> Any:
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_broken_torchvision():
         transformers = pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
         from transformers import Trainer, TrainingArguments

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +14,7 @@ from hotcore.config import RECIPES, HotConfig
 from support import cosine, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
-with without_broken_torchvision(), warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with without_broken_torchvision():
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -107,22 +107,6 @@ def test_a_seed_on_the_device_gives_the_same_codes() -> None:
     assert torch.equal(there, blocks.encode_blocks(x, 8, words)[0])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_unbiased(bits: int) -> None:
-    x = torch.randn(6, 128)
-    draws = 1500
-    total = torch.zeros(x.shape, dtype=torch.float64)
-    for _ in range(draws):
-        parts = codes._graph_encode(x, bits, torch.randint(2**62, ()), 1)
-        total += codes._graph_decode(*parts, bits, x.shape, x.dtype).double()
-    step = (x.amax(1) - x.amin(1)).double()[:, None] / (2**bits - 1)
-    fraction = ((x.double() - x.double().amin(1, keepdim=True)) / step).frac()
-    sd = step * (fraction * (1 - fraction)).clamp(min=1e-3).sqrt() / draws**0.5
-    z = (total / draws - x) / sd
-    assert z.abs().max() < 5.5, float(z.abs().max())
-    assert abs(float(z.mean())) < 0.3
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("bits", [8, 4])
@@ -465,14 +449,6 @@ def test_manual_seed_repeats_a_run(mode: str) -> None:
     again = gradient()
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
-
-
-def test_tensors_of_one_call_have_roundings_of_their_own() -> None:
-    x = torch.randn(256)
-    seed = codes.draw_seed(x)
-    first, _ = codes.encode(x, 8, seed, 0)
-    second, _ = codes.encode(x, 8, seed, 1)
-    assert not torch.equal(first[0], second[0])
 
 
 # ---- Compiled graphs ----

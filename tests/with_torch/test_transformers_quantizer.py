@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
 
-with without_broken_torchvision(), warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with without_broken_torchvision():
     transformers = pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("accelerate")
     from hotcore.integrations.transformers import HotQuantizationConfig

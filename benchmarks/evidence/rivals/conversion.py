@@ -136,12 +136,6 @@ def _simulated(model: nn.Module, name: str, names: list[str], method: Method) ->
     return Converted(name, done.names, {fqn: done.left[fqn] for fqn in names if fqn in done.left})
 
 
-def _some(method: str, taken: list[str], left: dict[str, str]) -> Converted:
-    if not taken:
-        raise ValueError(f"model: {method} takes none of its layers: {left}")
-    return Converted(method, tuple(taken), left)
-
-
 def _lora(model: nn.Module, names: list[str], rank: int = 16) -> Converted:
     """peft's adapters beside the layers, whose own parameters are frozen; the rest trains on."""
     mend_torchvision()  # peft imports transformers, which imports it
@@ -176,4 +170,6 @@ def _torchao(
         for fqn in before
         if fqn not in taken
     }
-    return _some(method, taken, left)
+    if not taken:
+        raise ValueError(f"model: {method} takes none of its layers: {left}")
+    return Converted(method, tuple(taken), left)

@@ -29,7 +29,7 @@ AVAILABLE = hasattr(F, "grouped_mm")
 
 @functools.cache
 def _handle(bits: int) -> Handle:
-    config = HotConfig(storage=f"token{bits}", gw_scale="token", gw_rounding="nearest")  # type: ignore[arg-type]
+    config = HotConfig(storage=f"token{bits}", gw_scale="token", gw_rounding="nearest")  # type: ignore[arg-type]  # bits: 4 or 8
     return handle_of(config.json)
 
 
@@ -130,7 +130,7 @@ class _Product(torch.autograd.Function):
         if need_gx or need_scores:
             gx = _grouped_product(rows.to(weight.dtype), weight, ends, True)
         if need_scores:
-            of_scores = (gx.float() * x.float()).sum(1).to(scores.dtype)  # type: ignore[union-attr]
+            of_scores = (gx.float() * x.float()).sum(1).to(scores.dtype)  # type: ignore[union-attr]  # gx: formed above
         if last:
             rows = rows * scores[:, None]
             gx = None if gx is None else (gx * scores[:, None]).to(weight.dtype)
