@@ -852,7 +852,8 @@ def test_convolutions_stay_plain_on_cuda() -> None:
     assert len(hot.convert(ConvNet(), device="cpu").hot_report.converted) == 3
     report = hot.convert(ConvNet(), device="cuda", overrides={"conv": "fast"}).hot_report
     assert [layer.name for layer in report.converted] == ["conv"]
-    with pytest.warns(UserWarning, match="no layer is converted"):  # a pattern changes what, not whether
+    # A pattern changes what, not whether.
+    with pytest.warns(UserWarning, match="no layer is converted"):
         hot.convert(ConvNet(), device="cuda", overrides={"c*": "fast"})
     every = hot.convert(ConvNet(), device="cuda", filter_fn=lambda module, fqn: True).hot_report
     assert len(every.converted) == 7  # a filter is the caller's own rule
