@@ -242,6 +242,17 @@ def test_all_logits_never_exist(config: str) -> None:
     assert plain.values == 12_000 * 2000
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_losses_alone_leave_the_logits(softcap: float) -> None:
+    logits, target = torch.randn(9, 50), torch.randint(47, (9,))
+    before = logits.clone()
+    options = head.Options(0.1, softcap, 1e-3, 0)
+    alone, _ = head.differentiate(logits, 47, target, options, False)
+    assert torch.equal(logits, before)
+    both, _ = head.differentiate(logits, 47, target, options, True)
+    assert torch.equal(alone, both) and not logits[:, 47:].count_nonzero()
+
+
 def test_chunks() -> None:
     for tokens, vocab, width in ((8192, 128256, 4096), (16384, 50257, 768), (4097, 100, 4096)):
         step = head.chunk_of(tokens, vocab, width)

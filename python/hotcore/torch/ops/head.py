@@ -212,7 +212,7 @@ def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tu
     smoothing, softcap, z, _ = options
     at, share, tanh, values = target[:, None], smoothing / block.shape[1], None, block
     if softcap:
-        tanh = block.float().div_(softcap).tanh_()
+        tanh = block.float().div(softcap).tanh_()
         values = tanh * softcap
     logp = torch.log_softmax(values, -1, dtype=torch.float32)
     of_target = logp.gather(1, at)
