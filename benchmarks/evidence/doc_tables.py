@@ -532,6 +532,24 @@ PAYS_LESS_MEMORY = {
 }
 
 
+def devices(results: Path) -> Lines:
+    """Every GPU that gpu_check.py ran on: its tests, and times faster than bf16."""
+    reports = [results / "gpu-check.json", *sorted(results.glob("device-*.json"))]
+    groups, recipes = ("Llama-3-8B", "ViT-B"), ("default", "fast")
+    backwards = [f"backward, {group}, `{name}`" for group in groups for name in recipes]
+    yield from header(["GPU", "tests: passed, failed", *backwards, "ViT-B's step, graphs"])
+    step, plain = "default int8-forward reduce-overhead", "bf16 reduce-overhead"
+    for path in reports:
+        report = json.loads(path.read_text())
+        found, counts = report["ratios"], f"{report['passed']}, {report['failed']}"
+        of = [found.get(f"{group}, sum, times faster than", {}) for group in groups]
+        cells = [times(one.get(name, {}).get("torch bf16")) for one in of for name in recipes]
+        rows = found.get("vit_b, a step, of compiled bf16", {})
+        both = [row["step"] for name in (plain, step) if isinstance(row := rows.get(name), dict)]
+        last = times(both[0] / both[1] if len(both) == 2 else None)
+        yield line([report["device"], counts, *cells, last])
+
+
 def pays(results: Path) -> Lines:
     """Times faster than the rival, and in brackets the peak memory beside the rival's.
 
@@ -770,7 +788,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("recipe-cases.json", cases),
     **_of("earlier.json", earlier),
     "claims": ("", claims.table),
-    **_of("", pays, switch, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
+    **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
     **_of("", TABLES.quality),

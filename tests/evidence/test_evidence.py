@@ -527,6 +527,19 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert lines[4] == "| other batches (median) |  | 1.50 |  |  |  | 1.50 |  |  |  |  |"
 
 
+def test_a_gpu_of_a_user_s_is_a_row(tmp_path: Path) -> None:
+    from evidence import doc_tables
+
+    check = json.loads((doc_tables.RESULTS / "gpu-check.json").read_text())
+    (tmp_path / "gpu-check.json").write_text(json.dumps(check))
+    del check["ratios"]["ViT-B, sum, times faster than"]["fast"]
+    check["ratios"]["vit_b, a step, of compiled bf16"] = {"bf16 reduce-overhead": "out of memory"}
+    (tmp_path / "device-rtx-4090.json").write_text(json.dumps({**check, "device": "RTX 4090"}))
+    *_, first, second = doc_tables.devices(tmp_path)
+    assert first.startswith("| NVIDIA H") and second.startswith("| RTX 4090 |")
+    assert first.count("×") == 5 and second.count("×") == 3
+
+
 def test_what_pays_is_of_both_processors() -> None:
     """A range over the layers of one machine alone would leave out the slower rows."""
     from evidence import doc_tables
