@@ -244,42 +244,45 @@ def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tu
 # ---- the products of a chunk ----
 
 
+class _Chunk(NamedTuple):
+    """What a chunk's gradients are made of."""
+
+    gy: Tensor
+    """``[C, padded]``; the products may write over it."""
+    target: Tensor
+    at_target: Tensor
+    """fp32 values of ``gy`` at the targets."""
+    x: Tensor
+    first: bool
+
+
 class _Products:
     """torch's products, in x's dtype, with the vocabulary padded."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.dtype, self.vocab = x.dtype, len(weight)
-        self.padded = _up(self.vocab, _ALIGNED)
-        missing = self.padded - self.vocab
-        self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-        self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
+        self.dtype, self.weight = x.dtype, weight
+        self.padded = _up(len(weight), _ALIGNED)
+        self.bias = None if bias is None else self.pad(bias)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """With zeros behind the vocabulary."""
+        missing = self.padded - len(rows)
+        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
     @functools.cached_property
     def cast(self) -> Tensor:
-        """The weight in x's dtype."""
-        return self.weight.to(self.dtype)
+        """The padded weight in x's dtype."""
+        return self.pad(self.weight.to(self.dtype))
 
     def logits(self, x: Tensor, target: Tensor) -> Tensor:
         """``[C, padded]``."""
         return F.linear(x, self.cast, None if self.bias is None else self.bias.to(self.dtype))
 
-    def gradients(
-        self,
-        gy: Tensor,
-        target: Tensor,
-        at_target: Tensor,
-        x: Tensor,
-        gx: bool,
-        gw: Tensor | None,
-        first: bool,
-    ) -> Tensor | None:
-        """g_x; g_w goes to ``gw``, added to what is there unless this is the first chunk.
-
-        ``at_target``: fp32 values of ``gy`` at the targets.
-        """
+    def gradients(self, chunk: _Chunk, gx: bool, gw: Tensor | None) -> Tensor | None:
+        """g_x; g_w goes to ``gw``, added to what is there unless this is the first chunk."""
         if gw is not None:
-            _add_product(gw, gy.t(), x, first)
-        return gy @ self.cast if gx else None
+            _add_product(gw, chunk.gy.t(), chunk.x, chunk.first)
+        return chunk.gy @ self.cast if gx else None
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -320,10 +323,11 @@ class _HotProducts(_Products):
         step = _up(self.padded, 128 * count) // count
         ends = [min(end, self.padded) for end in range(0, self.padded + step, step)]
         self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
-        self.quantized = [_for_gx(self.weight[p], config) if gx else None for p in self.parts]
+        whole = self.pad(weight)
+        self.quantized = [_for_gx(whole[part], config) if gx else None for part in self.parts]
         self.frozen: Frozen | None = None
         if config.forward == "int8":
-            made = codes.quantize_forward_weight(self.weight, config)
+            made = codes.quantize_forward_weight(whole, config)
             shape = (self.padded, x.shape[1])
             self.frozen = Frozen(made, config.forward_block, *shape, weight.dtype)
 
@@ -336,16 +340,8 @@ class _HotProducts(_Products):
             of_target += self.bias[target]
         return y.scatter_(1, target[:, None], of_target[:, None].to(y.dtype))
 
-    def gradients(
-        self,
-        gy: Tensor,
-        target: Tensor,
-        at_target: Tensor,
-        x: Tensor,
-        gx: bool,
-        gw: Tensor | None,
-        first: bool,
-    ) -> Tensor | None:
+    def gradients(self, chunk: _Chunk, gx: bool, gw: Tensor | None) -> Tensor | None:
+        gy, target, at_target, x, first = chunk
         gy.scatter_(1, target[:, None], 0)
         at, width = at_target[:, None], x.shape[1]
         saved_key, saved, out = self._key(), None, None
@@ -419,8 +415,9 @@ def chunked(
             gb += (scale.to(gy.dtype).t() @ gy)[0]
         if need_gx or need_gw:
             scaled = (inner * scale).to(x.dtype)
-            of_w = gw if need_gw else None
-            made = products.gradients(gy, to, at, scaled, need_gx, of_w, begin == 0)
+            made = products.gradients(
+                _Chunk(gy, to, at, scaled, begin == 0), need_gx, gw if need_gw else None
+            )
             if made is not None:
                 gx[part] = made * scale
         del gy  # before the next logits are made
