@@ -28,6 +28,7 @@ from typing import Any
 import kernel_classes
 import timing
 import torch
+from hotcore.torch import _compat
 from hotcore.torch.memory import unallocated_in_pools
 from models import TASKS
 from timing import Row
@@ -94,9 +95,7 @@ class Session:
         options = {"own": True, "backend": setting.backend, "whole": setting.whole}
         trainer = self._trainer = Trainer(self.contender, model, batch, task, **options)
         build_s = time.perf_counter() - begun
-        import torch._functorch.config as functorch  # the only place of torch's budget
-
-        with functorch.patch(activation_memory_budget=self.contender.memory_budget):
+        with _compat.memory_budget(self.contender.memory_budget):
             losses = [float(trainer.step())]
             first_s = time.perf_counter() - begun - build_s
             losses += [float(trainer.step()) for _ in range(STEPS_TO_START - 1)]

@@ -7,6 +7,8 @@ from typing import Any
 
 import hotcore
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 RECIPES = ("default", "fast", "paper", "accurate", "compact")
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -47,6 +49,26 @@ def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
+
+
+class Block(nn.Module):
+    """A transformer's, as timm writes it; unless told otherwise of ViT-B."""
+
+    def __init__(self, width: int = 768, heads: int = 12) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.act = nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
 
 
 def layer(

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+from support_gpu import Block  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = [
@@ -27,26 +27,10 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.act = nn.GELU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, HEADS, WIDTH // HEADS)
-        y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
-        x = x + self.proj(y.transpose(1, 2).reshape(batch, tokens, WIDTH))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.blocks = nn.ModuleList([Block(WIDTH, HEADS) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

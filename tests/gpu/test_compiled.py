@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from support_gpu import on_a_side_stream  # noqa: E402
+from support_gpu import Block, on_a_side_stream  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402  (whether regions became CUDA graphs)
 
@@ -32,30 +32,11 @@ STEPS = 10
 Gradients = dict[str, Tensor]
 
 
-class Block(nn.Module):
-    """A transformer's, as timm writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.act = nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).reshape(batch, length, 3, HEADS, WIDTH // HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
-
-
 class Vit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, 4, 4)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(Block(WIDTH, HEADS), Block(WIDTH, HEADS))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:

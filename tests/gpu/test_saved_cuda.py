@@ -14,6 +14,7 @@ import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
 from hotcore.torch import saved  # noqa: E402
 from hotcore.torch.saved import blocks  # noqa: E402
+from support_gpu import Block  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = [
@@ -32,26 +33,6 @@ def fresh() -> Iterator[None]:
 
 def cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(F.cosine_similarity(got.double().flatten(), wanted.double().flatten(), dim=0))
-
-
-class Block(nn.Module):
-    """Of a ViT: 768 wide unless told otherwise."""
-
-    def __init__(self, width: int = 768, heads: int = 12) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.act = nn.GELU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
 
 
 def gradients(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+import hotcore  # noqa: E402  (after the skip)
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch import _compat  # noqa: E402  (after the skip)
 from hotcore.torch.ops import core  # noqa: E402  (after the skip)
@@ -21,6 +22,14 @@ def seeded(rng: np.random.Generator) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(seeded: None) -> Iterator[None]:
+    """One of hotcore's threads, too."""
+    hotcore.set_num_threads(1)
+    yield
+    hotcore.set_num_threads(0)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import copy
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.plan import Measured  # noqa: E402
 from torch import nn  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 advising = sys.modules["hotcore.torch.advise"]  # hotcore.torch.advise is the function
 WIDTH, BATCH = 128, 64
 
@@ -45,13 +45,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-@pytest.fixture(autouse=True)
-def one_thread(seeded: None) -> Iterator[None]:
-    hotcore.set_num_threads(1)
-    yield
-    hotcore.set_num_threads(0)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.plan import PLAIN, Measured  # noqa: E402
 from torch import nn  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 tuning = sys.modules["hotcore.torch.autotune"]  # hotcore.torch.autotune is the function
 WIDTH, BATCH = 64, 32
 
@@ -50,13 +51,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(F.linear(x, self._modules["past"].weight))  # not seen in the code
-
-
-@pytest.fixture(autouse=True)
-def one_thread(seeded: None) -> Iterator[None]:
-    hotcore.set_num_threads(1)
-    yield
-    hotcore.set_num_threads(0)
 
 
 @pytest.fixture

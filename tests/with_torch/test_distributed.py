@@ -230,9 +230,7 @@ def test_two_processes(body: plans.Body) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="older plans of torch"
-)
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="older plans of torch")
 def test_plans_of_torch() -> None:
     plans.spawn(*plans.PLANS)
 
