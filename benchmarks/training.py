@@ -269,11 +269,11 @@ class Trainer:
             images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}
             self._batch = {**batch, **images}
         self.report: ConversionReport | None = None
+        if contender.fp8 is not None:  # it reverts what was converted
+            fp8_converted(model, contender.fp8, emulate=self.device.type == "cpu")
         if contender.recipe is not None or contender.head:
             model = convert(model, contender)
             self.report = model.hot_report
-        if contender.fp8 is not None:
-            fp8_converted(model, contender.fp8, emulate=self.device.type == "cpu")
         if contender.checkpointed:
             checkpoint_blocks(model, task.blocks, contender.attention_kept)
         if contender.compiled is not None:

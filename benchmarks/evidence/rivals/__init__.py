@@ -22,6 +22,7 @@ from .calls import (
 )
 from .torchao_layers import (
     TorchaoMissing,
+    torchao_adamw,
     torchao_calls,
     torchao_convert,
     torchao_int8_convert,

@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,18 @@ def torchao_convert(
     if not taken:
         raise TorchaoMissing("torchao takes nn.Linear alone; no layer is one that FP8 fits")
     return len(taken)
+
+
+def torchao_adamw(parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """AdamW with states in 8 bits, a scale for 256; weights in bf16 are rounded stochastically.
+
+    Raises TorchaoMissing.
+    """
+    (optim,) = _torchao("optim")
+    made: torch.optim.Optimizer = optim.AdamW8bit(
+        parameters, lr=rate, bf16_stochastic_round=True
+    )
+    return made
 
 
 def torchao_layer(w: torch.Tensor, emulate: bool = False) -> tuple[Any, str]:

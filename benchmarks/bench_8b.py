@@ -1,0 +1,495 @@
+"""A whole Llama-3-8B on one GPU: tokens a second, energy, peak, the largest batch; and LoRA on it.
+
+    python benchmarks/bench_8b.py --device cuda --budget 250     # goes on where it broke off
+    python benchmarks/bench_8b.py --device cuda --contenders "LoRA*"
+    python benchmarks/bench_8b.py --quick                        # a toy; CPU too
+
+32 blocks, a vocabulary of 128,256, random bf16 weights, sequences of 2048 tokens of real text
+(bench_gpt.py's, whose 8192 tokens are the first words). All parameters train by torchao's AdamW
+with 8-bit states, which rounds bf16 weights stochastically, for every contender; LoRA's fp32
+adapters by torch's AdamW. Blocks are compiled one by one, the batch a dynamic size; head and loss
+come in chunks with torch's products, unless it says "8-bit head". Contenders run one after the
+other in this process, which gives everything back between them.
+
+Speed: steps of COMMON sequences, or of as many as fit, queued one after the other. Energy: the
+board's counter (NVML), read before the first and after the last. The largest batch: whole steps,
+the next size foretold from the bytes of those before, until one is out of memory or none is
+foretold to fit; of SHARE of the card's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import bench_gpt
+import timing
+import torch
+from evidence import ROOT, rivals
+from models import TASKS, Batch, Task, mend_torchvision
+from steps import GIB, compiler_counts, described, many_recompilations, said
+from timing import Row
+from torch import Tensor, nn
+from training import Contender, Left, Trainer, cleaned
+
+SHARE = 0.97
+"""Of the card's memory, for torch's allocator: what else a process needs has the rest."""
+SLACK = 0.985
+"""Of that, what a batch is foretold to take: pieces between tensors are lost."""
+TIMED_STEPS = 6
+COMMON, FIRST = 4, 2
+"""Sequences of the timed steps, and of the first: compilers take 1 for a constant."""
+MOST_TRIALS = 5
+LORA_RANK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of the model and its sequences."""
+
+    config: dict[str, int]
+    length: int
+    text: bench_gpt.Size
+    sequences: int
+    """Of text, of which the steps take turns."""
+
+
+FULL = Size(
+    {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 8192, "rope_theta": 500000,
+    },
+    2048, bench_gpt.FULL, 128,
+)  # fmt: skip
+TOY = Size(
+    {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+    32, bench_gpt.QUICK, 16,
+)  # fmt: skip
+
+
+def _contenders() -> tuple[Contender, ...]:
+    """By importance: a run without time leaves out the last."""
+
+    def one(name: str, **options: Any) -> Contender:
+        return Contender(name, **({"compiled": "default", "head": "torch", "slower": False} | options))
+
+    again: dict[str, Any] = {"checkpointed": True}
+    kept: dict[str, Any] = {**again, "attention_kept": True}
+    hot: dict[str, Any] = {"recipe": "default", "forward": "int8"}
+    lora: dict[str, Any] = {"autocast": True, **kept}
+    return (
+        one("default int8-forward, attention kept", **hot, **kept),
+        one("bf16, attention kept", **kept),
+        one("FP8 tensorwise, attention kept", fp8="tensorwise", **kept),
+        one("default int8-forward", **hot),
+        one("LoRA frozen int8, attention kept", **hot, **lora, frozen_int8=True),
+        one("LoRA bf16, attention kept", **lora),
+        one("bf16, recomputed", **again),
+        one("default int8-forward, recomputed", **hot, **again),
+        one("bf16"),
+        one("default int8-forward, attention kept, 8-bit head", **hot, **kept, **{"head": "accurate"}),
+        one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
+        one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
+    )
+
+
+CONTENDERS = _contenders()
+
+
+def is_lora(contender: Contender) -> bool:
+    return contender.name.startswith("LoRA")
+
+
+# ---- one contender ----
+
+
+def build(size: Size, contender: Contender, device: str) -> nn.Module:
+    """With random bf16 weights, on ``device``. Raises ModuleNotFoundError."""
+    mend_torchvision()
+    import transformers
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.config))
+    finally:
+        torch.set_default_dtype(before)
+    if is_lora(contender):
+        import peft
+
+        config = peft.LoraConfig(r=LORA_RANK, target_modules="all-linear")
+        model = peft.get_peft_model(model, config)
+    found: nn.Module = model
+    return found
+
+
+class Whole(Trainer):
+    """A contender's model and its steps on text, whose memory they note."""
+
+    def __init__(
+        self, contender: Contender, size: Size, text: Tensor, backend: str, device: str
+    ) -> None:
+        """Build, convert, compile. ``text`` is ``[sequences, length]``, on the device."""
+        self.text, self._next, self._cuda = text, 0, device == "cuda"
+        self.kept = self.backward_peak = self.after = 0
+        task: Task = dataclasses.replace(TASKS["llama"], blocks="model.layers")
+        batch: Batch = {"x": text[:FIRST]}
+        model = build(size, contender, device)
+        super().__init__(contender, model, batch, task, own=True, backend=backend)
+        embedding = next(m for m in self.model.modules() if isinstance(m, nn.Embedding))
+        embedding.register_forward_hook(_of_any_batch)
+
+    def wrap(self, model: nn.Module) -> None:
+        """With the optimizer."""
+        super().wrap(model)
+        if is_lora(self.contender):
+            return
+        rate = self.optimizer.defaults["lr"]
+        self.optimizer = rivals.torchao_adamw(model.parameters(), rate)
+        if not self._cuda:  # torchao compiles it; here that takes minutes
+            eager = torch.compiler.set_stance("force_eager")
+            self.optimizer.step = eager(self.optimizer.step)
+
+    def take(self, sequences: int) -> Tensor:
+        """A step of the next sequences; the loss."""
+        chosen = (self._next + torch.arange(sequences)) % len(self.text)
+        self._next += sequences
+        self._batch = {"x": self.text[chosen.to(self.text.device)]}
+        return self.step()
+
+    def step(self) -> Tensor:
+        """As a Trainer's; what the allocator holds is asked between, which waits for nothing."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss()
+        self.kept = self._bytes("memory_allocated")
+        loss.backward()
+        self.backward_peak = self._bytes("max_memory_allocated")
+        self.after = self._bytes("memory_allocated")
+        self.optimizer.step()
+        return loss.detach()
+
+    def _bytes(self, name: str) -> int:
+        return int(getattr(torch.cuda, name)()) if self._cuda else 0
+
+
+def _of_any_batch(_: nn.Module, __: Any, hidden: Tensor) -> None:
+    torch._dynamo.maybe_mark_dynamic(hidden, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A whole step of so many sequences; bytes."""
+
+    sequences: int
+    kept: int
+    """Allocated between forward and backward."""
+    after: int
+    """After backward: weights, optimizer's states, gradients."""
+    peak: int
+    """Up to there."""
+    ms: float
+    """Of the step, with what it does once."""
+
+    @property
+    def beyond(self) -> int:
+        """What backward takes where the most is held: at its begin, or with all gradients."""
+        return self.peak - max(self.kept, self.after)
+
+
+def tried(run: Whole, sequences: int, device: str) -> Tried | None:
+    """None: out of memory."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    try:
+        loss = float(run.take(sequences))
+    except torch.OutOfMemoryError:
+        loss = None
+    if loss is None:  # here, as the error's frames hold tensors
+        run.optimizer.zero_grad(set_to_none=True)
+        with cleaned(device):
+            return None
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss is not finite: {loss}")
+    ms = (time.perf_counter() - start) * 1e3
+    return Tried(sequences, run.kept, run.after, run.backward_peak, ms)
+
+
+def next_size(found: Sequence[Tried], failed: int | None, limit: float) -> int | None:
+    """Sequences to try; None: the largest is found, within a sixteenth.
+
+    Of the two last in ``found`` the bytes kept, and those beyond, grow evenly; the peak is at the
+    begin of backward or at its end.
+    """
+    last = found[-1]
+    size = last.sequences
+    if len(found) == 1:
+        size = 2 * size
+    else:
+        before = found[-2]
+        step = last.sequences - before.sequences
+        beyond = max(0.0, (last.beyond - before.beyond) / step)
+        kept = max(0.0, (last.kept - before.kept) / step)
+        room = [(limit - last.beyond - last.kept, beyond + kept)]
+        room.append((limit - last.beyond - last.after, beyond))
+        size += int(min((left / each for left, each in room if each > 0), default=0.0))
+    if failed is not None:
+        size = min(size, failed - max(1, failed // 16))
+    return size if size > last.sequences else None
+
+
+def largest(
+    attempt: Callable[[int], Tried | None],
+    found: list[Tried],
+    failed: int | None,
+    limit: float,
+    left_s: Callable[[], float],
+) -> int | None:
+    """Try larger steps and add them to ``found``; returns the least that is out of memory."""
+    for _ in range(MOST_TRIALS):
+        size = next_size(found, failed, limit)
+        if size is None or left_s() < 1.5e-3 * found[-1].ms / found[-1].sequences * size:
+            break
+        got = attempt(size)
+        if got is None:
+            failed = size
+        else:
+            found.append(got)
+    return failed
+
+
+def speed(run: Whole, sequences: int, device: str, joules: Callable[[], float | None]) -> Row:
+    """Steps one after the other, as training queues them."""
+    marks: list[Any] = []
+
+    def mark() -> None:
+        if device == "cuda":
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter() * 1e3)
+
+    run.take(sequences)
+    timing.synchronize(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    begun_j, begun = joules(), time.perf_counter()
+    mark()
+    for _ in range(TIMED_STEPS):
+        loss = run.take(sequences)
+        mark()
+    timing.synchronize(device)
+    seconds, ended_j = time.perf_counter() - begun, joules()
+    pairs = zip(marks, marks[1:], strict=False)
+    times = [a.elapsed_time(b) if device == "cuda" else b - a for a, b in pairs]
+    tokens = TIMED_STEPS * sequences * run.text.shape[1]
+    out: Row = {
+        "sequences": sequences,
+        "step": timing.spread(times),
+        "tokens_per_s": tokens / seconds,
+        "loss": float(loss),
+    }
+    if begun_j is not None and ended_j is not None:
+        out |= {"joules_per_token": (ended_j - begun_j) / tokens,
+                "watts": (ended_j - begun_j) / seconds}  # fmt: skip
+    if device == "cuda":
+        out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        out["after_backward_gib"] = run.after / GIB
+    return out
+
+
+def measured(
+    contender: Contender, args: Any, text: Tensor, left_s: Callable[[], float]
+) -> Row:
+    """A contender's row. Raises Left where something is missing."""
+    begun, graphs, device = time.perf_counter(), compiler_counts()["graphs"], args.device
+    row: Row = {"how": described(contender), "date": timing.today()}
+    limit = math.inf
+    if device == "cuda":
+        limit = SHARE * torch.cuda.get_device_properties(0).total_memory
+        row["held_before_gib"] = torch.cuda.memory_allocated() / GIB
+    torch.manual_seed(args.seed)
+    try:
+        run = Whole(contender, args.model, text, args.backend, device)
+    except (ModuleNotFoundError, rivals.TorchaoMissing) as missing:
+        raise Left(str(missing)) from missing
+    if run.report is not None:
+        row["converted"] = len(run.report.converted)
+        row["head"] = run.report.head
+    row["built_s"] = time.perf_counter() - begun
+
+    def attempt(sequences: int) -> Tried | None:
+        got = tried(run, sequences, device)
+        words = "out of memory" if got is None else f"{got.ms:.0f} ms, {got.peak / GIB:.2f} GiB"
+        print(f"  {sequences} sequences: {words}", flush=True)
+        return got
+
+    first = [attempt(FIRST), attempt(FIRST)]  # the second without what comes once
+    row["started_s"] = time.perf_counter() - begun - row["built_s"]
+    if None in first:
+        raise RuntimeError(f"{FIRST} sequences do not fit")
+    found, failed = [one for one in first[1:] if one is not None], None
+    common = attempt(COMMON)
+    if common is None:
+        failed = COMMON
+    else:
+        found.append(common)
+    if failed is None:
+        row |= speed(run, COMMON, device, energy_counter(device))
+        print(f"  {row['tokens_per_s']:,.0f} tokens/s", flush=True)
+    if device == "cuda":
+        failed = largest(attempt, found, failed, SLACK * limit, left_s)
+    best = found[-1]
+    if "step" not in row:
+        row |= speed(run, best.sequences, device, energy_counter(device))
+    length = text.shape[1]
+    row["largest"] = {"tokens": best.sequences * length, "peak_gib": best.peak / GIB}
+    if failed is not None:
+        row["largest"]["out_of_memory"] = failed * length
+    if best.sequences == row["sequences"]:
+        row["largest"]["tokens_per_s"] = row["tokens_per_s"]
+    elif left_s() > 1.2e-3 * best.ms:
+        again = attempt(best.sequences)  # once more, as the first has made the allocator's pieces
+        if again is not None:
+            row["largest"]["tokens_per_s"] = again.sequences * length / again.ms * 1e3
+    row["graphs"] = compiler_counts()["graphs"] - graphs
+    row["seconds"] = time.perf_counter() - begun
+    return row
+
+
+# ---- energy ----
+
+
+def energy_counter(device: str) -> Callable[[], float | None]:
+    """Reads the joules that the board has used since its driver was loaded; None: no counter.
+
+    NVML's nvmlDeviceGetTotalEnergyConsumption, in millijoules, by the library of the driver.
+    """
+    handle, total = ctypes.c_void_p(), ctypes.c_ulonglong()
+    if device != "cuda":
+        return lambda: None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        name = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
+        failed = nvml.nvmlInit_v2() or (
+            nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle))
+            and nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
+        )
+    except (OSError, AttributeError) as error:
+        print(f"  no energy: {error}")
+        return lambda: None
+
+    def read() -> float | None:
+        if failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(total)):
+            return None
+        return total.value / 1e3
+
+    return read
+
+
+# ---- all ----
+
+
+def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
+    """``[sequences, length]`` of text, on the device."""
+    wanted = size.sequences * size.length
+    text, _ = bench_gpt.tokens(size.text, wanted, cache)
+    return text[:wanted].view(-1, size.length).long().to(device)
+
+
+def arguments(argv: Sequence[str] | None) -> Any:
+    parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend")
+    parser.set_defaults(backend="inductor")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build/text", help="of the tokens")
+    args = timing.begin(parser, argv)
+    args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
+    args.model = TOY if args.quick else FULL
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    begun = time.perf_counter()
+    args = arguments(argv)
+    settings = {"size": dataclasses.asdict(args.model), "device": args.device}
+    if args.device == "cuda":
+        settings["card"] = torch.cuda.get_device_name(0)
+        torch.cuda.set_per_process_memory_fraction(SHARE)
+    path = args.json or timing.RESULTS / f"{args.device}-8b.json"
+    try:
+        earlier = timing.resumed(path, settings)
+    except ValueError as error:
+        sys.exit(f"bench_8b.py: {error}")
+    rows: dict[str, Row] = earlier["whole"] if earlier else {}
+    content: dict[str, Any] = {"settings": settings, "share": SHARE, "whole": rows}
+    text = sequences_of(args.model, args.cache, args.device)
+    spent: list[float] = []
+
+    def left_s() -> float:
+        return float(args.budget - (time.perf_counter() - begun))
+
+    for contender in CONTENDERS:
+        name = contender.name
+        died = rows.get(name, {}).get("begun", 0)
+        if name not in args.contenders or (name in rows and not died):
+            continue
+        if died > 1:
+            rows[name] = {"how": described(contender), "error": "its process ended, twice"}
+            continue
+        if left_s() < (statistics.median(spent) if spent else 0.0):
+            print(f"{name}: no time left", flush=True)
+            break
+        print(f"{name}, {left_s():.0f} s left", flush=True)
+        rows[name] = {"begun": died + 1}
+        timing.write(args, "8b", content)
+        start = time.perf_counter()
+        with cleaned(args.device):
+            rows[name] = row_of(contender, args, text, left_s)
+        spent.append(time.perf_counter() - start)
+        rows = content["whole"] = {c.name: rows[c.name] for c in CONTENDERS if c.name in rows}
+        timing.write(args, "8b", content)
+    for name, row in rows.items():
+        print(f"{name:50s} {row.get('error') or row.get('left_out') or shown(row)}")
+    errors = [name for name, row in rows.items() if "error" in row]
+    if errors:
+        sys.exit(f"failed: {errors}")
+
+
+def row_of(contender: Contender, args: Any, text: Tensor, left_s: Callable[[], float]) -> Row:
+    """:func:`measured`, or why there is no figure. Holds nothing of an error's frames."""
+    try:
+        with many_recompilations():
+            return measured(contender, args, text, left_s)
+    except Left as left:
+        return {"how": described(contender), "left_out": str(left)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"how": described(contender), "error": said(error)}
+
+
+def shown(row: Row) -> str:
+    if "step" not in row:
+        return "not finished"
+    most = row["largest"]
+    return (
+        f"{row['tokens_per_s']:8,.0f} tokens/s of {row['sequences']} sequences, "
+        f"{row.get('peak_gib', 0):.1f} GiB; at most {most['tokens']:,} tokens, "
+        f"{most.get('tokens_per_s', 0):,.0f} tokens/s; {row.get('joules_per_token', 0):.3f} J a token"
+    )
+
+
+if __name__ == "__main__":
+    main()
