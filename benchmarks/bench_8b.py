@@ -12,15 +12,17 @@ come in chunks with torch's products, unless it says "8-bit head". Contenders ru
 other in this process, which gives everything back between them.
 
 Speed: steps of COMMON sequences, or of as many as fit, queued one after the other. Energy: the
-board's counter (NVML), read before the first and after the last. The largest batch: whole steps,
-the next size foretold from the bytes of those before, until one is out of memory or none is
-foretold to fit; of SHARE of the card's memory.
+board's counter (NVML), read before the first and after the last. The largest batch: one whole step
+a size, the next size foretold from the bytes of those before, until one is out of memory or none is
+foretold to fit, of SHARE of the card's memory. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+keeps pieces between tensors from counting.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import dataclasses
+import importlib
 import math
 import statistics
 import sys
@@ -47,7 +49,7 @@ SLACK = 0.985
 TIMED_STEPS = 6
 COMMON, FIRST = 4, 2
 """Sequences of the timed steps, and of the first: compilers take 1 for a constant."""
-MOST_TRIALS = 5
+MOST_TRIALS = 4
 LORA_RANK = 16
 
 
@@ -83,7 +85,9 @@ def _contenders() -> tuple[Contender, ...]:
     """By importance: a run without time leaves out the last."""
 
     def one(name: str, **options: Any) -> Contender:
-        return Contender(name, **({"compiled": "default", "head": "torch", "slower": False} | options))
+        return Contender(
+            name, **({"compiled": "default", "head": "torch", "slower": False} | options)
+        )
 
     again: dict[str, Any] = {"checkpointed": True}
     kept: dict[str, Any] = {**again, "attention_kept": True}
@@ -99,7 +103,12 @@ def _contenders() -> tuple[Contender, ...]:
         one("bf16, recomputed", **again),
         one("default int8-forward, recomputed", **hot, **again),
         one("bf16"),
-        one("default int8-forward, attention kept, 8-bit head", **hot, **kept, **{"head": "accurate"}),
+        one(
+            "default int8-forward, attention kept, 8-bit head",
+            **hot,
+            **kept,
+            **{"head": "accurate"},
+        ),
         one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
         one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
     )
@@ -150,7 +159,7 @@ class Whole(Trainer):
         model = build(size, contender, device)
         super().__init__(contender, model, batch, task, own=True, backend=backend)
         embedding = next(m for m in self.model.modules() if isinstance(m, nn.Embedding))
-        embedding.register_forward_hook(_of_any_batch)
+        embedding.register_forward_hook(_hidden)
 
     def wrap(self, model: nn.Module) -> None:
         """With the optimizer."""
@@ -165,9 +174,9 @@ class Whole(Trainer):
 
     def take(self, sequences: int) -> Tensor:
         """A step of the next sequences; the loss."""
-        chosen = (self._next + torch.arange(sequences)) % len(self.text)
+        places = self._next + torch.arange(sequences, device=self.text.device)
         self._next += sequences
-        self._batch = {"x": self.text[chosen.to(self.text.device)]}
+        self._batch = {"x": self.text[places % len(self.text)]}
         return self.step()
 
     def step(self) -> Tensor:
@@ -185,8 +194,10 @@ class Whole(Trainer):
         return int(getattr(torch.cuda, name)()) if self._cuda else 0
 
 
-def _of_any_batch(_: nn.Module, __: Any, hidden: Tensor) -> None:
+def _hidden(_: nn.Module, __: Any, hidden: Tensor) -> Tensor:
+    """Of any batch; with a gradient below LoRA's blocks, too, so that all share a graph."""
     torch._dynamo.maybe_mark_dynamic(hidden, 0)
+    return hidden if hidden.requires_grad else hidden.requires_grad_()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +212,6 @@ class Tried:
     peak: int
     """Up to there."""
     ms: float
-    """Of the step, with what it does once."""
 
     @property
     def beyond(self) -> int:
@@ -212,7 +222,7 @@ class Tried:
 def tried(run: Whole, sequences: int, device: str) -> Tried | None:
     """None: out of memory."""
     if device == "cuda":
-        torch.cuda.empty_cache()
+        fill()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     try:
@@ -227,6 +237,14 @@ def tried(run: Whole, sequences: int, device: str) -> Tried | None:
         raise RuntimeError(f"the loss is not finite: {loss}")
     ms = (time.perf_counter() - start) * 1e3
     return Tried(sequences, run.kept, run.after, run.backward_peak, ms)
+
+
+def fill() -> None:
+    """Have the allocator take all its memory now, so that no step waits for the driver."""
+    left = int(SHARE * torch.cuda.get_device_properties(0).total_memory)
+    left -= torch.cuda.memory_reserved() + (64 << 20)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(max(0, left), dtype=torch.uint8, device="cuda")
 
 
 def next_size(found: Sequence[Tried], failed: int | None, limit: float) -> int | None:
@@ -248,7 +266,10 @@ def next_size(found: Sequence[Tried], failed: int | None, limit: float) -> int |
         room.append((limit - last.beyond - last.after, beyond))
         size += int(min((left / each for left, each in room if each > 0), default=0.0))
     if failed is not None:
-        size = min(size, failed - max(1, failed // 16))
+        gap = failed - last.sequences
+        if gap <= max(1, failed // 16):
+            return None
+        size = min(size, failed - max(1, gap // 4))
     return size if size > last.sequences else None
 
 
@@ -312,9 +333,7 @@ def speed(run: Whole, sequences: int, device: str, joules: Callable[[], float | 
     return out
 
 
-def measured(
-    contender: Contender, args: Any, text: Tensor, left_s: Callable[[], float]
-) -> Row:
+def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[], float]) -> Row:
     """A contender's row. Raises Left where something is missing."""
     begun, graphs, device = time.perf_counter(), compiler_counts()["graphs"], args.device
     row: Row = {"how": described(contender), "date": timing.today()}
@@ -357,15 +376,12 @@ def measured(
     if "step" not in row:
         row |= speed(run, best.sequences, device, energy_counter(device))
     length = text.shape[1]
-    row["largest"] = {"tokens": best.sequences * length, "peak_gib": best.peak / GIB}
+    tokens = best.sequences * length
+    row["largest"] = {
+        "tokens": tokens, "tokens_per_s": tokens / best.ms * 1e3, "peak_gib": best.peak / GIB,
+    }  # fmt: skip
     if failed is not None:
         row["largest"]["out_of_memory"] = failed * length
-    if best.sequences == row["sequences"]:
-        row["largest"]["tokens_per_s"] = row["tokens_per_s"]
-    elif left_s() > 1.2e-3 * best.ms:
-        again = attempt(best.sequences)  # once more, as the first has made the allocator's pieces
-        if again is not None:
-            row["largest"]["tokens_per_s"] = again.sequences * length / again.ms * 1e3
     row["graphs"] = compiler_counts()["graphs"] - graphs
     row["seconds"] = time.perf_counter() - begun
     return row
@@ -377,28 +393,20 @@ def measured(
 def energy_counter(device: str) -> Callable[[], float | None]:
     """Reads the joules that the board has used since its driver was loaded; None: no counter.
 
-    NVML's nvmlDeviceGetTotalEnergyConsumption, in millijoules, by the library of the driver.
+    NVML's (nvidia-ml-py), in millijoules.
     """
-    handle, total = ctypes.c_void_p(), ctypes.c_ulonglong()
     if device != "cuda":
         return lambda: None
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        name = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
-        failed = nvml.nvmlInit_v2() or (
-            nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle))
-            and nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
-        )
-    except (OSError, AttributeError) as error:
-        print(f"  no energy: {error}")
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(0).uuid
+        board = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        nvml.nvmlDeviceGetTotalEnergyConsumption(board)
+    except Exception as error:  # no package, no driver, no counter
+        print(f"  no energy: {error}", flush=True)
         return lambda: None
-
-    def read() -> float | None:
-        if failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(total)):
-            return None
-        return total.value / 1e3
-
-    return read
+    return lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(board)) / 1e3
 
 
 # ---- all ----
@@ -448,6 +456,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         if died > 1:
             rows[name] = {"how": described(contender), "error": "its process ended, twice"}
+            timing.write(args, "8b", content)
             continue
         if left_s() < (statistics.median(spent) if spent else 0.0):
             print(f"{name}: no time left", flush=True)
@@ -487,7 +496,7 @@ def shown(row: Row) -> str:
     return (
         f"{row['tokens_per_s']:8,.0f} tokens/s of {row['sequences']} sequences, "
         f"{row.get('peak_gib', 0):.1f} GiB; at most {most['tokens']:,} tokens, "
-        f"{most.get('tokens_per_s', 0):,.0f} tokens/s; {row.get('joules_per_token', 0):.3f} J a token"
+        f"{most['tokens_per_s']:,.0f} tokens/s; {row.get('joules_per_token', 0):.3f} J a token"
     )
 
 

@@ -1,10 +1,11 @@
-"""Plots of the reports: speed-up by layer, where the time goes, and steps against their memory.
+"""Plots of the reports: speed-up by layer, where the time goes, steps against memory, a whole 8B.
 
     python benchmarks/plot.py [REPORT] [--out docs/img] [--format svg]
 
-REPORT is what bench_backward.py or bench_models.py (part step) wrote, or gpu-check.json, which
-holds both; default benchmarks/results/cuda-backward.json. Makes speedup_by_layer, breakdown and
-steps, each where the report has its part. evidence/plot_evidence.py draws all other figures.
+REPORT is what bench_backward.py, bench_models.py (part step) or bench_8b.py wrote, or
+gpu-check.json, which holds the first two; default benchmarks/results/cuda-backward.json. Makes
+speedup_by_layer, breakdown, steps and whole_8b, each where the report has its part.
+evidence/plot_evidence.py draws all other figures.
 """
 
 from __future__ import annotations
@@ -204,6 +205,32 @@ def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) ->
     return handles
 
 
+def plot_whole(report: Mapping[str, Any], path: Path) -> None:
+    """A whole model by contender: speed at the largest batch, that batch, energy."""
+    rows = {name: row for name, row in report["whole"].items() if "step" in row}
+    panels = {
+        "tokens a second, largest batch": [row["largest"]["tokens_per_s"] for row in rows.values()],
+        "largest batch, tokens": [row["largest"]["tokens"] for row in rows.values()],
+        "joules a token": [row.get("joules_per_token", 0.0) for row in rows.values()],
+    }
+    panels = {name: values for name, values in panels.items() if all(values)}
+    size = (3.2 + 2.6 * len(panels), 1.0 + 0.3 * len(rows))
+    figure, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True)
+    colors = [color_of({"autocast": True, **row["how"]}) for row in rows.values()]
+    for axes, (name, values) in zip(grid.flat, panels.items(), strict=True):
+        bars = axes.barh(list(rows), values, color=colors)
+        axes.bar_label(
+            bars, fmt="{:,.3g}" if max(values) < 1 else "{:,.0f}", fontsize=7, color=ON_ANY
+        )
+        axes.margins(x=0.2)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.tick_params(axis="y", labelsize=8)
+        label(axes, x=name)
+    grid.flat[0].invert_yaxis()
+    figure.suptitle(f"Llama-3-8B, trained whole, {report['device']}", fontsize=10, color=ON_ANY)
+    save(figure, path)
+
+
 def label(
     axes: Any, title: str = "", x: str = "", y: str = "", columns: int = 0, **legend: Any
 ) -> None:
@@ -253,6 +280,7 @@ def plot_report(whole: Mapping[str, Any], out: Path, suffix: str = "svg") -> int
         ("layers" in report, plot_speedups, report, "speedup_by_layer"),
         (has_stages(report), plot_breakdown, report, "breakdown"),
         (has_steps(steps), plot_steps, steps, "steps"),
+        ("whole" in whole, plot_whole, whole, "whole_8b"),
     ):
         if there:
             draw(found, out / f"{name}.{suffix}")
@@ -268,7 +296,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(argv)
     if not plot_report(json.loads(args.report.read_text()), args.out, args.format):
-        parser.error(f"{args.report}: has neither layers nor stages of CUDA kernels nor steps")
+        parser.error(
+            f"{args.report}: has no layers, no stages of CUDA kernels, no steps, no whole model"
+        )
 
 
 if __name__ == "__main__":

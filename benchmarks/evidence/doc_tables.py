@@ -124,6 +124,24 @@ def lora(report: Report) -> Lines:
         yield line([name, *figures])
 
 
+def whole(report: Report) -> Lines:
+    """A whole model by contender: speed, energy and peak of a step, and the largest batch."""
+    rows = report["whole"]
+    tokens = report["settings"]["size"]["length"]
+    yield from header(["", "sequences a step", "ms", "tokens a second", "joules a token",
+                       "peak, GiB", "largest batch, tokens", "tokens a second there"])  # fmt: skip
+    for name, row in rows.items():
+        if "step" not in row:
+            why = "left out: " + row["left_out"] if "left_out" in row else "failed"
+            yield line([name, why, *[""] * 6])
+            continue
+        most, sequences = row["largest"], f"{row['sequences']} × {tokens:,}"
+        figures = [f"{row['step']['median_ms']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
+        figures += [number(row.get("joules_per_token"), 4), number(row.get("peak_gib"), 1)]
+        figures += [f"{most['tokens']:,}", f"{most['tokens_per_s']:,.0f}"]
+        yield line([name, sequences, *figures])
+
+
 def summary(report: Report) -> Lines:
     """One line for each model: compiled bf16, and its rivals beside it."""
     yield from header(["time (peak) of compiled bf16's", "bf16, ms (GiB)", *RIVALS])
@@ -781,6 +799,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cpu-train.json", train),
     **_of("cuda-gemm.json", products),
     **_of("cuda-lora.json", lora),
+    **_of("cuda-8b.json", whole),
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("nccl.json", distributed),

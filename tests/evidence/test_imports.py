@@ -56,6 +56,6 @@ def test_the_scripts_of_the_top_floor() -> None:
     scripts = {name for name in modules() if "." not in name} - SHARED - {"__init__", "evidence"}
     assert scripts == {
         *("bench_autotune", "bench_backward", "bench_forward", "bench_gemm", "bench_gpt"),
-        "bench_head",
+        *("bench_8b", "bench_head"),
         *("bench_latency", "bench_memory", "bench_models", "bench_training"),
     }

@@ -102,9 +102,7 @@ def torchao_adamw(parameters: Iterable[torch.nn.Parameter], rate: float) -> torc
     Raises TorchaoMissing.
     """
     (optim,) = _torchao("optim")
-    made: torch.optim.Optimizer = optim.AdamW8bit(
-        parameters, lr=rate, bf16_stochastic_round=True
-    )
+    made: torch.optim.Optimizer = optim.AdamW8bit(parameters, lr=rate, bf16_stochastic_round=True)
     return made
 
 

@@ -1,0 +1,141 @@
+"""benchmarks/bench_8b.py: the search for the largest batch, and the script at toy size."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("tokenizers")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import bench_8b  # noqa: E402
+from bench_8b import Tried  # noqa: E402
+from evidence import doc_tables  # noqa: E402
+
+PLAIN, OURS = "bf16, attention kept", "default int8-forward, attention kept"
+
+
+def test_the_largest_batch_is_found(rng: np.random.Generator) -> None:
+    """Of made models: peak at backward's begin or end, with and without what is lost."""
+    foretold = 0
+    for _ in range(200):
+        static, gradients = rng.uniform(5, 50), rng.uniform(0, 20)
+        each, fixed, beyond = rng.uniform(0.05, 5), rng.uniform(0, 3), rng.uniform(0.05, 2)
+        lost = rng.choice([1.0, 1.02])
+        limit = 80.0
+
+        sizes = (static, static + gradients, fixed, each, beyond, lost)
+        step = functools.partial(made_step, sizes, limit)
+        if step(2) is None:
+            continue
+        found = [one for one in (step(2), step(4)) if one is not None]
+        failed = None if len(found) == 2 else 4
+        failed = bench_8b.largest(step, found, failed, limit, lambda: math.inf)
+        best = found[-1].sequences
+        most = max(size for size in range(2, 2000) if step(size))
+        assert most - most // 8 <= best <= most
+        assert failed is None or step(failed) is None
+        foretold += lost == 1 and best == most
+    assert foretold > 50
+
+
+def made_step(sizes: Sequence[float], limit: float, size: int) -> Tried | None:
+    static, after, fixed, each, beyond, lost = sizes
+    kept = static + fixed + each * size
+    peak = max(kept, after) + 0.3 + beyond * size
+    return Tried(size, kept, after, peak, 1.0) if peak * lost <= limit else None
+
+
+def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:
+    tried: list[int] = []
+    found = [Tried(2, 2, 2, 4, 1000.0), Tried(4, 4, 2, 6, 2000.0)]
+    assert bench_8b.largest(lambda n: tried.append(n), found, None, 100, lambda: 5.0) is None
+    assert not tried and len(found) == 2
+
+
+def run(folder: Path, *words: str) -> Any:
+    path = folder / "8b.json"
+    options = ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
+    bench_8b.main([*options, "--json", str(path), *words])
+    return json.loads(path.read_text())
+
+
+def test_contenders_are_paired_and_a_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [OURS, PLAIN, "LoRA frozen int8, attention kept", "LoRA bf16, attention kept"]
+    report = run(tmp_path, "--contenders", *names)
+    rows = report["whole"]
+    if any("torchao does not import" in row.get("left_out", "") for row in rows.values()):
+        pytest.skip("no torchao")
+    assert list(rows) == [name for name in (c.name for c in bench_8b.CONTENDERS) if name in names]
+    for name, row in rows.items():
+        assert row["converted"] == (0 if "bf16" in name else 14), name
+        assert row["head"] == "loss in chunks, torch products" and row["graphs"] == 1, name
+        assert row["sequences"] == bench_8b.COMMON and row["step"]["measurements"] == 6
+        assert row["largest"]["tokens"] == 4 * 32 and row["tokens_per_s"] > 0
+    # The same weights and batches: the losses are near each other, and of text, not of chance.
+    for ours, plain in ((names[0], names[1]), (names[2], names[3])):
+        assert rows[ours]["loss"] == pytest.approx(rows[plain]["loss"], rel=5e-3)
+    assert rows[PLAIN]["loss"] < math.log(512)
+    lines = list(doc_tables.whole(report))
+    assert len(lines) == 6 and lines[2].startswith(f"| {OURS} | 4 × 32 | ")
+
+    kept = dict(rows)
+    report["whole"][PLAIN] = {"begun": 1}  # its process died
+    (tmp_path / "8b.json").write_text(json.dumps(report))
+    rows = run(tmp_path, "--contenders", *names)["whole"]
+    assert rows[PLAIN]["loss"] == kept[PLAIN]["loss"] and rows[OURS] == kept[OURS]
+    report["whole"][PLAIN] = {"begun": 2}
+    (tmp_path / "8b.json").write_text(json.dumps(report))
+    with pytest.raises(SystemExit, match="attention kept"):
+        run(tmp_path, "--contenders", *names)
+    assert "twice" in json.loads((tmp_path / "8b.json").read_text())["whole"][PLAIN]["error"]
+    run_size = bench_8b.dataclasses.replace(bench_8b.TOY, length=16)
+    monkeypatch.setattr(bench_8b, "TOY", run_size)
+    with pytest.raises(SystemExit, match="made with other settings"):
+        run(tmp_path)
+
+
+def test_memory_that_does_not_suffice_is_no_figure(tmp_path: Path) -> None:
+    """A contender that fails is a row with its error, the others run."""
+    failing = bench_8b.Contender("bf16", head="torch", settings={}, fp8="no such recipe")
+    assert (
+        "no such recipe"
+        in bench_8b.row_of(
+            failing, _arguments(tmp_path), torch.zeros(4, 32, dtype=torch.int64), lambda: 1.0
+        )["error"]
+    )
+
+
+def _arguments(folder: Path) -> Any:
+    words = ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
+    return bench_8b.arguments(words)
+
+
+def test_plot_of_a_whole_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+
+    row = {
+        "how": {"recipe": "default", "forward": "int8"}, "step": {"median_ms": 1.0},
+        "largest": {"tokens": 8192, "tokens_per_s": 1e4}, "joules_per_token": 0.05,
+    }  # fmt: skip
+    rows = {"a": row, "b": {**row, "how": {}}, "c": {"how": {}, "error": "x"}}
+    plot.plot_whole({"whole": rows, "device": "toy"}, tmp_path / "whole.svg")
+    assert (
+        "joules a token" in (tmp_path / "whole.svg").read_text()
+        or (tmp_path / "whole.svg").stat().st_size > 5000
+    )
+    assert plot.plot_report({"whole": rows, "device": "toy"}, tmp_path) == 1
