@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not plot_report(json.loads(args.report.read_text()), args.out, args.format):
         parser.error(
-            f"{args.report}: has no layers, no stages of CUDA kernels, no steps, no whole model"
+            f"{args.report}: has neither layers nor stages of CUDA kernels nor steps nor a model"
         )
 
 
