@@ -568,6 +568,18 @@ def devices(results: Path) -> Lines:
         yield line([report["device"], counts, *cells, last])
 
 
+def limits(report: Report, *archs: str) -> Lines:
+    """What every kernel takes on GPUs that are not here, from the compiled code."""
+    rows = report["limits"]
+    yield from header(["kernel", "threads", "shared memory, bytes",
+                       *(f"{arch}: registers, stack, resident" for arch in archs)])  # fmt: skip
+    for kernel in sorted(set().union(*(rows[arch] for arch in archs))):
+        found = [rows[arch].get(kernel) for arch in archs]
+        some = next(row for row in found if row)
+        figures = [f"{r['registers']}, {r['stack']}, {r['resident']}" if r else "" for r in found]
+        yield line([f"`{kernel}`", str(some["threads"]), f"{some['shared']:,}", *figures])
+
+
 def pays(results: Path) -> Lines:
     """Times faster than the rival, and in brackets the peak memory beside the rival's.
 
@@ -796,6 +808,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-quantize.json", kept_times, forward_input),
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("cuda-mma-sync.json", mma_sync),
+    **_of("limits.json", limits),
     **_of("cpu-train.json", train),
     **_of("cuda-gemm.json", products),
     **_of("cuda-lora.json", lora),
