@@ -454,8 +454,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for contender in CONTENDERS:
         name = contender.name
-        died = rows.get(name, {}).get("begun", 0)
-        if name not in args.contenders or (name in rows and not died):
+        before = rows.get(name, {})
+        died = before.get("begun", 0)
+        if name not in args.contenders or "step" in before or "error" in before:
             continue
         if died > 1:
             rows[name] = {"how": described(contender), "error": "its process ended, twice"}

@@ -263,6 +263,10 @@ def has_stages(report: Mapping[str, Any]) -> bool:
     )
 
 
+def has_rows(rows: Mapping[str, Any]) -> bool:
+    return any("step" in row for row in rows.values())
+
+
 def has_steps(report: Mapping[str, Any]) -> bool:
     """Whether every model has a contender with a step and a peak (on the CPU there is none)."""
     models = report.get("steps", {}).values()
@@ -280,7 +284,7 @@ def plot_report(whole: Mapping[str, Any], out: Path, suffix: str = "svg") -> int
         ("layers" in report, plot_speedups, report, "speedup_by_layer"),
         (has_stages(report), plot_breakdown, report, "breakdown"),
         (has_steps(steps), plot_steps, steps, "steps"),
-        ("whole" in whole, plot_whole, whole, "whole_8b"),
+        (has_rows(whole.get("whole", {})), plot_whole, whole, "whole_8b"),
     ):
         if there:
             draw(found, out / f"{name}.{suffix}")
