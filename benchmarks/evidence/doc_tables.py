@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hotcore
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
@@ -400,6 +401,23 @@ def mma_sync(report: Report) -> Lines:
     for title, entry, row in each_product(report, "chosen"):
         shares = (f"{row[key]:.2f}" for key in row if key.startswith("of "))
         yield line([*title, entry["choice"], f"{row['TOPS']:.0f}", *shares])
+
+
+LARGE_TILES = ("128x256x128", "256x128x128")
+"""Of the product by mma.sync: more shared memory than a thread block of sm_86, 89 and 120 has."""
+
+
+def mma_held(report: Report, *archs: str) -> Lines:
+    """The best tile within 99 KB beside the best of all, and the tile that GPUs would choose."""
+    yield from header(["product", "M, N, K", "TOPS", "within 99 KB", "share", *archs])
+    for title, entry, _ in each_product(report, "chosen"):
+        tiles = {n: r["TOPS"] for n, r in entry["rows"].items() if re.match(r"\d+x|any", n)}
+        tiles[entry["choice"]] = entry["rows"]["chosen"]["TOPS"]
+        best = max(tiles.values())
+        held = max(tops for name, tops in tiles.items() if not name.startswith(LARGE_TILES))
+        plans = (hotcore.explain_gemm(*entry["M, N, K"], device=arch).steps[0] for arch in archs)
+        chosen = (step.kernel.removeprefix("tile_kernel ") for step in plans)
+        yield line([*title, f"{best:.0f}", f"{held:.0f}", f"{held / best:.2f}", *chosen])
 
 
 def backward_times(report: Report) -> Lines:
@@ -807,7 +825,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-autotune.json", autotune),
     **_of("cuda-quantize.json", kept_times, forward_input),
     **_of("gpu-trust.json", trust, sanitizer),
-    **_of("cuda-mma-sync.json", mma_sync),
+    **_of("cuda-mma-sync.json", mma_sync, mma_held),
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),
     **_of("cuda-gemm.json", products),

@@ -96,3 +96,24 @@ def test_the_report_is_of_these_plans() -> None:
             code = rows[kernel]
             assert launch.threads <= code["threads"], (arch, kernel)
             assert launch.shared <= code["shared"], (arch, kernel)
+
+
+def test_tables_of_gpus_that_are_not_here() -> None:
+    from evidence import doc_tables
+
+    row = {"registers": 40, "stack": 8, "threads": 128, "shared": 36096, "resident": 2}
+    report = {"limits": {"sm_86": {"a_kernel": row}, "sm_120": {"b_kernel": row}}}
+    assert list(doc_tables.limits(report, "sm_86", "sm_120"))[2:] == [
+        "| `a_kernel` | 128 | 36,096 | 40, 8, 2 |  |",
+        "| `b_kernel` | 128 | 36,096 |  | 40, 8, 2 |",
+    ]
+    tops = {"chosen": 900, "128x256x64, 9 tiles": 800, "64x64x64, 9 tiles": 700, "stock 1": 999}
+    entry = {
+        "M, N, K": [8192, 8192, 8192],
+        "choice": "128x256x128, 9 tiles",
+        "rows": {name: {"TOPS": value} for name, value in tops.items()},
+    }
+    found = list(doc_tables.mma_held({"products": {"g_x": {"big": entry}}}, "sm_80", "sm_89"))
+    words = found[2].split(" | ")
+    assert words[2:5] == ["900", "800", "0.89"]
+    assert words[5] in doc_tables.LARGE_TILES and words[6] == "128x256x64 |"
