@@ -1,6 +1,6 @@
 """The examples at a real size: time of a step and peak memory, plain beside HOT.
 
-    python -m benchmarks.evidence.bench_examples --device cuda
+    python -m benchmarks.evidence.bench_examples --device cuda   # goes on with its report
     python -m benchmarks.evidence.bench_examples --quick         # as they run by default; CPU too
 
 The scripts in examples/ run as they are, each contender in a process of its own. Weights are random
@@ -54,7 +54,7 @@ class Example:
 
 EXAMPLES = {
     "finetune_vit": Example(
-        "--model vit_base_patch16_224 --data {folder}/images --batch 128 --workers 8 --compile",
+        "--model vit_base_patch16_224 --data {folder}/images --batch 128 --workers 16 --compile",
         128,
         "images",
         ALL,
@@ -320,7 +320,7 @@ def rows(contenders: dict[str, Any]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "examples", "quick")
     parser.add_argument("--examples", nargs="+", choices=tuple(EXAMPLES), default=list(EXAMPLES))
-    parser.add_argument("--limit", type=float, default=240, help="seconds of an example at most")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of an example at most")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = timing.begin(parser, argv)
     if args.child:
@@ -330,7 +330,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cpu" and not args.quick:
         parser.error("--device cpu: only with --quick; the sizes are a GPU's")
     found: dict[str, Any] = {}
+    path = args.json or timing.RESULTS / f"{args.device}-examples.json"
+    if path.exists():
+        report = json.loads(path.read_text())
+        if report["device"] == timing.machine(args.device)["device"]:
+            found = report["examples"]
     for name in args.examples:
+        if name in found and not any("left out" in r for r in found[name]["contenders"].values()):
+            continue
         contenders = run(name, args.device, quick=args.quick, limit_s=args.limit)
         example = EXAMPLES[name]
         words = f"examples/{name}.py {QUICK[name] if args.quick else example.words}"

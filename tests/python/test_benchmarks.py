@@ -262,6 +262,8 @@ def test_bench_examples(tmp_path: Path) -> None:
         assert row["steps"] == 32 and row["step_ms"] > 0
         assert row["result"] == pytest.approx(rows["plain"]["result"], rel=0.02)
     assert len({row["result"] for row in rows.values()}) == 3
+    again = run(bench_examples, tmp_path / "out.json", "--quick", "--examples", "diffusion")
+    assert again["examples"] == report["examples"]  # nothing ran again
 
 
 def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
