@@ -605,6 +605,17 @@ def test_what_wants_logits_gets_them(how: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_loss_that_is_set_later_gets_logits() -> None:
+    model = causal("Llama")
+    attach(model)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    ids = torch.randint(1, 101, (2, 10))
+    _whole_logits.cache_clear()
+    with pytest.warns(UserWarning, match="loss_function was replaced"):
+        out = model(input_ids=ids, labels=ids)
+    assert out.loss == out.logits.square().mean()
+
+
 def test_a_call_that_fails_leaves_nothing() -> None:
     model = causal("Llama")
     attach(model)

@@ -130,6 +130,9 @@ class AttachedLoss:
         if within is not head:
             _whole_logits(f"{self.name} is a {type(within).__name__} now")
             return True
+        if getattr(self.model.loss_function, "__self__", None) is not self:
+            _whole_logits("the model's loss_function was replaced")
+            return True
         hooks = [head._forward_hooks, head._backward_hooks, head._backward_pre_hooks]
         if not torch.compiler.is_compiling():
             hooks += _compat.global_module_hooks()
