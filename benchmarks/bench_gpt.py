@@ -4,7 +4,7 @@
     python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 20 --graph \
-        --validation-batches 50 --points 30 --devices 2 --jobs 2       # docs/dev/evidence.md
+        --validation-batches 50 --points 30 --devices 0                # docs/dev/evidence.md
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
 The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
@@ -452,14 +452,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--points", type=int, default=DEFAULTS["points"], help="of the validation curve"
     )
     parser.add_argument("--graph", action="store_true", help="a step is a CUDA graph")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs that the jobs are spread over")
+    parser.add_argument("--jobs", type=int, help="runs side by side; default: one a device")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs to use; 0: all that are there")
     default = ROOT / "build/text"
     parser.add_argument("--cache", type=Path, default=default, help="folder of the tokens")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     if args.steps is not None and args.tokens_per_parameter is not None:
         parser.error("--steps and --tokens-per-parameter: one of them")
+    if args.devices == 0:
+        args.devices = max(1, torch.cuda.device_count())
+    args.jobs = args.devices if args.jobs is None else args.jobs
     for name in ("jobs", "devices", "epochs", "points"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
