@@ -103,3 +103,20 @@ def test_a_report_keeps_its_text_and_points(
     with pytest.raises(SystemExit):
         bench_gpt.main([*words, "--graph"])
     assert "--graph needs --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
+    """Steps 3 on are replays; each has its own batch, learning rate and update of the weights."""
+    reports = []
+    for more in ([], ["--graph"]):
+        path = tmp_path / f"report{len(more)}.json"
+        bench_gpt.main(["--quick", "--device", "cuda", "--backend", "aot_eager", "--points", "4",
+                        "--json", str(path), "--cache", str(tmp_path), "--contenders", "bf16",
+                        "default", *more])  # fmt: skip
+        reports.append(json.loads(path.read_text())["runs"])
+    for name, run in reports[0].items():
+        assert reports[1][name]["training"] == pytest.approx(run["training"], rel=1e-2), name
+        curves = zip(run["curve"], reports[1][name]["curve"], strict=True)
+        assert all(loss == pytest.approx(other, rel=1e-2) for (_, loss), (_, other) in curves)
