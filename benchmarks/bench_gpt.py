@@ -340,12 +340,7 @@ class Captured:
         return self._loss
 
 
-def train(
-    contender: Contender,
-    seed: int,
-    how: How,
-    text: Text,
-) -> dict[str, Any]:
+def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, Any]:
     """One run: its curve, its last validation loss, time of a step, peak memory."""
     size, steps, device = how.size, how.steps, how.device
     torch._dynamo.reset()
