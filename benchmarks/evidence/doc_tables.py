@@ -825,7 +825,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
-    **_of("", TABLES.quality),
+    **_of("", TABLES.quality, TABLES.decided),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 

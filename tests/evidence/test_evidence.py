@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 import time
@@ -264,6 +265,24 @@ def test_work_side_by_side() -> None:
         [(str(i), slow, (i,)) for i in range(6)], lambda *_: None, budget_s=0.5
     )
     assert late == ["2", "3", "4", "5"]
+
+
+def visible(_: int) -> str:
+    time.sleep(0.2)
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize(("listed", "each"), [("", {"0", "1"}), ("5,3,1", {"5", "3"})])
+def test_work_on_several_devices(
+    listed: str, each: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process sees one device; two pieces at a time are on different ones."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    got: dict[str, str] = {}
+    work = [(str(i), visible, (i,)) for i in range(2)]
+    side_by_side.run_all(work, got.__setitem__, jobs=2, devices=2)
+    assert set(got.values()) == each
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == listed
 
 
 def test_fine_tuning_goes_on_from_one_start(tmp_path: Path) -> None:
