@@ -157,9 +157,7 @@ def _call(
     )
     # All operands must vary over the same axes, and the call does not infer those of its results.
     axes = varying_axes(*operands)
-    return pcast_to_varying(
-        call(*pcast_to_varying(operands, axes), **attribute)[:-1], axes
-    )
+    return pcast_to_varying(call(*pcast_to_varying(operands, axes), **attribute)[:-1], axes)
 
 
 @functools.lru_cache(maxsize=256)
