@@ -418,8 +418,14 @@ def energy_counter(device: str) -> Callable[[], float | None]:
 def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
     """``[sequences, length]`` of text, on the device."""
     wanted = size.sequences * size.length
-    text, _ = bench_gpt.tokens(size.text, wanted, cache)
-    return text[:wanted].view(-1, size.length).long().to(device)
+    read = dataclasses.replace(size.text, validation_batches=0)
+    return (
+        bench_gpt.tokens(read, wanted, cache)
+        .training[:wanted]
+        .view(-1, size.length)
+        .long()
+        .to(device)
+    )
 
 
 def arguments(argv: Sequence[str] | None) -> Any:

@@ -35,14 +35,7 @@ import timing
 import torch
 from evidence import doc_tables, rivals
 from hotcore.torch.ops import linear
-from layers import (
-    CPU_GROUPS,
-    CUDA_GROUPS,
-    PAPER,
-    TOKEN_SETTINGS,
-    Shape,
-    floor_ms,
-)
+from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, TOKEN_SETTINGS, Shape, floor_ms
 from timing import Call, Row
 
 RECIPES = ("default", "fast", "paper", "accurate", "compact", *TOKEN_SETTINGS)

@@ -3,20 +3,25 @@
     python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
     python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
+    python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 20 --graph \
+        --validation-batches 50 --points 30 --devices 0                # docs/dev/evidence.md
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
 The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
-content once; every 50th file is for validation. A byte-level BPE of 8192 tokens is made from a part
-of it (the package `tokenizers`). Other packages give another text: compare losses within a report
-only. Per seed all contenders start from the same weights and see the same batches once. Blocks are
-compiled one by one under bf16 autocast. ``--jobs`` trains several runs side by side, for the losses
-alone: no times and no peaks are reported then.
+content once, and where that is too little their headers and documents after it; every 50th file is
+for validation, every 20th where validation is long. A byte-level BPE of 8192 tokens is made from a
+part of it (the package `tokenizers`). Other packages give another text: compare losses within a
+report only; it names the packages. Where the text is shorter than the run, it is read again in
+another order, ``--epochs`` times at most. Per seed all contenders start from the same weights and
+see the same batches. Blocks are compiled one by one under bf16 autocast. ``--graph`` captures the
+whole step in a CUDA graph and compiles the loss: a step of a small model is mostly launches and
+passes over the logits. ``--jobs`` trains several runs side by side, spread over ``--devices``;
+where they share one, no times and no peaks are reported.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import itertools
 import math
@@ -25,8 +30,9 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,47 +107,76 @@ QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
 # ---- the text ----
 
 
-EVERY = 50
-"""One of so many files is for validation, the first among them."""
+EVERY, EVERY_LONG = 50, 20
+"""One of so many files is for validation, the first among them; of so many, if it is long."""
+KINDS = ((".py",), (".pyi", ".md", ".rst", ".h", ".hpp", ".cuh", ".cpp", ".cu"))
+"""Files' suffixes: the second kinds come after all of the first."""
+PYTHON = "Python's library"
 
 
-def sources(min_bytes: int) -> Iterator[str]:
-    """Texts of installed .py files, each once, in an order that depends on names alone.
+@dataclass(frozen=True)
+class Text:
+    """int16 tokens, and how many characters of which package they are made from."""
 
-    They end when the training texts have ``min_bytes``.
+    training: Tensor
+    validation: Tensor
+    packages: dict[str, int]
+
+    def facts(self, size: Size, steps: int) -> dict[str, Any]:
+        """For the report: by them a run that goes on elsewhere sees whether it has this text."""
+        digest = hashlib.sha256(self.training.numpy().tobytes()).hexdigest()[:16]
+        a_pass = len(_windows(self.training, size)) // size.batch
+        return {
+            "sha256": digest,
+            "training": len(self.training),
+            "validation": len(self.validation),
+            "epochs": round(steps / a_pass, 3),
+            "packages": self.packages,
+        }
+
+
+def sources(min_chars: int, every: int = EVERY) -> Iterator[tuple[str, str]]:
+    """Package and text of installed files, each text once, in an order that depends on names alone.
+
+    They end when the training texts have ``min_chars``.
     """
-    roots = sorted({sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib")})
-    files = sorted({path for root in roots for path in Path(root).rglob("*.py")})
-    random.Random(0).shuffle(files)
+    libraries = {Path(sysconfig.get_paths()[key]) for key in ("purelib", "platlib")}
+    roots = sorted({*libraries, Path(sysconfig.get_paths()["stdlib"])})
     seen: set[bytes] = set()
     training = 0
-    for path in files:
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        digest = hashlib.sha256(text.encode()).digest()
-        if len(text) < 256 or digest in seen:
-            continue
-        training += len(text) if len(seen) % EVERY else 0
-        seen.add(digest)
-        yield text
-        if training >= min_bytes:
-            return
+    for suffixes in KINDS:
+        found = {path for root in roots for end in suffixes for path in root.rglob(f"*{end}")}
+        files = sorted(found)
+        random.Random(0).shuffle(files)
+        for path in files:
+            try:
+                text = path.read_text("utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            digest = hashlib.sha256(text.encode()).digest()
+            if len(text) < 256 or digest in seen:
+                continue
+            training += len(text) if len(seen) % every else 0
+            seen.add(digest)
+            inside = [path.relative_to(root).parts for root in libraries if root in path.parents]
+            yield inside[0][0].partition("-")[0].removesuffix(".py") if inside else PYTHON, text
+            if training >= min_chars:
+                return
 
 
-def tokens(size: Size, wanted: int, cache: Path) -> tuple[Tensor, Tensor]:
-    """int16 tokens for training, at least ``wanted``, and for validation. Kept in ``cache``.
+def tokens(size: Size, wanted: int, cache: Path, epochs: int = 1) -> Text:
+    """For ``wanted`` tokens of training, read ``epochs`` times at most. Kept in ``cache``.
 
     Raises ValueError if the installed packages hold too little text.
     """
-    name = cache / f"gpt-{size.vocabulary}-{wanted}.pt"
+    every = EVERY if size.validation_batches <= FULL.validation_batches else EVERY_LONG
+    name = cache / f"gpt-{size.vocabulary}-{wanted}-{every}.pt"
     if name.exists():
-        found: dict[str, Tensor] = torch.load(name, weights_only=True)
-        return found["training"], found["validation"]
+        return Text(**torch.load(name, weights_only=True))
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    texts = list(sources(int(4.5 * wanted)))  # bytes; a token is 3.3 to 4 of them
+    found = list(sources(int(4.5 * wanted), every))  # a token is 3.3 to 4 characters
+    texts = [text for _, text in found]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -155,29 +190,77 @@ def tokens(size: Size, wanted: int, cache: Path) -> tuple[Tensor, Tensor]:
     parts: dict[str, list[Tensor]] = {"training": [], "validation": []}
     for first in range(0, len(texts), 512):
         for index, code in enumerate(tokenizer.encode_batch(texts[first : first + 512]), first):
-            part = "training" if index % EVERY else "validation"
+            part = "training" if index % every else "validation"
             parts[part].append(torch.tensor([0, *code.ids], dtype=torch.int16))
-    joined = {key: torch.cat(value) for key, value in parts.items()}
-    if len(joined["training"]) < wanted:
+    joined: dict[str, Any] = {key: torch.cat(value) for key, value in parts.items()}
+    here = {key: len(value) for key, value in joined.items()}
+    if here["training"] * epochs < wanted:
         raise ValueError(
-            f"the installed packages give {len(joined['training'])} tokens; {wanted} are wanted "
-            "(fewer --steps)"
+            f"the installed packages give {here['training']} tokens, read {epochs} times at most; "
+            f"{wanted} are wanted (fewer --steps, more --epochs)"
         )
+    windows = len(_windows(joined["validation"], size))
+    if windows < size.validation_batches * size.batch:
+        raise ValueError(
+            f"the installed packages give {windows // size.batch} batches for validation; "
+            f"{size.validation_batches} are wanted (--validation-batches)"
+        )
+    characters: Counter[str] = Counter()
+    for package, text in found:
+        characters[package] += len(text)
+    joined["packages"] = dict(characters.most_common())
     cache.mkdir(parents=True, exist_ok=True)
     torch.save(joined, name)
-    return joined["training"], joined["validation"]
+    return Text(**joined)
+
+
+def _windows(text: Tensor, size: Size) -> Tensor:
+    return text[: (len(text) - 1) // size.context * size.context].view(-1, size.context)
 
 
 def batches(text: Tensor, size: Size, order: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets ``[batch, context]``, every window of the text once."""
-    windows = text[: (len(text) - 1) // size.context * size.context].view(-1, size.context)
+    """Inputs and targets ``[batch, context]`` on the text's device, without end.
+
+    Every window of the text comes once a pass; each pass has another order.
+    """
+    windows = _windows(text, size)
     after = text[1 : windows.numel() + 1].view(-1, size.context)
-    for rows in torch.randperm(len(windows), generator=order).split(size.batch):
-        if len(rows) == size.batch:
-            yield windows[rows].long(), after[rows].long()
+    while True:
+        for rows in torch.randperm(len(windows), generator=order).split(size.batch):
+            if len(rows) == size.batch:
+                rows = rows.to(text.device)
+                yield windows[rows].long(), after[rows].long()
 
 
 # ---- one run ----
+
+
+DEFAULTS: dict[str, Any] = {"graph": False, "points": 10}
+
+
+@dataclass(frozen=True)
+class How:
+    """All runs of a report are done so."""
+
+    steps: int
+    size: Size
+    device: str
+    backend: str
+    cache: Path
+    epochs: int
+    points: int
+    graph: bool
+    timed: bool
+
+    def text(self) -> Text:
+        wanted = (self.steps + 2) * self.size.batch * self.size.context
+        return tokens(self.size, wanted, self.cache, self.epochs)
+
+    def settings(self) -> dict[str, Any]:
+        """What a report that goes on must have in common."""
+        found = {"steps": self.steps, "size": asdict(self.size), "device": self.device}
+        more = {"graph": self.graph, "points": self.points}
+        return found | {name: value for name, value in more.items() if value != DEFAULTS[name]}
 
 
 def model_of(size: Size, contender: Contender, device: str, backend: str) -> SmallGPT:
@@ -208,11 +291,11 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
     return model
 
 
-def loss_of(model: SmallGPT, batch: tuple[Tensor, Tensor], device: str) -> Tensor:
-    inputs, targets = (part.to(device, non_blocking=True) for part in batch)
-    with torch.autocast(device, torch.bfloat16):
-        logits = model(inputs)
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+Batch = tuple[Tensor, Tensor]
 
 
 def rate(step: int, steps: int, size: Size) -> float:
@@ -221,63 +304,113 @@ def rate(step: int, steps: int, size: Size) -> float:
     return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def train(
-    contender: Contender,
-    seed: int,
-    steps: int,
-    size: Size,
-    text: tuple[Tensor, Tensor],
-    device: str,
-    backend: str,
-) -> dict[str, Any]:
+class Captured:
+    """A step that a CUDA graph replays: its launches cost the host nothing.
+
+    The first calls run the step as it is, on the stream that is captured later, so that all is
+    compiled and the optimizer has its state. They are steps of the training like the others.
+    """
+
+    WARM = 3
+
+    def __init__(self, step: Callable[[Batch], Tensor], weights: Sequence[Tensor]) -> None:
+        self._step, self._weights = step, weights
+        self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self._calls = 0
+        self._batch: Batch
+        self._loss: Tensor
+
+    def __call__(self, batch: Batch) -> Tensor:
+        self._calls += 1
+        if self._calls <= self.WARM:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                loss = self._step(batch)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return loss
+        if self._calls == self.WARM + 1:
+            self._batch = (batch[0].clone(), batch[1].clone())
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._loss = self._step(self._batch)
+        for kept, part in zip(self._batch, batch, strict=True):
+            kept.copy_(part)
+        self._graph.replay()
+        # A replay writes weights without their version counters, by which caches would know.
+        torch.autograd.graph.increment_version(self._weights)
+        return self._loss
+
+
+def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, Any]:
     """One run: its curve, its last validation loss, time of a step, peak memory."""
+    size, steps, device = how.size, how.steps, how.device
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    model = model_of(size, contender, device, backend)
+    model = model_of(size, contender, device, how.backend)
     torch.manual_seed(1000 + seed)  # for HOT's rounding; weights are already drawn
-    options: dict[str, Any] = {"lr": size.learning_rate, "fused": device == "cuda"}
-    parameters = model.parameters()
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1, **options)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, steps, size))
+    weights = list(model.parameters())
+    # A graph reads its learning rate from memory.
+    first_rate = torch.zeros((), device=device) if how.graph else 0.0
+    optimizer = torch.optim.AdamW(
+        weights, lr=first_rate, betas=(0.9, 0.95), weight_decay=0.1,
+        fused=device == "cuda", capturable=how.graph,
+    )  # fmt: skip
+    criterion = torch.compile(cross_entropy, backend=how.backend) if how.graph else cross_entropy
+
+    def loss_of(batch: Batch) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(batch[0])
+        loss: Tensor = criterion(logits, batch[1])
+        return loss
+
+    def plain_step(batch: Batch) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    training, held_out = text.training.to(device), text.validation.to(device)
 
     def validation() -> float:
         model.eval()
-        every = batches(text[1], size, torch.Generator().manual_seed(0))
+        every = batches(held_out, size, torch.Generator().manual_seed(0))
         with torch.no_grad():
-            first = itertools.islice(every, size.validation_batches)
-            found = [float(loss_of(model, batch, device)) for batch in first]
+            found = [loss_of(b) for b in itertools.islice(every, size.validation_batches)]
         model.train()
-        return statistics.mean(found)
+        return float(torch.stack(found).double().mean())
 
-    order = torch.Generator().manual_seed(seed)
+    one_step = Captured(plain_step, weights) if how.graph else plain_step
     curve: list[tuple[int, float]] = []
     losses: list[Tensor] = []
     times: list[float] = []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = last = time.perf_counter()
-    every = max(1, steps // 10)
-    for step, batch in enumerate(batches(text[0], size, order)):
+    every, kept = max(1, steps // how.points), max(1, steps // 100)
+    for step, batch in enumerate(batches(training, size, torch.Generator().manual_seed(seed))):
         if step % every == 0 or step == steps:
             curve.append((step, validation()))
             timing.synchronize(device)
             last = time.perf_counter()
         if step == steps:
             break
-        loss = loss_of(model, batch, device)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.detach())
+        for group in optimizer.param_groups:
+            now = size.learning_rate * rate(step, steps, size)
+            if how.graph:
+                group["lr"].fill_(now)
+            else:
+                group["lr"] = now
+        loss = one_step(batch)
+        if step % kept == 0:
+            losses.append(loss.clone())
         if step % every == every - 1:
             timing.synchronize(device)
             times.append((time.perf_counter() - last) / every * 1e3)
     out = {
         "validation_loss": curve[-1][1],
         "curve": curve,
-        "training": [float(value) for value in losses[:: max(1, steps // 100)]],
+        "training": [float(value) for value in losses],
         "step_ms": statistics.median(times),
         "seconds": time.perf_counter() - began,
         "date": timing.today(),
@@ -290,28 +423,13 @@ def train(
 # ---- all runs ----
 
 
-def one_run(
-    contender: Contender,
-    seed: int,
-    steps: int,
-    size: Size,
-    cache: Path,
-    device: str,
-    backend: str,
-    *,
-    timed: bool,
-) -> dict[str, Any]:
-    """:func:`train` on the text in ``cache``."""
-    words = (contender, seed, steps, size, tokens(size, _wanted(steps, size), cache), device)
-    run = side_by_side.or_left_out(device, lambda: train(*words, backend))
-    if not timed:
+def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
+    """:func:`train` on the text in the cache."""
+    run = side_by_side.or_left_out(how.device, lambda: train(contender, seed, how, how.text()))
+    if not how.timed:
         for key in ("step_ms", "peak_gib"):
             run.pop(key, None)
     return run
-
-
-def _wanted(steps: int, size: Size) -> int:
-    return (steps + 2) * size.batch * size.context
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -323,16 +441,35 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens-per-parameter", type=float, metavar="T", help="instead of --steps"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="side by side: losses, no times")
+    parser.add_argument("--epochs", type=int, default=4, help="the text is read so often at most")
+    parser.add_argument("--validation-batches", type=int, metavar="N", help="default: the size's")
+    parser.add_argument(
+        "--points", type=int, default=DEFAULTS["points"], help="of the validation curve"
+    )
+    parser.add_argument("--graph", action="store_true", help="a step is a CUDA graph")
+    parser.add_argument("--jobs", type=int, help="runs side by side; default: one a device")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs to use; 0: all that are there")
     default = ROOT / "build/text"
     parser.add_argument("--cache", type=Path, default=default, help="folder of the tokens")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     if args.steps is not None and args.tokens_per_parameter is not None:
         parser.error("--steps and --tokens-per-parameter: one of them")
-    if args.jobs < 1:
-        parser.error("--jobs must be at least 1")
+    if args.devices == 0:
+        args.devices = max(1, torch.cuda.device_count())
+    args.jobs = args.devices if args.jobs is None else args.jobs
+    for name in ("jobs", "devices", "epochs", "points"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if args.graph and args.device != "cuda":
+        parser.error("--graph needs --device cuda")
+    if args.devices > 1 and (args.device != "cuda" or args.devices > torch.cuda.device_count()):
+        parser.error(f"--devices: {args.devices} GPUs are not there")
     args.model = QUICK if args.quick else SIZES[args.size]
+    if args.validation_batches is not None:
+        if args.validation_batches < 1:
+            parser.error("--validation-batches must be at least 1")
+        args.model = replace(args.model, validation_batches=args.validation_batches)
     if args.tokens_per_parameter is not None:
         step = args.model.batch * args.model.context
         args.steps = math.ceil(args.tokens_per_parameter * args.model.parameters / step)
@@ -346,20 +483,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     args = arguments(argv)
     size: Size = args.model
-    steps = min(args.steps, 4) if args.quick else args.steps
-    settings = {"steps": steps, "size": asdict(size), "device": args.device}
-    name = "gpt" if size is FULL or args.quick else f"gpt-{args.size}"
+    how = How(
+        min(args.steps, 4) if args.quick else args.steps, size, args.device, args.backend,
+        args.cache, args.epochs, args.points, args.graph, timed=args.jobs <= args.devices,
+    )  # fmt: skip
+    name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
     path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
+    settings = how.settings()
     try:
         earlier = timing.resumed(path, settings)
+        text = how.text()
+        facts = text.facts(size, how.steps)
+        if earlier and earlier.get("text", facts)["sha256"] != facts["sha256"]:
+            raise ValueError(f"json: {path} has runs on another text: name another file")
     except ValueError as error:
         sys.exit(f"bench_gpt.py: {error}")
     runs: dict[str, Any] = earlier["runs"] if earlier else {}
-    text = tokens(size, _wanted(steps, size), args.cache)
-    print(f"{len(text[0])} tokens, {len(text[1])} for validation", flush=True)
+    print(f"{len(text.training)} tokens, {len(text.validation)} for validation, "
+          f"{facts['epochs']} epochs", flush=True)  # fmt: skip
     chosen = [contender for contender in CONTENDERS if contender.name in args.contenders]
-    content = {"settings": settings, "runs": runs, "tokens": len(text[0]),
-               "parameters": size.parameters, "left out": {}}  # fmt: skip
+    content = {"settings": settings, "runs": runs, "tokens": len(text.training),
+               "parameters": size.parameters, "text": facts, "left out": {}}  # fmt: skip
     del text
 
     def done(key: str, run: dict[str, Any]) -> None:
@@ -372,16 +516,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{key:28s} {run['validation_loss']:.4f}{step}, {run['seconds']:.0f} s", flush=True)
         timing.write(args, name, content)
 
-    one = functools.partial(one_run, timed=args.jobs == 1)
-    where = (steps, size, args.cache, args.device, args.backend)
     work = [
-        (key, one, (contender, seed, *where))
+        (key, one_run, (contender, seed, how))
         for seed in args.seeds
         for contender in chosen
         if (key := f"{contender.name}/{seed}") not in runs
     ]
     left_s = args.budget - (time.perf_counter() - begun)
-    left = side_by_side.run_all(work, done, jobs=args.jobs, budget_s=left_s, title=name)
+    options = {"jobs": args.jobs, "devices": args.devices, "budget_s": left_s, "title": name}
+    left = side_by_side.run_all(work, done, **options)
     for key in left:
         print(f"{key}: left out, no time left")
     print("\n".join(doc_tables.gpt({"runs": runs})))

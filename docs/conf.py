@@ -28,21 +28,12 @@ project_copyright = "The hotcore authors"
 version = release
 
 root_doc = "docs/index"
-include_patterns = [
-    "*.md",
-    "docs/**",
-    "third_party/README.md",
-]
+include_patterns = ["*.md", "docs/**", "third_party/README.md"]
 exclude_patterns = [
     *(".*", "build", "out", "cpp", "cuda", "examples", "python", "scripts", "tests"),
     "third_party/*/**",
 ]
-extensions = [
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
-]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 4
 
 html_theme = "furo"

@@ -72,7 +72,7 @@ SMALL = {name: BENCHMARKS[name] for name in ("backward", "gemm")} | {
         *("--part", "step", "--models", "vit_b", "--rounds", "2", "--no-kernels"),
         *("--contenders", "default compiled", "default int8-forward compiled"),
         *("bf16 reduce-overhead", "default int8-forward reduce-overhead"),
-    ),
+    )
 }
 """On other GPUs."""
 

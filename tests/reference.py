@@ -712,11 +712,7 @@ def _dequantize_product(
 
 @_quiet
 def _token_scaled_product(
-    a: Codes,
-    b: Codes,
-    k_scale: NDArray[np.float32],
-    b_scale: NDArray[np.float32],
-    divisor: int,
+    a: Codes, b: Codes, k_scale: NDArray[np.float32], b_scale: NDArray[np.float32], divisor: int
 ) -> NDArray[np.float32]:
     """The product whose first operand has a scale for each k: summed in fp32, k ascending."""
     left = a.astype(_f32) * k_scale[None, :]

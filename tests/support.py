@@ -291,13 +291,7 @@ def same_saved(got: hotcore.Saved, wanted: reference.Saved, what: str = "") -> N
 
 
 def check_against_reference(
-    gy: Any,
-    w: Any,
-    x: Any,
-    config: HotConfig,
-    key: Key = KEY,
-    back_key: Key = KEY,
-    what: str = "",
+    gy: Any, w: Any, x: Any, config: HotConfig, key: Key = KEY, back_key: Key = KEY, what: str = ""
 ) -> None:
     """Every array of forward and backward, to the bit."""
     saved = hotcore.compress_activation(x, config, key=key)

@@ -546,6 +546,39 @@ def train(report: Report) -> Lines:
         yield line([f"{TASKS[task]}: kept by the linear layers", "100 %", *shares])
 
 
+GALLERY = {
+    "finetune_vit": ("a ViT-B/16", "fine-tuned at 224 × 224, batch 128"),
+    "continue_llama": ("a Llama", "1B's shape in bf16, 4 × 2048 tokens, blocks recomputed"),
+    "lora": ("LoRA", "rank 16, 8B's shape, 2 × 2048 tokens, blocks recomputed, within 24 GiB"),
+    "diffusion": ("a diffusion transformer", "DiT-B/2 on 32 × 32, batch 128"),
+    "clip": ("CLIP", "ViT-B/16, batch 128"),
+}
+
+
+def gallery(report: Report) -> Lines:
+    """The examples at a real size: speed and peak memory, of plain's."""
+    yield from header(["script", "contender", "a second", "of plain's", "peak, GiB", "of plain's"])
+    for name, (title, words) in GALLERY.items():
+        example = report["examples"][name]
+        plain = example["contenders"]["plain"]
+        for contender, row in example["contenders"].items():
+            first = f"[{title}](../../examples/{name}.py), {words}" if row is plain else ""
+            if "left out" in row:
+                yield line([first, contender, row["left out"][:80], *[""] * 3])
+                continue
+            speed, peak = row["a_second"], row["peak_gib"]
+            yield line(
+                [
+                    first,
+                    contender,
+                    f"{speed:,.0f} {example['unit']}",
+                    times(speed / plain["a_second"] if "a_second" in plain else None),
+                    f"{peak:.2f}",
+                    number(peak / plain["peak_gib"] if "peak_gib" in plain else None, 2),
+                ]
+            )
+
+
 # ---- when it pays ----
 
 PAYS = {
@@ -831,6 +864,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-gemm.json", products),
     **_of("cuda-lora.json", lora),
     **_of("cuda-8b.json", whole),
+    **_of("cuda-examples.json", gallery),
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("nccl.json", distributed),
@@ -841,7 +875,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
-    **_of("", TABLES.quality),
+    **_of("", TABLES.quality, TABLES.decided),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 

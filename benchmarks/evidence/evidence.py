@@ -41,6 +41,9 @@ GRACE_S = 15.0
 """Between a part's own budget and the time at which it is ended."""
 
 
+CUDA = ("--device", "cuda")
+
+
 @dataclass(frozen=True)
 class Part:
     """One command; ``{budget}`` is the seconds it may take."""
@@ -74,6 +77,15 @@ def gpt(
     return Part(name + more, seconds, words, f"cuda-{name}.json")
 
 
+def decides(size: str, seconds: float) -> Part:
+    """Twenty tokens a parameter, on all GPUs; its plan is docs/dev/evidence.md."""
+    words = ("bench_gpt.py", *CUDA, "--size", size, "--tokens-per-parameter", "20", "--graph",
+             "--validation-batches", "50", "--points", "30", "--epochs", "8", "--devices", "0",
+             "--budget", "{budget}", "--seeds", "0", "1", "2", "3", "--contenders",
+             *SCALE)  # fmt: skip
+    return Part(f"gpt-{size}-20", seconds, words, f"cuda-gpt-{size}-20.json")
+
+
 def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Part:
     """A table of bench_training, on the GPU."""
     words = ("bench_training.py", "--tasks", tasks, "--jobs", str(jobs), "--budget", "{budget}")
@@ -90,7 +102,6 @@ TUNED = (
     "fp32;bf16;torchao_fp8;naive_int4;luq;default;fast;compact;paper;LoRA;"
     "default int8-forward;fast int8-forward;compact int8-forward"
 )
-CUDA = ("--device", "cuda")
 RANKS = ";".join(f"paper{of}{rank}" for of in ("", ", g_x in INT8")
                  for rank in (", rank 16", "", ", rank 4", ", rank 2", ", rank 1"))  # fmt: skip
 VIT_S = training("cuda-images-vit-s", 380, 8, "images-vit-s", "--methods", OF_LARGE_VIT)
@@ -130,6 +141,7 @@ CALLS: dict[str, tuple[Part, ...]] = {
                  "ablations", "--methods", f"fp32;{RANKS}"),
         gpt("311M", 560, SEEDS, LARGEST, 2, more="-seeds"),
     ),
+    "e": (decides("10M", 1100), decides("25M", 7500)),
 }  # fmt: skip
 
 

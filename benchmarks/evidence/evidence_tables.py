@@ -38,7 +38,7 @@ SHOWN = {
 }
 """Runs whose reports call them by a recipe or a storage that is gone -> what they are."""
 GPT_SIZES = ("10M", "25M", "91M", "311M")
-GPT_LONGER = ("10M-long",)
+GPT_LONGER = ("10M-long", "10M-20", "25M-20")
 """Sizes with more text."""
 
 
@@ -359,7 +359,9 @@ def memory(report: Report) -> Lines:
 MARGIN = 0.01
 """Nats. A contender is equivalent to bf16 where the whole 95 % interval lies within them."""
 FP8 = "FP8 tensorwise"
-STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")}
+STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")} | {
+    size: (f"cuda-gpt-{size}.json",) for size in ("10M-20", "25M-20")
+}
 """Size -> reports of the same model that have its contenders' steps in milliseconds."""
 
 Gaps = Mapping[str, Mapping[int, float]]
@@ -440,7 +442,7 @@ def _size_heads(found: Mapping[str, Report]) -> Lines:
     for size, report in found.items():
         settings = report["settings"]
         tokens = settings["steps"] * settings["size"]["batch"] * settings["size"]["context"]
-        name = size.removesuffix("-long")
+        name = size.partition("-")[0]
         yield f"{name}, {tokens / report['parameters']:.2f} tokens a parameter"
 
 
@@ -545,6 +547,61 @@ def pooled_words(results: Path) -> Lines:
 
 
 # ---- steps and time to a loss ----
+
+
+def gaps_along(report: Report, name: str) -> dict[int, list[float]]:
+    """Step -> validation loss of ``name`` less bf16's there, of every seed that both have."""
+    runs = runs_by_seed(report)
+    mine, plain = runs.get(name, {}), runs.get("bf16", {})
+    out: dict[int, list[float]] = {}
+    for seed in (seed for seed in equal_seeds_of(runs, name) if seed in plain):
+        for (step, loss), (_, least) in zip(mine[seed]["curve"], plain[seed]["curve"], strict=True):
+            out.setdefault(step, []).append(loss - least)
+    return out
+
+
+def decided(results: Path, size: str) -> Lines:
+    """Of one size: the gap at the end and on the way, the test of equivalence, time to a loss."""
+    report = of_sizes(results, [size]).get(size)
+    if report is None:
+        yield "*Planned, not run.*"
+        return
+    last = report["settings"]["steps"]
+    head = ["", "pairs", "loss less bf16's [95 %]", "p", f"within ±{MARGIN}"]
+    head += ["at a quarter", "at half", "at three quarters"]
+    yield from header([*head, "step, of bf16's", "time to its loss, of bf16's"])
+    runs, ratios = runs_by_seed(report), step_ratios(results, size)
+    losses = [run["validation_loss"] for run in runs.get("bf16", {}).values()]
+    yield line(["bf16's loss, ± deviation", str(len(losses)), plus_minus(losses, 4, ""), *[""] * 7])
+    for name in in_order(runs):
+        along = gaps_along(report, name)
+        values = along.get(last, [])
+        if not values:
+            continue
+        p = intervals.tost(values, MARGIN)
+        gap = interval_words(values).rpartition(" (")[0]
+        found = intervals.verdict(intervals.interval(values), MARGIN)
+        cells = [shown(name), str(len(values)), gap, "" if p is None else f"{p:.3f}", found]
+        for share in (0.25, 0.5, 0.75):
+            nearest = min(along, key=lambda step: abs(step - share * last))
+            cells.append(f"{statistics.mean(along[nearest]):+.4f}")
+        of_steps, _ = shares_of_steps(report, name)
+        ratio = ratios.get(name)
+        cells.append("" if ratio is None else f"{ratio:.2f}")
+        if ratio is None:
+            cells.append("")
+        else:
+            cells.append(f"below {ratio:.2f}" if of_steps is None else f"{ratio / of_steps:.2f}")
+        yield line(cells)
+    text = report["text"]
+    yield ""
+    yield (
+        f"*{next(_size_heads({size: report}))}, {last} steps, {text['epochs']:.2f} passes over "
+        f"{text['training']:,} tokens of {len(text['packages'])} packages "
+        f"({', '.join(list(text['packages'])[:8])}, …); validation on "
+        f"{report['settings']['size']['validation_batches']} batches.*"
+    )
+    yield from ("", dates_line(results, [file_of(size)]))
 
 
 def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Intervals of a mean by Student's t, and whether one shows equivalence within a margin."""
+"""Intervals of a mean by Student's t, and whether values show equivalence within a margin."""
 
 from __future__ import annotations
 
@@ -56,6 +56,20 @@ def interval(values: Sequence[float], share: float = 0.95) -> Interval | None:
     half = quantile((1 + share) / 2, len(values) - 1) * statistics.stdev(values)
     half /= math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half, len(values))
+
+
+def tost(values: Sequence[float], margin: float) -> float | None:
+    """p of two one-sided t tests: how likely so small a mean is if the true one is ``margin`` away.
+
+    Below 0.025 where :func:`verdict` of the 95 % interval is "equivalent". None of fewer than two
+    values or where one is not finite.
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    away = margin - abs(statistics.mean(values))
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    t = away / error if error else math.copysign(math.inf, away)
+    return 1 - cumulative(t, len(values) - 1)
 
 
 def verdict(found: Interval | None, margin: float) -> str:

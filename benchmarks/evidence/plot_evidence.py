@@ -162,6 +162,28 @@ def plot_curves(results: Path, path: Path) -> None:
     save(figure, path)
 
 
+def plot_gaps(report: Mapping[str, Any], path: Path) -> None:
+    """The gap to bf16 along the run: mean of the seeds, its 95 % interval; grey: the margin."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.axhspan(-tables.MARGIN, tables.MARGIN, color=PLAIN, alpha=0.25)
+    tokens = report["settings"]["size"]["batch"] * report["settings"]["size"]["context"]
+    for name, color in CONTENDERS.items():
+        along = {step: gaps for step, gaps in tables.gaps_along(report, name).items() if step}
+        if not along:
+            continue
+        at = [step * tokens / report["parameters"] for step in along]
+        axes.plot(at, [statistics.mean(gaps) for gaps in along.values()], color=color, label=name)
+        known = [intervals.interval(gaps) for gaps in along.values()]
+        if all(known):
+            ends = [(one.low, one.high) for one in known if one is not None]
+            axes.fill_between(at, *zip(*ends, strict=True), color=color, alpha=0.15, linewidth=0)
+    axes.axhline(0, color=ON_ANY, linewidth=0.8)
+    axes.set_ylim(-0.05, 0.15)
+    millions = f"{report['parameters'] / 1e6:.0f} M parameters"
+    label(axes, f"GPT, {millions}, on text", "tokens a parameter", "validation loss less bf16's", 2)
+    save(figure, path)
+
+
 def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
     """Step -> mean loss of the seeds that kept their curves."""
     by_step = zip(*(run["curve"] for run in runs.values() if "curve" in run), strict=True)
@@ -277,6 +299,7 @@ def plot_all(results: Path, out: Path) -> list[str]:
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
         "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
         "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
+        "cuda-gpt-10M-20": lambda found: plot_gaps(found, out / "gaps-10M.svg"),
     }
     if tables.gaps_by_size(results):
         plot_scaling(results, out / "scaling.svg")

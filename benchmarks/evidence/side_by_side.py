@@ -6,6 +6,7 @@ what is done is handed over at once, so that a report on disk is never far behin
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -50,6 +51,7 @@ def run_all(
     done: Callable[[str, Any], None],
     *,
     jobs: int = 1,
+    devices: int = 1,
     budget_s: float | None = None,
     threads: int = 1,
     title: str = "runs",
@@ -60,6 +62,7 @@ def run_all(
         work: pieces of work; the result of each has to be picklable.
         done: is called with each piece's name and result, in this process.
         jobs: 1: all in this process.
+        devices: CUDA devices that the jobs are spread over; each process sees one alone, as "cuda".
         budget_s: no piece is begun that would end later than this many seconds from now, if it took
             as long as the longest so far.
         threads: of each process.
@@ -85,24 +88,40 @@ def run_all(
                 longest = max(longest, time.perf_counter() - start)
             return left
         context = multiprocessing.get_context("spawn")
-        # Read when tqdm is imported: bars of runs side by side would overwrite each other.
-        quiet = mock.patch.dict(os.environ, TQDM_DISABLE="1")
         prepare = (_prepare, (list(sys.path), threads))
-        with quiet, ProcessPoolExecutor(jobs, context, *prepare) as pool:
+        # Read when tqdm is imported: bars of runs side by side would overwrite each other.
+        seen = [{"TQDM_DISABLE": "1"} | _only(device, devices) for device in range(devices)]
+        with contextlib.ExitStack() as stack:
+            pools = [
+                stack.enter_context(ProcessPoolExecutor(-(-jobs // devices), context, *prepare))
+                for _ in range(devices)
+            ]
             waiting = list(reversed(work))
-            running: dict[Future[Any], tuple[str, float]] = {}
+            running: dict[Future[Any], tuple[str, float, int]] = {}
             while waiting or running:
                 while waiting and len(running) < jobs:
                     name, function, arguments = waiting.pop()
                     if not in_time():
                         left.append(name)
                         continue
-                    running[pool.submit(function, *arguments)] = name, time.perf_counter()
+                    busy = [device for *_, device in running.values()]
+                    free = min(range(devices), key=busy.count)
+                    with mock.patch.dict(os.environ, seen[free]):  # a submit starts its process
+                        future = pools[free].submit(function, *arguments)
+                    running[future] = name, time.perf_counter(), free
                 if not running:
                     break
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    name, start = running.pop(future)
+                    name, start, _ = running.pop(future)
                     longest = max(longest, time.perf_counter() - start)
                     done(name, future.result())
                     bar.update()
     return left
+
+
+def _only(device: int, devices: int) -> dict[str, str]:
+    """The environment of a process that sees the one device; of one alone as it is."""
+    if devices == 1:
+        return {}
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+    return {"CUDA_VISIBLE_DEVICES": listed.split(",")[device]}

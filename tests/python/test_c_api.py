@@ -536,17 +536,9 @@ def test_nothing_is_written_before_the_error(api: CApi) -> None:
         where = memory.ctypes.data
         api.on("hot_compress_activation", tensor(x), spec, where, count, None, 0, saved)
 
-    refused(
-        lambda: compress(10),
-        INVALID,
-        "saved has 10 bytes",
-    )
+    refused(lambda: compress(10), INVALID, "saved has 10 bytes")
     saved.struct_size = 1
-    refused(
-        lambda: compress(4096),
-        INVALID,
-        "saved.struct_size is 1",
-    )
+    refused(lambda: compress(4096), INVALID, "saved.struct_size is 1")
     saved.struct_size = ctypes.sizeof(saved)
     equal_bits(memory, before[0])
     assert bytes(saved) == before[1]

@@ -18,12 +18,7 @@ from hotcore.config import RECIPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from bounds import Matrix, forward_bound, gw_bound, gx_bound
-from support import (
-    ALL,
-    equal_bits,
-    same_on_every_path,
-    torch,
-)
+from support import ALL, equal_bits, same_on_every_path, torch
 
 SAMPLES, GRID = 4, (4, 4)
 TOKENS, OUTS, INS = SAMPLES * (1 + GRID[0] * GRID[1]), 48, 40

@@ -354,7 +354,7 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "supported": [
-        Case("device", lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: 'tpu'"),
+        Case("device", lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: 'tpu'")
     ],
 }
 

@@ -79,14 +79,7 @@ def test_equals_reference(
     key=keys(),
 )
 def test_any_shape_equals_reference(
-    rows: int,
-    columns: int,
-    bits: int,
-    scale: str,
-    rounding: str,
-    kind: str,
-    gaps: bool,
-    key: Key,
+    rows: int, columns: int, bits: int, scale: str, rounding: str, kind: str, gaps: bool, key: Key
 ) -> None:
     x = data(np.random.default_rng(key.seed % 2**32), (rows, columns), kind)
     options = dict(bits=bits, scale=scale, rounding=rounding, key=key)

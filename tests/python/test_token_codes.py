@@ -90,10 +90,7 @@ def test_unbiased(rng: np.random.Generator, storage: str) -> None:
     gy, w, x = layer(rng, 96, 40, 48)
     gy[::16] *= 30  # large tokens, beside which rounding to nearest would be biased
     draws = 256
-    for part, exact in (
-        ("gw", gy.astype(np.float64).T @ x),
-        ("gx", gy.astype(np.float64) @ w),
-    ):
+    for part, exact in (("gw", gy.astype(np.float64).T @ x), ("gx", gy.astype(np.float64) @ w)):
         total, square = np.zeros_like(exact), 0.0
         for key in range(draws):
             saved = hotcore.compress_activation(x, config, key=1000 + key)

@@ -188,10 +188,7 @@ def test_weight_tied_to_an_embedding() -> None:
 
 @pytest.mark.parametrize("name", sorted(HEAD_NAMES))
 def test_head_names(name: str) -> None:
-    for build in (
-        lambda: nn.Linear(64, 64),
-        lambda: nn.Sequential(nn.ReLU(), nn.Linear(64, 64)),
-    ):
+    for build in (lambda: nn.Linear(64, 64), lambda: nn.Sequential(nn.ReLU(), nn.Linear(64, 64))):
         model = nn.Module()
         model.body = nn.Linear(64, 64)
         setattr(model, name, build())
@@ -213,11 +210,7 @@ def test_subclasses_are_left_alone() -> None:
 
     attention = Mine(64, 4)
     model = nn.ModuleDict(
-        {
-            "special": Special(64, 64),
-            "attention": attention,
-            "plain": nn.Linear(64, 64),
-        }
+        {"special": Special(64, 64), "attention": attention, "plain": nn.Linear(64, 64)}
     )
     for filter_fn in (None, lambda module, fqn: True):
         report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn).hot_report
@@ -333,10 +326,7 @@ def test_overrides_leave_out() -> None:
     report = hot.convert(
         model, overrides={"*.proj": None, "blocks.1.*": "fast"}
     ).hot_report  # the last counts
-    assert [layer.name for layer in report.converted] == [
-        "blocks.0.qkv",
-        *names_of("blocks.1"),
-    ]
+    assert [layer.name for layer in report.converted] == ["blocks.0.qkv", *names_of("blocks.1")]
     skipped = {layer.name: layer.reason for layer in report.skipped}
     assert skipped["blocks.0.proj"] == "left out by overrides"
     assert skipped["head"] == "the output head"  # what the rule says comes first

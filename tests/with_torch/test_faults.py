@@ -46,9 +46,7 @@ class Block(nn.Module):
         self.q, self.k = (hot.HotLinear(16, 16, config=recipe) for _ in range(2))
         self.frozen = hot.HotLinear(16, 16, config=recipe).requires_grad_(False)
         self.mlp = nn.Sequential(
-            hot.HotLinear(16, 128, config=recipe),
-            nn.GELU(),
-            hot.HotLinear(128, 16, config=recipe),
+            hot.HotLinear(16, 128, config=recipe), nn.GELU(), hot.HotLinear(128, 16, config=recipe)
         )
         self.drop = nn.Dropout(0.1)
 
@@ -222,8 +220,7 @@ def numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("recipe", "backend"),
-    [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")],
+    ("recipe", "backend"), [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")]
 )
 def test_one_hash(recipe: str, backend: str) -> None:
     # Gradients of a layer from a seed: under every torch, eager and compiled, by any number of

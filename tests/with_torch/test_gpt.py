@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -14,17 +16,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_gpt  # noqa: E402  (after the skips, from benchmarks/)
 
+SHORT = [("one", f"def f{i}(a, b):\n    return a * {i} + b\n" * 40) for i in range(60)]
+"""Packages and texts."""
 
-def test_every_window_comes_once(seeded: None) -> None:
+
+def test_every_window_comes_once_a_pass(seeded: None) -> None:
     size = bench_gpt.QUICK
     text = torch.arange(size.context * 21 + 5)
     order = torch.Generator().manual_seed(int(torch.randint(1000, ())))
-    seen = list(bench_gpt.batches(text, size, order))
-    assert len(seen) == 21 // size.batch
-    first = [int(row[0]) for inputs, _ in seen for row in inputs]
-    assert len(set(first)) == len(first) and all(value % size.context == 0 for value in first)
+    a_pass = 21 // size.batch
+    seen = list(itertools.islice(bench_gpt.batches(text, size, order), 2 * a_pass))
     for inputs, targets in seen:
         assert torch.equal(targets, inputs + 1)
+    first = [int(row[0]) for inputs, _ in seen for row in inputs]
+    passes = [first[: len(first) // 2], first[len(first) // 2 :]]
+    assert all(value % size.context == 0 for value in first) and passes[0] != passes[1]
+    assert all(len(set(of)) == len(of) == a_pass * size.batch for of in passes)
 
 
 def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
@@ -50,11 +57,66 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
 
 
 def test_validation_text_is_apart(tmp_path: Path) -> None:
-    training, validation = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
-    assert len(training) >= 20000 and len(validation) > 0
-    texts = list(bench_gpt.sources(90000))
+    text = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
+    assert len(text.training) >= 20000 and len(text.validation) > 0
+    found = list(bench_gpt.sources(90000))
+    texts = [words for _, words in found]
     assert len(set(texts)) == len(texts) >= 2
-    assert sum(len(text) for i, text in enumerate(texts) if i % bench_gpt.EVERY) >= 90000
-    assert training.max() < bench_gpt.QUICK.vocabulary
+    assert sum(len(words) for i, words in enumerate(texts) if i % bench_gpt.EVERY) >= 90000
+    assert text.training.max() < bench_gpt.QUICK.vocabulary
+    chars = sum(map(len, texts))
+    assert sum(text.packages.values()) == chars and set(text.packages) == {n for n, _ in found}
     again = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
-    assert torch.equal(again[0], training)
+    assert torch.equal(again.training, text.training) and again.packages == text.packages
+
+
+def test_a_short_text_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as is allowed; a validation of fewer batches than wanted is refused, too."""
+    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT)
+    size = bench_gpt.QUICK
+    there = len(bench_gpt.tokens(size, 1, tmp_path).training)
+    with pytest.raises(ValueError, match=f"give {there} tokens, read 2 times at most"):
+        bench_gpt.tokens(size, 2 * there + 1, tmp_path, 2)
+    text = bench_gpt.tokens(size, 2 * there, tmp_path, 2)
+    a_pass = (there - 1) // size.context // size.batch
+    assert text.facts(size, 3 * a_pass)["epochs"] == 3
+    long = dataclasses.replace(size, validation_batches=1000)
+    with pytest.raises(ValueError, match="batches for validation; 1000 are wanted"):
+        bench_gpt.tokens(long, there // 2, tmp_path)
+
+
+def test_a_report_keeps_its_text_and_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    words = ["--quick", "--backend", "eager", "--json", str(path), "--contenders", "bf16"]
+    words += ["--tokens-per-parameter", "20", "--points", "4", "--validation-batches", "2"]
+    bench_gpt.main([*words, "--cache", str(tmp_path)])
+    report = json.loads(path.read_text())
+    assert [step for step, _ in report["runs"]["bf16/0"]["curve"]] == [0, 1, 2, 3, 4]
+    assert report["settings"]["points"] == 4
+    assert report["settings"]["size"]["validation_batches"] == 2
+    assert report["text"]["training"] == report["tokens"] and report["text"]["packages"]
+    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT)
+    with pytest.raises(SystemExit, match="has runs on another text"):
+        bench_gpt.main([*words, "--cache", str(tmp_path / "other"), "--seeds", "1"])
+    with pytest.raises(SystemExit):
+        bench_gpt.main([*words, "--graph"])
+    assert "--graph needs --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
+    """Steps 3 on are replays; each has its own batch, learning rate and update of the weights."""
+    reports = []
+    for more in ([], ["--graph"]):
+        path = tmp_path / f"report{len(more)}.json"
+        bench_gpt.main(["--quick", "--device", "cuda", "--backend", "aot_eager", "--points", "4",
+                        "--json", str(path), "--cache", str(tmp_path), "--contenders", "bf16",
+                        "default", *more])  # fmt: skip
+        reports.append(json.loads(path.read_text())["runs"])
+    for name, run in reports[0].items():
+        assert reports[1][name]["training"] == pytest.approx(run["training"], rel=1e-2), name
+        curves = zip(run["curve"], reports[1][name]["curve"], strict=True)
+        assert all(loss == pytest.approx(other, rel=1e-2) for (_, loss), (_, other) in curves)

@@ -21,10 +21,7 @@ SHAPES = [(64,), (6, 64), (2, 6, 64), (2, 3, 5, 64), (2, 1, 3, 2, 64)]
 WRITES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "add": (lambda y, r: y.add_(r), lambda y, r: y + r),
     "relu": (lambda y, r: F.relu(y, inplace=True), lambda y, r: F.relu(y)),
-    "dropout": (
-        lambda y, r: F.dropout(y, 1e-12, inplace=True),
-        lambda y, r: F.dropout(y, 1e-12),
-    ),
+    "dropout": (lambda y, r: F.dropout(y, 1e-12, inplace=True), lambda y, r: F.dropout(y, 1e-12)),
     "slice": (
         lambda y, r: y.select(-1, 0).mul_(2) + y.select(-1, 1),
         lambda y, r: y.select(-1, 0) * 2 + y.select(-1, 1),

@@ -147,10 +147,7 @@ def test_compiled_model() -> None:
 def test_an_error_leaves_no_trace() -> None:
     model = converted()
     options: dict[str, Any] = {"accumulate": True, "noise_every": 1}
-    with (
-        pytest.raises(RuntimeError, match="mat1 and mat2"),
-        HotLoop(model, sgd(model), **options),
-    ):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), HotLoop(model, sgd(model), **options):
         model(torch.randn(3, 5), torch.zeros(3, dtype=torch.long))
     assert no_trace(model)
     with (
@@ -254,12 +251,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model, 4)
     from hotcore.integrations.transformers import HotCallback
 
-    callback = HotCallback.add_to(
-        trainer,
-        accumulate=True,
-        noise_every=2,
-        noise_layers=["body.0"],
-    )
+    callback = HotCallback.add_to(trainer, accumulate=True, noise_every=2, noise_layers=["body.0"])
     trainer.train()
     assert callback.loop.steps == 4 and no_trace(model)
     history = trainer.state.log_history
@@ -376,11 +368,7 @@ def test_lightning(tmp_path: Path) -> None:
 
     model = converted(saved=8)
     module = module_of(pl, model)
-    callback = HotCallback(
-        accumulate=True,
-        noise_every=2,
-        noise_layers="model.body.0",
-    )
+    callback = HotCallback(accumulate=True, noise_every=2, noise_layers="model.body.0")
     logged: list[tuple[int, dict]] = []
     logger = pl.loggers.CSVLogger(tmp_path)
     logger.log_metrics = lambda metrics, step=None: logged.append((step, metrics))
@@ -395,10 +383,7 @@ def test_lightning(tmp_path: Path) -> None:
     ]
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
-    assert ours == [
-        (1, noise),
-        (3, noise),
-    ]
+    assert ours == [(1, noise), (3, noise)]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -235,9 +235,7 @@ def test_opcheck_backward_linear() -> None:
 
 
 @given(
-    recipe=st.sampled_from(sorted(RECIPES)),
-    tokens=st.integers(0, 3000),
-    width=st.integers(0, 200),
+    recipe=st.sampled_from(sorted(RECIPES)), tokens=st.integers(0, 3000), width=st.integers(0, 200)
 )
 def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> None:
     configs = [HotConfig.recipe(recipe)]

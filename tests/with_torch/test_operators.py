@@ -326,9 +326,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import test_operators; test_operators.compile_twice()"],
         env=dict(
-            os.environ,
-            TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
-            PYTHONPATH=os.pathsep.join(folders),
+            os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), PYTHONPATH=os.pathsep.join(folders)
         ),
         capture_output=True,
         text=True,

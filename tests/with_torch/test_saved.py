@@ -645,8 +645,7 @@ def test_copies(how: str) -> None:
 def test_bits_by_kind_and_by_name() -> None:
     model = nn.ModuleDict({"a": Block("vit"), "b": Block("vit")})
     report = saved.convert_saved(
-        model,
-        {"activation": 4, "attention": None, "b.norm*": {"norm": 4}, "b.mlp": None},
+        model, {"activation": 4, "attention": None, "b.norm*": {"norm": 4}, "b.mlp": None}
     )
     found = {row.name: dict(row.bits) for row in report.converted}
     assert found == {

@@ -14,15 +14,7 @@ from models import mend_torchvision
 from torch import nn
 
 from .lbp_wht import LbpWht
-from .methods import (
-    AuthorsHot,
-    BFloat16,
-    Luq,
-    Method,
-    NaiveInt4,
-    TwoBitActivations,
-    WithoutAbc,
-)
+from .methods import AuthorsHot, BFloat16, Luq, Method, NaiveInt4, TwoBitActivations, WithoutAbc
 from .torchao_layers import torchao_convert, torchao_int8_convert
 
 Filter = Callable[[nn.Module, str], bool]
