@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import importlib
 import math
-import statistics
 import sys
 import time
 import traceback
@@ -47,6 +46,10 @@ SHARE = 0.97
 SLACK = 0.985
 """Of that, what a batch is foretold to take: pieces between tensors are lost."""
 TIMED_STEPS = 6
+LEARNING_RATE = 1e-5
+"""Without a warm-up, AdamW's first steps move all weights alike: at 1e-4 the loss rose to 19."""
+LEAST_S = 40.0
+"""A contender begins with so much time left."""
 COMMON, FIRST = 4, 2
 """Sequences of the timed steps, and of the first: compilers take 1 for a constant."""
 MOST_TRIALS = 4
@@ -166,8 +169,7 @@ class Whole(Trainer):
         super().wrap(model)
         if is_lora(self.contender):
             return
-        rate = self.optimizer.defaults["lr"]
-        self.optimizer = rivals.torchao_adamw(model.parameters(), rate)
+        self.optimizer = rivals.torchao_adamw(model.parameters(), LEARNING_RATE)
         if not self._cuda:  # torchao compiles it; here that takes minutes
             eager = torch.compiler.set_stance("force_eager")
             self.optimizer.step = eager(self.optimizer.step)
@@ -216,6 +218,7 @@ class Tried:
     peak: int
     """Of backward."""
     ms: float
+    loss: float
 
     @property
     def beyond(self) -> int:
@@ -239,7 +242,7 @@ def tried(run: Whole, sequences: int, device: str) -> Tried | None:
     if not math.isfinite(loss):
         raise RuntimeError(f"the loss is not finite: {loss}")
     ms = (time.perf_counter() - start) * 1e3
-    return Tried(sequences, run.kept, run.after, run.backward_peak, ms)
+    return Tried(sequences, run.kept, run.after, run.backward_peak, ms, loss)
 
 
 def fill() -> None:
@@ -354,9 +357,15 @@ def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[],
         row["head"] = run.report.head
     row["built_s"] = time.perf_counter() - begun
 
+    losses: list[float] = []
+    row["losses"] = losses
+
     def attempt(sequences: int) -> Tried | None:
         got = tried(run, sequences, device)
-        words = "out of memory" if got is None else f"{got.ms:.0f} ms, {got.peak / GIB:.2f} GiB"
+        words = "out of memory"
+        if got is not None:
+            losses.append(got.loss)
+            words = f"{got.ms:.0f} ms, {got.peak / GIB:.2f} GiB, loss {got.loss:.4f}"
         print(f"  {sequences} sequences: {words}", flush=True)
         return got
 
@@ -372,6 +381,8 @@ def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[],
         found.append(common)
     if failed is None:
         row |= speed(run, COMMON, device, energy_counter(device))
+        # The first step of a size may have compiled: what a larger one takes goes by the others.
+        found[-1] = dataclasses.replace(found[-1], ms=row["step"]["median_ms"])
         print(f"  {row['tokens_per_s']:,.0f} tokens/s", flush=True)
     if device == "cuda":
         failed = largest(attempt, found, failed, SLACK * limit, left_s)
@@ -453,7 +464,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: dict[str, Row] = earlier["whole"] if earlier else {}
     content: dict[str, Any] = {"settings": settings, "share": SHARE, "whole": rows}
     text = sequences_of(args.model, args.cache, args.device)
-    spent: list[float] = []
 
     def left_s() -> float:
         return float(args.budget - (time.perf_counter() - begun))
@@ -468,19 +478,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[name] = {"how": described(contender), "error": "its process ended, twice"}
             timing.write(args, "8b", content)
             continue
-        if left_s() < (statistics.median(spent) if spent else 0.0):
+        if left_s() < LEAST_S:
             print(f"{name}: no time left", flush=True)
             break
         print(f"{name}, {left_s():.0f} s left", flush=True)
         rows[name] = {"begun": died + 1}
         timing.write(args, "8b", content)
-        start = time.perf_counter()
         with cleaned(args.device):
             rows[name] = row_of(contender, args, text, left_s)
         rows = content["whole"] = {c.name: rows[c.name] for c in CONTENDERS if c.name in rows}
         timing.write(args, "8b", content)
         let_go(args.device)
-        spent.append(time.perf_counter() - start)
     for name, row in rows.items():
         print(f"{name:50s} {row.get('error') or row.get('left_out') or shown(row)}")
     errors = [name for name, row in rows.items() if "error" in row]

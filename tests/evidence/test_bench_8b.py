@@ -54,12 +54,12 @@ def made_step(sizes: Sequence[float], limit: float, size: int) -> Tried | None:
     static, after, fixed, each, beyond, lost = sizes
     kept = static + fixed + each * size
     peak = max(kept, after) + 0.3 + beyond * size
-    return Tried(size, kept, after, peak, 1.0) if peak * lost <= limit else None
+    return Tried(size, kept, after, peak, 1.0, 0.0) if peak * lost <= limit else None
 
 
 def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:
     tried: list[int] = []
-    found = [Tried(2, 2, 2, 4, 1000.0), Tried(4, 4, 2, 6, 2000.0)]
+    found = [Tried(2, 2, 2, 4, 1000.0, 0.0), Tried(4, 4, 2, 6, 2000.0, 0.0)]
     assert bench_8b.largest(lambda n: tried.append(n), found, None, 100, lambda: 5.0) is None
     assert not tried and len(found) == 2
 
