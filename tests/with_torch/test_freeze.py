@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import reference
 from hotcore.config import RECIPES, HotConfig
-from support import TOKEN_STORAGES, without_broken_torchvision
+from support import TOKEN_STORAGES, saved_tensors, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
@@ -164,17 +164,10 @@ def test_nothing_is_kept(forward: str) -> None:
     model = frozen(forward, bias=False)
     model.norm = nn.Identity()
     held = {p.data_ptr() for p in model.parameters()}
-    kept: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in held:
-            kept.append(tensor)
-        return tensor
-
-    x = torch.randn(8, 72, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(x)
-    assert sorted(t.nbytes for t in kept) == [8, 8, 8 * 96 * 4]  # the last is GELU's
+    with saved_tensors(leaves=True) as kept:
+        model(torch.randn(8, 72, requires_grad=True))
+    found = sorted(t.nbytes for t in kept if t.data_ptr() not in held)
+    assert found == [8, 8, 8 * 96 * 4]  # the last is GELU's
 
 
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -41,7 +41,24 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+def check(function: Callable[..., torch.Tensor], operand: str, kind: Any, **shapes: Any) -> None:
+    """y and all gradients are the same bits, be it negated or not."""
+    values = {name: torch.randn(size, **kind) for name, size in shapes.items()}
+
+    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        *leaves, gy = (given[name].detach() for name in values)
+        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+        y = function(x, weight, bias)
+        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
+
+    expected = call(values)
+    assert same(call({**values, operand: negated(values[operand])}), expected)
+
+
+OPERANDS = pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+
+
+@OPERANDS
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,37 +67,17 @@ def test_linear(
     device: str, dtype: torch.dtype, forward: str, operand: str, shape: tuple[int, ...]
 ) -> None:
     shapes = {"x": shape, "weight": (48, 64), "bias": (48,), "gy": (*shape[:-1], 48)}
-    values = {name: torch.randn(size, device=device, dtype=dtype) for name, size in shapes.items()}
-
-    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        *leaves, gy = (given[name].detach() for name in values)
-        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-        y = hot.linear(x, weight, bias, config(forward))
-        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
-
-    expected = call(values)
-    assert same(call({**values, operand: negated(values[operand])}), expected)
+    kind = {"device": device, "dtype": dtype}
+    check(lambda *given: hot.linear(*given, config(forward)), operand, kind, **shapes)
 
 
-@pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+@OPERANDS
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_conv2d(forward: str, kernel: int, operand: str) -> None:
-    values = {
-        "x": torch.randn(2, 32, 6, 6),
-        "weight": torch.randn(48, 32, kernel, kernel),
-        "bias": torch.randn(48),
-        "gy": torch.randn(2, 48, 7 - kernel, 7 - kernel),
-    }
-
-    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        *leaves, gy = (given[name].detach() for name in values)
-        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-        y = hot.conv2d(x, weight, bias, config=config(forward))
-        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
-
-    expected = call(values)
-    assert same(call({**values, operand: negated(values[operand])}), expected)
+    shapes = {"x": (2, 32, 6, 6), "weight": (48, 32, kernel, kernel), "bias": (48,)}
+    shapes["gy"] = (2, 48, 7 - kernel, 7 - kernel)
+    check(lambda *given: hot.conv2d(*given, config=config(forward)), operand, {}, **shapes)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch import saved  # noqa: E402
 from hotcore.torch.ops import core  # noqa: E402
 from hotcore.torch.saved import blocks, codes, functions  # noqa: E402
+from support import saved_tensors, storage_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -57,20 +58,9 @@ def cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def kept_bytes(call: Callable[[], torch.Tensor], parameters: Any = ()) -> int:
     """Of all storages that backward keeps, but those of parameters."""
-    storages = {p.untyped_storage()._cdata for p in parameters}
-    found: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            found[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        alive = call()
-    total = sum(found.values())
-    del alive
-    return total
+    with saved_tensors(leaves=True) as kept:
+        call()
+    return sum(storage_bytes(kept, parameters).values())
 
 
 # ---- The codes of a compiled graph are those of eager mode ----
