@@ -18,6 +18,7 @@ import hotcore.torch as hot
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
@@ -61,7 +62,9 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     if options.checkpoint:
         model.gradient_checkpointing_enable()
     if options.compile:
-        model.compile()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # a block
+                module.compile()
     rate = options.rate or (1e-5 if options.model else 3e-3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     held = text[-8 * context :].view(8, context).to(options.device)

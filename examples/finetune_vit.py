@@ -2,7 +2,7 @@
 
     python finetune_vit.py                     # a small ViT on scikit-learn's digits, on a CPU
     python finetune_vit.py --data ~/flowers --model vit_base_patch16_224 --weights vit.pth \\
-        --device cuda --compile --saved 8      # bf16 on CUDA
+        --device cuda --compile --batch 128 --workers 12     # bf16 on CUDA
 
 --data is a folder with one folder of images per class; every tenth image is for validation.
 Nothing is downloaded. --recipe none trains without HOT, to compare.
@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--recipe", default="default", help="of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--saved", type=int, choices=(8, 4), help="bits of what other layers keep")
-    parser.add_argument("--steps", type=int, default=400)
+    for name, value in (("steps", 400), ("batch", 32), ("workers", 0)):
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args(arguments)
@@ -59,7 +60,9 @@ def main(arguments: list[str] | None = None) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 if options.weights else 2e-3)
 
     train, held = (Subset(data, [i for i in range(len(data)) if bool(i % 10) == k]) for k in (1, 0))
-    loader = DataLoader(train, 32, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        train, options.batch, shuffle=True, drop_last=True, num_workers=options.workers
+    )
     for step, (x, y) in enumerate(islice(chain.from_iterable(repeat(loader)), options.steps)):
         with torch.autocast(options.device, torch.bfloat16, enabled=options.device != "cpu"):
             logits = forward(x.to(options.device))

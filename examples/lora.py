@@ -1,13 +1,17 @@
-"""LoRA through peft on a small Llama, plain and with HOT: the same adapters, the same data.
+"""LoRA through peft on a frozen Llama (any causal model of transformers) with HOT.
 
-Base weights are frozen, so HOT computes their input gradients in integers and saves nothing of
-their inputs; the adapters stay plain. Nothing is downloaded: a two-layer Llama is trained briefly
-on the source of Python's library and then adapted to that text in capitals. A real model (--model,
-a folder) needs the same two lines: get_peft_model, hot.convert.
+    python lora.py                               # a small Llama, trained before, on a CPU
+    python lora.py --model ~/llama-3-8b --text notes.txt --device cuda --compile --forward int8 \\
+        --freeze --checkpoint --batch 2 --context 2048     # 8B on a card of 24 GB
+
+HOT computes the frozen layers' input gradients in integers and keeps nothing of their inputs; the
+adapters stay plain. --freeze keeps the frozen weights in a byte each. --model is a folder with the
+model and its tokenizer. Without it a small Llama learns the source of Python's library, then its
+adapters learn that text in capitals. --recipe none trains without HOT, to compare.
 """
 
 import argparse
-import copy
+import math
 import sysconfig
 from pathlib import Path
 
@@ -15,67 +19,90 @@ import hotcore.torch as hot
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte."""
+    """Mean cross entropy of the next token."""
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def train(model: nn.Module, batches: list[Tensor], learning_rate: float) -> None:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate)
-    model.train()
-    for tokens in batches:
-        optimizer.zero_grad()
-        loss_of(model, tokens).backward()
-        optimizer.step()
+def bytes_of(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, tokens: Tensor) -> float:
-    return loss_of(model.eval(), tokens).item()
-
-
-def main(arguments: list[str] | None = None) -> dict[str, tuple[float, float]]:
+def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder with a causal language model of transformers")
-    parser.add_argument("--recipe", default="default", help="HOT recipe (default: default)")
+    parser.add_argument("--model", help="a folder (default: a small Llama, a token a byte)")
+    parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
+    parser.add_argument("--recipe", default="default", help="of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--steps", type=int, default=40, help="steps of LoRA (default: 40)")
-    parser.add_argument("--base-steps", type=int, default=80, help="steps of the base model first")
+    parser.add_argument("--freeze", action="store_true", help="frozen weights in a byte each")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks")
+    for name, value in (("rank", 8), ("batch", 8), ("context", 128), ("steps", 40)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--base-steps", type=int, default=80, help="of the small model, before")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args(arguments)
-    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = b"".join(path.read_bytes() for path in library)
     torch.manual_seed(0)
-    starts = torch.randint(len(text) - 128, (options.base_steps + options.steps + 8, 8, 1))
-    window = starts + torch.arange(128)
-    plain, capitals = (
-        torch.frombuffer(bytearray(t), dtype=torch.uint8)[window].long().to(options.device)
-        for t in (text, text.upper())
-    )
-    small = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS))
-    base = AutoModelForCausalLM.from_pretrained(options.model) if options.model else small
-    train(base.to(options.device), list(plain[: options.base_steps]), 3e-3)
-    held = capitals[-8:].flatten(0, 1)
-    outcomes = {}
-    for name in ("plain LoRA", f"HOT {options.recipe}"):
-        torch.manual_seed(0)  # the same adapters
-        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
-        model = get_peft_model(copy.deepcopy(base), lora)
-        if name.startswith("HOT"):
-            config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-            print(hot.convert(model, config, slower=not options.model).hot_report)
-        before = evaluate(model, held)
-        train(model, list(capitals[options.base_steps : -8]), 1e-2)
-        outcomes[name] = before, evaluate(model, held)
-        print(f"{name:<14} loss before {before:.4f}, after {outcomes[name][1]:.4f}", flush=True)
-    return outcomes
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    content = b"".join(p.read_bytes() for p in ([options.text] if options.text else library))
+    order = torch.Generator().manual_seed(0)  # the same batches with and without HOT
+
+    def batch_of(text: Tensor) -> Tensor:
+        starts = torch.randint(len(text) - options.context, (options.batch, 1), generator=order)
+        return text[starts + torch.arange(options.context)].to(options.device)
+
+    def train(model: nn.Module, text: Tensor, steps: int, rate: float) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=rate)
+        model.train()
+        for step in range(steps):
+            loss = loss_of(model, batch_of(text))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 20 == 0:
+                print(f"step {step:>5}  loss {loss.item():.3f}", flush=True)
+
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        text = tokenizer(content.decode(), return_tensors="pt").input_ids[0]
+    else:
+        model, text = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), bytes_of(content.upper())
+        train(model.to(options.device), bytes_of(content), options.base_steps, 3e-3)
+    lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
+    model = get_peft_model(model, lora)
+    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+        config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+        print(hot.convert(model, config, slower=not options.model).hot_report)
+        if options.freeze:  # before the weights are on the GPU: it never holds them whole
+            print(hot.freeze_int8(model).freeze_report)
+    model = model.to(options.device)
+    if options.checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    if options.compile:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # a block
+                module.compile()
+    held = text[-8 * options.context :].view(8, options.context).to(options.device)
+
+    @torch.no_grad()
+    def held_loss() -> float:
+        return torch.stack([loss_of(model.eval(), row) for row in held.split(1)]).mean().item()
+
+    before = held_loss()
+    train(model, text[: -8 * options.context], options.steps, 1e-2 if not options.model else 2e-4)
+    after = held_loss()
+    print(f"text held back: perplexity {math.exp(before):.1f} before, {math.exp(after):.1f} after")
+    return before, after
 
 
 if __name__ == "__main__":

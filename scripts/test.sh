@@ -197,14 +197,9 @@ test_python() {
     workers=(-n "$((jobs < 8 ? jobs : 8))" --dist loadfile)
     local -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   fi
-  # Flax's layers in a process of their own: behind other files of tests XLA refused an attribute of theirs.
-  local flax="tests/with_jax/test_flax.py"
   (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest "$@" ${workers[@]+"${workers[@]}"} -m "$marks" --durations=20 \
-    --ignore "$flax" --junit-xml "$results/pytest.xml") ||
+    --junit-xml "$results/pytest.xml") ||
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
-  [[ -z "$version" ]] || return 0
-  (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest "$flax" -m "$marks" --junit-xml "$results/pytest-flax.xml") ||
-    [[ -f "$results/pytest-flax.xml" ]] || broken "pytest $flax"
 }
 
 # Without the test of a benchmark (the others' are in tests/evidence): no version of torch changes it.

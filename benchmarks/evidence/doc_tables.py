@@ -510,6 +510,39 @@ def train(report: Report) -> Lines:
         yield line([f"{TASKS[task]}: kept by the linear layers", "100 %", *shares])
 
 
+GALLERY = {
+    "finetune_vit": "[a ViT-B/16](../../examples/finetune_vit.py), fine-tuned at 224 × 224, batch 128",
+    "continue_llama": "[a Llama](../../examples/continue_llama.py) of 1B's shape in bf16, 4 × 2048 tokens, blocks recomputed",
+    "lora": "[LoRA](../../examples/lora.py) of rank 16 on a Llama of 8B's shape, 2 × 2048 tokens, blocks recomputed, 24 GiB at most",
+    "diffusion": "[a diffusion transformer](../../examples/diffusion.py), DiT-B/2 on 32 × 32, batch 128",
+    "clip": "[CLIP](../../examples/clip.py) ViT-B/16, batch 128",
+}  # fmt: skip
+
+
+def gallery(report: Report) -> Lines:
+    """The examples at a real size: speed and peak memory, of plain's."""
+    yield from header(["script", "contender", "a second", "of plain's", "peak, GiB", "of plain's"])
+    for name, words in GALLERY.items():
+        example = report["examples"][name]
+        plain = example["contenders"]["plain"]
+        for contender, row in example["contenders"].items():
+            first = words if contender == "plain" else ""
+            if "left out" in row:
+                yield line([first, contender, row["left out"][:80], *[""] * 3])
+                continue
+            speed, peak = row["a_second"], row["peak_gib"]
+            yield line(
+                [
+                    first,
+                    contender,
+                    f"{speed:,.0f} {example['unit']}",
+                    times(speed / plain["a_second"] if "a_second" in plain else None),
+                    f"{peak:.2f}",
+                    number(peak / plain["peak_gib"] if "peak_gib" in plain else None, 2),
+                ]
+            )
+
+
 # ---- when it pays ----
 
 PAYS = {
@@ -781,6 +814,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cpu-train.json", train),
     **_of("cuda-gemm.json", products),
     **_of("cuda-lora.json", lora),
+    **_of("cuda-examples.json", gallery),
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("nccl.json", distributed),

@@ -3,6 +3,7 @@
 // differ only in the context. XLA's headers define the calling convention (third_party/README.md).
 #include <nanobind/stl/string_view.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -174,6 +175,8 @@ hot::Key key_of(const Buffer& seed) {
   return key;
 }
 
+// A call's one attribute, since XLA's header searches the names of several as if they were sorted,
+// which not every jaxlib does.
 template <class T>
 T attribute(const ffi::Dictionary& attributes, const char* name) {
   const auto value = attributes.get<T>(name);
@@ -181,30 +184,24 @@ T attribute(const ffi::Dictionary& attributes, const char* name) {
   return *value;
 }
 
-// The fields of HotConfig are attributes of the call: names as text, numbers, lists of numbers.
+// All fields of HotConfig that a backward has, as text: "name=value;" each.
 hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
-  hot::BackwardLinearSpec spec;
-  hot::detail::for_each_field(
-      hot::detail::FieldsOf<hot::BackwardLinearSpec>{}, [&](const auto& row) {
-        using T = typename std::decay_t<decltype(row)>::Value;
-        T& value = row.get(spec);
-        if constexpr (std::is_enum_v<T>) {
-          value = hot::detail::parse_choice(
-              row.name, attribute<std::string_view>(attributes, row.name), row.choices);
-        } else if constexpr (std::is_same_v<T, int> || std::is_same_v<T, bool>) {
-          value = static_cast<T>(attribute<std::int64_t>(attributes, row.name));
-        } else {
-          const auto list = attribute<ffi::Span<const std::int64_t>>(attributes, row.name);
-          if constexpr (std::is_same_v<T, hot::TokenLayout>) {
-            if (list.size() == 2) {
-              value.grid_h = static_cast<int>(list[0]);
-              value.grid_w = static_cast<int>(list[1]);
-            }
-          } else {
-            for (const std::int64_t one : list) value.push_back(static_cast<int>(one));
-          }
-        }
-      });
+  using Spec = hot::BackwardLinearSpec;
+  Spec spec;
+  std::vector<std::string_view> missing;
+  hot::detail::for_each_field(hot::detail::FieldsOf<Spec>{},
+                              [&](const auto& row) { missing.emplace_back(row.name); });
+  auto rest = attribute<std::string_view>(attributes, "config");
+  while (!rest.empty()) {
+    const std::string_view field = rest.substr(0, rest.find(';'));
+    rest.remove_prefix(std::min(rest.size(), field.size() + 1));
+    const std::string_view name = field.substr(0, field.find('='));
+    const std::string_view value = field.substr(std::min(field.size(), name.size() + 1));
+    hot::detail::with_field<Spec>(
+        name, [&](const auto& row) { hot::detail::set_field_text(row, value, row.get(spec)); });
+    missing.erase(std::remove(missing.begin(), missing.end(), name), missing.end());
+  }
+  if (!missing.empty()) invalid("config: no " + std::string(missing.front()));
   return spec;
 }
 

@@ -293,6 +293,20 @@ class RandomBatch {
       return recipe(
           names[static_cast<std::size_t>(r.from(0, static_cast<std::int64_t>(names.size()) - 1))]);
     }
+    const hot::Rounding roundings[] = {hot::Rounding::nearest, hot::Rounding::stochastic,
+                                       hot::Rounding::pseudo_stochastic};
+    if (r.one_in(3)) {
+      hot::BackwardLinearSpec spec = token_spec(r.of(token_storages));
+      spec.hadamard_block = 16 << r.from(0, 2);
+      spec.gx_rounding = r.of(roundings);
+      spec.gw_rounding = roundings[r.from(0, 1)];
+      if (spec.storage == hot::Storage::token8) spec.x_rounding = roundings[r.from(0, 1)];
+      if (r.one_in(3)) {
+        spec.low_rank.basis = hot::Basis::sketch;
+        spec.low_rank.rank = 16 >> r.from(0, 3);
+      }
+      return spec;
+    }
     using hot::Granularity;
     hot::BackwardLinearSpec spec;
     spec.low_rank = some_low_rank(tokens);
@@ -302,8 +316,6 @@ class RandomBatch {
     spec.weight_scale = r.one_in(2) ? Granularity::channel : Granularity::tensor;
     spec.gw_scale = static_cast<hot::Granularity>(r.from(0, 2));
     spec.x_scale = r.one_in(2) ? Granularity::channel : Granularity::tensor;
-    const hot::Rounding roundings[] = {hot::Rounding::nearest, hot::Rounding::stochastic,
-                                       hot::Rounding::pseudo_stochastic};
     spec.gx_rounding = r.of(roundings);
     spec.gw_rounding = r.of(roundings);
     spec.x_rounding = r.of(roundings);
@@ -606,9 +618,14 @@ class RandomBatch {
     Random& r = *random_;
     const std::int64_t L = size(), I = size();
     hot::BackwardLinearSpec spec;
-    spec.storage = r.one_in(2) ? hot::Storage::int4 : hot::Storage::int8;
-    spec.x_scale = spec.storage == hot::Storage::int8 && r.one_in(2) ? hot::Granularity::tensor
-                                                                     : hot::Granularity::channel;
+    if (r.one_in(2)) {
+      spec = token_spec(r.of(token_storages));
+      spec.hadamard_block = 16 << r.from(0, 2);
+    } else {
+      spec.storage = r.one_in(2) ? hot::Storage::int4 : hot::Storage::int8;
+      spec.x_scale = spec.storage == hot::Storage::int8 && r.one_in(2) ? hot::Granularity::tensor
+                                                                       : hot::Granularity::channel;
+    }
     const std::int64_t first = r.one_in(2) ? 0 : r.from(0, L), last = r.from(first, L);
     const Place x = filled(L, I, some_float());
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);

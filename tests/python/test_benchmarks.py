@@ -27,6 +27,7 @@ import layers  # noqa: E402
 import timing  # noqa: E402
 from evidence import (  # noqa: E402
     bench_cases,
+    bench_examples,
     bench_experts,
     bench_fwht,
     bench_mma_sync,
@@ -250,6 +251,19 @@ def test_bench_experts(tmp_path: Path) -> None:
     rows = report["layers"]["toy"]["rows"]
     kept = [rows[name]["kept_bytes"] for name in ("grouped_mm", "experts 8", "all 8", "all 4")]
     assert kept == sorted(kept, reverse=True) and kept[0] > 5 * kept[-1]
+
+
+def test_bench_examples(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    report = run(bench_examples, tmp_path / "out.json", "--quick", "--examples", "diffusion")
+    rows = report["examples"]["diffusion"]["contenders"]
+    assert set(rows) == {"plain", "default", "default, 8-bit forward"}
+    for row in rows.values():
+        assert row["steps"] == 32 and row["step_ms"] > 0
+        assert row["result"] == pytest.approx(rows["plain"]["result"], rel=0.02)
+    assert len({row["result"] for row in rows.values()}) == 3
+    again = run(bench_examples, tmp_path / "out.json", "--quick", "--examples", "diffusion")
+    assert again["examples"] == report["examples"]  # nothing ran again
 
 
 def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

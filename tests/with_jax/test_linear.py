@@ -468,20 +468,25 @@ def test_no_second_derivative_and_no_forward_mode() -> None:
 def test_an_error_of_libhot_comes_through() -> None:
     result = jax.ShapeDtypeStruct((16,), np.uint8)
     call = jax.ffi.ffi_call("hotcore_compress_activation", (result, result))
-    attributes = calls._attributes(hotcore.HotConfig())
+    config = calls._text(hotcore.HotConfig())
     seed = np.zeros(2, np.uint32)
     failed = jax.errors.JaxRuntimeError
     with pytest.raises(failed, match=r"INVALID_ARGUMENT: .*saved.*16"):  # too small
-        jax.block_until_ready(call(X, seed, **attributes))
+        jax.block_until_ready(call(X, seed, config=config))
     with pytest.raises(failed, match="INVALID_ARGUMENT: x: .*expected one of|is not one of"):
-        jax.block_until_ready(call(X.astype(np.int32), seed, **attributes))
-    with pytest.raises(failed, match="INVALID_ARGUMENT: basis: 'best' is not one of"):
-        jax.block_until_ready(call(X, seed, **{**attributes, "basis": "best"}))
+        jax.block_until_ready(call(X.astype(np.int32), seed, config=config))
     with pytest.raises(failed, match="INVALID_ARGUMENT: seed"):
-        jax.block_until_ready(call(X, seed[:1], **attributes))
-    del attributes["rows"]
-    with pytest.raises(failed, match="INVALID_ARGUMENT: rows"):
-        jax.block_until_ready(call(X, seed, **attributes))
+        jax.block_until_ready(call(X, seed[:1], config=config))
+    for text, error in (
+        (f"{config}basis=best;", "basis: 'best' is not one of"),
+        (config.replace("rows=;", ""), "config: no rows"),
+        (f"{config}lines=3", "no field 'lines'"),
+        ("", "config: no "),
+    ):
+        with pytest.raises(failed, match=f"INVALID_ARGUMENT: {error}"):
+            jax.block_until_ready(call(X, seed, config=text))
+    with pytest.raises(failed, match="INVALID_ARGUMENT: config: "):
+        jax.block_until_ready(call(X, seed))
 
 
 def imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,6 +294,17 @@ def test_convert_comes_before_sharding(mesh: Any, each: bool) -> None:
 
 
 @no_fsdp
+def test_a_head_that_is_sharded_is_refused(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    given = {"x": torch.randn(8, 64), "weight": torch.randn(96, 64), "target": torch.arange(8)}
+    for name, tensor in given.items():
+        spread = {**given, name: distribute_tensor(tensor, mesh, [Replicate()])}
+        with pytest.raises(NotImplementedError, match=f"{name}: a DTensor; leave the head out"):
+            hot.linear_cross_entropy(**spread)
+
+
+@no_fsdp
 def test_a_layer_whose_codes_are_gathered(mesh: Any, seeded: None) -> None:
     """y, g_w and g_b are the layer's, g_x is that of the codes: of a frozen weight."""
     from torch.distributed.fsdp import fully_shard

@@ -20,10 +20,8 @@ import pytest
 torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = {
-    **dict.fromkeys(
-        ("ddp", "finetune_vit", "lightning_trainer", "lora", "paper", "pretrain_gpt", "trainer"), 82
-    ),
-    **{"continue_llama": 97, "clip": 106, "diffusion": 142},
+    **dict.fromkeys(("ddp", "lightning_trainer", "paper", "pretrain_gpt", "trainer"), 82),
+    **{"finetune_vit": 86, "continue_llama": 100, "clip": 106, "lora": 110, "diffusion": 142},
 }
 """Examples, and their lines at most."""
 LIMIT = 900  # seconds; about 6 on an idle machine
@@ -71,12 +69,17 @@ def test_lora(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> N
     for needed in ("transformers", "peft"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"needs {needed}")
-    outcomes = main("lora", "--steps", "12", "--base-steps", "25")
-    (first, plain), (same, ours) = outcomes["plain LoRA"], outcomes["HOT default"]
+    options = ["--steps", "21", "--base-steps", "25"]
+    first, plain = main("lora", *options, "--recipe", "none")
+    same, ours = main("lora", *options)
     assert first == same  # the same model, the same forward
     assert plain < 0.97 * first  # it learns
     assert ours != plain and ours == pytest.approx(plain, rel=0.01)
-    assert "10 of 43 layers run HOT" in capsys.readouterr().out
+    capsys.readouterr()
+    frozen = main("lora", *options, "--forward", "int8", "--freeze", "--checkpoint")
+    printed = capsys.readouterr().out
+    assert "10 of 43 layers run HOT" in printed and "10 layers frozen in INT8" in printed
+    assert frozen[0] != first and frozen == pytest.approx((first, plain), rel=0.01)
 
 
 def test_an_import_error_is_the_real_one() -> None:

@@ -8,6 +8,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from hotcore.torch import _compat  # noqa: E402
-from hotcore.torch.head import attach  # noqa: E402
+from hotcore.torch.head import _whole_logits, attach  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -559,6 +560,60 @@ def test_a_copy_of_the_head_is_plain() -> None:
     assert out.logits.shape == (2, 10, 101)
     out.loss.backward()
     assert copied.weight.grad.count_nonzero()
+
+
+def halved(module: Any, inputs: Any, output: Any) -> Any:
+    return output / 2 if getattr(module, "out_features", 0) == 101 else None
+
+
+def doubled(module: Any, grad_input: Any, grad_output: Any) -> Any:
+    return (2 * grad_input[0],)
+
+
+@pytest.mark.parametrize("how", ["forward", "backward", "everywhere", "adapter"])
+def test_what_wants_logits_gets_them(how: str) -> None:
+    """Hooks of the head, and an adapter around it, do what they do to a plain model."""
+    plain = causal("Llama")
+    model = copy.deepcopy(plain)
+    assert attach(model) == ""
+    ids = torch.randint(1, 101, (2, 10))
+    gradients, handle = [], None
+    if how == "everywhere":
+        handle = nn.modules.module.register_module_forward_hook(halved)
+    for each in (plain, model):
+        trained, ours = [*each.parameters()], each is model
+        if how == "forward":
+            each.lm_head.register_forward_hook(halved)
+        elif how == "backward":
+            each.lm_head.register_full_backward_hook(doubled)
+        elif how == "adapter":
+            peft = pytest.importorskip("peft")
+            torch.manual_seed(3)
+            lora = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+            each = peft.get_peft_model(each, lora)
+            trained = [p for p in each.parameters() if p.requires_grad]
+        _whole_logits.cache_clear()
+        message = "doubled|halved|lm_head is a Linear now"
+        with pytest.warns(UserWarning, match=message) if ours else nullcontext():
+            out = each(input_ids=ids, labels=ids)
+        assert out.logits.shape == (2, 10, 101)
+        out.loss.backward()
+        gradients.append([p.grad for p in trained])
+    if handle is not None:
+        handle.remove()
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_is_set_later_gets_logits() -> None:
+    model = causal("Llama")
+    attach(model)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    ids = torch.randint(1, 101, (2, 10))
+    _whole_logits.cache_clear()
+    with pytest.warns(UserWarning, match="loss_function was replaced"):
+        out = model(input_ids=ids, labels=ids)
+    assert out.loss == out.logits.square().mean()
 
 
 def test_a_call_that_fails_leaves_nothing() -> None:

@@ -51,7 +51,7 @@ def compress_activation(x: Array, seed: Array, config: HotConfig) -> Array:
     size = _core.saved_layout(tokens, in_features, config.spec)[0]
     (saved,) = _call(
         "compress_activation",
-        config,
+        {"config": _text(config)},
         (x, seed),
         [((size,), np.uint8)],
         lambda context: _core.compress_activation_workspace(
@@ -80,7 +80,7 @@ def backward_linear(
     need_gx, need_gw, _ = wanted = [dtype is not None for dtype in dtypes]
     results = _call(
         "backward_linear",
-        config,
+        {"config": _text(config)},
         (
             gy,
             jnp.zeros(_NOTHING, gy.dtype) if w is None else w,
@@ -106,7 +106,7 @@ def forward_linear(x: Array, w: Array, b: Array | None, config: HotConfig) -> Ar
     (tokens, in_features), out_features = x.shape, len(w)
     (y,) = _call(
         "forward_linear",
-        config,
+        {"forward_block": np.int64(config.forward_block)},
         (x, w, jnp.zeros(_NOTHING, x.dtype) if b is None else b),
         [((tokens, out_features), x.dtype)],
         lambda context: _core.forward_linear_workspace(
@@ -139,12 +139,12 @@ def pcast_to_varying(arrays: Sequence[Array], axes: Sequence[Any]) -> tuple[Arra
 
 def _call(
     name: str,
-    config: HotConfig,
+    attribute: dict[str, Any],
     operands: Sequence[Array],
     results: Sequence[tuple[Sequence[int], Any]],
     workspace: Callable[[_core.CoreContext], int],
 ) -> tuple[Array, ...]:
-    """One call of libhot, for any platform the program may run on.
+    """One call of libhot, for any platform the program may run on, with its one attribute.
 
     Under vmap calls run in sequence: every layer has its own scales and random numbers.
     """
@@ -157,24 +157,21 @@ def _call(
     )
     # All operands must vary over the same axes, and the call does not infer those of its results.
     axes = varying_axes(*operands)
-    return pcast_to_varying(
-        call(*pcast_to_varying(operands, axes), **_attributes(config))[:-1], axes
-    )
+    return pcast_to_varying(call(*pcast_to_varying(operands, axes), **attribute)[:-1], axes)
 
 
 @functools.lru_cache(maxsize=256)
-def _attributes(config: HotConfig) -> dict[str, Any]:
-    """The fields as XLA's attributes, whose integers have a width."""
+def _text(config: HotConfig) -> str:
+    """The fields of a backward as the one attribute of a call."""
 
-    def attribute(value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        if value is None or isinstance(value, tuple):
-            return np.asarray(value or (), np.int64)
-        return np.int64(value)
+    def value_of(value: Any) -> str:
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return "" if value is None else str(value)
 
-    fields = {**config.spec_fields(), "forward_block": config.forward_block}
-    return {name: attribute(value) for name, value in fields.items()}
+    return "".join(f"{name}={value_of(value)};" for name, value in config.spec_fields().items())
 
 
 @functools.lru_cache(maxsize=1)

@@ -38,6 +38,12 @@ def without_private_names() -> Iterator[None]:
         _C = before
 
 
+def global_module_hooks() -> list[dict[int, Any]]:
+    """Hooks of all modules that see an output or its gradient."""
+    names = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    return [getattr(torch.nn.modules.module, name, {}) for name in names]
+
+
 @functools.cache
 def triton_kernels(module: str, otherwise: str) -> ModuleType | None:
     """A module of Triton kernels; None without Triton, after one warning: what ``otherwise`` is."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
+import warnings
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
+from . import _compat
 from .modules import HotLinear
 from .ops.head import linear_cross_entropy
 
@@ -95,14 +99,16 @@ class AttachedLoss:
     """The forward of a causal LM model.
 
     In training, with labels, the head keeps its x in place of logits, and the model's own
-    ``loss_function`` gets x's loss. What else the model's forward does stays its own.
+    ``loss_function`` gets x's loss. What else the model's forward does stays its own. Logits are
+    whole where hooks of the head, or what has taken its place (an adapter), want them.
     """
 
     def __init__(
-        self, model: Any, head: nn.Linear, config: ConfigLike | None, softcap: float | None
+        self, model: Any, name: str, config: ConfigLike | None, softcap: float | None
     ) -> None:
-        """Change nothing yet: :func:`attach` does."""
-        self.model, self.config, self.softcap = model, config, softcap
+        """Change nothing yet: :func:`attach` does. ``name``: of the head in the model."""
+        self.model, self.name, self.config, self.softcap = model, name, config, softcap
+        head = getattr(model, name)
         self.head = HeadForward(head)
         self.before = {name: vars(model).get(name) for name in (_FORWARD, _LOSS)}
         self.plain_loss = model.loss_function
@@ -112,11 +118,29 @@ class AttachedLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         labels = dict(zip(self.names, args, strict=False)).get("labels", kwargs.get("labels"))
-        self.head.keeps = self.model.training and labels is not None
+        self.head.keeps = self.model.training and labels is not None and not self._needs_logits()
         try:
             return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # by update_wrapper
         finally:
             self.head.keeps, self.head.x = False, None
+
+    def _needs_logits(self) -> bool:
+        """Whether something between head and loss has to see logits; it is named, once."""
+        head, within = self.head.head, getattr(self.model, self.name)
+        if within is not head:
+            _whole_logits(f"{self.name} is a {type(within).__name__} now")
+            return True
+        if getattr(self.model.loss_function, "__self__", None) is not self:
+            _whole_logits("the model's loss_function was replaced")
+            return True
+        hooks = [head._forward_hooks, head._backward_hooks, head._backward_pre_hooks]
+        if not torch.compiler.is_compiling():
+            hooks += _compat.global_module_hooks()
+        for hook in itertools.chain.from_iterable(each.values() for each in hooks):
+            if not str(getattr(hook, "__module__", "")).startswith("hotcore."):
+                _whole_logits(f"{self.name} has the hook {getattr(hook, '__qualname__', hook)}")
+                return True
+        return False
 
     def loss(
         self,
@@ -149,6 +173,15 @@ class AttachedLoss:
             num_items_in_batch = num_items_in_batch.to(loss.device)
         mean: Tensor = loss / num_items_in_batch
         return mean
+
+
+@functools.cache
+def _whole_logits(why: str) -> None:
+    warnings.warn(
+        f"hotcore.torch.convert: head: {why}, which a loss in chunks would pass by: "
+        "all logits are computed",
+        stacklevel=4,
+    )
 
 
 def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
@@ -184,7 +217,8 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     why, capped = _path_of_logits(kind, names[0] if names else "")
     if why:
         return why
-    state = AttachedLoss(found, head, config, getattr(found.config, _SOFTCAP) if capped else None)
+    softcap = getattr(found.config, _SOFTCAP) if capped else None
+    state = AttachedLoss(found, names[0], config, softcap)
     vars(head)[_FORWARD] = state.head
     vars(found).update({_FORWARD: state, _LOSS: state.loss})
     return ""

@@ -23,7 +23,7 @@ from torch import Tensor
 from ... import _core
 from ...config import TOKEN_STORAGES, ConfigLike, HotConfig, Key
 from .. import _compat
-from . import calls, codes, core, linear
+from . import calls, codes, core, linear, sharded
 from .codes import Frozen
 from .core import lend, parsed, to_dlpack, workspace
 from .registry import not_differentiable, operator
@@ -131,6 +131,12 @@ def _check(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, config: str, reduction: str
 ) -> None:
     """Refuse what does not fit, by name."""
+    for name, tensor in (("x", x), ("weight", weight), ("target", target), ("bias", bias)):
+        if sharded.is_dtensor(tensor):
+            raise NotImplementedError(
+                f"{name}: a DTensor; leave the head out of the tensor parallel plan, and call the "
+                "model that fully_shard wraps, which gathers the weight"
+            )
     if weight.dim() != 2 or weight.shape[0] == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight: shape {list(weight.shape)}; expected [V, I], V at least 1, for x of shape "
