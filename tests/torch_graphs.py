@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import hotcore.torch as hot
@@ -15,6 +15,17 @@ from torch._ops import OpOverload
 def every(module: nn.Module, fqn: str) -> bool:
     """A filter for models too small for the default one."""
     return True
+
+
+def without_chance(forward: str, recipe: str = "default") -> hot.HotConfig:
+    """Without random numbers, so that equal operands give equal bits."""
+    names = ("gx_rounding", "gw_rounding", "x_rounding")
+    return hot.HotConfig.recipe(recipe, forward=forward, **dict.fromkeys(names, "nearest"))
+
+
+def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
+    """As many tensors, and each with the other's values."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def converted(model: nn.Module, recipe: str = "default", **fields: Any) -> nn.Module:

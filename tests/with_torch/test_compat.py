@@ -15,12 +15,8 @@ from support import nbytes, saved_tensors  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 CONVERTED = ["stages.0.conv", "stages.0.mix", "stages.1.conv", "stages.1.mix", "q", "k"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(seeded: None) -> None:
-    torch._dynamo.reset()
 
 
 class Stage(nn.Module):

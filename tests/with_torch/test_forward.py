@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch_graphs import Graphs, every  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INT8 = HotConfig(forward="int8")
 
@@ -49,12 +49,6 @@ def conv1d(ins: int, outs: int) -> nn.Module:
 
 def converted(model: nn.Module, config: Any) -> nn.Module:
     return hot.convert(model, config, every)
-
-
-@pytest.fixture(autouse=True)
-def compiled_afresh() -> None:
-    """Every test has its own layers, and torch compiles a module's forward eight times at most."""
-    torch._dynamo.reset()
 
 
 @pytest.fixture

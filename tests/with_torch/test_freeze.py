@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch_graphs import Graphs, every  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 guarded = pytest.mark.skipif(
     not _compat.traces_parameters(), reason="torch.compile needs 2.13 to follow guarded codes"
 )
@@ -42,12 +42,6 @@ BACKWARDS = [
     *({"recipe": name} for name in RECIPES),
     *({"storage": name, "gw_scale": "token"} for name in TOKEN_STORAGES),
 ]
-
-
-@pytest.fixture(autouse=True)
-def compiled_afresh() -> None:
-    """Every test has its own layers, and torch compiles a module's forward eight times at most."""
-    torch._dynamo.reset()
 
 
 def config(forward: str = "int8", recipe: str = "default", **fields: Any) -> HotConfig:

@@ -11,23 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hotcore.config import HotConfig, Key
+from hotcore.config import Key
 from support import DEVICES
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch.ops import codes, linear  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
+from torch_graphs import same, without_chance  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 FORWARDS = ("plain", "int8")
-ROUND = {"gx_rounding": "nearest", "gw_rounding": "nearest", "x_rounding": "nearest"}
-
-
-def config(forward: str, recipe: str = "default") -> HotConfig:
-    """Without random numbers, so that equal operands give equal bits."""
-    return HotConfig.recipe(recipe, forward=forward, **ROUND)  # type: ignore[arg-type]
 
 
 def negated(values: torch.Tensor) -> torch.Tensor:
@@ -35,10 +30,6 @@ def negated(values: torch.Tensor) -> torch.Tensor:
     out = torch._neg_view(-values)
     assert out.is_neg() and torch.equal(out, values)
     return out
-
-
-def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
 def check(function: Callable[..., torch.Tensor], operand: str, kind: Any, **shapes: Any) -> None:
@@ -68,7 +59,7 @@ def test_linear(
 ) -> None:
     shapes = {"x": shape, "weight": (48, 64), "bias": (48,), "gy": (*shape[:-1], 48)}
     kind = {"device": device, "dtype": dtype}
-    check(lambda *given: hot.linear(*given, config(forward)), operand, kind, **shapes)
+    check(lambda *given: hot.linear(*given, without_chance(forward)), operand, kind, **shapes)
 
 
 @OPERANDS
@@ -77,7 +68,7 @@ def test_linear(
 def test_conv2d(forward: str, kernel: int, operand: str) -> None:
     shapes = {"x": (2, 32, 6, 6), "weight": (48, 32, kernel, kernel), "bias": (48,)}
     shapes["gy"] = (2, 48, 7 - kernel, 7 - kernel)
-    check(lambda *given: hot.conv2d(*given, config=config(forward)), operand, {}, **shapes)
+    check(lambda *given: hot.conv2d(*given, config=without_chance(forward)), operand, {}, **shapes)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -94,7 +85,7 @@ def test_gradient_accumulation(device: str, forward: str) -> None:
         grads = w.grad, b.grad
         with hot.gradient_accumulation():
             for x, gy in steps:
-                hot.linear(form(x), w, b, config(forward)).backward(form(gy))
+                hot.linear(form(x), w, b, without_chance(forward)).backward(form(gy))
         assert w.grad is grads[0] and b.grad is grads[1]
         return grads
 
@@ -110,7 +101,10 @@ def test_a_weight_and_its_negative_inside_gradient_accumulation(forward: str) ->
     x = torch.randn(40, 64)
 
     def run() -> list[torch.Tensor]:
-        return [hot.linear(x, w, None, config(forward)).detach() for w in (weight, opposite)]
+        parts = (weight, opposite)
+        return [hot.linear(x, w, None, without_chance(forward)).detach() for w in parts]
+            hot.linear(x, w, None, without_chance(forward)).detach() for w in (weight, opposite)
+        ]
 
     expected = run()
     with hot.gradient_accumulation():
@@ -129,7 +123,7 @@ def test_freeze_int8(device: str, forward: str) -> None:
         model[0].weight = nn.Parameter(weight, requires_grad=False)
         with torch.no_grad():
             model[0].bias.fill_(0.5)
-        hot.convert(model, config(forward), filter_fn=lambda *_: True)
+        hot.convert(model, without_chance(forward), filter_fn=lambda *_: True)
         hot.freeze_int8(model)
         x = x.detach().requires_grad_()
         y = model(x)
@@ -163,7 +157,7 @@ def test_compiled(backend: str, forward: str) -> None:
     weight, bias = (torch.randn(48, 64).requires_grad_(), torch.randn(48).requires_grad_())
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y = hot.linear(x, weight, bias, config(forward))
+        y = hot.linear(x, weight, bias, without_chance(forward))
         return torch.complex(torch.zeros_like(y), y).conj().imag
 
     x, gy = torch.randn(40, 64), torch.randn(40, 48)
@@ -198,7 +192,7 @@ def test_without_memory(
     forward: str, form: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
-    settings = config(forward)
+    settings = without_chance(forward)
     saved = codes.compress(x, settings, Key(0))
     keys = Key(0), Key(0)
     calls: list[Callable[[], Any]] = [
@@ -238,7 +232,7 @@ class Wrapped(torch.Tensor):
 
 def test_a_weight_that_wraps_another() -> None:
     x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
-    settings = config("plain")
+    settings = without_chance("plain")
 
     def gradient(weight: torch.Tensor) -> torch.Tensor:
         leaf = x.clone().requires_grad_()
