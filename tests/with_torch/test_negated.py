@@ -103,8 +103,6 @@ def test_a_weight_and_its_negative_inside_gradient_accumulation(forward: str) ->
     def run() -> list[torch.Tensor]:
         parts = (weight, opposite)
         return [hot.linear(x, w, None, without_chance(forward)).detach() for w in parts]
-            hot.linear(x, w, None, without_chance(forward)).detach() for w in (weight, opposite)
-        ]
 
     expected = run()
     with hot.gradient_accumulation():
