@@ -511,22 +511,22 @@ def train(report: Report) -> Lines:
 
 
 GALLERY = {
-    "finetune_vit": "[a ViT-B/16](../../examples/finetune_vit.py), fine-tuned at 224 × 224, batch 128",
-    "continue_llama": "[a Llama](../../examples/continue_llama.py) of 1B's shape in bf16, 4 × 2048 tokens, blocks recomputed",
-    "lora": "[LoRA](../../examples/lora.py) of rank 16 on a Llama of 8B's shape, 2 × 2048 tokens, blocks recomputed, 24 GiB at most",
-    "diffusion": "[a diffusion transformer](../../examples/diffusion.py), DiT-B/2 on 32 × 32, batch 128",
-    "clip": "[CLIP](../../examples/clip.py) ViT-B/16, batch 128",
-}  # fmt: skip
+    "finetune_vit": ("a ViT-B/16", "fine-tuned at 224 × 224, batch 128"),
+    "continue_llama": ("a Llama", "1B's shape in bf16, 4 × 2048 tokens, blocks recomputed"),
+    "lora": ("LoRA", "rank 16, 8B's shape, 2 × 2048 tokens, blocks recomputed, within 24 GiB"),
+    "diffusion": ("a diffusion transformer", "DiT-B/2 on 32 × 32, batch 128"),
+    "clip": ("CLIP", "ViT-B/16, batch 128"),
+}
 
 
 def gallery(report: Report) -> Lines:
     """The examples at a real size: speed and peak memory, of plain's."""
     yield from header(["script", "contender", "a second", "of plain's", "peak, GiB", "of plain's"])
-    for name, words in GALLERY.items():
+    for name, (title, words) in GALLERY.items():
         example = report["examples"][name]
         plain = example["contenders"]["plain"]
         for contender, row in example["contenders"].items():
-            first = words if contender == "plain" else ""
+            first = f"[{title}](../../examples/{name}.py), {words}" if row is plain else ""
             if "left out" in row:
                 yield line([first, contender, row["left out"][:80], *[""] * 3])
                 continue
