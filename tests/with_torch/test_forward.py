@@ -23,7 +23,7 @@ from hotcore.torch.ops import linear  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Graphs, every  # noqa: E402
+from torch_graphs import Graphs, every, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -185,8 +185,7 @@ def test_gradients_are_those_of_the_plain_forward(recipe: str, kind: str) -> Non
     (plain_y, wanted), (y, got) = found
     assert not torch.equal(y, plain_y)
     assert len(got) == 3
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(got, wanted)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -372,8 +371,7 @@ def test_compiled_in_one_graph(unshared: None) -> None:
         torch.manual_seed(5)
         y = call(x)
         found.append((y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])))
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(*found)
     assert compiled(x[:33]).shape == (33, 64)
     model.eval()
     assert torch.equal(compiled(x), model(x))
@@ -461,8 +459,7 @@ def test_checkpoint_repeats_the_bits(reentrant: bool) -> None:
             found[-1] = (y, [p.grad.clone() for p in model.parameters()])
     (y, wanted), (z, got) = found
     assert torch.equal(y, z)
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(got, wanted)
 
 
 @pytest.mark.parametrize(("policy", "again"), [("keep_products", 0), ("keep_codes", 2)])

@@ -25,6 +25,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch_graphs import same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 INT8 = hot.HotConfig.recipe("accurate", forward="int8")
@@ -312,8 +313,7 @@ def test_without_private_names() -> None:
     with _compat.without_private_names():
         assert _compat.keeps_graph() is True
         found = results(hot.linear_cross_entropy, given)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("config", [None, INT8], ids=str)
@@ -401,8 +401,7 @@ def test_autocast_and_checkpoint(config: Any) -> None:
         assert error(ours, right) < 0.01
     for reentrant in (False, True):
         again = results(functools.partial(checkpoint, call, use_reentrant=reentrant), given)
-        for ours, theirs in zip(again, direct, strict=True):
-            assert torch.equal(ours, theirs)
+        assert same(again, direct)
 
 
 def test_a_selective_checkpoint_keeps_it() -> None:
@@ -414,8 +413,7 @@ def test_a_selective_checkpoint_keeps_it() -> None:
     with FlopCounterMode(display=False) as counter:
         found = results(call, given)
     assert counter.get_total_flops() == 3 * 2 * 64 * 32 * 96
-    for ours, theirs in zip(found, results(hot.linear_cross_entropy, given), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(found, results(hot.linear_cross_entropy, given))
 
 
 # ---------------------------------------------------------------------------------------- Modules

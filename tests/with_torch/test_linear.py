@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.ops import codes, core  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_graphs import every  # noqa: E402
+from torch_graphs import every, same  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONFIGS = (*RECIPES, *map(one_code, TOKEN_STORAGES))
@@ -293,8 +293,7 @@ def test_however_it_is_run(
         y = call(x)
         gradients = torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
         results.append((y, *gradients, torch.rand(())))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(*results)
 
 
 def test_compiles_with_a_config() -> None:

@@ -20,7 +20,7 @@ from hotcore.torch.ops import core  # noqa: E402
 from hotcore.torch.saved import blocks, codes, functions  # noqa: E402
 from support import saved_tensors, storage_bytes  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_graphs import gradient_of, losses_of, task_of  # noqa: E402
+from torch_graphs import gradient_of, losses_of, same, task_of  # noqa: E402
 
 Function = Callable[..., torch.Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -293,8 +293,7 @@ def test_attention_of_strided_heads_is_torch_s(strided: tuple[int, ...]) -> None
     tensors = [_heads(2, 4, 33, strided=i in strided) for i in range(3)]
     with pytest.warns(RuntimeWarning, match="strided along a head's features"):
         got = _answer(saved.scaled_dot_product_attention, tensors, bits=8)
-    for a, b in zip(got, _answer(F.scaled_dot_product_attention, tensors), strict=True):
-        assert torch.equal(a, b)
+    assert same(got, _answer(F.scaled_dot_product_attention, tensors))
 
 
 def test_a_replaced_attention_runs(monkeypatch: pytest.MonkeyPatch) -> None:
