@@ -115,7 +115,8 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
 
 def test_a_model_learns() -> None:
     losses = {}
-    for recipe in (None, "default", "fast", *map(one_code, TOKEN_STORAGES)):
+    others = (HotConfig(forward="int8"), *map(one_code, TOKEN_STORAGES))
+    for recipe in (None, "default", "fast", *others):
         torch.manual_seed(0)
         x = torch.randn(512, 32)
         target = torch.sin(x @ torch.randn(32, 4))
