@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import without_broken_torchvision
+from support import DEVICES, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -172,13 +172,16 @@ def test_rounding_is_repeatable_and_new_in_every_chunk() -> None:
     assert not torch.equal(gx(3)[:128], gx(3)[128:])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("retain", [False, True])
-def test_factors_are_not_rounded(retain: bool) -> None:
-    x, weight, target, _ = tensors(300, 64, dtype=torch.bfloat16, ignored=0)
+def test_factors_are_not_rounded(retain: bool, device: str) -> None:
+    """On CUDA a 0-dim tensor on the device would be cast to bf16 before the product."""
+    given = tensors(300, 64, dtype=torch.bfloat16, ignored=0)[:3]
+    x, weight, target = (t.detach().to(device).requires_grad_(t.requires_grad) for t in given)
     factor, grads = 1 / 3, []
     for reduction in ("mean", "sum"):
         loss = hot.linear_cross_entropy(x, weight, target, reduction=reduction)
-        g = torch.tensor(factor if reduction == "mean" else 1.0)
+        g = torch.tensor(factor if reduction == "mean" else 1.0, device=device)
         grads.append(torch.autograd.grad(loss, (x, weight), g, retain_graph=retain))
     for mean, of_sum in zip(*grads, strict=True):
         ratio = (mean.double() * of_sum).sum() / of_sum.double().square().sum()
