@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -369,12 +369,12 @@ def golden_config(case: dict[str, Any]) -> HotConfig:
 
 
 @contextmanager
-def saved_tensors() -> Iterator[list[torch.Tensor]]:
-    """Everything that autograd saves inside, except leaves (parameters, inputs)."""
+def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
+    """Everything that autograd saves inside; leaves (parameters, inputs) only if asked for."""
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not (tensor.is_leaf and tensor.requires_grad):
+        if leaves or not (tensor.is_leaf and tensor.requires_grad):
             kept.append(tensor)
         return tensor
 
@@ -400,6 +400,15 @@ def unchanged(model: torch.nn.Module, weight: torch.Tensor) -> Iterator[None]:
     assert torch.equal(weight.grad, torch.ones_like(weight))
     assert all(p is weight or p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+def storage_bytes(
+    kept: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()
+) -> dict[int, int]:
+    """Bytes of each storage of ``kept``, but those of ``besides``."""
+    own = {tensor.untyped_storage()._cdata for tensor in besides}
+    sizes = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in kept)}
+    return {key: size for key, size in sizes.items() if key not in own}
 
 
 def nbytes(kept: list[torch.Tensor]) -> int:

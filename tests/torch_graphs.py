@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
+import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch._ops import OpOverload
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import models  # noqa: E402
 
 
 def every(module: nn.Module, fqn: str) -> bool:
     """A filter for models too small for the default one."""
     return True
+
+
+def without_chance(forward: str, recipe: str = "default") -> hot.HotConfig:
+    """Without random numbers, so that equal operands give equal bits."""
+    names = ("gx_rounding", "gw_rounding", "x_rounding")
+    return hot.HotConfig.recipe(recipe, forward=forward, **dict.fromkeys(names, "nearest"))
+
+
+def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
+    """As many tensors, and each with the other's values."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def converted(model: nn.Module, recipe: str = "default", **fields: Any) -> nn.Module:
@@ -72,3 +91,42 @@ def gradients(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tens
     x = x.clone().requires_grad_()
     call(x).square().sum().backward()
     return [x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def task_of(name: str, rng: np.random.Generator) -> tuple[nn.Module, models.Batch, models.Task]:
+    """A small model of benchmarks/models.py with fresh random weights, and a batch."""
+    task = models.TASKS[name]
+    torch.manual_seed(int(rng.integers(2**31)))
+    try:
+        model = task.small.build()
+    except ModuleNotFoundError as missing:
+        if missing.name is None:  # a package that is there and does not work
+            raise
+        pytest.skip(f"{task.title}: {missing}")
+    batch = task.small.batch(torch.Generator().manual_seed(int(rng.integers(2**31))))
+    return model.train(), batch, task
+
+
+def gradient_of(model: nn.Module, batch: models.Batch, task: models.Task) -> torch.Tensor:
+    """Of all parameters."""
+    model.zero_grad()
+    loss = task.loss(model, batch)
+    assert math.isfinite(loss.item())
+    loss.backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(grads).double()
+
+
+def losses_of(
+    model: nn.Module, batch: models.Batch, task: models.Task, steps: int, rate: float
+) -> list[float]:
+    """Of some steps of AdamW on one batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    values = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values

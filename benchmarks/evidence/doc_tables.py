@@ -558,8 +558,8 @@ GALLERY = {
 def gallery(report: Report) -> Lines:
     """The examples at a real size: speed and peak memory, of plain's."""
     yield from header(["script", "contender", "a second", "of plain's", "peak, GiB", "of plain's"])
-    for name, (title, words) in GALLERY.items():
-        example = report["examples"][name]
+    for name, example in report["examples"].items():
+        title, words = GALLERY[name]
         plain = example["contenders"]["plain"]
         for contender, row in example["contenders"].items():
             first = f"[{title}](../../examples/{name}.py), {words}" if row is plain else ""

@@ -50,6 +50,9 @@ void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
   if (spec.gw_scale != Granularity::token) {
     refuse("gw_scale", granularity_name(spec.gw_scale), "token");
   }
+  if (spec.gx_rounding == Rounding::pseudo_stochastic) {
+    refuse("gx_rounding", rounding_name(spec.gx_rounding), "nearest or stochastic");
+  }
   if (spec.gw_rounding == Rounding::pseudo_stochastic) {
     refuse("gw_rounding", rounding_name(spec.gw_rounding), "nearest or stochastic");
   }

@@ -282,6 +282,7 @@ class HotConfig:
             "gx_scale": ("token",),
             "weight_scale": ("channel",),
             "gw_scale": ("token",),
+            "gx_rounding": ("nearest", "stochastic"),
             "gw_rounding": ("nearest", "stochastic"),
             "x_rounding": ("nearest", "stochastic"),
             "equalize_tokens": (False,),

@@ -298,7 +298,7 @@ class RandomBatch {
     if (r.one_in(3)) {
       hot::BackwardLinearSpec spec = token_spec(r.of(token_storages));
       spec.hadamard_block = 16 << r.from(0, 2);
-      spec.gx_rounding = r.of(roundings);
+      spec.gx_rounding = roundings[r.from(0, 1)];
       spec.gw_rounding = roundings[r.from(0, 1)];
       if (spec.storage == hot::Storage::token8) spec.x_rounding = roundings[r.from(0, 1)];
       if (r.one_in(3)) {
@@ -409,7 +409,9 @@ class RandomBatch {
          << " rank " << spec.low_rank.rank << ", x as " << hot::storage_name(spec.storage)
          << (spec.equalize_tokens ? " equalised" : "") << ", g_w scale "
          << hot::granularity_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
-         << spec.gx_bits << ", arch " << arch << (accumulate ? ", accumulating" : "")
+         << spec.gx_bits << ", rounding " << hot::rounding_name(spec.gx_rounding) << " "
+         << hot::rounding_name(spec.gw_rounding) << " " << hot::rounding_name(spec.x_rounding)
+         << ", arch " << arch << (accumulate ? ", accumulating" : "")
          << (quantized ? ", w quantised before" : "");
     if (forward_too) text << ", and x for a forward product, n " << forward_spec.hadamard_block;
     named(text);

@@ -52,6 +52,8 @@ TEST(TokenCodes, errors) {
       {"gx_scale", "token", [](auto& s) { s.gx_scale = Granularity::tensor; }},
       {"weight_scale", "channel", [](auto& s) { s.weight_scale = Granularity::tensor; }},
       {"gw_scale", "token", [](auto& s) { s.gw_scale = Granularity::channel; }},
+      {"gx_rounding", "nearest or stochastic",
+       [](auto& s) { s.gx_rounding = Rounding::pseudo_stochastic; }},
       {"gw_rounding", "nearest or stochastic",
        [](auto& s) { s.gw_rounding = Rounding::pseudo_stochastic; }},
       {"x_rounding", "stochastic", [](auto& s) { s.x_rounding = Rounding::pseudo_stochastic; }},

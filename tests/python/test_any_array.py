@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import equal_bits, torch
+from support import equal_bits, torch, unaligned
 
 Arrays = dict[str, np.ndarray]
 Sizes = tuple[int, int, int]  # L, O, I
@@ -47,62 +47,49 @@ def input_bytes(a: Arrays) -> tuple[Any, ...]:
     return codes.data, saved.data
 
 
+def of(**axes: str) -> Callable[[np.random.Generator, Sizes], Arrays]:
+    """Arrays by name and axes: L, O and I, and B, 16 times O."""
+    makers = {"packed": packed} | dict.fromkeys(("q", "a", "b"), codes)
+
+    def make(g: np.random.Generator, s: Sizes) -> Arrays:
+        size = dict(zip("LOIB", (*s, 16 * s[1]), strict=True))
+        of_name = {name: [size[axis] for axis in given] for name, given in axes.items()}
+        return {name: makers.get(name, floats)(g, *shape) for name, shape in of_name.items()}
+
+    return make
+
+
+PRODUCT = of(a="LI", b="OI", a_scale="L", b_scale="O")
+
+
+def packed_product(g: np.random.Generator, s: Sizes) -> Arrays:
+    arrays = PRODUCT(g, (s[0], s[1], 2 * s[2]))
+    return arrays | {name: hotcore.pack_int4(arrays[name]) for name in "ab"}
+
+
 FUNCTIONS = {
-    "fwht": Function(
-        lambda g, s: {"x": floats(g, s[0], 16 * s[1])}, lambda a: hotcore.fwht(a["x"])
-    ),
-    "hla": Function(lambda g, s: {"x": floats(g, s[0], s[1])}, lambda a: hotcore.hla(a["x"])),
-    "quantize": Function(
-        lambda g, s: {"x": floats(g, s[0], s[1])}, lambda a: hotcore.quantize(a["x"])
-    ),
-    "dequantize": Function(
-        lambda g, s: {"q": codes(g, s[0], s[1]), "scale": floats(g, s[0])},
-        lambda a: hotcore.dequantize(a["q"], a["scale"]),
-    ),
-    "pack_int4": Function(
-        lambda g, s: {"q": codes(g, s[0], s[1])}, lambda a: hotcore.pack_int4(a["q"])
-    ),
-    "unpack_int4": Function(
-        lambda g, s: {"packed": packed(g, s[0], s[1])}, lambda a: hotcore.unpack_int4(a["packed"])
-    ),
-    "gemm_int8": Function(
-        lambda g, s: {
-            "a": codes(g, s[0], s[2]), "b": codes(g, s[1], s[2]),
-            "a_scale": floats(g, s[0]), "b_scale": floats(g, s[1]),
-        },
-        lambda a: hotcore.gemm_int8(*a.values()),
-    ),
-    "gemm_int4": Function(
-        lambda g, s: {
-            "a": hotcore.pack_int4(codes(g, s[0], 2 * s[2])),
-            "b": hotcore.pack_int4(codes(g, s[1], 2 * s[2])),
-            "a_scale": floats(g, s[0]), "b_scale": floats(g, s[1]),
-        },
-        lambda a: hotcore.gemm_int4(*a.values()),
-    ),
-    "compress_activation": Function(lambda g, s: {"x": floats(g, s[0], s[2])}, saved_bytes),
-    "quantize_weight": Function(
-        lambda g, s: {"w": floats(g, s[1], s[2])}, lambda a: hotcore.quantize_weight(a["w"]).data
-    ),
+    "fwht": Function(of(x="LB"), lambda a: hotcore.fwht(a["x"])),
+    "hla": Function(of(x="LO"), lambda a: hotcore.hla(a["x"])),
+    "quantize": Function(of(x="LO"), lambda a: hotcore.quantize(a["x"])),
+    "dequantize": Function(of(q="LO", scale="L"), lambda a: hotcore.dequantize(*a.values())),
+    "pack_int4": Function(of(q="LO"), lambda a: hotcore.pack_int4(a["q"])),
+    "unpack_int4": Function(of(packed="LO"), lambda a: hotcore.unpack_int4(a["packed"])),
+    "gemm_int8": Function(PRODUCT, lambda a: hotcore.gemm_int8(*a.values())),
+    "gemm_int4": Function(packed_product, lambda a: hotcore.gemm_int4(*a.values())),
+    "compress_activation": Function(of(x="LI"), saved_bytes),
+    "quantize_weight": Function(of(w="OI"), lambda a: hotcore.quantize_weight(a["w"]).data),
     "quantize_forward_weight": Function(
-        lambda g, s: {"w": floats(g, s[1], s[2])},
-        lambda a: hotcore.quantize_forward_weight(a["w"]).data,
+        of(w="OI"), lambda a: hotcore.quantize_forward_weight(a["w"]).data
     ),
-    "quantize_forward_input": Function(lambda g, s: {"x": floats(g, s[0], s[2])}, input_bytes),
+    "quantize_forward_input": Function(of(x="LI"), input_bytes),
     "forward_linear": Function(
-        lambda g, s: {
-            "x": floats(g, s[0], s[2]), "w": floats(g, s[1], s[2]), "bias": floats(g, s[1]),
-        },
-        lambda a: hotcore.forward_linear(a["x"], a["w"], a["bias"]),
+        of(x="LI", w="OI", bias="O"), lambda a: hotcore.forward_linear(*a.values())
     ),
     "backward_linear": Function(
-        lambda g, s: {
-            "gy": floats(g, s[0], s[1]), "w": floats(g, s[1], s[2]),
-            "saved_or_x": floats(g, s[0], s[2]),
-        },
+        of(gy="LO", w="OI", saved_or_x="LI"),
         lambda a: hotcore.backward_linear(*a.values(), need=("gx", "gw", "gb"), key=1),
     ),
-}  # fmt: skip
+}
 
 sizes = st.tuples(*(st.integers(0, 40) | st.sampled_from((64, 77)) for _ in range(3)))
 
@@ -148,13 +135,6 @@ def swapped(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder())
 
 
-def unaligned(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
-    memory = np.zeros(values.nbytes + 16, np.uint8)
-    view = memory[1 : 1 + values.nbytes].view(values.dtype).reshape(values.shape)
-    view[...] = values
-    return view
-
-
 def other_dimensions(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
     wide = values[None, None, None, None]
     return draw(st.sampled_from((np.zeros((), values.dtype), wide)))
@@ -166,7 +146,7 @@ FORMS: dict[str, tuple[Callable[..., np.ndarray], bool]] = {
     "zero strides": (repeated, True),
     "another dtype": (other_dtype, True),
     "byte-swapped": (swapped, False),
-    "unaligned": (unaligned, False),
+    "unaligned": (lambda values, draw: unaligned(values), False),
     "dimensions": (other_dimensions, True),
 }
 TAKEN = ("strides", "zero strides")
@@ -209,7 +189,7 @@ OUTPUTS: dict[str, Callable[[Arrays, Any], Any]] = {
     "hla": lambda a, out: hotcore.hla(a["x"], out=out),
     "gemm_int8": lambda a, out: hotcore.gemm_int8(*a.values(), out=out),
     "gemm_int4": lambda a, out: hotcore.gemm_int4(*a.values(), out=out),
-    "forward_linear": lambda a, out: hotcore.forward_linear(a["x"], a["w"], a["bias"], out=out),
+    "forward_linear": lambda a, out: hotcore.forward_linear(*a.values(), out=out),
     "backward_linear": lambda a, out: (
         hotcore.backward_linear(*a.values(), need="gw", key=1, gw_out=out).gw
     ),

@@ -220,14 +220,13 @@ def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
         ((quantized, tensor(w[:, :34]), None), "w has shape (6, 34)"),
     ):
         refused(
-            lambda a=arguments: on("hot_forward_linear_input", *a, *end),
-            *(INVALID, "forward_linear: ", words),
+            lambda a=arguments: on("hot_forward_linear_input", *a, *end), "forward_linear: ", words
         )
     scalar = tensor(w[0])
     scalar.ndim = 0
     refused(
         lambda: on("hot_forward_linear_input", quantized, tensor(w), None, scalar, *end[1:]),
-        *(INVALID, "bias has 0 dimensions"),
+        "bias has 0 dimensions",
     )
     for field, value, words in (
         ("format", 0, "x.format is 0"),
@@ -238,9 +237,7 @@ def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
     ):
         bad = type(quantized).from_buffer_copy(quantized)
         setattr(bad, field, value)
-        refused(
-            lambda b=bad: on("hot_forward_linear_input", b, tensor(w), None, *end), INVALID, words
-        )
+        refused(lambda b=bad: on("hot_forward_linear_input", b, tensor(w), None, *end), words)
     assert (y == 7).all()
 
     count, layout = codes.size, make("hot_saved_layout")
@@ -273,7 +270,7 @@ def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
         ({"room_bytes": layout.bytes - 1}, "saved has"),
         ({"room": to.ctypes.data, "room_bytes": layout.bytes}, "saved"),
     ):
-        refused(lambda c=changes: quantize(**c), INVALID, "quantize_forward_input: ", words)
+        refused(lambda c=changes: quantize(**c), "quantize_forward_input: ", words)
     assert (to == 0xA5).all() and (room == 0xA5).all()
     assert api.number("hot_forward_linear_input_workspace", api._context, 48, 6, 35, spec, 0) <= (
         api.number("hot_forward_linear_workspace", api._context, 48, 6, 35, spec, 0)
@@ -286,20 +283,16 @@ def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str)
     kept, saved = api.compress_activation(x, spec, key=KEY)
     if HotConfig.recipe(recipe).basis != "full":
         call = lambda: api.decompress_activation(saved, 0, 97, spec)  # noqa: E731
-        refused(call, UNSUPPORTED, "decompress_activation: saved has basis")
+        refused(call, "decompress_activation: saved has basis", status=UNSUPPORTED)
         return
     model = hotcore.compress_activation(x, recipe, key=KEY)
     for first, last in ((0, 97), (63, 66), (5, 5)):
         got = api.decompress_activation(saved, first, last, spec)
         equal_bits(got, hotcore.decompress_activation(model, first, last))
-    refused(lambda: api.decompress_activation(saved, 3, 98, spec), INVALID, "last is 98")
-    refused(lambda: api.decompress_activation(saved, 98, 98, spec), INVALID, "first is 98")
+    refused(lambda: api.decompress_activation(saved, 3, 98, spec), "last is 98")
+    refused(lambda: api.decompress_activation(saved, 98, 98, spec), "first is 98")
     out = tensor(np.empty((97, 35), np.float32))
-    refused(
-        lambda: api.on("hot_decompress_activation", None, 0, 97, spec, out),
-        INVALID,
-        "saved is null",
-    )
+    refused(lambda: api.on("hot_decompress_activation", None, 0, 97, spec, out), "saved is null")
     assert len(kept) == saved.bytes
 
 
@@ -348,7 +341,7 @@ def test_contexts(api: CApi, rng: np.random.Generator) -> None:
 # ---- errors ----
 
 
-def refused(call: Callable[[], object], status: int, *words: str) -> None:
+def refused(call: Callable[[], object], *words: str, status: int = INVALID) -> None:
     with pytest.raises(HotError) as error:
         call()
     assert error.value.status == status, error.value
@@ -368,16 +361,16 @@ def test_the_bindings_errors(api: CApi) -> None:
         "recipe: name is 'best'": lambda: api.spec("best"),
     }
     for words, call in calls.items():
-        refused(call, INVALID, words)
-    refused(lambda: api.on("hot_context_set_key", 1, 2, 8192, None), INVALID, "8192")
-    refused(lambda: api.on("hot_context_set_key", 1, 2, 3, 4), INVALID, "multiple of 8")
-    refused(lambda: api.on("hot_context_set_arch", 70), INVALID, "arch is 70")
+        refused(call, words)
+    refused(lambda: api.on("hot_context_set_key", 1, 2, 8192, None), "8192")
+    refused(lambda: api.on("hot_context_set_key", 1, 2, 3, 4), "multiple of 8")
+    refused(lambda: api.on("hot_context_set_arch", 70), "arch is 70")
     if not _core.built_with_cuda():
         out = ctypes.c_void_p()
         refused(
             lambda: api.call("hot_context_cuda", 0, None, ctypes.byref(out)),
-            UNSUPPORTED,
             "no CUDA backend",
+            status=UNSUPPORTED,
         )
         assert out.value is None
     a = np.ones((4, 32), np.int8)
@@ -386,7 +379,9 @@ def test_the_bindings_errors(api: CApi) -> None:
     sums = np.zeros((4, 4), np.int32)
     views = (tensor(packed), tensor(packed), 32, None, None, 1, 0, tensor(sums))
     if api.number("hot_gemm_workspace", api._context, 4, 4, 32):
-        refused(lambda: api.on("hot_gemm_int4", *views, None, 0), small, "workspace", "expected")
+        refused(
+            lambda: api.on("hot_gemm_int4", *views, None, 0), "workspace", "expected", status=small
+        )
 
 
 def test_wrong_numbers_and_nulls(api: CApi) -> None:
@@ -407,24 +402,22 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     ):
         bad = tensor(x)
         setattr(bad, field, value)
-        refused(lambda bad=bad: on("hot_fwht", bad, -1, 16, fine), INVALID, "fwht", words)
-    refused(lambda: on("hot_fwht", None, -1, 16, fine), INVALID, "x is null")
-    refused(lambda: on("hot_fwht", good, -1, 16, None), INVALID, "out is null")
-    refused(lambda: api.call("hot_fwht", None, good, -1, 16, fine), INVALID, "context is null")
-    refused(lambda: on("hot_context_copy", None), INVALID, "out is null")
-    refused(lambda: on("hot_context_set_isa", 4), INVALID, "isa is 4; expected 0 to 3")
-    refused(
-        lambda: api.call("hot_context_set_key", None, 0, 0, 0, None), INVALID, "context is null"
-    )
-    refused(lambda: api.call("hot_context_cpu", -1, ctypes.byref(ctypes.c_void_p())), INVALID, "-1")
+        refused(lambda bad=bad: on("hot_fwht", bad, -1, 16, fine), "fwht", words)
+    refused(lambda: on("hot_fwht", None, -1, 16, fine), "x is null")
+    refused(lambda: on("hot_fwht", good, -1, 16, None), "out is null")
+    refused(lambda: api.call("hot_fwht", None, good, -1, 16, fine), "context is null")
+    refused(lambda: on("hot_context_copy", None), "out is null")
+    refused(lambda: on("hot_context_set_isa", 4), "isa is 4; expected 0 to 3")
+    refused(lambda: api.call("hot_context_set_key", None, 0, 0, 0, None), "context is null")
+    refused(lambda: api.call("hot_context_cpu", -1, ctypes.byref(ctypes.c_void_p())), "-1")
     refused(
         lambda: api.call("hot_context_cpu_on", None, None, 2, ctypes.byref(ctypes.c_void_p())),
-        *(INVALID, "executor.run is null"),
+        "executor.run is null",
     )
-    refused(lambda: api.call("hot_basis_order", 1, 16, None), INVALID, "rows is null")
-    refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), INVALID, "bytes is null")
-    refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), INVALID, "name is null")
-    refused(lambda: api.call("hot_spec_recipe", b"fast", None), INVALID, "spec is null")
+    refused(lambda: api.call("hot_basis_order", 1, 16, None), "rows is null")
+    refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), "bytes is null")
+    refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), "name is null")
+    refused(lambda: api.call("hot_spec_recipe", b"fast", None), "spec is null")
     numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("x_rounding", 3))
     for field, value in (
         *numbers,
@@ -436,17 +429,15 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     ):
         spec = api.spec("default")
         setattr(spec, field, value)
-        refused(lambda s=spec: api.compress_activation(x, s), INVALID, f"{field} is {value}")
+        refused(lambda s=spec: api.compress_activation(x, s), f"{field} is {value}")
     spec = api.spec("paper")
     spec.row_count = 2
-    refused(lambda: api.compress_activation(x, spec), INVALID, "spec.rows is null")
+    refused(lambda: api.compress_activation(x, spec), "spec.rows is null")
     for wrong in ("granularity", "rounding"):
         codes = {"granularity": 1, "rounding": 0, wrong: 9}
         q = tensor(np.empty((8, 16), np.int8))
         refused(
-            lambda c=codes, q=q: on("hot_quantize", good, 8, *c.values(), q, fine),
-            INVALID,
-            f"{wrong} is 9",
+            lambda c=codes, q=q: on("hot_quantize", good, 8, *c.values(), q, fine), f"{wrong} is 9"
         )
 
 
@@ -492,13 +483,11 @@ def test_fields_by_name(api: CApi) -> None:
         ("rows", "1", ("rows is the caller's array",)),
     ):
         refused(
-            lambda n=name, v=value: api.call("hot_spec_set", spec, n.encode(), v.encode()),
-            INVALID,
-            *words,
+            lambda n=name, v=value: api.call("hot_spec_set", spec, n.encode(), v.encode()), *words
         )
-    refused(lambda: api.call("hot_spec_set", spec, None, b"1"), INVALID, "field is null")
-    refused(lambda: api.call("hot_spec_set", spec, b"rank", None), INVALID, "text is null")
-    refused(lambda: api.call("hot_spec_get", spec, b"storage", room, 4), INVALID, "storage needs 5")
+    refused(lambda: api.call("hot_spec_set", spec, None, b"1"), "field is null")
+    refused(lambda: api.call("hot_spec_set", spec, b"rank", None), "text is null")
+    refused(lambda: api.call("hot_spec_get", spec, b"storage", room, 4), "storage needs 5")
     assert bytes(spec) == before
     api.call("hot_spec_get", spec, b"storage", room, 5)
 
@@ -513,18 +502,18 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
         config = dataclasses.replace(HotConfig.recipe("accurate"), **change)
         api.backward_linear(gy, operand, saved, api.spec(config), in_features=5, need=need)
 
-    refused(lambda: run({}, need=()), INVALID, "out wants nothing")
+    refused(lambda: run({}, need=()), "out wants nothing")
     for change in (
         {"basis": "sketch"}, {"x_scale": "tensor"}, {"x_rounding": "nearest"},
         {"equalize_tokens": True},
     ):  # fmt: skip
-        refused(lambda c=change: run(c), INVALID, "saved was made", "another spec")
-    refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), INVALID, "w was made", "another spec")
+        refused(lambda c=change: run(c), "saved was made", "another spec")
+    refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), "w was made", "another spec")
     run({"gx_bits": 4})  # a field that x does not depend on
     saved.format = 0
-    refused(lambda: run({}), INVALID, "saved.format is 0")
+    refused(lambda: run({}), "saved.format is 0")
     saved.struct_size = 8
-    refused(lambda: run({}), INVALID, "saved.struct_size is 8")
+    refused(lambda: run({}), "saved.struct_size is 8")
 
 
 def test_nothing_is_written_before_the_error(api: CApi) -> None:
@@ -536,9 +525,9 @@ def test_nothing_is_written_before_the_error(api: CApi) -> None:
         where = memory.ctypes.data
         api.on("hot_compress_activation", tensor(x), spec, where, count, None, 0, saved)
 
-    refused(lambda: compress(10), INVALID, "saved has 10 bytes")
+    refused(lambda: compress(10), "saved has 10 bytes")
     saved.struct_size = 1
-    refused(lambda: compress(4096), INVALID, "saved.struct_size is 1")
+    refused(lambda: compress(4096), "saved.struct_size is 1")
     saved.struct_size = ctypes.sizeof(saved)
     equal_bits(memory, before[0])
     assert bytes(saved) == before[1]
@@ -549,12 +538,12 @@ def test_supported_says_why(api: CApi) -> None:
     spec.grid_h = spec.grid_w = 14
     spec.prefix_tokens = 1
     api.on("hot_supported", 197, 64, 48, spec)
-    refused(lambda: api.on("hot_supported", 196, 64, 48, spec), UNSUPPORTED, "196")
-    refused(lambda: api.on("hot_supported", 197, 64, 48, None), INVALID, "spec is null")
+    refused(lambda: api.on("hot_supported", 196, 64, 48, spec), "196", status=UNSUPPORTED)
+    refused(lambda: api.on("hot_supported", 197, 64, 48, None), "spec is null")
 
 
 def test_errors_are_of_their_thread(api: CApi) -> None:
-    refused(lambda: api.spec("best"), INVALID, "best")
+    refused(lambda: api.spec("best"), "best")
     seen = []
     thread = threading.Thread(target=lambda: seen.append(api.lib.hot_last_error()))
     thread.start()
@@ -581,7 +570,6 @@ def test_longer_structs_of_a_later_header(api: CApi) -> None:
     longer.later = 1
     refused(
         lambda: api.on("hot_fwht", longer, -1, 16, tensor(out)),
-        INVALID,
         "x.struct_size is 104",
         hotcore.__version__,
     )

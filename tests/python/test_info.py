@@ -76,16 +76,20 @@ def test_unknown_options_are_refused(options: list[str]) -> None:
         info.main(options)
 
 
-def test_the_adapter_without_torch_says_what_to_install() -> None:
+@pytest.mark.parametrize(("name", "least"), [("torch", "2.6"), ("jax", "0.10")])
+def test_an_adapter_without_its_package_says_what_to_install(name: str, least: str) -> None:
     code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "try:\n import hotcore.torch\n"
+        f"import sys; sys.modules['{name}'] = None\n"
+        f"try:\n import hotcore.{name}\n"
         "except ImportError as error: print(error)\n"
         "else: raise SystemExit('imported')"
     )
     said = run("-c", code)
     # hotcore on PyPI is another project: no advice may name it.
-    assert "needs torch 2.6 or newer: pip install 'torch>=2.6'" in said and "hotcore[" not in said
+    assert f"needs {name} {least} or newer: pip install '{name}>={least}'" in said
+    assert "hotcore[" not in said
+    built = name == "torch" or info.collect()["jax"]
+    assert ("HOT_JAX=ON pip install '.[jax]'" in said) != built
 
 
 @pytest.mark.parametrize(
@@ -102,18 +106,6 @@ def test_the_adapter_refuses_an_old_torch(tmp_path: Path, version: str, refused:
     said = run("-c", code)
     expected = f"needs torch 2.6 or newer: pip install 'torch>=2.6' (torch is {version}, in"
     assert (expected in said) == refused, said
-
-
-def test_jax_without_the_package_says_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['jax'] = None\n"
-        "try:\n import hotcore.jax\n"
-        "except ImportError as error: print(error)\n"
-        "else: raise SystemExit('imported')"
-    )
-    said = run("-c", code)
-    assert "needs jax 0.10 or newer: pip install 'jax>=0.10'" in said and "hotcore[" not in said
-    assert ("HOT_JAX=ON pip install '.[jax]'" in said) != info.collect()["jax"]
 
 
 def test_paths_exist() -> None:

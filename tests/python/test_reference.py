@@ -376,25 +376,29 @@ def test_int4_storage_by_definition(rng: np.random.Generator) -> None:
     assert np.array_equal(ref.unpack_int4(saved.packed), saved.codes)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_back_to_int8_by_definition(rng: np.random.Generator, rounding: str) -> None:
+@pytest.mark.parametrize(("storage", "rounding"), [*(("int4", r) for r in ROUNDINGS), ("rht2", "")])
+def test_back_to_int8_by_definition(rng: np.random.Generator, storage: str, rounding: str) -> None:
     tokens, channels = 150, 4
-    x = normal(rng, tokens, channels) * np.exp2(np.arange(tokens) // 64)[:, None].astype(f32)
+    x = normal(rng, tokens, channels) * np.exp2(np.arange(tokens) // 64 * 3)[:, None].astype(f32)
     x[3, 2] = np.nan
     x[:, 3] = 0
-    config = ref.recipe("default", x_rounding=rounding)
-    saved = ref.compress_activation(x, config, key=8)
+    how = {"x_rounding": rounding} if rounding else {}
+    saved = ref.compress_activation(x, ref.recipe("default", storage=storage, **how), key=8)
     codes, scale = ref.requantize(saved, (9, 9, 9))
-    assert codes.shape == (channels, 160)
-    u = ref.random_bytes(channels, 160, (9, 9, 9), 6)
+    depth, largest = (160, 7) if storage == "int4" else (192, 2)
+    assert codes.shape == (channels, depth)
+    u = ref.random_bytes(channels, depth, (9, 9, 9), 6)
     groups = ref.bf16_values(saved.scales)
     for c in range(2):
-        amax = f32(7) * groups[c].max()
+        amax = f32(largest) * groups[c].max()
         assert scale[c] == amax / f32(127)
-        factor = np.repeat(groups[c] * (f32(127) / amax), 64)[:160]
-        values = saved.codes[c, :160].astype(f32)
-        how = "stochastic" if rounding == "stochastic" else "nearest"
-        assert np.array_equal(codes[c], ref.round_codes(values, factor, 8, how, u[c]))
+        factor = np.repeat(groups[c] * (f32(127) / amax), 64)[:depth]
+        values = saved.codes[c, :depth].astype(f32)
+        if storage == "rht2":
+            dither = ref.random_bytes(1, depth, 8, 3)[0].astype(int)
+            values = (saved.codes[c] - 2 + (511 - 2 * dither) / 512).astype(f32)
+        again = "stochastic" if storage == "rht2" or rounding == "stochastic" else "nearest"
+        assert np.array_equal(codes[c], ref.round_codes(values, factor, 8, again, u[c]))
     assert np.isnan(scale[2]) and scale[3] == 0 and not codes[2:].any()
     assert np.array_equal(ref.requantize(saved)[0], ref.requantize(saved, 8)[0])
 
@@ -447,24 +451,6 @@ def test_rotated_storage_by_definition(rng: np.random.Generator) -> None:
             assert scale * (y[part] @ values) == pytest.approx(y[part] @ y[part], rel=2**-8)
     unpacked = np.stack([saved.packed >> (2 * j) & 3 for j in range(4)], -1)
     assert np.array_equal(unpacked.reshape(saved.codes.shape), saved.codes)
-
-
-def test_rotated_storage_back_to_int8(rng: np.random.Generator) -> None:
-    tokens, channels = 150, 3
-    x = normal(rng, tokens, channels) * np.exp2(np.arange(tokens) // 64 * 3)[:, None].astype(f32)
-    x[3, 2] = np.nan
-    saved = ref.compress_activation(x, ref.recipe("default", storage="rht2"), key=8)
-    codes, scale = ref.requantize(saved, (9, 9, 9))
-    assert codes.shape == (channels, 192) and np.isnan(scale[2]) and not codes[2].any()
-    groups = ref.bf16_values(saved.scales)
-    u = ref.random_bytes(channels, 192, (9, 9, 9), 6)
-    for c in range(2):
-        amax = f32(2) * groups[c].max()
-        assert scale[c] == amax / f32(127)
-        factor = np.repeat(groups[c] * (f32(127) / amax), 64)
-        dither = ref.random_bytes(1, 192, 8, 3)[0].astype(int)
-        values = (saved.codes[c] - 2 + (511 - 2 * dither) / 512).astype(f32)
-        assert np.array_equal(codes[c], ref.round_codes(values, factor, 8, "stochastic", u[c]))
 
 
 def test_the_cut_off_scale_is_positive(rng: np.random.Generator) -> None:

@@ -194,39 +194,48 @@ def test_token8_storage_by_definition(rng: np.random.Generator, rounding: str) -
         assert np.array_equal(saved.codes[token], wanted)
 
 
-@pytest.mark.parametrize(("width", "block", "limit"), [(35, 16, 64), (96, 32, 64), (61, 64, 64)])
+BLOCKS = pytest.mark.parametrize(
+    ("width", "block", "limit"), [(35, 16, 64), (96, 32, 64), (61, 64, 64)]
+)
+
+
+def in_groups(rng: np.random.Generator, storage: str, width: int, block: int, limit: int) -> Any:
+    """What is kept of x and comes back, u, random bytes; the slices of groups. Shapes are right."""
+    tokens, key, bits = 21, (3, 1, 4), int(storage[-1])
+    x = awkward_tokens(rng, tokens, width)
+    x[8, 32:] *= storage == "token4"  # a group of zeros where blocks do not reach across
+    saved = ref.compress_activation(x, one_code(storage, hadamard_block=limit), key=key)
+    padded = -(-width // block) * block
+    groups = [slice(first, min(first + 32, padded)) for first in range(0, padded, 32)]
+    assert saved.codes.shape == (tokens, padded) and saved.codes.dtype == np.int8
+    assert saved.packed.shape == (tokens, padded * bits // 8) and saved.packed.dtype == np.uint8
+    assert saved.scales.shape == (tokens,) and saved.scales.dtype == np.uint16
+    assert saved.ratios.shape == (tokens, len(groups)) and saved.ratios.dtype == np.uint8
+    sizes = saved.sizes.astype(int) - 127
+    assert sizes.tolist() == sizes_by_definition(x) and sizes[2] > 0
+    u = rotated_tokens(x, block, sizes, key if storage == "token2" else 0)
+    random = ref.tile_bytes(tokens, padded, key, 3).astype(int)
+    for token, values in enumerate(u):
+        empty = not np.isfinite(values).all() or np.abs(values).max() < 2.0**-100
+        assert empty == (token in (3, 5, 6))
+        if empty:
+            assert saved.scales[token] == (0x7FC0 if token == 5 else 0)
+            assert not saved.ratios[token].any() and not saved.codes[token].any()
+    return saved, ref._token_values(saved), u, random, groups
+
+
+@BLOCKS
 def test_token4_storage_by_definition(
     rng: np.random.Generator, width: int, block: int, limit: int
 ) -> None:
-    tokens, key = 21, (3, 1, 4)
-    x = awkward_tokens(rng, tokens, width)
-    saved = ref.compress_activation(x, one_code("token4", hadamard_block=limit), key=key)
-    padded = -(-width // block) * block
-    groups = -(-padded // 32)
-    assert saved.codes.shape == (tokens, padded) and saved.packed.shape == (tokens, padded // 2)
-    assert saved.scales.shape == (tokens,) and saved.scales.dtype == np.uint16
-    assert saved.ratios.shape == (tokens, groups) and saved.ratios.dtype == np.uint8
+    saved, back, u, random, groups = in_groups(rng, "token4", width, block, limit)
     assert np.array_equal(ref.unpack_int4(saved.packed), saved.codes)
-    sizes = saved.sizes.astype(int) - 127
-    assert sizes.tolist() == sizes_by_definition(x) and sizes[2] > 0
-    u = rotated_tokens(x, block, sizes)
-    random = ref.tile_bytes(tokens, padded, key, 3).astype(int)
-    back = ref._token_values(saved)
-    for token in range(tokens):
+    for token in np.flatnonzero((saved.scales != 0) & (saved.scales != 0x7FC0)):
         bits, ratios = saved.scales[token], saved.ratios[token]
-        if not np.isfinite(u[token]).all():
-            assert bits == 0x7FC0 and not ratios.any() and not saved.codes[token].any()
-            continue
-        if np.abs(u[token]).max() < 2.0**-100:
-            assert (
-                bits == 0 and not ratios.any() and not saved.codes[token].any() and token in (3, 6)
-            )
-            continue
         seventh = f32(np.abs(u[token]).max()) / f32(7.5)
         t = ref.bf16_values(bits)
         assert t >= seventh > ref.bf16_values(bits - np.uint16(1))
-        for g in range(groups):
-            part = slice(32 * g, min(32 * (g + 1), padded))
+        for g, part in enumerate(groups):
             code, amax = saved.codes[token, part], f32(np.abs(u[token, part]).max())
             if amax == 0:
                 assert ratios[g] == 0 and not code.any() and not back[0][token, part].any()
@@ -266,42 +275,20 @@ def nearest_ratio(value: Fraction) -> int:
     return next((r for r in best if r % 2), best[0])  # 1777 is odd: an odd R has an even last bit
 
 
-@pytest.mark.parametrize(("width", "block", "limit"), [(35, 16, 64), (96, 32, 64), (61, 64, 64)])
+@BLOCKS
 def test_token2_storage_by_definition(
     rng: np.random.Generator, width: int, block: int, limit: int
 ) -> None:
     """With fractions where results are exact, otherwise by single float operations."""
-    tokens, key = 21, (3, 1, 4)
-    x = awkward_tokens(rng, tokens, width)
-    x[8, 32:] = 0  # a group of zeros where blocks do not reach across
-    saved = ref.compress_activation(x, one_code("token2", hadamard_block=limit), key=key)
-    padded = -(-width // block) * block
-    groups = -(-padded // 32)
-    assert saved.codes.shape == (tokens, padded) and saved.codes.dtype == np.int8
-    assert saved.packed.shape == (tokens, padded // 4) and saved.packed.dtype == np.uint8
+    saved, back, u, random, groups = in_groups(rng, "token2", width, block, limit)
     fields = saved.packed[:, :, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
-    assert np.array_equal(fields.reshape(tokens, padded), saved.codes)
-    assert saved.scales.shape == (tokens,) and saved.scales.dtype == np.uint16
-    assert saved.ratios.shape == (tokens, groups) and saved.ratios.dtype == np.uint8
-    sizes = saved.sizes.astype(int) - 127
-    assert sizes.tolist() == sizes_by_definition(x) and sizes[2] > 0
-    u = rotated_tokens(x, block, sizes, key)
-    random = ref.tile_bytes(tokens, padded, key, 3).astype(int)
-    back = ref._token_values(saved)
+    assert np.array_equal(fields.reshape(saved.codes.shape), saved.codes)
+    assert np.isnan(back[1][5]).all() and not back[0][[3, 6]].any()
     empty = cut_off = 0
-    for token in range(tokens):
+    for token in np.flatnonzero((saved.scales != 0) & (saved.scales != 0x7FC0)):
         bits, ratios = saved.scales[token], saved.ratios[token]
-        if not np.isfinite(u[token]).all():
-            assert bits == 0x7FC0 and not ratios.any() and not saved.codes[token].any()
-            assert np.isnan(back[1][token]).all()
-            continue
-        if np.abs(u[token]).max() < 2.0**-100:
-            assert bits == 0 and not ratios.any() and not saved.codes[token].any()
-            assert not back[0][token].any() and token in (3, 6)
-            continue
         found = []
-        for g in range(groups):
-            part = slice(32 * g, min(32 * (g + 1), padded))
+        for g, part in enumerate(groups):
             values, code = u[token, part], saved.codes[token, part].tolist()
             if not values.any():
                 found.append(f32(0))
@@ -327,8 +314,7 @@ def test_token2_storage_by_definition(
         near = (ref.bf16_values(np.uint16(int(bits) + by)) for by in (0, -1, 1))
         off = [abs(Fraction(float(value)) - largest) for value in near]
         assert off[0] == min(off)
-        for g, scale in enumerate(found):
-            part = slice(32 * g, min(32 * (g + 1), padded))
+        for g, (part, scale) in enumerate(zip(groups, found, strict=True)):
             if scale:
                 assert ratios[g] == nearest_ratio(Fraction(float(scale / t)))
             step = float(STANDS_FOR[ratios[g]] * Fraction(float(t))) if scale else 0

@@ -291,6 +291,7 @@ FIXED: tuple[tuple[str, Any, str], ...] = (
     ("gx_scale", "tensor", "token"),
     ("weight_scale", "tensor", "channel"),
     ("gw_scale", "channel", "token"),
+    ("gx_rounding", "pseudo_stochastic", "nearest"),
     ("gw_rounding", "pseudo_stochastic", "nearest"),
     ("x_rounding", "pseudo_stochastic", "stochastic"),
     ("x_scale", "tensor", "int8"),

@@ -33,6 +33,12 @@ def one_thread(seeded: None) -> Iterator[None]:
 
 
 @pytest.fixture
+def compiled_afresh() -> None:
+    """Every test has its own layers, and torch compiles a module's forward eight times at most."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def unshared() -> Iterator[None]:
     """Every layer compresses its own x."""
     with hot.share_inputs(False):

@@ -15,12 +15,8 @@ from support import nbytes, saved_tensors  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 CONVERTED = ["stages.0.conv", "stages.0.mix", "stages.1.conv", "stages.1.mix", "q", "k"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(seeded: None) -> None:
-    torch._dynamo.reset()
 
 
 class Stage(nn.Module):
@@ -228,8 +224,7 @@ def test_compiled_forward_keeps_compressed_x() -> None:
     hot.convert(layer)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(512, 64, requires_grad=True)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+    with saved_tensors(leaves=True) as kept:
         compiled(x * 1)
     # Both layers' inputs in INT4, and GELU's own in fp32; x itself is not kept.
     assert sum(t.nbytes for t in kept if t.dtype == torch.uint8) <= 2 * 0.54 * x.numel()

@@ -56,6 +56,14 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def names(report: Any) -> list[str]:
+    return [layer.name for layer in report.converted]
+
+
+def reasons_of(report: Any) -> dict[str, str]:
+    return {layer.name: layer.reason for layer in report.skipped}
+
+
 CONVERTED = ["blocks.0.qkv", "blocks.0.proj", "blocks.1.qkv", "blocks.1.proj"]
 
 
@@ -63,8 +71,8 @@ def test_default_filter() -> None:
     model = Model()
     assert hot.convert(model, "fast") is model
     report = model.hot_report
-    assert [layer.name for layer in report.converted] == CONVERTED
-    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert names(report) == CONVERTED
+    reasons = reasons_of(report)
     assert reasons == {
         "blocks.0.small": f"fewer than {MIN_FEATURES} features",
         "blocks.1.small": f"fewer than {MIN_FEATURES} features",
@@ -126,9 +134,8 @@ def test_filter_fn() -> None:
         return fqn.startswith("blocks.0") or fqn == "head"
 
     report = hot.convert(model, filter_fn=first_block).hot_report
-    names = [layer.name for layer in report.converted]
     # A filter replaces the default rules: the head and the small layer are converted.
-    assert names == ["blocks.0.qkv", "blocks.0.proj", "blocks.0.small", "head"]
+    assert names(report) == ["blocks.0.qkv", "blocks.0.proj", "blocks.0.small", "head"]
     assert {layer.reason for layer in report.skipped} == {"left out by filter_fn"}
     assert len(seen) == 7
     model(torch.randint(50, (2, 20))).sum().backward()
@@ -168,22 +175,22 @@ def test_twice_is_refused() -> None:
     assert list(model.modules()) == modules
     # The rest of a model is another matter.
     report = hot.convert(model, filter_fn=lambda module, fqn: fqn == "blocks.1.qkv").hot_report
-    assert [layer.name for layer in report.converted] == ["blocks.1.qkv"]
+    assert names(report) == ["blocks.1.qkv"]
     assert model.blocks[0].qkv.config == HotConfig.recipe("fast")
 
 
 def test_weight_tied_to_an_embedding() -> None:
     model = Model(tied=True)
     report = hot.convert(model).hot_report
-    reasons = {layer.name: layer.reason for layer in report.skipped}
+    reasons = reasons_of(report)
     assert reasons["head"] in ("the output head", "its weight is an embedding's")
     model = Model(tied=True)
     model.final = nn.Linear(64, 64)  # the head is no longer the last layer
     report = hot.convert(model).hot_report
-    reasons = {layer.name: layer.reason for layer in report.skipped}
+    reasons = reasons_of(report)
     assert reasons["head"] == "its weight is an embedding's"
     assert model.head.weight is model.embed.weight
-    assert "final" in [layer.name for layer in report.converted]
+    assert "final" in names(report)
 
 
 @pytest.mark.parametrize("name", sorted(HEAD_NAMES))
@@ -192,8 +199,7 @@ def test_head_names(name: str) -> None:
         model = nn.Module()
         model.body = nn.Linear(64, 64)
         setattr(model, name, build())
-        report = hot.convert(model).hot_report
-        assert [layer.name for layer in report.converted] == ["body"]
+        assert names(hot.convert(model).hot_report) == ["body"]
     # The same name earlier in the model is no head.
     model = nn.Module()
     setattr(model, name, nn.Linear(64, 64))
@@ -214,11 +220,11 @@ def test_subclasses_are_left_alone() -> None:
     )
     for filter_fn in (None, lambda module, fqn: True):
         report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn).hot_report
-        reasons = {layer.name: layer.reason for layer in report.skipped}
+        reasons = reasons_of(report)
         assert reasons["special"] == "a subclass of Linear (Special)"
         assert reasons["attention"] == "a subclass of MultiheadAttention (Mine)"
         assert "attention.out_proj" not in reasons  # the attention's own
-        assert [layer.name for layer in report.converted] == ["plain"]
+        assert names(report) == ["plain"]
 
 
 def test_shared_module_is_replaced_everywhere() -> None:
@@ -326,8 +332,8 @@ def test_overrides_leave_out() -> None:
     report = hot.convert(
         model, overrides={"*.proj": None, "blocks.1.*": "fast"}
     ).hot_report  # the last counts
-    assert [layer.name for layer in report.converted] == ["blocks.0.qkv", *names_of("blocks.1")]
-    skipped = {layer.name: layer.reason for layer in report.skipped}
+    assert names(report) == ["blocks.0.qkv", *names_of("blocks.1")]
+    skipped = reasons_of(report)
     assert skipped["blocks.0.proj"] == "left out by overrides"
     assert skipped["head"] == "the output head"  # what the rule says comes first
     with pytest.raises(ValueError, match="no layer can be converted.*left out by overrides"):
@@ -394,7 +400,7 @@ def test_convolutions() -> None:
         ("down", "Conv2d 1x1"),
         ("grouped", "Conv2d 3x3"),
     ]
-    assert {layer.name: layer.reason for layer in report.skipped} == {
+    assert reasons_of(report) == {
         "stem": "the first convolution",
         "depthwise": f"fewer than {MIN_FEATURES} features",
         "narrow": f"fewer than {MIN_FEATURES} features",
@@ -436,7 +442,7 @@ def test_patch_embedding_is_a_first_convolution() -> None:
 
 def test_heads_side_by_side() -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("body", "head", "head_dist")})
-    assert [layer.name for layer in hot.convert(model).hot_report.converted] == ["body"]
+    assert names(hot.convert(model).hot_report) == ["body"]
 
 
 def test_copies_of_a_converted_model() -> None:
@@ -517,18 +523,18 @@ def test_layers_whose_weight_is_used_without_them() -> None:
     never = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
     # By the code of their parents.
     report = hot.convert(OnlyPast()).hot_report
-    assert {layer.name: layer.reason for layer in report.skipped} == {"q": never, "k": never}
-    assert [layer.name for layer in report.converted] == ["proj"]
+    assert reasons_of(report) == {"q": never, "k": never}
+    assert names(report) == ["proj"]
     # The code calls it in a branch: only a forward pass can tell which.
     report = hot.convert(Past()).hot_report
-    assert [layer.name for layer in report.converted] == ["qkv", "proj"]
+    assert names(report) == ["qkv", "proj"]
     assert "may be used without being called: qkv; convert(..., inputs=...)" in str(report)
     model = Past()
     report = hot.convert(model, inputs=x).hot_report
-    assert {layer.name: layer.reason for layer in report.skipped} == {"qkv": never}
+    assert reasons_of(report) == {"qkv": never}
     assert type(model.qkv) is nn.Linear and "may be used" not in str(report)
     report = hot.convert(Past(separate=True), inputs=x).hot_report
-    assert [layer.name for layer in report.converted] == ["qkv", "proj"]
+    assert names(report) == ["qkv", "proj"]
     assert not [layer.note for layer in report.converted if layer.note]
     # Both, and not at all.
     model = nn.ModuleDict({"used": nn.Linear(64, 64), "unused": nn.Linear(64, 64)})
@@ -695,7 +701,7 @@ def test_experts_of_transformers() -> None:
 def test_the_last_layer_of_a_sequential_is_its_head() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.Softmax(-1))
     report = hot.convert(model).hot_report
-    assert {layer.name: layer.reason for layer in report.skipped} == {"2": "the output head"}
+    assert reasons_of(report) == {"2": "the output head"}
     # One that keeps the width is a body, which the report says.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     report = hot.convert(model).hot_report
@@ -706,7 +712,7 @@ def test_the_last_layer_of_a_sequential_is_its_head() -> None:
 
 def test_out_is_a_head_at_the_top_only() -> None:
     model = nn.ModuleDict({"body": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
-    assert [layer.name for layer in hot.convert(model).hot_report.converted] == ["body"]
+    assert names(hot.convert(model).hot_report) == ["body"]
     inner = nn.ModuleDict({"q": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
     model = nn.ModuleDict({"attention": inner})
     assert len(hot.convert(model).hot_report.converted) == 2
@@ -714,8 +720,7 @@ def test_out_is_a_head_at_the_top_only() -> None:
 
 def test_a_compiled_models_head() -> None:
     model = torch.compile(Model())
-    names = [layer.name for layer in hot.convert(model).hot_report.converted]
-    assert names == [f"_orig_mod.{name}" for name in CONVERTED]
+    assert names(hot.convert(model).hot_report) == [f"_orig_mod.{name}" for name in CONVERTED]
 
 
 def test_eval_mode_is_said() -> None:
@@ -831,7 +836,7 @@ def test_convolutions_stay_plain_on_cuda() -> None:
         UserWarning, match="no layer is converted; all 3 .* slower.* on CUDA; slower=True"
     ):
         report = hot.convert(ConvNet(), device="cuda").hot_report
-    reasons = {layer.name: layer.reason for layer in report.skipped}
+    reasons = reasons_of(report)
     assert not report.converted
     assert reasons["conv"].startswith("slower on CUDA: x is compressed and restored")
     assert reasons["down"].startswith("slower on CUDA: ")
@@ -841,7 +846,7 @@ def test_convolutions_stay_plain_on_cuda() -> None:
     assert len(hot.convert(ConvNet(), device="cuda:0", slower=True).hot_report.converted) == 3
     assert len(hot.convert(ConvNet(), device="cpu").hot_report.converted) == 3
     report = hot.convert(ConvNet(), device="cuda", overrides={"conv": "fast"}).hot_report
-    assert [layer.name for layer in report.converted] == ["conv"]
+    assert names(report) == ["conv"]
     # A pattern changes what, not whether.
     with pytest.warns(UserWarning, match="no layer is converted"):
         hot.convert(ConvNet(), device="cuda", overrides={"c*": "fast"})
@@ -1043,7 +1048,7 @@ OWN_FORWARD = [patched, of_a_function, recomputed, hooked_and_patched]
 def test_layers_that_would_go_on_plain_are_reported_so(change: Any, seeded: None) -> None:
     model = nn.ModuleDict({"changed": change(stack()), "other": nn.Linear(64, 64)})
     report = hot.convert(model, "fast", every).hot_report
-    assert [layer.name for layer in report.converted] == ["other"]
+    assert names(report) == ["other"]
     reasons = {layer.reason for layer in report.skipped}
     expected = "compiled before" if change in (compiled, wrapped) else "a forward of its own"
     assert len(report.skipped) == 2 and all(expected in reason for reason in reasons)
@@ -1119,7 +1124,7 @@ def test_what_torch_puts_around_layers(seeded: None) -> None:
     model = stack()
     nn.utils.parametrizations.weight_norm(model[1])
     report = hot.convert(model, "fast", every).hot_report
-    assert [layer.name for layer in report.converted] == ["3"]
+    assert names(report) == ["3"]
     assert "a subclass of Linear" in report.skipped[0].reason
     graph = torch.fx.symbolic_trace(stack())
     assert len(hot.convert(graph, "fast", every).hot_report.converted) == 2

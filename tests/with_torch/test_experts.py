@@ -7,13 +7,13 @@ import pickle
 from typing import Any
 
 import pytest
-from support import without_broken_torchvision
+from support import saved_tensors, storage_bytes, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.saved import experts  # noqa: E402
 from mixtures import STEP, T, W, answer, error, inner, kept, mixture, operands  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 with without_broken_torchvision():
     transformers = pytest.importorskip("transformers", minversion="5")
@@ -83,13 +83,7 @@ def test_edges() -> None:
         assert error(a, b) < 0.03
     first.requires_grad_(False)
     last.requires_grad_(False)
-    held: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors(leaves=True) as held:
         experts.experts(x, chosen, scores.detach(), first, last, inner, 4)
     assert not any(t.dtype == torch.uint8 for t in held)  # frozen: no x
     other = operands()
@@ -195,19 +189,9 @@ def test_what_is_kept() -> None:
         (layer,) = (m for m in model.modules() if hasattr(m, "down_proj") and m.has_gate)
         x = torch.randn(256, 64).requires_grad_() * 1
         chosen = torch.stack([torch.randperm(8)[:2] for _ in range(256)])
-        sizes = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            scores = torch.rand(256, 2, requires_grad=True)
-            y = layer(x, chosen, scores)
-            total = sum(sizes.values())
-        assert y.requires_grad
-        return total
+        with saved_tensors(leaves=True) as kept:
+            assert layer(x, chosen, torch.rand(256, 2, requires_grad=True)).requires_grad
+        return sum(storage_bytes(kept, model.parameters()).values())
 
     plain, coded = build("Qwen3Moe"), build("Qwen3Moe")
     hot.convert(coded, filter_fn=lambda *_: False, saved=4)

@@ -25,6 +25,7 @@ from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
+from torch_graphs import same  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -116,11 +117,6 @@ def step(
     y = (module if call is None else call)(x)
     y.backward(random_like(y) if gy is None else gy)
     return [y.detach(), *(leaf.grad for leaf in leaves(module, x))]
-
-
-def same(ours: Tensors, theirs: Tensors) -> bool:
-    assert len(ours) == len(theirs)
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class Operators(TorchDispatchMode):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import reference
 from hotcore.config import RECIPES, HotConfig
-from support import TOKEN_STORAGES, without_broken_torchvision
+from support import TOKEN_STORAGES, saved_tensors, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
@@ -30,9 +30,9 @@ from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Graphs, every  # noqa: E402
+from torch_graphs import Graphs, every, same  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 guarded = pytest.mark.skipif(
     not _compat.traces_parameters(), reason="torch.compile needs 2.13 to follow guarded codes"
 )
@@ -42,12 +42,6 @@ BACKWARDS = [
     *({"recipe": name} for name in RECIPES),
     *({"storage": name, "gw_scale": "token"} for name in TOKEN_STORAGES),
 ]
-
-
-@pytest.fixture(autouse=True)
-def compiled_afresh() -> None:
-    """Every test has its own layers, and torch compiles a module's forward eight times at most."""
-    torch._dynamo.reset()
 
 
 def config(forward: str = "int8", recipe: str = "default", **fields: Any) -> HotConfig:
@@ -131,8 +125,7 @@ def test_gx_is_that_of_the_dequantised_weight(fields: dict[str, str], dtype: tor
     model = frozen("plain", dtype, **fields)
     x = torch.randn(3, 20, 72, dtype=dtype)
     ours, others = results(model, x, model), results(plain := thawed(model), x, plain)
-    for a, b in zip(ours, others, strict=True):
-        assert torch.equal(a, b)
+    assert same(ours, others)
     exact = results(hot.revert(plain), x, plain)
     assert not torch.equal(ours[1], exact[1])
 
@@ -164,17 +157,10 @@ def test_nothing_is_kept(forward: str) -> None:
     model = frozen(forward, bias=False)
     model.norm = nn.Identity()
     held = {p.data_ptr() for p in model.parameters()}
-    kept: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in held:
-            kept.append(tensor)
-        return tensor
-
-    x = torch.randn(8, 72, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(x)
-    assert sorted(t.nbytes for t in kept) == [8, 8, 8 * 96 * 4]  # the last is GELU's
+    with saved_tensors(leaves=True) as kept:
+        model(torch.randn(8, 72, requires_grad=True))
+    found = sorted(t.nbytes for t in kept if t.data_ptr() not in held)
+    assert found == [8, 8, 8 * 96 * 4]  # the last is GELU's
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -316,8 +302,7 @@ def test_checkpoints(reentrant: bool) -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(model, x, use_reentrant=reentrant)
 
-    for a, b in zip(results(run, x, model), results(model, x, model), strict=True):
-        assert torch.equal(a, b)
+    assert same(results(run, x, model), results(model, x, model))
 
 
 def test_selective_checkpoints_keep_products() -> None:
@@ -327,11 +312,9 @@ def test_selective_checkpoints_keep_products() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
 
-    ours = Graphs().run(run, x.clone().requires_grad_())
-    assert ours.count("backward", "frozen_product") == 0
-    everything = Graphs().run(
-        lambda x: checkpoint(model, x, use_reentrant=False), x.clone().requires_grad_()
-    )
+    x.requires_grad_()
+    assert Graphs().run(run, x).count("backward", "frozen_product") == 0
+    everything = Graphs().run(lambda x: checkpoint(model, x, use_reentrant=False), x)
     assert everything.count("backward", "frozen_product") >= 1
 
 
@@ -674,14 +657,8 @@ def test_codes_stay_guarded() -> None:
     empty = copy.deepcopy(model).to("meta").to_empty(device="cpu")
     shared = copy.deepcopy(model).share_memory()
     assert shared.up.weight_codes.is_shared()
-    for layer in (
-        shared.up,
-        again,
-        copy.deepcopy(model).up,
-        loaded.up,
-        model.to("cpu").up,
-        empty.up,
-    ):
+    others = (shared.up, copy.deepcopy(model).up, loaded.up, model.to("cpu").up, empty.up)
+    for layer in (again, *others):
         with pytest.raises(RuntimeError, match="weight_codes are codes"):
             layer.weight_codes.zero_()
 
@@ -841,15 +818,16 @@ def test_wrong_state_dicts() -> None:
     ):
         model.load_state_dict({**state, "up.weight": state["up.weight"].to(torch.int8)})
     assert torch.equal(model.up.weight_codes, before)
-    missing = {key: value for key, value in state.items() if key != "up.weight"}
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
-        model.load_state_dict(missing)
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.more"'):
         model.load_state_dict({**state, "up.more": torch.zeros(1)})
+    del state["up.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
+        model.load_state_dict(state)
     codes = saved(frozen(forward_block=16), True)
     with pytest.raises(RuntimeError, match="codes of blocks of 16; expected blocks of 64"):
         model.load_state_dict(codes)
-    codes = {k: v for k, v in saved(frozen(), True).items() if k != "up.weight_block"}
+    codes = saved(frozen(), True)
+    del codes["up.weight_block"]
     with pytest.raises(RuntimeError, match="codes of unknown blocks"):
         model.load_state_dict(codes)
     with pytest.raises(RuntimeError, match="weight_codes"):  # a model that is not frozen
@@ -883,8 +861,7 @@ def test_gradient_accumulation_keeps_no_codes() -> None:
     alone = results(model, x, model)
     with hot.gradient_accumulation():
         inside = results(model, x, model)
-    for a, b in zip(alone, inside, strict=True):
-        assert torch.equal(a, b)
+    assert same(alone, inside)
 
 
 def test_precision_schedule() -> None:

@@ -19,6 +19,7 @@ import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch import _compat  # noqa: E402  (after the skip)
 from hotcore.torch.ops import codes, core, sharing  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
+from torch_graphs import same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -91,8 +92,7 @@ def test_a_seed_read_by_the_kernels_gives_the_same_bits(
     leaves = (x, module.weight, module.bias)
     eager = gradients(module, leaves, gy, 5)
     request.getfixturevalue("captured")
-    for a, b in zip(gradients(module, leaves, gy, 5), eager, strict=True):
-        assert torch.equal(a, b)
+    assert same(gradients(module, leaves, gy, 5), eager)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -148,8 +148,7 @@ def test_a_checkpoint_meets_the_same_numbers(recipe: str, reentrant: bool) -> No
         y.backward(gy)
         return [x.grad, module.weight.grad]
 
-    for a, b in zip(both(False), both(True), strict=True):
-        assert torch.equal(a, b)
+    assert same(both(False), both(True))
 
 
 @pytest.mark.usefixtures("unshared")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import without_broken_torchvision
+from support import DEVICES, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -25,6 +25,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch_graphs import same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 INT8 = hot.HotConfig.recipe("accurate", forward="int8")
@@ -171,13 +172,16 @@ def test_rounding_is_repeatable_and_new_in_every_chunk() -> None:
     assert not torch.equal(gx(3)[:128], gx(3)[128:])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("retain", [False, True])
-def test_factors_are_not_rounded(retain: bool) -> None:
-    x, weight, target, _ = tensors(300, 64, dtype=torch.bfloat16, ignored=0)
+def test_factors_are_not_rounded(retain: bool, device: str) -> None:
+    """On CUDA a 0-dim tensor on the device would be cast to bf16 before the product."""
+    given = tensors(300, 64, dtype=torch.bfloat16, ignored=0)[:3]
+    x, weight, target = (t.detach().to(device).requires_grad_(t.requires_grad) for t in given)
     factor, grads = 1 / 3, []
     for reduction in ("mean", "sum"):
         loss = hot.linear_cross_entropy(x, weight, target, reduction=reduction)
-        g = torch.tensor(factor if reduction == "mean" else 1.0)
+        g = torch.tensor(factor if reduction == "mean" else 1.0, device=device)
         grads.append(torch.autograd.grad(loss, (x, weight), g, retain_graph=retain))
     for mean, of_sum in zip(*grads, strict=True):
         ratio = (mean.double() * of_sum).sum() / of_sum.double().square().sum()
@@ -312,8 +316,7 @@ def test_without_private_names() -> None:
     with _compat.without_private_names():
         assert _compat.keeps_graph() is True
         found = results(hot.linear_cross_entropy, given)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("config", [None, INT8], ids=str)
@@ -401,8 +404,7 @@ def test_autocast_and_checkpoint(config: Any) -> None:
         assert error(ours, right) < 0.01
     for reentrant in (False, True):
         again = results(functools.partial(checkpoint, call, use_reentrant=reentrant), given)
-        for ours, theirs in zip(again, direct, strict=True):
-            assert torch.equal(ours, theirs)
+        assert same(again, direct)
 
 
 def test_a_selective_checkpoint_keeps_it() -> None:
@@ -414,8 +416,7 @@ def test_a_selective_checkpoint_keeps_it() -> None:
     with FlopCounterMode(display=False) as counter:
         found = results(call, given)
     assert counter.get_total_flops() == 3 * 2 * 64 * 32 * 96
-    for ours, theirs in zip(found, results(hot.linear_cross_entropy, given), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(found, results(hot.linear_cross_entropy, given))
 
 
 # ---------------------------------------------------------------------------------------- Modules

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402, N812  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
+from torch_graphs import same, without_chance  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-ROUND = {"gx_rounding": "nearest", "gw_rounding": "nearest", "x_rounding": "nearest"}
 FORWARDS = ("plain", "int8")
 SHAPES = [(64,), (6, 64), (2, 6, 64), (2, 3, 5, 64), (2, 1, 3, 2, 64)]
 WRITES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
@@ -27,15 +27,6 @@ WRITES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]
         lambda y, r: y.select(-1, 0) * 2 + y.select(-1, 1),
     ),
 }
-
-
-def config(forward: str) -> HotConfig:
-    """Without random numbers, so that equal operands give equal bits."""
-    return HotConfig.recipe("default", forward=forward, **ROUND)  # type: ignore[arg-type]
-
-
-def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -50,7 +41,7 @@ def test_linear(device: str, forward: str, shape: tuple[int, ...], bias: bool, w
     residual = torch.randn(*shape[:-1], 48, device=device)
 
     def gradients(f: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        y = f(hot.linear(x, weight, b, config(forward)), residual)
+        y = f(hot.linear(x, weight, b, without_chance(forward)), residual)
         return (y, *torch.autograd.grad(y.square().sum(), (x, weight)))
 
     in_place, out_of_place = WRITES[write]
@@ -69,7 +60,7 @@ def test_conv2d(shape: tuple[int, ...], forward: str, kernel: int, last: bool, w
     x.requires_grad_()
     weight = torch.randn(48, 32, kernel, kernel, requires_grad=True)
     bias = torch.randn(48, requires_grad=True)
-    settings = config(forward)
+    settings = without_chance(forward)
     plain = hot.conv2d(x, weight, bias, padding=kernel // 2, config=settings)
     residual = torch.randn_like(plain)
 
@@ -88,7 +79,7 @@ def test_conv2d(shape: tuple[int, ...], forward: str, kernel: int, last: bool, w
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_conv2d_on_cuda(forward: str, kernel: int) -> None:
     model = nn.Sequential(nn.Conv2d(32, 48, kernel, device="cuda"), nn.ReLU(inplace=True))
-    hot.convert(model, config(forward), filter_fn=lambda *_: True)
+    hot.convert(model, without_chance(forward), filter_fn=lambda *_: True)
     x = torch.randn(2, 32, 6, 6, device="cuda").to(memory_format=torch.channels_last)
     y = model(x)
     assert bool((y >= 0).all())
@@ -101,7 +92,7 @@ def test_conv2d_on_cuda(forward: str, kernel: int) -> None:
 def test_a_frozen_layer(forward: str, shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))
     model[0].weight.requires_grad_(False)
-    hot.convert(model, config(forward), filter_fn=lambda *_: True)
+    hot.convert(model, without_chance(forward), filter_fn=lambda *_: True)
     hot.freeze_int8(model)
     x = torch.randn(shape, requires_grad=True)
 
@@ -120,7 +111,7 @@ def test_a_frozen_layer(forward: str, shape: tuple[int, ...]) -> None:
 def test_compiled(forward: str, backend: str) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))
-    hot.convert(model, config(forward), filter_fn=lambda *_: True)
+    hot.convert(model, without_chance(forward), filter_fn=lambda *_: True)
     x = torch.randn(2, 6, 64)
     y = torch.compile(model, backend=backend)(x)
     y.backward(torch.ones_like(y))
@@ -142,7 +133,7 @@ def test_x_written_after_the_layer(forward: str) -> None:
 
     def gradients(write: bool) -> tuple[torch.Tensor, ...]:
         x = leaf * 1
-        y = hot.linear(x, weight, None, config(forward))
+        y = hot.linear(x, weight, None, without_chance(forward))
         if write:
             x.mul_(3)
         return torch.autograd.grad(y, (leaf, weight), gy)

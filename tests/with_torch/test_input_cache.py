@@ -365,17 +365,20 @@ def test_a_layer_that_comes_again_draws_afresh() -> None:
     assert sum(errors).norm() / 3 < 0.75 * min(e.norm() for e in errors)  # 0.58
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_of_a_fixed_x_is_fresh_at_every_step(reentrant: bool) -> None:
+@pytest.mark.parametrize(("reentrant", "thread"), [(False, False), (True, False), (False, True)])
+def test_a_checkpoint_of_a_fixed_x_is_fresh_at_every_step(reentrant: bool, thread: bool) -> None:
     q, k = layers(2, "fast")
     x = images()
     found = []
-    for _ in range(2):
-        y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=reentrant)
-        q.weight.grad = None
-        y.sum().backward()
-        found.append(q.weight.grad)
-        assert sharing.current().entry is None
+    with ThreadPoolExecutor(1) as other:  # of autograd, as on CUDA
+        for _ in range(2):
+            y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=reentrant)
+            q.weight.grad = None
+            backward = y.sum().backward
+            other.submit(backward).result() if thread else backward()
+            found.append(q.weight.grad)
+            assert sharing.current().entry is None
+            assert other.submit(lambda: sharing.current().entry).result() is None
     assert not torch.equal(*found)
 
 
@@ -438,11 +441,8 @@ def test_threads_have_entries_of_their_own() -> None:
         barrier.wait()
         found[index] = (y, z, v(x))
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, range(2)))
     assert buffers(*found[0]) == 2 and buffers(*found[1]) == 1  # the one ran a backward, not both
     assert buffers(*found[0], *found[1]) == 3
 
@@ -452,25 +452,9 @@ def test_backward_in_another_thread_ends_it() -> None:
     q, k = layers(2)
     x = images()
     y = q(x)
-    thread = threading.Thread(target=lambda: y.sum().backward(retain_graph=True))
-    thread.start()
-    thread.join()
-    assert buffers(y, k(x)) == 2
-
-
-def test_a_checkpoint_repeated_in_another_thread_is_fresh() -> None:
-    q, k = layers(2, "fast")
-    x = images()
-    found = []
     with ThreadPoolExecutor(1) as other:
-        for _ in range(2):
-            q.weight.grad = None
-            y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False)
-            other.submit(y.sum().backward).result()
-            found.append(q.weight.grad)
-            assert other.submit(lambda: sharing.current().entry).result() is None
-    assert sharing.current().entry is None
-    assert not torch.equal(*found)
+        other.submit(lambda: y.sum().backward(retain_graph=True)).result()
+    assert buffers(y, k(x)) == 2
 
 
 # ---------------------------------------------------------------------- With what people use around

@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.ops import codes, core  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_graphs import every  # noqa: E402
+from torch_graphs import every, same  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONFIGS = (*RECIPES, *map(one_code, TOKEN_STORAGES))
@@ -115,7 +115,8 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
 
 def test_a_model_learns() -> None:
     losses = {}
-    for recipe in (None, "default", "fast", *map(one_code, TOKEN_STORAGES)):
+    others = (HotConfig(forward="int8"), *map(one_code, TOKEN_STORAGES))
+    for recipe in (None, "default", "fast", *others):
         torch.manual_seed(0)
         x = torch.randn(512, 32)
         target = torch.sin(x @ torch.randn(32, 4))
@@ -293,8 +294,7 @@ def test_however_it_is_run(
         y = call(x)
         gradients = torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
         results.append((y, *gradients, torch.rand(())))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(*results)
 
 
 def test_compiles_with_a_config() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from bounds import gx_bound
 from hotcore.config import RECIPES, HotConfig
-from support import cosine, without_broken_torchvision
+from support import cosine, saved_tensors, storage_bytes, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 with without_broken_torchvision():
@@ -67,22 +65,6 @@ def adapter_grads(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(x).square().mean().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@contextmanager
-def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of each storage that autograd saves inside; the model's parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -148,22 +130,21 @@ def test_frozen_base_weights_save_nothing(order: str) -> None:
     totals = {}
     for kind in (None, order):
         model = with_lora(copy.deepcopy(base), kind)
-        with saved_bytes(model) as kept:
-            y = model(x)
-        totals[kind] = sum(kept.values())
-        del y
+        with saved_tensors(leaves=True) as kept:
+            model(x)
+        totals[kind] = sum(storage_bytes(kept, model.parameters()).values())
     # Plain LoRA keeps nothing of x for the frozen weights either; HOT adds a seed for each layer
     # (not for the first: there is nothing to differentiate).
     assert totals[order] == totals[None] + 3 * 8
     # Where base weights train (no adapters), the same layers do keep x, compressed.
     model = Model()
     hot.convert(model)
-    with saved_bytes(model) as kept:
-        y = model(x * 1)
-    compressed = [size for size in kept.values() if size > 8]
+    with saved_tensors(leaves=True) as kept:
+        model(x * 1)
+    sizes = storage_bytes(kept, model.parameters())
+    compressed = [size for size in sizes.values() if size > 8]
     inputs = 2 * (64 + 128) * 16 * 64
     assert 0.5 * inputs < sum(sorted(compressed)[:4]) < 0.54 * inputs
-    del y
 
 
 def test_training_lora_with_hot() -> None:

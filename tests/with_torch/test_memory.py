@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import unchanged
+from support import saved_tensors, storage_bytes, unchanged
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -63,17 +63,9 @@ def test_bytes_of_every_module(x: torch.Tensor) -> None:
 
 def test_measured_equals_what_hooks_see(x: torch.Tensor) -> None:
     model = Net()
-    seen: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        seen[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_tensors(leaves=True) as seen:
         y = model(x)
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    expected = sum(storage.nbytes() for key, storage in seen.items() if key not in own)
+    expected = sum(storage_bytes(seen, (*model.parameters(), *model.buffers())).values())
     assert y.requires_grad and hot.memory_report(model, x).before == expected
 
 

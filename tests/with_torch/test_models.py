@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
 from torch import nn  # noqa: E402
+from torch_graphs import gradient_of, losses_of, task_of  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import models  # noqa: E402
@@ -42,32 +42,13 @@ def one_thread() -> Iterator[None]:
 # Adapters beside frozen bf16 weights need autocast and have tests of their own (test_lora.py).
 @pytest.fixture(params=sorted(name for name, task in models.TASKS.items() if not task.frozen))
 def ready(request: pytest.FixtureRequest, rng: np.random.Generator) -> Ready:
-    """A model with fresh random weights, and a batch."""
-    task = models.TASKS[request.param]
-    torch.manual_seed(int(rng.integers(2**31)))
-    try:
-        model = task.small.build()
-    except ModuleNotFoundError as missing:
-        if missing.name is None:  # a package that is there and does not work
-            raise
-        pytest.skip(f"{task.title}: {missing}")
-    batch = task.small.batch(torch.Generator().manual_seed(int(rng.integers(2**31))))
-    return model, batch, task
-
-
-def gradient(model: nn.Module, batch: models.Batch, task: models.Task) -> torch.Tensor:
-    model.zero_grad()
-    loss = task.loss(model, batch)
-    assert math.isfinite(loss.item())
-    loss.backward()
-    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(grads).double()
+    return task_of(request.param, rng)
 
 
 @pytest.mark.long
 def test_conversion_and_gradients(ready: Ready) -> None:
     model, batch, task = ready
-    exact = gradient(copy.deepcopy(model), batch, task)
+    exact = gradient_of(copy.deepcopy(model), batch, task)
     for recipe, bound in MIN_COSINE.items():
         changed = copy.deepcopy(model)
         report = hot.convert(changed, recipe).hot_report
@@ -75,33 +56,21 @@ def test_conversion_and_gradients(ready: Ready) -> None:
         for layer in report.converted:
             assert layer.name in report.table(grouped=False)
             assert changed.get_submodule(layer.name).config == hot.HotConfig.recipe(recipe)
-        got = gradient(changed, batch, task)
+        got = gradient_of(changed, batch, task)
         assert got.isfinite().all()
         cosine = float(torch.nn.functional.cosine_similarity(got, exact, dim=0))
         assert bound < cosine < 1, f"{task.title}, {recipe}: {cosine:.4f}"
         assert hot.revert(changed) is changed
-        again = gradient(changed, batch, task)
+        again = gradient_of(changed, batch, task)
         assert float(torch.nn.functional.cosine_similarity(again, exact, dim=0)) > 0.9999
-
-
-def losses(model: nn.Module, batch: models.Batch, task: models.Task) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    values = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        values.append(loss.item())
-    return values
 
 
 @pytest.mark.long
 def test_loss_comes_down_as_in_fp32(ready: Ready) -> None:
     model, batch, task = ready
-    plain = losses(copy.deepcopy(model), batch, task)
+    plain = losses_of(copy.deepcopy(model), batch, task, STEPS, 3e-4)
     hot.convert(model, "default")
-    got = losses(model, batch, task)
+    got = losses_of(model, batch, task, STEPS, 3e-4)
     # The first forward is the plain one: equal but for the order in which BLAS adds.
     assert got[0] == pytest.approx(plain[0], rel=1e-4)
     assert got[1] != plain[1]

@@ -11,23 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hotcore.config import HotConfig, Key
+from hotcore.config import Key
 from support import DEVICES
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch.ops import codes, linear  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
+from torch_graphs import same, without_chance  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 FORWARDS = ("plain", "int8")
-ROUND = {"gx_rounding": "nearest", "gw_rounding": "nearest", "x_rounding": "nearest"}
-
-
-def config(forward: str, recipe: str = "default") -> HotConfig:
-    """Without random numbers, so that equal operands give equal bits."""
-    return HotConfig.recipe(recipe, forward=forward, **ROUND)  # type: ignore[arg-type]
 
 
 def negated(values: torch.Tensor) -> torch.Tensor:
@@ -37,11 +32,24 @@ def negated(values: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+def check(function: Callable[..., torch.Tensor], operand: str, kind: Any, **shapes: Any) -> None:
+    """y and all gradients are the same bits, be it negated or not."""
+    values = {name: torch.randn(size, **kind) for name, size in shapes.items()}
+
+    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        *leaves, gy = (given[name].detach() for name in values)
+        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+        y = function(x, weight, bias)
+        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
+
+    expected = call(values)
+    assert same(call({**values, operand: negated(values[operand])}), expected)
 
 
-@pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+OPERANDS = pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+
+
+@OPERANDS
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,37 +58,17 @@ def test_linear(
     device: str, dtype: torch.dtype, forward: str, operand: str, shape: tuple[int, ...]
 ) -> None:
     shapes = {"x": shape, "weight": (48, 64), "bias": (48,), "gy": (*shape[:-1], 48)}
-    values = {name: torch.randn(size, device=device, dtype=dtype) for name, size in shapes.items()}
-
-    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        *leaves, gy = (given[name].detach() for name in values)
-        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-        y = hot.linear(x, weight, bias, config(forward))
-        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
-
-    expected = call(values)
-    assert same(call({**values, operand: negated(values[operand])}), expected)
+    kind = {"device": device, "dtype": dtype}
+    check(lambda *given: hot.linear(*given, without_chance(forward)), operand, kind, **shapes)
 
 
-@pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+@OPERANDS
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_conv2d(forward: str, kernel: int, operand: str) -> None:
-    values = {
-        "x": torch.randn(2, 32, 6, 6),
-        "weight": torch.randn(48, 32, kernel, kernel),
-        "bias": torch.randn(48),
-        "gy": torch.randn(2, 48, 7 - kernel, 7 - kernel),
-    }
-
-    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        *leaves, gy = (given[name].detach() for name in values)
-        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-        y = hot.conv2d(x, weight, bias, config=config(forward))
-        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
-
-    expected = call(values)
-    assert same(call({**values, operand: negated(values[operand])}), expected)
+    shapes = {"x": (2, 32, 6, 6), "weight": (48, 32, kernel, kernel), "bias": (48,)}
+    shapes["gy"] = (2, 48, 7 - kernel, 7 - kernel)
+    check(lambda *given: hot.conv2d(*given, config=without_chance(forward)), operand, {}, **shapes)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -97,7 +85,7 @@ def test_gradient_accumulation(device: str, forward: str) -> None:
         grads = w.grad, b.grad
         with hot.gradient_accumulation():
             for x, gy in steps:
-                hot.linear(form(x), w, b, config(forward)).backward(form(gy))
+                hot.linear(form(x), w, b, without_chance(forward)).backward(form(gy))
         assert w.grad is grads[0] and b.grad is grads[1]
         return grads
 
@@ -113,7 +101,8 @@ def test_a_weight_and_its_negative_inside_gradient_accumulation(forward: str) ->
     x = torch.randn(40, 64)
 
     def run() -> list[torch.Tensor]:
-        return [hot.linear(x, w, None, config(forward)).detach() for w in (weight, opposite)]
+        parts = (weight, opposite)
+        return [hot.linear(x, w, None, without_chance(forward)).detach() for w in parts]
 
     expected = run()
     with hot.gradient_accumulation():
@@ -132,7 +121,7 @@ def test_freeze_int8(device: str, forward: str) -> None:
         model[0].weight = nn.Parameter(weight, requires_grad=False)
         with torch.no_grad():
             model[0].bias.fill_(0.5)
-        hot.convert(model, config(forward), filter_fn=lambda *_: True)
+        hot.convert(model, without_chance(forward), filter_fn=lambda *_: True)
         hot.freeze_int8(model)
         x = x.detach().requires_grad_()
         y = model(x)
@@ -166,7 +155,7 @@ def test_compiled(backend: str, forward: str) -> None:
     weight, bias = (torch.randn(48, 64).requires_grad_(), torch.randn(48).requires_grad_())
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y = hot.linear(x, weight, bias, config(forward))
+        y = hot.linear(x, weight, bias, without_chance(forward))
         return torch.complex(torch.zeros_like(y), y).conj().imag
 
     x, gy = torch.randn(40, 64), torch.randn(40, 48)
@@ -201,7 +190,7 @@ def test_without_memory(
     forward: str, form: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
-    settings = config(forward)
+    settings = without_chance(forward)
     saved = codes.compress(x, settings, Key(0))
     keys = Key(0), Key(0)
     calls: list[Callable[[], Any]] = [
@@ -241,7 +230,7 @@ class Wrapped(torch.Tensor):
 
 def test_a_weight_that_wraps_another() -> None:
     x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
-    settings = config("plain")
+    settings = without_chance("plain")
 
     def gradient(weight: torch.Tensor) -> torch.Tensor:
         leaf = x.clone().requires_grad_()

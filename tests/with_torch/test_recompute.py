@@ -11,7 +11,7 @@ import torch
 from hotcore.torch import policies
 from support import without_broken_torchvision
 from torch import nn
-from torch_graphs import Graphs, converted, gradients
+from torch_graphs import Graphs, converted, gradients, same
 
 SDPA = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
@@ -38,8 +38,7 @@ def x(seeded: None) -> torch.Tensor:
 
 
 def equal(ours: Any, theirs: Any) -> None:
-    for got, wanted in zip(ours, theirs, strict=True):
-        assert torch.equal(got, wanted)
+    assert same(ours, theirs)
 
 
 POLICIES = [None, hot.policies.keep_attention, hot.policies.keep_codes, hot.policies.keep_products]

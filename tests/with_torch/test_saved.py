@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch import saved  # noqa: E402
 from hotcore.torch.ops import core  # noqa: E402
 from hotcore.torch.saved import blocks, codes, functions  # noqa: E402
+from support import saved_tensors, storage_bytes  # noqa: E402
 from torch import nn  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import models  # noqa: E402
+from torch_graphs import gradient_of, losses_of, same, task_of  # noqa: E402
 
 Function = Callable[..., torch.Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -57,20 +55,9 @@ def cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def kept_bytes(call: Callable[[], torch.Tensor], parameters: Any = ()) -> int:
     """Of all storages that backward keeps, but those of parameters."""
-    storages = {p.untyped_storage()._cdata for p in parameters}
-    found: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            found[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        alive = call()
-    total = sum(found.values())
-    del alive
-    return total
+    with saved_tensors(leaves=True) as kept:
+        call()
+    return sum(storage_bytes(kept, parameters).values())
 
 
 # ---- The codes of a compiled graph are those of eager mode ----
@@ -274,10 +261,8 @@ def test_a_token_beside_a_large_one(name: str, width: int, mode: str) -> None:
     x.requires_grad_()
     gy = torch.randn(6, width)
     function = compiled(TOKENS[name]) if mode == "compiled" else TOKENS[name]
-    if width % 128 and mode != "transposed":
-        with pytest.warns(RuntimeWarning, match=f"on {width} features keeps its input"):
-            y = function(x)
-    else:
+    warns = pytest.warns(RuntimeWarning, match=f"on {width} features keeps its input")
+    with warns if width % 128 and mode != "transposed" else contextlib.nullcontext():
         y = function(x)
     (got,) = torch.autograd.grad(y, x, gy)
     (wanted,) = torch.autograd.grad(PLAIN[name](x), x, gy)
@@ -308,8 +293,7 @@ def test_attention_of_strided_heads_is_torch_s(strided: tuple[int, ...]) -> None
     tensors = [_heads(2, 4, 33, strided=i in strided) for i in range(3)]
     with pytest.warns(RuntimeWarning, match="strided along a head's features"):
         got = _answer(saved.scaled_dot_product_attention, tensors, bits=8)
-    for a, b in zip(got, _answer(F.scaled_dot_product_attention, tensors), strict=True):
-        assert torch.equal(a, b)
+    assert same(got, _answer(F.scaled_dot_product_attention, tensors))
 
 
 def test_a_replaced_attention_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,14 +324,11 @@ def test_attention_of_a_token_beside_a_large_one(heads: int, memory: str) -> Non
     gy = torch.randn(2, heads, 9, 64)
 
     def gradient(function: Any, **options: Any) -> torch.Tensor:
-        (gq,) = torch.autograd.grad(function(q, k, v, **options), q, gy)
-        return gq
+        return torch.autograd.grad(function(q, k, v, **options), q, gy)[0]
 
     wanted = gradient(F.scaled_dot_product_attention)
-    if heads % 2:
-        with pytest.warns(RuntimeWarning, match="parts of two tokens"):
-            got = gradient(saved.scaled_dot_product_attention, bits=8)
-    else:
+    warns = pytest.warns(RuntimeWarning, match="parts of two tokens")
+    with warns if heads % 2 else contextlib.nullcontext():
         got = gradient(saved.scaled_dot_product_attention, bits=8)
     assert cosine(got, wanted) > 0.999, cosine(got, wanted)
 
@@ -357,27 +338,24 @@ def test_attention_of_a_token_beside_a_large_one(heads: int, memory: str) -> Non
 @pytest.mark.parametrize("heads", [(1, 4), (2, 4), (4, 3), (16, 7), (4, 2), (4, 1), (4, 4)])
 def test_attention_takes_the_heads_that_torch_takes(heads: tuple[int, int], gqa: bool) -> None:
     tensors = [_heads(2, heads[i > 0], 9, strided=False) for i in range(3)]
-    options = {"enable_gqa": gqa}
+    takes_what_torch_takes(tensors, enable_gqa=gqa)
+
+
+def takes_what_torch_takes(tensors: list[torch.Tensor], **options: Any) -> None:
     got = _answer(saved.scaled_dot_product_attention, tensors, bits=8, **options)
     wanted = _answer(F.scaled_dot_product_attention, tensors, **options)
     if isinstance(wanted, type):
         assert got is wanted
-        return
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape and cosine(a, b) > 0.999
+    else:
+        for a, b in zip(got, wanted, strict=True):
+            assert a.shape == b.shape and cosine(a, b) > 0.999
 
 
 @pytest.mark.filterwarnings("ignore:hotcore.torch. attention keeps:RuntimeWarning")
 @pytest.mark.parametrize("shape", [(9, 9), (1, 9), (2, 1, 9, 9), (2, 4, 1, 1), (4, 9, 9), (8, 9), (2, 3, 9, 9)])  # fmt: skip  # noqa: E501
 def test_attention_takes_the_masks_that_torch_takes(shape: tuple[int, ...]) -> None:
-    tensors, mask = [_heads(2, 4, 9, strided=False) for _ in range(3)], torch.randn(shape)
-    got = _answer(saved.scaled_dot_product_attention, tensors, attn_mask=mask, bits=8)
-    wanted = _answer(F.scaled_dot_product_attention, tensors, attn_mask=mask)
-    if isinstance(wanted, type):
-        assert got is wanted
-        return
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape and cosine(a, b) > 0.999
+    tensors = [_heads(2, 4, 9, strided=False) for _ in range(3)]
+    takes_what_torch_takes(tensors, attn_mask=torch.randn(shape))
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -440,8 +418,7 @@ def test_manual_seed_repeats_a_run(mode: str) -> None:
     function = compiled(act) if mode == "compiled" else act
 
     def gradient() -> torch.Tensor:
-        (gx,) = torch.autograd.grad(function(x).sum(), x)
-        return gx
+        return torch.autograd.grad(function(x).sum(), x)[0]
 
     torch.manual_seed(7)
     first, second = gradient(), gradient()
@@ -741,53 +718,30 @@ def test_attention_that_cannot_warns_and_is_plain(mode: str) -> None:
 MIN_COSINE = {"vit_b": 0.98, "llama_blocks": 0.998, "gpt2": 0.97, "bert": 0.97}
 
 
-def _task(name: str, rng: np.random.Generator) -> tuple[nn.Module, models.Batch, models.Task]:
-    task = models.TASKS[name]
-    torch.manual_seed(int(rng.integers(2**31)))
-    try:
-        model = task.small.build()
-    except ModuleNotFoundError as missing:
-        pytest.skip(f"{task.title}: {missing}")
-    return model.train(), task.small.batch(torch.Generator().manual_seed(0)), task
-
-
-def _gradient(model: nn.Module, batch: models.Batch, task: models.Task) -> torch.Tensor:
-    model.zero_grad()
-    task.loss(model, batch).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(MIN_COSINE))
 def test_whole_model(name: str, rng: np.random.Generator) -> None:
-    model, batch, task = _task(name, rng)
-    wanted = _gradient(model, batch, task)
+    model, batch, task = task_of(name, rng)
+    wanted = gradient_of(model, batch, task)
     plain = kept_bytes(lambda: task.loss(model, batch), model.parameters())
     report = hot.convert(model, "default", saved=8).hot_report
     assert report.saved is not None and not report.saved.left, report.saved
-    assert cosine(_gradient(model, batch, task), wanted) > MIN_COSINE[name]
+    assert cosine(gradient_of(model, batch, task), wanted) > MIN_COSINE[name]
     small = kept_bytes(lambda: task.loss(model, batch), model.parameters())
     # A token's k and v are 64 values in the Llama, half a block: attention keeps them as they are.
     assert small < {"gpt2": 0.55, "bert": 0.55, "llama_blocks": 0.38}.get(name, 0.3) * plain
     hot.revert(model)
-    torch.testing.assert_close(_gradient(model, batch, task), wanted)
+    torch.testing.assert_close(gradient_of(model, batch, task), wanted)
 
 
 def test_a_training_run_falls_as_the_plain_one(rng: np.random.Generator) -> None:
-    model, batch, task = _task("vit_b", rng)
+    model, batch, task = task_of("vit_b", rng)
     ends = []
     for bits in (None, 8, 4):
         own = copy.deepcopy(model)
         if bits is not None:
             hot.convert(own, "default", saved=bits)
-        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3)
-        losses = []
-        for _ in range(8):
-            optimizer.zero_grad()
-            loss = task.loss(own, batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
+        losses = losses_of(own, batch, task, 8, 1e-3)
         assert losses[0] == pytest.approx(ends[0][0] if ends else losses[0])
         ends.append((losses[0], losses[-1]))
     (first, plain), (_, eight), (_, four) = ends
