@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import without_broken_torchvision
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers", minversion="5")
+with without_broken_torchvision():
+    pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("tokenizers")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -111,12 +113,11 @@ def test_contenders_are_paired_and_a_run_goes_on(
 def test_memory_that_does_not_suffice_is_no_figure(tmp_path: Path) -> None:
     """A contender that fails is a row with its error, the others run."""
     failing = bench_8b.Contender("bf16", head="torch", settings={}, fp8="no such recipe")
-    assert (
-        "no such recipe"
-        in bench_8b.row_of(
-            failing, _arguments(tmp_path), torch.zeros(4, 32, dtype=torch.int64), lambda: 1.0
-        )["error"]
-    )
+    text = torch.zeros(4, 32, dtype=torch.int64)
+    row = bench_8b.row_of(failing, _arguments(tmp_path), text, lambda: 1.0)
+    if "torchao does not import" in row.get("left_out", ""):
+        pytest.skip("no torchao")
+    assert "no such recipe" in row["error"]
 
 
 def _arguments(folder: Path) -> Any:

@@ -39,6 +39,14 @@ def projected(gy: np.ndarray, x: np.ndarray, **options: object) -> np.ndarray:
     return left.T @ hotcore.hla(x, key=3, **options) / options.get("block", 16)
 
 
+def test_basis_orders() -> None:
+    expected = [0, 8, 2, 12, 3, 10, 4, 1, 14, 11, 6, 9, 15, 7, 13, 5]
+    assert hotcore.basis_order("lowpass") == expected
+    assert hotcore.basis_order("lowpass", 8) == [0, 4, 2, 3, 6, 1, 7, 5]
+    expected = [0, 8, 12, 4, 6, 14, 10, 2, 3, 11, 15, 7, 5, 13, 9, 1]
+    assert hotcore.basis_order("sequency") == expected
+
+
 @pytest.mark.parametrize("basis", ["lowpass", "sequency"])
 @pytest.mark.parametrize("block", [2, 4, 8, 16, 32, 64])
 def test_order_equals_reference(basis: str, block: int) -> None:
