@@ -865,6 +865,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-lora.json", lora),
     **_of("cuda-8b.json", whole),
     **_of("cuda-examples.json", gallery),
+    **_of("pretrained.json", TABLES.pretrained),
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("nccl.json", distributed),

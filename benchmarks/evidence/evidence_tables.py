@@ -731,3 +731,20 @@ def dates_line(results: Path, names: Iterable[str]) -> str:
         where = f" ({gpu.split()[0]})" if maker == "NVIDIA" else ""
         parts.append(f"{name.removesuffix('.json')} {days}{where}")
     return f"*Measured: {', '.join(parts)}.*"
+
+
+def pretrained(report: Report) -> Lines:
+    """Of bench_pretrained.py: losses less fp32's of the same seed."""
+    losses: dict[str, dict[str, float]] = {}
+    for key, run in report["runs"].items():
+        name, _, seed = key.rpartition("/")
+        losses.setdefault(name, {})[seed] = run["validation_loss"]
+    first = next(iter(report["runs"].values()))["curve"][0][1]
+    yield from header(["", "seeds", "loss", "less fp32's, by seed", "mean [95 %]"])
+    yield line(["before", "", f"{first:.4f}", "", ""])
+    for name, by_seed in losses.items():
+        gaps = [loss - losses["fp32"][seed] for seed, loss in by_seed.items()]
+        own = [", ".join(f"{gap:+.4f}" for gap in gaps), interval_words(gaps).rpartition(" (")[0]]
+        cells = own if name != "fp32" else ["", ""]
+        mean = f"{statistics.mean(by_seed.values()):.4f}"
+        yield line([shown(name), str(len(by_seed)), mean, *cells])
