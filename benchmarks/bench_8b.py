@@ -301,32 +301,22 @@ def largest(
 
 def speed(run: Whole, sequences: int, device: str, joules: Callable[[], float | None]) -> Row:
     """Steps one after the other, as training queues them."""
-    marks: list[Any] = []
-
-    def mark() -> None:
-        if device == "cuda":
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-        else:
-            marks.append(time.perf_counter() * 1e3)
-
+    marks = timing.Marks(device)
     run.take(sequences)
     timing.synchronize(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     begun_j, begun = joules(), time.perf_counter()
-    mark()
+    marks.mark()
     for _ in range(TIMED_STEPS):
         loss = run.take(sequences)
-        mark()
+        marks.mark()
     timing.synchronize(device)
     seconds, ended_j = time.perf_counter() - begun, joules()
-    pairs = zip(marks, marks[1:], strict=False)
-    times = [a.elapsed_time(b) if device == "cuda" else b - a for a, b in pairs]
     tokens = TIMED_STEPS * sequences * run.text.shape[1]
     out: Row = {
         "sequences": sequences,
-        "step": timing.spread(times),
+        "step": timing.spread(marks.milliseconds()),
         "tokens_per_s": tokens / seconds,
         "loss": float(loss),
     }

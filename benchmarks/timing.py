@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
+import itertools
 import json
 import math
 import platform
@@ -79,6 +80,32 @@ def cuda_stopwatch(flush: bool = True) -> Stopwatch:
         raise RuntimeError("the host is too slow for this call, or it waits for the device")
 
     return measure
+
+
+class Marks:
+    """Moments between steps: on CUDA of the device's queue, without waiting; else of the host."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._at: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def mark(self) -> None:
+        if self.device == "cpu":
+            self._at.append(time.perf_counter())
+        else:
+            self._at.append(torch.cuda.Event(enable_timing=True))
+            self._at[-1].record()
+
+    def milliseconds(self) -> list[float]:
+        """From each mark to the next; waits for the last."""
+        synchronize(self.device)
+        pairs = itertools.pairwise(self._at)
+        if self.device == "cpu":
+            return [(end - start) * 1e3 for start, end in pairs]
+        return [start.elapsed_time(end) for start, end in pairs]
 
 
 def stopwatch(device: str) -> Stopwatch:

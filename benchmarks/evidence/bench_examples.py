@@ -183,8 +183,9 @@ def random_weights(device: str) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return model.cpu()
 
-    AutoModelForCausalLM.from_pretrained = causal  # type: ignore[method-assign]
-    CLIPModel.from_pretrained = lambda folder: CLIPModel(AutoConfig.from_pretrained(folder))  # type: ignore[method-assign]
+    # Replaced on purpose, in this process alone: the examples call them as they would for files.
+    AutoModelForCausalLM.from_pretrained = causal  # type: ignore[method-assign]  # see above
+    CLIPModel.from_pretrained = lambda folder: CLIPModel(AutoConfig.from_pretrained(folder))  # type: ignore[method-assign]  # see above
 
 
 # ---- one process ----
@@ -196,22 +197,17 @@ class Steps:
     def __init__(self, folder: Path, name: str, device: str) -> None:
         self.folder, self.name, self.device = folder, name, device
         self.count = 0
-        self.ends: list[Any] = []
+        self.marks = timing.Marks(device)
         self.peak: float | None = None
 
     def __call__(self, *_: Any) -> None:
         self.count += 1
         if self.count == FIRST:
             self.wait()
-        if self.count >= FIRST + WARM and len(self.ends) <= MEASURED:
-            if self.device == "cuda":
-                event = torch.cuda.Event(enable_timing=True)
-                event.record()
-                self.ends.append(event)
-                if len(self.ends) == MEASURED + 1:
-                    self.peak = torch.cuda.max_memory_allocated() / GIB
-            else:
-                self.ends.append(time.perf_counter())
+        if self.count >= FIRST + WARM and len(self.marks) <= MEASURED:
+            self.marks.mark()
+            if self.device == "cuda" and len(self.marks) == MEASURED + 1:
+                self.peak = torch.cuda.max_memory_allocated() / GIB
 
     def wait(self) -> None:
         """Until all have compiled, and the GPU is free. It stays this process's to its end."""
@@ -225,13 +221,6 @@ class Steps:
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-
-    def milliseconds(self) -> list[float]:
-        pairs = zip(self.ends, self.ends[1:], strict=False)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in pairs]
-        return [(b - a) * 1e3 for a, b in pairs]
 
 
 def child(name: str, contender: str, folder: Path, device: str, *, quick: bool) -> None:
@@ -254,7 +243,7 @@ def child(name: str, contender: str, folder: Path, device: str, *, quick: bool) 
     except torch.OutOfMemoryError as error:
         found: dict[str, Any] = {"left out": f"out of memory: {error!s:.120}"}
     else:
-        times = steps.milliseconds()
+        times = steps.marks.milliseconds()
         found = {"result": result, "peak_gib": steps.peak, "steps": steps.count}
         if times:
             found["step_ms"] = statistics.median(times)
@@ -329,12 +318,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.device == "cpu" and not args.quick:
         parser.error("--device cpu: only with --quick; the sizes are a GPU's")
-    found: dict[str, Any] = {}
+    settings = {"device": args.device, "quick": args.quick, "steps": [FIRST, WARM, MEASURED]}
     path = args.json or timing.RESULTS / f"{args.device}-examples.json"
-    if path.exists():
-        report = json.loads(path.read_text())
-        if report["device"] == timing.machine(args.device)["device"]:
-            found = report["examples"]
+    try:
+        report = timing.resumed(path, settings)
+    except ValueError as error:
+        parser.error(str(error))
+    found: dict[str, Any] = {}
+    if report and report["device"] == timing.machine(args.device)["device"]:
+        found = report["examples"]
     for name in args.examples:
         if name in found and not any("left out" in r for r in found[name]["contenders"].values()):
             continue
@@ -343,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = f"examples/{name}.py {QUICK[name] if args.quick else example.words}"
         found[name] = {"command": words, "unit": example.unit, "contenders": contenders}
         print(words, *rows(contenders), sep="\n", flush=True)
-        timing.write(args, "examples", {"examples": found})
+        timing.write(args, "examples", {"settings": settings, "examples": found})
 
 
 if __name__ == "__main__":

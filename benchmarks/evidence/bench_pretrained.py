@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gzip
-import json
 import random
 import re
 import statistics
@@ -97,15 +96,10 @@ def rows(part: str, count: int, seed: int) -> Tensor:
 
 def batches(tokens: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs with masks, and the targets behind them."""
-    draws = torch.Generator().manual_seed(seed)
+    draws, mask = torch.Generator().manual_seed(seed), vocabulary()[0]["[MASK]"]
     for part in tokens.split(BATCH):
-        masked = (torch.rand(part.shape, generator=draws) < MASKED) & (
-            part > vocabulary()[0]["[MASK]"]
-        )
-        yield (
-            part.masked_fill(masked, vocabulary()[0]["[MASK]"]),
-            part.masked_fill(~masked, IGNORED),
-        )
+        masked = (torch.rand(part.shape, generator=draws) < MASKED) & (part > mask)
+        yield part.masked_fill(masked, mask), part.masked_fill(~masked, IGNORED)
 
 
 def largest(model: nn.Module, batch: Tensor) -> dict[str, float]:
@@ -191,9 +185,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     fetch()
     steps = 4 if args.quick else STEPS
-    runs: dict[str, Any] = {}
-    if args.json.exists():
-        runs = json.loads(args.json.read_text())["runs"]
+    settings = {"steps": steps, "batch": BATCH, "tokens": LENGTH, "learning_rate": RATE}
+    try:
+        report = timing.resumed(args.json, settings)
+    except ValueError as error:
+        parser.error(str(error))
+    runs: dict[str, Any] = report["runs"] if report else {}
     work = [
         (f"{contender.name}/{seed}", train, (contender, seed, steps))
         for seed in (args.seeds[:1] if args.quick else args.seeds)
@@ -204,7 +201,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     def done(name: str, run: Any) -> None:
         runs[name] = run
         print(f"{name:28} {run['curve'][0][1]:.4f} -> {run['validation_loss']:.4f}", flush=True)
-        settings = {"steps": steps, "batch": BATCH, "tokens": LENGTH, "learning_rate": RATE}
         facts = timing.facts_of("pretrained")
         timing.write_json(args.json, {**facts, "settings": settings, "runs": runs})
 
