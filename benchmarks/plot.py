@@ -122,12 +122,18 @@ def marker_of(how: Mapping[str, Any]) -> str:
     graphs = how.get("compiled") == "reduce-overhead"
     if "frozen_int8" in how:
         return ("+" if graphs else "<") if how.get("forward") == "int8" else "1"
+    if "first" in how:
+        letter = {0.75: "q", 0.5: "h"}[how["first"]]
+        return f"${letter.upper() if graphs else letter}$"
     if "attention_kept" in how:
         return "H" if graphs else ">"
     if "checkpointed" in how:
         return "X" if "compiled" in how else "x"
     if "kept" in how:
-        return "p" if graphs else "D" if isinstance(how["kept"], int) else "d"
+        whole = isinstance(how["kept"], int)
+        if graphs:
+            return "P" if whole else "p" if how["kept"]["attention"] else "8"
+        return "D" if whole else "d"
     if "memory_budget" in how:
         return {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[how["memory_budget"]]
     if how.get("fp8") == "rowwise":

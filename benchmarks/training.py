@@ -41,6 +41,9 @@ class Contender:
     """Every block recomputed in backward (torch.utils.checkpoint)."""
     attention_kept: bool = False
     """``checkpointed``, but for attention's results (hot.policies.keep_attention)."""
+    first: float = 1.0
+    """Of the blocks that are ``checkpointed``: the first ones' share. Backward comes to them last,
+    when the others have given back what they kept."""
     fp8: str | None = None
     """torchao's recipe: "tensorwise" or "rowwise"."""
     kept: int | Mapping[str, int | None] | None = None
@@ -132,6 +135,7 @@ def people(task: Task) -> list[Contender]:
             )
         ),
         *(_with_heads(one, compiled, graphs, again) if task.has_head else ()),
+        *_in_some_blocks(one, compiled, graphs),
         one("bf16 checkpointed", checkpointed=True),
         one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
         Contender("fp32 eager"),
@@ -151,6 +155,31 @@ def people(task: Task) -> list[Contender]:
             one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
         ]
     return found
+
+
+def _in_some_blocks(
+    one: Callable[..., Contender], compiled: dict[str, Any], graphs: dict[str, Any]
+) -> list[Contender]:
+    """Attention kept in some of the blocks alone, and what else is kept there in codes."""
+    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
+    found = []
+    for how, ways in (("compiled", compiled), ("reduce-overhead", graphs)):
+        for share, words in ((0.75, "three quarters"), (0.5, "half")):
+            some = {"checkpointed": True, "attention_kept": True, "first": share, **ways}
+            found += [
+                one(f"bf16 {how}, attention kept in {words}", **some),
+                one(f"default int8-forward {how}, attention kept in {words}", **hot8, **some),
+            ]
+    return [
+        *found,
+        one("default int8-forward reduce-overhead, saved 8", **hot8, kept=8, **graphs),
+        one(
+            "default int8-forward reduce-overhead, saved 8 but attention",
+            **hot8,
+            kept={"attention": None},
+            **graphs,
+        ),
+    ]
 
 
 def _with_heads(
@@ -219,11 +248,11 @@ def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
     raise ValueError(f"model: has no blocks at {path!r}")
 
 
-def checkpoint_blocks(model: nn.Module, path: str, attention_kept: bool) -> None:
-    """Every block's activations are recomputed in backward, attention's results as well or not."""
-    hot.recompute(
-        blocks_of(model, path).values(), hot.policies.keep_attention if attention_kept else None
-    )
+def checkpoint_blocks(model: nn.Module, path: str, contender: Contender) -> None:
+    """Blocks' activations are recomputed in backward, attention's results as well or not."""
+    blocks = list(blocks_of(model, path).values())
+    policy = hot.policies.keep_attention if contender.attention_kept else None
+    hot.recompute(blocks[: round(contender.first * len(blocks))], policy)
 
 
 def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:
@@ -275,7 +304,7 @@ class Trainer:
             model = convert(model, contender)
             self.report = model.hot_report
         if contender.checkpointed:
-            checkpoint_blocks(model, task.blocks, contender.attention_kept)
+            checkpoint_blocks(model, task.blocks, contender)
         if contender.compiled is not None:
             apart = task.blocks and not whole and not contender.whole
             parts = blocks_of(model, task.blocks) if apart else {"": model}
