@@ -3,11 +3,12 @@
 Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed as
 ``[N*H*W, C]``.
 
-* A 1x1 kernel is a linear layer over the pixels that it visits: integer products in backward.
-* Any other kernel keeps torch's own products. Backward restores x in y's dtype and calls
+* The products stay torch's own. Backward restores x in y's dtype and calls
   ``aten.convolution_backward``: g_x has the bits of the plain layer, since it does not depend on x;
   g_w and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
   more where a padding mode other than zeros pads it.
+* A 1x1 kernel whose configuration asks for what torch's products do not have, a low rank or an
+  8-bit forward, is a linear layer over the pixels that it visits (:func:`has_products`).
 
 Operators take the fields of a :class:`Window` one by one.
 """
@@ -78,17 +79,26 @@ def is_pointwise(window: Window) -> bool:
     return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
 
 
+def has_products(pointwise: bool, config: HotConfig) -> bool:
+    """Whether HOT makes a layer's products, and torch does not: of some 1x1 kernels.
+
+    With a full rank and a plain forward torch's are faster, over so many pixels of so few channels,
+    and g_x is exact: docs/results.md, "By number of features".
+    """
+    return pointwise and (config.basis != "full" or config.forward == "int8")
+
+
 @functools.lru_cache(maxsize=1024)
 def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -> HotConfig:
-    """The configuration that saves x's pixels and, of a 1x1 kernel, makes the products.
+    """The configuration that saves x's pixels and makes the products, if HOT does.
 
-    A 1x1 kernel saves the same as a linear layer. ``grid``, its output height and width, replaces
-    the caller's token grid, which describes a transformer's tokens; a low-pass basis takes its
-    tiles from it. Any other kernel needs x itself (basis ``"full"``): in the storage of a full
+    A layer with HOT's products saves the same as a linear layer. ``grid``, its output height and
+    width, replaces the caller's token grid, which describes a transformer's tokens; a low-pass
+    basis takes its tiles from it. Others need x itself (basis ``"full"``): in the storage of a full
     basis or of a token storage, otherwise in INT4, which takes about the bytes of the low-rank
     INT8 form.
     """
-    if pointwise:
+    if has_products(pointwise, config):
         tiled = config.basis in ("lowpass", "sequency")
         return dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
     fields: HotConfigFields = {"token_grid": None, "prefix_tokens": 0}
@@ -106,8 +116,12 @@ def _pixels_key(config: str, window: Window, dtype: torch.dtype | None) -> Hasha
     ``dtype`` is the one autocast casts x to.
     """
     kept = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
-    visits = window.stride if is_pointwise(window) else (1, 1)
+    visits = window.stride if _multiplies(window, config) else (1, 1)
     return ("pixels", visits, dtype, sharing.config_key(kept))
+
+
+def _multiplies(window: Window, config: str) -> bool:
+    return has_products(is_pointwise(window), parsed(config))
 
 
 # ---- what a user calls ----
@@ -126,15 +140,14 @@ def conv2d(
 ) -> Tensor:
     """A convolution, bit for bit ``F.conv2d``; of x only compressed pixels are kept.
 
-    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits:
-    its gradients are computed with HOT, and with ``forward="int8"`` in the configuration y is
-    :func:`hotcore.forward_linear`'s. Its tokens are the output pixels; their grid replaces the
-    ``token_grid`` and ``prefix_tokens`` of the configuration.
+    It gains memory alone: the products stay torch's, in forward and backward. Backward restores x,
+    which is kept whole whatever the recipe's basis (a low-rank recipe's in INT4): g_x has the plain
+    layer's bits, g_w is that of the restored x. ``channels_last`` saves copies.
 
-    Any other kernel gains memory alone: its products stay torch's, in forward and backward. It
-    keeps x whole whatever the recipe's basis (a low-rank recipe's in INT4) and restores it in
-    backward: g_x has the plain layer's bits, g_w is that of the restored x. ``channels_last`` saves
-    copies.
+    A 1x1 kernel in one group, without padding, with a low rank or ``forward="int8"`` in the
+    configuration is a linear layer over the pixels that it visits: its gradients are computed with
+    HOT, and y is :func:`hotcore.forward_linear`'s if the forward says so. Its tokens are the output
+    pixels; their grid replaces the ``token_grid`` and ``prefix_tokens`` of the configuration.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
@@ -328,25 +341,28 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def visited(x: Tensor, window: Window) -> Tensor:
-    """``[N, C, H, W]`` as ``[N, H, W, C]``; for a 1x1 kernel only the pixels that it reads."""
-    if is_pointwise(window):
-        x = x[:, :, :: window.stride[0], :: window.stride[1]]
-    return x.permute(0, 2, 3, 1)
+    """The pixels of ``[N, C, H, W]`` that a 1x1 kernel reads, as ``[N, H, W, C]``."""
+    return x[:, :, :: window.stride[0], :: window.stride[1]].permute(0, 2, 3, 1)
 
 
 # ---- the saved pixels ----
 
 
+def _pixels(x: Tensor, config: str, window: Window) -> Tensor:
+    """The pixels of x that are kept, ``[N, H, W, C]``."""
+    return visited(x, window) if _multiplies(window, config) else x.permute(0, 2, 3, 1)
+
+
 def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, HotConfig]:
-    """The pixels of x that are kept, ``[tokens, C]``, and the configuration that keeps them."""
-    nhwc = visited(x, window)
+    """The same as ``[tokens, C]``, and the configuration that keeps them."""
+    nhwc = _pixels(x, config, window)
     grid = (nhwc.shape[1], nhwc.shape[2])
     return _tokens(nhwc), settings(parsed(config), is_pointwise(window), grid)
 
 
 def _fake_pixels(x: Tensor, seed: Tensor | None, config: str, *shape: Any) -> Tensor:
     window = Window.of(*shape)
-    n, height, width, channels = visited(x, window).shape
+    n, height, width, channels = _pixels(x, config, window).shape
     kept = settings(parsed(config), is_pointwise(window), None)  # a grid changes no size
     size = codes.saved_bytes(n * height * width, channels, kept)
     return torch.empty(size, dtype=torch.uint8, device=x.device)
@@ -594,7 +610,7 @@ def _backward_pointwise(
     window: Window,
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A 1x1 kernel: a linear layer over the pixels that it reads."""
+    """HOT's products: a linear layer over the pixels that the kernel reads."""
     results = _outputs(gy, x_shape, *formats, window, *dtypes)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
     channels, height, width = x_shape[1], gy.shape[2], gy.shape[3]
@@ -625,7 +641,7 @@ def _backward_window(
     window: Window,
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Any other kernel: torch's own backward, of the restored x."""
+    """Torch's own backward, of the restored x."""
     (x_last, weight_last), (gx_dtype, gw_dtype, gb_dtype) = formats, dtypes
     height, width = x_shape[2:]
     if gw_dtype is None or saved is None:  # of x and of weight torch reads then the shape alone
@@ -697,5 +713,5 @@ def _backward_conv2d(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x_shape, formats, window, dtypes = _layout(layout)
     keys = core.keys_of(saved_seed, seed)
-    products = _backward_pointwise if is_pointwise(window) else _backward_window
+    products = _backward_pointwise if _multiplies(window, config) else _backward_window
     return products(gy, weight, saved, keys, parsed(config), x_shape, formats, window, dtypes)
