@@ -308,6 +308,10 @@ def test_operators(kernel: int, channels_last: bool) -> None:
             call = (x, weight, bias, kept, seed, config, *window)
             torch.library.opcheck(torch.ops.hotcore.conv2d, call)
             torch.library.opcheck(torch.ops.hotcore.convolution, call)
+        if not conv.has_products(kernel == 1, HotConfig.recipe(recipe)):
+            call = (saved, seed, config, x.shape, channels_last, torch.bfloat16)
+            torch.library.opcheck(torch.ops.hotcore.restore_pixels, call)
+            continue
         for inputs, dtypes in (
             ((weight, saved), (f, f, f)),
             ((weight, None), (f, None, None)),
@@ -315,8 +319,8 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         ):
             formats = (channels_last, not channels_last)
             for saved_seed in (None, torch.tensor(12)):
-                call = (gy, *inputs, saved_seed, seed, config, x.shape, *formats, *window, *dtypes)
-                torch.library.opcheck(torch.ops.hotcore.backward_conv2d, call)
+                call = (gy, *inputs, saved_seed, seed, config, x.shape, *formats, (2, 1), *dtypes)
+                torch.library.opcheck(torch.ops.hotcore.backward_pixels, call)
 
 
 @pytest.mark.cuda
@@ -325,26 +329,25 @@ def test_operators(kernel: int, channels_last: bool) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_cuda_equals_cpu(recipe: str, dtype: torch.dtype, kernel: int) -> None:
     """The same codes, and of products of integers the same bits."""
-    x, weight = torch.randn(5, 24, 18, 14).to(dtype), torch.randn(40, 24, kernel, kernel).to(dtype)
-    gy = torch.randn(5, 40, 9, 14).to(dtype)
-    seed, config = torch.tensor(11), HotConfig.recipe(recipe).json
-    around = kernel // 2
-    window = ((kernel, kernel), (2, 1), (around,) * 4, (1, 1), "zeros", 1)
+    plain = nn.Conv2d(24, 40, kernel, (2, 1), kernel // 2, bias=False).to(dtype)
+    x, gy = torch.randn(5, 24, 18, 14).to(dtype), torch.randn(5, 40, 9, 14).to(dtype)
     results = []
     for device in ("cpu", "cuda"):
         for channels_last in (False, True):
             fmt = torch.channels_last if channels_last else torch.contiguous_format
-            inputs = [t.to(device).contiguous(memory_format=fmt) for t in (x, weight, gy)]
-            saved = conv._compress_pixels(inputs[0], seed, config, *window)
-            call = (inputs[2], inputs[1], saved, None, seed, config, x.shape, channels_last, False)
-            gx, gw, _ = conv._backward_conv2d(*call, *window, dtype, dtype, dtype)
-            results.append((saved.cpu(), gx.cpu(), gw.cpu()))
+            ours, there, g = (t.to(device, memory_format=fmt) for t in (plain, x.clone(), gy))
+            module = hot.HotConv2d.from_conv(ours, recipe)
+            torch.manual_seed(11)
+            with saved_tensors() as kept:
+                y = module(there.requires_grad_())
+            grads = torch.autograd.grad(y, (there, module.weight), g)
+            codes = [t.cpu() for t in kept if t.dtype == torch.uint8]
+            results.append((*codes, *(t.cpu() for t in grads)))
+    products = conv.has_products(kernel == 1, HotConfig.recipe(recipe))
     for other in results[1:]:
         assert torch.equal(results[0][0], other[0])
-        for ours, theirs in zip(results[0][1:], other[1:], strict=True):
-            near = relative(ours.float(), theirs.float()) < 0.01
-            products = conv.has_products(kernel == 1, HotConfig.recipe(recipe))
-            assert torch.equal(ours, theirs) if products else near
+        for a, b in zip(results[0][1:], other[1:], strict=True):
+            assert torch.equal(a, b) if products else relative(a.float(), b.float()) < 0.01
 
 
 @pytest.mark.cuda
