@@ -85,6 +85,7 @@ def people(task: Task) -> list[Contender]:
         return Contender(name, recipe, autocast=True, **({"slower": False} | options))
 
     compiled: dict[str, Any] = {"compiled": "default"}
+    graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
     if task.channels_last:  # by storage; k x k alone; with ReLU's bits, x of the next convolution
         kinds: dict[str, dict[str, Any]] = {
             "default {}": {},
@@ -93,13 +94,16 @@ def people(task: Task) -> list[Contender]:
             "default {}, k x k alone": {"wide": True},
             "default {}, saved": {"kept": 8},
         }
-        ways: dict[str, dict[str, Any]] = {"compiled": compiled, "eager": {}}
-        return [one(REFERENCE, **compiled), one("bf16 eager")] + [
-            one(name.format(how), "default", slower=True, **options, **more)
-            for name, options in kinds.items()
-            for how, more in ways.items()
+        ways = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
+        return [
+            *(one(f"bf16 {how}", **more) for how, more in ways.items()),
+            *(
+                one(name.format(how), "default", slower=True, **options, **more)
+                for name, options in kinds.items()
+                for how, more in ways.items()
+            ),
+            one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
         ]
-    graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
     again: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
     found = [
         one(REFERENCE, **compiled),

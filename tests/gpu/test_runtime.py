@@ -435,7 +435,7 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
         for name, a, b, error in zip(("gx", "gw"), got, exact, eager, strict=False):
             assert float((a - b).norm()) < max(1.5 * error, 0.001 * float(b.norm())), name
     for name, results in zip(("gx", "gw"), zip(*found, strict=True), strict=False):
-        if name == "gx" and kernel == 3:  # torch's own, without random numbers
+        if name == "gx" and (kernel, recipe) != (1, "fast"):  # torch's own, nothing random
             continue
         first, second, third = results
         assert not same_bits(first, second), name

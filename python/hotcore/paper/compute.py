@@ -29,7 +29,7 @@ from ..torch.selection import (
     candidates,
     features_of,
     is_frozen,
-    pointwise_of,
+    products_of,
     weights_of,
 )
 
@@ -189,7 +189,7 @@ def compute_report(
                 for method in methods[1:-1]:
                     costs[method] = backward_bops(*shape, method, trained=trained)
                 costs[last] = backward_bops(*shape, taken, trained=trained)
-            if own is not None and pointwise_of(layer) is False:
+            if own is not None and products_of(layer, own) is False:
                 pixels = sum(math.prod(call.shape) for call in watch.uses[name].calls)
                 costs[last] = plain + (_restore_bops(pixels, own) if trained else 0)
             rows.append(
@@ -259,7 +259,9 @@ def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> 
 
 def _forward_of(layer: nn.Module, config: HotConfig | None) -> HotConfig | None:
     """The configuration of its forward; None where it is the plain layer's."""
-    return None if is_8bit(layer) or pointwise_of(layer) is False else config
+    if config is None or is_8bit(layer) or products_of(layer, config) is False:
+        return None
+    return config
 
 
 def _restore_bops(values: int, config: HotConfig) -> int:

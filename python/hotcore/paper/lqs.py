@@ -29,7 +29,7 @@ from ..torch.ops.conv import settings
 from ..torch.plan import matplotlib_figure, overrides_of
 from ..torch.probe import preserve_state
 from ..torch.report import aligned, listed
-from ..torch.selection import Filter, pointwise_of
+from ..torch.selection import Filter, products_of
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
@@ -263,15 +263,15 @@ def _layers(
     if not names:
         report = found = decide(model, config, filter_fn, slower=slower).report
         names = [layer.name for layer in found.converted]
-    names = [name for name in names if _measurable(modules[name])]
+    names = [name for name in names if _measurable(modules[name], config)]
     if not names:
         raise ValueError(f"model: no layer to measure\n{report}")
     return names
 
 
-def _measurable(module: nn.Module) -> bool:
+def _measurable(module: nn.Module, config: HotConfig) -> bool:
     other = isinstance(module, nn.MultiheadAttention) or is_8bit(module)
-    return not other and pointwise_of(module) is not False
+    return not other and products_of(module, config) is not False
 
 
 def _measure(

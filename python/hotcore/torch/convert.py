@@ -32,7 +32,7 @@ from .selection import (
     hot_class,
     is_frozen,
     kind_of,
-    pointwise_of,
+    products_of,
     why_plain,
 )
 
@@ -202,7 +202,7 @@ def decide(
             if new.runs_plain:
                 in_eval_mode.append(fqn)
             replacements[module] = new
-            sizes = (pointwise_of(module), *features_of(module))
+            sizes = (products_of(module, own), *features_of(module))
             slowly = (
                 "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
             )
@@ -341,7 +341,7 @@ def _plain_note(module: nn.Module, config: HotConfig) -> str:
     int8 = config.forward == "int8"
     if is_8bit(module):
         return "its forward stays bitsandbytes'" if int8 else ""
-    if pointwise_of(module) is not False:
+    if products_of(module, config) is not False:
         return ""
     notes = ["its products stay torch's own"]
     if config.basis != "full":
@@ -398,7 +398,7 @@ def _measures(
     every = [p for each in inner for p in each._parameters.values() if p is not None]
     own = [p for p in every if id(p) not in counted]
     counted.update(map(id, own))
-    sizes = (pointwise_of(module), *features_of(module))
+    sizes = (products_of(module, config), *features_of(module))
     return {
         "parameters": sum(p.numel() for p in own),
         "macs": uses[fqn].macs if fqn in uses else None,
@@ -570,10 +570,9 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
-        pointwise = is_pointwise(module)
-        config = settings(config, pointwise, None)
-        if pointwise:
+        if products_of(module, config):
             visited = 1 / (module.stride[0] * module.stride[1])
+        config = settings(config, is_pointwise(module), None)
     elif config.token_grid is not None:
         sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
         tokens = max(1, tokens // sample) * sample

@@ -56,7 +56,7 @@ _FROZEN = {
 
 
 def expected_time(
-    pointwise: bool | None,
+    products: bool | None,
     in_features: int,
     out_features: int,
     config: HotConfig,
@@ -66,15 +66,15 @@ def expected_time(
     """Time of forward and backward, HOT over plain torch; None without a fit.
 
     Args:
-        pointwise: of a convolution, which has no fit, whether it is a linear layer over pixels;
-            None: a linear layer.
+        products: of a convolution, which has no fit, whether HOT makes its products; None: a linear
+            layer.
         in_features: I, or channels.
         out_features: O.
         config: the layer's configuration.
         device: device type of the training; only ``"cuda"`` has a fit.
         frozen: True if its weight is not trained.
     """
-    if device != "cuda" or pointwise is not None:
+    if device != "cuda" or products is not None:
         return None
     name = "fast" if config.basis != "full" else "default"
     if name == "default" and config.storage == "int8":
@@ -85,7 +85,7 @@ def expected_time(
 
 
 def why_slow(
-    pointwise: bool | None,
+    products: bool | None,
     in_features: int,
     out_features: int,
     config: HotConfig,
@@ -95,16 +95,16 @@ def why_slow(
     """Why the default filter leaves the layer plain on this device; empty if it does not."""
     if device != "cuda":
         return ""
-    if pointwise is False:  # by what it does, whatever the time
+    if products is False:  # by what it does, whatever the time
         return "slower on CUDA: x is compressed and restored, and the products stay torch's own"
-    if pointwise:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128
+    if products:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128
         return "slower on CUDA: quantising its pixels costs more than the integers save"
     if min(in_features, out_features) < MIN_CUDA_FEATURES:
         return (
             f"slower on CUDA in eager mode: with fewer than {MIN_CUDA_FEATURES} features the host "
             "limits the speed"
         )
-    time = expected_time(pointwise, in_features, out_features, config, device, frozen)
+    time = expected_time(products, in_features, out_features, config, device, frozen)
     if time is not None and time > SLOWER:
         return f"slower on CUDA: expected to take {time:.2f} of plain torch's time"
     return ""

@@ -14,6 +14,7 @@ from .bitsandbytes import is_4bit, is_8bit
 from .frozen import FrozenModule
 from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
 from .ops import DTYPES
+from .ops.conv import has_products
 from .ops.sharded import is_dtensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -118,9 +119,11 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     return nx, nf
 
 
-def pointwise_of(module: nn.Module) -> bool | None:
-    """Whether a convolution is a linear layer over pixels; None for other layers."""
-    return is_pointwise(module) if isinstance(module, nn.Conv2d) else None
+def products_of(module: nn.Module, config: HotConfig) -> bool | None:
+    """Whether a convolution is a linear layer over pixels, with HOT's products; None: no such."""
+    if not isinstance(module, nn.Conv2d):
+        return None
+    return has_products(is_pointwise(module), config)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -260,7 +263,7 @@ def why_slow(
         if own is None or fqn in but or isinstance(module, HotModule) or is_8bit(module):
             continue  # the time of 8-bit layers was not measured; they gain memory
         sizes = features_of(module)
-        why = gains.why_slow(pointwise_of(module), *sizes, own, device, is_frozen(module))
+        why = gains.why_slow(products_of(module, own), *sizes, own, device, is_frozen(module))
         if why:
             found[fqn] = why
     return found

@@ -3,11 +3,12 @@
 Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed as
 ``[N*H*W, C]``.
 
-* A 1x1 kernel is a linear layer over the pixels that it visits: integer products in backward.
-* Any other kernel keeps torch's own products. Backward restores x in y's dtype and calls
+* The products stay torch's own. Backward restores x in y's dtype and calls
   ``aten.convolution_backward``: g_x has the bits of the plain layer, since it does not depend on x;
   g_w and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
   more where a padding mode other than zeros pads it.
+* A 1x1 kernel whose configuration asks for what torch's products do not have, a low rank or an
+  8-bit forward, is a linear layer over the pixels that it visits (:func:`has_products`).
 
 Operators take the fields of a :class:`Window` one by one.
 """
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...config import ConfigLike, HotConfig, HotConfigFields, Key
+from ...config import ConfigLike, HotConfig, HotConfigFields
 from . import calls, codes, core, linear, sharing
 from .codes import Pair, compress_once
 from .core import parsed
@@ -36,8 +37,9 @@ Sizes = tuple[Any, Any, Any, str, int]
 """Stride, padding, dilation, padding mode and groups of a convolution."""
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
 Fields = Annotated[Any, _WINDOW]
+Shape = Annotated[Any, "SymInt[]"]
 Layout = Annotated[
-    Any, f"SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, {DTYPES_OF_GRADIENTS}"
+    Any, f"SymInt[] x_shape, bool x_last, bool weight_last, int[] stride, {DTYPES_OF_GRADIENTS}"
 ]
 
 
@@ -78,17 +80,26 @@ def is_pointwise(window: Window) -> bool:
     return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
 
 
+def has_products(pointwise: bool, config: HotConfig) -> bool:
+    """Whether HOT makes a layer's products, and torch does not: of some 1x1 kernels.
+
+    With a full rank and a plain forward torch's are faster, over so many pixels of so few channels,
+    and g_x is exact: docs/results.md, "By number of features".
+    """
+    return pointwise and (config.basis != "full" or config.forward == "int8")
+
+
 @functools.lru_cache(maxsize=1024)
 def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -> HotConfig:
-    """The configuration that saves x's pixels and, of a 1x1 kernel, makes the products.
+    """The configuration that saves x's pixels and makes the products, if HOT does.
 
-    A 1x1 kernel saves the same as a linear layer. ``grid``, its output height and width, replaces
-    the caller's token grid, which describes a transformer's tokens; a low-pass basis takes its
-    tiles from it. Any other kernel needs x itself (basis ``"full"``): in the storage of a full
+    A layer with HOT's products saves the same as a linear layer. ``grid``, its output height and
+    width, replaces the caller's token grid, which describes a transformer's tokens; a low-pass
+    basis takes its tiles from it. Others need x itself (basis ``"full"``): in the storage of a full
     basis or of a token storage, otherwise in INT4, which takes about the bytes of the low-rank
     INT8 form.
     """
-    if pointwise:
+    if has_products(pointwise, config):
         tiled = config.basis in ("lowpass", "sequency")
         return dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
     fields: HotConfigFields = {"token_grid": None, "prefix_tokens": 0}
@@ -106,8 +117,12 @@ def _pixels_key(config: str, window: Window, dtype: torch.dtype | None) -> Hasha
     ``dtype`` is the one autocast casts x to.
     """
     kept = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
-    visits = window.stride if is_pointwise(window) else (1, 1)
+    visits = window.stride if _multiplies(window, config) else (1, 1)
     return ("pixels", visits, dtype, sharing.config_key(kept))
+
+
+def _multiplies(window: Window, config: str) -> bool:
+    return has_products(is_pointwise(window), parsed(config))
 
 
 # ---- what a user calls ----
@@ -126,15 +141,14 @@ def conv2d(
 ) -> Tensor:
     """A convolution, bit for bit ``F.conv2d``; of x only compressed pixels are kept.
 
-    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits:
-    its gradients are computed with HOT, and with ``forward="int8"`` in the configuration y is
-    :func:`hotcore.forward_linear`'s. Its tokens are the output pixels; their grid replaces the
-    ``token_grid`` and ``prefix_tokens`` of the configuration.
+    It gains memory alone: the products stay torch's, in forward and backward. Backward restores x,
+    which is kept whole whatever the recipe's basis (a low-rank recipe's in INT4): g_x has the plain
+    layer's bits, g_w is that of the restored x. ``channels_last`` saves copies.
 
-    Any other kernel gains memory alone: its products stay torch's, in forward and backward. It
-    keeps x whole whatever the recipe's basis (a low-rank recipe's in INT4) and restores it in
-    backward: g_x has the plain layer's bits, g_w is that of the restored x. ``channels_last`` saves
-    copies.
+    A 1x1 kernel in one group, without padding, with a low rank or ``forward="int8"`` in the
+    configuration is a linear layer over the pixels that it visits: its gradients are computed with
+    HOT, and y is :func:`hotcore.forward_linear`'s if the forward says so. Its tokens are the output
+    pixels; their grid replaces the ``token_grid`` and ``prefix_tokens`` of the configuration.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
@@ -312,7 +326,7 @@ def by_pixels(
 
     In the memory format of ``F.conv2d``'s result.
     """
-    nhwc = visited(x, window)
+    nhwc = visited(x, window.stride)
     y = product(_tokens(nhwc), weight.flatten(1), bias)
     y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
     return y.contiguous(memory_format=_format_of(x, weight))
@@ -327,26 +341,29 @@ def is_channels_last(x: Tensor) -> bool:
     return x.shape[1] == 1 and x.stride(1) == 1 and x.shape[2] * x.shape[3] > 1
 
 
-def visited(x: Tensor, window: Window) -> Tensor:
-    """``[N, C, H, W]`` as ``[N, H, W, C]``; for a 1x1 kernel only the pixels that it reads."""
-    if is_pointwise(window):
-        x = x[:, :, :: window.stride[0], :: window.stride[1]]
-    return x.permute(0, 2, 3, 1)
+def visited(x: Tensor, stride: Sequence[int]) -> Tensor:
+    """The pixels of ``[N, C, H, W]`` that a 1x1 kernel reads, as ``[N, H, W, C]``."""
+    return x[:, :, :: stride[0], :: stride[1]].permute(0, 2, 3, 1)
 
 
 # ---- the saved pixels ----
 
 
+def _pixels(x: Tensor, config: str, window: Window) -> Tensor:
+    """The pixels of x that are kept, ``[N, H, W, C]``."""
+    return visited(x, window.stride if _multiplies(window, config) else (1, 1))
+
+
 def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, HotConfig]:
-    """The pixels of x that are kept, ``[tokens, C]``, and the configuration that keeps them."""
-    nhwc = visited(x, window)
+    """The same as ``[tokens, C]``, and the configuration that keeps them."""
+    nhwc = _pixels(x, config, window)
     grid = (nhwc.shape[1], nhwc.shape[2])
     return _tokens(nhwc), settings(parsed(config), is_pointwise(window), grid)
 
 
 def _fake_pixels(x: Tensor, seed: Tensor | None, config: str, *shape: Any) -> Tensor:
     window = Window.of(*shape)
-    n, height, width, channels = visited(x, window).shape
+    n, height, width, channels = _pixels(x, config, window).shape
     kept = settings(parsed(config), is_pointwise(window), None)  # a grid changes no size
     size = codes.saved_bytes(n * height * width, channels, kept)
     return torch.empty(size, dtype=torch.uint8, device=x.device)
@@ -355,6 +372,37 @@ def _fake_pixels(x: Tensor, seed: Tensor | None, config: str, *shape: Any) -> Te
 @operator(fake=_fake_pixels, any_strides=False)
 def _compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Fields) -> Tensor:
     return codes.compress(*_rows(x, config, Window.of(*shape)), core.key_of(seed))
+
+
+def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Tensor:
+    """The kept pixels of x, by the operator or directly, with the same result."""
+    if core.bypasses_dispatcher(x):
+        return codes.compress(*_rows(x, config, window), core.key_of(seed))
+    saved: Tensor = _compress_pixels(x, seed, config, *window)
+    return saved
+
+
+def _restore(
+    saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
+) -> Tensor:
+    n, channels, height, width = shape
+    kept, key = settings(parsed(config), False, None), core.key_of(seed)
+    rows = codes.decompress(saved, n * height * width, channels, kept, key, dtype)
+    x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
+    return x if last else _stored_as(x, False, dtype)
+
+
+def _fake_restored(
+    saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
+) -> Tensor:
+    return _empty(saved, shape, last, dtype)
+
+
+@operator(fake=_fake_restored)
+def _restore_pixels(
+    saved: Tensor, seed: Tensor, config: str, x_shape: Shape, x_last: bool, dtype: torch.dtype
+) -> Tensor:
+    return _restore(saved, seed, config, x_shape, x_last, dtype)
 
 
 def _fake_pixels_seeded(x: Tensor, config: str, *shape: Any) -> Pair:
@@ -375,7 +423,7 @@ def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: 
         kept: Pair = _compress_pixels_seeded(pixels, config, *shape)
         return kept
 
-    key = (config, codes, Window.of(*shape))
+    key = (_pixels_key(config, Window.of(*shape), inner.dtype), codes)
     return compress_once(x, inner, key, compress if codes else None)
 
 
@@ -468,18 +516,24 @@ class Conv2d(torch.autograd.Function):
         if ctx.cache is not None:
             ctx.cache.clear()
         needed = ctx.needs_input_grad[:3]
-        found = _backward_conv2d(
-            core.dense(gy),
-            weight if needed[0] else None,
-            saved if needed[1] else None,
-            saved_seed,
-            saved_seed if ctx.seed is None else ctx.seed,
-            ctx.config,
-            ctx.x_shape,
-            *ctx.channels_last,
-            *ctx.window,
-            *(dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)),
-        )
+        gy, weight = core.dense(gy), weight if needed[0] else None
+        dtypes = [dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)]
+        found: Sequence[Tensor | None]
+        if _multiplies(ctx.window, ctx.config):
+            found = _backward_pixels(
+                gy,
+                weight,
+                saved if needed[1] else None,
+                saved_seed,
+                saved_seed if ctx.seed is None else ctx.seed,
+                ctx.config,
+                ctx.x_shape,
+                *ctx.channels_last,
+                ctx.window.stride,
+                *dtypes,
+            )
+        else:
+            found = _backward_window(ctx, gy, weight, saved, saved_seed, dtypes)
         gx, gw, gb = (g if need else None for g, need in zip(found, needed, strict=True))
         return gx, gw, gb, None, None, None, None
 
@@ -512,7 +566,7 @@ def _eager(
         weight,
         ctx,
         seed,
-        lambda: _compress_pixels(inner, seed, config, *window),
+        lambda: _compress(inner, seed, config, window),
     )
     return y, saved, saved_seed
 
@@ -527,7 +581,10 @@ def _conv2d(
     config: str,
     *shape: Fields,
 ) -> Tensor:
-    y: Tensor = Conv2d.apply(x, weight, bias, seed, config, Window.of(*shape), saved)  # type: ignore[no-untyped-call]  # so in torch
+    window = Window.of(*shape)
+    if not _multiplies(window, config):  # under autocast; both passes take the same copy
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    y: Tensor = Conv2d.apply(x, weight, bias, seed, config, window, saved)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
@@ -560,85 +617,26 @@ def _stored_as(found: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
     return dense.permute(0, 3, 1, 2) if last else dense
 
 
-def _outputs(
-    gy: Tensor,
-    x_shape: Sequence[int],
-    x_last: bool,
-    weight_last: bool,
-    window: Window,
-    gx_dtype: torch.dtype | None,
-    gw_dtype: torch.dtype | None,
-    gb_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """g_x and g_w in the memory formats of x and weight, and g_b; empty vectors if not wanted."""
-    w_shape = _weight_shape(gy, x_shape, window)
-    return (
-        gy.new_empty(0) if gx_dtype is None else _empty(gy, x_shape, x_last, gx_dtype),
-        gy.new_empty(0) if gw_dtype is None else _empty(gy, w_shape, weight_last, gw_dtype),
-        gy.new_empty(0 if gb_dtype is None else gy.shape[1], dtype=gb_dtype),
-    )
-
-
-def _weight_shape(gy: Tensor, x_shape: Sequence[int], window: Window) -> tuple[int, int, int, int]:
-    return gy.shape[1], x_shape[1] // window.groups, *window.kernel
-
-
-def _backward_pointwise(
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    keys: tuple[Key, Key],
-    config: HotConfig,
-    x_shape: Sequence[int],
-    formats: tuple[bool, bool],
-    window: Window,
-    dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A 1x1 kernel: a linear layer over the pixels that it reads."""
-    results = _outputs(gy, x_shape, *formats, window, *dtypes)
-    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
-    channels, height, width = x_shape[1], gy.shape[2], gy.shape[3]
-    products = settings(config, True, (height, width))
-    matrix = None if weight is None else weight.flatten(1)
-    pixels = rows = None
-    if gx is not None:
-        if window.stride != (1, 1):
-            gx.zero_()  # pixels that the kernel skips
-        pixels = visited(gx, window)
-        rows = pixels if pixels.is_contiguous() else pixels.new_empty(pixels.shape)
-    outputs = (rows, None if gw is None else gw.view(-1, channels), gb)
-    grad = _tokens(gy.permute(0, 2, 3, 1))
-    linear.backward(grad, matrix, saved, channels, products, keys, outputs)
-    if pixels is not None and rows is not None and rows is not pixels:
-        pixels.copy_(rows)
-    return results
-
-
 def _backward_window(
+    ctx: Any,
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
-    keys: tuple[Key, Key],
-    config: HotConfig,
-    x_shape: Sequence[int],
-    formats: tuple[bool, bool],
-    window: Window,
+    seed: Tensor,
     dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Any other kernel: torch's own backward, of the restored x."""
-    (x_last, weight_last), (gx_dtype, gw_dtype, gb_dtype) = formats, dtypes
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Torch's own backward, of the restored x."""
+    window, x_shape, (x_last, weight_last) = ctx.window, ctx.x_shape, ctx.channels_last
+    gx_dtype, gw_dtype, gb_dtype = dtypes
     height, width = x_shape[2:]
     if gw_dtype is None or saved is None:  # of x and of weight torch reads then the shape alone
         x = _empty(gy, x_shape, x_last, gy.dtype)
     else:
-        n, channels, _, _ = x_shape
-        kept = settings(config, False, None)
-        rows = codes.decompress(saved, n * height * width, channels, kept, keys[0], gy.dtype)
-        x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
-        del rows
-        x = _stored_as(x, x_last, gy.dtype)
+        restore = _restore if core.bypasses_dispatcher(saved) else _restore_pixels
+        x = restore(saved, seed, ctx.config, x_shape, x_last, gy.dtype)
     if weight is None:
-        weight = _empty(gy, _weight_shape(gy, x_shape, window), weight_last, gy.dtype)
+        shape = (gy.shape[1], x_shape[1] // window.groups, *window.kernel)
+        weight = _empty(gy, shape, weight_last, gy.dtype)
     x, around = padded(x, window)
     found = torch.ops.aten.convolution_backward.default(
         gy,
@@ -658,35 +656,46 @@ def _backward_window(
     if gx_dtype is not None:
         # In x's dtype first: the overlaps of padded pixels add up in it, as autograd's do.
         gx = _stored_as(unpadded(gx.to(gx_dtype), height, width, window), x_last, gx_dtype)
+    if gw_dtype is not None:
+        gw = _stored_as(gw, weight_last, gw_dtype)
+    return gx, gw, gb if gb_dtype is None else gb.to(gb_dtype)
+
+
+def _outputs(
+    gy: Tensor,
+    x_shape: Sequence[int],
+    x_last: bool,
+    weight_last: bool,
+    _stride: Sequence[int],
+    gx_dtype: torch.dtype | None,
+    gw_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g_x and g_w in the memory formats of x and weight, and g_b; empty vectors if not wanted."""
+    w_shape = (gy.shape[1], x_shape[1], 1, 1)
     return (
-        gy.new_empty(0) if gx_dtype is None else gx,
-        gy.new_empty(0) if gw_dtype is None else _stored_as(gw, weight_last, gw_dtype),
-        gy.new_empty(0) if gb_dtype is None else gb.to(gb_dtype),
+        gy.new_empty(0) if gx_dtype is None else _empty(gy, x_shape, x_last, gx_dtype),
+        gy.new_empty(0) if gw_dtype is None else _empty(gy, w_shape, weight_last, gw_dtype),
+        gy.new_empty(0 if gb_dtype is None else gy.shape[1], dtype=gb_dtype),
     )
 
 
-def _layout(
-    arguments: Sequence[Any],
-) -> tuple[Any, tuple[bool, bool], Window, Sequence[torch.dtype | None]]:
-    """The last arguments of the operator: x's shape, memory formats, window, dtypes."""
-    x_shape, x_last, weight_last, *rest = arguments[-3 - len(Window._fields) - 3 :]
-    return x_shape, (x_last, weight_last), Window.of(*rest[:-3]), rest[-3:]
+_LAYOUT = 7
+"""Arguments of :data:`Layout`."""
 
 
-def _fake_backward_conv2d(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x_shape, formats, window, dtypes = _layout(arguments)
-    return _outputs(gy, x_shape, *formats, window, *dtypes)
+def _fake_backward_pixels(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(gy, *arguments[-_LAYOUT:])
 
 
-def _backward_conv2d_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
-    x_shape, _formats, window, dtypes = _layout(arguments)
-    wanted = sum(dtype is not None for dtype in dtypes[:2])
-    channels = x_shape[1] // window.groups
-    return 2 * math.prod(gy_shape) * channels * math.prod(window.kernel) * wanted
+def _backward_pixels_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
+    x_shape, *_formats, gx_dtype, gw_dtype, _gb_dtype = arguments[-_LAYOUT:]
+    wanted = (gx_dtype is not None) + (gw_dtype is not None)
+    return 2 * math.prod(gy_shape) * x_shape[1] * wanted
 
 
-@operator(fake=_fake_backward_conv2d, flops=_backward_conv2d_flops, any_strides=False, product=True)
-def _backward_conv2d(
+@operator(fake=_fake_backward_pixels, flops=_backward_pixels_flops, any_strides=False, product=True)
+def _backward_pixels(
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
@@ -695,7 +704,22 @@ def _backward_conv2d(
     config: str,
     *layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x_shape, formats, window, dtypes = _layout(layout)
-    keys = core.keys_of(saved_seed, seed)
-    products = _backward_pointwise if is_pointwise(window) else _backward_window
-    return products(gy, weight, saved, keys, parsed(config), x_shape, formats, window, dtypes)
+    """HOT's products: a linear layer over the pixels that the kernel reads."""
+    x_shape, _x_last, _weight_last, stride, *dtypes = layout
+    results = _outputs(gy, *layout)
+    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
+    channels, height, width = x_shape[1], gy.shape[2], gy.shape[3]
+    products = settings(parsed(config), True, (height, width))
+    matrix = None if weight is None else weight.flatten(1)
+    pixels = rows = None
+    if gx is not None:
+        if tuple(stride) != (1, 1):
+            gx.zero_()  # pixels that the kernel skips
+        pixels = visited(gx, stride)
+        rows = pixels if pixels.is_contiguous() else pixels.new_empty(pixels.shape)
+    outputs = (rows, None if gw is None else gw.view(-1, channels), gb)
+    grad, keys = _tokens(gy.permute(0, 2, 3, 1)), core.keys_of(saved_seed, seed)
+    linear.backward(grad, matrix, saved, channels, products, keys, outputs)
+    if pixels is not None and rows is not None and rows is not pixels:
+        pixels.copy_(rows)
+    return results
