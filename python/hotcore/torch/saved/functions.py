@@ -179,9 +179,8 @@ class _Relu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
-            y = x.relu_()
-        else:
-            y = x.relu()
+            x.relu_()
+        y = x if inplace else x.relu()  # x itself: dynamo follows no other dirty result
         parts, ctx.layout = encode(y, 1, None)
         ctx.save_for_backward(*parts)
         return y
