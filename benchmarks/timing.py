@@ -15,6 +15,7 @@ import fnmatch
 import itertools
 import json
 import math
+import os
 import platform
 import random
 import shutil
@@ -425,9 +426,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Write a file so that a break, or a reader meanwhile, finds the old or the new one."""
+    """Write a file so that a break, or who reads or writes it meanwhile, finds a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     content(part) if callable(content) else part.write_text(content, encoding="utf-8")
     part.replace(path)
 

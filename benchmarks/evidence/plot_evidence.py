@@ -184,6 +184,21 @@ def plot_gaps(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
+def plot_ways(report: Mapping[str, Any], path: Path) -> None:
+    """Last validation loss by way, the mean of the seeds; no point where one diverged."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    ways = tables.ways_of(report)
+    for name, color in {"bf16": PLAIN, **CONTENDERS}.items():
+        means = [
+            statistics.mean(found.get(name, {"": math.nan}).values()) for found in ways.values()
+        ]
+        finite = [mean if math.isfinite(mean) else math.nan for mean in means]
+        axes.plot(list(ways), finite, "o-", color=color, label=name)
+    title = f"GPT, {tables.tokens_of(report):,} tokens a step"
+    label(axes, title, "factor of the size's learning rate", "validation loss")
+    save(figure, path)
+
+
 def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
     """Step -> mean loss of the seeds that kept their curves."""
     by_step = zip(*(run["curve"] for run in runs.values() if "curve" in run), strict=True)
@@ -300,6 +315,7 @@ def plot_all(results: Path, out: Path) -> list[str]:
         "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
         "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
         "cuda-gpt-10M-20": lambda found: plot_gaps(found, out / "gaps-10M.svg"),
+        "cuda-gpt-10M-rates": lambda found: plot_ways(found, out / "rates-10M.svg"),
     }
     if tables.gaps_by_size(results):
         plot_scaling(results, out / "scaling.svg")
