@@ -140,7 +140,9 @@ class Text:
     packages: dict[str, int]
 
     def facts(self, size: Size, count: int) -> dict[str, Any]:
-        """For the report of ``count`` batches a run; whether a run elsewhere has this text."""
+        """For the report, of ``count`` batches a run: by them one that goes on elsewhere sees
+        whether it has this text.
+        """
         digest = hashlib.sha256(self.training.numpy().tobytes()).hexdigest()[:16]
         a_pass = len(_windows(self.training, size)) // size.batch
         return {
@@ -652,7 +654,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if not all(0 <= share <= 1 for share in args.noise_at):
         parser.error("--noise-at: shares of a run, 0 to 1")
     names = [contender.name for contender in CONTENDERS]
-    args.noise = timing.fitting(parser, names, args.noise) if args.noise else []
+    args.noise = timing.fitting(parser, names, args.noise, "--noise") if args.noise else []
     if args.devices > 1 and (args.device != "cuda" or args.devices > torch.cuda.device_count()):
         parser.error(f"--devices: {args.devices} GPUs are not there")
     args.model = QUICK if args.quick else SIZES[args.size]

@@ -166,7 +166,7 @@ def plot_gaps(report: Mapping[str, Any], path: Path) -> None:
     """The gap to bf16 along the run: mean of the seeds, its 95 % interval; grey: the margin."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.axhspan(-tables.MARGIN, tables.MARGIN, color=PLAIN, alpha=0.25)
-    tokens = report["settings"]["size"]["batch"] * report["settings"]["size"]["context"]
+    tokens = tables.tokens_of(report)
     for name, color in CONTENDERS.items():
         along = {step: gaps for step, gaps in tables.gaps_along(report, name).items() if step}
         if not along:

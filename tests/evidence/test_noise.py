@@ -114,13 +114,17 @@ def test_accumulated_batches_are_one(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two batches of four train as one of eight does, and a smaller one is another batch."""
-    toy = bench_gpt.QUICK
+    toy, clip, norms = bench_gpt.QUICK, torch.nn.utils.clip_grad_norm_, []
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *words: norms.append(float(clip(*words)))
+    )
     twice = trained(tmp_path, cache, "--tokens-per-step", "256", "--contenders", "bf16")["bf16/0"]
     settings = json.loads((tmp_path / "0.json").read_text())["settings"]
     assert settings["accumulate"] == 2 and settings["size"]["batch"] == toy.batch == 4
     monkeypatch.setattr(bench_gpt, "QUICK", dataclasses.replace(toy, batch=8))
     once = trained(tmp_path, cache, "--contenders", "bf16")["bf16/0"]
     assert once["training"] == pytest.approx(twice["training"], rel=2e-3)
+    assert len(norms) == 8 and norms[4:] == pytest.approx(norms[:4], rel=0.02)
     smaller = trained(tmp_path, cache, "--tokens-per-step", "128", "--contenders", "bf16")["bf16/0"]
     settings = json.loads((tmp_path / "2.json").read_text())["settings"]
     assert settings["size"]["batch"] == 4 and "accumulate" not in settings
@@ -180,7 +184,7 @@ def test_optimizers_train(tmp_path: Path, cache: Path) -> None:
         (["--tokens-per-step", "160"], "--tokens-per-step must be a multiple of 32, above 128"),
         (["--rates", "1", "0"], "--rates must be above 0"),
         (["--noise-at", "1.5"], "--noise-at: shares of a run"),
-        (["--noise", "nobody"], "--contenders: 'nobody' fits none"),
+        (["--noise", "nobody"], "--noise: 'nobody' fits none"),
     ],
 )
 def test_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
