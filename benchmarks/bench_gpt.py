@@ -462,7 +462,8 @@ def train(contender: Contender, seed: int, way: Way, how: How, text: Text) -> di
             last = time.perf_counter()
         if step in noise_at:
             before = time.perf_counter()
-            noise[step] = gradient_noise(weights, how, training, seed)
+            with cleaned(device):
+                noise[step] = gradient_noise(weights, how, training, seed)
             last += time.perf_counter() - before
         if step == steps:
             break
