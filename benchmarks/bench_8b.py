@@ -167,12 +167,8 @@ class Whole(Trainer):
     def wrap(self, model: nn.Module) -> None:
         """With the optimizer."""
         super().wrap(model)
-        if is_lora(self.contender):
-            return
-        self.optimizer = rivals.torchao_adamw(model.parameters(), LEARNING_RATE)
-        if not self._cuda:  # torchao compiles it; here that takes minutes
-            eager = torch.compiler.set_stance("force_eager")
-            self.optimizer.step = eager(self.optimizer.step)
+        if not is_lora(self.contender):
+            self.optimizer = rivals.torchao_adamw(model.parameters(), LEARNING_RATE)
 
     def take(self, sequences: int) -> Tensor:
         """A step of the next sequences; the loss."""

@@ -5,6 +5,8 @@
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 20 --graph \
         --validation-batches 50 --points 30 --devices 0                # docs/dev/evidence.md
+    python benchmarks/bench_gpt.py --device cuda --size 10M --steps 300 --graph --jobs 4 \
+        --tokens-per-step 8192 --rates 1 2 4 8                         # to divergence
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
 The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
@@ -17,6 +19,11 @@ see the same batches. Blocks are compiled one by one under bf16 autocast. ``--gr
 whole step in a CUDA graph and compiles the loss: a step of a small model is mostly launches and
 passes over the logits. ``--jobs`` trains several runs side by side, spread over ``--devices``;
 where they share one, no times and no peaks are reported.
+
+``--rates`` and ``--optimizers`` train every contender in each of these ways. A run whose loss is
+no number, or ends 0.5 above its lowest, has diverged, and its row says so. ``--noise`` measures at
+shares of a run how far the gradients of some contenders, at its weights, are from fp32's, beside
+the noise that the batch has itself.
 """
 
 from __future__ import annotations
@@ -41,11 +48,12 @@ import timing
 import torch
 import torch.nn.functional as F
 from evidence import ROOT, doc_tables, rivals, side_by_side
+from evidence.evidence_tables import WAY
 from layers import HALF_OF_TOKENS, TOKEN_SETTINGS
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
-from training import Contender, config_of
+from training import Contender, cleaned, config_of
 
 GIB = 2**30
 
@@ -101,6 +109,15 @@ SIZES = {
     "311M": Size(1024, 24, 16, 512, 64, 8192, 3e-4, 60, 8),
 }
 """Rates fall with the width, as is usual."""
+OPTIMIZERS = {
+    "adamw": torch.float32,
+    "8-bit": torch.float32,
+    "8-bit-bf16": torch.bfloat16,
+}
+"""What the weights are held in: torch's fused AdamW, and torchao's with states of 8 bits, which
+rounds bf16 weights stochastically."""
+DIVERGED = 0.5
+"""Nats that the last validation loss of a run that trains may be above its lowest."""
 QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
 
 
@@ -122,15 +139,17 @@ class Text:
     validation: Tensor
     packages: dict[str, int]
 
-    def facts(self, size: Size, steps: int) -> dict[str, Any]:
-        """For the report: by them a run that goes on elsewhere sees whether it has this text."""
+    def facts(self, size: Size, count: int) -> dict[str, Any]:
+        """For the report, of ``count`` batches a run: by them one that goes on elsewhere sees
+        whether it has this text.
+        """
         digest = hashlib.sha256(self.training.numpy().tobytes()).hexdigest()[:16]
         a_pass = len(_windows(self.training, size)) // size.batch
         return {
             "sha256": digest,
             "training": len(self.training),
             "validation": len(self.validation),
-            "epochs": round(steps / a_pass, 3),
+            "epochs": round(count / a_pass, 3),
             "packages": self.packages,
         }
 
@@ -209,8 +228,7 @@ def tokens(size: Size, wanted: int, cache: Path, epochs: int = 1) -> Text:
     for package, text in found:
         characters[package] += len(text)
     joined["packages"] = dict(characters.most_common())
-    cache.mkdir(parents=True, exist_ok=True)
-    torch.save(joined, name)
+    timing.write_whole(name, lambda part: torch.save(joined, part))
     return Text(**joined)
 
 
@@ -235,7 +253,7 @@ def batches(text: Tensor, size: Size, order: torch.Generator) -> Iterator[tuple[
 # ---- one run ----
 
 
-DEFAULTS: dict[str, Any] = {"graph": False, "points": 10}
+DEFAULTS: dict[str, Any] = {"graph": False, "points": 10, "accumulate": 1}
 
 
 @dataclass(frozen=True)
@@ -251,27 +269,59 @@ class How:
     points: int
     graph: bool
     timed: bool
+    accumulate: int = 1
+    """Batches of a step."""
+    noise: tuple[Contender, ...] = ()
+    noise_at: tuple[float, ...] = ()
+    """Shares of a run at which the gradients of ``noise`` are measured; the run stays the same."""
 
     def text(self) -> Text:
-        wanted = (self.steps + 2) * self.size.batch * self.size.context
+        wanted = (self.steps + 2) * self.size.batch * self.size.context * self.accumulate
         return tokens(self.size, wanted, self.cache, self.epochs)
 
     def settings(self) -> dict[str, Any]:
         """What a report that goes on must have in common."""
         found = {"steps": self.steps, "size": asdict(self.size), "device": self.device}
-        more = {"graph": self.graph, "points": self.points}
+        more = {name: getattr(self, name) for name in DEFAULTS}
         return found | {name: value for name, value in more.items() if value != DEFAULTS[name]}
 
 
-def model_of(size: Size, contender: Contender, device: str, backend: str) -> SmallGPT:
-    """From torch's seed; on ``device``, converted and compiled."""
+@dataclass(frozen=True)
+class Way:
+    """What else two runs of a contender and a seed may differ in."""
+
+    name: str = ""
+    """Of the options that were given."""
+    rate: float = 1.0
+    """Times the size's."""
+    optimizer: str = "adamw"
+
+
+def ways(rates: Sequence[float] | None, optimizers: Sequence[str] | None) -> list[Way]:
+    found = []
+    for factor in rates or [1.0]:
+        for optimizer in optimizers or ["adamw"]:
+            words = [f"rate {factor:g}"] if rates else []
+            words += [optimizer] if optimizers else []
+            found.append(Way(", ".join(words), factor, optimizer))
+    return found
+
+
+def model_of(
+    size: Size,
+    contender: Contender,
+    device: str,
+    backend: str | None,
+    dtype: torch.dtype = torch.float32,
+) -> SmallGPT:
+    """From torch's seed; on ``device``, converted and, with a ``backend``, compiled."""
     model = SmallGPT(size.vocabulary, size.width, size.depth, size.heads, size.context)
     model.head.weight = model.embed.weight
     with torch.no_grad():  # GPT-2's: the residual stream must not grow with the depth
         for block in model.blocks:
             for layer in (block.proj, block.fc2):
                 layer.weight /= math.sqrt(2 * size.depth)
-    model.to(device).train()
+    model.to(device, dtype).train()
     if contender.recipe is not None:
         config = config_of(contender)
         report = hot.convert(model, config, in_blocks, saved=contender.kept).hot_report
@@ -286,9 +336,20 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
         assert count == 4 * size.depth, count
     if contender.attention_kept:
         hot.recompute(model.blocks)
-    for block in model.blocks:
+    for block in model.blocks if backend is not None else ():
         block.compile(backend=backend)
     return model
+
+
+def optimizer_of(weights: Sequence[Tensor], kind: str, graph: bool) -> torch.optim.Optimizer:
+    """One of ``OPTIMIZERS``; its learning rate is to be set."""
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    if kind != "adamw":
+        return rivals.torchao_adamw(weights, 0.0, **options)
+    # A graph reads its learning rate from memory.
+    first = torch.zeros((), device=weights[0].device) if graph else 0.0
+    fused = weights[0].is_cuda
+    return torch.optim.AdamW(weights, lr=first, fused=fused, capturable=graph, **options)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -299,8 +360,8 @@ Batch = tuple[Tensor, Tensor]
 
 
 def rate(step: int, steps: int, size: Size) -> float:
-    """Factor of the learning rate: linear warm-up, then a cosine to a tenth."""
-    warm = min(1.0, (step + 1) / size.warmup)
+    """Factor of the learning rate: warm-up by a line, a fifth at most; a cosine to a tenth."""
+    warm = min(1.0, (step + 1) / max(1, min(size.warmup, steps // 5)))
     return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
@@ -340,20 +401,15 @@ class Captured:
         return self._loss
 
 
-def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, Any]:
-    """One run: its curve, its last validation loss, time of a step, peak memory."""
+def train(contender: Contender, seed: int, way: Way, how: How, text: Text) -> dict[str, Any]:
+    """One run: its curve, its last validation loss, time of a step, peak memory, noise."""
     size, steps, device = how.size, how.steps, how.device
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    model = model_of(size, contender, device, how.backend)
+    model = model_of(size, contender, device, how.backend, OPTIMIZERS[way.optimizer])
     torch.manual_seed(1000 + seed)  # for HOT's rounding; weights are already drawn
     weights = list(model.parameters())
-    # A graph reads its learning rate from memory.
-    first_rate = torch.zeros((), device=device) if how.graph else 0.0
-    optimizer = torch.optim.AdamW(
-        weights, lr=first_rate, betas=(0.9, 0.95), weight_decay=0.1,
-        fused=device == "cuda", capturable=how.graph,
-    )  # fmt: skip
+    optimizer = optimizer_of(weights, way.optimizer, how.graph)
     criterion = torch.compile(cross_entropy, backend=how.backend) if how.graph else cross_entropy
 
     def loss_of(batch: Batch) -> Tensor:
@@ -362,13 +418,16 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         loss: Tensor = criterion(logits, batch[1])
         return loss
 
-    def plain_step(batch: Batch) -> Tensor:
+    def plain_step(stacked: Batch) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(batch)
-        loss.backward()
+        losses = []
+        for batch in zip(*stacked, strict=True):
+            loss = loss_of(batch)
+            (loss / how.accumulate).backward()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        return loss.detach()
+        return torch.stack(losses).mean()
 
     training, held_out = text.training.to(device), text.validation.to(device)
 
@@ -384,48 +443,159 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
     curve: list[tuple[int, float]] = []
     losses: list[Tensor] = []
     times: list[float] = []
+    noise: dict[int, dict[str, Any]] = {}
+    noise_at = {round(share * steps) for share in how.noise_at} if how.noise else set()
+    diverged = ""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = last = time.perf_counter()
     every, kept = max(1, steps // how.points), max(1, steps // 100)
-    for step, batch in enumerate(batches(training, size, torch.Generator().manual_seed(seed))):
+    source = batches(training, size, torch.Generator().manual_seed(seed))
+    for step in range(steps + 1):
         if step % every == 0 or step == steps:
-            curve.append((step, validation()))
+            loss_now = validation()
+            if not math.isfinite(loss_now):
+                diverged = f"loss is {loss_now} at step {step}"
+                break
+            curve.append((step, loss_now))
             timing.synchronize(device)
             last = time.perf_counter()
+        if step in noise_at:
+            before = time.perf_counter()
+            with cleaned(device):
+                noise[step] = gradient_noise(weights, how, training, seed)
+            last += time.perf_counter() - before
         if step == steps:
             break
+        now = way.rate * size.learning_rate * rate(step, steps, size)
         for group in optimizer.param_groups:
-            now = size.learning_rate * rate(step, steps, size)
-            if how.graph:
+            if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(now)
             else:
                 group["lr"] = now
-        loss = one_step(batch)
+        inputs, targets = zip(*itertools.islice(source, how.accumulate), strict=True)
+        loss = one_step((torch.stack(inputs), torch.stack(targets)))
         if step % kept == 0:
             losses.append(loss.clone())
         if step % every == every - 1:
             timing.synchronize(device)
             times.append((time.perf_counter() - last) / every * 1e3)
-    out = {
-        "validation_loss": curve[-1][1],
+    least = min((loss for _, loss in curve), default=math.nan)
+    if not diverged and curve[-1][1] > least + DIVERGED:
+        diverged = f"loss is {curve[-1][1]:.3f} after {least:.3f}"
+    out: dict[str, Any] = {
         "curve": curve,
-        "training": [float(value) for value in losses],
-        "step_ms": statistics.median(times),
+        "training": [value for value in map(float, losses) if math.isfinite(value)],
         "seconds": time.perf_counter() - began,
         "date": timing.today(),
     }
+    out |= {"diverged": diverged} if diverged else {"validation_loss": curve[-1][1]}
+    if times:
+        out["step_ms"] = statistics.median(times)
+    if noise:
+        out["noise"] = noise
     if device == "cuda":
         out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     return out
 
 
+# ---- noise of the gradient ----
+
+
+NOISE_BATCHES = 32
+"""Batches that gradients are measured on: of 32,768 tokens each, a million."""
+EXACT = Contender("fp32")
+
+
+def gradient_noise(
+    weights: Sequence[Tensor], how: How, training: Tensor, seed: int
+) -> dict[str, Any]:
+    """:func:`noise_of` the blocks' weights; torch's random numbers go on as if it had not been."""
+    order = torch.Generator().manual_seed(10_000 + seed)
+    taken = list(itertools.islice(batches(training, how.size, order), NOISE_BATCHES))
+
+    def drawn(contender: Contender, draws: int) -> Tensor:
+        """A gradient a batch and draw, in one row each."""
+        model = model_of(how.size, contender, how.device, None)
+        with torch.no_grad():
+            for mine, value in zip(model.parameters(), weights, strict=True):
+                mine.copy_(value)
+        of = [p for name, p in model.named_parameters() if "blocks" in name and p.dim() == 2]
+        torch.manual_seed(20_000 + seed)
+        values = sum(weight.numel() for weight in of)
+        rows = torch.empty(len(taken), draws, values, device=how.device)
+        for row, (inputs, targets) in zip(rows, taken, strict=True):
+            for gradient in row:
+                with torch.autocast(how.device, torch.bfloat16, enabled=contender != EXACT):
+                    logits = model(inputs)
+                found = torch.autograd.grad(cross_entropy(logits, targets), of)
+                torch.cat([part.flatten() for part in found], out=gradient)
+        return rows
+
+    with torch.random.fork_rng():
+        exact = drawn(EXACT, 1)[:, 0]
+        found = {contender.name: noise_of(exact, drawn(contender, 2)) for contender in how.noise}
+    return {**batch_noise(exact, how.size.batch * how.size.context), "contenders": found}
+
+
+def _square(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def batch_noise(exact: Tensor, tokens: int) -> dict[str, float]:
+    """What the batches do to exact gradients ``[batch, value]``; norms.
+
+    Returns:
+        "tokens" of a batch, how many "batches"; "gradient", the mean's norm without the noise
+        in it; "batch", the noise of one batch; "noise_scale", the tokens whose noise has the norm
+        of the gradient.
+    """
+    count = len(exact)
+    mean = exact.mean(0)
+    variance = sum(_square(row - mean) for row in exact) / (count - 1)
+    signal = max(_square(mean) - variance / count, 0.0)
+    scale = tokens * variance / signal if signal else math.inf
+    return {
+        "tokens": tokens, "batches": count, "gradient": signal**0.5, "batch": variance**0.5,
+        "noise_scale": scale,
+    }  # fmt: skip
+
+
+def noise_of(exact: Tensor, drawn: Tensor) -> dict[str, Any]:
+    """Errors of a contender's gradients ``[batch, draw, value]``, of two draws; norms.
+
+    Returns:
+        "error" of one batch; "chance", the part of it that another draw changes; "noise", the
+        part that differs from batch to batch, "chance" among it; "bias", the part that does not;
+        "accumulated", the error of the mean of so many batches' gradients, of one draw each.
+    """
+    count = len(exact)
+    errors = drawn - exact[:, None]
+    each = errors.mean(1)
+    total = _square(errors) / (2 * count)
+    chance = _square(drawn[:, 0] - drawn[:, 1]) / (2 * count)
+    # Products of the errors of different batches: their noise has no part in the mean of these.
+    products = _square(each.sum(0)) - sum(map(_square, each))
+    bias = max(products / (count * (count - 1)), 0.0)
+    accumulated = {}
+    for several in (2**power for power in range(count.bit_length())):
+        if count % several == 0:
+            groups = errors[:, 0].view(count // several, several, -1).mean(1)
+            accumulated[several] = (_square(groups) / len(groups)) ** 0.5
+    return {
+        "error": total**0.5, "chance": chance**0.5, "noise": max(total - bias, 0.0) ** 0.5,
+        "bias": bias**0.5, "accumulated": accumulated,
+    }  # fmt: skip
+
+
 # ---- all runs ----
 
 
-def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
+def one_run(contender: Contender, seed: int, way: Way, how: How) -> dict[str, Any]:
     """:func:`train` on the text in the cache."""
-    run = side_by_side.or_left_out(how.device, lambda: train(contender, seed, how, how.text()))
+    words = (contender, seed, way, how)
+    with cleaned(how.device):  # other processes may share it
+        run = side_by_side.or_left_out(how.device, lambda: train(*words, how.text()))
     if not how.timed:
         for key in ("step_ms", "peak_gib"):
             run.pop(key, None)
@@ -437,7 +607,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(backend="inductor")
     parser.add_argument("--size", choices=tuple(SIZES), default="91M")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, help="of 32,768 tokens (default: 900)")
+    parser.add_argument("--steps", type=int, help="default: 900")
+    parser.add_argument(
+        "--tokens-per-step", type=int, metavar="N",
+        help="default: 32,768; fewer: a smaller batch; more: accumulated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rates", type=float, nargs="+", metavar="FACTOR", help="of the size's learning rate"
+    )
+    parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), help="default: adamw")
+    parser.add_argument(
+        "--noise", nargs="+", metavar="PATTERN", help="contenders whose gradients are measured"
+    )
+    parser.add_argument(
+        "--noise-at", type=float, nargs="+", metavar="SHARE", default=[1.0],
+        help="of a run, where --noise measures (default: 1, its end)",
+    )  # fmt: skip
     parser.add_argument(
         "--tokens-per-parameter", type=float, metavar="T", help="instead of --steps"
     )
@@ -463,6 +648,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1")
     if args.graph and args.device != "cuda":
         parser.error("--graph needs --device cuda")
+    if args.graph and set(args.optimizers or ()) - {"adamw"}:
+        parser.error("--graph takes --optimizers adamw alone: torchao's counts steps on the host")
+    if min(args.rates or [1.0]) <= 0:
+        parser.error("--rates must be above 0")
+    if not all(0 <= share <= 1 for share in args.noise_at):
+        parser.error("--noise-at: shares of a run, 0 to 1")
+    names = [contender.name for contender in CONTENDERS]
+    args.noise = timing.fitting(parser, names, args.noise, "--noise") if args.noise else []
     if args.devices > 1 and (args.device != "cuda" or args.devices > torch.cuda.device_count()):
         parser.error(f"--devices: {args.devices} GPUs are not there")
     args.model = QUICK if args.quick else SIZES[args.size]
@@ -470,13 +663,30 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.validation_batches < 1:
             parser.error("--validation-batches must be at least 1")
         args.model = replace(args.model, validation_batches=args.validation_batches)
+    _step_of(parser, args)
     if args.tokens_per_parameter is not None:
-        step = args.model.batch * args.model.context
+        step = args.model.batch * args.model.context * args.accumulate
         args.steps = math.ceil(args.tokens_per_parameter * args.model.parameters / step)
     args.steps = 900 if args.steps is None else args.steps
     if args.steps < 1:
         parser.error("--steps must be at least 1, --tokens-per-parameter above 0")
     return args
+
+
+def _step_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Set ``args.accumulate``, and a smaller batch in ``args.model``, by --tokens-per-step."""
+    args.accumulate, wanted = 1, args.tokens_per_step
+    if wanted is None:
+        return
+    batch = args.model.batch * args.model.context
+    if wanted < 1 or wanted % (args.model.context if wanted < batch else batch):
+        parser.error(
+            f"--tokens-per-step must be a multiple of {args.model.context}, above {batch} of that"
+        )
+    if wanted < batch:
+        args.model = replace(args.model, batch=wanted // args.model.context)
+    else:
+        args.accumulate = wanted // batch
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -485,7 +695,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     size: Size = args.model
     how = How(
         min(args.steps, 4) if args.quick else args.steps, size, args.device, args.backend,
-        args.cache, args.epochs, args.points, args.graph, timed=args.jobs <= args.devices,
+        args.cache, args.epochs, args.points, args.graph, args.jobs <= args.devices,
+        args.accumulate, tuple(c for c in CONTENDERS if c.name in args.noise),
+        tuple(args.noise_at),
     )  # fmt: skip
     name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
     path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
@@ -493,7 +705,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         earlier = timing.resumed(path, settings)
         text = how.text()
-        facts = text.facts(size, how.steps)
+        facts = text.facts(size, how.steps * how.accumulate)
         if earlier and earlier.get("text", facts)["sha256"] != facts["sha256"]:
             raise ValueError(f"json: {path} has runs on another text: name another file")
     except ValueError as error:
@@ -513,14 +725,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         runs[key] = run
         step = f", {run['step_ms']:.1f} ms a step" if "step_ms" in run else ""
-        print(f"{key:28s} {run['validation_loss']:.4f}{step}, {run['seconds']:.0f} s", flush=True)
+        loss = run["diverged"] if "diverged" in run else f"{run['validation_loss']:.4f}"
+        print(f"{key:28s} {loss}{step}, {run['seconds']:.0f} s", flush=True)
         timing.write(args, name, content)
 
     work = [
-        (key, one_run, (contender, seed, how))
+        (key, one_run, (contender, seed, way, how))
         for seed in args.seeds
+        for way in ways(args.rates, args.optimizers)
         for contender in chosen
-        if (key := f"{contender.name}/{seed}") not in runs
+        if (key := f"{WAY.join(filter(None, (contender.name, way.name)))}/{seed}") not in runs
     ]
     left_s = args.budget - (time.perf_counter() - begun)
     options = {"jobs": args.jobs, "devices": args.devices, "budget_s": left_s, "title": name}

@@ -15,6 +15,7 @@ import fnmatch
 import itertools
 import json
 import math
+import os
 import platform
 import random
 import shutil
@@ -289,11 +290,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What several scripts take."""
 
 
-def fitting(parser: argparse.ArgumentParser, names: Sequence[str], patterns: Any) -> list[str]:
-    """The names that --contenders chooses; ends the script where a pattern fits none."""
+def fitting(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str],
+    patterns: Any,
+    option: str = "--contenders",
+) -> list[str]:
+    """The names that an option chooses; ends the script where a pattern fits none."""
     for pattern in patterns or ():
         if not fnmatch.filter(names, pattern):
-            parser.error(f"--contenders: {pattern!r} fits none of {list(names)}")
+            parser.error(f"{option}: {pattern!r} fits none of {list(names)}")
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns or ["*"])]
 
 
@@ -425,9 +431,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Write a file so that a break, or a reader meanwhile, finds the old or the new one."""
+    """Write a file so that after a break, and for others meanwhile, the old or the new is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     content(part) if callable(content) else part.write_text(content, encoding="utf-8")
     part.replace(path)
 

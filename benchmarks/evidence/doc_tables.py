@@ -216,9 +216,10 @@ def gpt(report: Report) -> Lines:
     yield from header([*head, "peak, GiB", "of bf16's"])
     for title, row in report["runs"].items():
         name, seed = title.rsplit("/", 1)
-        plain = report["runs"].get(f"bf16/{seed}")
-        loss = row["validation_loss"]
-        figures = [f"{loss:.3f}", f"{loss - plain['validation_loss']:+.3f}" if plain else ""]
+        plain = report["runs"].get(evidence_tables.partner_of(title), {})
+        losses = [run.get("validation_loss") for run in (row, plain)]
+        figures = ["diverged" if losses[0] is None else f"{losses[0]:.3f}"]
+        figures.append("" if None in losses else f"{losses[0] - losses[1]:+.3f}")
         for key, digits in (("step_ms", 1), ("peak_gib", 2)):
             ratio = row[key] / plain[key] if plain and plain.get(key) and row.get(key) else None
             figures += [number(row.get(key), digits), number(ratio, 2)]
@@ -842,6 +843,16 @@ def config_fields(results: Path) -> Lines:
 # ---- all kinds ----
 
 
+def planned(results: Path, *words: str) -> Lines:
+    """Another table, or that its report is not there yet."""
+    try:
+        yield from table(" ".join(words), results).splitlines()
+    except Unknown as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        yield "*Planned, not run.*"
+
+
 def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
     return {make.__name__.replace("_", "-"): (file, make) for make in makes}
 
@@ -876,7 +887,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
-    **_of("", TABLES.quality, TABLES.decided),
+    **_of("", TABLES.quality, TABLES.decided, TABLES.ways, TABLES.noise, planned),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 

@@ -166,7 +166,7 @@ def plot_gaps(report: Mapping[str, Any], path: Path) -> None:
     """The gap to bf16 along the run: mean of the seeds, its 95 % interval; grey: the margin."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.axhspan(-tables.MARGIN, tables.MARGIN, color=PLAIN, alpha=0.25)
-    tokens = report["settings"]["size"]["batch"] * report["settings"]["size"]["context"]
+    tokens = tables.tokens_of(report)
     for name, color in CONTENDERS.items():
         along = {step: gaps for step, gaps in tables.gaps_along(report, name).items() if step}
         if not along:
@@ -181,6 +181,21 @@ def plot_gaps(report: Mapping[str, Any], path: Path) -> None:
     axes.set_ylim(-0.05, 0.15)
     millions = f"{report['parameters'] / 1e6:.0f} M parameters"
     label(axes, f"GPT, {millions}, on text", "tokens a parameter", "validation loss less bf16's", 2)
+    save(figure, path)
+
+
+def plot_ways(report: Mapping[str, Any], path: Path) -> None:
+    """Last validation loss by way, the mean of the seeds; no point where one diverged."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    ways = tables.ways_of(report)
+    for name, color in {"bf16": PLAIN, **CONTENDERS}.items():
+        means = [
+            statistics.mean(found.get(name, {"": math.nan}).values()) for found in ways.values()
+        ]
+        finite = [mean if math.isfinite(mean) else math.nan for mean in means]
+        axes.plot(list(ways), finite, "o-", color=color, label=name)
+    title = f"GPT, {tables.tokens_of(report):,} tokens a step"
+    label(axes, title, "factor of the size's learning rate", "validation loss")
     save(figure, path)
 
 
@@ -300,6 +315,7 @@ def plot_all(results: Path, out: Path) -> list[str]:
         "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
         "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
         "cuda-gpt-10M-20": lambda found: plot_gaps(found, out / "gaps-10M.svg"),
+        "cuda-gpt-10M-rates": lambda found: plot_ways(found, out / "rates-10M.svg"),
     }
     if tables.gaps_by_size(results):
         plot_scaling(results, out / "scaling.svg")

@@ -90,7 +90,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
     # The same weights and batches: the losses are near each other, and of text, not of chance.
     for ours, plain in ((names[0], names[1]), (names[2], names[3])):
         assert rows[ours]["loss"] == pytest.approx(rows[plain]["loss"], rel=5e-3)
-    assert rows[PLAIN]["loss"] < math.log(512)
+    assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0]
     lines = list(doc_tables.whole(report))
     assert len(lines) == 6 and lines[2].startswith(f"| {OURS} | 4 × 32 | ")
 

@@ -108,12 +108,13 @@ def test_a_report_keeps_its_text_and_points(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
-    """Steps 3 on are replays; each has its own batch, learning rate and update of the weights."""
+    """Steps 3 on are replays; each has its own batches, learning rate and update of the weights."""
     reports = []
     for more in ([], ["--graph"]):
         path = tmp_path / f"report{len(more)}.json"
         bench_gpt.main(["--quick", "--device", "cuda", "--backend", "aot_eager", "--points", "4",
-                        "--json", str(path), "--cache", str(tmp_path), "--contenders", "bf16",
+                        "--json", str(path), "--cache", str(tmp_path), "--tokens-per-step", "256",
+                        "--noise", "default", "--noise-at", "0.75", "--contenders", "bf16",
                         "default", *more])  # fmt: skip
         reports.append(json.loads(path.read_text())["runs"])
     for name, run in reports[0].items():

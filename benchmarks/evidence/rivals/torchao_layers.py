@@ -96,13 +96,25 @@ def torchao_convert(
     return len(taken)
 
 
-def torchao_adamw(parameters: Iterable[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+def torchao_adamw(
+    parameters: Iterable[torch.Tensor], rate: float, **options: Any
+) -> torch.optim.Optimizer:
     """AdamW with states in 8 bits, a scale for 256; weights in bf16 are rounded stochastically.
+
+    Args:
+        parameters: all on one device.
+        rate: the learning rate.
+        options: others of AdamW, as torch calls them.
 
     Raises TorchaoMissing.
     """
     (optim,) = _torchao("optim")
-    made: torch.optim.Optimizer = optim.AdamW8bit(parameters, lr=rate, bf16_stochastic_round=True)
+    made: torch.optim.Optimizer = optim.AdamW8bit(
+        parameters, lr=rate, bf16_stochastic_round=True, **options
+    )
+    if not made.param_groups[0]["params"][0].is_cuda:  # torchao compiles it; here in minutes
+        eager = torch.compiler.set_stance("force_eager")
+        made.step = eager(made.step)  # type: ignore[method-assign]
     return made
 
 
