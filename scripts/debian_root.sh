@@ -3,6 +3,8 @@
 # installed, no dependency is followed, and a folder that is there is taken as it is.
 #
 #   bash scripts/debian_root.sh FOLDER SUITE ARCHITECTURE PACKAGE...     SUITE: bullseye, sid, ...; amd64, arm64, ...
+#
+# HOT_DEBIAN_SECTIONS: other sections of the archive than "main".
 set -euo pipefail
 [[ $# -ge 4 && "$1" != -* ]] || { sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 2; }
 folder="$1" suite="$2" architecture="$3"
@@ -13,7 +15,7 @@ keys=/usr/share/keyrings/debian-archive-keyring.gpg
 state="$(realpath -m "$folder.apt")"
 rm -rf "$state" "$folder.part"
 mkdir -p "$state/lists/partial" "$state/fetched"
-echo "deb [signed-by=$keys] http://deb.debian.org/debian $suite main" >"$state/sources.list"
+echo "deb [signed-by=$keys] http://deb.debian.org/debian $suite ${HOT_DEBIAN_SECTIONS:-main}" >"$state/sources.list"
 apt=(apt-get -o Dir::Etc::sourcelist="$state/sources.list" -o Dir::Etc::sourceparts=/dev/null
   -o Dir::State::lists="$state/lists" -o Dir::Cache="$state" -o Dir::State::status=/dev/null
   -o APT::Architecture="$architecture" -o APT::Architectures="$architecture" -o APT::Sandbox::User=root)

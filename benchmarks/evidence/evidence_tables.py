@@ -361,8 +361,10 @@ def memory(report: Report) -> Lines:
 MARGIN = 0.01
 """Nats. A contender is equivalent to bf16 where the whole 95 % interval lies within them."""
 FP8 = "FP8 tensorwise"
+PLANNED = ("10M-20", "25M-20")
+"""Of these a seed counts when every contender has it (docs/dev/evidence.md)."""
 STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")} | {
-    size: (f"cuda-gpt-{size}.json",) for size in ("10M-20", "25M-20")
+    size: (f"cuda-gpt-{size}.json",) for size in PLANNED
 }
 """Size -> reports of the same model that have its contenders' steps in milliseconds."""
 
@@ -375,9 +377,19 @@ def file_of(size: str) -> str:
 
 
 def of_sizes(results: Path, sizes: Sequence[str] = (*GPT_SIZES, *GPT_LONGER)) -> dict[str, Report]:
-    """Size -> its report, of those that are there."""
+    """Size -> its report, of those that are there; of those in PLANNED whole seeds alone."""
     found = reports_of(results, map(file_of, sizes))
-    return {size: found[file_of(size)] for size in sizes if file_of(size) in found}
+    out = {size: found[file_of(size)] for size in sizes if file_of(size) in found}
+    for size in [size for size in PLANNED if size in out]:
+        out[size] = {**out[size], "runs": in_whole_seeds(out[size]["runs"])}
+    return {size: report for size, report in out.items() if report["runs"]}
+
+
+def in_whole_seeds(runs: Mapping[str, Report]) -> dict[str, Report]:
+    """The runs of those seeds that every contender has."""
+    names = {key.rpartition("/")[0] for key in runs}
+    seeds = [key.rpartition("/")[2] for key in runs]
+    return {k: run for k, run in runs.items() if seeds.count(k.rpartition("/")[2]) == len(names)}
 
 
 def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:

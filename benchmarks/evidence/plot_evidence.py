@@ -314,7 +314,9 @@ def plot_all(results: Path, out: Path) -> list[str]:
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
         "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
         "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
-        "cuda-gpt-10M-20": lambda found: plot_gaps(found, out / "gaps-10M.svg"),
+        "cuda-gpt-10M-20": lambda found: plot_gaps(
+            {**found, "runs": tables.in_whole_seeds(found["runs"])}, out / "gaps-10M.svg"
+        ),
         "cuda-gpt-10M-rates": lambda found: plot_ways(found, out / "rates-10M.svg"),
     }
     if tables.gaps_by_size(results):
