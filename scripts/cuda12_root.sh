@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes a toolkit of CUDA 12 for wheels that run on drivers from 525 on (scripts/release.py --cuda): Debian's nvcc 12.4,
-# with PyPI's ptxas 12.8, which does not serialise the wgmma of the kernel for rows of tokens, as ptxas 12.4 does.
+# with PyPI's ptxas 12.8, which does not serialise the wgmma of the kernel for rows of tokens, as ptxas 12.4 does, and
+# PyPI's CUDA C++ headers.
 # Nothing is installed.
 #
 #   PATH="$(bash scripts/cuda12_root.sh FOLDER)/bin:$PATH" CUDAARCHS="80-real;90a-real;80-virtual" \
@@ -15,8 +16,9 @@ folder="$(cd "$1" && pwd)"
 if [[ ! -x "$folder/bin/nvcc" ]]; then
   HOT_DEBIAN_SECTIONS="main contrib non-free" bash "$(dirname "${BASH_SOURCE[0]}")/debian_root.sh" "$folder/debian" sid amd64 \
     nvidia-cuda-toolkit nvidia-cuda-dev libcudart12
-  python3 -m pip download --quiet --no-deps --dest "$folder/wheels" nvidia-cuda-nvcc-cu12==12.8.93 >&2
-  python3 -m zipfile -e "$folder"/wheels/*.whl "$folder/ptxas"
+  python3 -m pip download --quiet --no-deps --dest "$folder/wheels" nvidia-cuda-nvcc-cu12==12.8.93 \
+    nvidia-cuda-cccl-cu12==12.8.90 >&2
+  for wheel in "$folder"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$folder/pypi"; done
   debian="$folder/debian/usr" part="$folder/part"
   rm -rf "$part"
   mkdir -p "$part/bin" "$part/nvvm/bin" "$part/lib64"
@@ -25,8 +27,9 @@ if [[ ! -x "$folder/bin/nvcc" ]]; then
   cp "$debian/lib/nvidia-cuda-toolkit/bin/cicc" "$part/nvvm/bin"
   cp -r "$debian/lib/nvidia-cuda-toolkit/libdevice" "$part/nvvm"
   cp -r "$debian/include" "$part"
+  cp -r "$folder"/pypi/nvidia/cuda_cccl/include/* "$part/include"
   cp -P "$debian"/lib/x86_64-linux-gnu/{libcudart,libcudadevrt}* "$part/lib64"
-  install -m 755 "$folder/ptxas/nvidia/cuda_nvcc/bin/ptxas" "$part/bin"
+  install -m 755 "$folder/pypi/nvidia/cuda_nvcc/bin/ptxas" "$part/bin"
   cat >"$part/bin/nvcc.profile" <<'PROFILE'
 TOP = $(_HERE_)/..
 NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
@@ -34,7 +37,7 @@ PATH += $(TOP)/nvvm/bin:$(_HERE_):
 INCLUDES += "-I$(TOP)/include" $(_SPACE_)
 LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
 PROFILE
-  rm -rf "$folder/debian" "$folder/ptxas" "$folder/wheels"
+  rm -rf "$folder/debian" "$folder/pypi" "$folder/wheels"
   mv "$part"/* "$folder"
   rmdir "$part"
 fi
