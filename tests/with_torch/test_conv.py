@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from torch import nn  # noqa: E402
+from torch_graphs import Graphs  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")
@@ -278,6 +279,31 @@ def test_a_stride_of_1x1_with_products_saves_what_it_visits() -> None:
     with saved_tensors() as kept:
         module(x)
     assert nbytes(kept) <= 0.54 * x.numel() / 4
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_layers_with_one_x_keep_it_once(way: str) -> None:
+    """Whatever their kernels and strides, where they keep x whole."""
+    sizes: list[dict[str, int]] = [{"kernel_size": 1}, {"kernel_size": 1, "stride": 2}]
+    sizes.append({"kernel_size": 3, "padding": 1})
+    layers = nn.ModuleList(hot.HotConv2d(16, 16, **size) for size in sizes)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        return torch.stack([layer(x).sum() for layer in layers])
+
+    x = torch.randn(2, 16, 12, 12, requires_grad=True)
+    if way == "eager":
+        with saved_tensors() as kept:
+            call(x)
+        assert len({t.data_ptr() for t in kept if t.dtype == torch.uint8}) == 1
+        return
+    graphs = Graphs().run(call, x)
+    assert graphs.count("forward", "compress_pixels_seeded") == 1
+    assert graphs.count("forward", "restore_pixels") == 0
+    assert graphs.count("backward", "restore_pixels") == 1
+    assert graphs.calls["backward"]["aten.convolution_backward.default"] == 3
+    assert sum(t.nbytes for t in graphs.kept if t.dtype == torch.uint8) <= 0.6 * x.numel()
 
 
 # --------------------------------------------------------------------------------------- Operators
