@@ -15,7 +15,7 @@ from typing import Any
 
 import hotcore
 import pytest
-from hotcore.config import HotConfig
+from hotcore.config import ConfigLike, HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -394,6 +394,9 @@ def test_convolutions() -> None:
     parameters = list(model.parameters())
     x = torch.randn(2, 3, 32, 32)
     expected = model(x)
+    # With HOT's products and a stride, a 1x1 kernel meets a quarter of the pixels only.
+    report = hot.convert(copy.deepcopy(model), "fast").hot_report
+    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13, 0.53]
     report = hot.convert(model).hot_report
     assert [(layer.name, layer.kind) for layer in report.converted] == [
         ("conv", "Conv2d 3x3"),
@@ -406,8 +409,7 @@ def test_convolutions() -> None:
         "narrow": f"fewer than {MIN_FEATURES} features",
         "fc": "the output head",
     }
-    # INT4; with a stride, a 1x1 kernel meets a quarter of the pixels only.
-    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13, 0.53]
+    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53] * 3
     assert re.search(r"conv +Conv2d 3x3 +64 -> 64 +0\.53 bytes a value.*torch's own", str(report))
     assert type(model.conv) is hot.HotConv2d
     y = model(x)
@@ -423,15 +425,17 @@ def test_convolutions() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("default", "its products stay torch's own"),
+        ("fast", "its products stay torch's own"),
         ("paper", "x is kept whole, in int4: a low rank is for 1x1 kernels"),
-        ("compact", "its products stay torch's own"),
+        (HotConfig(forward="int8"), "its products stay torch's own; its forward stays plain"),
     ],
 )
-def test_the_report_says_what_a_kernel_does_not_get(config: str, said: str) -> None:
+def test_the_report_says_what_a_kernel_does_not_get(config: ConfigLike, said: str) -> None:
     layers = (nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 1, groups=2), nn.Conv2d(64, 64, 1))
     report = hot.convert(nn.Sequential(*layers), config, lambda module, name: True).hot_report
     assert [said in layer.note for layer in report.converted] == [True, True, False]
+    report = hot.convert(nn.Sequential(*layers), "default", lambda *_: True).hot_report
+    assert [layer.note for layer in report.converted] == ["its products stay torch's own"] * 3
 
 
 def test_patch_embedding_is_a_first_convolution() -> None:

@@ -49,8 +49,9 @@ class LayerCompute:
 
     ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L includes the batch. ``taken`` says
     whether a method applies; otherwise every method computes the layer in full precision. A
-    configuration leaves the products of a convolution other than 1x1 in full precision and adds
-    the operations that restore x. ``trained``: g_w is computed.
+    configuration leaves the products of most convolutions (all but 1x1 ones of a low rank or with
+    an 8-bit forward) in full precision and adds the operations that restore x. ``trained``: g_w is
+    computed.
     """
 
     name: str
