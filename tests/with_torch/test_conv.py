@@ -300,8 +300,8 @@ def test_layers_with_one_x_keep_it_once(way: str) -> None:
         return
     graphs = Graphs().run(call, x)
     assert graphs.count("forward", "compress_pixels_seeded") == 1
-    assert graphs.count("forward", "restore_pixels") == 0
-    assert graphs.count("backward", "restore_pixels") == 1
+    assert graphs.count("forward", "decompress_activation") == 0
+    assert graphs.count("backward", "decompress_activation") == 1
     assert graphs.calls["backward"]["aten.convolution_backward.default"] == 3
     assert sum(t.nbytes for t in graphs.kept if t.dtype == torch.uint8) <= 0.6 * x.numel()
 
@@ -335,8 +335,6 @@ def test_operators(kernel: int, channels_last: bool) -> None:
             torch.library.opcheck(torch.ops.hotcore.conv2d, call)
             torch.library.opcheck(torch.ops.hotcore.convolution, call)
         if not conv.has_products(kernel == 1, HotConfig.recipe(recipe)):
-            call = (saved, seed, config, x.shape, channels_last, torch.bfloat16)
-            torch.library.opcheck(torch.ops.hotcore.restore_pixels, call)
             continue
         for inputs, dtypes in (
             ((weight, saved), (f, f, f)),

@@ -37,7 +37,6 @@ Sizes = tuple[Any, Any, Any, str, int]
 """Stride, padding, dilation, padding mode and groups of a convolution."""
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
 Fields = Annotated[Any, _WINDOW]
-Shape = Annotated[Any, "SymInt[]"]
 Layout = Annotated[
     Any, f"SymInt[] x_shape, bool x_last, bool weight_last, int[] stride, {DTYPES_OF_GRADIENTS}"
 ]
@@ -382,27 +381,18 @@ def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Tensor:
     return saved
 
 
-def _restore(
+def _restored(
     saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
 ) -> Tensor:
+    """x of :func:`_compress`, ``[N, C, H, W]``, which keeps it whole."""
     n, channels, height, width = shape
-    kept, key = settings(parsed(config), False, None), core.key_of(seed)
-    rows = codes.decompress(saved, n * height * width, channels, kept, key, dtype)
+    kept, tokens = settings(parsed(config), False, None), n * height * width
+    if core.bypasses_dispatcher(saved):
+        rows = codes.decompress(saved, tokens, channels, kept, core.key_of(seed), dtype)
+    else:
+        rows = codes.decompress_activation(saved, seed, kept.json, tokens, channels, dtype)
     x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
     return x if last else _stored_as(x, False, dtype)
-
-
-def _fake_restored(
-    saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
-) -> Tensor:
-    return _empty(saved, shape, last, dtype)
-
-
-@operator(fake=_fake_restored)
-def _restore_pixels(
-    saved: Tensor, seed: Tensor, config: str, x_shape: Shape, x_last: bool, dtype: torch.dtype
-) -> Tensor:
-    return _restore(saved, seed, config, x_shape, x_last, dtype)
 
 
 def _fake_pixels_seeded(x: Tensor, config: str, *shape: Any) -> Pair:
@@ -632,8 +622,7 @@ def _backward_window(
     if gw_dtype is None or saved is None:  # of x and of weight torch reads then the shape alone
         x = _empty(gy, x_shape, x_last, gy.dtype)
     else:
-        restore = _restore if core.bypasses_dispatcher(saved) else _restore_pixels
-        x = restore(saved, seed, ctx.config, x_shape, x_last, gy.dtype)
+        x = _restored(saved, seed, ctx.config, x_shape, x_last, gy.dtype)
     if weight is None:
         shape = (gy.shape[1], x_shape[1] // window.groups, *window.kernel)
         weight = _empty(gy, shape, weight_last, gy.dtype)
