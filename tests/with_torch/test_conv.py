@@ -19,10 +19,10 @@ from torch_graphs import Graphs  # noqa: E402
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")
 WITH_PRODUCTS = (
-    *("fast", HotConfig.recipe("default", forward="int8")),
+    *("fast", HotConfig.recipe("fast", forward="int8")),
     *(one_code(s, basis="sketch", rank=8) for s in TOKEN_STORAGES),
 )
-"""Of 1x1 kernels: a low rank, or an 8-bit forward."""
+"""Of 1x1 kernels: a low rank."""
 
 
 pytestmark = pytest.mark.usefixtures("seeded")

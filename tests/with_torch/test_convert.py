@@ -427,7 +427,10 @@ def test_convolutions() -> None:
     [
         ("fast", "its products stay torch's own"),
         ("paper", "x is kept whole, in int4: a low rank is for 1x1 kernels"),
-        (HotConfig(forward="int8"), "its products stay torch's own; its forward stays plain"),
+        (
+            HotConfig.recipe("fast", forward="int8"),
+            "its forward stays plain: 8 bits are for 1x1 kernels without padding",
+        ),
     ],
 )
 def test_the_report_says_what_a_kernel_does_not_get(config: ConfigLike, said: str) -> None:

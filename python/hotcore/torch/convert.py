@@ -343,11 +343,12 @@ def _plain_note(module: nn.Module, config: HotConfig) -> str:
         return "its forward stays bitsandbytes'" if int8 else ""
     if products_of(module, config) is not False:
         return ""
-    notes = ["its products stay torch's own"]
+    pointwise8 = int8 and isinstance(module, nn.Conv2d) and is_pointwise(module)
+    notes = [f"its products{' of backward' if pointwise8 else ''} stay torch's own"]
     if config.basis != "full":
         storage = settings(config, False, None).storage
         notes.append(f"x is kept whole, in {storage}: a low rank is for 1x1 kernels")
-    if int8:
+    if int8 and not pointwise8:
         notes.append("its forward stays plain: 8 bits are for 1x1 kernels without padding")
     return "; ".join(notes)
 

@@ -7,8 +7,8 @@ Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, com
   ``aten.convolution_backward``: g_x has the bits of the plain layer, since it does not depend on x;
   g_w and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
   more where a padding mode other than zeros pads it.
-* A 1x1 kernel whose configuration asks for what torch's products do not have, a low rank or an
-  8-bit forward, is a linear layer over the pixels that it visits (:func:`has_products`).
+* A 1x1 kernel with a low rank is a linear layer over the pixels that it visits, with HOT's products
+  in backward (:func:`has_products`). Any 1x1 kernel may have an 8-bit forward.
 
 Operators take the fields of a :class:`Window` one by one.
 """
@@ -80,12 +80,12 @@ def is_pointwise(window: Window) -> bool:
 
 
 def has_products(pointwise: bool, config: HotConfig) -> bool:
-    """Whether HOT makes a layer's products, and torch does not: of some 1x1 kernels.
+    """Whether HOT makes backward's products, and torch does not: of a 1x1 kernel with a low rank.
 
-    With a full rank and a plain forward torch's are faster, over so many pixels of so few channels,
-    and g_x is exact: docs/results.md, "By number of features".
+    At full rank torch's are faster, over so many pixels of so few channels, and g_x is exact:
+    docs/results.md, "By number of features".
     """
-    return pointwise and (config.basis != "full" or config.forward == "int8")
+    return pointwise and config.basis != "full"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,10 +144,10 @@ def conv2d(
     which is kept whole whatever the recipe's basis (a low-rank recipe's in INT4): g_x has the plain
     layer's bits, g_w is that of the restored x. ``channels_last`` saves copies.
 
-    A 1x1 kernel in one group, without padding, with a low rank or ``forward="int8"`` in the
-    configuration is a linear layer over the pixels that it visits: its gradients are computed with
-    HOT, and y is :func:`hotcore.forward_linear`'s if the forward says so. Its tokens are the output
-    pixels; their grid replaces the ``token_grid`` and ``prefix_tokens`` of the configuration.
+    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits.
+    With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s. With a low rank its gradients are
+    computed with HOT; its tokens are the output pixels, whose grid replaces the ``token_grid`` and
+    ``prefix_tokens`` of the configuration.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
@@ -298,7 +298,7 @@ def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
     if not any(window.padding):
         return g
     if window.padding_mode == "zeros":
-        return g[:, :, :height, :width]
+        return g if (left, top) == (right, bottom) else g[:, :, :height, :width]
     if window.padding_mode == "circular":
         # F.pad copies the edges left, right, top, bottom, one after the other.
         for dim, size, before, after in ((2, height, top, bottom), (3, width, left, right)):
@@ -572,7 +572,8 @@ def _conv2d(
     *shape: Fields,
 ) -> Tensor:
     window = Window.of(*shape)
-    if not _multiplies(window, config):  # under autocast; both passes take the same copy
+    if not (_multiplies(window, config) or calls.is_int8(config)):
+        # Under autocast both passes take one copy.
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     y: Tensor = Conv2d.apply(x, weight, bias, seed, config, window, saved)  # type: ignore[no-untyped-call]  # so in torch
     return y
