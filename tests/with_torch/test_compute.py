@@ -208,9 +208,7 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = found["models"]["resnet18"]["table 5"]
     assert rows["full precision"] == pytest.approx(3 * 1.8136 * 1.024, rel=1e-3)
     assert rows["HOT"] < min(rows[name] for name in bench_compute.RECIPES)  # it takes 3x3 kernels
-    assert rows["paper"] < rows["fast"] < rows["full precision"]
-    # Convolutions keep torch's products: x restored is more, the head in integers less.
-    assert rows["default"] == pytest.approx(rows["full precision"], rel=1e-3)
+    assert rows["paper"] < rows["fast"] < rows["default"] < rows["full precision"]
     assert "Appendix D" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench_compute.main(["--models", "resnet18,alexnet"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import hotcore
 import pytest
-from hotcore.config import ConfigLike, HotConfig
+from hotcore.config import HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -394,9 +394,6 @@ def test_convolutions() -> None:
     parameters = list(model.parameters())
     x = torch.randn(2, 3, 32, 32)
     expected = model(x)
-    # With HOT's products and a stride, a 1x1 kernel meets a quarter of the pixels only.
-    report = hot.convert(copy.deepcopy(model), "fast").hot_report
-    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13, 0.53]
     report = hot.convert(model).hot_report
     assert [(layer.name, layer.kind) for layer in report.converted] == [
         ("conv", "Conv2d 3x3"),
@@ -409,7 +406,8 @@ def test_convolutions() -> None:
         "narrow": f"fewer than {MIN_FEATURES} features",
         "fc": "the output head",
     }
-    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53] * 3
+    # INT4; with a stride, a 1x1 kernel meets a quarter of the pixels only.
+    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13, 0.53]
     assert re.search(r"conv +Conv2d 3x3 +64 -> 64 +0\.53 bytes a value.*torch's own", str(report))
     assert type(model.conv) is hot.HotConv2d
     y = model(x)
@@ -425,20 +423,28 @@ def test_convolutions() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("fast", "its products stay torch's own"),
+        ("default", "its products stay torch's own"),
         ("paper", "x is kept whole, in int4: a low rank is for 1x1 kernels"),
-        (
-            HotConfig.recipe("fast", forward="int8"),
-            "its forward stays plain: 8 bits are for 1x1 kernels without padding",
-        ),
+        ("compact", "its products stay torch's own"),
     ],
 )
-def test_the_report_says_what_a_kernel_does_not_get(config: ConfigLike, said: str) -> None:
+def test_the_report_says_what_a_kernel_does_not_get(config: str, said: str) -> None:
     layers = (nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 1, groups=2), nn.Conv2d(64, 64, 1))
     report = hot.convert(nn.Sequential(*layers), config, lambda module, name: True).hot_report
     assert [said in layer.note for layer in report.converted] == [True, True, False]
-    report = hot.convert(nn.Sequential(*layers), "default", lambda *_: True).hot_report
-    assert [layer.note for layer in report.converted] == ["its products stay torch's own"] * 3
+
+
+def test_on_cuda_1x1_kernels_of_full_rank_keep_torch_s_products() -> None:
+    for config, bytes_kept, said in (
+        ("default", 0.53, "its products stay torch's own"),
+        (HotConfig(forward="int8"), 0.53, "its products of backward stay torch's own"),
+        ("fast", 0.13, ""),
+    ):
+        model = nn.Sequential(nn.Conv2d(64, 64, 1, 2))
+        report = hot.convert(model, config, lambda *_: True, device="cuda", slower=True).hot_report
+        (layer,) = report.converted
+        assert round(layer.bytes_per_value, 2) == bytes_kept
+        assert layer.note.startswith(said or "slower on CUDA: quantising its pixels")
 
 
 def test_patch_embedding_is_a_first_convolution() -> None:

@@ -130,8 +130,7 @@ def test_other_convolutions_stay_plain_and_the_report_says_so() -> None:
     report = hot.convert(
         nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4)), INT8, every
     ).hot_report
-    notes = [row.note for row in report.converted]
-    assert notes == ["its products of backward stay torch's own", ""]
+    assert not any(row.note for row in report.converted)
 
 
 def test_transformers_conv1d() -> None:

@@ -50,8 +50,8 @@ class LayerCompute:
 
     ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L includes the batch. ``taken`` says
     whether a method applies; otherwise every method computes the layer in full precision. A
-    configuration leaves the products of convolutions (but of 1x1 ones with a low rank) in full
-    precision and adds the operations that restore x. ``trained``: g_w is computed.
+    configuration leaves the products of a convolution that keeps torch's in full precision and adds
+    the operations that restore x. ``trained``: g_w is computed.
     """
 
     name: str

@@ -168,8 +168,8 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
     compressed, and gradients are those of :func:`hotcore.torch.conv2d`: torch's own from the
-    restored x, of 1x1 kernels with a low rank HOT's. An 8-bit forward is that of 1x1 kernels, as of
-    :class:`HotLinear`.
+    restored x, of 1x1 kernels HOT's (on CUDA with a low rank). An 8-bit forward is that of 1x1
+    kernels, as of :class:`HotLinear`.
 
     Args:
         in_channels: C.
