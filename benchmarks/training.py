@@ -62,6 +62,9 @@ class Contender:
     """convert's ``head``, of plain models, too: "torch" (its products) or a recipe, in 8 bits."""
     whole: bool = False
     """Compiled as a whole, head and loss included, not block by block."""
+    inlined: bool = False
+    """With inductor's ``realize_reads_threshold`` doubled: a backward that makes BatchNorm's result
+    again, for ReLU's sign, then has it in registers and not in memory."""
 
 
 class Left(Exception):
@@ -93,6 +96,7 @@ def people(task: Task) -> list[Contender]:
             "token4 {}": {"settings": {"storage": "token4", "gw_scale": "token"}},
             "default {}, k x k alone": {"wide": True},
             "default {}, saved": {"kept": 8},
+            "default {}, inlined": {"inlined": True},
         }
         ways = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
         return [
@@ -259,11 +263,14 @@ def checkpoint_blocks(model: nn.Module, path: str, contender: Contender) -> None
     hot.recompute(blocks[: round(contender.first * len(blocks))], policy)
 
 
-def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:
+def compile_all(modules: Iterable[nn.Module], mode: str, backend: str, inlined: bool) -> None:
     """``torch.compile`` in place; other backends than inductor have no modes."""
-    options = {"mode": mode} if mode != "default" and backend == "inductor" else {}
+    options: dict[str, Any] | None = None
+    if backend == "inductor" and (mode != "default" or inlined):
+        options = dict(torch._inductor.list_mode_options(mode))
+        options |= {"realize_reads_threshold": 8} if inlined else {}
     for module in modules:
-        module.compile(backend=backend, **options)
+        module.compile(backend=backend, options=options)
 
 
 class Trainer:
@@ -312,7 +319,7 @@ class Trainer:
         if contender.compiled is not None:
             apart = task.blocks and not whole and not contender.whole
             parts = blocks_of(model, task.blocks) if apart else {"": model}
-            compile_all(parts.values(), contender.compiled, backend)
+            compile_all(parts.values(), contender.compiled, backend, contender.inlined)
         self.wrap(model)
 
     def wrap(self, model: nn.Module) -> None:

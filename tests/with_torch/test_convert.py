@@ -434,6 +434,19 @@ def test_the_report_says_what_a_kernel_does_not_get(config: str, said: str) -> N
     assert [said in layer.note for layer in report.converted] == [True, True, False]
 
 
+def test_on_cuda_1x1_kernels_of_full_rank_keep_torch_s_products() -> None:
+    for config, bytes_kept, said in (
+        ("default", 0.53, "its products stay torch's own"),
+        (HotConfig(forward="int8"), 0.53, "its products of backward stay torch's own"),
+        ("fast", 0.13, ""),
+    ):
+        model = nn.Sequential(nn.Conv2d(64, 64, 1, 2))
+        report = hot.convert(model, config, lambda *_: True, device="cuda", slower=True).hot_report
+        (layer,) = report.converted
+        assert round(layer.bytes_per_value, 2) == bytes_kept
+        assert layer.note.startswith(said or "slower on CUDA: quantising its pixels")
+
+
 def test_patch_embedding_is_a_first_convolution() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 64))
     report = hot.convert(model).hot_report

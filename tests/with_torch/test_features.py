@@ -120,7 +120,10 @@ def step(
 
 
 class Operators(TorchDispatchMode):
-    """Records hotcore's operators: ``name``, or ``name gx gw gb`` with the wanted gradients."""
+    """Records hotcore's operators: ``name``, or ``name gx gw gb`` with the wanted gradients.
+
+    A convolution's backward may be torch's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,14 +131,15 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, name = func.name().split("::")
-        if space == "hotcore":
-            wanted = zip(("gx", "gw", "gb"), args[-3:], strict=True)
-            backward = name.startswith("backward")
-            self.calls.append(
-                " ".join([name, *(g for g, dtype in wanted if dtype is not None)])
-                if backward
-                else name
-            )
+        names = ("gx", "gw", "gb")
+        if name == "convolution_backward":
+            wanted = [g for g, needed in zip(names, args[-1], strict=True) if needed]
+            self.calls.append(" ".join(["backward", *wanted]))
+        elif space == "hotcore" and name.startswith("backward"):
+            wanted = [g for g, dtype in zip(names, args[-3:], strict=True) if dtype is not None]
+            self.calls.append(" ".join([name, *wanted]))
+        elif space == "hotcore":
+            self.calls.append(name)
         return func(*args, **(kwargs or {}))
 
     def backwards(self) -> list[str]:

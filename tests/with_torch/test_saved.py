@@ -372,10 +372,17 @@ def test_relu_is_exact_and_keeps_a_bit(mode: str, shape: tuple[int, ...]) -> Non
     assert kept_bytes(lambda: functions.relu(x)) == bound
 
 
-def test_relu_in_place() -> None:
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_relu_in_place(mode: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        inner = x * 2
+        return functions.relu(inner, inplace=True) + inner  # which is the result, too
+
     x = torch.randn(4, 256, requires_grad=True)
-    functions.relu(x * 2, inplace=True).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, 2.0 * (x > 0))
+    y = (compiled(function) if mode == "compiled" else function)(x)
+    assert torch.equal(y, 4 * x.relu())
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, 4.0 * (x > 0))
 
 
 def test_bits_of_autocast() -> None:

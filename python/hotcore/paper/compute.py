@@ -21,6 +21,7 @@ from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from ..torch import probe
 from ..torch.bitsandbytes import is_8bit
 from ..torch.convert import decide
+from ..torch.modules import is_pointwise
 from ..torch.ops.conv import settings
 from ..torch.probe import preserve_state
 from ..torch.report import aligned
@@ -49,7 +50,7 @@ class LayerCompute:
 
     ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L includes the batch. ``taken`` says
     whether a method applies; otherwise every method computes the layer in full precision. A
-    configuration leaves the products of a convolution other than 1x1 in full precision and adds
+    configuration leaves the products of a convolution that keeps torch's in full precision and adds
     the operations that restore x. ``trained``: g_w is computed.
     """
 
@@ -259,9 +260,8 @@ def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> 
 
 def _forward_of(layer: nn.Module, config: HotConfig | None) -> HotConfig | None:
     """The configuration of its forward; None where it is the plain layer's."""
-    if config is None or is_8bit(layer) or products_of(layer, config) is False:
-        return None
-    return config
+    wide = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
+    return None if wide or is_8bit(layer) else config
 
 
 def _restore_bops(values: int, config: HotConfig) -> int:

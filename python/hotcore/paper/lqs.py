@@ -137,8 +137,8 @@ def calibrate(
 
     Runs forward and backward on every batch (a few are enough); a plain model has plain gradients.
     For each layer that :func:`hotcore.torch.convert` would convert, or has converted, g_y is
-    quantised with each choice; convolutions other than 1x1 are left out, since their backward
-    quantises no g_y. The
+    quantised with each choice; convolutions with torch's products are left out, since their
+    backward quantises no g_y. The
     error of g_x and g_w is measured against the same product of the unquantised g_y: the
     transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that the
     loss of rank does not count. The fine scale is chosen where it cuts the squared error by

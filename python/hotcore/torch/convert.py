@@ -202,12 +202,12 @@ def decide(
             if new.runs_plain:
                 in_eval_mode.append(fqn)
             replacements[module] = new
-            sizes = (products_of(module, own), *features_of(module))
+            sizes = (products_of(module, own, target), *features_of(module))
             slowly = (
                 "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
             )
-            notes = (_note(fqn, uses), _plain_note(module, own), slowly)
-            kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
+            notes = (_note(fqn, uses), _plain_note(module, own, target), slowly)
+            kept, note = _bytes_per_value(module, own, target), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     converted = [row for row in rows if isinstance(row, Converted)]
     skipped = [row for row in rows if isinstance(row, Skipped)]
@@ -336,18 +336,19 @@ def _note(fqn: str, uses: Mapping[str, probe.LayerUse]) -> str:
     return "" if row.calls else "not called with these inputs"
 
 
-def _plain_note(module: nn.Module, config: HotConfig) -> str:
+def _plain_note(module: nn.Module, config: HotConfig, device: str) -> str:
     """What of the configuration the layer does not have."""
     int8 = config.forward == "int8"
     if is_8bit(module):
         return "its forward stays bitsandbytes'" if int8 else ""
-    if products_of(module, config) is not False:
+    if products_of(module, config, device) is not False:
         return ""
-    notes = ["its products stay torch's own"]
+    pointwise8 = int8 and isinstance(module, nn.Conv2d) and is_pointwise(module)
+    notes = [f"its products{' of backward' if pointwise8 else ''} stay torch's own"]
     if config.basis != "full":
         storage = settings(config, False, None).storage
         notes.append(f"x is kept whole, in {storage}: a low rank is for 1x1 kernels")
-    if int8:
+    if int8 and not pointwise8:
         notes.append("its forward stays plain: 8 bits are for 1x1 kernels without padding")
     return "; ".join(notes)
 
@@ -398,7 +399,7 @@ def _measures(
     every = [p for each in inner for p in each._parameters.values() if p is not None]
     own = [p for p in every if id(p) not in counted]
     counted.update(map(id, own))
-    sizes = (products_of(module, config), *features_of(module))
+    sizes = (products_of(module, config, device), *features_of(module))
     return {
         "parameters": sum(p.numel() for p in own),
         "macs": uses[fqn].macs if fqn in uses else None,
@@ -565,12 +566,12 @@ def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | 
     return dataclasses.replace(base, **override)
 
 
-def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
+def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float:
     if is_frozen(module):
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
-        if products_of(module, config):
+        if products_of(module, config, device):
             visited = 1 / (module.stride[0] * module.stride[1])
         config = settings(config, is_pointwise(module), None)
     elif config.token_grid is not None:

@@ -167,9 +167,9 @@ class HotConv2d(HotModule, nn.Conv2d):
     """``nn.Conv2d`` with the same parameters and keys, trained through HOT.
 
     In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
-    compressed, and gradients are those of :func:`hotcore.torch.conv2d`: of 1x1 kernels HOT's, of
-    others torch's own from the restored x. An 8-bit forward is that of 1x1 kernels, as of
-    :class:`HotLinear`.
+    compressed, and gradients are those of :func:`hotcore.torch.conv2d`: torch's own from the
+    restored x, of 1x1 kernels HOT's (on CUDA with a low rank). An 8-bit forward is that of 1x1
+    kernels, as of :class:`HotLinear`.
 
     Args:
         in_channels: C.

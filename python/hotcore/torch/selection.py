@@ -119,11 +119,15 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     return nx, nf
 
 
-def products_of(module: nn.Module, config: HotConfig) -> bool | None:
-    """Whether a convolution is a linear layer over pixels, with HOT's products; None: no such."""
+def products_of(module: nn.Module, config: HotConfig, device: str = "") -> bool | None:
+    """Whether a convolution has HOT's products in backward; None: it is none.
+
+    On a type of device, by default the weight's.
+    """
     if not isinstance(module, nn.Conv2d):
         return None
-    return has_products(is_pointwise(module), config)
+    device = device or module.weight.device.type
+    return has_products(is_pointwise(module), config, device == "cuda")
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -263,7 +267,8 @@ def why_slow(
         if own is None or fqn in but or isinstance(module, HotModule) or is_8bit(module):
             continue  # the time of 8-bit layers was not measured; they gain memory
         sizes = features_of(module)
-        why = gains.why_slow(products_of(module, own), *sizes, own, device, is_frozen(module))
+        kind = products_of(module, own, device)
+        why = gains.why_slow(kind, *sizes, own, device, is_frozen(module))
         if why:
             found[fqn] = why
     return found

@@ -7,8 +7,8 @@ Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, com
   ``aten.convolution_backward``: g_x has the bits of the plain layer, since it does not depend on x;
   g_w and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
   more where a padding mode other than zeros pads it.
-* A 1x1 kernel whose configuration asks for what torch's products do not have, a low rank or an
-  8-bit forward, is a linear layer over the pixels that it visits (:func:`has_products`).
+* A 1x1 kernel, on CUDA one with a low rank (:func:`has_products`), is a linear layer over the
+  pixels that it visits, with HOT's products in backward. Any 1x1 kernel may have an 8-bit forward.
 
 Operators take the fields of a :class:`Window` one by one.
 """
@@ -37,7 +37,6 @@ Sizes = tuple[Any, Any, Any, str, int]
 """Stride, padding, dilation, padding mode and groups of a convolution."""
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
 Fields = Annotated[Any, _WINDOW]
-Shape = Annotated[Any, "SymInt[]"]
 Layout = Annotated[
     Any, f"SymInt[] x_shape, bool x_last, bool weight_last, int[] stride, {DTYPES_OF_GRADIENTS}"
 ]
@@ -80,26 +79,26 @@ def is_pointwise(window: Window) -> bool:
     return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
 
 
-def has_products(pointwise: bool, config: HotConfig) -> bool:
-    """Whether HOT makes a layer's products, and torch does not: of some 1x1 kernels.
+def has_products(pointwise: bool, config: HotConfig, cuda: bool) -> bool:
+    """Whether HOT makes backward's products, and torch does not: of 1x1 kernels.
 
-    With a full rank and a plain forward torch's are faster, over so many pixels of so few channels,
-    and g_x is exact: docs/results.md, "By number of features".
+    On CUDA only with a low rank. At full rank torch's are faster there, over so many pixels of so
+    few channels, and g_x is exact: docs/results.md, "By number of features".
     """
-    return pointwise and (config.basis != "full" or config.forward == "int8")
+    return pointwise and (not cuda or config.basis != "full")
 
 
 @functools.lru_cache(maxsize=1024)
 def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -> HotConfig:
     """The configuration that saves x's pixels and makes the products, if HOT does.
 
-    A layer with HOT's products saves the same as a linear layer. ``grid``, its output height and
-    width, replaces the caller's token grid, which describes a transformer's tokens; a low-pass
-    basis takes its tiles from it. Others need x itself (basis ``"full"``): in the storage of a full
+    A 1x1 kernel saves the same as a linear layer. ``grid``, its output height and width, replaces
+    the caller's token grid, which describes a transformer's tokens; a low-pass basis takes its
+    tiles from it. Any other kernel needs x itself (basis ``"full"``): in the storage of a full
     basis or of a token storage, otherwise in INT4, which takes about the bytes of the low-rank
     INT8 form.
     """
-    if has_products(pointwise, config):
+    if pointwise:
         tiled = config.basis in ("lowpass", "sequency")
         return dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
     fields: HotConfigFields = {"token_grid": None, "prefix_tokens": 0}
@@ -111,18 +110,18 @@ def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -
 
 
 @functools.lru_cache(maxsize=256)
-def _pixels_key(config: str, window: Window, dtype: torch.dtype | None) -> Hashable:
+def _pixels_key(config: str, window: Window, dtype: torch.dtype | None, cuda: bool) -> Hashable:
     """Key of everything but x that the bytes of its compressed pixels depend on.
 
     ``dtype`` is the one autocast casts x to.
     """
     kept = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
-    visits = window.stride if _multiplies(window, config) else (1, 1)
+    visits = window.stride if _multiplies(window, config, cuda) else (1, 1)
     return ("pixels", visits, dtype, sharing.config_key(kept))
 
 
-def _multiplies(window: Window, config: str) -> bool:
-    return has_products(is_pointwise(window), parsed(config))
+def _multiplies(window: Window, config: str, cuda: bool) -> bool:
+    return has_products(is_pointwise(window), parsed(config), cuda)
 
 
 # ---- what a user calls ----
@@ -145,10 +144,10 @@ def conv2d(
     which is kept whole whatever the recipe's basis (a low-rank recipe's in INT4): g_x has the plain
     layer's bits, g_w is that of the restored x. ``channels_last`` saves copies.
 
-    A 1x1 kernel in one group, without padding, with a low rank or ``forward="int8"`` in the
-    configuration is a linear layer over the pixels that it visits: its gradients are computed with
-    HOT, and y is :func:`hotcore.forward_linear`'s if the forward says so. Its tokens are the output
-    pixels; their grid replaces the ``token_grid`` and ``prefix_tokens`` of the configuration.
+    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits.
+    With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s. Its gradients are computed with
+    HOT, on CUDA only with a low rank; its tokens are the output pixels, whose grid replaces the
+    ``token_grid`` and ``prefix_tokens`` of the configuration.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
@@ -299,7 +298,7 @@ def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
     if not any(window.padding):
         return g
     if window.padding_mode == "zeros":
-        return g[:, :, :height, :width]
+        return g if (left, top) == (right, bottom) else g[:, :, :height, :width]
     if window.padding_mode == "circular":
         # F.pad copies the edges left, right, top, bottom, one after the other.
         for dim, size, before, after in ((2, height, top, bottom), (3, width, left, right)):
@@ -351,7 +350,7 @@ def visited(x: Tensor, stride: Sequence[int]) -> Tensor:
 
 def _pixels(x: Tensor, config: str, window: Window) -> Tensor:
     """The pixels of x that are kept, ``[N, H, W, C]``."""
-    return visited(x, window.stride if _multiplies(window, config) else (1, 1))
+    return visited(x, window.stride if _multiplies(window, config, x.is_cuda) else (1, 1))
 
 
 def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, HotConfig]:
@@ -382,27 +381,18 @@ def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Tensor:
     return saved
 
 
-def _restore(
+def _restored(
     saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
 ) -> Tensor:
+    """x of :func:`_compress`, ``[N, C, H, W]``, which keeps it whole."""
     n, channels, height, width = shape
-    kept, key = settings(parsed(config), False, None), core.key_of(seed)
-    rows = codes.decompress(saved, n * height * width, channels, kept, key, dtype)
+    kept, tokens = settings(parsed(config), False, None), n * height * width
+    if core.bypasses_dispatcher(saved):
+        rows = codes.decompress(saved, tokens, channels, kept, core.key_of(seed), dtype)
+    else:
+        rows = codes.decompress_activation(saved, seed, kept.json, tokens, channels, dtype)
     x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
     return x if last else _stored_as(x, False, dtype)
-
-
-def _fake_restored(
-    saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
-) -> Tensor:
-    return _empty(saved, shape, last, dtype)
-
-
-@operator(fake=_fake_restored)
-def _restore_pixels(
-    saved: Tensor, seed: Tensor, config: str, x_shape: Shape, x_last: bool, dtype: torch.dtype
-) -> Tensor:
-    return _restore(saved, seed, config, x_shape, x_last, dtype)
 
 
 def _fake_pixels_seeded(x: Tensor, config: str, *shape: Any) -> Pair:
@@ -423,7 +413,7 @@ def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: 
         kept: Pair = _compress_pixels_seeded(pixels, config, *shape)
         return kept
 
-    key = (_pixels_key(config, Window.of(*shape), inner.dtype), codes)
+    key = (_pixels_key(config, Window.of(*shape), inner.dtype, inner.is_cuda), codes)
     return compress_once(x, inner, key, compress if codes else None)
 
 
@@ -502,6 +492,7 @@ class Conv2d(torch.autograd.Function):
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
+        ctx.products = _multiplies(window, config, x.is_cuda)
         ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return without_base(y)
@@ -519,7 +510,7 @@ class Conv2d(torch.autograd.Function):
         gy, weight = core.dense(gy), weight if needed[0] else None
         dtypes = [dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)]
         found: Sequence[Tensor | None]
-        if _multiplies(ctx.window, ctx.config):
+        if ctx.products:
             found = _backward_pixels(
                 gy,
                 weight,
@@ -562,7 +553,7 @@ def _eager(
     ctx.cache = cache = sharing.current()
     saved, saved_seed = cache.compressed(
         cache.entry_of(x),
-        _pixels_key(config, window, dtype),
+        _pixels_key(config, window, dtype, x.is_cuda),
         weight,
         ctx,
         seed,
@@ -582,7 +573,8 @@ def _conv2d(
     *shape: Fields,
 ) -> Tensor:
     window = Window.of(*shape)
-    if not _multiplies(window, config):  # under autocast; both passes take the same copy
+    if not (_multiplies(window, config, x.is_cuda) or calls.is_int8(config)):
+        # Under autocast both passes take one copy.
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     y: Tensor = Conv2d.apply(x, weight, bias, seed, config, window, saved)  # type: ignore[no-untyped-call]  # so in torch
     return y
@@ -632,8 +624,7 @@ def _backward_window(
     if gw_dtype is None or saved is None:  # of x and of weight torch reads then the shape alone
         x = _empty(gy, x_shape, x_last, gy.dtype)
     else:
-        restore = _restore if core.bypasses_dispatcher(saved) else _restore_pixels
-        x = restore(saved, seed, ctx.config, x_shape, x_last, gy.dtype)
+        x = _restored(saved, seed, ctx.config, x_shape, x_last, gy.dtype)
     if weight is None:
         shape = (gy.shape[1], x_shape[1] // window.groups, *window.kernel)
         weight = _empty(gy, shape, weight_last, gy.dtype)
