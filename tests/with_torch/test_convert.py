@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import pickle
 import re
@@ -573,6 +574,17 @@ def test_timms_models_that_use_weights_without_layers(name: str, part: str) -> N
     # Without inputs they are left out, or said to be in doubt.
     sure = {layer.name for layer in blind.skipped if layer.reason.startswith("never called")}
     assert sure == skipped or all(fqn in str(blind) for fqn in skipped)
+
+
+def test_hooks_of_load_state_dict_follow_the_layer() -> None:
+    """torch keeps a weak reference to the module that they were registered on."""
+    model, found = nn.Sequential(nn.Linear(64, 64)), []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: found.append(module))
+    for change in (functools.partial(hot.convert, filter_fn=every), hot.revert):
+        change(model)
+        gc.collect()
+        model.load_state_dict(model.state_dict())
+        assert found.pop() is model[0]
 
 
 def test_a_dry_run_leaves_no_trace() -> None:
