@@ -584,6 +584,19 @@ def test_a_norm_of_the_last_axis_whose_weight_has_more(shape: tuple[int, ...]) -
         assert float((got - wanted).norm() / wanted.norm()) < 0.02
 
 
+def test_x_by_the_name_that_the_plain_class_gives_it() -> None:
+    class Named(GatedMlp):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            down_proj = self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+            return down_proj
+
+    plain, x = Named(128), torch.randn(4, 128)
+    model = copy.deepcopy(plain)
+    assert len(saved.convert_saved(model).converted) == 2
+    for call in (model, compiled(model)):
+        assert torch.equal(call(states=x), plain(states=x))
+
+
 @pytest.mark.parametrize("how", ["replaced", "replaced by its like", "hook", "patch"])
 def test_the_activation_of_a_gated_mlp_is_not_passed_by(how: str) -> None:
     plain = GatedMlp(128)

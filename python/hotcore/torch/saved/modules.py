@@ -144,10 +144,12 @@ def _class(plain: type[nn.Module], forward: str) -> type[nn.Module]:
 
 
 def _training(plain: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
+    of_x = len(inspect.signature(forward).parameters) == 2  # self and x, by whatever name
+
     def train_or_plain(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return plain.forward(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
+        return forward(self, *args, *kwargs.values()) if of_x else forward(self, *args, **kwargs)
 
     train_or_plain.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]  # libraries look
     return train_or_plain
