@@ -92,8 +92,7 @@ def _state(x: Tensor) -> Hashable | None:
     else:
         stream = None
     try:
-        place = (x.data_ptr(), x.shape, x.stride(), x.is_neg())  # x.data = x.data.t()
-        return (x._version, place, stream)
+        return (x._version, x.data_ptr(), x.stride(), stream)  # x.data = x.data.t()
     except RuntimeError:  # inference-mode tensors have no version counter
         return None
 
