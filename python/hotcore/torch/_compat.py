@@ -273,6 +273,12 @@ def forget_compiled(module: torch.nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
+def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:
+    """Its hooks that run once ``.grad`` is there; empty without the private name."""
+    found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return {} if found is None else found
+
+
 def rebind_hooks(module: _Module) -> _Module:
     """Give hooks of ``load_state_dict`` this module, a copy, in place of the one that it replaces.
 

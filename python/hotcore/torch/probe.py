@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from . import _compat
 from .frozen import FrozenModule
 from .modules import replace_layers
 from .report import REPORT
@@ -300,10 +301,9 @@ class preserve_state:
             parameter.grad = None
         self._hooks = []
         for parameter, _ in self._grads:
-            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if hooks:
-                self._hooks.append((hooks, dict(hooks)))
-                hooks.clear()  # in place: handles remove from it
+            hooks = _compat.post_accumulate_hooks(parameter)
+            self._hooks.append((hooks, dict(hooks)))
+            hooks.clear()  # in place: handles remove from it
         self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
         self._tables = [(m._buffers, dict(m._buffers)) for m in self._model.modules()]
         self._children = [(m, dict(m._modules)) for m in self._model.modules()]
