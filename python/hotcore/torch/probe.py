@@ -299,13 +299,12 @@ class preserve_state:
         self._grads = [(p, p.grad) for p in self._model.parameters()]
         for parameter, _ in self._grads:
             parameter.grad = None
-        self._hooks = []
-        for parameter, _ in self._grads:
-            hooks = _compat.post_accumulate_hooks(parameter)
-            self._hooks.append((hooks, dict(hooks)))
-            hooks.clear()  # in place: handles remove from it
+        hooks = [_compat.post_accumulate_hooks(parameter) for parameter, _ in self._grads]
+        tables: list[dict[Any, Any]] = [*hooks, *(m._buffers for m in self._model.modules())]
+        self._tables = [(table, dict(table)) for table in tables]
+        for table in hooks:
+            table.clear()  # in place: handles remove from it
         self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
-        self._tables = [(m._buffers, dict(m._buffers)) for m in self._model.modules()]
         self._children = [(m, dict(m._modules)) for m in self._model.modules()]
         self._report = self._model.__dict__.get(REPORT)
         self._saved = [
@@ -337,7 +336,7 @@ class preserve_state:
             saved.__dict__.update(fields)
         for parameter, grad in self._grads:
             parameter.grad = grad
-        for table, content in (*self._hooks, *self._tables):  # self.buffer = self.buffer + 1
+        for table, content in self._tables:  # self.buffer = self.buffer + 1
             table.clear()
             table.update(content)
         with torch.no_grad():
