@@ -317,6 +317,17 @@ def test_shard_map_adds_up_what_devices_share(rng: np.random.Generator, check: b
     np.testing.assert_allclose(gb, halves[0][2] + halves[1][2], rtol=1e-5, atol=1e-5)
 
 
+def test_explicit_axes_are_refused(rng: np.random.Generator) -> None:
+    if len(jax.devices()) < 2:
+        pytest.skip("JAX found its devices before this test could ask for two")
+    gy, x, w, b = layer(rng, 64)
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=explicit, devices=jax.devices()[:2])
+    parted = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="x: sharded over explicit"):
+        gradients(gy, jax.device_put(x, parted), w, b, key_of(1))
+
+
 def test_a_program_for_cuda_has_scratch(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ with warnings.catch_warnings():
 import hotcore.torch as hot  # noqa: E402
 from hotcore import paper  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -138,6 +139,25 @@ def test_eval_no_grad_and_compile() -> None:
     assert 0.99 < cosine(model.first.weight.grad.numpy(), plain.first.weight.grad.numpy()) < 1
     with pytest.raises(RuntimeError, match="^layer up: "):
         model.up(torch.randn(16, 5, requires_grad=True))
+
+
+def test_a_reentrant_checkpoint_repeats_the_random_numbers_behind_it() -> None:
+    """Its first pass is without gradients, and draws the seed all the same."""
+    model = nn.Sequential(linear8(bias=False), nn.Dropout(0.5))
+    hot.convert(model, "accurate", filter_fn=lambda module, name: True)
+    x = torch.randn(8, 128, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=True)
+    y.sum().backward()
+    wanted = 2.0 * (y != 0) @ model[0].dequantized(torch.float32)
+    assert cosine(x.grad.numpy(), wanted.detach().numpy()) > 0.99
+
+
+def test_a_bias_alone_is_trained() -> None:
+    model = nn.Sequential(linear8())
+    hot.convert(model, filter_fn=lambda module, name: True)
+    model[0].bias.requires_grad_(True)
+    model(torch.randn(16, 128)).sum().backward()
+    assert torch.allclose(model[0].bias.grad, torch.tensor(16.0))
 
 
 @pytest.mark.parametrize("options", [{"quant_type": "nf4"}, {"quant_type": "fp4"},

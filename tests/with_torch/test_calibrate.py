@@ -122,9 +122,35 @@ def test_gw_error_is_against_the_same_basis() -> None:
 
 
 def test_nothing_is_changed(batches: list[torch.Tensor]) -> None:
-    model = Net()
+    """Also where forward makes a buffer anew, and an optimizer steps in backward."""
+
+    class Counted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + 1
+            return super().forward(x)
+
+    model, steps = Counted(), []
+    model.down.weight.register_post_accumulate_grad_hook(lambda p: steps.append(p.data.add_(1)))
     with unchanged(model, model.up.weight):
         paper.calibrate(model, batches, loss_of)
+    assert not steps
+    loss_of(model, batches[0]).backward()
+    assert len(steps) == 1
+
+
+def test_x_by_keyword_and_written_afterwards(batches: list[torch.Tensor]) -> None:
+    def written(model: Net, x: torch.Tensor) -> torch.Tensor:
+        h = x + 0
+        y = model.down(input=model.up(input=h))
+        h.zero_()
+        return y.sum()
+
+    with pytest.raises(RuntimeError, match="layer up: its x was written in place"):
+        paper.calibrate(Net(), batches, written)
 
 
 @pytest.mark.parametrize("recipe", ["paper", "default"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import pickle
 import re
@@ -23,6 +24,7 @@ from hotcore import paper  # noqa: E402
 from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch_graphs import every  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -586,6 +588,29 @@ def test_timms_models_that_use_weights_without_layers(name: str, part: str) -> N
     # Without inputs they are left out, or said to be in doubt.
     sure = {layer.name for layer in blind.skipped if layer.reason.startswith("never called")}
     assert sure == skipped or all(fqn in str(blind) for fqn in skipped)
+
+
+def test_weights_without_memory_of_values_stay_plain() -> None:
+    """As torchao's quantised weights: their first backward would end in an unknown operator."""
+    weight = torch.randn(64, 64)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model[0].weight = nn.Parameter(TwoTensor(weight, weight))
+    model[1].weight = nn.Parameter(weight.to_sparse_csr())
+    report = hot.convert(model, filter_fn=every).hot_report
+    assert [row.name for row in report.converted] == ["2"]
+    reasons = [row.reason for row in report.skipped]
+    assert "TwoTensor" in reasons[0] and "torch.sparse_csr" in reasons[1]
+
+
+def test_hooks_of_load_state_dict_follow_the_layer() -> None:
+    """torch keeps a weak reference to the module that they were registered on."""
+    model, found = nn.Sequential(nn.Linear(64, 64)), []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: found.append(module))
+    for change in (functools.partial(hot.convert, filter_fn=every), hot.revert):
+        change(model)
+        gc.collect()
+        model.load_state_dict(model.state_dict())
+        assert found.pop() is model[0]
 
 
 def test_a_dry_run_leaves_no_trace() -> None:

@@ -357,6 +357,8 @@ def test_tied_weights_share_codes() -> None:
     report = hot.freeze_int8(model).freeze_report
     assert report.before == 64 * 64 * 4 and report.after == 64 * 68
     assert model[0].weight_codes is model[1].weight_codes
+    with pytest.raises(RuntimeError, match="weight: several layers have it"):
+        model[1].weight.data += 1  # of one alone
     other = copy.deepcopy(model)
     hot.thaw(other)
     assert other[0].weight is other[1].weight
@@ -381,8 +383,8 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r"frozen in INT8; hot\.thaw\(model\)"):
         model.up.weight.requires_grad = True
     with pytest.raises(ValueError, match="forward_block 16; the weight is frozen in codes"):
-        model.up.config = config(forward_block=16)
-    assert model.up.config == config()
+        model.up.config = config(forward_block=16, forward_in_eval=True)
+    assert model.up.config == config() and model.eval().up.runs_plain
     with pytest.raises(TypeError, match="hot.freeze_int8 makes it of a HotLinear"):
         HotFrozenLinear(64, 64)
     with pytest.raises(TypeError, match="model: expected"):

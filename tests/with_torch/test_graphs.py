@@ -179,6 +179,9 @@ def test_captured_layers_share_no_x(monkeypatch: pytest.MonkeyPatch) -> None:
         def data_ptr(self) -> int:
             return 1
 
+        def stride(self) -> tuple[int, ...]:
+            return (1,)
+
     x: Any = OnCuda()
     monkeypatch.setattr(core, "is_intercepted", lambda x: False)
     monkeypatch.setattr(_compat, "current_stream", lambda index: 0)

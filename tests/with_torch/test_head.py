@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -306,6 +307,9 @@ def test_backward_twice_and_accumulated(config: Any, reduction: str) -> None:
     for a, b, c, p in zip(kept, first, again, (x, weight, bias), strict=True):
         assert torch.equal(a, b) and torch.equal(4 * a, c) and torch.equal(p.grad, a)
     grad = weight.grad.clone()
+    loss = hot.linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum()
+    rows = torch.autograd.grad(loss, weight, torch.tensor([1.0, 4.0]), is_grads_batched=True)[0]
+    assert error(rows[1], 4 * grad.double()) < 0.02
     hot.linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum().backward()
     assert error(weight.grad, 2 * grad.double()) < 0.02
 
@@ -624,3 +628,55 @@ def test_a_call_that_fails_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="target: 105; expected 0 to 100"):
         model(input_ids=ids, labels=torch.full_like(ids, 105))
     assert model.lm_head(torch.randn(1, 64)).shape == (1, 101)
+
+
+def test_a_second_thread_is_refused() -> None:
+    """It would get the loss of the first one's x."""
+    model = causal("Llama")
+    attach(model)
+    ids = torch.randint(1, 101, (2, 10))
+    found: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            model(input_ids=ids, labels=ids)
+        except RuntimeError as error:
+            found.append(error)
+
+    def meanwhile(*_: Any) -> None:
+        handle.remove()
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    handle = model.lm_head.register_forward_pre_hook(meanwhile)
+    assert model(input_ids=ids, labels=ids).logits.shape == (2, 10, 0)
+    assert "another thread runs this model" in str(found[0]) and len(found) == 1
+    call()
+    assert len(found) == 1
+
+
+def test_a_cap_that_is_changed_later() -> None:
+    model = causal("Gemma2", final_logit_softcapping=2.0)
+    plain = copy.deepcopy(model)
+    attach(model)
+    ids = torch.randint(1, 101, (2, 10))
+    losses = []
+    for each in (model, plain):
+        each.config.final_logit_softcapping = 0.5
+        losses.append(each(input_ids=ids, labels=ids).loss)
+    torch.testing.assert_close(*losses)
+
+
+def test_a_forward_that_is_wrapped_later() -> None:
+    """``revert`` would leave the head as it is."""
+    model = causal("Llama")
+    attach(model)
+    inner = model.forward
+    model.forward = lambda *args, **named: inner(*args, **named)
+    with pytest.raises(ValueError, match="was wrapped afterwards"):
+        hot.revert(model)
+    assert "was wrapped afterwards" in attach(model)
+    model.forward = inner
+    hot.revert(model)
+    assert not {"forward", "_loss_function"} & {*vars(model), *vars(model.lm_head)}

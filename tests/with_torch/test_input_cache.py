@@ -12,7 +12,7 @@ from typing import Any
 import hotcore
 import pytest
 from hotcore.config import RECIPES, HotConfig, Key
-from support import equal_bits
+from support import cosine, equal_bits
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
@@ -256,6 +256,18 @@ def test_an_activation_whose_memory_is_another() -> None:
     assert buffers(y, z) == 2 and error(z, k.weight, x) < 0.2
 
 
+@pytest.mark.parametrize("change", [torch.t, lambda x: x[:1].expand(WIDTH, -1)])
+def test_an_activation_that_is_another_view_of_its_memory(change: Any) -> None:
+    q, k = layers(2)
+    x = images(WIDTH)
+    y = q(x)
+    x.data = change(x.data)
+    z = k(x)
+    assert buffers(y, z) == 2
+    (got,) = torch.autograd.grad(z, k.weight, torch.eye(WIDTH, 48))
+    assert cosine(got.numpy(), x.detach()[:48].numpy()) > 0.98
+
+
 def test_the_switch() -> None:
     q, k, v = layers()
     x = images()
@@ -363,6 +375,12 @@ def test_a_layer_that_comes_again_draws_afresh() -> None:
     exact = gy.t() @ x.detach()
     errors = [torch.autograd.grad(outputs[1], k.weight, gy)[0] - exact for outputs in samples]
     assert sum(errors).norm() / 3 < 0.75 * min(e.norm() for e in errors)  # 0.58
+
+
+def test_a_layer_that_passes_a_view_of_its_weight_draws_afresh() -> None:
+    """As transformers' Conv1D and attention do, a new one in every call."""
+    x, weight = images(), torch.randn(WIDTH, 48, requires_grad=True)
+    assert buffers(*(hot.linear(x, weight.t()) for _ in range(2))) == 2
 
 
 @pytest.mark.parametrize(("reentrant", "thread"), [(False, False), (True, False), (False, True)])

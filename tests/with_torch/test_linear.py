@@ -171,6 +171,10 @@ def test_autocast_keeps_compressed_bytes() -> None:
 
 def test_bad_arguments() -> None:
     x, weight, bias = tensors(10, 24)
+    rows = [torch.randn(3, 4), torch.randn(5, 4)]
+    for layout in (torch.jagged, torch.strided):
+        with pytest.raises(ValueError, match="x: a nested tensor"):
+            hot.HotLinear(4, 4)(torch.nested.nested_tensor(rows, layout=layout))
     with pytest.raises(ValueError, match="x: dtype float64; expected float32"):
         hot.linear(x.double(), weight.double(), bias.double())
     with pytest.raises(RuntimeError):  # torch's own
@@ -359,7 +363,10 @@ def test_from_linear_keeps_everything() -> None:
     plain.weight.requires_grad_(False)
     seen: list[str] = []
     handle = plain.register_forward_hook(lambda *_: seen.append("hook"))
-    module = hot.HotLinear.from_linear(plain, "fast")
+    plain.register_load_state_dict_pre_hook(lambda module, *_: loaded.append(module))
+    module, loaded = hot.HotLinear.from_linear(plain, "fast"), []
+    module.load_state_dict(plain.state_dict())
+    assert loaded == [module]
     assert isinstance(module, nn.Linear)
     assert module.weight is plain.weight and module.bias is plain.bias
     assert not module.training

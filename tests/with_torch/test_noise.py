@@ -145,6 +145,20 @@ def test_autocast_and_compiled() -> None:
     assert found["hot/noise_gx/all"] == pytest.approx(plain["hot/noise_gx/all"], rel=0.5)
 
 
+def test_x_by_keyword_and_written_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    hot.convert(model, "accurate", filter_fn=lambda module, name: True)
+    monitor, x = hot.NoiseMonitor(model, every=1), torch.randn(8, 64, requires_grad=True)
+    with monitor:
+        model[0](input=x).sum().backward()
+    assert 0 < monitor.scalars["hot/noise_gw/0"] < 1e-3
+    with monitor, pytest.raises(RuntimeError, match="layer 0: its x was written in place"):
+        h = x + 0
+        y = model[0](h)
+        h.zero_()
+        y.sum().backward()
+
+
 def _wrapped(name: str) -> str:
     head, _, layer = name.rpartition("/")
     return name if layer == "all" else f"{head}/_orig_mod.{layer}"

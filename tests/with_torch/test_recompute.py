@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import hotcore.torch as hot
@@ -128,6 +129,17 @@ def test_own_policies() -> None:
         model = converted(Block(), "default")
         hot.recompute(model, policy)
         assert model.up.defer is deferred
+
+
+def test_batch_norms_that_count_twice_are_named() -> None:
+    norm = nn.BatchNorm1d(8)
+    with pytest.warns(UserWarning, match="count every batch twice"):
+        handle = hot.recompute(nn.Sequential(nn.Sequential(norm)))
+    handle.remove()
+    norm.track_running_stats = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hot.recompute(nn.Sequential(nn.Sequential(norm))).remove()
 
 
 def test_errors() -> None:

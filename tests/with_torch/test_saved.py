@@ -572,6 +572,68 @@ def test_dynamic_shapes() -> None:
     assert counter.frame_count == after_first  # one graph serves all of them
 
 
+@pytest.mark.parametrize("shape", [(4, 128), (1, 1, 128), (4, 1)])
+def test_a_norm_of_the_last_axis_whose_weight_has_more(shape: tuple[int, ...]) -> None:
+    class Norm(nn.Module):
+        forward = saved.modules._Templates.llama_norm
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.rand(shape) + 0.5), 1e-6
+
+    plain = Norm()
+    model = copy.deepcopy(plain)
+    assert len(saved.convert_saved(model).converted) == 1
+    x = (torch.randn(3, 5, 4, 128) * torch.rand(3, 5, 4, 1).exp()).requires_grad_()
+    gy = torch.randn(3, 5, 4, 128)
+    grads = [torch.autograd.grad(m(x), (x, m.weight), gy) for m in (plain, model)]
+    for wanted, got in zip(*grads, strict=True):
+        assert float((got - wanted).norm() / wanted.norm()) < 0.02
+
+
+def test_x_by_the_name_that_the_plain_class_gives_it() -> None:
+    class Named(GatedMlp):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            down_proj = self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+            return down_proj
+
+    plain, x = Named(128), torch.randn(4, 128)
+    model = copy.deepcopy(plain)
+    assert len(saved.convert_saved(model).converted) == 2
+    for call in (model, compiled(model)):
+        assert torch.equal(call(states=x), plain(states=x))
+
+
+@pytest.mark.parametrize("how", ["replaced", "replaced by its like", "hook", "patch"])
+def test_the_activation_of_a_gated_mlp_is_not_passed_by(how: str) -> None:
+    plain = GatedMlp(128)
+    model = copy.deepcopy(plain)
+    saved.convert_saved(model)
+    for each in (plain, model):
+        if how == "replaced":
+            each.act_fn = nn.Tanh()
+        elif how == "replaced by its like":
+            each.act_fn = nn.GELU()
+        elif how == "hook":
+            each.act_fn.register_forward_hook(lambda module, inputs, y: 2 * y)
+        else:
+            each.act_fn.forward = torch.tanh
+    x = torch.randn(4, 128)
+    with pytest.warns(RuntimeWarning, match="act_fn, a .*, was replaced, or has hooks"):
+        assert torch.equal(model(x), plain(x))
+    assert torch.equal(compiled(model)(x), plain(x))
+
+
+def test_nested_tensors_are_kept_as_they_are() -> None:
+    plain = nn.Sequential(nn.LayerNorm(128), nn.GELU())
+    model = copy.deepcopy(plain)
+    saved.convert_saved(model)
+    rows = [torch.randn(3, 128), torch.randn(5, 128)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    got, wanted = (torch.autograd.grad(m(x).values().sum(), m[0].weight)[0] for m in (model, plain))
+    assert torch.equal(got, wanted)
+
+
 # ---- convert and revert ----
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import hotcore.torch as hot
 
 from ..config import ConfigLike, as_config
+from ..torch import _compat
 from ..torch.modules import HotModule
 from ..torch.selection import candidates, hot_class
 
@@ -53,7 +54,7 @@ def _convert(module: nn.Module, config: HotTrainingConfig) -> nn.Module:
     layers = dict(candidates(module))
     if "" in layers:  # it is one itself
         made: Any = hot_class(module).from_plain(module, config.config)
-        return made  # type: ignore[no-any-return]  # a module
+        return _compat.rebind_hooks(made)  # type: ignore[no-any-return]  # a module
     if layers:
         hot.convert(module, config.config)
     return module

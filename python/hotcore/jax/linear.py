@@ -45,7 +45,7 @@ def linear(
         b: ``[O]`` of these dtypes, or None.
         key: random key of the rounding, different for every layer and step: one key of
             ``jax.random``, of any implementation, or the uint32 words of one, or an integer array
-            of one element. The number n stands for ``hotcore.Key(0, offset=n)``;
+            of shape (). The number n stands for ``hotcore.Key(0, offset=n)``;
             ``jax.random.key(n)`` (threefry) has the number n, keys of other implementations 64
             bits that ``jax.random.bits`` draws with them.
         config: a HotConfig or a recipe's name. With ``forward="int8"`` y is that of
@@ -143,6 +143,12 @@ class _Kept:
 
 def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tuple[Array, _Kept]:
     """Each argument is a value and whether it is differentiated."""
+    for name, a in (("x", x), ("w", w), ("b", b)):
+        if a is not None and any(jax.typeof(a.value).sharding.spec):
+            raise NotImplementedError(
+                f"{name}: sharded over explicit axes of a mesh, {jax.typeof(a.value)}; use "
+                "shard_map, or a mesh with axis_types=(AxisType.Auto,)"
+            )
     gx_dtype, gw_dtype, gb_dtype = (
         a.value.dtype if a is not None and a.perturbed else None for a in (x, w, b)
     )

@@ -27,7 +27,7 @@ from ..torch.bitsandbytes import is_8bit
 from ..torch.convert import decide
 from ..torch.ops.conv import settings
 from ..torch.plan import matplotlib_figure, overrides_of
-from ..torch.probe import preserve_state
+from ..torch.probe import input_of, preserve_state, watched
 from ..torch.report import aligned, listed
 from ..torch.selection import Filter, products_of
 
@@ -142,7 +142,8 @@ def calibrate(
     error of g_x and g_w is measured against the same product of the unquantised g_y: the
     transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that the
     loss of rank does not count. The fine scale is chosen where it cuts the squared error by
-    more than ``gain``. Parameters, their ``.grad`` and buffers do not change.
+    more than ``gain``. Parameters, their ``.grad`` and buffers do not change; what else the loss
+    depends on gets gradients.
 
     Args:
         model: plain or converted.
@@ -283,8 +284,8 @@ def _measure(
     handles = []
     try:
         for name, probe in probes.items():
-            hook = _capture(probe)
-            handles.append(model.get_submodule(name).register_forward_hook(hook))
+            module, hook = model.get_submodule(name), _capture(name, probe)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
         loss = loss_fn(model, batch)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ValueError(
@@ -299,14 +300,14 @@ def _measure(
             parameter.grad = None
 
 
-def _capture(probe: _Probe) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+def _capture(name: str, probe: _Probe) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        x = inputs[0].detach()
+        unwritten = watched(input_of(args, kwargs), name)
 
         def on_gradient(gy: Tensor) -> None:
-            probe.add(module, x, gy.detach())
+            probe.add(module, unwritten(), gy.detach())
 
         output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 

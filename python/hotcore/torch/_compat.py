@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 _C: Any = torch._C
 
 
@@ -269,6 +271,23 @@ def memory_budget(budget: float) -> AbstractContextManager[Any]:
 def forget_compiled(module: torch.nn.Module) -> None:
     """Undo ``module.compile()`` of a copy, whose compiled call is that of the original."""
     vars(module).pop("_compiled_call_impl", None)
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:
+    """Its hooks that run once ``.grad`` is there; empty without the private name."""
+    found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return {} if found is None else found
+
+
+def rebind_hooks(module: _Module) -> _Module:
+    """Give hooks of ``load_state_dict`` this module, a copy, in place of the one that it replaces.
+
+    They hold a weak reference to their module, and raise RuntimeError once it is gone.
+    """
+    for hook in getattr(module, "_load_state_dict_pre_hooks", {}).values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(module)
+    return module
 
 
 def batched(gradient: torch.Tensor) -> bool:

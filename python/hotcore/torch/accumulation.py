@@ -122,7 +122,7 @@ class Shared:
             and grad.device == parameter.device
             and grad.shape == parameter.shape
             and not parameter._backward_hooks
-            and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+            and not _compat.post_accumulate_hooks(parameter)
             and _compat.accumulates(parameter)
         )
         return grad if adds else None

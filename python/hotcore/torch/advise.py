@@ -173,7 +173,9 @@ def advise(
     ``head=True`` with both, and for memory torch's ``activation_memory_budget``,
     :func:`recompute` and ``saved=8``. Wrap the call in ``torch.autocast`` if the training loop uses
     it. Weights, ``.grad``, buffers, hooks and torch's random state are as before afterwards; what
-    this process has compiled is compiled anew when it is next called.
+    this process has compiled is compiled anew when it is next called. Optimizers in backward
+    (``register_post_accumulate_grad_hook``) do not run; what else the loss depends on gets
+    gradients.
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.

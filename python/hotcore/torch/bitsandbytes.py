@@ -111,14 +111,11 @@ class _HotFrozenBase(HotModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
-        bias: Tensor | None = self.bias
-        needed = x.requires_grad or (bias is not None and bias.requires_grad)
-        if not (self.training and torch.is_grad_enabled() and needed):
-            output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
-            return output
         try:
-            seed = seed_for_call("linear", x, x)
-            output = _FrozenProduct.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
+            seed = seed_for_call("linear", x, x) if self.training else None
+            if seed is None:  # a bias alone is the plain layer's
+                return self.plain_forward(x)
+            output: Tensor = _FrozenProduct.apply(x, self.bias, self, seed)  # type: ignore[no-untyped-call]
         except (ValueError, RuntimeError) as error:
             self.prefix_layer_name(error)
             raise

@@ -69,7 +69,8 @@ def convert(
             embedding's, peft's adapters, and on CUDA layers that are expected to be slower than
             plain torch (:mod:`hotcore.torch.gains`). With any filter these stay plain, because they
             cannot be converted: subclasses of supported layers (their additions would be lost),
-            computed weights, unsupported dtypes, and layers whose weight is used without the layer.
+            computed, wrapped or sparse weights, unsupported dtypes, and layers whose weight is used
+            without the layer.
         overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
             HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
             stay plain. If several patterns match, the last one counts. A layer that is named in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -109,13 +110,15 @@ def freeze_int8(
         raise ValueError(f"model: no layer can be frozen: {why}")
     weights = {fqn: _weight_of(m) for fqn, m in chosen.items()}
     owners = {fqn: id(weight) for fqn, weight in weights.items()}
+    uses = collections.Counter(owners.values())
     before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
     weights.clear()  # each is freed when its layer is done
     made: dict[tuple[int, int, bool], nn.Parameter] = {}
     for fqn, layer in chosen.items():
         cls = _frozen_class(layer, convrot)
         key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
-        made[key] = freeze(layer, cls, save_codes, made.get(key))
+        tied = uses[owners[fqn]] > 1
+        made[key] = freeze(layer, cls, save_codes, tied, made.get(key))
     after = sum(codes.nbytes for codes in made.values())
     model.__dict__[_REPORT] = FreezeReport(
         tuple(chosen), tuple(reasons.items()), before, after, tuple(_notes(chosen.values()))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike, HotConfig
+from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, frozen_codes
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .modules import HotLinear, HotModule, carry_forward, own_forward
@@ -36,6 +36,10 @@ _READ_ONLY = (
 _SHARED = (
     "the weight is frozen in INT8, and what is written to memory that is shared so would be lost; "
     "weight.dequantized() is a copy, and hot.thaw(model) makes it a plain one"
+)
+_TIED = (
+    "several layers have it, frozen in INT8, and this would write to one of them; hot.thaw(model) "
+    "makes it one plain Parameter"
 )
 _WRITTEN = (
     "hotcore.torch: weights that were frozen in INT8 have been written (adapters merged?); they "
@@ -202,6 +206,8 @@ class FrozenWeight(ReadOnly):
     def _written(self, values: Tensor) -> Tensor:
         weight = self._thawed()
         if weight is None:
+            if self._layer.weight_tied:
+                raise RuntimeError(f"weight: {_TIED}")
             self._layer.thaw(values)
             warnings.warn(_WRITTEN, stacklevel=3)
             weight = self._layer.weight
@@ -299,6 +305,8 @@ class FrozenModule(HotModule, nn.Module):
     """O, I."""
     save_codes: bool
     """Whether ``state_dict`` has codes instead of the dequantised weight."""
+    weight_tied: bool
+    """Whether another frozen layer has the same codes."""
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -335,15 +343,13 @@ class FrozenModule(HotModule, nn.Module):
 
     @config.setter
     def config(self, value: ConfigLike) -> None:
-        before = self._config
-        HotModule.config.fset(self, value)  # type: ignore[attr-defined]  # a property has it
-        if self._config.forward_block != self.weight_block:
-            found, self._config = self._config.forward_block, before
-            self._config_json = before.json
+        wanted = as_config(value)
+        if wanted.forward_block != self.weight_block:
             raise ValueError(
-                f"config: forward_block {found}; the weight is frozen in codes of blocks of "
-                f"{self.weight_block}. hot.thaw(model) first"
+                f"config: forward_block {wanted.forward_block}; the weight is frozen in codes of "
+                f"blocks of {self.weight_block}. hot.thaw(model) first"
             )
+        HotModule.config.fset(self, wanted)  # type: ignore[attr-defined]  # a property has it
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         plain = not self.training and self._plain_in_eval
@@ -510,7 +516,7 @@ class FrozenModule(HotModule, nn.Module):
         return f"{super().extra_repr()}, weight=INT8"
 
 
-_FIELDS = ("weight_dtype", "weight_block", "weight_features", "save_codes")
+_FIELDS = ("weight_dtype", "weight_block", "weight_features", "save_codes", "weight_tied")
 
 
 def tie(layers: Iterable[tuple[nn.Parameter, nn.Module]]) -> None:
@@ -535,7 +541,11 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
 
 
 def freeze(
-    layer: HotModule, cls: type[FrozenModule], save_codes: bool, codes: nn.Parameter | None
+    layer: HotModule,
+    cls: type[FrozenModule],
+    save_codes: bool,
+    tied: bool,
+    codes: nn.Parameter | None,
 ) -> nn.Parameter:
     """Make a HOT layer one of ``cls``, in place.
 
@@ -543,6 +553,7 @@ def freeze(
         layer: of the class ``cls.thawed``.
         cls: its frozen class.
         save_codes: see :attr:`FrozenModule.save_codes`.
+        tied: see :attr:`FrozenModule.weight_tied`.
         codes: of its weight, where another layer has them; None: they are made.
 
     Returns the codes.
@@ -554,7 +565,7 @@ def freeze(
     if codes is None:
         codes = frozen_codes.parameter(cls.encode(rows, layer.config))
     _swap(layer, "weight", _CODES, codes)
-    fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes)
+    fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes, tied)
     layer.__dict__.update(zip(_FIELDS, fields, strict=True))
     carry_forward(layer, layer, cls)
     layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import sys
 import textwrap
+import threading
 import warnings
 from typing import Any
 
@@ -103,11 +104,11 @@ class AttachedLoss:
     whole where hooks of the head, or what has taken its place (an adapter), want them.
     """
 
-    def __init__(
-        self, model: Any, name: str, config: ConfigLike | None, softcap: float | None
-    ) -> None:
+    def __init__(self, model: Any, name: str, config: ConfigLike | None, capped: bool) -> None:
         """Change nothing yet: :func:`attach` does. ``name``: of the head in the model."""
-        self.model, self.name, self.config, self.softcap = model, name, config, softcap
+        self.model, self.name, self.config, self.capped = model, name, config, capped
+        self.inside: dict[str, int] = {}
+        """The thread that runs the model, as ``thread``."""
         head = getattr(model, name)
         self.head = HeadForward(head)
         self.before = {name: vars(model).get(name) for name in (_FORWARD, _LOSS)}
@@ -116,13 +117,21 @@ class AttachedLoss:
         self.names = [*inspect.signature(model.forward).parameters]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward. Raises RuntimeError in a second thread: there is one x to keep."""
+        if not torch.compiler.is_compiling():
+            thread = threading.get_ident()
+            if self.inside.setdefault("thread", thread) != thread:
+                raise RuntimeError(
+                    "hotcore.torch.convert: head: another thread runs this model; give each a copy "
+                    "of it, which may share the Parameters"
+                )
         labels = dict(zip(self.names, args, strict=False)).get("labels", kwargs.get("labels"))
         self.head.keeps = self.model.training and labels is not None and not self._needs_logits()
         try:
             return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # by update_wrapper
         finally:
             self.head.keeps, self.head.x = False, None
+            self.inside.pop("thread", None)
 
     def _needs_logits(self) -> bool:
         """Whether something between head and loss has to see logits; it is named, once."""
@@ -165,7 +174,7 @@ class AttachedLoss:
             config=self.config,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
-            softcap=self.softcap,
+            softcap=getattr(self.model.config, _SOFTCAP) if self.capped else None,
         )
         if num_items_in_batch is None:
             return loss
@@ -197,7 +206,10 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     Returns:
         Why it was not done; empty if it was.
     """
-    detach(model)
+    try:
+        detach(model)
+    except ValueError as error:
+        return str(error).removeprefix("model: ")
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     found = next((m for m in model.modules() if base and isinstance(m, base)), None)
     if found is None:
@@ -217,19 +229,27 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     why, capped = _path_of_logits(kind, names[0] if names else "")
     if why:
         return why
-    softcap = getattr(found.config, _SOFTCAP) if capped else None
-    state = AttachedLoss(found, names[0], config, softcap)
+    state = AttachedLoss(found, names[0], config, capped)
     vars(head)[_FORWARD] = state.head
     vars(found).update({_FORWARD: state, _LOSS: state.loss})
     return ""
 
 
 def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`."""
+    """Undo :func:`attach`.
+
+    Raises ValueError where the model's forward was wrapped afterwards, so that it would stay.
+    """
+    found = {module: vars(module).get(_FORWARD) for module in model.modules()}
+    states = {m: forward for m, forward in found.items() if isinstance(forward, AttachedLoss)}
+    known = [state.head for state in states.values()]
     for module in model.modules():
-        state = vars(module).get(_FORWARD)
-        if not isinstance(state, AttachedLoss):
-            continue
+        if is_attached(module) and vars(module)[_FORWARD] not in known and module is not model:
+            raise ValueError(
+                "model: the forward of the model whose head has its loss in chunks was wrapped "
+                "afterwards (accelerate's prepare, a patch); undo that first"
+            )
+    for module, state in states.items():
         vars(state.head.head).pop(_FORWARD, None)
         for name, value in state.before.items():
             vars(module).pop(name, None)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
-from .ops.conv import conv2d_from_json, evaluated_conv2d
-from .ops.linear import eval_linear, linear_from_json
+from .ops.conv import conv2d_from_json
+from .ops.linear import linear_from_json
 from .report import REPORT
 
 _Hot = TypeVar("_Hot", bound="HotModule")
@@ -78,8 +78,6 @@ class HotModule:
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The linear layer that :attr:`config` says, in training and in eval mode."""
-        if not self.training:  # type: ignore[attr-defined]  # a module has it
-            return eval_linear(x, weight, bias, self._config_json)
         return linear_from_json(x, weight, bias, self._config_json, self.defer)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,7 +152,7 @@ class HotLinear(HotModule, nn.Linear):
     @classmethod
     def from_linear(cls, module: nn.Linear, config: ConfigLike = "default") -> HotLinear:
         """Make a HotLinear that holds ``module``'s own Parameters; see :meth:`from_plain`."""
-        return cls.from_plain(module, config)
+        return _compat.rebind_hooks(cls.from_plain(module, config))
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
@@ -212,7 +210,7 @@ class HotConv2d(HotModule, nn.Conv2d):
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
         """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`."""
-        return cls.from_plain(module, config)
+        return _compat.rebind_hooks(cls.from_plain(module, config))
 
     @property
     def runs_plain(self) -> bool:
@@ -225,8 +223,6 @@ class HotConv2d(HotModule, nn.Conv2d):
         if self.runs_plain:
             return super().forward(input)
         try:
-            if not self.training:
-                return evaluated_conv2d(input, self.weight, self.bias, sizes, self._config_json)
             return conv2d_from_json(input, self.weight, self.bias, sizes, self._config_json)
         except (ValueError, RuntimeError) as error:
             self.prefix_layer_name(error)
@@ -317,6 +313,8 @@ def replace_layers(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> n
     for parent, name, child in list(_children(model)):
         if child in replacements:
             parent._modules[name] = replacements[child]
+    for new in replacements.values():
+        _compat.rebind_hooks(new)
     # What else holds a layer, or its bound methods, would go on to call the old one.
     made = set(replacements.values())
     for parent in model.modules():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .bitsandbytes import is_8bit
 from .frozen import FrozenModule
 from .modules import HotModule
-from .probe import autocast_dtype, eagerly
+from .probe import autocast_dtype, eagerly, input_of, watched
 from .report import listed
 
 _KINDS = ("gw", "gx")
@@ -115,7 +115,7 @@ class NoiseMonitor:
             self._open = ExitStack()
             self._open.enter_context(eagerly())
             for name, module in self._layers.items():
-                handle = module.register_forward_hook(self._follow(name))
+                handle = module.register_forward_hook(self._follow(name), with_kwargs=True)
                 self._open.callback(handle.remove)
         self._count += 1
 
@@ -132,17 +132,17 @@ class NoiseMonitor:
             self._open.close()
             self._open = None
 
-    def _follow(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _follow(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not (module.training and isinstance(output, Tensor) and output.requires_grad):
                 return
-            x = inputs[0]
+            x = input_of(args, kwargs)
             needs, dtype = x.requires_grad, autocast_dtype(x.device.type)
-            x = x.detach()
+            unwritten = watched(x, name)
 
             def on_gradient(gy: Tensor) -> None:
                 if self._open is not None:  # a graph may outlive its step
-                    self._measure(name, module, x, needs, dtype, gy.detach())
+                    self._measure(name, module, unwritten(), needs, dtype, gy.detach())
 
             output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 

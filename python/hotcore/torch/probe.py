@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from . import _compat
 from .frozen import FrozenModule
 from .modules import replace_layers
 from .report import REPORT
@@ -102,7 +103,7 @@ class Watch:
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inside.append(name)
-            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            x = input_of(args, kwargs)
             if x is None:
                 return
             four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
@@ -203,6 +204,27 @@ def _attention_flops(
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
 
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A layer's x, of the arguments of a call; None if there is no tensor."""
+    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+
+
+def watched(x: Tensor, name: str) -> Callable[[], Tensor]:
+    """x, for backward; raises RuntimeError once it has been written after the call of the layer."""
+    x = x.detach()
+    version = None if x.is_inference() else x._version
+
+    def unwritten() -> Tensor:
+        if version is not None and x._version != version:
+            raise RuntimeError(
+                f"layer {name}: its x was written in place after the call, so that its gradients "
+                "cannot be measured; leave the layer out"
+            )
+        return x
+
+    return unwritten
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype autocast computes in on such a device; None if it is off."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -263,7 +285,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class preserve_state:
-    """Restores .grad, buffers, submodules, their classes and torch's random state on leaving."""
+    """Restores .grad, buffers, submodules, their classes and torch's random state on leaving.
+
+    Hooks that run once a parameter's gradient is there (an optimizer in backward) are set aside.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Preserve the state of ``model``."""
@@ -274,6 +299,11 @@ class preserve_state:
         self._grads = [(p, p.grad) for p in self._model.parameters()]
         for parameter, _ in self._grads:
             parameter.grad = None
+        hooks = [_compat.post_accumulate_hooks(parameter) for parameter, _ in self._grads]
+        tables: list[dict[Any, Any]] = [*hooks, *(m._buffers for m in self._model.modules())]
+        self._tables = [(table, dict(table)) for table in tables]
+        for table in hooks:
+            table.clear()  # in place: handles remove from it
         self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
         self._children = [(m, dict(m._modules)) for m in self._model.modules()]
         self._report = self._model.__dict__.get(REPORT)
@@ -306,6 +336,9 @@ class preserve_state:
             saved.__dict__.update(fields)
         for parameter, grad in self._grads:
             parameter.grad = grad
+        for table, content in self._tables:  # self.buffer = self.buffer + 1
+            table.clear()
+            table.update(content)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

@@ -55,7 +55,7 @@ def recompute(
 
     A block of transformers that is recomputed gets no KV cache (``use_cache=False``, no
     ``past_key_values``), as under transformers' own checkpointing: it would be written twice. A
-    UserWarning says so once.
+    UserWarning says so once; another says where batch norms count every batch twice.
 
     In compiled graphs HOT's layers compress x once: in forward if the policy keeps the codes,
     otherwise in backward from the recomputed x. In eager mode they compress it in both passes
@@ -84,6 +84,14 @@ def recompute(
             raise ValueError(
                 f"blocks: {type(block).__name__} is recomputed already, or holds a block that is"
             )
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    norms = (m for block in found for m in block.modules() if isinstance(m, kinds))
+    if any(norm.track_running_stats for norm in norms):
+        warnings.warn(
+            "hotcore.torch.recompute: a block has batch norms, whose running statistics count "
+            "every batch twice, as under any checkpoint",
+            stacklevel=2,
+        )
     handle = Recomputed()
     defer = policy is None or not keeps_codes(policy)
     for block in found:

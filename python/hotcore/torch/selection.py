@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ..config import HotConfig
@@ -184,6 +185,9 @@ def why_impossible(module: nn.Module) -> str:
     for weight in weights:
         if weight.dtype not in DTYPES:
             return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        wraps = hasattr(weight, "__tensor_flatten__") and not is_dtensor(weight)
+        if wraps or weight.layout is not torch.strided:
+            return f"its weight has no memory of values ({type(weight).__name__}, {weight.layout})"
     return ""
 
 

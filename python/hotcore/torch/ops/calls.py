@@ -132,6 +132,8 @@ def _check(x: Tensor) -> None:
         # autocast leaves such dtypes alone, and casts others to a supported one
         name = str(x.dtype).removeprefix("torch.")
         raise ValueError(f"x: dtype {name}; expected float32, float16 or bfloat16")
+    if x.is_nested:
+        raise ValueError("x: a nested tensor; a HOT layer takes its values(), [tokens, I]")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

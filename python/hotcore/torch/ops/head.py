@@ -515,7 +515,8 @@ class Head(torch.autograd.Function):
         needs, others = ctx.needs_input_grad[:3], (None,) * (len(ctx.needs_input_grad) - 3)
         if g is None:
             return (None, None, None, *others)
-        owned = ctx.later is None and core.bypasses_dispatcher(g) and not _compat.keeps_graph()
+        alone = ctx.later is None and core.bypasses_dispatcher(g) and not _compat.batched(g)
+        owned = alone and not _compat.keeps_graph()
         if ctx.later is None:
             scale, *found = ctx.saved_tensors
             scale = (scale * g).float()

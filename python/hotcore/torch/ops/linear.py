@@ -78,22 +78,18 @@ def linear_from_json(
     bias: Tensor | None,
     config_json: str,
     defer: bool = False,
-    evaluated: bool = False,
 ) -> Tensor:
     """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
     With ``defer`` the partitioner of a compiled graph decides when x is compressed. It keeps the
     codes, or has backward compress an x that is available there anyway (a norm of a kept tensor).
-    ``evaluated``: a layer in eval mode that keeps its 8-bit forward draws a seed only where
-    gradients are wanted, which are HOT's.
     """
     if not isinstance(x, Tensor):
-        arguments = (x, weight, bias, config_json, defer, evaluated)
-        return calls.handle_overrides(linear_from_json, *arguments)
+        return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
     if type(x) not in core.PLAIN_TYPES or type(weight) not in core.PLAIN_TYPES:
         if sharded.is_dtensor(x) or sharded.is_dtensor(weight):
             parts, layout = sharded.split(x, weight, bias)
-            y = linear_from_json(*parts, config_json, defer, evaluated)
+            y = linear_from_json(*parts, config_json, defer)
             return sharded.joined(y, layout)
         if _gathered(weight) is not None and not core.bypasses_dispatcher(x):
             raise NotImplementedError(
@@ -103,16 +99,11 @@ def linear_from_json(
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):
-        seed = None
-        if not evaluated or calls.wants_gradients(x, weight, bias, config_json):
-            seed = calls.seed_for_call("linear", x, weight, bias, config_json)
+        seed = calls.seed_for_call("linear", x, weight, bias, config_json)
         if seed is None:
             return _without_gradients(x, weight, bias, config_json)
         output: Tensor = Linear.apply(x, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
         return output
-
-
-eval_linear = functools.partial(linear_from_json, evaluated=True)
 
 
 def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:

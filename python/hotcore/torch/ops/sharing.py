@@ -92,7 +92,7 @@ def _state(x: Tensor) -> Hashable | None:
     else:
         stream = None
     try:
-        return (x._version, x.data_ptr(), stream)
+        return (x._version, x.data_ptr(), x.stride(), stream)  # x.data = x.data.t()
     except RuntimeError:  # inference-mode tensors have no version counter
         return None
 
@@ -121,7 +121,7 @@ class Entry:
         self.node: _Ref | None = None
         """The autograd node that ``compressed`` was made for."""
         self.weights: set[int] = set()
-        """Ids of the weights of the layers that have taken ``compressed``."""
+        """Addresses of the weights of the layers that have taken ``compressed``."""
         self.quantized: tuple[Hashable, Tensor] | None = None
         """What an 8-bit product takes, and everything beside x that it depends on."""
 
@@ -184,13 +184,14 @@ class Cache:
         """
         if entry is None:
             return compress(), seed
-        found = entry.compressed
-        if found is not None and entry.key == key and id(weight) not in entry.weights:
-            entry.weights.add(id(weight))
+        # No ids: Conv1D and attention pass a new view of their weight in every call.
+        found, layer = entry.compressed, weight.data_ptr()
+        if found is not None and entry.key == key and layer not in entry.weights:
+            entry.weights.add(layer)
             return found
         entry.compressed = self.entry = found = None  # an error leaves nothing
         entry.compressed = found = compress(), seed
-        entry.key, entry.weights = key, {id(weight)}
+        entry.key, entry.weights = key, {layer}
         entry.node = weakref.ref(node, self._expire)
         self.entry = entry
         return found

@@ -89,14 +89,15 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:
-    """Whether anything is differentiated, in a dtype that codes support; no DTensors."""
+    """Whether anything is differentiated, as codes support it; no DTensors, no nested tensors."""
     given = [t for t in tensors if t is not None]
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if wanted and any(map(ops.is_dtensor, given)):
         what = "hotcore.torch: an operation on DTensors keeps its input uncompressed"
         warnings.warn(what, RuntimeWarning, stacklevel=4)
         return False
-    return wanted and given[0].dtype in DTYPES and given[0].numel() > 0
+    fits = given[0].dtype in DTYPES and not given[0].is_nested
+    return wanted and fits and given[0].numel() > 0
 
 
 def _by_token(x: Tensor, dims: int = 1) -> bool:
@@ -439,7 +440,7 @@ class _RmsNorm(torch.autograd.Function):
             mean = (inner * normal).mean(ctx.dims, keepdim=True)
             gx = ((inner - normal * mean) * rstd).to(ctx.x_dtype)
         if need_gw:
-            gw = (gy * normal).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
+            gw = (gy * normal).sum_to_size(weight.shape).to(weight.dtype)
         return gx, gw, *(None,) * 6
 
 

@@ -11,6 +11,7 @@ import difflib
 import dis
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -143,10 +144,12 @@ def _class(plain: type[nn.Module], forward: str) -> type[nn.Module]:
 
 
 def _training(plain: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
+    of_x = len(inspect.signature(forward).parameters) == 2  # self and x, by whatever name
+
     def train_or_plain(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return plain.forward(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
+        return forward(self, *args, *kwargs.values()) if of_x else forward(self, *args, **kwargs)
 
     train_or_plain.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]  # libraries look
     return train_or_plain
@@ -183,7 +186,7 @@ def _rms_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def _llama_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    shape, bits = self.weight.shape, self.saved_bits["norm"]
+    shape, bits = hidden_states.shape[-1:], self.saved_bits["norm"]  # a weight may have more axes
     return functions.rms_norm(
         hidden_states, shape, self.weight, self.variance_epsilon, bits, "llama"
     )
@@ -194,9 +197,30 @@ def _timm_norm(self: Any, x: Tensor) -> Tensor:
     return functions.rms_norm(x, shape, self.weight, self.eps, bits, "timm")
 
 
+def _gate_of(self: Any) -> str | None:
+    """The key of functions.ACTIVATIONS for ``act_fn``, which :func:`.gated` does not call.
+
+    None where it has to be called: it is another one by now, or has hooks or a forward of its own.
+    """
+    name, known = self.saved_gate
+    act = self.act_fn
+    hooks = (act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks)
+    if act is known and "forward" not in vars(act) and not any((*hooks, act._backward_hooks)):
+        return str(name)
+    if not torch.compiler.is_compiling():
+        what = f"act_fn, a {type(act).__name__}, was replaced, or has hooks or a forward of its own"
+        what = f"hotcore.torch: {what}: the gated product's factors are kept as they are"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+    return None
+
+
 def _llama_mlp(self: Any, x: Tensor) -> Tensor:
+    name = _gate_of(self)
+    if name is None:
+        plain: Tensor = self.plain.forward(self, x)
+        return plain
     gate, up = self.gate_proj(x), self.up_proj(x)
-    product = functions.gated(gate, up, self.saved_gate, self.saved_bits["product"])
+    product = functions.gated(gate, up, name, self.saved_bits["product"])
     output: Tensor = self.down_proj(product)
     return output
 
@@ -269,12 +293,12 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     if not bits or experts.why_plain(self):
         return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
     inner = self._apply_gate if self.has_gate else self.act_fn
-    gate, kept = getattr(self, "saved_gate", None), self.saved_bits.get("product")
-    if gate and kept:
+    kept = self.saved_bits.get("product")
+    if kept and (name := _gate_of(self)):
 
         def inner(rows: Tensor) -> Tensor:
             factors = rows.chunk(2, -1)
-            return functions.gated(factors[0], factors[1], gate, kept)
+            return functions.gated(factors[0], factors[1], name, kept)
 
     matrices = (experts.first_of(self), self.down_proj)
     return experts.experts(hidden_states, top_k_index, top_k_weights, *matrices, inner, bits)
@@ -613,7 +637,8 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
             continue
         plain = type(module)
         if what.forward in ("llama_mlp", "experts") and "product" in what.kinds:
-            module.saved_gate = _gate_name(module.act_fn)  # type: ignore[arg-type, assignment]
+            gate = _gate_name(module.act_fn), module.act_fn  # type: ignore[arg-type]
+            module.saved_gate = gate  # type: ignore[assignment]
         module.saved_bits = dict(own)  # type: ignore[assignment]
         module.__class__ = _class(plain, what.forward)
         report.converted.append(SavedModule(name, plain.__name__, own))
