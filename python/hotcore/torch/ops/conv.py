@@ -174,15 +174,10 @@ def conv2d(
 
 
 def conv2d_from_json(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sizes: Sizes,
-    config_json: str,
-    evaluated: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, config_json: str
 ) -> Tensor:
-    """:func:`conv2d` with the configuration as JSON; ``evaluated`` as for a linear layer."""
-    arguments = (weight, bias, sizes, config_json, evaluated)
+    """:func:`conv2d` with the configuration as JSON, which compiled graphs hold as a constant."""
+    arguments = (weight, bias, sizes, config_json)
     if not isinstance(x, Tensor):
         return calls.handle_overrides(conv2d_from_json, x, *arguments)
     if x.dim() == 3:
@@ -197,16 +192,12 @@ def conv2d_from_json(
     if torch.compiler.is_compiling():
         return _compiled_conv2d(x, weight, bias, window, config_json)
     with calls.hide_from_modes(x, weight):
-        seed, of_bias = None, config_json if is_pointwise(window) else ""
-        if not evaluated or calls.wants_gradients(x, weight, bias, config_json):
-            seed = calls.seed_for_call("conv2d", x, weight, bias, of_bias)
+        of_bias = config_json if is_pointwise(window) else ""
+        seed = calls.seed_for_call("conv2d", x, weight, bias, of_bias)
         if seed is None:
             return _conv2d_without_gradients(x, weight, bias, window, config_json)
         output: Tensor = Conv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
         return output
-
-
-evaluated_conv2d = functools.partial(conv2d_from_json, evaluated=True)
 
 
 def _conv2d_without_gradients(
