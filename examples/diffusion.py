@@ -2,7 +2,7 @@
 
     python diffusion.py                          # scikit-learn's digits, on a CPU
     python diffusion.py --data latents.pt --width 768 --depth 12 --patch 2 --batch 128 \\
-        --steps 100000 --device cuda --compile   # bf16 on CUDA
+        --steps 100000 --device cuda --compile reduce-overhead   # bf16, CUDA graphs
 
 --data is a file of torch.save: images or latents [N, C, H, W] and classes [N]. --draw saves samples
 of every class as a tensor. --recipe none trains without HOT, to compare.
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--draw", help="file for samples of every class")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", nargs="?", const="default", metavar="MODE")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     if options.data:
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> float:
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=not options.data).hot_report)
-    forward = torch.compile(model) if options.compile else model
+    forward = torch.compile(model, mode=options.compile) if options.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if options.width < 256 else 1e-4)
     draws = torch.Generator().manual_seed(0)  # the same batches with and without HOT
 

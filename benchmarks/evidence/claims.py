@@ -85,8 +85,9 @@ def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str:
     """By rank, mean and largest deviation of the seeds."""
     names = ["fp32", *(recipe if r == 8 else f"{recipe}, rank {r}" for r in (16, 8, 4, 2, 1))]
     runs = of_task(report, task)
-    dated(run for name in names for run in runs[name].values())
-    found = [[100 * run.get("val_accuracy", math.nan) for run in runs[name].values()]
+    seeds = set.intersection(*(set(runs[name]) for name in names))
+    dated(runs[name][seed] for name in names for seed in seeds)
+    found = [[100 * runs[name][seed].get("val_accuracy", math.nan) for seed in seeds]
              for name in names]  # fmt: skip
     plain, *means = (f"{statistics.mean(values):.1f}" for values in found)
     spread = max((statistics.stdev(values) for values in found if len(values) > 1), default=0)

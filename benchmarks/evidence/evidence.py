@@ -5,7 +5,6 @@
     python -m benchmarks.evidence.evidence --call c --out FOLDER  # 1510 s: largest GPT and ViT
     python -m benchmarks.evidence.evidence --call d --out FOLDER  # 2530 s: more seeds, ranks
     python -m benchmarks.evidence.evidence --call f --together --out FOLDER  # 330 s: noise
-    python -m benchmarks.evidence.evidence --call g --out FOLDER  # 90 s: the paper as published
     python -m benchmarks.evidence.evidence --parts latency memory --out FOLDER
     python -m benchmarks.evidence.evidence --list    # parts, their commands and seconds
 
@@ -165,11 +164,6 @@ CALLS: dict[str, tuple[Part, ...]] = {
         noise("optimizers", 4, FEWER, *SMALL_STEPS, "--optimizers", "8-bit", "8-bit-bf16"),
         noise("131k", 2, FEWER, "--graph", "--rates", "2", "--tokens-per-step", "131072",
               "--steps", "100"),
-    ),
-    "g": (
-        training("cuda-published", 90, 8, "vit,gpt", "--table", "ablations", "--seeds",
-                 SEEDS.replace(" ", ","), "--methods",
-                 "fp32;paper as published;paper as published, LQS of g_x, too"),
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,8 +148,9 @@ def rows(results: Path, file: str, *words: str) -> Lines:
     report = report_of(results, file)
     columns = [(report, task) for task in tasks_of(report)]
     gaps = gaps_of(columns)
-    yield from header(["validation loss less fp32's", *_heads(columns)])
-    for name in names_in(words):
+    names = names_in(words)
+    yield from header(["validation loss less fp32's", *_heads(columns, names)])
+    for name in names:
         yield line([shown(name), *map(plus_minus, gaps.get(name, [[] for _ in columns]))])
     yield from ("", dates_line(results, [file]))
 
@@ -174,9 +175,11 @@ def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
     return {method: gaps[method] for method in sorted(gaps, key=order)}
 
 
-def _heads(columns: Columns) -> Lines:
+def _heads(columns: Columns, methods: Collection[str] = ()) -> Lines:
+    """``methods``: whose seeds count; all, if none is named."""
     for report, task in columns:
-        counts = [len(runs) for runs in of_task(report, task).values()]
+        found = of_task(report, task)
+        counts = [len(runs) for name, runs in found.items() if name in (methods or found)]
         few, most = min(counts), max(counts)
         seeds = (
             f"{few} to {most} seeds" if few < most else "one seed" if most == 1 else f"{most} seeds"
