@@ -221,6 +221,7 @@ test_wheel() {
   else
     hot_env_say "no wheel in build/wheels (it is installed already): not tried in an empty environment"
   fi
+  [[ "${HOT_CUDA:-}" != OFF ]] || { hot_env_say "HOT_CUDA=OFF: no wheel with CUDA is tried"; return 0; }
   hot_env_has_nvcc || { hot_env_say "no CUDA compiler: no wheel with CUDA is tried"; return 0; }
   # Without a GPU it shows that such a wheel builds, is complete, and runs on the CPU. Its kernels are those that
   # test_cpp has compiled, without CUTLASS's: a release's wheel takes half an hour.
