@@ -596,7 +596,8 @@ def _stored_as(found: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
     """The same values as :func:`_empty` would store them; no copy where they are so."""
     dense = found.permute(0, 2, 3, 1) if last else found
     dense = dense.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    dense = dense.view(-1).view(dense.shape)  # the usual strides, of sizes of 1, too
+    if 1 in dense.shape:  # the usual strides there, too
+        dense = dense.view(-1).view(dense.shape)
     return dense.permute(0, 3, 1, 2) if last else dense
 
 

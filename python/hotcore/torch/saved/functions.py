@@ -180,8 +180,9 @@ class _Relu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
-            x.relu_()
-        y = x if inplace else x.relu()  # x itself: dynamo follows no other dirty result
+            y = x.relu_()
+        else:
+            y = x.relu()
         parts, ctx.layout = encode(y, 1, None)
         ctx.save_for_backward(*parts)
         return y
@@ -200,8 +201,9 @@ def relu(x: Tensor, inplace: bool = False) -> Tensor:
     """
     if not _differentiable(x):
         return F.relu(x, inplace=inplace)
-    y: Tensor = _Relu.apply(x, inplace)  # type: ignore[no-untyped-call]  # so in torch
-    return y
+    within = inplace and not torch.compiler.is_compiling()  # no dynamo follows a dirty x rightly
+    y: Tensor = _Relu.apply(x, within)  # type: ignore[no-untyped-call]  # so in torch
+    return x.copy_(y) if inplace and not within else y
 
 
 class _ReluSquared(torch.autograd.Function):

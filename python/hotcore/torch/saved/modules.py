@@ -205,7 +205,7 @@ def _gate_of(self: Any) -> str | None:
     name, known = self.saved_gate
     act = self.act_fn
     hooks = (act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks)
-    if act is known and "forward" not in vars(act) and not any((*hooks, act._backward_hooks)):
+    if act is known and "forward" not in act.__dict__ and not any((*hooks, act._backward_hooks)):
         return str(name)
     if not torch.compiler.is_compiling():
         what = f"act_fn, a {type(act).__name__}, was replaced, or has hooks or a forward of its own"
