@@ -830,10 +830,10 @@ def dates_line(results: Path, names: Iterable[str]) -> str:
 
 def pretrained(report: Report) -> Lines:
     """Of bench_pretrained.py: losses less fp32's of the same seed."""
-    losses: dict[str, dict[str, float]] = {}
-    for key, run in report["runs"].items():
-        name, _, seed = key.rpartition("/")
-        losses.setdefault(name, {})[seed] = run["validation_loss"]
+    losses = {
+        name: {seed: run["validation_loss"] for seed, run in runs.items()}
+        for name, runs in runs_by_seed(report).items()
+    }
     first = next(iter(report["runs"].values()))["curve"][0][1]
     yield from header(["", "seeds", "loss", "less fp32's, by seed", "mean [95 %]"])
     yield line(["before", "", f"{first:.4f}", "", ""])

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_gpt  # noqa: E402
-from evidence import doc_tables, evidence_tables, rivals  # noqa: E402
+import bench_gpt  # noqa: E402  (after the path)
+from evidence import doc_tables, evidence_tables, rivals  # noqa: E402  (after the path)
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")
 
@@ -135,7 +135,7 @@ def torchao_optimizer(*words: Any) -> Any:
     try:
         return bench_gpt.optimizer_of(*words)
     except rivals.TorchaoMissing as missing:
-        pytest.skip(str(missing))
+        pytest.skip(str(missing))  # third_party/torchao is fetched for GPU runs alone
 
 
 def test_optimizers_step_alike() -> None:

@@ -16,7 +16,7 @@ import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.modules import is_pointwise  # noqa: E402
 from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_graphs import Graphs  # noqa: E402
+from torch_graphs import Graphs  # noqa: E402  (after the skip)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")

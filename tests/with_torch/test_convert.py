@@ -24,7 +24,7 @@ from hotcore import paper  # noqa: E402
 from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402  (after the skip)
 from torch_graphs import every  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

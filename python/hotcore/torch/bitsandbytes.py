@@ -115,7 +115,7 @@ class _HotFrozenBase(HotModule):
             seed = seed_for_call("linear", x, x) if self.training else None
             if seed is None:  # a bias alone is the plain layer's
                 return self.plain_forward(x)
-            output: Tensor = _FrozenProduct.apply(x, self.bias, self, seed)  # type: ignore[no-untyped-call]
+            output: Tensor = _FrozenProduct.apply(x, self.bias, self, seed)  # type: ignore[no-untyped-call]  # so in torch
         except (ValueError, RuntimeError) as error:
             self.prefix_layer_name(error)
             raise

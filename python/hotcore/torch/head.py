@@ -108,7 +108,7 @@ class AttachedLoss:
         """Change nothing yet: :func:`attach` does. ``name``: of the head in the model."""
         self.model, self.name, self.config, self.capped = model, name, config, capped
         self.inside: dict[str, int] = {}
-        """The thread that runs the model, as ``thread``."""
+        """The thread that runs the model, as ``thread``; no lock: models are copied."""
         head = getattr(model, name)
         self.head = HeadForward(head)
         self.before = {name: vars(model).get(name) for name in (_FORWARD, _LOSS)}

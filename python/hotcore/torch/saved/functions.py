@@ -201,9 +201,9 @@ def relu(x: Tensor, inplace: bool = False) -> Tensor:
     """
     if not _differentiable(x):
         return F.relu(x, inplace=inplace)
-    within = inplace and not torch.compiler.is_compiling()  # no dynamo follows a dirty x rightly
-    y: Tensor = _Relu.apply(x, within)  # type: ignore[no-untyped-call]  # so in torch
-    return x.copy_(y) if inplace and not within else y
+    traced = inplace and torch.compiler.is_compiling()  # no dynamo follows a dirty x rightly
+    y: Tensor = _Relu.apply(x, inplace and not traced)  # type: ignore[no-untyped-call]  # so in torch
+    return x.copy_(y) if traced else y
 
 
 class _ReluSquared(torch.autograd.Function):

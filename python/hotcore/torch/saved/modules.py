@@ -637,8 +637,8 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
             continue
         plain = type(module)
         if what.forward in ("llama_mlp", "experts") and "product" in what.kinds:
-            gate = _gate_name(module.act_fn), module.act_fn  # type: ignore[arg-type]
-            module.saved_gate = gate  # type: ignore[assignment]
+            gate = _gate_name(module.act_fn), module.act_fn  # type: ignore[arg-type]  # a module
+            module.saved_gate = gate  # type: ignore[assignment]  # no Parameter, no submodule
         module.saved_bits = dict(own)  # type: ignore[assignment]
         module.__class__ = _class(plain, what.forward)
         report.converted.append(SavedModule(name, plain.__name__, own))
