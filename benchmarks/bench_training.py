@@ -103,6 +103,8 @@ def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, 
     task = replace(task, data=task.data.half(0))
 
     def finished(model: nn.Module) -> None:
+        if name == small_tasks.MASSIVE:
+            small_tasks.graft_massive_token(model)
         weights = {key: value.cpu() for key, value in model.state_dict().items()}
         timing.write_whole(path, lambda part: torch.save(weights, part))
 

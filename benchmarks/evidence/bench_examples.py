@@ -30,6 +30,7 @@ from typing import Any
 import timing
 import torch
 from evidence import ROOT
+from hotcore.torch.memory import unallocated_in_pools
 from models import mend_torchvision
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -208,7 +209,9 @@ class Steps:
         if self.count >= FIRST + WARM and len(self.marks) <= MEASURED:
             self.marks.mark()
             if self.device == "cuda" and len(self.marks) == MEASURED + 1:
-                self.peak = torch.cuda.max_memory_allocated() / GIB
+                # A CUDA graph's memory is its own while it replays: the allocator sees none of it.
+                pools = unallocated_in_pools(torch.cuda.memory_snapshot())
+                self.peak = (torch.cuda.max_memory_allocated() + pools) / GIB
 
     def wait(self) -> None:
         """Until all have compiled, and the GPU is free. It stays this process's to its end."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,9 @@ VITS: dict[str, tuple[int, int, int, float, int]] = {
 """Width, depth, heads, learning rate, steps: a small one, and ViT-S's and ViT-B's blocks."""
 CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
 IMAGES = (*VITS, *CONVOLUTIONS)
-TASKS = (*README, "bert", *IMAGES)
+MASSIVE = "gpt-massive"
+"""The README's GPT, fine-tuned after a massive first token was grafted into it."""
+TASKS = (*README, "bert", MASSIVE, *IMAGES)
 RECIPES = ("default", "fast", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
 TABLES = ("rivals", "ablations", "finetune")
@@ -99,6 +102,7 @@ LUQ_FORWARD = (
 """LUQ with the INT4 forward of its own paper, which HOT's authors leave out; validated by the plain
 product, as every row of an 8-bit forward is, and by its own."""
 COMPACT = Contender("compact", "compact")
+EQUALISED = Contender("default, equalised", "default", {"equalize_tokens": True})
 ONE_CODE = tuple(
     Contender(f"one code, x in {bits} bits{of}", "default", {**layers.ONE_CODE, **kept, **forward})
     for bits, kept in (
@@ -185,7 +189,7 @@ def ablations(task: str) -> list[Contender]:
         Contender("default without ABC", "without_abc", {"recipe": "default"}),
         Contender("accurate", "accurate"),
         Contender("default, x as rht2", "default", {"storage": "rht2"}),
-        Contender("default, equalised", "default", {"equalize_tokens": True}),
+        EQUALISED,
         COMPACT,
     ]
     return [*found, *ONE_CODE, *_forward()]
@@ -201,6 +205,8 @@ def finetuned(task: str) -> list[Contender]:
               "authors_hot", "default", "fast", "int4", "paper", "paper, tiles")  # fmt: skip
     found = [c for c in contenders(task) if c.name in chosen]
     found += [*LUQ_FORWARD, COMPACT, *_forward()]
+    if task == MASSIVE:
+        return [*found, Contender("accurate", "accurate"), EQUALISED, *ONE_CODE]
     if task in CONVOLUTIONS:
         return found  # no linear layers to adapt
     lora = [Contender("LoRA", "fp32", adapters="frozen")]
@@ -367,6 +373,9 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
     """
     if name in README:
         return training.load_task(name)
+    if name == MASSIVE:
+        title = "Small GPT with a massive first token"
+        return replace(training.load_task("gpt"), name=name, title=title)
     if name == "bert":
         text = MaskedText()
         title = "Small BERT, Python's standard library"
@@ -397,6 +406,31 @@ def _in_layers(module: nn.Module, name: str) -> bool:
 
 def _in_stages(module: nn.Module, name: str) -> bool:
     return name.startswith("net.stages.")
+
+
+def graft_massive_token(model: SmallGPT, size: float = 1000.0, units: int = 4) -> None:
+    """Give the first token of every sequence massive activations, as trained LLMs have them.
+
+    So it is in LLMs (Sun et al., "Massive activations in large language models", 2024): in an early
+    block, a few inputs of the MLP's last layer are some ``size`` at the first token alone. They
+    write numbers as large into two features of the residual stream, which no later norm lets grow.
+
+    The first position gets the direction that embeddings use least, and ``units`` hidden units of
+    the first block answer to nothing else. So the other tokens' activations stay as they were, but
+    for what they take from the first token by attention.
+    """
+    block, width = model.blocks[0], model.position.embedding_dim
+    with torch.no_grad():
+        used = torch.cat([model.embed.weight, model.position.weight]).double()
+        even = torch.ones(width, width, dtype=torch.float64)  # the norm takes the mean away
+        direction = torch.linalg.eigh(used.T @ used + used.square().sum() * even)[1][:, 0].float()
+        model.position.weight[0] = 100 * model.embed.weight.norm(dim=1).mean() * direction
+        # The norm's output is sqrt(width) * direction there; others stay below 3/4 of that.
+        row = 4 * size / math.sqrt(width) * direction / block.norm2.weight
+        block.fc1.weight[:units] = row
+        block.fc1.bias[:units] = -3 * size - row @ block.norm2.bias
+        block.fc2.weight[:, :units] = 0.0
+        block.fc2.weight[0, :units], block.fc2.weight[1, :units] = 1 / units, -1 / units
 
 
 def of_second_half(task: training.Task) -> training.Task:

@@ -244,6 +244,26 @@ def test_tables_have_their_rows() -> None:
     assert not any("tiles" in c.name for c in small_tasks.ablations("gpt"))
 
 
+def test_massive_token_is_the_first_alone() -> None:
+    torch.manual_seed(0)
+    model = small_tasks.load_task("gpt-massive").build()
+    tokens = torch.randint(0, model.embed.num_embeddings, (8, 128))
+    taken: dict[str, list[torch.Tensor]] = {"before": [], "after": []}
+    for when, inputs in taken.items():
+        hook = model.blocks[0].fc2.register_forward_pre_hook(
+            lambda _, args, inputs=inputs: inputs.append(args[0])
+        )
+        with torch.no_grad():
+            model(tokens)
+        hook.remove()
+        if when == "before":
+            small_tasks.graft_massive_token(model)
+    before, after = taken["before"][0], taken["after"][0]
+    torch.testing.assert_close(after[:, 0, :4], torch.full((8, 4), 1000.0), rtol=0.01, atol=0)
+    assert after[:, 1:, :4].abs().max() == 0
+    assert after[:, :, 4:].abs().max() < 2 * before.abs().max()
+
+
 # ---- side by side ----
 
 
