@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> float:
         print(hot.convert(model, config, slower=not options.model).hot_report)
     if options.compile:  # each layer by itself: one graph of all takes minutes
         for layer in (*model.text_model.encoder.layers, *model.vision_model.encoder.layers):
-            layer.compile()
+            layer.compile(dynamic=False)  # two lengths, of captions and of images: a graph each
     rate = 1e-5 if options.model else 2e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
     chosen = torch.arange(len(images)) % 10 != 0  # every tenth is held back
