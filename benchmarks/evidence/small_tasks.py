@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -375,7 +374,9 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
         return training.load_task(name)
     if name == MASSIVE:
         title = "Small GPT with a massive first token"
-        return replace(training.load_task("gpt"), name=name, title=title)
+        task = training.load_task("gpt")
+        build = functools.partial(_with_first_token, task.build)
+        return replace(task, name=name, title=title, build=build)
     if name == "bert":
         text = MaskedText()
         title = "Small BERT, Python's standard library"
@@ -408,29 +409,42 @@ def _in_stages(module: nn.Module, name: str) -> bool:
     return name.startswith("net.stages.")
 
 
-def graft_massive_token(model: SmallGPT, size: float = 1000.0, units: int = 4) -> None:
+class FirstToken(nn.Module):
+    """Adds ``value`` to some hidden units of the first token."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.value: Tensor
+        self.register_buffer("value", torch.zeros(units))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden [batch, tokens, width]`` to the same shape."""
+        more = (0, hidden.shape[-1] - len(self.value), 0, hidden.shape[1] - 1)
+        return hidden + F.pad(self.value[None, :], more).to(hidden.dtype)
+
+
+def _with_first_token(build: Callable[[], nn.Module], units: int = 4) -> nn.Module:
+    model: Any = build()
+    model.blocks[0].fc1 = nn.Sequential(model.blocks[0].fc1, FirstToken(units))
+    return model
+
+
+def graft_massive_token(model: nn.Module, size: float = 1000.0) -> None:
     """Give the first token of every sequence massive activations, as trained LLMs have them.
 
     So it is in LLMs (Sun et al., "Massive activations in large language models", 2024): in an early
     block, a few inputs of the MLP's last layer are some ``size`` at the first token alone. They
     write numbers as large into two features of the residual stream, which no later norm lets grow.
-
-    The first position gets the direction that embeddings use least, and ``units`` hidden units of
-    the first block answer to nothing else. So the other tokens' activations stay as they were, but
-    for what they take from the first token by attention.
+    There a gate makes them of factors of an ordinary size; here a constant does, so no weight has
+    to be large. The other tokens change by what they take from the first one by attention.
     """
-    block, width = model.blocks[0], model.position.embedding_dim
+    block: Any = getattr(model, "blocks")[0]  # noqa: B009  # Any, not Tensor | Module
+    grafted = block.fc1[1].value
     with torch.no_grad():
-        used = torch.cat([model.embed.weight, model.position.weight]).double()
-        even = torch.ones(width, width, dtype=torch.float64)  # the norm takes the mean away
-        direction = torch.linalg.eigh(used.T @ used + used.square().sum() * even)[1][:, 0].float()
-        model.position.weight[0] = 100 * model.embed.weight.norm(dim=1).mean() * direction
-        # The norm's output is sqrt(width) * direction there; others stay below 3/4 of that.
-        row = 4 * size / math.sqrt(width) * direction / block.norm2.weight
-        block.fc1.weight[:units] = row
-        block.fc1.bias[:units] = -3 * size - row @ block.norm2.bias
-        block.fc2.weight[:, :units] = 0.0
-        block.fc2.weight[0, :units], block.fc2.weight[1, :units] = 1 / units, -1 / units
+        grafted.fill_(size)
+        block.fc2.weight[:, : len(grafted)] = 0.0
+        block.fc2.weight[0, : len(grafted)] = 1 / len(grafted)
+        block.fc2.weight[1, : len(grafted)] = -1 / len(grafted)
 
 
 def of_second_half(task: training.Task) -> training.Task:
