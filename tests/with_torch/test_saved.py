@@ -100,24 +100,6 @@ def test_the_bytes() -> None:
     assert torch.equal(ops.unpack_signs(found, x.shape), x > 0)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cuda_s_bytes_are_those_of_torch_operations(dtype: torch.dtype) -> None:
-    pytest.importorskip("triton")
-    kernels = ops._kernels(torch.empty(0, device="cuda"))
-    for shape in ((1,), (32 * 1024,), (5, 33, 1000)):
-        x = torch.randn(shape, device="cuda").to(dtype)
-        codes = kernels.pack_signs(x)
-        assert torch.equal(codes, ops.pack_signs(x))
-        assert torch.equal(kernels.unpack_signs(codes, x.shape), x > 0)
-    image = torch.randn(2, 6, 5, 7, device="cuda").contiguous(memory_format=torch.channels_last)
-    for x in (image, torch.randn(5, 6, 70, device="cuda").transpose(0, 1)):
-        x.requires_grad_()
-        gy = torch.randn_like(x)
-        (gx,) = torch.autograd.grad(relu(x), x, gy)
-        assert torch.equal(gx, torch.where(x > 0, gy, 0.0))
-
-
 def test_without_triton_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnCuda:
         is_cuda = True
