@@ -322,7 +322,7 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
     if len(left) == len(wanted) and _asks(saved):
         why = "".join(f"; {name}: {reason}" for name, reason in [*left.items()][:3])
         raise ValueError(
-            "saved: the model has no ReLU and no experts of transformers that could keep codes"
+            "saved: finds no ReLU and no experts of transformers for the codes that it asks for"
             f"{why}; for the memory of other operations {_INSTEAD}"
         )
     for name, own in wanted.items():
