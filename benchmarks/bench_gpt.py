@@ -1,7 +1,7 @@
 """A GPT of 10, 25, 91 or 311 M parameters trained on text: bf16 beside HOT's recipes and FP8.
 
     python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
-    python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
+    python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* kept" --steps 450
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 20 --graph \
         --validation-batches 50 --points 30 --devices 0                # docs/dev/evidence.md
@@ -69,9 +69,6 @@ CONTENDERS = (
         "default",
         settings={**TOKEN_SETTINGS["token4"], **HALF_OF_TOKENS},
     ),
-    Contender("default, saved 8", "default", kept=8),
-    Contender("default, saved 8/4", "default", kept={"attention": 4}),
-    Contender("default, saved 4", "default", kept=4),
     Contender("default, attention kept", "default", attention_kept=True),
     Contender("fast, attention kept", "fast", attention_kept=True),
     Contender("FP8 tensorwise", fp8="tensorwise"),
@@ -324,7 +321,7 @@ def model_of(
     model.to(device, dtype).train()
     if contender.recipe is not None:
         config = config_of(contender)
-        report = hot.convert(model, config, in_blocks, saved=contender.kept).hot_report
+        report = hot.convert(model, config, in_blocks).hot_report
         assert len(report.converted) == 4 * size.depth, report
     if contender.fp8 is not None:
         names = {

@@ -61,8 +61,6 @@ class Contender:
     lora: bool = False
     autocast: bool = False
     checkpointed: bool = False
-    saved: int | None = None
-    """hot.convert's ``saved``."""
 
 
 CONTENDERS = (
@@ -76,11 +74,9 @@ CONTENDERS = (
     Contender("HOT default", "default"),
     Contender("HOT default + LoRA", "default", lora=True),
     Contender("HOT compact", "compact"),
-    Contender("HOT default, saved 8", "default", saved=8),
     Contender("bf16", autocast=True),
     Contender("bf16, HOT default", "default", autocast=True),
     Contender("bf16, HOT compact", "compact", autocast=True),
-    Contender("bf16, HOT default, saved 8", "default", autocast=True, saved=8),
     Contender("bf16, blocks recomputed", autocast=True, checkpointed=True),
 )
 SIMULATED = ("LBP-WHT", "LUQ")
@@ -110,10 +106,7 @@ def prepared(contender: Contender, model: Any) -> Any:
     if contender.method == "lbp_wht":
         side = math.isqrt(model.patch_embed.num_patches)
         settings = {"token_grid": (side, side), "prefix_tokens": 1}
-    if contender.saved is not None:
-        recipe: Any = contender.method
-        hot.convert(model, recipe, chosen, slower=True, saved=contender.saved)
-    elif contender.method != "fp32":
+    if contender.method != "fp32":
         rivals.convert(model, contender.method, chosen, **settings)
     if contender.checkpointed:
         hot.recompute(model.blocks, None)

@@ -19,10 +19,6 @@ from torch import Tensor, nn
 RECIPES = ("default", "fast", "paper", "accurate")
 LEARNING_RATE = 1e-4
 
-KEPT: dict[str, Any] = {"attention": 4}
-"""convert's best choice for a compiled model's peak: 8 bits else, from which x of the linear layers
-is made, too."""
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -46,8 +42,8 @@ class Contender:
     when the others have given back what they kept."""
     fp8: str | None = None
     """torchao's recipe: "tensorwise" or "rowwise"."""
-    kept: int | Mapping[str, int | None] | None = None
-    """convert's ``saved``: bits of what else is kept for backward."""
+    kept: int | None = None
+    """convert's ``saved``: ReLUs keep bits."""
     slower: bool = True
     """convert's ``slower``: HOT also where its default filter expects it to lose on CUDA."""
     forward: str = "plain"
@@ -137,9 +133,6 @@ def people(task: Task) -> list[Contender]:
                 ("compiled, budget 0.5", {"memory_budget": 0.5, **compiled}),
                 ("compiled, attention kept", again | compiled),
                 ("reduce-overhead, attention kept", again | graphs),
-                ("compiled, saved 8", {"kept": 8, **compiled}),
-                ("compiled, saved 8/4", {"kept": KEPT, **compiled}),
-                ("reduce-overhead, saved 8/4", {"kept": KEPT, **graphs}),
             )
         ),
         *(_with_heads(one, compiled, graphs, again) if task.has_head else ()),
@@ -168,7 +161,7 @@ def people(task: Task) -> list[Contender]:
 def _in_some_blocks(
     one: Callable[..., Contender], compiled: dict[str, Any], graphs: dict[str, Any]
 ) -> list[Contender]:
-    """Attention kept in some of the blocks alone, and what else is kept there in codes."""
+    """Attention kept in some of the blocks alone."""
     hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
     found = []
     for how, ways in (("compiled", compiled), ("reduce-overhead", graphs)):
@@ -178,16 +171,7 @@ def _in_some_blocks(
                 one(f"bf16 {how}, attention kept in {words}", **some),
                 one(f"default int8-forward {how}, attention kept in {words}", **hot8, **some),
             ]
-    return [
-        *found,
-        one("default int8-forward reduce-overhead, saved 8", **hot8, kept=8, **graphs),
-        one(
-            "default int8-forward reduce-overhead, saved 8 but attention",
-            **hot8,
-            kept={"attention": None},
-            **graphs,
-        ),
-    ]
+    return found
 
 
 def _with_heads(

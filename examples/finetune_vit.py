@@ -37,7 +37,6 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--weights", default="", help="its checkpoint, a file")
     parser.add_argument("--recipe", default="default", help="of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--saved", type=int, choices=(8, 4), help="bits of what other layers keep")
     for name, value in (("steps", 400), ("batch", 32), ("workers", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cpu")
@@ -55,7 +54,7 @@ def main(arguments: list[str] | None = None) -> float:
     model = model.to(options.device).train()
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-        print(hot.convert(model, config, saved=options.saved, slower=not options.model).hot_report)
+        print(hot.convert(model, config, slower=not options.model).hot_report)
     forward = torch.compile(model, mode=options.compile) if options.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 if options.weights else 2e-3)
 

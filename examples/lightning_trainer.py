@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     data = TensorDataset(images, torch.tensor(digits.target))
     module = Digits()
     config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-    print(hot.convert(module, config, saved=8).hot_report)
+    print(hot.convert(module, config).hot_report)
     callback = HotCallback(
         accumulate=True,  # the micro-batches' gradients are added in the product
         noise_every=50,

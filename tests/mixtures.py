@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hotcore.torch.saved import experts
+from hotcore.torch.ops import experts
 from torch import Tensor
 
 T, W, E, H, K = 96, 64, 5, 48, 2

@@ -4,8 +4,8 @@
 
 The layers are transformers' Mixtral-8x7B's and Qwen3-30B-A3B's on CUDA, in bf16, and small ones on
 the CPU; the experts of a token are drawn at random, all alike. "grouped_mm" is transformers' own
-forward, "experts N" keeps x of the products in N bits, "all N" also the gate's factors (what
-``saved=N`` does). How it is measured: timing.py.
+forward, "saved N" keeps x of the products and the gate's factors in N bits. How it is measured:
+timing.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SHAPES = {
 }
 """Tokens, features, features of an expert, experts, experts of a token."""
 TOY = {"toy": (32, 64, 128, 4, 2)}
-KINDS = {"experts": ("experts",), "all": ("experts", "product")}
 
 
 def built(shape: Sequence[int], device: str) -> nn.Module:
@@ -48,14 +47,9 @@ def built(shape: Sequence[int], device: str) -> nn.Module:
 def contenders(layer: nn.Module) -> dict[str, nn.Module]:
     """They hold the same parameters."""
     found = {"grouped_mm": layer}
-    for name, kinds in KINDS.items():
-        for bits in (8, 4):
-            other = copy.copy(layer)
-            wanted = {kind: bits if kind in kinds else None for kind in saved.KINDS}
-            report = saved.convert_saved(other, wanted)
-            if not report.converted:
-                raise SystemExit(f"bench_experts: the experts stay plain: {report}")
-            found[f"{name} {bits}"] = other
+    for bits in (8, 4):
+        found[f"saved {bits}"] = other = copy.copy(layer)
+        saved.convert_saved(other, bits)
     return found
 
 

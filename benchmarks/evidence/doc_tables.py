@@ -183,7 +183,7 @@ def switch(results: Path, *files: str) -> Lines:
     """
     entries: dict[str, tuple[str, Report]] = {}
     for file in files:
-        for model, entry in json.loads((results / file).read_text())["steps"].items():
+        for model, entry in evidence_tables.report_of(results, file)["steps"].items():
             entries.setdefault(model, (file, entry))
     own = ["switch on", "time", "peak"]
     yield from header(["of compiled bf16's", "for", *own, "the best of plain bf16", *own[1:]])
@@ -598,7 +598,6 @@ REFERENCE = "bf16 compiled"
 BUDGETS = (0.7, 0.5, 0.3, 0.2)
 PAYS_LESS_MEMORY = {
     "`hot.recompute` but for attention, CUDA graphs": "reduce-overhead, attention kept",
-    '`saved={"attention": 4}`, CUDA graphs': "reduce-overhead, saved 8/4",
 }
 
 
@@ -641,7 +640,7 @@ def pays(results: Path) -> Lines:
 
     def report(name: str) -> Report:
         used.append(name)
-        return json.loads((results / name).read_text())
+        return evidence_tables.report_of(results, name)
 
     check = report("gpu-check.json")["bench_backward"]
     models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
@@ -901,7 +900,7 @@ def table(words: str, results: Path) -> str:
     if file is None:
         file = arguments.pop(0) if arguments else "a report's name"
     try:
-        source = json.loads((results / file).read_text()) if file else results
+        source = evidence_tables.report_of(results, file) if file else results
         return "".join(f"{line}\n" for line in make(source, *arguments))
     except FileNotFoundError as error:
         raise Unknown(f"{error.filename} is not there") from error

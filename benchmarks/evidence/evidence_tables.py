@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -37,6 +38,9 @@ SHOWN = {
     "default, x as rht4, equalised": "default, x in 4 bits, transformed and equalised",
 }
 """Runs whose reports call them by a recipe or a storage that is gone -> what they are."""
+LEFT_OUT = re.compile(r", saved (8|4)")
+"""Rows of reports that no table shows: what they measured is gone, the other kinds of ``saved=``
+(docs/dev/tried.md)."""
 GPT_SIZES = ("10M", "25M", "91M", "311M")
 GPT_LONGER = ("10M-long", "10M-20", "25M-20")
 """Sizes with more text."""
@@ -48,7 +52,12 @@ Make = Callable[..., Iterator[str]]
 
 
 def report_of(results: Path, name: str) -> Report:
-    found: Report = json.loads((results / name).read_text())
+    """A report without the rows that are left out."""
+
+    def shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in pairs if not LEFT_OUT.search(key)}
+
+    found: Report = json.loads((results / name).read_text(), object_pairs_hook=shown)
     return found
 
 

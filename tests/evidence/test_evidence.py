@@ -607,7 +607,8 @@ def test_what_to_switch_on(tmp_path: Path) -> None:
 
     rows = {
         **{"bf16 compiled": row(10, 10), "bf16 compiled, budget 0.5": row(12, 5)},
-        **{"default compiled": row(8, 9), "default compiled, saved 8": row(14, 4)},
+        **{"default compiled": row(8, 9), "default compiled, kept": row(14, 4)},
+        **{"default compiled, saved 8": row(5, 1), "default compiled, saved 8/4": row(1, 1)},
         **{"fast compiled": row(5, 5), "FP8 tensorwise compiled": row(1, 1), "failed": {}},
     }
     other = {"bf16 compiled": row(10, 10)}
@@ -617,7 +618,7 @@ def test_what_to_switch_on(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
     assert doc_tables.table("switch a.json b.json", tmp_path).splitlines()[2:] == [
         "| M | time | default compiled | 0.80 | 0.90 | bf16 compiled | 1.00 | 1.00 |",
-        "|  | memory | default compiled, saved 8 | 1.40 | 0.40 | bf16 compiled, budget 0.5 | 1.20 |"
+        "|  | memory | default compiled, kept | 1.40 | 0.40 | bf16 compiled, budget 0.5 | 1.20 |"
         " 0.50 |",
         "|  | both | default compiled | 0.80 | 0.90 | bf16 compiled | 1.00 | 1.00 |",
         "| N | time | bf16 compiled | 1.00 | 1.00 | bf16 compiled | 1.00 | 1.00 |",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from hotcore.torch.saved import experts  # noqa: E402
+from hotcore.torch.ops import experts  # noqa: E402
 from mixtures import STEP, T, W, answer, error, kept, mixture, operands  # noqa: E402
 
 pytestmark = [

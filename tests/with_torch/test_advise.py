@@ -27,7 +27,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.up, self.act, self.down = nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)
+        self.up, self.act, self.down = nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
@@ -173,9 +173,8 @@ def test_a_layer_alone(x: torch.Tensor, quick: None) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     advice = advise(layer, x)
     assert type(layer) is nn.Linear
-    assert names(advice) == [name for name in EAGER if "recompute" not in name]
-    notes = {row.name: row.note for row in advice.rows}
-    assert "saved" in notes["default+int8, saved 8"]  # convert's reason: nothing to save
+    without = ("recompute", "saved")  # no blocks, no ReLU
+    assert names(advice) == [n for n in EAGER if not any(each in n for each in without)]
 
 
 def test_batch_norms_are_not_recomputed(x: torch.Tensor, quick: None) -> None:
@@ -524,7 +523,6 @@ def test_head_of_transformers(quick: None) -> None:
     assert "default, head" in names(advice)
     rows = {row.name: row for row in advice.rows}
     assert "head=True)" in rows["default, head"].code
-    assert "saved=8" in rows["default, head, saved 8"].code
     kept = {name: row.measured.kept_bytes for name, row in rows.items() if row.measured}
     assert kept["default, head"] < kept["default"] and kept["plain, head"] < kept["plain"]
     assert not rows["plain, head"].plain

@@ -100,7 +100,7 @@ def test_finetune_vit(
     pytest.importorskip("sklearn")
     if importlib.util.find_spec("timm") is None:
         pytest.skip("needs timm")
-    accuracy = main("finetune_vit", "--steps", "81", "--saved", "8")
+    accuracy = main("finetune_vit", "--steps", "81")
     printed = capsys.readouterr().out
     assert "8 of 10 layers run HOT" in printed and "norm 8" in printed
     losses = losses_of(printed)

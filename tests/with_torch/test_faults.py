@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.q, self.k = (hot.HotLinear(16, 16, config=recipe) for _ in range(2))
         self.frozen = hot.HotLinear(16, 16, config=recipe).requires_grad_(False)
         self.mlp = nn.Sequential(
-            hot.HotLinear(16, 128, config=recipe), nn.GELU(), hot.HotLinear(128, 16, config=recipe)
+            hot.HotLinear(16, 128, config=recipe), nn.ReLU(), hot.HotLinear(128, 16, config=recipe)
         )
         self.drop = nn.Dropout(0.1)
 
@@ -63,7 +63,7 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 
 def make(recipe: str = "default", saved: int | None = None) -> Made:
-    """A model and its optimizer; ``saved``: bits of what its other operations keep."""
+    """A model and its optimizer; with ``saved`` its ReLU keeps bits."""
     torch.manual_seed(1)
     model = Block(recipe)
     if saved is not None:

@@ -282,9 +282,9 @@ def shared_input() -> nn.Module:
 
 
 def codes() -> nn.Module:
-    """No HOT layer; operations that save codes."""
-    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.3), nn.GELU(), nn.ReLU())
-    saved.convert_saved(model, 4)
+    """No HOT layer; a ReLU that keeps bits."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.3), nn.ReLU(inplace=True))
+    saved.convert_saved(model)
     return model
 
 

@@ -29,7 +29,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.body = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:

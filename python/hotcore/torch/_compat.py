@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 _C: Any = torch._C
@@ -135,42 +134,6 @@ def functional(x: torch.Tensor) -> bool:
 def symbolic(x: torch.Tensor) -> bool:
     """Whether x has no values, as during compilation; False if unknown."""
     return functional(x) or isinstance(x, _class("torch._subclasses.fake_tensor", "FakeTensor"))
-
-
-@functools.cache
-def prefers_cudnn_attention(index: int, dtype: torch.dtype, width: int, causal: bool) -> bool:
-    """Whether torch uses cuDNN's kernel for an attention without mask and dropout.
-
-    False if unknown: flash attention gives the same result, on Hopper in twice the time.
-    """
-    choice = getattr(torch, "_fused_sdp_choice", None)
-    if choice is None:
-        return False
-    with _no_modes():
-        q = torch.empty((1, 1, 192, width), dtype=dtype, device=torch.device("cuda", index))
-        return int(choice(q, q, q, None, 0.0, causal)) == _CUDNN
-
-
-def replaces_attention() -> bool:
-    """Whether something else stands in for ``F.scaled_dot_product_attention``.
-
-    ``context_parallel`` does that, whose tokens are spread over processes. False without the
-    private name.
-    """
-    own = getattr(getattr(_C, "_nn", None), "scaled_dot_product_attention", None)
-    return own is not None and F.scaled_dot_product_attention is not own
-
-
-_CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION
-
-
-def _no_modes() -> AbstractContextManager[Any]:
-    """Make real tensors inside, even during compilation."""
-    try:
-        modes: Any = importlib.import_module("torch.utils._python_dispatch")
-        return modes._disable_current_modes()  # type: ignore[no-any-return]
-    except (ImportError, AttributeError):
-        return nullcontext()
 
 
 def count_as_products(operators: Iterable[Any]) -> bool:

@@ -30,7 +30,7 @@ from .plan import PLAIN, Measured
 from .probe import LossFn, loss_of, preserve_state
 from .recompute import recompute
 from .report import REPORT, aligned
-from .saved import revert_saved
+from .saved import revert_saved, saved_kind
 from .selection import Filter, candidates
 
 _GOALS = {
@@ -171,11 +171,11 @@ def advise(
 
     Tried are plain torch, ``allow``, for transformers' causal LM models with a ``loss_fn``
     ``head=True`` with both, and for memory torch's ``activation_memory_budget``,
-    :func:`recompute` and ``saved=8``. Wrap the call in ``torch.autocast`` if the training loop uses
-    it. Weights, ``.grad``, buffers, hooks and torch's random state are as before afterwards; what
-    this process has compiled is compiled anew when it is next called. Optimizers in backward
-    (``register_post_accumulate_grad_hook``) do not run; what else the loss depends on gets
-    gradients.
+    :func:`recompute` and, for ReLUs and experts, ``saved=8``. Wrap the call in ``torch.autocast``
+    if the training loop uses it. Weights, ``.grad``, buffers, hooks and torch's random state are as
+    before afterwards; what this process has compiled is compiled anew when it is next called.
+    Optimizers in backward (``register_post_accumulate_grad_hook``) do not run; what else the loss
+    depends on gets gradients.
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.
@@ -304,7 +304,8 @@ class _Trial:
             found.append(half)
             if self.lists:
                 found += [each.but("recompute", recomputed=True) for each in (first, alone)]
-            found.append(first.but("saved 8", options={**first.options, "saved": 8}))
+            if any(map(saved_kind, self.model.modules())):
+                found.append(first.but("saved 8", options={**first.options, "saved": 8}))
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
         return [
             dataclasses.replace(each, way=way) if way is ways[0] else each.but(_GRAPHS, way=way)
@@ -358,8 +359,6 @@ class _Trial:
                 only = _no_layer if contender.config is None else self.filter_fn
                 model = convert(model, contender.config or "default", only, **how)
                 report = vars(model)[REPORT]
-                if "saved" in contender.options and not report.saved.converted:
-                    raise ValueError("saved: nothing that could be kept in codes")
                 if not report.converted and not contender.options:
                     raise ValueError("no layer converted: all would be slower (slower=True)")
             if contender.recomputed:

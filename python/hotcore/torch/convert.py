@@ -82,11 +82,10 @@ def convert(
         device: the device of training, if it is not that of the first weight. Its type selects the
             rule by which layers are slower.
         slower: also convert layers that are expected to be slower than plain torch.
-        saved: number of bits, 8 or 4, in which activations, normalisations and attention save their
-            tensors for backward, in eager and compiled mode; or a mapping of kinds of operations
-            (``activation``, ``relu``, ``norm``, ``attention``, ``product``, ``experts``) and name
-            patterns to bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay
-            plain.
+        saved: number of bits, 8 or 4, in which transformers' experts keep what backward needs, in
+            eager and compiled mode, while a ReLU keeps one bit, which is exact; or a mapping of
+            these kinds (``relu``, ``experts``) and of name patterns to bits or None; see
+            :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
         head: True: a causal LM model of transformers, called with labels in training, computes its
             loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
             empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot. With
@@ -102,7 +101,7 @@ def convert(
         TypeError: ``model`` is no module.
         ValueError: a layer is already converted, or sharded (``fully_shard`` comes after), no layer
             can be converted, a pattern matches no layer or no converted one, a ``token_grid`` does
-            not fit ``inputs``, or ``model`` is an ``nn.DataParallel``.
+            not fit ``inputs``, ``saved`` finds nothing, or ``model`` is an ``nn.DataParallel``.
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
@@ -198,8 +197,6 @@ def decide(
             _check_grid(fqn, module, own, uses)
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
-            # x may be recomputed from what norms and activations save.
-            new.defer = saved
             if new.runs_plain:
                 in_eval_mode.append(fqn)
             replacements[module] = new

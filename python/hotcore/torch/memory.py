@@ -22,7 +22,7 @@ from .convert import convert, revert
 from .plan import matplotlib_figure
 from .probe import LossFn, check_training, loss_of, preserve_state
 from .report import aligned
-from .saved.modules import SavedCodes
+from .saved import SavedCodes
 from .selection import Filter
 
 _MIB = 2**20

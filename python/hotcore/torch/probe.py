@@ -17,7 +17,7 @@ from . import _compat
 from .frozen import FrozenModule
 from .modules import replace_layers
 from .report import REPORT
-from .saved.modules import SAVED_FIELDS, SavedCodes
+from .saved import SAVED_FIELDS, SavedCodes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config import HotConfig
-from .saved import SavedReport
 
 REPORT = "hot_report"
 """The attribute of a converted model that holds its report."""
@@ -52,6 +51,44 @@ class Skipped:
     """Time of forward and backward as a multiple of plain torch's, if it were converted."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SavedModule:
+    """A module that keeps codes."""
+
+    name: str
+    kind: str
+    """Name of the plain class."""
+    bits: Mapping[str, int]
+    """Kind of operation -> bits."""
+    note: str = ""
+    """What the codes are of."""
+
+
+@dataclasses.dataclass
+class SavedReport:
+    """The result of :func:`hotcore.torch.saved.convert_saved`; print it for a table."""
+
+    converted: list[SavedModule]
+    left: dict[str, str]
+    """Name of a module with such an operation that was not converted -> why."""
+
+    def __str__(self) -> str:
+        """One row per class and bits; then the modules that stay plain, and why."""
+        rows: dict[str, list[str]] = {}
+        for module in self.converted:
+            bits = ", ".join(f"{kind} {value}" for kind, value in module.bits.items())
+            row = f"{module.kind}: kept in bits: {bits}{module.note}"
+            rows.setdefault(row, []).append(module.name)
+        for name, reason in self.left.items():
+            rows.setdefault(f"as it was: {reason}", []).append(name)
+        lines = [f"{row} ({listed(names, 3)})" for row, names in rows.items()]
+        lines.append(
+            f"{len(self.converted)} modules keep codes for backward ({len(self.left)} left as they "
+            "were)"
+        )
+        return "\n".join(lines)
+
+
 @dataclasses.dataclass
 class ConversionReport:
     """What :func:`~hotcore.torch.convert` did, layer by layer; print it for a table.
@@ -75,7 +112,7 @@ class ConversionReport:
     macs: int | None = None
     """Multiply-adds of the whole forward pass over ``inputs``; None without ``inputs``."""
     saved: SavedReport | None = None
-    """With ``saved``: the modules beside these layers that save codes for backward."""
+    """With ``saved``: the modules beside these layers that keep codes for backward."""
     head: str = ""
     """With ``head``: how the model computes its loss."""
     in_eval_mode: list[str] = dataclasses.field(default_factory=list)

@@ -13,7 +13,7 @@ from .codes import draw_seed
 from .core import DTYPES, PLAIN_TYPES, seed_for
 from .registry import library, not_differentiable
 from .sharded import is_dtensor
-from .sharing import register_restore, share_inputs
+from .sharing import share_inputs
 
 __all__ = [
     "DTYPES",
@@ -26,7 +26,6 @@ __all__ = [
     "library",
     "linear",
     "not_differentiable",
-    "register_restore",
     "seed_for",
     "share_inputs",
 ]

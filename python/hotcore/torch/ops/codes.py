@@ -39,7 +39,7 @@ from .core import (
     workspace,
 )
 from .registry import Size, operator
-from .sharing import once, register_restore, restore_of
+from .sharing import once
 
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
@@ -231,9 +231,6 @@ def compress_once(
 
 
 def _kept(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
-    restore, dtype = restore_of(x), inner.dtype
-    if restore is not None and inner is not x:
-        register_restore(inner, lambda: restore().to(dtype))
     make = functools.partial(_compress, config=config) if codes else None
     return compress_once(x, inner, (config, codes), make)
 

@@ -249,15 +249,15 @@ class Linear(torch.autograd.Function):
         config: str,
         *graph: Any,
     ) -> Tensor:
-        """Product; ``graph``: codes for backward and for the product, and what restores x."""
+        """Product; ``graph``: codes for backward and for the product."""
         need_gx, need_gw = ctx.needs_input_grad[:2]
         handle, deferred = handle_of(config), False
-        own_seed = cache = shared = restore = None
+        own_seed = cache = shared = None
         if graph:
-            saved, quantized, restore = graph
+            saved, quantized = graph
             y, saved_seed = _product(x, weight, bias, saved, seed, config, quantized), seed
             if need_gw and saved is None:  # the compiler decides when x is compressed
-                deferred, saved = True, x if restore is None else None
+                deferred, saved = True, x
         else:
             if need_gw:
                 cache = sharing.current()
@@ -269,7 +269,7 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(saved if need_gw else None, saved_seed, kept_weight)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, restore, gathered)
+        call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, gathered)
         ctx.call = call
         return without_base(y)
 
@@ -278,15 +278,14 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         """g_x, g_w and g_b."""
         if gy is None:
-            return (None,) * 8
+            return (None,) * 7
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, shared, deferred, restore, gathered = ctx.call
+        handle, seed, x_shape, dtypes, cache, shared, deferred, gathered = ctx.call
         of_gx, of_gw, of_gb = dtypes
         if cache is not None:
             cache.clear()
         if deferred:
-            source = saved if restore is None else restore()
-            saved = codes.compress_activation(source, saved_seed, handle)
+            saved = codes.compress_activation(saved, saved_seed, handle)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
         if gathered is not None and need_gx:
             weight = codes.dequantized(gathered)
@@ -301,7 +300,7 @@ class Linear(torch.autograd.Function):
             (of_gx if need_gx else None, of_gw if need_gw else None, of_gb if need_gb else None),
             shared,
         )
-        return gx, gw, gb, None, None, None, None, None
+        return gx, gw, gb, None, None, None, None
 
 
 def _eager(
@@ -350,8 +349,7 @@ def _linear(
     config: str,
     codes: Tensor | None = None,
 ) -> Tensor:
-    graph = (saved, codes, sharing.restore_of(x))
-    y: Tensor = Linear.apply(x, weight, bias, seed, config, *graph)  # type: ignore[no-untyped-call]  # so in torch
+    y: Tensor = Linear.apply(x, weight, bias, seed, config, saved, codes)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 

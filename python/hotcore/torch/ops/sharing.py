@@ -255,24 +255,3 @@ def once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
         made[versioned] = make()
     found: _Made = made[versioned]
     return found
-
-
-Restore = Callable[[], Tensor]
-# x -> its version, and a function that makes x in backward from tensors that are kept anyway. The
-# function must not hold x: an entry is freed with its x.
-_restores: Any = WeakTensorKeyDictionary()
-
-
-def register_restore(x: Tensor, restore: Restore) -> None:
-    """While AOTAutograd traces a graph: register ``restore``, which recomputes x in backward.
-
-    For layers that let the compiler decide when x is compressed (:attr:`HotModule.defer`).
-    """
-    if _compat.functional(x):
-        _restores[x] = (x._version, restore)
-
-
-def restore_of(x: Tensor) -> Restore | None:
-    """The function registered for an unchanged x; None: backward has to keep x."""
-    found: tuple[int, Restore] | None = _restores.get(x)
-    return None if found is None or found[0] != x._version else found[1]

@@ -1,4 +1,4 @@
-"""Experts of a mixture: their grouped products keep x in 8 or 4 bits a value.
+"""Experts of a mixture: their grouped products, and the gate between, keep 8 or 4 bits a value.
 
 The products are torch's ``grouped_mm``, in the dtype of the weights; the experts' sizes stay on the
 device. The x of the first product is kept once a token, however many experts take it. Storages
@@ -9,7 +9,7 @@ value"), so the order of the experts does not matter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import HotConfig
-from .. import ops
-from ..ops import codes
-from ..ops.core import Handle, handle_of
-from ..ops.registry import Size, operator
-from .codes import draw_seed
+from .. import _compat
+from . import codes, core
+from .core import Handle, handle_of
+from .registry import Size, not_differentiable, operator
+
+aten: Any = torch.ops.aten
 
 AVAILABLE = hasattr(F, "grouped_mm")
 """Whether torch has the product (2.10 and newer)."""
+
+GATES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "silu": (F.silu, aten.silu_backward),
+    "gelu": (F.gelu, aten.gelu_backward),
+    "gelu_tanh": (
+        functools.partial(F.gelu, approximate="tanh"),
+        functools.partial(aten.gelu_backward, approximate="tanh"),
+    ),
+}
+"""Activations of :func:`gated`: forward, and backward of g_y and x."""
 
 
 @functools.cache
@@ -33,26 +44,12 @@ def _handle(bits: int) -> Handle:
     return handle_of(config.json)
 
 
-def first_of(module: Any) -> Tensor:
-    """The weights of the first product of transformers' experts."""
-    found: Tensor = module.gate_up_proj if module.has_gate else module.up_proj
-    return found
-
-
-def why_plain(module: Any) -> str:
-    """Why experts run transformers' own forward; empty where :func:`experts` does the same."""
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if not hasattr(module, "_is_expert_parallel"):
-        return "transformers before 5.18: its experts do not say whether they are parallel"
-    reasons = {
-        "torch has no grouped_mm before 2.10": not AVAILABLE,
-        f"its experts are {chosen!r}, not 'grouped_mm'": chosen != "grouped_mm",
-        "experts with biases": module.has_bias,
-        "experts with transposed weights": module.is_transposed,
-        "experts with a norm of their own": getattr(module, "has_post_expert_norm", False),
-        "experts of several ranks": module._is_expert_parallel or ops.is_dtensor(module.down_proj),
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
+def _draw_seed(x: Tensor) -> Tensor:
+    """A seed of a call, also where nothing is differentiated: a checkpoint runs a region twice."""
+    if torch.compiler.is_compiling() or _compat.symbolic(x):
+        seed: Tensor = codes.draw_seed(x.detach())
+        return seed
+    return core.seed_for(x)
 
 
 # ---- the products ----
@@ -116,7 +113,7 @@ class _Product(torch.autograd.Function):
         return y if scores is None else _by_token(y * scores[:, None], order, each)
 
     @staticmethod
-    @ops.not_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, saved, scores, seed, ends, order = ctx.saved_tensors
         each, bits, shape = ctx.call
@@ -151,8 +148,55 @@ def _saved_experts(
     each: Size,
     bits: int,
 ) -> Tensor:
-    call = (weight, scores, ends, order, each, draw_seed(x), bits)
+    call = (weight, scores, ends, order, each, _draw_seed(x), bits)
     y: Tensor = _Product.apply(x, *call)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, seed: Tensor, name: str, bits: int) -> Tensor:
+        factors = rows.chunk(2, -1)
+        saved: tuple[Tensor, ...] = ()
+        if ctx.needs_input_grad[0]:  # a seed each, so that their roundings are independent
+            handle = _handle(bits)
+            seeds = (seed, seed + 1)
+            saved = tuple(map(codes.compress_activation, factors, seeds, (handle, handle)))
+        ctx.save_for_backward(seed, *saved)
+        ctx.call = (name, bits, factors[0].shape, rows.dtype)
+        return GATES[name][0](factors[0]) * factors[1]
+
+    @staticmethod
+    @not_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        seed, *saved = ctx.saved_tensors
+        name, bits, shape, dtype = ctx.call
+        config = _handle(bits).json
+        gate, up = (
+            codes.decompress_activation(factor, own, config, *shape, dtype)
+            for factor, own in zip(saved, (seed, seed + 1), strict=True)
+        )
+        forward, backward = GATES[name]
+        return torch.cat([backward(gy * up, gate), gy * forward(gate)], -1), None, None, None
+
+
+@operator()
+def _saved_gate(rows: Tensor, name: str, bits: int) -> Tensor:
+    y: Tensor = _Gated.apply(rows, _draw_seed(rows), name, bits)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+def gated(rows: Tensor, name: str, bits: int) -> Tensor:
+    """``act(gate) * up`` of rows ``[S, 2H]``, both factors one after the other.
+
+    Args:
+        rows: a row for every token and expert.
+        name: of the activation, a key of :data:`GATES`.
+        bits: 8 or 4, in which backward keeps both factors, each with scales of its own.
+
+    The gradient is that at the decoded factors.
+    """
+    y: Tensor = _saved_gate(rows, name, bits)
     return y
 
 
