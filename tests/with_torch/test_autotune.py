@@ -63,10 +63,13 @@ Times = Callable[..., None]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Times:
-    """Milliseconds by contender, instead of a clock's; the steps still run once."""
+    """Milliseconds of a layer by contender, instead of a clock's; the steps still run once."""
+    original = tuning.in_turns
 
     def fake(**times: float | list[float]) -> None:
-        def in_turns(steps: Mapping[str, Callable[[], object]], *_: object) -> dict:
+        def in_turns(steps: Mapping[str, Callable[[], object]], *rest: Any, **whole: Any) -> dict:
+            if whole:
+                return original(steps, *rest, **whole)
             for step in steps.values():
                 step()
             rows = {name: times[name] for name in steps}
@@ -231,10 +234,9 @@ def test_autocast_and_formats_are_seen(measured: Times) -> None:
         model(x)
     (call,) = watch.uses["point"].calls
     assert call.channels_last and call.requires_grad and call.autocast == torch.bfloat16
-    work = tuning._Work.of(model.point, call)
-    layer = work.layer(model.point)
-    assert layer.weight.shape == model.point.weight.shape and layer.bias is None
-    assert layer.stride == (2, 2) and layer.weight is not model.point.weight
+    layer = tuning._alone(model.point)
+    assert tuning._key(layer, call) == tuning._key(model.point, call)
+    assert tuning._key(nn.Conv2d(64, 96, 1, bias=False), call) != tuning._key(model.point, call)
 
 
 def test_frozen_weights_and_several_calls(measured: Times) -> None:

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import gc
-import importlib
 import json
 import math
 import sys
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from ..config import ConfigLike, HotConfig
 from . import _compat
 from .autotune import allowed_configs, plain_device
-from .clocks import Step, device_name, host_clock, spread, whole
+from .clocks import Clock, Step, device_name, spread, whole
 from .convert import convert, decide
 from .head import attach, detach
 from .memory import allocator_peak, kept_bytes, unallocated_in_pools
@@ -193,7 +192,7 @@ def advise(
         slower: as for :func:`convert`.
         budget: seconds. A setting that would not be done by then, judged by the one before, is a
             row that says so. The plain model is always measured.
-        progress: a bar of tqdm; without tqdm a line on stderr for each setting.
+        progress: a line on stderr for each setting.
 
     Returns:
         An :class:`.Advice`. What fails, by lack of memory or otherwise, is a row with the reason.
@@ -221,7 +220,9 @@ def advise(
     contenders = trial.contenders(goal, configs, ways)
     begun, took = _now(), 0.0
     with _restored(model, step):
-        for contender in _shown(contenders * visits, progress):
+        for i, contender in enumerate(contenders * visits, 1):
+            if progress:
+                print(f"advise {i}/{len(contenders) * visits}: {contender.name}", file=sys.stderr)
             start = _now()
             if trial.sizes and start - begun + took > budget:
                 trial.notes.setdefault(contender.name, f"not tried: the budget of {budget:g} s")
@@ -373,8 +374,8 @@ class _Trial:
             step = whole(model, self.inputs, self.loss_fn, self.update)
             for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs
                 step()
-            once = host_clock(self.device, 1).measure(step)
-            clock = host_clock(self.device, max(1, min(8, int(_BURST_MS / once))))
+            once = Clock(self.device, 1).measure(step)
+            clock = Clock(self.device, max(1, min(8, int(_BURST_MS / once))))
             rounds = max(2, min(_ROUNDS, int(_TIMED_MS / once)) // self.visits)
             times = [clock.measure(step) for _ in range(rounds)]
             if self.device.type == "cuda":
@@ -450,20 +451,6 @@ def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
         torch.clear_autocast_cache()  # casts of the weights that were
         if optimizer is not None:
             optimizer.state = state
-
-
-def _shown(contenders: Sequence[_Contender], progress: bool) -> Iterator[_Contender]:
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        for i, contender in enumerate(contenders, 1):
-            if progress:
-                print(f"advise {i}/{len(contenders)}: {contender.name}", file=sys.stderr)
-            yield contender
-        return
-    for contender in (bar := tqdm(contenders, "advise", unit="setting", disable=not progress)):
-        bar.set_postfix_str(contender.name)
-        yield contender
 
 
 def _cost(goal: str, own: Measured, spreads: int = 0) -> float:
