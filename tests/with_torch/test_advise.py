@@ -235,8 +235,6 @@ def test_a_plain_model_without_memory(x: torch.Tensor, quick: None) -> None:
 def test_errors_of_the_model_itself_are_raised(x: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied|normalized_shape"):
         advise(Net(), x[:, :100])
-    with pytest.raises(ValueError, match="loss_fn: returned nothing that requires grad"):
-        advise(Net(), x, lambda model, x: model(x).mean().detach())
 
 
 def test_layers_that_would_be_slower(
@@ -269,19 +267,10 @@ def test_bad_arguments(x: torch.Tensor) -> None:
         advise(model, [x])
     with pytest.raises(ValueError, match="model: no layer can be converted"):
         advise(nn.Sequential(nn.LayerNorm(WIDTH)), x)
-    with torch.no_grad(), pytest.raises(ValueError, match="advise: gradients are off"):
-        advise(model, x)
-    with torch.device("meta"), pytest.raises(ValueError, match="meta device; advise measures"):
-        advise(Net(), x)
-    with pytest.raises(ValueError, match="eval mode"):
-        advise(Net().eval(), x)
     compiled = Net()
     compiled.blocks[0].compile(backend="eager")
     with pytest.raises(ValueError, match="model: compiled; pass it before"):
         advise(compiled, x)
-    hot.convert(model)
-    with pytest.raises(ValueError, match="converted already"):
-        advise(model, x)
 
 
 # ---- time ----
