@@ -18,7 +18,7 @@ from torch import nn
 from ..config import ConfigLike, HotConfig, as_config
 from .clocks import Step, whole
 from .convert import convert, revert
-from .plan import matplotlib_figure
+from .plan import draw_bars
 from .probe import Kept, LossFn, check_training, loss_of, preserve_state
 from .report import aligned
 from .saved.modules import SavedCodes
@@ -95,24 +95,13 @@ class MemoryReport:
         for module in self.modules:
             before, after = types.get(module.type, (0, 0))
             types[module.type] = (before + module.before, after + module.after)
-        names = sorted(types, key=lambda name: max(types[name]))
-        figure = matplotlib_figure()(figsize=(8, 1.4 + 0.42 * len(names)), layout="constrained")
-        axis = figure.subplots()
-        places = range(len(names))
-        for offset, index, label, colour in (
-            (0.2, 0, "before", "#888888"),
-            (-0.2, 1, "after", "#0072b2"),
-        ):
-            values = [types[name][index] / _MIB for name in names]
-            bars = axis.barh([p + offset for p in places], values, 0.38, label=label, color=colour)
-            axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-        axis.set_yticks(list(places), names, fontsize=8)
-        axis.set_xlabel("kept for backward, MiB")
+        names = sorted(types, key=lambda name: max(types[name]), reverse=True)
+        series = {
+            label: [(types[name][i] / _MIB,) * 3 for name in names]
+            for i, label in enumerate(("before", "after"))
+        }
         title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
-        axis.set_title(title + self.changes, fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(loc="lower right")
-        figure.savefig(path, dpi=130)
+        draw_bars(path, names, series, "kept for backward, MiB", title + self.changes)
 
 
 def memory_report(

@@ -51,21 +51,11 @@ class Window(NamedTuple):
     groups: int
 
     @classmethod
-    def of(
-        cls,
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        padding_mode: str,
-        groups: int,
-    ) -> Window:
+    def of(cls, *fields: Any) -> Window:
         """From the lists that an operator receives."""
-        kh, kw = kernel
-        sh, sw = stride
-        left, right, top, bottom = padding
-        dh, dw = dilation
-        return cls((kh, kw), (sh, sw), (left, right, top, bottom), (dh, dw), padding_mode, groups)
+        *lists, padding_mode, groups = fields
+        kernel, stride, padding, dilation = map(tuple, lists)
+        return cls(kernel, stride, padding, dilation, padding_mode, groups)
 
 
 def is_pointwise(window: Window) -> bool:
