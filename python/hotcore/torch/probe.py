@@ -42,6 +42,13 @@ class Call:
     autocast: torch.dtype | None
     """The dtype autocast computes in; None if it is off."""
 
+    @classmethod
+    def of(cls, x: Tensor) -> Call:
+        """That of a layer with x, now."""
+        four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        last, autocast = four and not x.is_contiguous(), autocast_dtype(x.device.type)
+        return cls(tuple(x.shape), x.dtype, x.requires_grad, last, autocast)
+
 
 @dataclasses.dataclass
 class LayerUse:
@@ -137,15 +144,7 @@ class Watch(Kept):
             x = input_of(args, kwargs)
             if x is None:
                 return
-            four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-            call = Call(
-                tuple(x.shape),
-                x.dtype,
-                x.requires_grad,
-                four and not x.is_contiguous(),
-                autocast_dtype(x.device.type),
-            )
-            self.uses[name].calls.append(call)
+            self.uses[name].calls.append(Call.of(x))
             if torch.is_grad_enabled():  # else nothing is kept
                 self._tensors.append(x)
                 self._inputs.setdefault(_storage(x), set()).add(name)
@@ -230,12 +229,37 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
 
 
-def watched(x: Tensor, name: str) -> Callable[[], Tensor]:
-    """x, for backward; raises RuntimeError once it has been written after the call of the layer."""
+@contextmanager
+def gradients_seen(
+    layers: Mapping[str, nn.Module],
+    see: Callable[[str, nn.Module, Call, Callable[[], Tensor], Tensor], None],
+) -> Iterator[None]:
+    """Call ``see(name, layer, call, x, gy)`` in backward for every call of a layer inside.
+
+    ``x()`` gives x, and raises RuntimeError where it was written after the call.
+    """
+
+    def follow(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                x = input_of(args, kwargs)
+                about = (name, module, Call.of(x), _unwritten(x, name))
+                output.register_hook(lambda gy: see(*about, gy.detach()))  # type: ignore[no-untyped-call]  # so in torch
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            handle = layer.register_forward_hook(follow(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _unwritten(x: Tensor, name: str) -> Callable[[], Tensor]:
     x = x.detach()
     version = None if x.is_inference() else x._version
 
-    def unwritten() -> Tensor:
+    def given() -> Tensor:
         if version is not None and x._version != version:
             raise RuntimeError(
                 f"layer {name}: its x was written in place after the call, so that its gradients "
@@ -243,7 +267,7 @@ def watched(x: Tensor, name: str) -> Callable[[], Tensor]:
             )
         return x
 
-    return unwritten
+    return given
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
