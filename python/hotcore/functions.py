@@ -12,7 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
@@ -676,7 +686,7 @@ def backward_linear(
     Source: docs/numerics.md.
     """
     grad = _matrix(operand(gy, "gy"), at_least=True)
-    wanted = _need(need)
+    wanted = arrays.needed(need, get_args(Need))
     tokens, out_features = math.prod(grad.shape[:-1]), grad.shape[-1]
     saved = saved_or_x if isinstance(saved_or_x, Saved) else None
     if saved is None and "gw" in wanted:
@@ -862,16 +872,6 @@ def _gemm(
         left.workspace(_core.gemm_workspace, *shape, depth),
     )
     return _result(left, target, out)
-
-
-def _need(need: Collection[str]) -> frozenset[str]:
-    wanted = frozenset([need] if isinstance(need, str) else need)
-    unknown = wanted - {"gx", "gw", "gb"}
-    if unknown:
-        raise ValueError(f"need: {min(unknown)!r} is not one of 'gx', 'gw', 'gb'")
-    if not wanted:
-        raise ValueError("need: nothing is wanted; expected 'gx', 'gw' or 'gb', one at least")
-    return wanted
 
 
 def _settings(saved: Saved | None, config: ConfigLike | None) -> HotConfig:

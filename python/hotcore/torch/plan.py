@@ -145,12 +145,9 @@ class Plan:
             "steps": _plain(self.steps),
             "layers": [
                 {
-                    "name": layer.name,
+                    **vars(layer),
                     "fields": None if layer.fields is None else dict(layer.fields),
                     "times": _plain(layer.times),
-                    "choice": layer.choice,
-                    "reason": layer.reason,
-                    "shape": layer.shape,
                 }
                 for layer in self.layers
             ],
@@ -223,19 +220,16 @@ class Plan:
         )
         timed = [layer for layer in self.layers if layer.times]
         if timed:
-            sums = [
-                (
-                    sum(row.median_ms for row in rows),
-                    sum(row.kept_bytes for row in rows),
-                )
+            (ms, size), (own_ms, own_size) = (
+                (sum(row.median_ms for row in rows), sum(row.kept_bytes for row in rows) / 1e6)
                 for rows in (
                     [layer.times[PLAIN] for layer in timed],
                     [layer.times[layer.choice] for layer in timed],
                 )
-            ]
+            )
             lines.append(
-                f"sum of the layers: plain {sums[0][0]:.4g} ms ({sums[0][1] / 1e6:.4g} MB), "
-                f"planned {sums[1][0]:.4g} ms ({sums[1][1] / 1e6:.4g} MB)"
+                f"sum of the layers: plain {ms:.4g} ms ({size:.4g} MB), "
+                f"planned {own_ms:.4g} ms ({own_size:.4g} MB)"
             )
         if self.steps:
             plain, planned = self.steps[PLAIN], self.steps["planned"]
@@ -337,12 +331,9 @@ def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:
     found = {}
     for name, entry in entries.items():
         fields = Fields(entry, f"{where}: {name}")
-        row = Measured(
-            float(fields.take("median_ms", (int, float))),
-            float(fields.take("q1_ms", (int, float))),
-            float(fields.take("q3_ms", (int, float))),
-            fields.take("kept_bytes", int),
-        )
+        names = ("median_ms", "q1_ms", "q3_ms")
+        median, q1, q3 = (float(fields.take(name, (int, float))) for name in names)
+        row = Measured(median, q1, q3, fields.take("kept_bytes", int))
         fields.end()
         # The table divides by times, and the plot draws bars from quartile to quartile.
         if not 0 < row.q1_ms <= row.median_ms <= row.q3_ms < math.inf:
