@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib.util
 import os
@@ -380,26 +379,6 @@ def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
-
-
-@contextmanager
-def unchanged(model: torch.nn.Module, weight: torch.Tensor) -> Iterator[None]:
-    """The model is as before afterwards: values, modules, hooks, gradients (``weight`` has one).
-
-    So is torch's generator.
-    """
-    weight.grad = torch.ones_like(weight)
-    state, modules = copy.deepcopy(model.state_dict()), list(model.modules())
-    torch.manual_seed(3)
-    expected = torch.rand(())
-    torch.manual_seed(3)
-    yield
-    assert torch.equal(torch.rand(()), expected)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert list(model.modules()) == modules
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-    assert all(p is weight or p.grad is None for p in model.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def storage_bytes(

@@ -63,7 +63,7 @@ def step(layer: nn.Module, inputs: tuple[Tensor, ...], gy: Tensor) -> Call:
 
 
 def kept_bytes(layer: nn.Module, inputs: tuple[Tensor, ...]) -> float:
-    watch = probe.Watch({"experts": layer}, saved=True)
+    watch = probe.Watch({"experts": layer})
     with watch.on():
         y = layer(*inputs)
     assert y.requires_grad

@@ -8,7 +8,7 @@ NotImplementedError for a device without a backend.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -344,3 +344,16 @@ def _foreign_on_cuda(array: Any, name: str) -> Operand:
 def _namespace(array: Any) -> Any:
     """The array API namespace of an array that has one."""
     return array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
+
+
+def needed(need: Collection[str], known: Sequence[str]) -> frozenset[str]:
+    """The names that ``need`` gives, one or several of ``known``. Raises ValueError."""
+    wanted = frozenset([need] if isinstance(need, str) else need)
+    *others, last = map(repr, known)
+    if unknown := wanted - set(known):
+        found = f"{min(unknown)!r} is not one of {', '.join(others)}, {last}"
+        raise ValueError(f"need: {found}")
+    if not wanted:
+        names = f"{', '.join(others)} or {last}"
+        raise ValueError(f"need: nothing is wanted; expected {names}, one at least")
+    return wanted

@@ -12,7 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
@@ -233,16 +243,8 @@ def gemm_int8(
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """
-    left = _matrix(operand(a, "a", ("int8",)))
-    right = _matrix(operand(b, "b", ("int8",)))
-    shape = (left.shape[0], right.shape[0])
-    scales, target = _gemm_target(left, a_scale, b_scale, shape, out_dtype, out, accumulate)
-    context = left.context()
-    workspace = left.workspace(_core.gemm_workspace, *shape, left.shape[1])
-    _core.gemm_int8(
-        context, left.dlpack, right.dlpack, *scales, divisor, accumulate, target.dlpack, workspace
-    )
-    return _result(left, target, out)
+    scales, rest = (a_scale, b_scale), (divisor, out_dtype, out, accumulate)
+    return _gemm(_core.gemm_int8, "int8", (a, b), scales, None, *rest)
 
 
 def gemm_int4(
@@ -275,25 +277,8 @@ def gemm_int4(
 
     Source: docs/numerics.md, "INT4".
     """
-    left = _matrix(operand(a, "a", ("uint8",)))
-    right = _matrix(operand(b, "b", ("uint8",)))
-    shape = (left.shape[0], right.shape[0])
-    depth = 2 * left.shape[1] if k is None else k
-    scales, target = _gemm_target(left, a_scale, b_scale, shape, out_dtype, out, accumulate)
-    context = left.context()
-    workspace = left.workspace(_core.gemm_workspace, *shape, depth)
-    _core.gemm_int4(
-        context,
-        left.dlpack,
-        right.dlpack,
-        depth,
-        *scales,
-        divisor,
-        accumulate,
-        target.dlpack,
-        workspace,
-    )
-    return _result(left, target, out)
+    scales, rest = (a_scale, b_scale), (divisor, out_dtype, out, accumulate)
+    return _gemm(_core.gemm_int4, "uint8", (a, b), scales, k, *rest)
 
 
 def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyLike = 0) -> Saved:
@@ -701,7 +686,7 @@ def backward_linear(
     Source: docs/numerics.md.
     """
     grad = _matrix(operand(gy, "gy"), at_least=True)
-    wanted = _need(need)
+    wanted = arrays.needed(need, get_args(Need))
     tokens, out_features = math.prod(grad.shape[:-1]), grad.shape[-1]
     saved = saved_or_x if isinstance(saved_or_x, Saved) else None
     if saved is None and "gw" in wanted:
@@ -843,41 +828,50 @@ def _columns(packed: Operand, columns: int | None) -> int:
     return columns
 
 
-def _gemm_target(
-    left: Operand,
-    a_scale: Array | None,
-    b_scale: Array | None,
-    shape: tuple[int, int],
+def _gemm(
+    product: Any,
+    dtype: str,
+    factors: tuple[Array, Array],
+    scales: tuple[Array | None, Array | None],
+    k: int | None,
+    divisor: int,
     out_dtype: Any,
     out: Array | None,
     accumulate: bool,
-) -> tuple[tuple[Any, Any], Operand]:
-    if (a_scale is None) != (b_scale is None):
-        missing = "a_scale" if a_scale is None else "b_scale"
+) -> Array:
+    left, right = (
+        _matrix(operand(x, name, (dtype,))) for x, name in zip(factors, ("a", "b"), strict=True)
+    )
+    packed = dtype == "uint8"
+    depth = left.shape[1] * (2 if packed else 1) if k is None else k
+    shape = (left.shape[0], right.shape[0])
+    given = [
+        None if scale is None else operand(scale, name, ("float32",)).dlpack
+        for scale, name in zip(scales, ("a_scale", "b_scale"), strict=True)
+    ]
+    if (given[0] is None) != (given[1] is None):
+        missing = "a_scale" if given[0] is None else "b_scale"
         raise ValueError(f"{missing}: missing; give both scales or none")
-    dtypes: tuple[str, ...] = ("int32",) if a_scale is None else FLOATS
-    scales: tuple[Any, Any] = (None, None)
-    if a_scale is not None:
-        scales = (
-            operand(a_scale, "a_scale", ("float32",)).dlpack,
-            operand(b_scale, "b_scale", ("float32",)).dlpack,
-        )
+    sums = given[0] is None
     if out is not None:
-        return scales, output(out, "out", left, dtypes)
-    if accumulate:
+        target = output(out, "out", left, ("int32",) if sums else FLOATS)
+    elif accumulate:
         raise ValueError("accumulate: there is no out to add to")
-    dtype = "int32" if a_scale is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
-    return scales, left.empty(shape, dtype)
-
-
-def _need(need: Collection[str]) -> frozenset[str]:
-    wanted = frozenset([need] if isinstance(need, str) else need)
-    unknown = wanted - {"gx", "gw", "gb"}
-    if unknown:
-        raise ValueError(f"need: {min(unknown)!r} is not one of 'gx', 'gw', 'gb'")
-    if not wanted:
-        raise ValueError("need: nothing is wanted; expected 'gx', 'gw' or 'gb', one at least")
-    return wanted
+    else:
+        name = "int32" if sums else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+        target = left.empty(shape, name)
+    product(
+        left.context(),
+        left.dlpack,
+        right.dlpack,
+        *((depth,) if packed else ()),
+        *given,
+        divisor,
+        accumulate,
+        target.dlpack,
+        left.workspace(_core.gemm_workspace, *shape, depth),
+    )
+    return _result(left, target, out)
 
 
 def _settings(saved: Saved | None, config: ConfigLike | None) -> HotConfig:

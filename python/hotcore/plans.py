@@ -126,14 +126,7 @@ def explain(
     if need is None:
         product: tuple[Needed, ...] = ("y",) if settings.forward == "int8" else ()
         need = (*product, "x", "gx", "gw", "gb")
-    wanted = frozenset([need] if isinstance(need, str) else need)
-    unknown = wanted - set(get_args(Needed))
-    if unknown:
-        raise ValueError(f"need: {min(unknown)!r} is not one of 'y', 'x', 'gx', 'gw', 'gb'")
-    if not wanted:
-        raise ValueError(
-            "need: nothing is wanted; expected 'y', 'x', 'gx', 'gw' or 'gb', one at least"
-        )
+    wanted = arrays.needed(need, get_args(Needed))
     found = _core.explain(
         _device(device),
         tokens,

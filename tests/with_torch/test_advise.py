@@ -234,8 +234,6 @@ def test_a_plain_model_without_memory(x: torch.Tensor, quick: None) -> None:
 def test_errors_of_the_model_itself_are_raised(x: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied|normalized_shape"):
         advise(Net(), x[:, :100])
-    with pytest.raises(ValueError, match="loss_fn: returned nothing that requires grad"):
-        advise(Net(), x, lambda model, x: model(x).mean().detach())
 
 
 def test_layers_that_would_be_slower(
@@ -268,19 +266,10 @@ def test_bad_arguments(x: torch.Tensor) -> None:
         advise(model, [x])
     with pytest.raises(ValueError, match="model: no layer can be converted"):
         advise(nn.Sequential(nn.LayerNorm(WIDTH)), x)
-    with torch.no_grad(), pytest.raises(ValueError, match="advise: gradients are off"):
-        advise(model, x)
-    with torch.device("meta"), pytest.raises(ValueError, match="meta device; advise measures"):
-        advise(Net(), x)
-    with pytest.raises(ValueError, match="eval mode"):
-        advise(Net().eval(), x)
     compiled = Net()
     compiled.blocks[0].compile(backend="eager")
     with pytest.raises(ValueError, match="model: compiled; pass it before"):
         advise(compiled, x)
-    hot.convert(model)
-    with pytest.raises(ValueError, match="converted already"):
-        advise(model, x)
 
 
 # ---- time ----
@@ -379,22 +368,9 @@ def test_table_and_json() -> None:
     assert content["rows"][3]["measured"] is None
 
 
-@pytest.mark.parametrize("has_tqdm", [True, False])
-def test_progress(
-    has_tqdm: bool,
-    x: torch.Tensor,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if has_tqdm:
-        pytest.importorskip("tqdm")
-    else:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
+def test_progress(x: torch.Tensor, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     hot.advise(Net(), x, goal="time", allow=["default"])
-    error = capsys.readouterr().err
-    expected = "2/2" if has_tqdm else "advise 1/2: plain\nadvise 2/2: default\n"
-    assert expected in error
+    assert capsys.readouterr().err == "advise 1/2: plain\nadvise 2/2: default\n"
     advise(Net(), x, goal="time", allow=["default"])
     out = capsys.readouterr()
     assert out.err == out.out == ""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hotcore.config import HotConfig
-from support import unchanged
 
 torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402
@@ -63,10 +60,13 @@ Times = Callable[..., None]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Times:
-    """Milliseconds by contender, instead of a clock's; the steps still run once."""
+    """Milliseconds of a layer by contender, instead of a clock's; the steps still run once."""
+    original = tuning.in_turns
 
     def fake(**times: float | list[float]) -> None:
-        def in_turns(steps: Mapping[str, Callable[[], object]], *_: object) -> dict:
+        def in_turns(steps: Mapping[str, Callable[[], object]], *rest: Any, **whole: Any) -> dict:
+            if whole:
+                return original(steps, *rest, **whole)
             for step in steps.values():
                 step()
             rows = {name: times[name] for name in steps}
@@ -231,10 +231,9 @@ def test_autocast_and_formats_are_seen(measured: Times) -> None:
         model(x)
     (call,) = watch.uses["point"].calls
     assert call.channels_last and call.requires_grad and call.autocast == torch.bfloat16
-    work = tuning._Work.of(model.point, call)
-    layer = work.layer(model.point)
-    assert layer.weight.shape == model.point.weight.shape and layer.bias is None
-    assert layer.stride == (2, 2) and layer.weight is not model.point.weight
+    layer = tuning._alone(model.point)
+    assert tuning._key(layer, call) == tuning._key(model.point, call)
+    assert tuning._key(nn.Conv2d(64, 96, 1, bias=False), call) != tuning._key(model.point, call)
 
 
 def test_frozen_weights_and_several_calls(measured: Times) -> None:
@@ -253,13 +252,6 @@ def test_frozen_weights_and_several_calls(measured: Times) -> None:
     assert layer.times[PLAIN].median_ms == 6.0  # both calls
     assert layer.times["default"].kept_bytes <= 32  # seeds alone
     assert "2 calls" in layer.shape
-
-
-def test_nothing_is_changed(x: torch.Tensor, measured: Times) -> None:
-    measured(plain=10.0, default=5.0)
-    model = Net()
-    with unchanged(model, model.head.weight):
-        hot.autotune(model, x, lambda m, b: m(b).square().mean(), allow=["default"])
 
 
 def test_whole_steps_are_compared(x: torch.Tensor, measured: Times) -> None:
@@ -317,10 +309,6 @@ def test_custom_configs(x: torch.Tensor, measured: Times) -> None:
     assert plan.overrides(base)["blocks.0.q"] == expected
 
 
-def of_layer(name: str, **fields: float) -> Callable[[dict[str, Any]], None]:
-    return lambda plan: plan["layers"][0]["times"][name].update(fields)
-
-
 def test_save_load_and_plot(x: torch.Tensor, measured: Times, tmp_path: Path) -> None:
     measured(plain=[1.0, 2.0, 3.0, 4.0, 5.0], default=[0.1] * 5)
     plan = hot.autotune(Net(), x, allow=["default"])
@@ -329,24 +317,6 @@ def test_save_load_and_plot(x: torch.Tensor, measured: Times, tmp_path: Path) ->
     loaded = hot.Plan.load(path)
     assert loaded == plan
     assert str(loaded) == str(plan)
-    for spoil, message in (
-        (lambda plan: plan["layers"][0]["times"].pop("plain"), "times: expected 'plain'"),
-        (lambda plan: plan["layers"][0].update(choice="other"), "the choice, 'other'"),
-        (lambda plan: plan["layers"][0]["times"]["plain"].update(speed=1), "unknown field 'speed'"),
-        (of_layer("plain", median_ms=0), r"times: plain: expected 0 < q1_ms <= median_ms <= q3_ms"),
-        (of_layer("plain", q1_ms=3.5), r"expected .*, got 3\.5, 3\.0, 4\.0"),
-        (of_layer("default", q3_ms=math.nan), r"times: default: expected .*, got 0\.1, 0\.1, nan"),
-        (of_layer("default", q3_ms=math.inf), r"got 0\.1, 0\.1, inf"),
-        (of_layer("plain", kept_bytes=-1), "times: plain: kept_bytes: -1 is negative"),
-        (lambda plan: plan["steps"]["plain"].update(q1_ms=0, median_ms=0), "steps: plain: expect"),
-        (lambda plan: plan.update(objective="speed"), "objective: 'speed'"),
-        (lambda plan: plan.update(steps={"plain": plan["layers"][0]["times"]["plain"]}), "planned"),
-    ):
-        content = json.loads(path.read_text())
-        spoil(content)
-        (tmp_path / "bad.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=message):
-            hot.Plan.load(tmp_path / "bad.json")
     changed = loaded.override("past", gx_bits=4)
     assert changed.overrides()["past"].gx_bits == 4
     assert dataclasses.replace(changed, layers=plan.layers) == plan
@@ -379,19 +349,6 @@ def test_bad_arguments(x: torch.Tensor) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             hot.autotune(model, x, **options)
-    with pytest.raises(ValueError, match="loss_fn: returned nothing that requires grad"):
-        hot.autotune(model, x, lambda m, b: m(b).sum().detach())
-    with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
-        hot.autotune(model, x)
-    with torch.device("meta"):
-        unreal = Net()
-    with pytest.raises(ValueError, match="meta device"):
-        hot.autotune(unreal, x)
-    hot.convert(model, overrides={"blocks.0.*": None})
-    with pytest.raises(ValueError, match=r"converted already \(blocks.1.q.*revert"):
-        hot.autotune(model, x)
-    with pytest.raises(ValueError, match="eval mode"):
-        hot.autotune(Net().eval(), x)
 
 
 @pytest.mark.cuda

@@ -310,7 +310,7 @@ def test_layers_with_one_x_keep_it_once(way: str) -> None:
         assert len({t.data_ptr() for t in kept if t.dtype == torch.uint8}) == 1
         return
     graphs = Graphs().run(call, x)
-    assert graphs.count("forward", "compress_pixels_seeded") == 1
+    assert graphs.count("forward", "compress") == 1
     assert graphs.count("forward", "decompress_activation") == 0
     assert graphs.count("backward", "decompress_activation") == 1
     assert graphs.calls["backward"]["aten.convolution_backward.default"] == 3
@@ -329,33 +329,17 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         x = x.contiguous(memory_format=torch.channels_last)
     weight, seed = torch.randn(16, 8, kernel, kernel), torch.tensor(11)
     window = ((kernel, kernel), (2, 1), (0, 0, 0, 0), (1, 1), "zeros", 1)
-    f = torch.float32
-    gy = torch.nn.functional.conv2d(x, weight, stride=(2, 1))
     for recipe in ("default", "fast", "paper"):
         config = HotConfig.recipe(recipe).json
-        torch.library.opcheck(torch.ops.hotcore.compress_pixels, (x, seed, config, *window))
         drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
-        call = (x, config, *window)
-        torch.library.opcheck(torch.ops.hotcore.compress_pixels_seeded, call, test_utils=drawn)
         for keep in (False, True):
             call = (x, x.bfloat16(), config, keep, *window)
             torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
-        saved = conv._compress_pixels(x, seed, config, *window)
+        saved = conv._compress(x, seed, config, conv.Window.of(*window))
         for bias, kept in ((None, saved), (torch.randn(16), None)):
             call = (x, weight, bias, kept, seed, config, *window)
             torch.library.opcheck(torch.ops.hotcore.conv2d, call)
             torch.library.opcheck(torch.ops.hotcore.convolution, call)
-        if kernel != 1:
-            continue
-        for inputs, dtypes in (
-            ((weight, saved), (f, f, f)),
-            ((weight, None), (f, None, None)),
-            ((None, saved), (None, f, None)),
-        ):
-            formats = (channels_last, not channels_last)
-            for saved_seed in (None, torch.tensor(12)):
-                call = (gy, *inputs, saved_seed, seed, config, x.shape, *formats, (2, 1), *dtypes)
-                torch.library.opcheck(torch.ops.hotcore.backward_pixels, call)
 
 
 @pytest.mark.cuda

@@ -20,7 +20,6 @@ from hotcore.config import HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore import paper  # noqa: E402
 from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -806,32 +805,6 @@ def test_the_report_goes_along_with_the_model() -> None:
     again = hot.convert(hot.revert(model), filter_fn=lambda module, name: name == "blocks.0.qkv")
     assert [layer.name for layer in again.hot_report.converted] == ["blocks.0.qkv"]
     assert not hasattr(hot.revert(again), "hot_report")
-
-
-def test_measuring_leaves_no_report() -> None:
-    model, x = Model(), torch.randint(50, (2, 20))
-    hot.memory_report(model, x, "fast")
-    paper.calibrate(model, [x], lambda net, batch: net(batch).square().mean(), "fast")
-    assert not hasattr(model, "hot_report")
-    report = hot.convert(model, "fast").hot_report
-    hot.memory_report(model, x)
-    assert model.hot_report is report
-
-
-@pytest.mark.parametrize("converted", [False, True])
-def test_measuring_leaves_lists_of_layers_alone(converted: bool) -> None:
-    model, x = Model(), torch.randint(50, (2, 20))
-    first = model.blocks[0]
-    model.listed, model.called = [first.qkv], {"proj": functools.partial(first.proj.forward)}
-    if converted:
-        hot.convert(model, "fast")
-    else:
-        hot.autotune(model, x, rounds=5, allow=["default"], objective="memory", slowdown=1e9)
-    paper.calibrate(model, [x], lambda net, batch: net(batch).square().mean(), "fast")
-    hot.memory_report(model, x, "fast")
-    kind = hot.HotLinear if converted else nn.Linear
-    assert model.listed[0] is first.qkv and type(first.qkv) is kind
-    assert model.called["proj"].func.__self__ is first.proj and type(first.proj) is kind
 
 
 def test_what_is_no_model() -> None:

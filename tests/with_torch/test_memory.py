@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import saved_tensors, storage_bytes, unchanged
+from support import saved_tensors, storage_bytes
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -99,12 +99,6 @@ def test_a_model_converted_with_saved(x: torch.Tensor) -> None:
     assert hot.memory_report(model, x, slower=True).before == plain
 
 
-def test_nothing_is_changed(x: torch.Tensor) -> None:
-    model = Net()
-    with unchanged(model, model.head.weight):
-        hot.memory_report(model, x)
-
-
 def test_converted_model(x: torch.Tensor) -> None:
     model = Net()
     plain = hot.memory_report(model, x, "fast")
@@ -184,16 +178,10 @@ def test_plot(x: torch.Tensor, tmp_path: Path) -> None:
 
 
 def test_bad_use(x: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="eval mode"):
-        hot.memory_report(Net().eval(), x)
-    with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
-        hot.memory_report(Net(), x)
     with pytest.raises(ValueError, match="config: None, and the model is plain: there is nothing"):
         hot.memory_report(Net(), x, None)
     with pytest.raises(ValueError, match="holds no tensor with a gradient"):
         hot.memory_report(Net().requires_grad_(False), x)
-    with pytest.raises(ValueError, match="loss_fn: returned nothing that requires grad"):
-        hot.memory_report(Net(), x, loss_fn=lambda m, v: m(v).mean().detach())
 
 
 @pytest.mark.parametrize("saved", [None, 8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,9 @@ def test_load_something_else(text: str, message: str, tmp_path: Path) -> None:
         hot.Plan.load(path)
 
 
+STEP = {"median_ms": 2.0, "q1_ms": 1.0, "q3_ms": 3.0, "kept_bytes": 0}
+
+
 def spoil(content: Any, path: str, value: Any) -> None:
     """Put ``value`` at ``path`` ("layers.0.name"); an Ellipsis takes it out."""
     *way, last = (int(step) if step.isdigit() else step for step in path.split("."))
@@ -102,6 +106,15 @@ def spoil(content: Any, path: str, value: Any) -> None:
         ("layers.0.times.plain.q1_ms", "0", "plain: q1_ms: expected an integer or a number"),
         ("layers.0.times.plain.kept_bytes", True, "kept_bytes: expected an integer, got a bool"),
         ("layers.0.times.plain.kept_bytes", -1, "kept_bytes: -1 is negative"),
+        ("layers.0.times.plain", ..., "times: expected 'plain'"),
+        ("layers.0.choice", "other", "the choice, 'other'"),
+        ("layers.0.times.plain.speed", 1, "unknown field 'speed'"),
+        ("layers.0.times.plain.median_ms", 0, "plain: expected 0 < q1_ms <= median_ms <= q3_ms"),
+        ("layers.0.times.plain.q1_ms", 2.1, r"expected .*, got 2\.1, 2\.0, 2\.2"),
+        ("layers.0.times.default.q3_ms", math.nan, r"times: default: expected .*, 1\.0, nan"),
+        ("layers.0.times.default.q3_ms", math.inf, r"got 0\.9, 1\.0, inf"),
+        ("steps", {"plain": {**STEP, "q1_ms": 0}, "planned": STEP}, "steps: plain: expect"),
+        ("steps", {"plain": STEP}, "steps: expected 'plain' and 'planned'"),
         ("layers.0.fields", {"speed": 1}, "HotConfig has no field 'speed'"),
         ("layers.0.fields", {"gx_bits": 5}, "fields: gx_bits: 5"),
         ("layers.0.fields", {"gx_bits": "8"}, "fields: gx_bits: expected an int"),

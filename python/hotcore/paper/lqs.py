@@ -27,7 +27,7 @@ from ..torch.bitsandbytes import is_8bit
 from ..torch.convert import decide
 from ..torch.ops.conv import settings
 from ..torch.plan import matplotlib_figure, overrides_of
-from ..torch.probe import input_of, preserve_state, watched
+from ..torch.probe import Call, gradients_seen, loss_of, preserve_state
 from ..torch.report import aligned, listed
 from ..torch.selection import Filter, products_of
 
@@ -281,37 +281,20 @@ def _measure(
     loss_fn: Callable[[nn.Module, Any], Tensor],
     probes: Mapping[str, _Probe],
 ) -> None:
-    handles = []
+    layers = {name: model.get_submodule(name) for name in probes}
+
+    def see(
+        name: str, module: nn.Module, call: Call, given: Callable[[], Tensor], gy: Tensor
+    ) -> None:
+        probes[name].add(module, given(), gy)
+
     try:
-        for name, probe in probes.items():
-            module, hook = model.get_submodule(name), _capture(name, probe)
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        loss = loss_fn(model, batch)
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise ValueError(
-                "loss_fn: returned nothing that requires grad; calibrate runs backward, which "
-                "needs a loss with a graph (no torch.no_grad, no detach, no .item())"
-            )
-        loss.backward()  # type: ignore[no-untyped-call]
+        with gradients_seen(layers, see):
+            loss = loss_of(model, batch, loss_fn)
+            loss.backward()  # type: ignore[no-untyped-call]
     finally:
-        for handle in handles:
-            handle.remove()
         for parameter in model.parameters():
             parameter.grad = None
-
-
-def _capture(name: str, probe: _Probe) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return
-        unwritten = watched(input_of(args, kwargs), name)
-
-        def on_gradient(gy: Tensor) -> None:
-            probe.add(module, unwritten(), gy.detach())
-
-        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
-
-    return hook
 
 
 def _as_linear(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..config import ConfigLike, HotConfig
 from . import _compat
 from .autotune import allowed_configs, plain_device
-from .clocks import Step, device_name, host_clock, spread, whole
+from .clocks import Clock, Step, device_name, spread, whole
 from .convert import convert, decide
 from .head import attach, detach
 from .memory import allocator_peak, kept_bytes, unallocated_in_pools
@@ -372,8 +372,8 @@ class _Trial:
             step = whole(model, self.inputs, self.loss_fn, self.update)
             for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs
                 step()
-            once = host_clock(self.device, 1).measure(step)
-            clock = host_clock(self.device, max(1, min(8, int(_BURST_MS / once))))
+            once = Clock(self.device, 1).measure(step)
+            clock = Clock(self.device, max(1, min(8, int(_BURST_MS / once))))
             rounds = max(2, min(_ROUNDS, int(_TIMED_MS / once)) // self.visits)
             times = [clock.measure(step) for _ in range(rounds)]
             if self.device.type == "cuda":

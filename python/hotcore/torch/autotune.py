@@ -1,8 +1,8 @@
 """``autotune``: time every layer plain and with each recipe, and choose per layer.
 
 One forward pass under hooks records how each layer is called: shape and dtype of x, autocast,
-memory format. Equal calls are measured once, forward and backward, on a copy of the layer with
-fresh weights, in turns with plain torch. A choice has to win by more than its spread.
+memory format. Equal calls are measured once, forward and backward, in turns with plain torch. A
+choice has to win by more than its spread.
 
 Clocks: on the CPU the host's. On CUDA the kernels of a small layer can take less time than the host
 needs to queue them, and the rest of the model decides which of the two counts. So the whole step is
@@ -12,6 +12,7 @@ the host ahead; if the host limits it, by bursts of calls on the host's clock.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 import types
@@ -26,18 +27,7 @@ from torch import Tensor, nn
 from ..config import RECIPES, ConfigLike, HotConfig, as_config
 from ._compat import is_compiled
 from .bitsandbytes import is_8bit
-from .clocks import (
-    MIN_ROUNDS,
-    Clock,
-    DeviceClock,
-    HostClock,
-    Step,
-    device_name,
-    host_clock,
-    in_turns,
-    spread,
-    whole,
-)
+from .clocks import MIN_ROUNDS, Clock, DeviceClock, Step, device_name, in_turns, spread, whole
 from .convert import convert, decide
 from .memory import kept_bytes
 from .modules import HotModule
@@ -62,7 +52,6 @@ ACCURACY = ("accurate", "default", "compact", "fast", "paper")
 OBJECTIVES = ("time", "memory")
 HOST_SHARE = 0.8
 """The device limits a CUDA step if the host queues it in less than this share of its time."""
-_STEP_ROUNDS = 5
 
 
 def autotune(
@@ -127,22 +116,47 @@ def autotune(
     if clock not in (None, "device", "host"):
         raise ValueError(f"clock: {clock!r} is not one of 'device', 'host', None")
     device = plain_device(model, "autotune")
-    options = _compile_options(model, compiled)
+    if compiled is None:
+        compiled = any(is_compiled(module) for module in model.modules())
+    options = dict(compiled) if isinstance(compiled, Mapping) else {} if compiled else None
+    found: dict[Any, dict[str, Measured]] = {}
     with preserve_state(model):
-        layers = _layers(model, filter_fn)
-        uses = _observe(model, inputs, loss_fn, layers)
-        watch, words = _clock(model, inputs, loss_fn, device, clock)
-        bench = _Bench(configs, watch, options, rounds, budget_ms)
-        plans = [
-            _plan(name, layers[name], uses[name], bench, objective, slowdown) for name in layers
-        ]
-        steps = {}
-        if verify:
-            steps = _verify(model, inputs, loss_fn, device, plans, filter_fn)
-    how = "compiled" if options is not None else "eager"
-    machine = f"{device_name(device)}, torch {torch.__version__}, {how}, {words}"
-    base = next(iter(configs.values()))
-    return Plan(tuple(plans), base, objective, machine, steps)
+        watch = Watch(_layers(model, filter_fn))
+        with eagerly(), watch.on():
+            loss_of(model, inputs, loss_fn)
+        step = whole(model, inputs, loss_fn)
+        timer, words = _clock(step, device, clock)
+
+        def times_of(layer: nn.Module, call: Call) -> dict[str, Measured]:
+            key = _key(layer, call)
+            if key not in found:
+                kept, steps = _contenders(layer, call, configs, options)
+                times = in_turns(steps, timer, rounds, budget_ms)
+                found[key] = {name: spread(values, kept[name]) for name, values in times.items()}
+            return found[key]
+
+        choose = fastest if objective == "time" else partial(smallest, slowdown=slowdown)
+        plans = []
+        for name, layer in watch.modules.items():
+            use = watch.uses[name]
+            times = _sum_calls([times_of(layer, call) for call in use.calls], use)
+            plans.append(_plan(name, layer, use, times, configs, choose))
+        how = "compiled" if options is not None else "eager"
+        machine = f"{device_name(device)}, torch {torch.__version__}, {how}, {words}"
+        plan = Plan(tuple(plans), next(iter(configs.values())), objective, machine)
+        # A model that is itself the layer has been measured.
+        if not verify or all(row.fields is None or row.name == "" for row in plans):
+            return plan
+
+        @contextmanager
+        def planned() -> Iterator[None]:
+            with preserve_state(model):
+                convert(model, overrides=plan.overrides(), filter_fn=filter_fn)
+                yield
+
+        both = {PLAIN: step, "planned": step}
+        steps = in_turns(both, Clock(device, 1), MIN_ROUNDS, settings={"planned": planned})
+    return dataclasses.replace(plan, steps={name: spread(row, 0) for name, row in steps.items()})
 
 
 # ---- Measured configurations and layers ----
@@ -183,17 +197,6 @@ def plain_device(model: nn.Module, who: str) -> torch.device:
     return device
 
 
-def _compile_options(
-    model: nn.Module, compiled: bool | Mapping[str, Any] | None
-) -> dict[str, Any] | None:
-    """Options for torch.compile; None: eager."""
-    if isinstance(compiled, Mapping):
-        return dict(compiled)
-    if compiled is None:
-        compiled = any(is_compiled(module) for module in model.modules())
-    return {} if compiled else None
-
-
 def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     """The layers that convert would convert."""
     modules = dict(model.named_modules())
@@ -206,124 +209,67 @@ def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     }
 
 
-def _observe(
-    model: nn.Module, inputs: Any, loss_fn: LossFn | None, layers: Mapping[str, nn.Module]
-) -> dict[str, LayerUse]:
-    watch = Watch(layers, saved=True)
-    with eagerly(), watch.on():
-        loss_of(model, inputs, loss_fn)
-    return watch.uses
+def _key(layer: nn.Module, call: Call) -> Any:
+    """Everything that a measurement depends on; layers of equal keys share one."""
+    own = [(name, p) for name, p in layer._parameters.items() if p is not None]
+    about = [(name, p.shape, p.stride(), p.dtype, p.device, p.requires_grad) for name, p in own]
+    return type(layer), layer.extra_repr(), tuple(about), call
 
 
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """Everything that a measurement depends on; layers of equal work share one."""
-
-    kind: type[nn.Module]
-    geometry: tuple[Any, ...]
-    dtype: torch.dtype
-    device: torch.device
-    trained: tuple[tuple[str, bool], ...]
-    """Parameters, and whether their gradients are wanted."""
-    call: Call
-
-    @classmethod
-    def of(cls, layer: nn.Module, call: Call) -> _Work:
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        geometry: tuple[Any, ...] = tuple(weight.shape)
-        if isinstance(layer, nn.Conv2d):
-            geometry += (layer.stride, layer.padding, layer.dilation, layer.padding_mode)
-            geometry += (layer.groups,)
-        trained = tuple(
-            (name, p.requires_grad) for name, p in layer._parameters.items() if p is not None
-        )
-        return cls(type(layer), geometry, weight.dtype, weight.device, trained, call)
-
-    def layer(self, original: nn.Module) -> nn.Module:
-        """A separate layer with random weights, without hooks and wrappers."""
-        new: nn.Module
-        trained = dict(self.trained)
-        if isinstance(original, nn.Conv2d):
-            new = nn.Conv2d(
-                original.in_channels,
-                original.out_channels,
-                original.kernel_size,  # type: ignore[arg-type]
-                original.stride,  # type: ignore[arg-type]
-                original.padding,  # type: ignore[arg-type]
-                original.dilation,  # type: ignore[arg-type]
-                original.groups,
-                "bias" in trained,
-                original.padding_mode,
-            )
-        elif isinstance(original, nn.Linear):
-            new = nn.Linear(original.in_features, original.out_features, "bias" in trained)
-        else:
-            new = type(original)(original.nf, original.nx)
-        new = new.to(self.device, self.dtype)
-        if self.call.channels_last:
-            new = new.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        for name, wanted in trained.items():
-            new._parameters[name].requires_grad_(wanted)  # type: ignore[union-attr]
-        return new
+def _alone(layer: nn.Module) -> nn.Module:
+    """The layer without hooks and wrappers, also on its Parameters, whose memory it shares."""
+    new = copy.copy(layer)
+    new._parameters = {
+        name: p if p is None else nn.Parameter(p.detach(), p.requires_grad)
+        for name, p in layer._parameters.items()
+    }
+    for name in ("forward", "_old_forward"):  # accelerate's
+        vars(new).pop(name, None)
+    return new
 
 
-class _Bench:
-    """Measures works, each once."""
-
-    def __init__(
-        self,
-        configs: Mapping[str, HotConfig],
-        clock: Clock,
-        options: Mapping[str, Any] | None,
-        rounds: int,
-        budget_ms: float,
-    ) -> None:
-        self.configs = configs
-        self._clock = clock
-        self._options = options
-        self._rounds = rounds
-        self._budget = budget_ms
-        self._found: dict[_Work, dict[str, Measured]] = {}
-
-    def times(self, layer: nn.Module, call: Call) -> dict[str, Measured]:
-        """Plain and every configuration."""
-        work = _Work.of(layer, call)
-        if work not in self._found:
-            self._found[work] = self._measure(work, layer)
-        return self._found[work]
-
-    def _measure(self, work: _Work, original: nn.Module) -> dict[str, Measured]:
-        plain = work.layer(original)
-        call = work.call
-        x = torch.randn(call.shape, device=work.device).to(call.dtype)
-        if call.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        x.requires_grad_(call.requires_grad)
-        layers = {PLAIN: plain}
-        for name, config in self.configs.items():
-            hot = hot_class(plain).from_plain(plain, config)
-            assert isinstance(hot, nn.Module)
-            layers[name] = hot
+def _contenders(
+    layer: nn.Module,
+    call: Call,
+    configs: Mapping[str, HotConfig],
+    options: Mapping[str, Any] | None,
+) -> tuple[dict[str, int], dict[str, Step]]:
+    """Plain and every configuration: bytes kept for backward, and forward and backward."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    x = torch.randn(call.shape, device=weight.device).to(call.dtype)
+    if call.channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    x.requires_grad_(call.requires_grad)
+    kept, steps = {}, {}
+    for name, config in {PLAIN: None, **configs}.items():
+        own: Any = _alone(layer)
+        if config is not None:
+            own = hot_class(own).from_plain(own, config)
         with _casting(x, call.autocast):
-            kept = {n: kept_bytes(one, partial(one.forward, x)) for n, one in layers.items()}
-        steps = {name: self._step(each, x, call.autocast) for name, each in layers.items()}
-        times = in_turns(steps, self._clock, self._rounds, self._budget)
-        return {name: spread(values, kept[name]) for name, values in times.items()}
+            kept[name] = kept_bytes(own, partial(own.forward, x))
+        forward = own.forward if options is None else compile_layer(own, options)
+        steps[name] = _step(own, forward, x, call.autocast)
+    return kept, steps
 
-    def _step(self, layer: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
-        forward = layer.forward if self._options is None else compile_layer(layer, self._options)
-        wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+
+def _step(
+    layer: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    x: Tensor,
+    autocast: torch.dtype | None,
+) -> Step:
+    wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    with _casting(x, autocast):
+        gy = torch.randn_like(forward(x))
+
+    def step() -> None:
         with _casting(x, autocast):
-            gy = torch.randn_like(forward(x))
+            y = forward(x)
+        if wanted:
+            torch.autograd.grad(y, wanted, gy)
 
-        def step() -> None:
-            with _casting(x, autocast):
-                y = forward(x)
-            if wanted:
-                torch.autograd.grad(y, wanted, gy)
-
-        return step
+    return step
 
 
 def compile_layer(layer: nn.Module, options: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -345,57 +291,52 @@ def compile_layer(layer: nn.Module, options: Mapping[str, Any]) -> Callable[[Ten
 
 
 def _casting(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    if dtype is None:
-        if autocast_dtype(x.device.type) is None:
-            return nullcontext()
-        return torch.autocast(x.device.type, enabled=False)
-    return torch.autocast(x.device.type, dtype)
+    if dtype is None and autocast_dtype(x.device.type) is None:
+        return nullcontext()
+    return torch.autocast(x.device.type, dtype, enabled=dtype is not None)
 
 
-def _clock(
-    model: nn.Module, inputs: Any, loss_fn: LossFn | None, device: torch.device, wanted: str | None
-) -> tuple[Clock, str]:
+def _clock(step: Step, device: torch.device, wanted: str | None) -> tuple[Clock, str]:
     """The clock for layers, and its name."""
     if device.type != "cuda":
         return Clock(device), "the host's clock"
-    if wanted == "device":
-        return DeviceClock(device), "device time"
-    if wanted == "host":
-        return HostClock(device), "host and device"
-    step = whole(model, inputs, loss_fn)
-    shares = []
-    for _ in range(4):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        step()
-        queued = time.perf_counter() - start
-        torch.cuda.synchronize(device)
-        shares.append(queued / (time.perf_counter() - start))
-    share = min(shares[1:])  # the first compiles and chooses algorithms
-    if share < HOST_SHARE:
-        return DeviceClock(device), f"device time (the host needs {share:.0%} of the step)"
-    return HostClock(device), f"host and device ({share:.0%} of the step is the host's)"
+    words = {"device": "device time", "host": "host and device"}
+    if wanted is None:
+        shares = []
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            step()
+            queued = time.perf_counter() - start
+            torch.cuda.synchronize(device)
+            shares.append(queued / (time.perf_counter() - start))
+        share = min(shares[1:])  # the first compiles and chooses algorithms
+        wanted = "device" if share < HOST_SHARE else "host"
+        words = {
+            "device": f"device time (the host needs {share:.0%} of the step)",
+            "host": f"host and device ({share:.0%} of the step is the host's)",
+        }
+    return (DeviceClock if wanted == "device" else Clock)(device), words[wanted]
 
 
 # ---- Choosing ----
 
 
 def _plan(
-    name: str, layer: nn.Module, use: LayerUse, bench: _Bench, objective: str, slowdown: float
+    name: str,
+    layer: nn.Module,
+    use: LayerUse,
+    times: Mapping[str, Measured],
+    configs: Mapping[str, HotConfig],
+    choose: Callable[[Mapping[str, Measured]], tuple[str, str]],
 ) -> LayerPlan:
-    shape = _shape(layer, use.calls)
-    if not use.calls:
-        why = "never called with these inputs"
-        if use.bypassed:
-            why = "never called: its weight is multiplied without it"
-        return LayerPlan(name, fields=None, choice=PLAIN, reason=why, shape=shape)
-    times = _sum_calls([bench.times(layer, call) for call in use.calls], use)
-    if objective == "time":
-        choice, reason = fastest(times)
-    else:
-        choice, reason = smallest(times, slowdown)
-    fields = None if choice == PLAIN else _fields(bench.configs[choice])
-    return LayerPlan(name, fields=fields, times=times, choice=choice, reason=reason, shape=shape)
+    choice, reason = PLAIN, "never called with these inputs"
+    if times:
+        choice, reason = choose(times)
+    elif use.bypassed:
+        reason = "never called: its weight is multiplied without it"
+    fields = None if choice == PLAIN else _fields(configs[choice])
+    return LayerPlan(name, fields, times, choice, reason, _shape(layer, use.calls))
 
 
 def _sum_calls(calls: Sequence[Mapping[str, Measured]], use: LayerUse) -> dict[str, Measured]:
@@ -404,7 +345,7 @@ def _sum_calls(calls: Sequence[Mapping[str, Measured]], use: LayerUse) -> dict[s
     Layers with the same x keep it once, in plain torch and, with equal configurations, in HOT.
     """
     sums = {}
-    for name in calls[0]:
+    for name in calls[0] if calls else ():
         rows = [call[name] for call in calls]
         kept = use.kept_bytes
         if name != PLAIN:
@@ -478,41 +419,3 @@ def _shape(layer: nn.Module, calls: Sequence[Call]) -> str:
     dtype = str(call.dtype if call.autocast is None else call.autocast).removeprefix("torch.")
     more = f", {len(calls)} calls" if len(calls) > 1 else ""
     return f"{sizes}, x {list(call.shape)} {dtype}{more}"
-
-
-# ---- The whole step ----
-
-
-def _verify(
-    model: nn.Module,
-    inputs: Any,
-    loss_fn: LossFn | None,
-    device: torch.device,
-    plans: Sequence[LayerPlan],
-    filter_fn: Filter | None,
-) -> dict[str, Measured]:
-    """Forward and backward of the model, plain and as planned, in turns."""
-    plan = Plan(tuple(plans), HotConfig())
-    if all(layer.fields is None for layer in plans):
-        return {}
-    if any(layer.name == "" for layer in plans):  # the model is the layer, already measured
-        return {}
-
-    @contextmanager
-    def planned() -> Iterator[None]:
-        with preserve_state(model):
-            convert(model, overrides=plan.overrides(), filter_fn=filter_fn)
-            yield
-
-    times: dict[str, list[float]] = {PLAIN: [], "planned": []}
-    step, clock = whole(model, inputs, loss_fn), host_clock(device, 1)
-    for turn in range(_STEP_ROUNDS + 1):
-        for name, context in ((PLAIN, nullcontext), ("planned", planned)):
-            with context():
-                if turn == 0:  # compiles, chooses algorithms
-                    step()
-                for _ in range(2):
-                    value = clock.measure(step)
-                if turn:
-                    times[name].append(value)
-    return {name: spread(values, 0) for name, values in times.items()}

@@ -1,11 +1,13 @@
-"""Clocks of ``autotune`` and ``advise``, and the one loop that times with them."""
+"""What ``autotune`` and ``advise`` measure with: steps, clocks, and settings in turns."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,45 +24,15 @@ Step = Callable[[], object]
 
 
 class Clock:
-    """Milliseconds of one call. On the CPU: the host's clock around it."""
+    """The host's clock, around a burst of calls on CUDA, until the device is done with them."""
 
-    unmeasured = 1
-    """Calls before each measurement: thread pools still spin after the previous one."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Measure on this device."""
+    def __init__(self, device: torch.device, burst: int = _BURST) -> None:
+        """Measure on this device; ``burst`` calls together where the device runs behind."""
         self.device = device
-
-    def begin(self, steps: Iterable[Step]) -> None:
-        """Warm up."""
-        for step in steps:
-            step()
-            step()
-        self._wait()
+        self._burst = burst if device.type == "cuda" else 1
 
     def measure(self, step: Step) -> float:
         """Milliseconds of a call."""
-        start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1e3
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class HostClock(Clock):
-    """On CUDA if the host limits the step: bursts of calls, timed until the device is done."""
-
-    unmeasured = 0
-
-    def __init__(self, device: torch.device, burst: int = _BURST) -> None:
-        """Measure ``burst`` calls together."""
-        super().__init__(device)
-        self._burst = burst
-
-    def measure(self, step: Step) -> float:
-        """Milliseconds of a call, of those of a burst."""
         self._wait()
         start = time.perf_counter()
         for _ in range(self._burst):
@@ -68,10 +40,9 @@ class HostClock(Clock):
         self._wait()
         return (time.perf_counter() - start) * 1e3 / self._burst
 
-
-def host_clock(device: torch.device, burst: int = _BURST) -> Clock:
-    """The host's clock; ``burst`` calls together where the device runs behind."""
-    return HostClock(device, burst) if device.type == "cuda" else Clock(device)
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class DeviceClock(Clock):
@@ -81,8 +52,6 @@ class DeviceClock(Clock):
     inputs from the cache.
     """
 
-    unmeasured = 0
-
     def __init__(self, device: torch.device) -> None:
         """Measure on this device."""
         super().__init__(device)
@@ -90,24 +59,15 @@ class DeviceClock(Clock):
             event: Any = torch.cuda.Event
             self._start, self._end = event(enable_timing=True), event(enable_timing=True)
         self._buffer = torch.empty(_COVER_BYTES, dtype=torch.uint8, device=device)
-        self._writes = 1
-
-    def begin(self, steps: Iterable[Step]) -> None:
-        """Warm up, and find how many writes take longer than queueing the slowest call."""
-        each = []
-        for step in steps:
-            step()
-            self._wait()
-            start = time.perf_counter()
-            step()
-            each.append((time.perf_counter() - start) * 1e3)
-        self._writes = 1
-        write = statistics.median(self._elapsed(self._buffer.zero_) for _ in range(5))
-        self._writes = max(1, math.ceil(1.5 * max(each, default=0.0) / max(write, 1e-3)))
+        self._write_ms = statistics.median(self._elapsed(self._buffer.zero_) for _ in range(5))
 
     def measure(self, step: Step) -> float:
-        """Milliseconds of the device."""
-        for _ in range(self._writes):
+        """Milliseconds of the device; the writes take longer than queueing the call."""
+        self._wait()
+        start = time.perf_counter()
+        step()
+        queued_ms = (time.perf_counter() - start) * 1e3
+        for _ in range(max(1, math.ceil(1.5 * queued_ms / max(self._write_ms, 1e-3)))):
             self._buffer.zero_()
         return self._elapsed(step)
 
@@ -121,18 +81,26 @@ class DeviceClock(Clock):
 
 
 def in_turns(
-    steps: Mapping[str, Step], clock: Clock, rounds: int, budget_ms: float
+    steps: Mapping[str, Step],
+    clock: Clock,
+    rounds: int,
+    budget_ms: float = math.inf,
+    settings: Mapping[str, Callable[[], AbstractContextManager[None]]] = MappingProxyType({}),
 ) -> dict[str, list[float]]:
-    """Milliseconds of every step; each takes one turn per round, so slow moments hit all."""
-    clock.begin(steps.values())
+    """Milliseconds of every step; each takes one turn per round, so slow moments hit all.
+
+    After ``budget_ms``, and the least number of rounds, a step takes no more turns. ``settings``
+    are contexts in which the steps of their names run.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name, step in steps.items():
             if turn >= MIN_ROUNDS and sum(times[name]) > budget_ms:
                 continue
-            for _ in range(clock.unmeasured):
-                step()
-            times[name].append(clock.measure(step))
+            with settings.get(name, nullcontext)():
+                for _ in range(1 if turn else 3):  # compiles; wakes threads
+                    step()
+                times[name].append(clock.measure(step))
     return times
 
 

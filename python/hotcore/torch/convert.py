@@ -28,6 +28,7 @@ from .selection import (
     MIN_FEATURES,
     Filter,
     candidates,
+    facts_of,
     features_of,
     hot_class,
     is_frozen,
@@ -167,9 +168,9 @@ def decide(
     left = [fqn for fqn, own in configs.items() if own is None]
     reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
     target = _device(model, device)
-    slow: dict[str, str] = {}
-    if filter_fn is None and not slower:
-        slow = selection.why_slow(layers, configs, target, {*reasons, *(overrides or {})})
+    slowly = selection.why_slow(layers, configs, target)
+    anyway = slowly if slower or filter_fn is not None else {*reasons, *(overrides or {})}
+    slow = {fqn: why for fqn, why in slowly.items() if fqn not in anyway}
     twice = [fqn for fqn, m in layers if isinstance(m, HotModule) and fqn not in {*reasons, *slow}]
     if twice:
         raise ValueError(
@@ -200,11 +201,7 @@ def decide(
             if new.runs_plain:
                 in_eval_mode.append(fqn)
             replacements[module] = new
-            sizes = (products_of(module, own, target), *features_of(module))
-            slowly = (
-                "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
-            )
-            notes = (_note(fqn, uses), _plain_note(module, own, target), slowly)
+            notes = (_note(fqn, uses), _plain_note(module, own, target), slowly.get(fqn))
             kept, note = _bytes_per_value(module, own, target), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     converted = [row for row in rows if isinstance(row, Converted)]
@@ -397,13 +394,12 @@ def _measures(
     every = [p for each in inner for p in each._parameters.values() if p is not None]
     own = [p for p in every if id(p) not in counted]
     counted.update(map(id, own))
-    sizes = (products_of(module, config, device), *features_of(module))
     return {
         "parameters": sum(p.numel() for p in own),
         "macs": uses[fqn].macs if fqn in uses else None,
         "expected_time": None
         if is_8bit(module)  # not measured
-        else gains.expected_time(*sizes, config, device, is_frozen(module)),
+        else gains.expected_time(*facts_of(module, config, device)),
     }
 
 

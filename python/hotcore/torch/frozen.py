@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, frozen_codes
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
-from .modules import HotLinear, HotModule, carry_forward, own_forward
+from .modules import HotLinear, HotModule, carry_forward, copy_content, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
 from .ops.codes import Frozen, dequantized, quantize_forward_weight
 from .ops.frozen import frozen_linear
@@ -59,6 +59,8 @@ _SIZES = {
     *(Tensor.ndimension, Tensor.storage_offset),
 }
 """What is answered without values."""
+_PLACES = {*_properties("device", "is_cuda", "is_cpu", "is_meta"), Tensor.get_device}
+"""What is answered by the codes."""
 
 
 class ReadOnly(Tensor):
@@ -149,26 +151,6 @@ class FrozenWeight(ReadOnly):
         return self._layer.dequantized() if weight is None else weight.detach().clone()
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]  # nobody sets it
-        """Where the codes are."""
-        return self._held().device
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]  # nobody sets it
-        """Whether the codes are on a CUDA device."""
-        return self._held().is_cuda
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]  # nobody sets it
-        """Whether the codes are on the CPU."""
-        return self._held().is_cpu
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]  # nobody sets it
-        """Whether the codes are on the meta device."""
-        return self._held().is_meta
-
-    @property
     def data(self) -> Tensor:
         """Itself: writes to a copy would be lost."""
         return self
@@ -180,10 +162,6 @@ class FrozenWeight(ReadOnly):
     def _held(self) -> Tensor:
         weight = self._thawed()
         return self._layer.weight_codes if weight is None else weight
-
-    def get_device(self) -> int:
-        """As of the codes."""
-        return self._held().get_device()
 
     # "weight.data += values": Python then assigns the result to weight.data, which it is by then.
 
@@ -223,7 +201,9 @@ class FrozenWeight(ReadOnly):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer questions of size; the rest is read-only values."""
+        """Answer questions of size and place; the rest is read-only values."""
+        if func in _PLACES:
+            return func(args[0]._held())
         if func in _SIZES:
             with _compat.without_subclasses():
                 return func(*args, **(kwargs or {}))
@@ -251,22 +231,20 @@ def _version(values: Tensor) -> int:
 
 def _values(value: Any, made: list[Tensor] | None = None) -> Any:
     """The same, with plain tensors for read-only ones, which are also put into ``made``."""
-    if isinstance(value, ReadOnly):
-        if isinstance(value, FrozenWeight):
-            plain = value.dequantized()
+
+    def of(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, ReadOnly):
+            return tensor
+        if isinstance(tensor, FrozenWeight):
+            plain = tensor.dequantized()
         else:
             with _compat.without_subclasses():
-                plain = Tensor.detach(value)
+                plain = Tensor.detach(tensor)
         if made is not None:
             made.append(plain)
         return plain
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_values(item, made) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_values(item, made) for item in value)
-    if isinstance(value, dict):
-        return {key: _values(item, made) for key, item in value.items()}
-    return value
+
+    return frozen_codes.mapped(value, of)
 
 
 def _read_only(found: Any, made: list[Tensor]) -> Any:
@@ -307,6 +285,11 @@ class FrozenModule(HotModule, nn.Module):
     """Whether ``state_dict`` has codes instead of the dequantised weight."""
     weight_tied: bool
     """Whether another frozen layer has the same codes."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Raise TypeError."""
+        made_of = f"hot.freeze_int8 makes it of a {self.thawed.__name__}"
+        raise TypeError(f"{type(self).__name__}: {made_of}")
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -397,12 +380,7 @@ class FrozenModule(HotModule, nn.Module):
 
     def copy_thawed(self) -> HotModule:
         """Another layer that :meth:`thaw` has been called on; the bias and hooks are shared."""
-        new: Any = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.__dict__["_parameters"] = self._parameters.copy()
-        for table in ("_buffers", "_modules"):
-            new.__dict__[table] = self.__dict__[table].copy()
-        carry_forward(self, new, type(self))
+        new: Any = copy_content(self, type(self))
         new.thaw()
         copied: HotModule = new
         return copied
@@ -581,10 +559,6 @@ class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # wei
     """
 
     thawed = HotLinear
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise TypeError."""
-        raise TypeError("HotFrozenLinear: hot.freeze_int8 makes it of a HotLinear")
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`.freeze_int8`."""

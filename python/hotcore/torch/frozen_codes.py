@@ -106,7 +106,7 @@ class FrozenCodes(nn.Parameter):
         if name == "detach" or (name == "__get__" and assigned(func) == "data"):
             return args[0]  # itself: what is written there is seen
         if name in _KEEP:
-            func(*_plain(args), **_plain(kwargs))
+            func(*mapped(args, plain), **mapped(kwargs, plain))
             return args[0]
         if name.startswith("_foreach_"):
             return _each(name.removeprefix("_foreach_"), func, args, kwargs)
@@ -114,7 +114,7 @@ class FrozenCodes(nn.Parameter):
             return _write(name, func, *args, **kwargs)
         if name == "__dlpack__":
             _refuse(name)
-        found = func(*_plain(args), **_plain(kwargs))
+        found = func(*mapped(args, plain), **mapped(kwargs, plain))
         if isinstance(found, Tensor) and type(found) is Tensor:
             summed = _sum(name, args, kwargs)
             if summed is not None:
@@ -237,15 +237,16 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, FrozenCodes | _Average):
-        return plain(value)
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same, with ``change`` of each tensor, also of those in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_plain, value))
+        return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     return value
 
 
@@ -381,34 +382,17 @@ def _write(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _each(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A ``_foreach_`` function: what concerns codes alone, one after the other, then the rest."""
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    count = len(lists[0])
-    own = [
-        index
-        for index in range(count)
-        if any(isinstance(each[index], FrozenCodes | _Average) for each in lists)
-    ]
-    others = [index for index in range(count) if index not in set(own)]
-
-    def part(value: Any, indices: list[int]) -> Any:
-        return [value[i] for i in indices] if isinstance(value, list | tuple) else value
-
-    made: dict[int, Any] = {}
+    """A ``_foreach_`` function, one tensor after the other."""
     one = getattr(Tensor, name, None)
     if one is None:
-        _refuse(f"_foreach_{name}")
-    for index in own:
-        arguments = [part(value, [index]) for value in args]
-        named = {key: part(value, [index]) for key, value in kwargs.items()}
-        arguments = [a[0] if isinstance(a, list) else a for a in arguments]
-        made[index] = one(
-            *arguments, **{k: v[0] if isinstance(v, list) else v for k, v in named.items()}
-        )
-    if others:
-        rest = func(
-            *(part(value, others) for value in args),
-            **{key: part(value, others) for key, value in kwargs.items()},
-        )
-        made.update(zip(others, rest or [None] * len(others), strict=True))
-    return None if name.endswith("_") else [made[index] for index in range(count)]
+        _refuse(func.__name__)
+
+    def at(value: Any, index: int) -> Any:
+        return value[index] if isinstance(value, list | tuple) else value
+
+    count = next(len(v) for v in (*args, *kwargs.values()) if isinstance(v, list | tuple))
+    made = [
+        one(*(at(v, i) for v in args), **{key: at(v, i) for key, v in kwargs.items()})
+        for i in range(count)
+    ]
+    return None if name.endswith("_") else made

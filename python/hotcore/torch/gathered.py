@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _compat
+from .frozen_codes import mapped
 from .modules import HotLinear
 from .ops import codes, is_dtensor
 from .ops.codes import Frozen
@@ -96,8 +97,7 @@ class _Rows(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch passes the operator first
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = {name: _plain(value) for name, value in (kwargs or {}).items()}
-        found = func(*_plain(args), **named)
+        found = func(*_plain(args), **_plain(kwargs or {}))
         name = func.__name__.partition(".")[0]
         if name in _SAME:
             many = isinstance(found, list | tuple)
@@ -143,9 +143,7 @@ class _Rows(Tensor):
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
-    return value.rows if isinstance(value, _Rows) else value
+    return mapped(value, lambda tensor: tensor.rows if isinstance(tensor, _Rows) else tensor)
 
 
 class _Gathered(Tensor):

@@ -210,7 +210,7 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
         detach(model)
     except ValueError as error:
         return str(error).removeprefix("model: ")
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     found = next((m for m in model.modules() if base and isinstance(m, base)), None)
     if found is None:
         return "no model of transformers"

@@ -62,10 +62,6 @@ class HotFrozenConv1D(FrozenModule, HotConv1D):
     transposed = True
     bias: Tensor
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise TypeError."""
-        raise TypeError("HotFrozenConv1D: hot.freeze_int8 makes it of a HotConv1D")
-
     def forward(self, x: Tensor) -> Tensor:
         """``[..., nx] -> [..., nf]``."""
         return self._linear(x, self.weight_codes, self.bias)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from .clocks import Step, whole
 from .convert import convert, revert
-from .plan import matplotlib_figure
-from .probe import LossFn, check_training, loss_of, preserve_state
+from .plan import draw_bars
+from .probe import Kept, LossFn, check_training, loss_of, preserve_state
 from .report import aligned
 from .saved import SavedCodes
 from .selection import Filter
@@ -96,24 +95,13 @@ class MemoryReport:
         for module in self.modules:
             before, after = types.get(module.type, (0, 0))
             types[module.type] = (before + module.before, after + module.after)
-        names = sorted(types, key=lambda name: max(types[name]))
-        figure = matplotlib_figure()(figsize=(8, 1.4 + 0.42 * len(names)), layout="constrained")
-        axis = figure.subplots()
-        places = range(len(names))
-        for offset, index, label, colour in (
-            (0.2, 0, "before", "#888888"),
-            (-0.2, 1, "after", "#0072b2"),
-        ):
-            values = [types[name][index] / _MIB for name in names]
-            bars = axis.barh([p + offset for p in places], values, 0.38, label=label, color=colour)
-            axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-        axis.set_yticks(list(places), names, fontsize=8)
-        axis.set_xlabel("kept for backward, MiB")
+        names = sorted(types, key=lambda name: max(types[name]), reverse=True)
+        series = {
+            label: [(types[name][i] / _MIB,) * 3 for name in names]
+            for i, label in enumerate(("before", "after"))
+        }
         title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
-        axis.set_title(title + self.changes, fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(loc="lower right")
-        figure.savefig(path, dpi=130)
+        draw_bars(path, names, series, "kept for backward, MiB", title + self.changes)
 
 
 def memory_report(
@@ -177,61 +165,24 @@ def memory_report(
     return MemoryReport(modules, peak_before, peak_after, changes)
 
 
-class _Ledger:
-    """Counts the saved bytes of each module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.bytes: dict[str, int] = {}
-        # Kept alive, so that no address is reused.
-        self._seen: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            storage = tensor.untyped_storage()
-            self._seen[storage._cdata] = storage
-        self._stack = [""]
-        self._model = model
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage
-            name = self._stack[-1]
-            self.bytes[name] = self.bytes.get(name, 0) + storage.nbytes()
-        # Detached: an output would keep its own graph alive, because no backward pass frees it.
-        return tensor.detach()
-
-    def watch(self, stack: ExitStack) -> None:
-        """Track the module that the forward pass is in, until ``stack`` is closed."""
-        for name, module in self._model.named_modules():
-            before = module.register_forward_pre_hook(self._enter(name))
-            after = module.register_forward_hook(self._leave, always_call=True)
-            stack.callback(before.remove)
-            stack.callback(after.remove)
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._stack.append(name)
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self._stack.pop()
-
-
 def _measure(
     model: nn.Module, inputs: Any, loss_fn: LossFn | None
 ) -> tuple[dict[str, int], int | None]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type != "cuda":
-        ledger = _Ledger(model)
-        _forward(model, inputs, loss_fn, ledger)
-        return ledger.bytes, None
-    step = whole(model, inputs, loss_fn)
-    step()  # allocates what stays allocated (workspaces of cuBLAS and cuDNN)
-    base = torch.cuda.memory_allocated(device)
-    peak = allocator_peak(device, step) - base
-    ledger = _Ledger(model)
-    _forward(model, inputs, loss_fn, ledger)
-    return ledger.bytes, peak
+    peak = None
+    if device.type == "cuda":
+        step = whole(model, inputs, loss_fn)
+        step()  # allocates what stays allocated (workspaces of cuBLAS and cuDNN)
+        base = torch.cuda.memory_allocated(device)
+        peak = allocator_peak(device, step) - base
+    kept = Kept(dict(model.named_modules()), (*model.parameters(), *model.buffers()))
+    with kept.on():
+        loss_of(model, inputs, loss_fn)
+    sizes: dict[str, int] = {}
+    for size, names in kept.keepers.values():
+        first = next(iter(names))
+        sizes[first] = sizes.get(first, 0) + size
+    return sizes, peak
 
 
 def allocator_peak(device: torch.device, step: Step) -> int:
@@ -250,18 +201,10 @@ def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
 
 def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     """Bytes that a forward pass keeps for backward, without parameters and buffers."""
-    ledger = _Ledger(model)
-    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda kept: kept):
+    kept = Kept({}, (*model.parameters(), *model.buffers()))
+    with kept.on():
         forward()
-    return sum(ledger.bytes.values())
-
-
-def _forward(model: nn.Module, inputs: Any, loss_fn: LossFn | None, ledger: _Ledger) -> None:
-    with ExitStack() as stack:
-        ledger.watch(stack)
-        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda kept: kept)
-        stack.enter_context(hooks)
-        loss_of(model, inputs, loss_fn)
+    return sum(size for size, _ in kept.keepers.values())
 
 
 def _amounts(before: int, after: int) -> tuple[str, str, str]:

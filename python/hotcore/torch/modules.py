@@ -58,7 +58,7 @@ class HotModule:
             found = type(module).__name__
             raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {found}")
         settings = as_config(config)
-        new: Any = _copy_content(module, cls)
+        new: Any = copy_content(module, cls)
         new.config = settings
         assert isinstance(new, cls)
         return new
@@ -66,7 +66,7 @@ class HotModule:
     def to_plain(self) -> nn.Module:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
-        new = _copy_content(self, self.plain)
+        new = copy_content(self, self.plain)
         for name in (REPORT, "_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
@@ -286,7 +286,7 @@ def carry_forward(module: nn.Module, new: nn.Module, cls: type[nn.Module]) -> No
     new.__dict__[_FORWARD] = functools.update_wrapper(hooked, inner)
 
 
-def _copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
+def copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
     """A ``cls`` with the content of ``module``: Parameters, buffers, hooks, training mode.
 
     If ``module`` was compiled by itself, the new one is not: that would be a call of the old one.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .bitsandbytes import is_8bit
 from .frozen import FrozenModule
 from .modules import HotModule
-from .probe import autocast_dtype, eagerly, input_of, watched
+from .probe import Call, eagerly, gradients_seen
 from .report import listed
 
 _KINDS = ("gw", "gx")
@@ -114,9 +114,7 @@ class NoiseMonitor:
             self._sums.clear()
             self._open = ExitStack()
             self._open.enter_context(eagerly())
-            for name, module in self._layers.items():
-                handle = module.register_forward_hook(self._follow(name), with_kwargs=True)
-                self._open.callback(handle.remove)
+            self._open.enter_context(gradients_seen(self._layers, self._measure))
         self._count += 1
 
     def end(self) -> dict[str, float]:
@@ -132,32 +130,13 @@ class NoiseMonitor:
             self._open.close()
             self._open = None
 
-    def _follow(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not (module.training and isinstance(output, Tensor) and output.requires_grad):
-                return
-            x = input_of(args, kwargs)
-            needs, dtype = x.requires_grad, autocast_dtype(x.device.type)
-            unwritten = watched(x, name)
-
-            def on_gradient(gy: Tensor) -> None:
-                if self._open is not None:  # a graph may outlive its step
-                    self._measure(name, module, unwritten(), needs, dtype, gy.detach())
-
-            output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
-
-        return hook
-
     def _measure(
-        self,
-        name: str,
-        module: nn.Module,
-        x: Tensor,
-        needs_gx: bool,
-        dtype: torch.dtype | None,
-        gy: Tensor,
+        self, name: str, module: nn.Module, call: Call, given: Callable[[], Tensor], gy: Tensor
     ) -> None:
         assert isinstance(module, HotModule)
+        if self._open is None or not module.training:  # a graph may outlive its step
+            return
+        x, needs_gx, dtype = given(), call.requires_grad, call.autocast
         if isinstance(module, FrozenModule):
             module = module.copy_thawed()  # the same g_x
             assert isinstance(module, HotModule) and isinstance(module, nn.Module)

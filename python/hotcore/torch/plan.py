@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -145,12 +145,9 @@ class Plan:
             "steps": _plain(self.steps),
             "layers": [
                 {
-                    "name": layer.name,
+                    **vars(layer),
                     "fields": None if layer.fields is None else dict(layer.fields),
                     "times": _plain(layer.times),
-                    "choice": layer.choice,
-                    "reason": layer.reason,
-                    "shape": layer.shape,
                 }
                 for layer in self.layers
             ],
@@ -223,19 +220,16 @@ class Plan:
         )
         timed = [layer for layer in self.layers if layer.times]
         if timed:
-            sums = [
-                (
-                    sum(row.median_ms for row in rows),
-                    sum(row.kept_bytes for row in rows),
-                )
+            (ms, size), (own_ms, own_size) = (
+                (sum(row.median_ms for row in rows), sum(row.kept_bytes for row in rows) / 1e6)
                 for rows in (
                     [layer.times[PLAIN] for layer in timed],
                     [layer.times[layer.choice] for layer in timed],
                 )
-            ]
+            )
             lines.append(
-                f"sum of the layers: plain {sums[0][0]:.4g} ms ({sums[0][1] / 1e6:.4g} MB), "
-                f"planned {sums[1][0]:.4g} ms ({sums[1][1] / 1e6:.4g} MB)"
+                f"sum of the layers: plain {ms:.4g} ms ({size:.4g} MB), "
+                f"planned {own_ms:.4g} ms ({own_size:.4g} MB)"
             )
         if self.steps:
             plain, planned = self.steps[PLAIN], self.steps["planned"]
@@ -266,38 +260,20 @@ class Plan:
 
         Raises ImportError without matplotlib.
         """
-        names = self._contenders()
         groups = [layers for layers in self._groups() if layers[0].times]
-        height = 1.2 + 0.22 * len(groups) * (len(names) + 1)
-        figure = matplotlib_figure()(figsize=(8, height), layout="constrained")
-        axis = figure.subplots()
-        bar = 0.8 / max(1, len(names))
-        for i, name in enumerate(names):
-            rows = [
-                (place, g[0].times[name]) for place, g in enumerate(groups) if name in g[0].times
-            ]
-            axis.barh(
-                [place + (i - (len(names) - 1) / 2) * bar for place, _ in rows],
-                [row.median_ms for _, row in rows],
-                bar * 0.9,
-                xerr=[
-                    [row.median_ms - row.q1_ms for _, row in rows],
-                    [row.q3_ms - row.median_ms for _, row in rows],
-                ],
-                label=name,
-                color="#888888" if name == PLAIN else None,
-            )
         labels = [
             f"{pattern_of(g[0].name) if len(g) > 1 else g[0].name} ({len(g)}): {g[0].choice}"
             for g in groups
         ]
-        axis.set_yticks(range(len(groups)), labels, fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel("forward and backward of a layer, ms")
-        axis.set_title(self.machine, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend()
-        figure.savefig(path, dpi=130)
+        nothing = Measured(math.nan, math.nan, math.nan, 0)
+        series = {
+            name: [
+                (row.median_ms, row.q1_ms, row.q3_ms)
+                for row in (group[0].times.get(name, nothing) for group in groups)
+            ]
+            for name in self._contenders()
+        }
+        draw_bars(path, labels, series, "forward and backward of a layer, ms", self.machine)
 
 
 def overrides_of(
@@ -355,12 +331,9 @@ def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:
     found = {}
     for name, entry in entries.items():
         fields = Fields(entry, f"{where}: {name}")
-        row = Measured(
-            float(fields.take("median_ms", (int, float))),
-            float(fields.take("q1_ms", (int, float))),
-            float(fields.take("q3_ms", (int, float))),
-            fields.take("kept_bytes", int),
-        )
+        names = ("median_ms", "q1_ms", "q3_ms")
+        median, q1, q3 = (float(fields.take(name, (int, float))) for name in names)
+        row = Measured(median, q1, q3, fields.take("kept_bytes", int))
         fields.end()
         # The table divides by times, and the plot draws bars from quartile to quartile.
         if not 0 < row.q1_ms <= row.median_ms <= row.q3_ms < math.inf:
@@ -372,6 +345,44 @@ def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:
             raise ValueError(f"{where}: {name}: kept_bytes: {row.kept_bytes} is negative")
         found[name] = row
     return found
+
+
+def draw_bars(
+    path: str | Path,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[tuple[float, float, float]]],
+    xlabel: str,
+    title: str,
+) -> None:
+    """Draw a group of bars a label, the first series grey: values, each with its lower and upper.
+
+    Raises ImportError without matplotlib.
+    """
+    height = 1.2 + 0.22 * len(labels) * (len(series) + 1)
+    figure = matplotlib_figure()(figsize=(8, height), layout="constrained")
+    axis = figure.subplots()
+    thick = 0.8 / max(1, len(series))
+    for i, (name, rows) in enumerate(series.items()):
+        shift = (i - (len(series) - 1) / 2) * thick
+        bars = axis.barh(
+            [place + shift for place in range(len(rows))],
+            [value for value, _, _ in rows],
+            thick * 0.9,
+            xerr=[
+                [value - low for value, low, _ in rows],
+                [high - value for value, _, high in rows],
+            ],
+            label=name,
+            color="#888888" if i == 0 else None,
+        )
+        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(xlabel)
+    axis.set_title(title, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend()
+    figure.savefig(path, dpi=130)
 
 
 def matplotlib_figure() -> Any:

@@ -13,10 +13,7 @@ from . import frozen, modules  # noqa: F401  (they register the operators)
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
 
-CODES = frozenset(
-    getattr(_hot, name).default
-    for name in ("compress", "compress_activation", "compress_pixels", "compress_pixels_seeded")
-)
+CODES = frozenset((_hot.compress.default, _hot.compress_activation.default))
 """Operators that compress x for HOT's layers, in eager and compiled regions."""
 
 SEEDS = frozenset((_hot.draw_seed.default,))

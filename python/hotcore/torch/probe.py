@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -42,6 +42,13 @@ class Call:
     autocast: torch.dtype | None
     """The dtype autocast computes in; None if it is off."""
 
+    @classmethod
+    def of(cls, x: Tensor) -> Call:
+        """That of a layer with x, now."""
+        four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        last, autocast = four and not x.is_contiguous(), autocast_dtype(x.device.type)
+        return cls(tuple(x.shape), x.dtype, x.requires_grad, last, autocast)
+
 
 @dataclasses.dataclass
 class LayerUse:
@@ -58,45 +65,76 @@ class LayerUse:
     """Number of layers with the same x, this one included."""
 
 
-class Watch:
-    """Observes layers of a model inside of :meth:`on`."""
+class Kept:
+    """Counts what autograd keeps for backward inside of :meth:`on`, by storage and by module."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], *, saved: bool = False) -> None:
-        """Observe these layers, by name; with ``saved`` also count the bytes autograd keeps."""
-        self._layers = layers
-        self._saved = saved
+    def __init__(self, modules: Mapping[str, nn.Module], besides: Iterable[Tensor]) -> None:
+        """Count for these modules, by name; not what ``besides`` and views of it hold."""
+        self.modules = modules
+        self._besides = {_storage(tensor) for tensor in besides}
+        self.keepers: dict[int, tuple[int, dict[str, None]]] = {}
+        """Bytes of each storage, and the modules that keep it, the first first."""
+        self._inside = [""]
+        self._tensors: list[Tensor] = []  # kept alive, so that no storage's key is reused
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Count inside; without gradients nothing is kept."""
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
+                before = module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+                after = module.register_forward_hook(self._leave(name), always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+            stack.enter_context(hooks)
+            yield
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        return lambda *_: self._inside.append(name)
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            self._inside.pop()
+
+        return leave
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # Detached: an output would keep its own graph alive, because no backward pass frees it.
+        kept, key = tensor.detach(), _storage(tensor)
+        if key not in self._besides:
+            self._tensors.append(kept)
+            entry = self.keepers.setdefault(key, (kept.untyped_storage().nbytes(), {}))
+            entry[1].setdefault(self._inside[-1])
+        return kept
+
+
+def _storage(tensor: Tensor) -> int:
+    """A key of its storage, for as long as that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Watch(Kept):
+    """Observes how layers of a model are used inside of :meth:`on`."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        """Observe these layers, by name; their parameters exist anyway."""
+        own = (p for layer in layers.values() for p in layer._parameters.values() if p is not None)
+        super().__init__(layers, own)
         self.uses = {name: LayerUse() for name in layers}
-        self._inside: list[str] = []
-        self._tensors: list[Tensor] = []  # kept alive, so that no address is reused
-        self._keepers: dict[int, tuple[int, set[str]]] = {}
-        self._parameters = {
-            p.untyped_storage().data_ptr()
-            for layer in layers.values()
-            for p in layer._parameters.values()
-            if p is not None
-        }
         self._inputs: dict[int, set[str]] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Observe everything that runs inside."""
-        with ExitStack() as stack:
-            for name, layer in self._layers.items():
-                before = layer.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-                after = layer.register_forward_hook(self._leave(name), always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            if self._saved:
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
-                stack.enter_context(hooks)
-            stack.enter_context(_Uses(self))
+        with super().on(), _Uses(self):
             yield
         self._share_bytes()
 
     def used(self, tensors: tuple[Any, ...]) -> None:
         """Record a product of these tensors."""
         ids = {id(tensor) for tensor in tensors if tensor is not None}
-        for name, layer in self._layers.items():
+        for name, layer in self.modules.items():
             if id(layer._parameters.get("weight")) in ids and name not in self._inside:
                 self.uses[name].bypassed = True
 
@@ -106,18 +144,10 @@ class Watch:
             x = input_of(args, kwargs)
             if x is None:
                 return
-            four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-            call = Call(
-                tuple(x.shape),
-                x.dtype,
-                x.requires_grad,
-                four and not x.is_contiguous(),
-                autocast_dtype(x.device.type),
-            )
-            self.uses[name].calls.append(call)
-            if self._saved:
+            self.uses[name].calls.append(Call.of(x))
+            if torch.is_grad_enabled():  # else nothing is kept
                 self._tensors.append(x)
-                self._inputs.setdefault(x.untyped_storage().data_ptr(), set()).add(name)
+                self._inputs.setdefault(_storage(x), set()).add(name)
 
         return enter
 
@@ -130,18 +160,8 @@ class Watch:
 
         return leave
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        kept = tensor.detach()
-        storage = kept.untyped_storage()
-        if storage.data_ptr() in self._parameters:  # parameters and their views exist anyway
-            return kept
-        self._tensors.append(kept)
-        entry = self._keepers.setdefault(storage.data_ptr(), (storage.nbytes(), set()))
-        entry[1].add(self._inside[-1] if self._inside else "")
-        return kept
-
     def _share_bytes(self) -> None:
-        for size, keepers in self._keepers.values():
+        for size, keepers in self.keepers.values():
             if "" not in keepers:  # tensors that others keep exist without the layer, too
                 for name in keepers:
                     self.uses[name].kept_bytes += size / len(keepers)
@@ -209,12 +229,37 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
 
 
-def watched(x: Tensor, name: str) -> Callable[[], Tensor]:
-    """x, for backward; raises RuntimeError once it has been written after the call of the layer."""
+@contextmanager
+def gradients_seen(
+    layers: Mapping[str, nn.Module],
+    see: Callable[[str, nn.Module, Call, Callable[[], Tensor], Tensor], None],
+) -> Iterator[None]:
+    """Call ``see(name, layer, call, x, gy)`` in backward for every call of a layer inside.
+
+    ``x()`` gives x, and raises RuntimeError where it was written after the call.
+    """
+
+    def follow(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                x = input_of(args, kwargs)
+                about = (name, module, Call.of(x), _unwritten(x, name))
+                output.register_hook(lambda gy: see(*about, gy.detach()))  # type: ignore[no-untyped-call]  # so in torch
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            handle = layer.register_forward_hook(follow(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _unwritten(x: Tensor, name: str) -> Callable[[], Tensor]:
     x = x.detach()
     version = None if x.is_inference() else x._version
 
-    def unwritten() -> Tensor:
+    def given() -> Tensor:
         if version is not None and x._version != version:
             raise RuntimeError(
                 f"layer {name}: its x was written in place after the call, so that its gradients "
@@ -222,7 +267,7 @@ def watched(x: Tensor, name: str) -> Callable[[], Tensor]:
             )
         return x
 
-    return unwritten
+    return given
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -244,10 +289,6 @@ def eagerly() -> AbstractContextManager[Any]:
     """Run compiled modules eagerly inside, so that hooks and modes see every call."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _same(kept: Tensor) -> Tensor:
-    return kept
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:
@@ -284,61 +325,53 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-class preserve_state:
-    """Restores .grad, buffers, submodules, their classes and torch's random state on leaving.
+@contextmanager
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore .grad, buffers, submodules, their classes and torch's random state on leaving.
 
-    Hooks that run once a parameter's gradient is there (an optimizer in backward) are set aside.
+    Inside, no parameter has a .grad. Hooks that run once a parameter's gradient is there (an
+    optimizer in backward) are set aside.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Preserve the state of ``model``."""
-        self._model = model
-
-    def __enter__(self) -> None:
-        """Detach every .grad and copy the rest."""
-        self._grads = [(p, p.grad) for p in self._model.parameters()]
-        for parameter, _ in self._grads:
-            parameter.grad = None
-        hooks = [_compat.post_accumulate_hooks(parameter) for parameter, _ in self._grads]
-        tables: list[dict[Any, Any]] = [*hooks, *(m._buffers for m in self._model.modules())]
-        self._tables = [(table, dict(table)) for table in tables]
-        for table in hooks:
-            table.clear()  # in place: handles remove from it
-        self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
-        self._children = [(m, dict(m._modules)) for m in self._model.modules()]
-        self._report = self._model.__dict__.get(REPORT)
-        self._saved = [
-            (m, type(m), {name: m.__dict__[name] for name in SAVED_FIELDS if name in m.__dict__})
-            for m in self._model.modules()
-            if isinstance(m, SavedCodes)
-        ]
-        devices = {p.device for p, _ in self._grads if p.is_cuda}
-        self._random = torch.random.fork_rng(devices)
-        self._random.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """Restore everything."""
-        self._random.__exit__(*error)
-        back: dict[nn.Module, nn.Module] = {}
-        for module, children in self._children:
-            for name, child in children.items():
-                now = module._modules.get(name)
-                if child is not None and now is not None and now is not child:
-                    back[now] = child
-            module._modules.update(children)
-        if back:
-            replace_layers(self._model, back)  # for lists and methods that hold a layer
-        self._model.__dict__.pop(REPORT, None)
-        if self._report is not None:
-            self._model.__dict__[REPORT] = self._report
-        for saved, kind, fields in self._saved:
-            saved.__class__ = kind
-            saved.__dict__.update(fields)
-        for parameter, grad in self._grads:
-            parameter.grad = grad
-        for table, content in self._tables:  # self.buffer = self.buffer + 1
-            table.clear()
-            table.update(content)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+    modules, grads = list(model.modules()), [(p, p.grad) for p in model.parameters()]
+    hooks = [_compat.post_accumulate_hooks(parameter) for parameter, _ in grads]
+    tables: list[dict[Any, Any]] = [*hooks, *(m._buffers for m in modules)]
+    contents = [(table, dict(table)) for table in tables]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    children = [(m, dict(m._modules)) for m in modules]
+    report = vars(model).get(REPORT)
+    saved = [
+        (m, type(m), {name: vars(m)[name] for name in SAVED_FIELDS if name in vars(m)})
+        for m in modules
+        if isinstance(m, SavedCodes)
+    ]
+    with torch.random.fork_rng({p.device for p, _ in grads if p.is_cuda}):
+        try:
+            for parameter, _ in grads:
+                parameter.grad = None
+            for table in hooks:
+                table.clear()  # in place: handles remove from it
+            yield
+        finally:
+            back: dict[nn.Module, nn.Module] = {}
+            for module, before in children:
+                for name, child in before.items():
+                    now = module._modules.get(name)
+                    if child is not None and now is not None and now is not child:
+                        back[now] = child
+                module._modules.update(before)
+            if back:
+                replace_layers(model, back)  # for lists and methods that hold a layer
+            vars(model).pop(REPORT, None)
+            if report is not None:
+                vars(model)[REPORT] = report
+            for module, kind, fields in saved:
+                module.__class__ = kind
+                vars(module).update(fields)
+            for parameter, grad in grads:
+                parameter.grad = grad
+            for table, content in contents:  # self.buffer = self.buffer + 1
+                table.clear()
+                table.update(content)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -259,20 +259,22 @@ def _adapters(model: nn.Module) -> set[int]:
 
 
 def why_slow(
-    layers: list[tuple[str, nn.Module]],
-    configs: Mapping[str, HotConfig | None],
-    device: str,
-    but: set[str],
+    layers: list[tuple[str, nn.Module]], configs: Mapping[str, HotConfig | None], device: str
 ) -> dict[str, str]:
-    """Why layers are expected to be slower than plain; those in ``but`` are left out."""
+    """Why layers are expected to be slower than plain torch's."""
     found = {}
     for fqn, module in layers:
         own = configs[fqn]
-        if own is None or fqn in but or isinstance(module, HotModule) or is_8bit(module):
+        if own is None or isinstance(module, HotModule) or is_8bit(module):
             continue  # the time of 8-bit layers was not measured; they gain memory
-        sizes = features_of(module)
-        kind = products_of(module, own, device)
-        why = gains.why_slow(kind, *sizes, own, device, is_frozen(module))
-        if why:
+        if why := gains.why_slow(*facts_of(module, own, device)):
             found[fqn] = why
     return found
+
+
+def facts_of(
+    module: nn.Module, config: HotConfig, device: str
+) -> tuple[bool | None, int, int, HotConfig, str, bool]:
+    """What :mod:`.gains` asks of a layer."""
+    sizes = (products_of(module, config, device), *features_of(module))
+    return *sizes, config, device, is_frozen(module)

@@ -213,6 +213,12 @@ def _compress(x: Tensor, config: str) -> Pair:
     return compress(x, parsed(config), core.key_of(seed)), seed
 
 
+def compress_with_seed(x: Tensor, config: str) -> Pair:
+    """In a graph, codes of x and the seed that they draw."""
+    pair: Pair = _compress(x, config)
+    return pair
+
+
 def compress_once(
     x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
 ) -> Pair:
@@ -231,7 +237,7 @@ def compress_once(
 
 
 def _kept(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
-    make = functools.partial(_compress, config=config) if codes else None
+    make = functools.partial(compress_with_seed, config=config) if codes else None
     return compress_once(x, inner, (config, codes), make)
 
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ...config import ConfigLike, HotConfig, HotConfigFields
 from . import calls, codes, core, linear, sharing
-from .codes import Pair, compress_once
-from .core import parsed
-from .registry import DTYPES_OF_GRADIENTS, not_differentiable, operator, without_base
+from .codes import Pair, compress_once, compress_with_seed
+from .core import Handle, handle_of, parsed
+from .registry import not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -37,9 +37,6 @@ Sizes = tuple[Any, Any, Any, str, int]
 """Stride, padding, dilation, padding mode and groups of a convolution."""
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
 Fields = Annotated[Any, _WINDOW]
-Layout = Annotated[
-    Any, f"SymInt[] x_shape, bool x_last, bool weight_last, int[] stride, {DTYPES_OF_GRADIENTS}"
-]
 
 
 class Window(NamedTuple):
@@ -54,21 +51,11 @@ class Window(NamedTuple):
     groups: int
 
     @classmethod
-    def of(
-        cls,
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        padding_mode: str,
-        groups: int,
-    ) -> Window:
+    def of(cls, *fields: Any) -> Window:
         """From the lists that an operator receives."""
-        kh, kw = kernel
-        sh, sw = stride
-        left, right, top, bottom = padding
-        dh, dw = dilation
-        return cls((kh, kw), (sh, sw), (left, right, top, bottom), (dh, dw), padding_mode, groups)
+        *lists, padding_mode, groups = fields
+        kernel, stride, padding, dilation = map(tuple, lists)
+        return cls(kernel, stride, padding, dilation, padding_mode, groups)
 
 
 def is_pointwise(window: Window) -> bool:
@@ -344,32 +331,24 @@ def _pixels(x: Tensor, config: str, window: Window) -> Tensor:
     return visited(x, window.stride if _multiplies(window, config, x.is_cuda) else (1, 1))
 
 
-def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, HotConfig]:
+def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, Handle]:
     """The same as ``[tokens, C]``, and the configuration that keeps them."""
     nhwc = _pixels(x, config, window)
-    grid = (nhwc.shape[1], nhwc.shape[2])
-    return _tokens(nhwc), settings(parsed(config), is_pointwise(window), grid)
+    return _tokens(nhwc), _settings_of(config, is_pointwise(window), nhwc.shape[1:3])
 
 
-def _fake_pixels(x: Tensor, seed: Tensor | None, config: str, *shape: Any) -> Tensor:
-    window = Window.of(*shape)
-    n, height, width, channels = _pixels(x, config, window).shape
-    kept = settings(parsed(config), is_pointwise(window), None)  # a grid changes no size
-    size = codes.saved_bytes(n * height * width, channels, kept)
-    return torch.empty(size, dtype=torch.uint8, device=x.device)
-
-
-@operator(fake=_fake_pixels, any_strides=False)
-def _compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Fields) -> Tensor:
-    return codes.compress(*_rows(x, config, Window.of(*shape)), core.key_of(seed))
+def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> Handle:
+    """:func:`settings` of a grid, whose sizes a graph fixes where tiles are taken from it."""
+    own, tiles = parsed(config), None
+    if pointwise and own.basis in ("lowpass", "sequency"):
+        tiles = (int(grid[0]), int(grid[1]))
+    return handle_of(settings(own, pointwise, tiles).json)
 
 
 def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Tensor:
-    """The kept pixels of x, by the operator or directly, with the same result."""
-    if core.bypasses_dispatcher(x):
-        return codes.compress(*_rows(x, config, window), core.key_of(seed))
-    saved: Tensor = _compress_pixels(x, seed, config, *window)
-    return saved
+    """The kept pixels of x."""
+    rows, kept = _rows(x, config, window)
+    return codes.compress_activation(rows, seed, kept)
 
 
 def _restored(
@@ -386,25 +365,17 @@ def _restored(
     return x if last else _stored_as(x, False, dtype)
 
 
-def _fake_pixels_seeded(x: Tensor, config: str, *shape: Any) -> Pair:
-    return _fake_pixels(x, None, config, *shape), codes.fake_seed(x)
-
-
-@operator(fake=_fake_pixels_seeded, random=True, any_strides=False)
-def _compress_pixels_seeded(x: Tensor, config: str, *shape: Fields) -> Pair:
-    seed = codes.draw_seed(x)
-    return codes.compress(*_rows(x, config, Window.of(*shape)), core.key_of(seed)), seed
-
-
 @operator()
 def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Fields) -> Pair:
     """``kept_of`` for pixels."""
 
-    def compress(pixels: Tensor) -> Pair:
-        kept: Pair = _compress_pixels_seeded(pixels, config, *shape)
-        return kept
+    window = Window.of(*shape)
 
-    key = (_pixels_key(config, Window.of(*shape), inner.dtype, inner.is_cuda), codes)
+    def compress(pixels: Tensor) -> Pair:
+        rows, kept = _rows(pixels, config, window)
+        return compress_with_seed(rows, kept.json)
+
+    key = (_pixels_key(config, window, inner.dtype, inner.is_cuda), codes)
     return compress_once(x, inner, key, compress if codes else None)
 
 
@@ -500,22 +471,8 @@ class Conv2d(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         gy, weight = core.dense(gy), weight if needed[0] else None
         dtypes = [dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)]
-        found: Sequence[Tensor | None]
-        if ctx.products:
-            found = _backward_pixels(
-                gy,
-                weight,
-                saved if needed[1] else None,
-                saved_seed,
-                saved_seed if ctx.seed is None else ctx.seed,
-                ctx.config,
-                ctx.x_shape,
-                *ctx.channels_last,
-                ctx.window.stride,
-                *dtypes,
-            )
-        else:
-            found = _backward_window(ctx, gy, weight, saved, saved_seed, dtypes)
+        backward = _backward_pixels if ctx.products else _backward_window
+        found = backward(ctx, gy, weight, saved, saved_seed, dtypes)
         gx, gw, gb = (g if need else None for g, need in zip(found, needed, strict=True))
         return gx, gw, gb, None, None, None, None
 
@@ -581,7 +538,7 @@ def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
 
 def _tokens(nhwc: Tensor) -> Tensor:
     """``[N, H, W, C]`` as ``[N*H*W, C]``; a copy unless x is channels_last."""
-    return nhwc.reshape(nhwc.shape[:3].numel(), nhwc.shape[3])
+    return nhwc.reshape(math.prod(nhwc.shape[:3]), nhwc.shape[3])  # numel() would fix sizes
 
 
 def _empty(like: Tensor, shape: Sequence[int], last: bool, dtype: torch.dtype) -> Tensor:
@@ -644,65 +601,33 @@ def _backward_window(
     return gx, gw, gb if gb_dtype is None else gb.to(gb_dtype)
 
 
-def _outputs(
-    gy: Tensor,
-    x_shape: Sequence[int],
-    x_last: bool,
-    weight_last: bool,
-    _stride: Sequence[int],
-    gx_dtype: torch.dtype | None,
-    gw_dtype: torch.dtype | None,
-    gb_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """g_x and g_w in the memory formats of x and weight, and g_b; empty vectors if not wanted."""
-    w_shape = (gy.shape[1], x_shape[1], 1, 1)
-    return (
-        gy.new_empty(0) if gx_dtype is None else _empty(gy, x_shape, x_last, gx_dtype),
-        gy.new_empty(0) if gw_dtype is None else _empty(gy, w_shape, weight_last, gw_dtype),
-        gy.new_empty(0 if gb_dtype is None else gy.shape[1], dtype=gb_dtype),
-    )
-
-
-_LAYOUT = 7
-"""Arguments of :data:`Layout`."""
-
-
-def _fake_backward_pixels(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(gy, *arguments[-_LAYOUT:])
-
-
-def _backward_pixels_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
-    x_shape, *_formats, gx_dtype, gw_dtype, _gb_dtype = arguments[-_LAYOUT:]
-    wanted = (gx_dtype is not None) + (gw_dtype is not None)
-    return 2 * math.prod(gy_shape) * x_shape[1] * wanted
-
-
-@operator(fake=_fake_backward_pixels, flops=_backward_pixels_flops, any_strides=False, product=True)
 def _backward_pixels(
+    ctx: Any,
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
-    saved_seed: Tensor | None,
-    seed: Tensor,
-    config: str,
-    *layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor]:
+    saved_seed: Tensor,
+    dtypes: Sequence[torch.dtype | None],
+) -> linear.Gradients:
     """HOT's products: a linear layer over the pixels that the kernel reads."""
-    x_shape, _x_last, _weight_last, stride, *dtypes = layout
-    results = _outputs(gy, *layout)
-    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
-    channels, height, width = x_shape[1], gy.shape[2], gy.shape[3]
-    products = settings(parsed(config), True, (height, width))
+    x_shape, (x_last, weight_last) = ctx.x_shape, ctx.channels_last
+    nhwc = gy.permute(0, 2, 3, 1)
+    handle = _settings_of(ctx.config, True, nhwc.shape[1:3])
     matrix = None if weight is None else weight.flatten(1)
-    pixels = rows = None
-    if gx is not None:
-        if tuple(stride) != (1, 1):
-            gx.zero_()  # pixels that the kernel skips
-        pixels = visited(gx, stride)
-        rows = pixels if pixels.is_contiguous() else pixels.new_empty(pixels.shape)
-    outputs = (rows, None if gw is None else gw.view(-1, channels), gb)
-    grad, keys = _tokens(gy.permute(0, 2, 3, 1)), core.keys_of(saved_seed, seed)
-    linear.backward(grad, matrix, saved, channels, products, keys, outputs)
-    if pixels is not None and rows is not None and rows is not pixels:
-        pixels.copy_(rows)
-    return results
+    seed = saved_seed if ctx.seed is None else ctx.seed
+    shape = torch.Size((math.prod(nhwc.shape[:3]), x_shape[1]))
+    rows, gw, gb = linear.gradients(
+        _tokens(nhwc), matrix, saved, saved_seed, seed, handle, shape, dtypes
+    )
+    gx = None
+    if rows is not None:
+        gx = rows.view(*nhwc.shape[:3], x_shape[1]).permute(0, 3, 1, 2)
+        if ctx.window.stride == (1, 1):
+            gx = _stored_as(gx, x_last, gx.dtype)
+        else:  # zeros for the pixels that the kernel skips
+            every = _empty(gy, x_shape, x_last, gx.dtype).zero_()
+            visited(every, ctx.window.stride).copy_(gx.permute(0, 2, 3, 1))
+            gx = every
+    if gw is not None:
+        gw = _stored_as(gw.view(*gw.shape, 1, 1), weight_last, gw.dtype)
+    return gx, gw, gb
