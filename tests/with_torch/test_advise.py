@@ -368,9 +368,22 @@ def test_table_and_json() -> None:
     assert content["rows"][3]["measured"] is None
 
 
-def test_progress(x: torch.Tensor, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_progress(
+    has_tqdm: bool,
+    x: torch.Tensor,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if has_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
     hot.advise(Net(), x, goal="time", allow=["default"])
-    assert capsys.readouterr().err == "advise 1/2: plain\nadvise 2/2: default\n"
+    error = capsys.readouterr().err
+    expected = "2/2" if has_tqdm else "advise 1/2: plain\nadvise 2/2: default\n"
+    assert expected in error
     advise(Net(), x, goal="time", allow=["default"])
     out = capsys.readouterr()
     assert out.err == out.out == ""
