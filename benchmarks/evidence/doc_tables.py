@@ -127,14 +127,16 @@ def lora(report: Report) -> Lines:
 
 def whole(report: Report) -> Lines:
     """A whole model by contender: speed, energy and peak of a step, and the largest batch."""
+    import bench_8b  # which prints other tables of this module
+
     rows = report["whole"]
     tokens = report["settings"]["size"]["length"]
     yield from header(["", "sequences a step", "ms", "tokens a second", "joules a token",
                        "peak, GiB", "largest batch, tokens", "tokens a second there"])  # fmt: skip
-    for name, row in rows.items():
+    for name in (contender.name for contender in bench_8b.CONTENDERS):
+        row = rows.get(name, {"left_out": "not run"})
         if "step" not in row:
-            why = "left out: " + row["left_out"] if "left_out" in row else "failed"
-            yield line([name, why, *[""] * 6])
+            yield line([name, row.get("left_out", "failed"), *[""] * 6])
             continue
         most, sequences = row["largest"], f"{row['sequences']} × {tokens:,}"
         figures = [f"{row['step']['median_ms']:,.0f}", f"{row['tokens_per_s']:,.0f}"]

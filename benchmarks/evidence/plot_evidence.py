@@ -308,7 +308,9 @@ def plot_all(results: Path, out: Path) -> list[str]:
     """The pages' figures whose report is there; the names of reports that are not."""
     trainings = ("training", "ablations", "finetune", "bert")
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        **dict.fromkeys(("gpu-check", "cuda-steps"), lambda found: plot.plot_report(found, out)),
+        **dict.fromkeys(
+            ("gpu-check", "cuda-steps", "cuda-8b"), lambda found: plot.plot_report(found, out)
+        ),
         "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
         **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
