@@ -263,20 +263,6 @@ def copies_beyond_cache(nbytes: int, device: str, most: int = 48) -> int:
     return max(2, min(most, -(-3 * cache // nbytes)))
 
 
-def printed(
-    title: str,
-    contenders: Mapping[str, Call],
-    args: argparse.Namespace,
-    notes: Callable[[str, Row, Mapping[str, Row]], str] = lambda *_: "",
-) -> dict[str, Row]:
-    """:func:`in_turns`, printed under ``title``: every row with ``notes(name, row, rows)``."""
-    rows = in_turns(contenders, args.rounds, args.device)
-    print(f"\n{title}; us, median [quartiles]")
-    for name, row in rows.items():
-        print(line(name, row, notes(name, row, rows)), flush=True)
-    return rows
-
-
 # ---- reports ----
 
 

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import hotcore
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
@@ -228,16 +227,6 @@ def gpt(report: Report) -> Lines:
         yield line([name, seed, *figures])
 
 
-def distributed(report: Report) -> Lines:
-    """DDP and FSDP2 by NCCL: a step and the loss, plain and by recipe."""
-    head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
-    yield from header(head)
-    for way in ("DDP", "FSDP2"):
-        for name, row in report[way].items():
-            figures = [f"{row['step_ms']:.1f}", f"{row['loss'][-1]:.3f}", f"{row['cosine']:.4f}"]
-            yield line([way, name, *figures, "yes" if row["same parameters"] else "no"])
-
-
 def gradients(report: Report, *models: str) -> Lines:
     """Cosine with fp32's gradient, by recipe, of all models or some."""
     yield from model_table.cosines({n: report["models"][n] for n in models or report["models"]})
@@ -379,48 +368,18 @@ def tests(report: Report) -> Lines:
     yield from table_of(["", *keys], ([name, *(str(row[k]) for k in keys)] for name, row in rows))
 
 
-def each_product(report: Report, row: str) -> Iterator[tuple[list[str], Report, Report]]:
-    """Title and sizes of every product, its entry, and one of the entry's rows."""
-    for group, entries in report["products"].items():
-        for name, entry in entries.items():
-            yield [f"{group} {name}", listed(entry["M, N, K"])], entry, entry["rows"][row]
-
-
 def products(report: Report) -> Lines:
     """TOPS of each INT8 product, and times faster than its rivals."""
     rivals = ("torch._int_mm", "torch fp8 rowwise")
     head = ["product", "M, N, K", "TOPS", *(f"of {rival}" for rival in rivals)]
     yield from header([*head, "of the best stock tile"])
-    for title, _, row in each_product(report, "hotcore"):
-        ratios = [row["faster than"].get(rival) for rival in rivals]
-        figures = (number(v, 2) for v in [*ratios, row.get("of the best stock tile")])
-        yield line([*title, f"{row['TOPS']:.0f}", *figures])
-
-
-def mma_sync(report: Report) -> Lines:
-    """The chosen plan of each product by mma.sync, beside its rivals of the same run."""
-    yield from header(["product", "M, N, K", "plan", "TOPS", "of the best stock tile",
-                       "of our best tile", "of `_int_mm`"])  # fmt: skip
-    for title, entry, row in each_product(report, "chosen"):
-        shares = (f"{row[key]:.2f}" for key in row if key.startswith("of "))
-        yield line([*title, entry["choice"], f"{row['TOPS']:.0f}", *shares])
-
-
-LARGE_TILES = ("128x256x128", "256x128x128")
-"""Of the product by mma.sync: more shared memory than a thread block of sm_86, 89 and 120 has."""
-
-
-def mma_held(report: Report, *archs: str) -> Lines:
-    """The best tile within 99 KB beside the best of all, and the tile that GPUs would choose."""
-    yield from header(["product", "M, N, K", "TOPS", "within 99 KB", "share", *archs])
-    for title, entry, _ in each_product(report, "chosen"):
-        tiles = {n: r["TOPS"] for n, r in entry["rows"].items() if re.match(r"\d+x|any", n)}
-        tiles[entry["choice"]] = entry["rows"]["chosen"]["TOPS"]
-        best = max(tiles.values())
-        held = max(tops for name, tops in tiles.items() if not name.startswith(LARGE_TILES))
-        plans = (hotcore.explain_gemm(*entry["M, N, K"], device=arch).steps[0] for arch in archs)
-        chosen = (step.kernel.removeprefix("tile_kernel ") for step in plans)
-        yield line([*title, f"{best:.0f}", f"{held:.0f}", f"{held / best:.2f}", *chosen])
+    for group, entries in report["products"].items():
+        for name, entry in entries.items():
+            row = entry["rows"]["hotcore"]
+            ratios = [row["faster than"].get(rival) for rival in rivals]
+            figures = (number(v, 2) for v in [*ratios, row.get("of the best stock tile")])
+            title = [f"{group} {name}", listed(entry["M, N, K"])]
+            yield line([*title, f"{row['TOPS']:.0f}", *figures])
 
 
 def backward_times(report: Report) -> Lines:
@@ -459,59 +418,6 @@ def cpu_layers(report: Report) -> Lines:
             words += [] if of else [f"{ms['int8 products']:.2f}"]
             for own in (ms[name] for name in names):
                 words.append(f"{own:.2f} ({', '.join(f'{rival / own:.1f}×' for rival in rivals)})")
-        yield line(words)
-
-
-def forward_blocks(report: Report) -> Lines:
-    """The forward product's time by block of its transform; in brackets with w's codes kept."""
-    blocks = ("16", "64", "128")
-    head = ["sum of four layers, µs", "torch bf16", "FP8 product alone"]
-    yield from header([*head, *(f"block {block}" for block in blocks)])
-    for group, found in report["groups"].items():
-        us = {name: f"{1e3 * value:.0f}" for name, value in found["sum_ms"].items()}
-        own = [f"{us[f'block {n}']} ({us[f'block {n}, codes of w']})" for n in blocks]
-        yield line([group, us["torch bf16"], us["fp8 product"], *own])
-
-
-FORMS = {
-    "default": "`int4` (`default`)",
-    "default, equalised": "`int4`, equalised",
-    "rht4": "4 bits, transformed as `rht2`",
-    "rht2": "`rht2`",
-    "compact": "`rht2`, equalised (`compact`)",
-    "accurate": "`int8` (`accurate`)",
-    "fast": "sketch (`fast`)",
-}
-"""Forms of x as bench_quantize.py names them -> as the docs do."""
-
-
-def kept_times(report: Report) -> Lines:
-    """Compressing x, g_y's columns and x's operand; their sum beside `default`'s."""
-    parts = ("compress", "columns", "operand")
-    shapes = {name: report["shapes"][name] for name in ("25216,3072", "8192,4096")}
-    head = ["x kept as"]
-    for name in shapes:
-        head += [f"{name.replace(',', ' × ')}: compress, µs", *parts[1:], "of `default`'s sum"]
-    yield from header(head)
-    for form, title in FORMS.items():
-        words = [title]
-        for rows in shapes.values():
-            mine, base = ([rows[f"{part} {of}"] for part in parts] for of in (form, "default"))
-            ratio = sum(r["median_ms"] for r in mine) / sum(r["median_ms"] for r in base)
-            words += [*map(micro, mine), f"{ratio:.2f}"]
-        yield line(words)
-
-
-def forward_input(report: Report) -> Lines:
-    """x read and written (a copy), quantised and kept by two calls, and by one, microseconds."""
-    forms = {"default": "INT4", "fast": "`fast`", "accurate": "INT8"}
-    heads = ((f"{title}: two calls", "one", "ratio") for title in forms.values())
-    yield from header(["x", "a copy", *(word for words in heads for word in words)])
-    for name, rows in report["shapes"].items():
-        words = [name.replace(",", " × "), micro(rows["copy"])]
-        for form in forms:
-            two, one = (rows[f"{way} {form}"] for way in ("rows, compress", "rows and"))
-            words += [micro(two), micro(one), times(two["median_ms"] / one["median_ms"])]
         yield line(words)
 
 
@@ -869,9 +775,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-steps.json", steps, all_steps, summary),
     **_of("cuda-models-table.json", gradients, losses, losses_note),
     **_of("cuda-autotune.json", autotune),
-    **_of("cuda-quantize.json", kept_times, forward_input),
     **_of("gpu-trust.json", trust, sanitizer),
-    **_of("cuda-mma-sync.json", mma_sync, mma_held),
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),
     **_of("cuda-gemm.json", products),
@@ -881,8 +785,6 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("pretrained.json", TABLES.pretrained),
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
-    **_of("nccl.json", distributed),
-    **_of("cuda-forward.json", forward_blocks),
     **_of("recipe-cases.json", cases),
     **_of("earlier.json", earlier),
     "claims": ("", claims.table),
