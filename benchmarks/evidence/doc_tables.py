@@ -2,7 +2,6 @@
 
     python -m benchmarks.evidence.doc_tables            # rewrite what is out of date
     python -m benchmarks.evidence.doc_tables --check    # say what is, and fail
-    python -m benchmarks.evidence.doc_tables --train FOLDER...  # cpu-train.json, of train.sh's runs
 
 A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
 comes from here. Every page of the repository that has such a line is looked at. ``KINDS`` at the
@@ -13,14 +12,12 @@ claims.py or in evidence_tables.py. A test keeps the pages as the reports are.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
@@ -730,13 +727,6 @@ def sanitizer(report: Report) -> Lines:
         yield line(["not run", "", "", ""])
 
 
-def earlier(report: Report, name: str) -> Lines:
-    """Figures that were written down: no script of the repository makes them again."""
-    heads = [head.replace("`int4`", "`default`, g_x in INT4") for head in report[name]["columns"]]
-    yield from table_of(heads, report[name]["rows"])
-    yield from ("", f"*Written down {report[name]['date']}.*")
-
-
 def config_fields(results: Path) -> Lines:
     """The fields of a configuration, from libhot's table; no report has them."""
     from hotcore.config import FIELDS
@@ -786,7 +776,6 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("recipe-cases.json", cases),
-    **_of("earlier.json", earlier),
     "claims": ("", claims.table),
     **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
     **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
@@ -828,49 +817,12 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
     return BLOCK.sub(replace, text)
 
 
-def trained(folders: Sequence[Path]) -> dict[str, Any]:
-    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone.
-
-    Raises ValueError where a task has no run in fp32.
-    """
-    runs = [json.loads((folder / "train.json").read_text()) for folder in folders]
-    rows = [row for run in runs for row in run["results"]]
-    recipes = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "fp32"]
-    without = {row["task"] for row in rows} - {r["task"] for r in rows if r["recipe"] == "fp32"}
-    if without:
-        raise ValueError(f"no run in fp32 of {', '.join(sorted(without))}: train.sh needs one")
-
-    def mean(task: str, recipe: str, key: str) -> float:
-        of = (task, recipe)
-        return statistics.mean(row[key] for row in rows if (row["task"], row["recipe"]) == of)
-
-    tasks = {}
-    for task in dict.fromkeys(row["task"] for row in rows):
-        exact, kept = (mean(task, "fp32", key) for key in ("val_loss", "linear_saved_bytes"))
-        tasks[task] = {
-            "fp32": exact,
-            "difference": {name: mean(task, name, "val_loss") - exact for name in recipes},
-            "kept": {name: mean(task, name, "linear_saved_bytes") / kept for name in recipes},
-        }
-    facts = {key: v for key, v in runs[0].items() if key not in ("data", "python", "results")}
-    facts["date"] = datetime.date.today().isoformat()
-    seeds = sorted({row["seed"] for row in rows})
-    return {**facts, "seeds": seeds, "recipes": recipes, "tasks": tasks}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("pages", type=Path, nargs="*", default=list(PAGES))
     parser.add_argument("--check", action="store_true", help="change nothing; fail if stale")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--train", type=Path, nargs="+", metavar="FOLDER", help="train.sh's --out")
     args = parser.parse_args(argv)
-    if args.train:
-        try:
-            report = json.dumps(trained(args.train), indent=1) + "\n"
-        except ValueError as error:
-            sys.exit(f"--train: {error}")
-        (args.results / "cpu-train.json").write_text(report)
     stale = []
     for page in args.pages:
         before = page.read_text()
