@@ -34,7 +34,7 @@ from typing import Any
 import bench_gpt
 import timing
 import torch
-from evidence import ROOT, rivals
+from evidence import ROOT, doc_tables, rivals
 from models import TASKS, Batch, Task, mend_torchvision
 from steps import GIB, compiler_counts, described, many_recompilations, said
 from timing import Row
@@ -447,10 +447,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings["card"] = torch.cuda.get_device_name(0)
         torch.cuda.set_per_process_memory_fraction(SHARE)
     path = args.json or timing.RESULTS / f"{args.device}-8b.json"
-    try:
-        earlier = timing.resumed(path, settings)
-    except ValueError as error:
-        sys.exit(f"bench_8b.py: {error}")
+    earlier = timing.resumed(path, settings)
     rows: dict[str, Row] = earlier["whole"] if earlier else {}
     content: dict[str, Any] = {"settings": settings, "share": SHARE, "whole": rows}
     text = sequences_of(args.model, args.cache, args.device)
@@ -479,8 +476,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = content["whole"] = {c.name: rows[c.name] for c in CONTENDERS if c.name in rows}
         timing.write(args, "8b", content)
         let_go(args.device)
-    for name, row in rows.items():
-        print(f"{name:50s} {row.get('error') or row.get('left_out') or shown(row)}")
+    print("\n".join(doc_tables.whole(content)))
     errors = [name for name, row in rows.items() if "error" in row]
     if errors:
         sys.exit(f"failed: {errors}")
@@ -504,17 +500,6 @@ def row_of(contender: Contender, args: Any, text: Tensor, left_s: Callable[[], f
     except Exception as error:
         traceback.print_exc()
         return {"how": described(contender), "error": said(error)}
-
-
-def shown(row: Row) -> str:
-    if "step" not in row:
-        return "not finished"
-    most = row["largest"]
-    return (
-        f"{row['tokens_per_s']:8,.0f} tokens/s of {row['sequences']} sequences, "
-        f"{row.get('peak_gib', 0):.1f} GiB; at most {most['tokens']:,} tokens, "
-        f"{most['tokens_per_s']:,.0f} tokens/s; {row.get('joules_per_token', 0):.3f} J a token"
-    )
 
 
 if __name__ == "__main__":

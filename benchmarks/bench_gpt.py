@@ -702,14 +702,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
     path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
     settings = how.settings()
+    earlier = timing.resumed(path, settings)
     try:
-        earlier = timing.resumed(path, settings)
         text = how.text()
-        facts = text.facts(size, how.steps * how.accumulate)
-        if earlier and earlier.get("text", facts)["sha256"] != facts["sha256"]:
-            raise ValueError(f"json: {path} has runs on another text: name another file")
     except ValueError as error:
         sys.exit(f"bench_gpt.py: {error}")
+    facts = text.facts(size, how.steps * how.accumulate)
+    if earlier and earlier.get("text", facts)["sha256"] != facts["sha256"]:
+        sys.exit(f"json: {path} has runs on another text: name another file")
     runs: dict[str, Any] = earlier["runs"] if earlier else {}
     print(f"{len(text.training)} tokens, {len(text.validation)} for validation, "
           f"{facts['epochs']} epochs", flush=True)  # fmt: skip

@@ -21,6 +21,7 @@ import random
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -316,12 +317,6 @@ def error_arguments(
     return parser
 
 
-def write_errors(args: argparse.Namespace, benchmark: str, **content: Any) -> None:
-    """The report of such a script, under device, versions and date."""
-    write_json(args.json, {**facts_of(benchmark), **content})
-    print(f"\nwritten: {args.json}")
-
-
 def facts_of(benchmark: str, device: str = "cpu") -> dict[str, Any]:
     """What a report begins with."""
     facts = machine(device)
@@ -380,8 +375,10 @@ def driver_version() -> str:
 
 def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) -> Path:
     """Write the report, ``content`` under device, versions and date."""
-    facts = {**facts_of(benchmark, args.device), "rounds": args.rounds, "seed": args.seed}
-    path: Path = args.json or RESULTS / f"{args.device}-{benchmark}.json"
+    device = getattr(args, "device", "cpu")
+    facts = facts_of(benchmark, device)
+    facts |= {key: getattr(args, key) for key in ("rounds", "seed") if hasattr(args, key)}
+    path: Path = args.json or RESULTS / f"{device}-{benchmark}.json"
     write_json(path, {**facts, **content})
     print(f"\nwritten: {path}")
     return path
@@ -390,14 +387,14 @@ def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) 
 def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The report at ``path``, to go on with; None where there is none.
 
-    Raises ValueError where it was made with other settings.
+    Ends the script where it was made with other settings.
     """
     if not path.exists():
         return None
     found: dict[str, Any] = json.loads(path.read_text())
     same = json.loads(json.dumps(settings))  # as a report holds them
     if found.get("settings") != same:
-        raise ValueError(
+        sys.exit(
             f"json: {path} was made with other settings, {found.get('settings')}, not {same}: name "
             "another file, or remove it"
         )

@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nAppendix D's example {EXAMPLE}, MFLOPs of a backward pass")
     for source, cells in content["example"].items():
         print(f"  {source:42s}", "  ".join(f"{key} {value:.2f}" for key, value in cells.items()))
-    timing.write_errors(args, "compute", **content)
+    timing.write(args, "compute", content)
 
 
 if __name__ == "__main__":

@@ -186,10 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     fetch()
     steps = 4 if args.quick else STEPS
     settings = {"steps": steps, "batch": BATCH, "tokens": LENGTH, "learning_rate": RATE}
-    try:
-        report = timing.resumed(args.json, settings)
-    except ValueError as error:
-        parser.error(str(error))
+    report = timing.resumed(args.json, settings)
     runs: dict[str, Any] = report["runs"] if report else {}
     work = [
         (f"{contender.name}/{seed}", train, (contender, seed, steps))
@@ -201,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def done(name: str, run: Any) -> None:
         runs[name] = run
         print(f"{name:28} {run['curve'][0][1]:.4f} -> {run['validation_loss']:.4f}", flush=True)
-        facts = timing.facts_of("pretrained")
-        timing.write_json(args.json, {**facts, "settings": settings, "runs": runs})
+        timing.write(args, "pretrained", {"settings": settings, "runs": runs})
 
     side_by_side.run_all(work, done, jobs=args.jobs)
 

@@ -472,17 +472,18 @@ def gallery(report: Report) -> Lines:
             if "left out" in row:
                 yield line([first, contender, row["left out"][:80], *[""] * 3])
                 continue
-            speed, peak = row["a_second"], row["peak_gib"]
-            yield line(
-                [
-                    first,
-                    contender,
-                    f"{speed:,.0f} {example['unit']}",
-                    times(speed / plain["a_second"] if "a_second" in plain else None),
-                    f"{peak:.2f}",
-                    number(peak / plain["peak_gib"] if "peak_gib" in plain else None, 2),
-                ]
+            speed, of_speed, peak, of_peak = (
+                value
+                for key in ("a_second", "peak_gib")
+                for value in (row.get(key), _share(row.get(key), plain.get(key)))
             )
+            words = "" if speed is None else f"{speed:,.0f} {example['unit']}"
+            cells = [words, times(of_speed), number(peak, 2), number(of_peak, 2)]
+            yield line([first, contender, *cells])
+
+
+def _share(mine: float | None, of: float | None) -> float | None:
+    return mine / of if mine and of else None
 
 
 # ---- when it pays ----

@@ -211,7 +211,7 @@ def test_bench_backward(tmp_path: Path) -> None:
     assert fast["sum_ms"] == pytest.approx(total_ms, rel=1e-4)  # six digits are written
     rival = sum(r["fp32 products"]["median_ms"] for r in rows)
     assert fast["faster than"]["fp32 products"] == pytest.approx(rival / fast["sum_ms"], rel=1e-4)
-    assert set(report["paper"]["cached"]["means"]) == {"fp32", "hotcore fast"}
+    assert set(report["paper"]["rotating"]["means"]) == {"fp32", "hotcore fast"}
     calls = report["stages"]["given"]["33,48,16"]["recipes"]["fast"]["calls"]
     assert set(calls) == {"all", "gx", "gw", "gb"}
     assert set(report["forward"]["given"]["extra"]) == {"fast"}
