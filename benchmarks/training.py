@@ -285,7 +285,6 @@ class Trainer:
         *,
         own: bool = False,
         backend: str = "inductor",
-        whole: bool = False,
     ) -> None:
         """Copy ``model`` to the device of ``batch``; convert, checkpoint and compile the copy.
 
@@ -296,7 +295,6 @@ class Trainer:
             task: says the loss and where the blocks are.
             own: take ``model`` itself instead of a copy.
             backend: of torch.compile.
-            whole: compile the model as a whole, not block by block.
 
         Raises Left where something that the contender needs is missing.
         """
@@ -317,7 +315,7 @@ class Trainer:
         if contender.checkpointed:
             checkpoint_blocks(model, task.blocks, contender)
         if contender.compiled is not None:
-            apart = task.blocks and not whole and not contender.whole
+            apart = task.blocks and not contender.whole
             parts = blocks_of(model, task.blocks) if apart else {"": model}
             compile_all(parts.values(), contender.compiled, backend, contender.inlined)
         self.wrap(model)

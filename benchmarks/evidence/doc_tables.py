@@ -16,7 +16,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import kernel_classes
@@ -538,6 +538,15 @@ def limits(report: Report, *archs: str) -> Lines:
         yield line([f"`{kernel}`", str(some["threads"]), f"{some['shared']:,}", *figures])
 
 
+PAYS_COLUMNS = {
+    "bf16": "plain bf16 so",
+    "default": "`default`",
+    "default int8-forward": "`default`, 8-bit forward",
+    "fast": "`fast`",
+    "fast int8-forward": "`fast`, 8-bit forward",
+}
+
+
 def pays(results: Path) -> Lines:
     """Times faster than the rival, and in brackets the peak memory beside the rival's.
 
@@ -547,7 +556,7 @@ def pays(results: Path) -> Lines:
 
     def report(name: str) -> Report:
         used.append(name)
-        return json.loads((results / name).read_text())
+        return evidence_tables.report_of(results, name)
 
     check = report("gpu-check.json")["bench_backward"]
     models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
@@ -557,18 +566,13 @@ def pays(results: Path) -> Lines:
         for name in ("cpu-backward.json", "cpu-backward-amx.json")
         for group in report(name)["layers"].values()
     ]
-    names = ("default", "fast")
-    recipes = ("default", "default int8-forward", "fast", "fast int8-forward")
-    together = [f"{name.removesuffix('-forward')} both" for name in recipes]
+    names, recipes = ("default", "fast"), tuple(PAYS_COLUMNS)[1:]
+    alone = {name: f"hotcore {name}" for name in names}
+    together = {name: f"{name.removesuffix('-forward')} both" for name in recipes}
 
-    def of_recipes(plain: Iterable[str]) -> list[str]:
-        """Of backward passes, which have no forward."""
-        default, fast = plain
-        return ["", default, "", fast, ""]
-
-    def backward(group: str) -> list[str]:
-        found = check["layers"][group]["recipes"]
-        return of_recipes(times(found[name]["faster than"].get("torch bf16")) for name in names)
+    def of_layers(group: str, part: str, rows: Mapping[str, str], rival: str) -> dict[str, str]:
+        found = check["layers"][group][part]
+        return {name: times(found[row]["faster than"].get(rival)) for name, row in rows.items()}
 
     def step(rows: Report, name: str, rival: str) -> str:
         """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
@@ -577,25 +581,26 @@ def pays(results: Path) -> Lines:
             return ""
         return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
 
-    def steps_of(rows: Report, how: str, rival: str) -> list[str]:
-        return ["", *(step(rows, f"{name} {how}", rival) for name in recipes)]
+    def steps_of(rows: Report, how: str, rival: str) -> dict[str, str]:
+        return {name: step(rows, f"{name} {how}", rival) for name in recipes}
 
-    def on_cpu(rows: list[Report], rival: str, mine: Sequence[str]) -> list[str]:
-        found = []
-        for name in mine:
+    def on_cpu(rows: list[Report], rival: str, mine: Mapping[str, str]) -> dict[str, str]:
+        found = {}
+        for column, name in mine.items():
             ratios = [row[rival]["median_ms"] / row[name]["median_ms"] for row in rows]
-            low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
-            found.append(f"{low}×" if low == high else f"{low} to {high}×")
+            ends = dict.fromkeys(f"{end:.1f}" for end in (min(ratios), max(ratios)))
+            found[column] = f"{' to '.join(ends)}×"
         return found
 
-    def lines() -> Iterator[tuple[str, str, list[str]]]:
-        """Work, rival, plain bf16 in the same way, and the four columns."""
+    def lines() -> Iterator[tuple[str, str, Mapping[str, str]]]:
+        """Work, rival, and the cells by column."""
         llama, vit, bf16 = "Llama-3-8B", "ViT-B", "compiled bf16"
-        yield f"backward of {llama}'s layers, 8192 tokens", "bf16", backward(llama)
-        yield f"backward of {vit}'s layers, batch 128", "bf16", backward(vit)
-        found = check["layers"][llama]["both"]
-        ratios = [times(found[row]["faster than"].get("torch bf16 both")) for row in together]
-        yield f"forward and backward of {llama}'s layers", "bf16", ["", *ratios]
+        own = {name: name for name in names}
+        for group, size in ((llama, "8192 tokens"), (vit, "batch 128")):
+            figures = of_layers(group, "recipes", own, "torch bf16")
+            yield f"backward of {group}'s layers, {size}", "bf16", figures
+        figures = of_layers(llama, "both", together, "torch bf16 both")
+        yield f"forward and backward of {llama}'s layers", "bf16", figures
         for model, how in PAYS.items():
             if model not in models:
                 continue
@@ -604,45 +609,45 @@ def pays(results: Path) -> Lines:
             yield title + words, bf16 + words, steps_of(rows, how, f"bf16 {how}")
             if model == "llama_blocks_2k":
                 long = report(EARLIER)["steps"]["llama_blocks"]["rows"]
-                figures = steps_of(long, "compiled", REFERENCE)
-                yield "the same, one sequence of 8192", bf16, figures
+                yield "the same, one sequence of 8192", bf16, steps_of(long, "compiled", REFERENCE)
             eight = "FP8 tensorwise compiled"
             figures = steps_of(rows, "compiled", eight)
-            if model in PAYS_FP8 and any(figures):
+            if model in PAYS_FP8 and any(figures.values()):
                 yield f"{title}, compiled", f"torchao {eight}", figures
         for entry in (models["vit_b"], less):
             for words, suffix in PAYS_LESS_MEMORY.items():
                 figures = steps_of(entry["rows"], suffix, REFERENCE)
-                figures[0] = step(entry["rows"], f"bf16 {suffix}", REFERENCE)
-                if any(figures[1:]):
+                if any(figures.values()):
+                    figures["bf16"] = step(entry["rows"], f"bf16 {suffix}", REFERENCE)
                     yield f"step of {entry['title']}, {words}", bf16, figures
         budgets = [step(less["rows"], f"{REFERENCE}, budget {b}", REFERENCE) for b in BUDGETS]
         title = f"step of {less['title']}, `activation_memory_budget` {listed(BUDGETS)}"
-        yield title, bf16, [", ".join(budgets), *[""] * 4]
-        means = check["paper"]["rotating"]["means"]
-        plain, own = means["bf16"]["geomean"], [means[f"hotcore {n}"]["geomean"] for n in names]
-        yield "backward of small layers, 49 to 3136 tokens", "fp32", of_recipes(map(times, own))
-        yield "the same", "bf16", of_recipes(times(ratio / plain) for ratio in own)
+        yield title, bf16, {"bf16": ", ".join(budgets)}
+        means = {name: row["geomean"] for name, row in check["paper"]["rotating"]["means"].items()}
+        for title, rival, plain in (
+            ("backward of small layers, 49 to 3136 tokens", "fp32", 1.0),
+            ("the same", "bf16", means["bf16"]),
+        ):
+            yield title, rival, {name: times(means[row] / plain) for name, row in alone.items()}
         if (results / CONVOLUTION).exists():
             rows = report(CONVOLUTION)["steps"]["resnet50_last"]["rows"]
             for words, suffix in (("", ""), (", `saved=8`", ", saved")):
                 ratio = step(rows, f"default reduce-overhead{suffix}", "bf16 reduce-overhead")
                 title = f"step of ResNet-50, convolutions converted{words}, CUDA graphs"
-                yield title, f"{bf16}, CUDA graphs", ["", ratio, "", "", ""]
+                yield title, f"{bf16}, CUDA graphs", {"default": ratio}
         large, tiny = [row for rows in cpus for row in rows[:-1]], [rows[-1] for rows in cpus]
-        alone = [f"hotcore {name}" for name in names]
         two = "two CPUs"  # the range is over the layers and both machines
-        ranges = {kind: on_cpu(large, f"torch {kind}", alone) for kind in ("fp32", "bf16")}
-        yield f"{two}: backward of {vit}'s layers, 8 images", "fp32", of_recipes(ranges["fp32"])
-        yield "the same", "bf16", of_recipes(ranges["bf16"])
-        title = f"{two}: forward and backward of {vit}'s layers"
-        yield title, "bf16", ["", *on_cpu(large, "torch bf16 both", together)]
-        figures = of_recipes(on_cpu(tiny, "torch bf16", alone))
+        title = f"{two}: backward of {vit}'s layers, 8 images"
+        yield title, "fp32", on_cpu(large, "torch fp32", alone)
+        yield "the same", "bf16", on_cpu(large, "torch bf16", alone)
+        figures = on_cpu(large, "torch bf16 both", together)
+        yield f"{two}: forward and backward of {vit}'s layers", "bf16", figures
+        figures = on_cpu(tiny, "torch bf16", alone)
         yield f"{two}: backward of one layer, one image", "bf16", figures
 
-    columns = ["`default`", "`default`, 8-bit forward", "`fast`", "`fast`, 8-bit forward"]
-    head = ["times faster (peak memory)", "than", "plain bf16 so", *columns]
-    yield from table_of(head, ([title, rival, *figures] for title, rival, figures in lines()))
+    head = ["times faster (peak memory)", "than", *PAYS_COLUMNS.values()]
+    cells = ([work, of, *(found.get(c, "") for c in PAYS_COLUMNS)] for work, of, found in lines())
+    yield from table_of(head, cells)
     yield from ("", evidence_tables.dates_line(results, used))
 
 
@@ -668,27 +673,20 @@ TRUST = {
     "devices": "two GPUs at once: by threads of one process, by a process each",
     "sanitizer": "compute-sanitizer, every C++ GPU test",
 }
-FIGURES = {
-    "cases": "cases",
-    "calls": "calls",
-    "devices": "GPUs",
-    "layers": "layers",
-    "steps": "steps",
-    "given_up": "given up",
-    "elements": "elements",
-    "integers_compared": "integers",
-    "results_compared": "floats",
-    "integers_different": "integers different",
-    "results_different": "floats different",
-    "different": "different",
-    "growth_device": "bytes grown on the device",
-    "growth_reserved": "bytes grown in its allocator",
-    "growth_host": "bytes grown on the host",
-    "failed_steps": "failed steps",
-    "places": "places of a failure",
-    "message": "message",
-}
+FIGURES = (
+    *("cases", "calls", "devices", "layers", "steps", "given_up", "elements"),
+    *("integers_compared", "results_compared", "integers_different", "results_different"),
+    *("different", "growth_device", "growth_reserved", "growth_host", "failed_steps", "places"),
+    "message",
+)
 """Of a test's figures, those that are shown, in this order."""
+FIGURE_WORDS = {
+    **{"devices": "GPUs", "integers_compared": "integers", "results_compared": "floats"},
+    **{"results_different": "floats different", "places": "places of a failure"},
+    **{"growth_device": "bytes grown on the device", "growth_host": "bytes grown on the host"},
+    "growth_reserved": "bytes grown in its allocator",
+}
+"""Where they are not their keys."""
 
 
 def trust(report: Report) -> Lines:
@@ -703,8 +701,10 @@ def trust(report: Report) -> Lines:
         for test, row in part.get("tests", {}).items() if name != "sanitizer" else ():
             figures = row["figures"]
             words = [
-                f"{figures[key]:,} {word}" if isinstance(figures[key], int) else str(figures[key])
-                for key, word in FIGURES.items()
+                f"{figures[key]:,} {FIGURE_WORDS.get(key, key.replace('_', ' '))}"
+                if isinstance(figures[key], int)
+                else str(figures[key])
+                for key in FIGURES
                 if figures.get(key, "") != ""
             ]
             if words and row["result"] != "suppressed":

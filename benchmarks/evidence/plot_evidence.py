@@ -20,7 +20,6 @@ from evidence import evidence_tables as tables
 from evidence.evidence_tables import shown
 from plot import COLORS, FP8, ON_ANY, PLAIN, label, plt, save
 
-Curve = Sequence[tuple[int, float]]
 LAYERS = {
     "hotcore paper": COLORS["paper"],
     "hotcore default": COLORS["default"],
