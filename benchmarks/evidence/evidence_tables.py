@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from evidence import intervals
 
@@ -45,6 +45,7 @@ WAY = " @ "
 
 
 Make = Callable[..., Iterator[str]]
+T = TypeVar("T")
 
 
 def report_of(results: Path, name: str) -> Report:
@@ -371,9 +372,6 @@ STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")} | {
 }
 """Size -> reports of the same model that have its contenders' steps in milliseconds."""
 
-Gaps = Mapping[str, Mapping[int, float]]
-"""Contender -> seed -> a figure."""
-
 
 def file_of(size: str) -> str:
     return f"cuda-gpt-{size}.json"
@@ -404,34 +402,43 @@ def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
     return out
 
 
-def gaps_by_size(results: Path, sizes: Sequence[str] = GPT_SIZES) -> dict[str, dict[str, Any]]:
-    """Size -> contender -> seed -> validation loss less bf16's of that seed; of bf16 its losses."""
-    out: dict[str, dict[str, Any]] = {}
-    for size, report in of_sizes(results, sizes).items():
-        runs = runs_by_seed(report)
-        plain = {seed: run["validation_loss"] for seed, run in runs.get("bf16", {}).items()}
-        out[size] = {"bf16": plain} | {
-            name: {s: r["validation_loss"] - plain[s] for s, r in found.items() if s in plain}
-            for name, found in runs.items()
-            if name != "bf16"
-        }
-    return out
-
-
-def of_equal_seeds(gaps: Gaps) -> dict[str, dict[int, float]]:
+def of_equal_seeds(found: Mapping[str, Mapping[int, T]]) -> dict[str, dict[int, T]]:
     """Of those seeds alone that every contender with more than one has; a lone run stays."""
-    several = [set(values) for values in gaps.values() if len(values) > 1]
+    several = [set(values) for values in found.values() if len(values) > 1]
     common = set.intersection(*several) if several else set()
     return {
         name: {seed: v for seed, v in values.items() if len(values) == 1 or seed in common}
-        for name, values in gaps.items()
+        for name, values in found.items()
     }
 
 
-def equal_seeds_of(runs: Mapping[str, Mapping[int, Report]], name: str) -> list[int]:
-    """The seeds of a contender that :func:`of_equal_seeds` leaves."""
-    found = of_equal_seeds({n: dict.fromkeys(of, 0.0) for n, of in runs.items()})
-    return list(found.get(name, {}))
+def pairs_of(
+    report: Report, name: str, less: str = "bf16", *, every: bool = False
+) -> list[tuple[Report, Report]]:
+    """Runs of two contenders of the same seed; of equal seeds, or of ``every`` that both have."""
+    runs = runs_by_seed(report)
+    mine, other = (runs if every else of_equal_seeds(runs)).get(name, {}), runs.get(less, {})
+    return [(run, other[seed]) for seed, run in mine.items() if seed in other]
+
+
+def gaps_of_pairs(pairs: Iterable[tuple[Report, Report]]) -> list[float]:
+    """Differences of the last validation losses."""
+    return [mine["validation_loss"] - other["validation_loss"] for mine, other in pairs]
+
+
+def gaps_by_size(
+    results: Path, sizes: Sequence[str] = GPT_SIZES
+) -> dict[str, dict[str, list[float]]]:
+    """Size -> contender -> validation losses less bf16's of equal seeds; of bf16 its losses."""
+    return {
+        size: {
+            name: gaps_of_pairs(pairs_of(report, name))
+            if name != "bf16"
+            else [run["validation_loss"] for run in runs.values()]
+            for name, runs in of_equal_seeds(runs_by_seed(report)).items()
+        }
+        for size, report in of_sizes(results, sizes).items()
+    }
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -466,13 +473,11 @@ def _size_heads(found: Mapping[str, Report]) -> Lines:
 def scaling(results: Path) -> Lines:
     """GPTs by size: the gap to bf16, of equal seeds: mean and 95 % interval, how many pairs."""
     reports = of_sizes(results)
-    found = {size: of_equal_seeds(g) for size, g in gaps_by_size(results, list(reports)).items()}
+    found = gaps_by_size(results, list(reports)).values()
     yield from header(["validation loss less bf16's", *_size_heads(reports)])
-    losses = (list(gaps["bf16"].values()) for gaps in found.values())
-    yield line(["bf16's loss, ± deviation", *(plus_minus(v, 4, "") for v in losses)])
-    for name in in_order(n for gaps in found.values() for n in gaps):
-        values = (list(gaps.get(name, {}).values()) for gaps in found.values())
-        yield line([shown(name), *map(interval_words, values)])
+    yield line(["bf16's loss, ± deviation", *(plus_minus(gaps["bf16"], 4, "") for gaps in found)])
+    for name in in_order(n for gaps in found for n in gaps):
+        yield line([shown(name), *(interval_words(gaps.get(name, [])) for gaps in found)])
     yield from ("", dates_line(results, map(file_of, reports)))
 
 
@@ -487,17 +492,12 @@ def pooled_gaps(
         less: bf16, or the contender that ``name`` is compared with, seed by seed.
         every: all pairs, also of seeds that other contenders lack and of the longer run.
     """
-    out = {}
     sizes = (*GPT_SIZES, *GPT_LONGER) if every else GPT_SIZES
-    for size, gaps in gaps_by_size(results, sizes).items():
-        chosen = gaps if every else of_equal_seeds(gaps)
-        mine, other = chosen.get(name, {}), chosen.get(less, {})
-        values = list(mine.values())
-        if less != "bf16":
-            values = [mine[seed] - other[seed] for seed in mine if seed in other]
-        if len(values) > 1 or (every and values):
-            out[size] = values
-    return out
+    found = {
+        size: gaps_of_pairs(pairs_of(report, name, less, every=every))
+        for size, report in of_sizes(results, sizes).items()
+    }
+    return {size: values for size, values in found.items() if len(values) > (0 if every else 1)}
 
 
 def pooled_interval(by_size: Mapping[str, Sequence[float]]) -> intervals.Interval | None:
@@ -514,15 +514,13 @@ def training_gaps(results: Path, name: str, less: str = "bf16") -> list[float]:
 
     Each batch is seen once, by the forward pass that is trained; of runs that kept them.
     """
-    out = []
-    for report in of_sizes(results, list(pooled_gaps(results, name, less))).values():
-        runs = runs_by_seed(report)
-        for seed in equal_seeds_of(runs, name):
-            pair = [runs[one].get(seed, {}).get("training", []) for one in (name, less)]
-            if all(pair):
-                mine, other = (statistics.mean(values[-LAST_POINTS:]) for values in pair)
-                out.append(mine - other)
-    return out
+    return [
+        statistics.mean(mine["training"][-LAST_POINTS:])
+        - statistics.mean(other["training"][-LAST_POINTS:])
+        for report in of_sizes(results, list(pooled_gaps(results, name, less))).values()
+        for mine, other in pairs_of(report, name, less)
+        if mine.get("training") and other.get("training")
+    ]
 
 
 def pooled(results: Path) -> Lines:
@@ -567,12 +565,10 @@ def pooled_words(results: Path) -> Lines:
 
 
 def gaps_along(report: Report, name: str) -> dict[int, list[float]]:
-    """Step -> validation loss of ``name`` less bf16's there, of every seed that both have."""
-    runs = runs_by_seed(report)
-    mine, plain = runs.get(name, {}), runs.get("bf16", {})
+    """Step -> validation loss of ``name`` less bf16's there, of every equal seed."""
     out: dict[int, list[float]] = {}
-    for seed in (seed for seed in equal_seeds_of(runs, name) if seed in plain):
-        for (step, loss), (_, least) in zip(mine[seed]["curve"], plain[seed]["curve"], strict=True):
+    for mine, plain in pairs_of(report, name):
+        for (step, loss), (_, least) in zip(mine["curve"], plain["curve"], strict=True):
             out.setdefault(step, []).append(loss - least)
     return out
 
@@ -716,19 +712,17 @@ def shares_of_steps(report: Report, name: str) -> tuple[float | None, list[float
 
     By the mean curve and loss of the seeds that both have, and seed by seed.
     """
-    runs = runs_by_seed(report)
-    mine, plain = runs.get(name, {}), runs["bf16"]
-    seeds = [seed for seed in equal_seeds_of(runs, name) if seed in plain]
-    if not seeds:
+    pairs = pairs_of(report, name)
+    if not pairs:
         raise KeyError(name)
 
-    def share(seeds: Sequence[int]) -> float | None:
-        curves = zip(*(plain[seed]["curve"] for seed in seeds), strict=True)
+    def share(pairs: Sequence[tuple[Report, Report]]) -> float | None:
+        curves = zip(*(plain["curve"] for _, plain in pairs), strict=True)
         mean = [(points[0][0], statistics.mean(loss for _, loss in points)) for points in curves]
-        found = steps_to(mean, statistics.mean(mine[seed]["validation_loss"] for seed in seeds))
+        found = steps_to(mean, statistics.mean(mine["validation_loss"] for mine, _ in pairs))
         return None if found is None else found / report["settings"]["steps"]
 
-    return share(seeds), [share([seed]) for seed in seeds]
+    return share(pairs), [share([pair]) for pair in pairs]
 
 
 def _share(value: float | None) -> str:
@@ -754,9 +748,8 @@ def to_loss(results: Path) -> Lines:
     yield ""
     yield from header(["", "step, of bf16's", "bf16's steps to the same loss", "time to that loss"])
     for size, report in found.items():
-        known = runs_by_seed(report)
         for name, ratio in step_ratios(results, size).items():
-            if not equal_seeds_of(known, name):
+            if not pairs_of(report, name):
                 continue
             share, _ = shares_of_steps(report, name)
             time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
