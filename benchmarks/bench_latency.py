@@ -28,7 +28,7 @@ from typing import Any
 import bench_backward
 import timing
 import torch
-from evidence import rivals
+from evidence import evidence_tables, rivals
 from evidence.rivals.conversion import method_of
 from layers import PAPER_LATENCY, Shape
 from timing import Call, Row
@@ -133,17 +133,6 @@ def breakdown(shape: Shape) -> dict[str, Any]:
 # ---- all ----
 
 
-def print_rows(title: str, paper: Mapping[str, float], rows: Mapping[str, Any]) -> None:
-    plain = rows.get("fp32")
-    print(f"\n{title}; the paper: fp32 {paper['FP']:.0f} us, {paper['faster']:.1f}x")
-    for name, row in rows.items():
-        if not isinstance(row, Mapping):
-            print(f"  {name:26s} left out: {row}")
-            continue
-        times = f"{plain['median_ms'] / row['median_ms']:.2f}x" if plain else ""
-        print(timing.line(name, row, times))
-
-
 def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Times faster than fp32 over all layers: geometric mean and the worst; the paper's beside."""
     ratios: dict[str, list[float]] = {}
@@ -179,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape, paper = shapes[name]
         rows = measure(shape)
         out.setdefault(part, {})[name] = {"shape": shape, "paper_us": paper, "rows": rows}
-        print_rows(f"{part}: {name} {shape}", paper, rows)
+        print(f"{part}: {name} {shape}", flush=True)
         if args.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -201,9 +190,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part, tables in list(out.items()):
         if part in PARTS and part != "breakdown":
             out.setdefault("means", {})[part] = means(tables)
-            print(f"\n{part}: times faster than fp32")
-            for name, row in out["means"][part].items():
-                print(f"  {name:28s} geometric mean {row['geomean']:.2f}, worst {row['worst']:.2f}")
+            print(
+                f"\n{part}, times faster than fp32", *evidence_tables.latency(out, part), sep="\n"
+            )
+    if "breakdown" in out:
+        print("", *evidence_tables.breakdown(out), sep="\n")
     timing.write(args, "latency", out)
 
 

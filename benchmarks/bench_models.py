@@ -149,7 +149,8 @@ def table_row(name: str, args: Any) -> dict[str, Any]:
         **model_table.measure(make, args.device),
         "seconds": time.perf_counter() - start,
     }
-    tables = (*model_table.cosines({name: out}), "", *model_table.losses({name: out}))
+    alone = {"models": {name: out}}
+    tables = (*model_table.gradients(alone), "", *model_table.losses(alone))
     print("", *tables, sep="\n", flush=True)
     return out
 

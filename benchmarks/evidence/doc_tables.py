@@ -224,16 +224,6 @@ def gpt(report: Report) -> Lines:
         yield line([name, seed, *figures])
 
 
-def gradients(report: Report, *models: str) -> Lines:
-    """Cosine with fp32's gradient, by recipe, of all models or some."""
-    yield from model_table.cosines({n: report["models"][n] for n in models or report["models"]})
-
-
-def losses(report: Report) -> Lines:
-    """The loss after some steps on one batch."""
-    yield from model_table.losses(report["models"])
-
-
 def losses_note(report: Report) -> Lines:
     """How the last losses of some contenders compare with fp32's, over the models; one line."""
     models = report["models"].values()
@@ -272,8 +262,19 @@ def each_group(report: Report, part: str) -> Iterator[tuple[str, str, Report]]:
             yield group, name, row
 
 
+def faster(report: Report, part: str, rivals: Mapping[str, str]) -> Lines:
+    """Microseconds of a group's four layers, and how many times faster than each rival."""
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, name, row in each_group(report, part):
+        recipe = name.removesuffix(" both").removesuffix(" int8")
+        forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
+        title = f"{group}, `{recipe}`" + (forward if part == "both" else "")
+        figures = [times(row["faster than"].get(rival)) for rival in rivals]
+        yield line([title, f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
 def layers(report: Report) -> Lines:
-    """Microseconds of a model's four layers, and how many times faster than each rival."""
+    """Backward of a model's layers."""
     rivals = {
         "torch bf16": "torch bf16",
         "bf16 products": "bf16, products only",
@@ -282,21 +283,13 @@ def layers(report: Report) -> Lines:
         "torchao both - forward": "torchao FP8, both less forward",
         "torchao backward": "torchao FP8, backward alone",
     }
-    yield from header(["sum of four layers", "µs", *rivals.values()])
-    for group, recipe, row in each_group(report, "recipes"):
-        figures = [times(row["faster than"].get(name)) for name in rivals]
-        yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
+    yield from faster(report, "recipes", rivals)
 
 
 def both(report: Report) -> Lines:
     """Forward and backward of those layers together."""
     rivals = {"torch bf16 both": "torch bf16", "torchao both": "torchao FP8 (no bias)"}
-    yield from header(["sum of four layers", "µs", *rivals.values()])
-    for group, name, row in each_group(report, "both"):
-        recipe = name.removesuffix(" both").removesuffix(" int8")
-        forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
-        figures = [times(row["faster than"].get(rival)) for rival in rivals]
-        yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
+    yield from faster(report, "both", rivals)
 
 
 def floor(report: Report) -> Lines:
@@ -764,7 +757,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
     **_of("gpu-check.json", tests),
     **_of("cuda-steps.json", steps, all_steps, summary),
-    **_of("cuda-models-table.json", gradients, losses, losses_note),
+    **_of("cuda-models-table.json", model_table.gradients, model_table.losses, losses_note),
     **_of("cuda-autotune.json", autotune),
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("limits.json", limits),
@@ -778,12 +771,16 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("recipe-cases.json", cases),
     "claims": ("", claims.table),
-    **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
-    **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
+    **_of("gradients.json", TABLES.gradient_quality),
+    **_of("cuda-latency.json", TABLES.latency, TABLES.breakdown),
+    **_of("cuda-memory.json", TABLES.memory),
+    **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
     **_of("", TABLES.quality, TABLES.decided, TABLES.ways, TABLES.noise, planned),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
+DATED = ("gradient-quality", "latency", "breakdown", "memory")
+"""Kinds of one report whose date stands below the table, as where there are several."""
 
 
 def table(words: str, results: Path) -> str:
@@ -796,7 +793,10 @@ def table(words: str, results: Path) -> str:
         file = arguments.pop(0) if arguments else "a report's name"
     try:
         source = json.loads((results / file).read_text()) if file else results
-        return "".join(f"{line}\n" for line in make(source, *arguments))
+        lines = [*make(source, *arguments)]
+        if kind in DATED:
+            lines += ["", evidence_tables.dates_line(results, [str(file)])]
+        return "".join(f"{line}\n" for line in lines)
     except FileNotFoundError as error:
         raise Unknown(f"{error.filename} is not there") from error
     except TypeError as error:  # another number of arguments

@@ -5,7 +5,6 @@ Each takes the folder of the reports, and raises FileNotFoundError where one is 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import statistics
@@ -56,20 +55,6 @@ def report_of(results: Path, name: str) -> Report:
 def reports_of(results: Path, names: Iterable[str]) -> dict[str, Report]:
     """Those that are there."""
     return {name: report_of(results, name) for name in names if (results / name).exists()}
-
-
-def of_report(name: str) -> Callable[[Make], Make]:
-    """A table of one report, with its date, as one of a folder of reports."""
-
-    def of_folder(make: Make) -> Make:
-        @functools.wraps(make)
-        def lines(results: Path, *words: str) -> Lines:
-            yield from make(report_of(results, name), *words)
-            yield from ("", dates_line(results, [name]))
-
-        return lines
-
-    return of_folder
 
 
 def line(words: Sequence[str]) -> str:
@@ -234,7 +219,7 @@ def methods_of(report: Report, task: str) -> list[str]:
     return list(dict.fromkeys(m for layer in _layers(report, task, None) for m in layer["methods"]))
 
 
-def gradient_lines(report: Report) -> Lines:
+def gradient_quality(report: Report) -> Lines:
     """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
     tasks = report["settings"]["tasks"]
     measures = (("gx", "error"), ("gw", "error"), ("gw", "noise"), ("gw", "bias"))
@@ -254,12 +239,6 @@ def gradient_lines(report: Report) -> Lines:
         yield line([shown(method), *cells, *map(", ".join, tail)])
     cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
     yield line(["other batches (median)", *cells, "", ""])
-
-
-@of_report("gradients.json")
-def gradient_quality(report: Report) -> Lines:
-    """Error, noise and bias along training, by method."""
-    yield from gradient_lines(report)
 
 
 # ---- latency ----
@@ -282,7 +261,6 @@ UNFUSED = (
 )
 
 
-@of_report("cuda-latency.json")
 def latency(report: Report, part: str = "graph") -> Lines:
     """The paper's layers: times faster than fp32, a row a layer; the paper's two columns first."""
     tables = report[part]
@@ -297,7 +275,7 @@ def latency(report: Report, part: str = "graph") -> Lines:
         plain = f"{1e3 * rows['fp32']['median_ms']:.1f}"
         figures = [f"{paper['FP'] / paper['LBP-WHT']:.1f}", f"{paper['faster']:.1f}", plain]
         yield line([f"{name} ({shape})", *figures, *(ratio(rows, n) for n in names)])
-    means = report["means"].get(part)
+    means = report.get("means", {}).get(part)
     if means:
         theirs = ("the paper's LBP-WHT", "the paper's HOT")
         cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in (*theirs, *names)]
@@ -307,7 +285,6 @@ def latency(report: Report, part: str = "graph") -> Lines:
         yield from ("", f"*No time left for: {', '.join(report['left out'])}.*")
 
 
-@of_report("cuda-latency.json")
 def breakdown(report: Report) -> Lines:
     """Fig. 1 of the supplement: microseconds of the device by stage."""
     head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
@@ -335,7 +312,6 @@ def hot_parts(found: Report) -> tuple[float, float]:
 # ---- memory ----
 
 
-@of_report("cuda-memory.json")
 def memory(report: Report) -> Lines:
     """A step of ViT-B by batch: peak and, in brackets, what forward keeps; the formula below."""
     rows = report["rows"]
@@ -345,6 +321,8 @@ def memory(report: Report) -> Lines:
         if "peak_gib" in row:
             peak = row.get("peak by kept", row["peak_gib"])
             return f"{peak:.1f} ({row['kept_gib']:.1f})"
+        if "kept_gib" in row:  # on the CPU
+            return f"({row['kept_gib']:.4f})"
         why = row.get("left out", "")
         return "out of memory" if "OutOfMemory" in why else why[:40]
 

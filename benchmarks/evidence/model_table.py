@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from evidence.evidence_tables import Lines, header, line
+from evidence.evidence_tables import Lines, Report, header, line
 from torch import Tensor
 from training import RECIPES, Contender, Make, Trainer, cleaned, cosine
 
@@ -71,19 +71,19 @@ def by_layer(trainer: Trainer, got: Mapping[str, Tensor], exact: Mapping[str, Te
     return {"median": statistics.median(values), "least": min(values)} if values else {}
 
 
-def cosines(models: Mapping[str, Row]) -> Lines:
-    """Cosine with fp32's gradient, by recipe."""
+def gradients(report: Report, *models: str) -> Lines:
+    """Cosine with fp32's gradient, by recipe, of all models or some."""
     rivals = (RIVAL.name, *RECIPES)
     yield from header(["cosine with fp32's gradient", "converted, plain", *rivals])
-    for row in models.values():
+    for row in (report["models"][name] for name in models or report["models"]):
         counts = f"{row['converted']}, {sum(row['plain'].values())}"
         cells = (f"{row['cosine'][name]:.4f}" for name in rivals)
         yield line([f"{row['title']}, {shape(row)}", counts, *cells])
 
 
-def losses(models: Mapping[str, Row]) -> Lines:
+def losses(report: Report) -> Lines:
     """The loss after some steps on one batch; below it what is no finite number."""
-    names = (EXACT.name, RIVAL.name, *TRAINED)
+    models, names = report["models"], (EXACT.name, RIVAL.name, *TRAINED)
     yield from header(["loss on one batch", "first", *(f"{n}, {LOSS_STEPS} steps" for n in names)])
     for row in models.values():
         cells = (f"{row['loss'][name][-1]:.4g}" for name in names)
