@@ -34,7 +34,7 @@ from typing import Any
 import bench_gpt
 import timing
 import torch
-from evidence import ROOT, doc_tables, rivals
+from evidence import doc_tables, rivals
 from models import TASKS, Batch, Task, mend_torchvision
 from steps import GIB, compiler_counts, described, many_recompilations, said
 from timing import Row
@@ -430,9 +430,8 @@ def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
 
 
 def arguments(argv: Sequence[str] | None) -> Any:
-    parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend")
+    parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend", "cache")
     parser.set_defaults(backend="inductor")
-    parser.add_argument("--cache", type=Path, default=ROOT / "build/text", help="of the tokens")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     args.model = TOY if args.quick else FULL

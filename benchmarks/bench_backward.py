@@ -398,11 +398,7 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 
 
 def host_bursts(
-    call: Call,
-    device: str,
-    clocks: Sequence[Callable[[], float]],
-    calls: int = 40,
-    bursts: int = 15,
+    call: Call, device: str, clocks: Sequence[Callable[[], float]], bursts: int = 15
 ) -> list[list[float]]:
     """Milliseconds of one call by each clock (seconds), in bursts between synchronisations."""
     calls = 40

@@ -32,6 +32,7 @@ import torch
 from layers import Call, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
+TEXT = Path(__file__).parents[1] / "build/text"
 FLUSH_BYTES = 1 << 28
 SPIN_CYCLES = 1_000_000  # half a millisecond: longer than most contenders' host work
 MOST_SPIN_CYCLES = 1 << 28
@@ -272,6 +273,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {"type": float, "default": math.inf, "help": "seconds; what would end later is left"},
     "backend": {"help": "of torch.compile; default inductor, where it can compile"},
     "contenders": {"nargs": "+", "metavar": "PATTERN", "help": "names; default: all"},
+    "cache": {"type": Path, "default": TEXT, "help": "folder of the text's tokens"},
     "shape": {"type": parse_shape, "action": "append", "help": "three sizes; repeatable"},
 }
 """What several scripts take."""

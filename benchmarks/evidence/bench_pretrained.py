@@ -102,29 +102,6 @@ def batches(tokens: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield part.masked_fill(masked, mask), part.masked_fill(~masked, IGNORED)
 
 
-def largest(model: nn.Module, batch: Tensor) -> dict[str, float]:
-    """How large the largest token and the largest feature of a layer's x are, of the median one."""
-    found: dict[str, float] = {}
-
-    def look(name: str, x: Tensor) -> None:
-        x = x.detach().flatten(0, -2)
-        for kind, dim in (("token", 1), ("feature", 0)):
-            norms = x.norm(dim=dim)
-            ratio = float(norms.max() / norms.median())
-            found[f"{name}, {kind}"] = max(ratio, found.get(f"{name}, {kind}", 0.0))
-
-    handles = [
-        layer.register_forward_hook(lambda _, x, __, name=name: look(name.rpartition(".")[2], x[0]))
-        for name, layer in model.named_modules()
-        if in_blocks(layer, name)
-    ]
-    with torch.no_grad():
-        model(input_ids=batch, attention_mask=(batch > 0).long())
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 # ---- one run ----
 
 
@@ -145,7 +122,6 @@ def train(contender: Contender, seed: int, steps: int) -> dict[str, Any]:
     )
     model.tie_weights()
     held = list(batches(rows("test", VALIDATION * BATCH, 0), 0))
-    sizes = largest(model.eval(), held[0][0])
     if contender.recipe is not None:
         report = hot.convert(model, config_of(contender), in_blocks).hot_report
         assert len(report.converted) == 6, report
@@ -173,7 +149,7 @@ def train(contender: Contender, seed: int, steps: int) -> dict[str, Any]:
         optimizer.step()
         if step % max(1, steps // 8) == 0:
             curve.append((step, validation()))
-    return {"validation_loss": curve[-1][1], "curve": curve, "largest": sizes}
+    return {"validation_loss": curve[-1][1], "curve": curve}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

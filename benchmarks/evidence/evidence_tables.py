@@ -133,11 +133,7 @@ def rows(results: Path, file: str, *words: str) -> Lines:
     """Some methods of one file, in the order given: names between semicolons."""
     report = report_of(results, file)
     columns = [(report, task) for task in tasks_of(report)]
-    gaps = gaps_of(columns)
-    names = names_in(words)
-    yield from header(["validation loss less fp32's", *_heads(columns, names)])
-    for name in names:
-        yield line([shown(name), *map(plus_minus, gaps.get(name, [[] for _ in columns]))])
+    yield from training_lines(columns, names_in(words))
     yield from ("", dates_line(results, [file]))
 
 
@@ -173,14 +169,16 @@ def _heads(columns: Columns, methods: Collection[str] = ()) -> Lines:
         yield f"{TITLES.get(task, task)}, {seeds}"
 
 
-def training_lines(columns: Columns) -> Lines:
-    """Every method of some reports' tasks, fp32's own losses first."""
-    yield from header(["", *_heads(columns)])
-    plain = (of_task(report, task).get("fp32", {}).values() for report, task in columns)
-    losses = ([run["val_loss"] for run in runs] for runs in plain)
-    yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
-    for method, gaps in gaps_of(columns).items():
-        yield line([shown(method), *map(plus_minus, gaps)])
+def training_lines(columns: Columns, names: Sequence[str] = ()) -> Lines:
+    """Some methods of some reports' tasks; or fp32's own losses, and below them every method."""
+    gaps = gaps_of(columns)
+    yield from header(["validation loss less fp32's" if names else "", *_heads(columns, names)])
+    if not names:
+        plain = (of_task(report, task).get("fp32", {}).values() for report, task in columns)
+        losses = ([run["val_loss"] for run in runs] for runs in plain)
+        yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
+    for method in names or gaps:
+        yield line([shown(method), *map(plus_minus, gaps.get(method, [[] for _ in columns]))])
 
 
 # ---- gradients ----

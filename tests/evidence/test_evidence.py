@@ -751,5 +751,4 @@ def test_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(losses)) == 3 and max(losses) < 1.02 * min(losses)
     assert runs["fp32/0"]["curve"][0] == runs["default/0"]["curve"][0]  # the plain forward
     assert losses[0] < runs["fp32/0"]["curve"][0][1]
-    assert runs["fp32/0"]["largest"]["ffn, token"] >= 1
     script.vocabulary.cache_clear()

@@ -25,7 +25,6 @@ from .torchao_layers import (
     torchao_calls,
     torchao_convert,
     torchao_int8_convert,
-    torchao_layer,
 )
 
 if importlib.util.find_spec("hotcore"):  # else compile_torchao.py runs while it is being built
