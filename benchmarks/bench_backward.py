@@ -255,28 +255,20 @@ def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, 
 
 def part_paper(args: argparse.Namespace) -> dict[str, Any]:
     """Copies of the arrays in turn, more than the L2 holds; rows and geometric means."""
-    cuda = args.device == "cuda"
-    watch = timing.cuda_stopwatch() if cuda else None
     tables: dict[str, Any] = {}
     print("\nThe paper's layers, g_x and g_w, us; (times faster than fp32)")
-    for shape, published in (PAPER if cuda else {TOY: 1.0}).items():
+    for shape, published in (PAPER if args.device == "cuda" else {TOY: 1.0}).items():
         tokens, outs, ins = shape
         nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
-        copies = timing.copies_beyond_cache(nbytes, args.device)
-        sets = [paper_calls(shape, args.recipe, args.device) for _ in range(copies)]
-        repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
-        rows = (
-            timing.in_graphs(sets, repeats, args.rounds, watch)
-            if cuda
-            else timing.in_turns(sets[0], args.rounds, "cpu")
-        )
+        make = partial(paper_calls, shape, args.recipe, args.device)
+        rows = timing.in_graphs(make, nbytes, args.rounds, args.device)
         words = []
         for name, row in rows.items():
             row["faster than fp32"] = ratio(rows, "fp32", name)
             words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
         print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
-        facts = {"shape": shape, "published": published, "copies": copies}
-        tables[",".join(map(str, shape))] = {**facts, "rows": rows}
+        found = {"shape": shape, "published": published, "rows": rows}
+        tables[",".join(map(str, shape))] = found
     means = {}
     for name in next(iter(tables.values()))["rows"]:
         values = [table["rows"][name]["faster than fp32"] for table in tables.values()]

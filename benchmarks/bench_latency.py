@@ -19,6 +19,7 @@ time of that code, no bound on the method's. hotcore's recipes take bf16 arrays 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -98,14 +99,11 @@ def _exact(call: Call) -> Call:
 
 def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, Row | str]:
     """Times of a call in a CUDA graph; on the CPU of plain calls."""
-    if args.device == "cpu":
-        return {**timing.in_turns(calls(shape, images, "cpu"), args.rounds, "cpu")}
     tokens, outs, ins = shape
     nbytes = 4 * images * (tokens * outs + tokens * ins) + 4 * outs * ins
-    copies = timing.copies_beyond_cache(nbytes, "cuda")
-    repeats = max(1, GRAPH_CALLS // copies) if images == 1 else 1
-    sets = [calls(shape, images, "cuda") for _ in range(copies)]
-    return timing.in_graphs(sets, repeats, args.rounds, budget_ms=LARGE_CALL_BUDGET_MS)
+    make = functools.partial(calls, shape, images, args.device)
+    least = GRAPH_CALLS if images == 1 else 1
+    return timing.in_graphs(make, nbytes, args.rounds, args.device, least, LARGE_CALL_BUDGET_MS)
 
 
 # ---- Fig. 1 ----

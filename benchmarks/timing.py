@@ -59,12 +59,12 @@ def synchronized_stopwatch(device: str, count: int = 1) -> Stopwatch:
     return measure
 
 
-def cuda_stopwatch(flush: bool = True) -> Stopwatch:
+def cuda_stopwatch() -> Stopwatch:
     """Milliseconds of a call on the current CUDA device and stream, by events.
 
     RuntimeError where the host cannot queue a call within the longest spin.
     """
-    buffer = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.uint8, device="cuda")
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     spins: dict[int, int] = {}  # by the id of a call, which outlives its measurements
 
@@ -217,19 +217,30 @@ def summed(tables: Sequence[Mapping[str, Row]]) -> dict[str, float]:
 
 
 def in_graphs(
-    sets: Sequence[Mapping[str, Call]],
-    repeats: int,
+    make: Callable[[], Mapping[str, Call]],
+    nbytes: int,
     rounds: int,
-    watch: Stopwatch | None = None,
+    device: str,
+    least_calls: int = 24,
     budget_ms: float = 400.0,
 ) -> dict[str, Any]:
     """Times of one call of each contender, captured into CUDA graphs; or why it could not be.
 
+    On the CPU of plain calls.
+
     Args:
-        sets: the contenders with one copy of the arrays each, which follow each other in a graph.
-        repeats: times that a graph goes through the copies.
-        rounds: as for :func:`in_turns`, ``watch`` and ``budget_ms``, too.
+        make: the contenders with arrays of their own. So many of them follow each other in a graph
+            that their arrays exceed the L2 three times.
+        nbytes: of the arrays.
+        rounds: as for :func:`in_turns`, ``budget_ms``, too.
+        device: "cpu" or "cuda".
+        least_calls: of a graph, over which a replay's own cost is spread.
     """
+    if device == "cpu":
+        return {**in_turns(make(), rounds, device)}
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    sets = [make() for _ in range(max(2, min(48, -(-3 * cache // nbytes))))]
+    repeats = max(1, least_calls // len(sets))
     graphs: dict[str, Call] = {}
     out: dict[str, Any] = {}
     for name in sets[0]:
@@ -238,8 +249,7 @@ def in_graphs(
         except Exception as error:  # what cannot be captured is named
             out[name] = f"{type(error).__name__}: {error!s:.200}"
     counts = dict.fromkeys(graphs, len(sets) * repeats)
-    options: dict[str, Any] = {"watch": watch, "calls_in": counts, "budget_ms": budget_ms}
-    return out | in_turns(graphs, rounds, "cuda", **options)
+    return out | in_turns(graphs, rounds, device, calls_in=counts, budget_ms=budget_ms)
 
 
 def captured(calls: Sequence[Call]) -> Call:
@@ -255,14 +265,6 @@ def captured(calls: Sequence[Call]) -> Call:
         for call in calls:
             call()
     return graph.replay
-
-
-def copies_beyond_cache(nbytes: int, device: str, most: int = 48) -> int:
-    """How many copies of ``nbytes`` of arrays exceed the L2 three times."""
-    if device == "cpu":
-        return 1
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(2, min(most, -(-3 * cache // nbytes)))
 
 
 # ---- reports ----
