@@ -53,8 +53,8 @@ def run(script: Any, path: Path, *words: str) -> Any:
 def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark that is ended while it writes leaves the report of before."""
     path = tmp_path / "made" / "report.json"
-    timing.write_json(path, {"a": 1.23456789})
-    assert json.loads(path.read_text()) == {"a": 1.23457}
+    timing.write_json(path, {"a": 1.23456789, "b": [12345678.9, "x", 3]})
+    assert json.loads(path.read_text()) == {"a": 1.23457, "b": [12345700.0, "x", 3]}
     write_text = Path.write_text
 
     def ended(self: Path, text: str, **how: Any) -> int:
@@ -64,7 +64,7 @@ def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "write_text", ended)
     with pytest.raises(KeyboardInterrupt):
         timing.write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1.23457}
+    assert json.loads(path.read_text())["a"] == 1.23457
 
 
 def test_spread(rng: np.random.Generator) -> None:
@@ -123,12 +123,6 @@ def test_rows_that_are_not_steady_are_measured_again_and_are_no_figures(
     assert rows["calms"]["q3_ms"] == 1.04 and rows["shaky"]["q3_ms"] == 1.2
     assert timing.summed([rows, rows]) == {"quiet": 2.0, "calms": 2.0}
     assert timing.steady({"median_ms": 1.0})  # a difference has no quartiles
-
-
-def test_rounded() -> None:
-    assert timing.rounded({"a": [1.23456789, 12345678.9], "b": "x", "c": 3}) == {
-        "a": [1.23457, 12345700.0], "b": "x", "c": 3,
-    }  # fmt: skip
 
 
 # ---- the arithmetic ----
@@ -225,8 +219,6 @@ def test_bench_backward(tmp_path: Path) -> None:
         "draw a seed, CPU's generator, item",
         "draw a seed, cpu's generator, a tensor there",
     } <= set(host)  # noqa: E501
-    works = [row["work"] for row in targets.rows(report, {}, {})]
-    assert any("compress fast" in work for work in works)
 
 
 def test_bench_examples(tmp_path: Path) -> None:
