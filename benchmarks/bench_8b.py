@@ -35,7 +35,7 @@ import bench_gpt
 import timing
 import torch
 from evidence import doc_tables, rivals
-from models import TASKS, Batch, Task, mend_torchvision
+from models import TASKS, Batch, Task, mend_torchvision, with_lora
 from steps import GIB, compiler_counts, described, many_recompilations, said
 from timing import Row
 from torch import Tensor, nn
@@ -53,7 +53,6 @@ LEAST_S = 40.0
 COMMON, FIRST = 4, 2
 """Sequences of the timed steps, and of the first: compilers take 1 for a constant."""
 MOST_TRIALS = 4
-LORA_RANK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +138,8 @@ def build(size: Size, contender: Contender, device: str) -> nn.Module:
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.config))
     finally:
         torch.set_default_dtype(before)
-    if is_lora(contender):
-        import peft
-
-        config = peft.LoraConfig(r=LORA_RANK, target_modules="all-linear")
-        model = peft.get_peft_model(model, config)
     found: nn.Module = model
-    return found
+    return with_lora(lambda: found)() if is_lora(contender) else found
 
 
 class Whole(Trainer):

@@ -321,7 +321,7 @@ class Trainer:
         self.wrap(model)
 
     def wrap(self, model: nn.Module) -> None:
-        """Train ``model`` from now on, what the model was put into (DDP, FSDP2)."""
+        """Train ``model``, converted and compiled, from now on."""
         self.model = model
         # Fused on CUDA, the default of transformers' Trainer: else AdamW is a fifth of the step.
         fused = self.device.type == "cuda"

@@ -689,8 +689,6 @@ def shares_of_steps(report: Report, name: str) -> tuple[float | None, list[float
     By the mean curve and loss of the seeds that both have, and seed by seed.
     """
     pairs = pairs_of(report, name)
-    if not pairs:
-        raise KeyError(name)
 
     def share(pairs: Sequence[tuple[Report, Report]]) -> float | None:
         curves = zip(*(plain["curve"] for _, plain in pairs), strict=True)
@@ -712,11 +710,10 @@ def to_loss(results: Path) -> Lines:
     for name in ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8):
         cells = []
         for report in found.values():
-            try:
-                share, each = shares_of_steps(report, name)
-            except KeyError:
+            if not pairs_of(report, name):
                 cells.append("")
                 continue
+            share, each = shares_of_steps(report, name)
             ordered = sorted(each, key=lambda value: math.inf if value is None else value)
             ends = dict.fromkeys(_share(value) for value in (ordered[0], ordered[-1]))
             cells.append(_share(share) + (f" ({' to '.join(ends)})" if len(each) > 1 else ""))
@@ -750,7 +747,7 @@ def step_ratios(results: Path, size: str) -> dict[str, float]:
 def to_loss_words(results: Path, *words: str) -> Lines:
     """One sentence: where bf16 has the last loss of a contender, by size."""
     name = " ".join(words)
-    found = {s: r for s, r in of_sizes(results).items() if name in runs_by_seed(r)}
+    found = {s: r for s, r in of_sizes(results).items() if pairs_of(r, name)}
     shares = [_share(shares_of_steps(report, name)[0]) for report in found.values()]
     parts = zip(shares, _size_heads(found), strict=True)
     listed = ", ".join(f"{share} ({head})" for share, head in parts)
