@@ -39,7 +39,7 @@ from models import TASKS, Batch, Task, mend_torchvision, with_lora
 from steps import GIB, compiler_counts, described, many_recompilations, said
 from timing import Row
 from torch import Tensor, nn
-from training import Contender, Left, Trainer, cleaned
+from training import Contender, Left, Trainer, cleaned, of_a_whole_model
 
 SHARE = 0.97
 """Of the card's memory, for torch's allocator: what else a process needs has the rest."""
@@ -83,40 +83,7 @@ TOY = Size(
 )  # fmt: skip
 
 
-def _contenders() -> tuple[Contender, ...]:
-    """By importance: a run without time leaves out the last."""
-
-    def one(name: str, **options: Any) -> Contender:
-        return Contender(
-            name, **({"compiled": "default", "head": "torch", "slower": False} | options)
-        )
-
-    again: dict[str, Any] = {"checkpointed": True}
-    kept: dict[str, Any] = {**again, "attention_kept": True}
-    hot: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    lora: dict[str, Any] = {"autocast": True, **kept}
-    return (
-        one("default int8-forward, attention kept", **hot, **kept),
-        one("bf16, attention kept", **kept),
-        one("FP8 tensorwise, attention kept", fp8="tensorwise", **kept),
-        one("default int8-forward", **hot),
-        one("LoRA frozen int8, attention kept", **hot, **lora, frozen_int8=True),
-        one("LoRA bf16, attention kept", **lora),
-        one("bf16, recomputed", **again),
-        one("default int8-forward, recomputed", **hot, **again),
-        one("bf16"),
-        one(
-            "default int8-forward, attention kept, 8-bit head",
-            **hot,
-            **kept,
-            **{"head": "accurate"},
-        ),
-        one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
-        one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
-    )
-
-
-CONTENDERS = _contenders()
+CONTENDERS = of_a_whole_model()
 
 
 def is_lora(contender: Contender) -> bool:

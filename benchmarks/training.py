@@ -382,4 +382,31 @@ def cleaned(device: str) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
+def of_a_whole_model() -> tuple[Contender, ...]:
+    """Of bench_8b.py, by importance: a run without time leaves out the last."""
+
+    def one(name: str, **options: Any) -> Contender:
+        options = {"compiled": "default", "head": "torch", "slower": False} | options
+        return Contender(name, **options)
+
+    again: dict[str, Any] = {"checkpointed": True}
+    kept: dict[str, Any] = {**again, "attention_kept": True}
+    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
+    head8, lora = {"head": "accurate"}, {"autocast": True, **kept}
+    return (
+        one("default int8-forward, attention kept", **hot8, **kept),
+        one("bf16, attention kept", **kept),
+        one("FP8 tensorwise, attention kept", fp8="tensorwise", **kept),
+        one("default int8-forward", **hot8),
+        one("LoRA frozen int8, attention kept", **hot8, **lora, frozen_int8=True),
+        one("LoRA bf16, attention kept", **lora),
+        one("bf16, recomputed", **again),
+        one("default int8-forward, recomputed", **hot8, **again),
+        one("bf16"),
+        one("default int8-forward, attention kept, 8-bit head", **hot8, **kept, **head8),
+        one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
+        one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
+    )
+
+
 Make = Callable[[Contender], Trainer]

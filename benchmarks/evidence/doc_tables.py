@@ -24,6 +24,7 @@ from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 from hotcore.torch.advise import Advice, Tried
 from hotcore.torch.plan import Measured
+from training import of_a_whole_model
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
@@ -123,13 +124,11 @@ def lora(report: Report) -> Lines:
 
 def whole(report: Report) -> Lines:
     """A whole model by contender: speed, energy and peak of a step, and the largest batch."""
-    import bench_8b  # which prints other tables of this module
-
     rows = report["whole"]
     tokens = report["settings"]["size"]["length"]
     yield from header(["", "sequences a step", "ms", "tokens a second", "joules a token",
                        "peak, GiB", "largest batch, tokens", "tokens a second there"])  # fmt: skip
-    for name in (contender.name for contender in bench_8b.CONTENDERS):
+    for name in (contender.name for contender in of_a_whole_model()):
         row = rows.get(name, {"left_out": "not run"})
         if "step" not in row:
             yield line([name, row.get("left_out", "failed"), *[""] * 6])
