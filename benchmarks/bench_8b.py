@@ -34,12 +34,12 @@ from typing import Any
 import bench_gpt
 import timing
 import torch
-from evidence import ROOT, rivals
-from models import TASKS, Batch, Task, mend_torchvision
+from evidence import doc_tables, rivals
+from models import TASKS, Batch, Task, mend_torchvision, with_lora
 from steps import GIB, compiler_counts, described, many_recompilations, said
 from timing import Row
 from torch import Tensor, nn
-from training import Contender, Left, Trainer, cleaned
+from training import Contender, Left, Trainer, cleaned, of_a_whole_model
 
 SHARE = 0.97
 """Of the card's memory, for torch's allocator: what else a process needs has the rest."""
@@ -53,7 +53,6 @@ LEAST_S = 40.0
 COMMON, FIRST = 4, 2
 """Sequences of the timed steps, and of the first: compilers take 1 for a constant."""
 MOST_TRIALS = 4
-LORA_RANK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,40 +83,7 @@ TOY = Size(
 )  # fmt: skip
 
 
-def _contenders() -> tuple[Contender, ...]:
-    """By importance: a run without time leaves out the last."""
-
-    def one(name: str, **options: Any) -> Contender:
-        return Contender(
-            name, **({"compiled": "default", "head": "torch", "slower": False} | options)
-        )
-
-    again: dict[str, Any] = {"checkpointed": True}
-    kept: dict[str, Any] = {**again, "attention_kept": True}
-    hot: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    lora: dict[str, Any] = {"autocast": True, **kept}
-    return (
-        one("default int8-forward, attention kept", **hot, **kept),
-        one("bf16, attention kept", **kept),
-        one("FP8 tensorwise, attention kept", fp8="tensorwise", **kept),
-        one("default int8-forward", **hot),
-        one("LoRA frozen int8, attention kept", **hot, **lora, frozen_int8=True),
-        one("LoRA bf16, attention kept", **lora),
-        one("bf16, recomputed", **again),
-        one("default int8-forward, recomputed", **hot, **again),
-        one("bf16"),
-        one(
-            "default int8-forward, attention kept, 8-bit head",
-            **hot,
-            **kept,
-            **{"head": "accurate"},
-        ),
-        one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
-        one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
-    )
-
-
-CONTENDERS = _contenders()
+CONTENDERS = of_a_whole_model()
 
 
 def is_lora(contender: Contender) -> bool:
@@ -139,13 +105,8 @@ def build(size: Size, contender: Contender, device: str) -> nn.Module:
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.config))
     finally:
         torch.set_default_dtype(before)
-    if is_lora(contender):
-        import peft
-
-        config = peft.LoraConfig(r=LORA_RANK, target_modules="all-linear")
-        model = peft.get_peft_model(model, config)
     found: nn.Module = model
-    return found
+    return with_lora(lambda: found)() if is_lora(contender) else found
 
 
 class Whole(Trainer):
@@ -430,9 +391,8 @@ def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
 
 
 def arguments(argv: Sequence[str] | None) -> Any:
-    parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend")
+    parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend", "cache")
     parser.set_defaults(backend="inductor")
-    parser.add_argument("--cache", type=Path, default=ROOT / "build/text", help="of the tokens")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     args.model = TOY if args.quick else FULL
@@ -447,10 +407,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings["card"] = torch.cuda.get_device_name(0)
         torch.cuda.set_per_process_memory_fraction(SHARE)
     path = args.json or timing.RESULTS / f"{args.device}-8b.json"
-    try:
-        earlier = timing.resumed(path, settings)
-    except ValueError as error:
-        sys.exit(f"bench_8b.py: {error}")
+    earlier = timing.resumed(path, settings)
     rows: dict[str, Row] = earlier["whole"] if earlier else {}
     content: dict[str, Any] = {"settings": settings, "share": SHARE, "whole": rows}
     text = sequences_of(args.model, args.cache, args.device)
@@ -479,8 +436,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = content["whole"] = {c.name: rows[c.name] for c in CONTENDERS if c.name in rows}
         timing.write(args, "8b", content)
         let_go(args.device)
-    for name, row in rows.items():
-        print(f"{name:50s} {row.get('error') or row.get('left_out') or shown(row)}")
+    print("\n".join(doc_tables.whole(content)))
     errors = [name for name, row in rows.items() if "error" in row]
     if errors:
         sys.exit(f"failed: {errors}")
@@ -504,17 +460,6 @@ def row_of(contender: Contender, args: Any, text: Tensor, left_s: Callable[[], f
     except Exception as error:
         traceback.print_exc()
         return {"how": described(contender), "error": said(error)}
-
-
-def shown(row: Row) -> str:
-    if "step" not in row:
-        return "not finished"
-    most = row["largest"]
-    return (
-        f"{row['tokens_per_s']:8,.0f} tokens/s of {row['sequences']} sequences, "
-        f"{row.get('peak_gib', 0):.1f} GiB; at most {most['tokens']:,} tokens, "
-        f"{most['tokens_per_s']:,.0f} tokens/s; {row.get('joules_per_token', 0):.3f} J a token"
-    )
 
 
 if __name__ == "__main__":

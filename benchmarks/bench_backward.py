@@ -254,46 +254,27 @@ def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, 
 
 
 def part_paper(args: argparse.Namespace) -> dict[str, Any]:
-    """Two ways: copies of the arrays in turn, more than the L2 holds, and one set again and again.
-
-    Returns rows and geometric means of both; the first is the figure, the second what a layer
-    whose neighbours left everything in the cache could see.
-    """
-    cuda = args.device == "cuda"
-    out: dict[str, Any] = {}
-    watch = timing.cuda_stopwatch() if cuda else None
-    for way in ("rotating", "cached") if cuda else ("cached",):
-        tables: dict[str, Any] = {}
-        print(f"\nThe paper's layers, g_x and g_w, us, arrays {way}; (times faster than fp32)")
-        for shape, published in (PAPER if cuda else {TOY: 1.0}).items():
-            tokens, outs, ins = shape
-            nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
-            copies = timing.copies_beyond_cache(nbytes, args.device) if way == "rotating" else 1
-            sets = [paper_calls(shape, args.recipe, args.device) for _ in range(copies)]
-            repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
-            rows = (
-                timing.in_graphs(sets, repeats, args.rounds, watch)
-                if cuda
-                else timing.in_turns(sets[0], args.rounds, "cpu")
-            )
-            words = []
-            for name, row in rows.items():
-                row["faster than fp32"] = ratio(rows, "fp32", name)
-                words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
-            print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
-            facts = {"shape": shape, "published": published, "copies": copies}
-            tables[",".join(map(str, shape))] = {**facts, "rows": rows}
-        means = {}
-        for name in next(iter(tables.values()))["rows"]:
-            values = [table["rows"][name]["faster than fp32"] for table in tables.values()]
-            means[name] = {"geomean": statistics.geometric_mean(values), "worst": min(values)}
-            print(f"  {name:27s} geometric mean {means[name]['geomean']:.2f}, worst "
-                  f"{means[name]['worst']:.2f} times faster than fp32")  # fmt: skip
-        published_mean = statistics.geometric_mean([t["published"] for t in tables.values()])
-        out[way] = {"shapes": tables, "means": means, "published geomean": published_mean}
-        if args.short:
-            break
-    return out
+    """Copies of the arrays in turn, more than the L2 holds; rows and geometric means."""
+    tables: dict[str, Any] = {}
+    print("\nThe paper's layers, g_x and g_w, us; (times faster than fp32)")
+    for shape, published in (PAPER if args.device == "cuda" else {TOY: 1.0}).items():
+        tokens, outs, ins = shape
+        nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
+        make = partial(paper_calls, shape, args.recipe, args.device)
+        rows = timing.in_graphs(make, nbytes, args.rounds, args.device)
+        words = []
+        for name, row in rows.items():
+            row["faster than fp32"] = ratio(rows, "fp32", name)
+            words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
+        print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
+        found = {"shape": shape, "published": published, "rows": rows}
+        tables[",".join(map(str, shape))] = found
+    means = {}
+    for name in next(iter(tables.values()))["rows"]:
+        values = [table["rows"][name]["faster than fp32"] for table in tables.values()]
+        means[name] = {"geomean": statistics.geometric_mean(values), "worst": min(values)}
+    published_mean = statistics.geometric_mean([t["published"] for t in tables.values()])
+    return {"rotating": {"shapes": tables, "means": means, "published geomean": published_mean}}
 
 
 # ---- stages ----
@@ -409,11 +390,7 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 
 
 def host_bursts(
-    call: Call,
-    device: str,
-    clocks: Sequence[Callable[[], float]],
-    calls: int = 40,
-    bursts: int = 15,
+    call: Call, device: str, clocks: Sequence[Callable[[], float]], bursts: int = 15
 ) -> list[list[float]]:
     """Milliseconds of one call by each clock (seconds), in bursts between synchronisations."""
     calls = 40
@@ -555,7 +532,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out |= {part: make() for part, make in run.items() if part in parts}
     report, kinds = {"bench_backward": out}, doc_tables
     found = [kinds.layers, kinds.both, kinds.floor] if "layers" in out else []
-    found += [kinds.small] if "rotating" in out.get("paper", {}) else []
+    found += [kinds.small] if "paper" in out else []
     for table in found:
         print("\n" + "\n".join(table(report)))
     timing.write(args, "backward", out)

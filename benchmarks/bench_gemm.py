@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,11 +88,9 @@ def contenders(given: Operands) -> dict[str, Call]:
 
 
 def stock_finalists(
-    stock: rivals.StockGemm, given: Operands, device: str, *, mma_sync: bool = False
+    stock: rivals.StockGemm, given: Operands, device: str
 ) -> tuple[dict[str, Call], dict[str, dict[str, Any]]]:
     """The quickest stock tiles and orders of a few rounds; and of each tile the best order.
-
-    ``mma_sync``: of those for sm_80, instead of the others.
 
     Raises AssertionError where a finalist's product differs from hotcore's by more than the last
     bit of a bfloat16.
@@ -100,10 +98,7 @@ def stock_finalists(
     out = torch.empty_like(given.out)
     calls: dict[str, Call] = {}
     tile_of: dict[str, str] = {}
-    wanted_tiles = [tile for tile in stock.tiles if tile.startswith("mma.sync") == mma_sync]
-    for tile, along_m, swizzle in itertools.product(
-        wanted_tiles, (True,) if mma_sync else (False, True), SWIZZLES
-    ):
+    for tile, along_m, swizzle in itertools.product(stock.tiles, (False, True), SWIZZLES):
         name = f"stock {tile}, along {'M' if along_m else 'N'}, swizzle {swizzle}"
         calls[name] = stock.call(tile, along_m, swizzle, given.codes, given.scales, out)
         tile_of[name] = tile
@@ -119,19 +114,9 @@ def stock_finalists(
     best_first = {tile_of[name]: name for name in reversed(ranked)}
     tiles = {
         tile: {"order": best_first[tile].removeprefix(f"stock {tile}, "), **rows[best_first[tile]]}
-        for tile in wanted_tiles
+        for tile in stock.tiles
     }
     return {name: calls[name] for name in ranked[:FINALISTS]}, tiles
-
-
-def timed(
-    product: Product, calls: Mapping[str, Call], args: argparse.Namespace, tiles: Any
-) -> dict[str, Any]:
-    """Rows of the calls, with their TOPS; so get the stock tiles that were tried."""
-    rows = timing.in_turns(calls, args.rounds, args.device)
-    for row in (*rows.values(), *(tiles or {}).values()):
-        row["TOPS"] = 2 * product[0] * product[1] * product[2] / row["median_ms"] / 1e9
-    return rows
 
 
 def bench(
@@ -139,7 +124,9 @@ def bench(
 ) -> dict[str, Any]:
     given = operands(product, args.device)
     finalists, tiles = stock_finalists(stock, given, args.device) if stock else ({}, None)
-    rows = timed(product, contenders(given) | finalists, args, tiles)
+    rows = timing.in_turns(contenders(given) | finalists, args.rounds, args.device)
+    for row in (*rows.values(), *(tiles or {}).values()):
+        row["TOPS"] = 2 * product[0] * product[1] * product[2] / row["median_ms"] / 1e9
     mine = rows["hotcore"]
     mine["faster than"] = {
         name: row["median_ms"] / mine["median_ms"] for name, row in rows.items() if row is not mine
@@ -147,25 +134,6 @@ def bench(
     if finalists:
         mine["of the best stock tile"] = min(mine["faster than"][name] for name in finalists)
     return {"M, N, K": product, "rows": rows, "choice of stock tiles": tiles}
-
-
-def bench_groups(
-    args: argparse.Namespace,
-    groups: Mapping[str, Mapping[str, Product]],
-    make: Callable[[Product], dict[str, Any]],
-    words: Callable[[Mapping[str, Any]], str],
-) -> dict[str, Any]:
-    """Every product of the groups, or of --shape, printed as it is done."""
-    if args.shape:
-        groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
-    out: dict[str, Any] = {}
-    for group, products in groups.items():
-        out[group] = {}
-        print(f"\n{group}:")
-        for name, product in products.items():
-            out[group][name] = found = make(product)
-            print(f"  {name:5s} {product!s:22s} {words(found)}", flush=True)
-    return out
 
 
 def described(found: Mapping[str, Any]) -> str:
@@ -185,8 +153,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if stock is None:
         print("CUTLASS's stock tiles: left out (--stock LIBRARY takes them in)")
     groups = CPU_PRODUCTS if args.device == "cpu" else cuda_products()
+    if args.shape:
+        groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
     print("\nTOPS (times faster than)")
-    found = bench_groups(args, groups, lambda product: bench(product, args, stock), described)
+    found: dict[str, Any] = {}
+    for group, products in groups.items():
+        found[group] = {}
+        print(f"\n{group}:")
+        for name, product in products.items():
+            found[group][name] = row = bench(product, args, stock)
+            print(f"  {name:5s} {product!s:22s} {described(row)}", flush=True)
     timing.write(args, "gemm", {"products": found})
 
 

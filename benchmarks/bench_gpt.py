@@ -47,7 +47,7 @@ import hotcore.torch as hot
 import timing
 import torch
 import torch.nn.functional as F
-from evidence import ROOT, doc_tables, rivals, side_by_side
+from evidence import doc_tables, rivals, side_by_side
 from evidence.evidence_tables import WAY
 from layers import HALF_OF_TOKENS, TOKEN_SETTINGS
 from torch import Tensor
@@ -600,90 +600,78 @@ def one_run(contender: Contender, seed: int, way: Way, how: How) -> dict[str, An
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = timing.arguments(__doc__, "gpt", "contenders", "quick", "budget", "backend")
+    options = ("contenders", "quick", "budget", "backend", "cache")
+    parser = timing.arguments(__doc__, "gpt", *options)
     parser.set_defaults(backend="inductor")
-    parser.add_argument("--size", choices=tuple(SIZES), default="91M")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, help="default: 900")
-    parser.add_argument(
-        "--tokens-per-step", type=int, metavar="N",
-        help="default: 32,768; fewer: a smaller batch; more: accumulated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rates", type=float, nargs="+", metavar="FACTOR", help="of the size's learning rate"
-    )
-    parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), help="default: adamw")
-    parser.add_argument(
-        "--noise", nargs="+", metavar="PATTERN", help="contenders whose gradients are measured"
-    )
-    parser.add_argument(
-        "--noise-at", type=float, nargs="+", metavar="SHARE", default=[1.0],
-        help="of a run, where --noise measures (default: 1, its end)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens-per-parameter", type=float, metavar="T", help="instead of --steps"
-    )
-    parser.add_argument("--epochs", type=int, default=4, help="the text is read so often at most")
-    parser.add_argument("--validation-batches", type=int, metavar="N", help="default: the size's")
-    parser.add_argument(
-        "--points", type=int, default=DEFAULTS["points"], help="of the validation curve"
-    )
-    parser.add_argument("--graph", action="store_true", help="a step is a CUDA graph")
-    parser.add_argument("--jobs", type=int, help="runs side by side; default: one a device")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs to use; 0: all that are there")
-    default = ROOT / "build/text"
-    parser.add_argument("--cache", type=Path, default=default, help="folder of the tokens")
+    add, names = parser.add_argument, [contender.name for contender in CONTENDERS]
+    add("--size", choices=tuple(SIZES), default="91M")
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--steps", type=int, help="default: 900")
+    add("--tokens-per-step", type=int, metavar="N",
+        help="default: 32,768; fewer: a smaller batch; more: accumulated")  # fmt: skip
+    add("--rates", type=float, nargs="+", metavar="FACTOR", help="of the size's learning rate")
+    add("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), help="default: adamw")
+    add("--noise", nargs="+", metavar="PATTERN", help="contenders whose gradients are measured")
+    add("--noise-at", type=float, nargs="+", metavar="SHARE", default=[1.0],
+        help="of a run, where --noise measures (default: 1, its end)")  # fmt: skip
+    add("--tokens-per-parameter", type=float, metavar="T", help="instead of --steps")
+    add("--epochs", type=int, default=4, help="the text is read so often at most")
+    add("--validation-batches", type=int, metavar="N", help="default: the size's")
+    add("--points", type=int, default=DEFAULTS["points"], help="of the validation curve")
+    add("--graph", action="store_true", help="a step is a CUDA graph")
+    add("--jobs", type=int, help="runs side by side; default: one a device")
+    add("--devices", type=int, default=1, help="GPUs to use; 0: all that are there")
     args = timing.begin(parser, argv)
-    args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
-    if args.steps is not None and args.tokens_per_parameter is not None:
-        parser.error("--steps and --tokens-per-parameter: one of them")
-    if args.devices == 0:
-        args.devices = max(1, torch.cuda.device_count())
-    args.jobs = args.devices if args.jobs is None else args.jobs
-    for name in ("jobs", "devices", "epochs", "points"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if args.graph and args.device != "cuda":
-        parser.error("--graph needs --device cuda")
-    if args.graph and set(args.optimizers or ()) - {"adamw"}:
-        parser.error("--graph takes --optimizers adamw alone: torchao's counts steps on the host")
-    if min(args.rates or [1.0]) <= 0:
-        parser.error("--rates must be above 0")
-    if not all(0 <= share <= 1 for share in args.noise_at):
-        parser.error("--noise-at: shares of a run, 0 to 1")
-    names = [contender.name for contender in CONTENDERS]
+    args.contenders = timing.fitting(parser, names, args.contenders)
     args.noise = timing.fitting(parser, names, args.noise, "--noise") if args.noise else []
-    if args.devices > 1 and (args.device != "cuda" or args.devices > torch.cuda.device_count()):
-        parser.error(f"--devices: {args.devices} GPUs are not there")
+    cuda, there = args.device == "cuda", torch.cuda.device_count()
+    args.devices = args.devices or max(1, there)
+    args.jobs = args.devices if args.jobs is None else args.jobs
+    at_least_one = ("jobs", "devices", "epochs", "points", "validation_batches", "steps")
+    wrong = {
+        "--steps and --tokens-per-parameter: one of them": (
+            args.steps is not None and args.tokens_per_parameter is not None
+        ),
+        "--tokens-per-parameter must be above 0": (
+            args.tokens_per_parameter is not None and args.tokens_per_parameter <= 0
+        ),
+        "--graph needs --device cuda": args.graph and not cuda,
+        "--graph takes --optimizers adamw alone: torchao's counts steps on the host": (
+            args.graph and set(args.optimizers or ()) - {"adamw"}
+        ),
+        "--rates must be above 0": min(args.rates or [1.0]) <= 0,
+        "--noise-at: shares of a run, 0 to 1": not all(0 <= share <= 1 for share in args.noise_at),
+        f"--devices: {args.devices} GPUs are not there": (
+            args.devices > 1 and (not cuda or args.devices > there)
+        ),
+        **{
+            f"--{name.replace('_', '-')} must be at least 1": (
+                getattr(args, name) is not None and getattr(args, name) < 1
+            )
+            for name in at_least_one
+        },
+    }
+    for words in (words for words, found in wrong.items() if found):
+        parser.error(words)
     args.model = QUICK if args.quick else SIZES[args.size]
     if args.validation_batches is not None:
-        if args.validation_batches < 1:
-            parser.error("--validation-batches must be at least 1")
         args.model = replace(args.model, validation_batches=args.validation_batches)
     _step_of(parser, args)
     if args.tokens_per_parameter is not None:
         step = args.model.batch * args.model.context * args.accumulate
         args.steps = math.ceil(args.tokens_per_parameter * args.model.parameters / step)
-    args.steps = 900 if args.steps is None else args.steps
-    if args.steps < 1:
-        parser.error("--steps must be at least 1, --tokens-per-parameter above 0")
+    args.steps = args.steps or 900
     return args
 
 
 def _step_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Set ``args.accumulate``, and a smaller batch in ``args.model``, by --tokens-per-step."""
-    args.accumulate, wanted = 1, args.tokens_per_step
-    if wanted is None:
-        return
-    batch = args.model.batch * args.model.context
-    if wanted < 1 or wanted % (args.model.context if wanted < batch else batch):
-        parser.error(
-            f"--tokens-per-step must be a multiple of {args.model.context}, above {batch} of that"
-        )
-    if wanted < batch:
-        args.model = replace(args.model, batch=wanted // args.model.context)
-    else:
-        args.accumulate = wanted // batch
+    context, batch = args.model.context, args.model.batch * args.model.context
+    wanted = batch if args.tokens_per_step is None else args.tokens_per_step
+    if wanted < 1 or wanted % (context if wanted < batch else batch):
+        parser.error(f"--tokens-per-step must be a multiple of {context}, above {batch} of that")
+    args.accumulate = max(1, wanted // batch)
+    args.model = replace(args.model, batch=min(wanted, batch) // context)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -699,14 +687,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
     path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
     settings = how.settings()
+    earlier = timing.resumed(path, settings)
     try:
-        earlier = timing.resumed(path, settings)
         text = how.text()
-        facts = text.facts(size, how.steps * how.accumulate)
-        if earlier and earlier.get("text", facts)["sha256"] != facts["sha256"]:
-            raise ValueError(f"json: {path} has runs on another text: name another file")
     except ValueError as error:
         sys.exit(f"bench_gpt.py: {error}")
+    facts = text.facts(size, how.steps * how.accumulate)
+    if earlier and earlier.get("text", facts)["sha256"] != facts["sha256"]:
+        sys.exit(f"json: {path} has runs on another text: name another file")
     runs: dict[str, Any] = earlier["runs"] if earlier else {}
     print(f"{len(text.training)} tokens, {len(text.validation)} for validation, "
           f"{facts['epochs']} epochs", flush=True)  # fmt: skip

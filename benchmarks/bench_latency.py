@@ -10,8 +10,6 @@ The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090. Parts,
   graph      g_x and g_w in CUDA graphs, one image; arrays exceed the L2 (on the CPU: plain calls)
   breakdown  Fig. 1: where the device's time goes, three layers, by the profiler (CUDA)
   batch      the same calls at 128 images
-  eager      a layer's backward through autograd as Python queues it, one image: the host counts
-  compiled   the same of the three layers of Fig. 1, compiled by torch.compile; 1 and 128 images
 
 FP8's operands are quantised and transposed already, tokens filled up to a multiple of 16. LBP-WHT
 is its reference algorithm in fp32, rank 8, torch's operations one after the other, not fused: the
@@ -21,30 +19,28 @@ time of that code, no bound on the method's. hotcore's recipes take bf16 arrays 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import bench_backward
-import hotcore.torch as hot
 import timing
 import torch
-from evidence import rivals
+from evidence import evidence_tables, rivals
 from evidence.rivals.conversion import method_of
 from layers import PAPER_LATENCY, Shape
 from timing import Call, Row
-from torch import nn
 
-PARTS = ("graph", "breakdown", "batch", "eager", "compiled")
+PARTS = ("graph", "breakdown", "batch")
 FIG_1 = ("layer4.conv2", "qkv", "stages.1.fc1")
 """Layers of Fig. 1: ResNet-50's, ViT-B's, EfficientFormer-L7's."""
 RECIPES = ("default", "fast", "paper", "compact")
 BATCH = 128
 GRAPH_CALLS = 24
 LARGE_CALL_BUDGET_MS = 60.0
-BURST = 20
 TOY: dict[str, tuple[Shape, dict[str, float]]] = {
     "qkv": ((65, 96, 64), {"FP": 1.0, "LBP-WHT": 1.0, "HOT": 1.0, "faster": 1.0}),
     "conv": ((64, 64, 64), {"FP": 1.0, "LBP-WHT": 1.0, "HOT": 1.0, "faster": 1.0}),
@@ -103,106 +99,11 @@ def _exact(call: Call) -> Call:
 
 def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, Row | str]:
     """Times of a call in a CUDA graph; on the CPU of plain calls."""
-    if args.device == "cpu":
-        return {**timing.in_turns(calls(shape, images, "cpu"), args.rounds, "cpu")}
     tokens, outs, ins = shape
     nbytes = 4 * images * (tokens * outs + tokens * ins) + 4 * outs * ins
-    copies = timing.copies_beyond_cache(nbytes, "cuda")
-    repeats = max(1, GRAPH_CALLS // copies) if images == 1 else 1
-    sets = [calls(shape, images, "cuda") for _ in range(copies)]
-    return timing.in_graphs(sets, repeats, args.rounds, budget_ms=LARGE_CALL_BUDGET_MS)
-
-
-# ---- through autograd ----
-
-
-def layers_of(
-    shape: Shape, device: str
-) -> Iterator[tuple[str, Callable[[], nn.Module], torch.dtype]]:
-    """Contender, how its layer is made, and the dtype of its arrays."""
-    low = bench_backward.working_dtype(device)
-
-    def plain(dtype: torch.dtype) -> nn.Module:
-        return nn.Sequential(nn.Linear(shape[2], shape[1], False, device, dtype))
-
-    def converted(recipe: str) -> nn.Module:
-        model = plain(low)
-        hot.convert(model, recipe, lambda *_: True, slower=True)
-        return model
-
-    def low_rank() -> nn.Module:
-        model, method = plain(torch.float32), lbp_wht(shape[0])
-        settings = {"token_grid": method.token_grid, "prefix_tokens": method.prefix_tokens}
-        rivals.convert(model, "lbp_wht", lambda *_: True, **settings)
-        return model
-
-    def eight() -> nn.Module:
-        model = plain(low)
-        rivals.torchao_convert(model, "tensorwise", {"0"}, emulate=device == "cpu")
-        return model
-
-    yield "fp32", lambda: plain(torch.float32), torch.float32
-    if device == "cuda":
-        yield "bf16", lambda: plain(low), low
-    for recipe in RECIPES:
-        yield f"hotcore {recipe}", lambda recipe=recipe: converted(recipe), low
-    yield "LBP-WHT", low_rank, torch.float32
-    yield "torchao FP8", eight, low
-
-
-def through_autograd(
-    shape: Shape, args: argparse.Namespace, images: int, compiled: bool
-) -> dict[str, Row | str]:
-    """Milliseconds of a backward with a retained graph, calls one after the other; or the reason.
-
-    A burst's time is over when the device is done, so it is the host's where that is slower.
-    """
-    out: dict[str, Row | str] = {}
-    backward: dict[str, Call] = {}
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for name, make, dtype in layers_of(shape, args.device):
-        if name == "torchao FP8" and not compiled:
-            continue  # its casts are left to torch.compile
-        try:
-            backward[name] = _backward_of(make(), shape, images, dtype, args, compiled)
-        except Exception as error:  # a compiler may fail in any way
-            out[name] = f"{type(error).__name__}: {error!s:.200}"
-    values: dict[str, list[float]] = {name: [] for name in backward}
-    burst = BURST if images == 1 else 3
-    watch = timing.synchronized_stopwatch(args.device, burst)
-    for turn in range(max(2, args.rounds // 4) + 1):
-        for name, call in backward.items():
-            ms = watch(call)
-            values[name] += [ms] if turn else []  # the first warms up
-    return out | {name: timing.spread(times) for name, times in values.items()}
-
-
-def _backward_of(
-    model: nn.Module,
-    shape: Shape,
-    images: int,
-    dtype: torch.dtype,
-    args: argparse.Namespace,
-    compiled: bool,
-) -> Call:
-    tokens, outs, ins = shape
-    if compiled:
-        import torch._functorch.config as functorch
-
-        functorch.donated_buffer = False  # else a backward cannot be run twice
-        torch._dynamo.reset()
-        model.compile(backend=args.backend, dynamic=False)
-    x = torch.randn(images, tokens, ins, device=args.device, dtype=dtype).requires_grad_()
-    gy = torch.randn(images, tokens, outs, device=args.device, dtype=dtype)
-    leaves = (x, *model.parameters())
-    y = model.train()(x)
-
-    def call() -> object:
-        return torch.autograd.grad(y, leaves, gy, retain_graph=True)
-
-    call()
-    call()
-    return call
+    make = functools.partial(calls, shape, images, args.device)
+    least = GRAPH_CALLS if images == 1 else 1
+    return timing.in_graphs(make, nbytes, args.rounds, args.device, least, LARGE_CALL_BUDGET_MS)
 
 
 # ---- Fig. 1 ----
@@ -230,17 +131,6 @@ def breakdown(shape: Shape) -> dict[str, Any]:
 # ---- all ----
 
 
-def print_rows(title: str, paper: Mapping[str, float], rows: Mapping[str, Any]) -> None:
-    plain = rows.get("fp32")
-    print(f"\n{title}; the paper: fp32 {paper['FP']:.0f} us, {paper['faster']:.1f}x")
-    for name, row in rows.items():
-        if not isinstance(row, Mapping):
-            print(f"  {name:26s} left out: {row}")
-            continue
-        times = f"{plain['median_ms'] / row['median_ms']:.2f}x" if plain else ""
-        print(timing.line(name, row, times))
-
-
 def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Times faster than fp32 over all layers: geometric mean and the worst; the paper's beside."""
     ratios: dict[str, list[float]] = {}
@@ -258,8 +148,7 @@ def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "latency", "quick", "budget", "backend")
-    parser.set_defaults(backend="inductor")
+    parser = timing.arguments(__doc__, "latency", "quick", "budget")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = timing.begin(parser, argv)
     shapes = TOY if args.quick else PAPER_LATENCY
@@ -277,23 +166,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape, paper = shapes[name]
         rows = measure(shape)
         out.setdefault(part, {})[name] = {"shape": shape, "paper_us": paper, "rows": rows}
-        print_rows(f"{part}: {name} {shape}", paper, rows)
+        print(f"{part}: {name} {shape}", flush=True)
         if args.device == "cuda":
             torch.cuda.empty_cache()
 
     makes: dict[str, Callable[[Shape], Any]] = {
         "graph": lambda shape: in_graphs(shape, args, 1),
         "batch": lambda shape: in_graphs(shape, args, images),
-        "eager": lambda shape: through_autograd(shape, args, 1, False),
-        "compiled": lambda shape: through_autograd(shape, args, 1, True),
-        "compiled, batch": lambda shape: through_autograd(shape, args, images, True),
     }
     for part in [part for part in PARTS if part in args.parts]:
-        if part != "breakdown":
-            keys = ("compiled", "compiled, batch") if part == "compiled" else (part,)
-            for key in keys:
-                for name in few if part == "compiled" else shapes:
-                    table(key, name, makes[key])
+        if part in makes:
+            for name in shapes:
+                table(part, name, makes[part])
         elif time.perf_counter() - begun <= args.budget:
             out["breakdown"] = {
                 name: {"shape": shape, "paper_us": paper, "stages": breakdown(shape)}
@@ -304,9 +188,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part, tables in list(out.items()):
         if part in PARTS and part != "breakdown":
             out.setdefault("means", {})[part] = means(tables)
-            print(f"\n{part}: times faster than fp32")
-            for name, row in out["means"][part].items():
-                print(f"  {name:28s} geometric mean {row['geomean']:.2f}, worst {row['worst']:.2f}")
+            print(
+                f"\n{part}, times faster than fp32", *evidence_tables.latency(out, part), sep="\n"
+            )
+    if "breakdown" in out:
+        print("", *evidence_tables.breakdown(out), sep="\n")
     timing.write(args, "latency", out)
 
 

@@ -28,7 +28,7 @@ import hotcore.torch as hot
 import timing
 import torch
 import torch.nn.functional as F
-from evidence import rivals
+from evidence import evidence_tables, rivals
 from evidence.small_tasks import training
 from models import mend_torchvision
 from timing import Row
@@ -189,15 +189,6 @@ def formula(contender: Contender, quick: bool) -> dict[str, float]:
     return {"fixed_bytes": fixed, "image_bytes": each * sum(values)}
 
 
-def line(contender: str, batch: int, row: Row) -> str:
-    words = [f"  {contender:28s} {batch:5d}"]
-    if "left out" in row:
-        return f"{words[0]}  left out: {row['left out']}"
-    for key in ("peak_gib", "kept_gib", "peak by kept", "formula_gib", "paper_gb"):
-        words.append(f"{key} {row[key]:7.2f}" if key in row else " " * (len(key) + 8))
-    return "  ".join(words)
-
-
 def compare(rows: dict[str, dict[str, Row]]) -> None:
     """Fills in "of fp32", and for simulated rivals the peak that what they keep would give."""
     for name, found in rows.items():
@@ -254,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     row["paper_gb"] = PAPER_GB[contender.name][batch]
             rows[contender.name][str(batch)] = row
             compare(rows)
-            print(line(contender.name, batch, row), flush=True)
+            print(f"{contender.name}, {batch} images: {timing.rounded(row, 3)}", flush=True)
+    print("", *evidence_tables.memory(content), sep="\n")
     timing.write(args, "memory", content)
 
 

@@ -16,8 +16,8 @@ FP8; HOT in the same ways. Each: time of a step, the host's share, kernel time b
 allocator's peak (steps.py measures, training.people lists them). Part "table": all models of the
 paper at full size and small batches: report, gradients, loss (evidence/model_table.py).
 
-Transformers' blocks are compiled one by one (`block.compile()`), as torch recommends; --whole
-compiles models as wholes. A contender that fails is a row with its error, one whose package is
+Transformers' blocks are compiled one by one (`block.compile()`), as torch recommends, but where a
+contender says "whole". A contender that fails is a row with its error, one whose package is
 missing a row that says so. The report is written after each model, or wave of contenders; with
 --budget nothing is begun that would not be done in time, going by the slowest so far.
 """
@@ -66,7 +66,7 @@ def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) ->
         model: [name for name, row in entry["rows"].items() if "step" in row]
         for model, entry in found.items()
     }
-    content |= {"backend": setting.backend, "compiled": "whole" if args.whole else "blocks"}
+    content["backend"] = setting.backend
     slowest = 0.0
     for model, among in steps.waves_of(args.models, args.contenders, jobs, done):
         task = TASKS[model]
@@ -149,7 +149,8 @@ def table_row(name: str, args: Any) -> dict[str, Any]:
         **model_table.measure(make, args.device),
         "seconds": time.perf_counter() - start,
     }
-    tables = (*model_table.cosines({name: out}), "", *model_table.losses({name: out}))
+    alone = {"models": {name: out}}
+    tables = (*model_table.gradients(alone), "", *model_table.losses(alone))
     print("", *tables, sep="\n", flush=True)
     return out
 
@@ -171,7 +172,6 @@ def arguments(argv: Sequence[str] | None) -> Any:
     step.add_argument(
         "--resume", type=Path, metavar="REPORT", help="go on: keep its rows, run what it lacks"
     )
-    step.add_argument("--whole", action="store_true", help="compile models as wholes")
     args = timing.begin(parser, argv)
     if args.quick:
         args.rounds = 2

@@ -80,11 +80,11 @@ BANDWIDTH = 4.3e12  # bytes a second, read and written
 HALF_RANK = ("fast", "paper")  # r = 8 of 16: half the arithmetic of g_w
 
 
-def parse_shape(text: str, names: str = "L,O,I") -> tuple[int, ...]:
-    """As many whole numbers above zero as there are names, between commas."""
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Three whole numbers above zero between commas."""
     parts = text.split(",")
-    if len(parts) != len(names.split(",")) or not all(p.isdigit() and int(p) for p in parts):
-        raise argparse.ArgumentTypeError(f"'{text}' is no shape; expected {names}, as in 1576,768")
+    if len(parts) != 3 or not all(p.isdigit() and int(p) for p in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is no shape; expected three sizes, as in 8,9,7")
     return tuple(map(int, parts))
 
 

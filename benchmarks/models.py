@@ -242,7 +242,7 @@ def _llama_blocks(count: int) -> Callable[[], nn.Module]:
     return _LLAMA_MODEL(**sizes, **heads)
 
 
-def _with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Frozen bf16 weights with peft's adapters, rank 16, beside every linear layer."""
 
     def wrapped() -> nn.Module:
@@ -344,9 +344,9 @@ TASKS: dict[str, Task] = {
     ),
     "llama_lora": Task(
         "LoRA on Llama-3-8B's blocks",
-        Size(_with_lora(_SMALL_LLAMA_BLOCKS), _hidden(4, 32, 128)),
+        Size(with_lora(_SMALL_LLAMA_BLOCKS), _hidden(4, 32, 128)),
         _blocks,
-        Size(_with_lora(_llama_blocks(4)), _hidden(4, 2048, 4096)),
+        Size(with_lora(_llama_blocks(4)), _hidden(4, 2048, 4096)),
         blocks="layers", peak_gib=14.0, frozen=True,
     ),
     "resnet18": _vision(

@@ -215,9 +215,11 @@ def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) ->
 
 
 def plot_whole(report: Mapping[str, Any], path: Path) -> None:
-    """A whole model by contender: speed at the largest batch, that batch, energy."""
+    """A whole model by contender: speed and peak of the timed steps, the largest batch, energy."""
     rows = {name: row for name, row in report["whole"].items() if "step" in row}
     panels = {
+        "tokens a second": [row["tokens_per_s"] for row in rows.values()],
+        "peak, GiB": [row.get("peak_gib", 0.0) for row in rows.values()],
         "tokens a second, largest batch": [row["largest"]["tokens_per_s"] for row in rows.values()],
         "largest batch, tokens": [row["largest"]["tokens"] for row in rows.values()],
         "joules a token": [row.get("joules_per_token", 0.0) for row in rows.values()],
@@ -232,6 +234,7 @@ def plot_whole(report: Mapping[str, Any], path: Path) -> None:
             bars, fmt="{:,.3g}" if max(values) < 1 else "{:,.0f}", fontsize=7, color=ON_ANY
         )
         axes.margins(x=0.2)
+        axes.locator_params(axis="x", nbins=4)
         axes.tick_params(axis="x", labelsize=7)
         axes.tick_params(axis="y", labelsize=8)
         label(axes, x=name)

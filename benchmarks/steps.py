@@ -56,15 +56,13 @@ class Setting:
     threads: int = 1
     backend: str = "inductor"
     """Of torch.compile."""
-    whole: bool = False
-    """Compile whole models, not block by block."""
 
 
 def setting_of(args: Any) -> Setting:
     """Of a script's arguments."""
     compiles = args.device == "cuda" or shutil.which("g++") is not None
     backend = args.backend or ("inductor" if compiles else "aot_eager")
-    return Setting(args.device, args.quick, args.seed, args.threads, backend, args.whole)
+    return Setting(args.device, args.quick, args.seed, args.threads, backend)
 
 
 class Session:
@@ -92,7 +90,7 @@ class Session:
             raise Left(str(missing)) from missing
         batch = size.batch(torch.Generator().manual_seed(setting.seed))
         batch = {key: value.to(setting.device) for key, value in batch.items()}
-        options = {"own": True, "backend": setting.backend, "whole": setting.whole}
+        options = {"own": True, "backend": setting.backend}
         trainer = self._trainer = Trainer(self.contender, model, batch, task, **options)
         build_s = time.perf_counter() - begun
         with _compat.memory_budget(self.contender.memory_budget):

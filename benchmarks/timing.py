@@ -21,6 +21,7 @@ import random
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ import torch
 from layers import Call, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
+TEXT = Path(__file__).parents[1] / "build/text"
 FLUSH_BYTES = 1 << 28
 SPIN_CYCLES = 1_000_000  # half a millisecond: longer than most contenders' host work
 MOST_SPIN_CYCLES = 1 << 28
@@ -57,12 +59,12 @@ def synchronized_stopwatch(device: str, count: int = 1) -> Stopwatch:
     return measure
 
 
-def cuda_stopwatch(flush: bool = True) -> Stopwatch:
+def cuda_stopwatch() -> Stopwatch:
     """Milliseconds of a call on the current CUDA device and stream, by events.
 
     RuntimeError where the host cannot queue a call within the longest spin.
     """
-    buffer = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.uint8, device="cuda")
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     spins: dict[int, int] = {}  # by the id of a call, which outlives its measurements
 
@@ -215,19 +217,30 @@ def summed(tables: Sequence[Mapping[str, Row]]) -> dict[str, float]:
 
 
 def in_graphs(
-    sets: Sequence[Mapping[str, Call]],
-    repeats: int,
+    make: Callable[[], Mapping[str, Call]],
+    nbytes: int,
     rounds: int,
-    watch: Stopwatch | None = None,
+    device: str,
+    least_calls: int = 24,
     budget_ms: float = 400.0,
 ) -> dict[str, Any]:
     """Times of one call of each contender, captured into CUDA graphs; or why it could not be.
 
+    On the CPU of plain calls.
+
     Args:
-        sets: the contenders with one copy of the arrays each, which follow each other in a graph.
-        repeats: times that a graph goes through the copies.
-        rounds: as for :func:`in_turns`, ``watch`` and ``budget_ms``, too.
+        make: the contenders with arrays of their own. So many of them follow each other in a graph
+            that their arrays exceed the L2 three times.
+        nbytes: of the arrays.
+        rounds: as for :func:`in_turns`, ``budget_ms``, too.
+        device: "cpu" or "cuda".
+        least_calls: of a graph, over which a replay's own cost is spread.
     """
+    if device == "cpu":
+        return {**in_turns(make(), rounds, device)}
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    sets = [make() for _ in range(max(2, min(48, -(-3 * cache // nbytes))))]
+    repeats = max(1, least_calls // len(sets))
     graphs: dict[str, Call] = {}
     out: dict[str, Any] = {}
     for name in sets[0]:
@@ -236,8 +249,7 @@ def in_graphs(
         except Exception as error:  # what cannot be captured is named
             out[name] = f"{type(error).__name__}: {error!s:.200}"
     counts = dict.fromkeys(graphs, len(sets) * repeats)
-    options: dict[str, Any] = {"watch": watch, "calls_in": counts, "budget_ms": budget_ms}
-    return out | in_turns(graphs, rounds, "cuda", **options)
+    return out | in_turns(graphs, rounds, device, calls_in=counts, budget_ms=budget_ms)
 
 
 def captured(calls: Sequence[Call]) -> Call:
@@ -255,28 +267,6 @@ def captured(calls: Sequence[Call]) -> Call:
     return graph.replay
 
 
-def copies_beyond_cache(nbytes: int, device: str, most: int = 48) -> int:
-    """How many copies of ``nbytes`` of arrays exceed the L2 three times."""
-    if device == "cpu":
-        return 1
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(2, min(most, -(-3 * cache // nbytes)))
-
-
-def printed(
-    title: str,
-    contenders: Mapping[str, Call],
-    args: argparse.Namespace,
-    notes: Callable[[str, Row, Mapping[str, Row]], str] = lambda *_: "",
-) -> dict[str, Row]:
-    """:func:`in_turns`, printed under ``title``: every row with ``notes(name, row, rows)``."""
-    rows = in_turns(contenders, args.rounds, args.device)
-    print(f"\n{title}; us, median [quartiles]")
-    for name, row in rows.items():
-        print(line(name, row, notes(name, row, rows)), flush=True)
-    return rows
-
-
 # ---- reports ----
 
 
@@ -285,6 +275,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {"type": float, "default": math.inf, "help": "seconds; what would end later is left"},
     "backend": {"help": "of torch.compile; default inductor, where it can compile"},
     "contenders": {"nargs": "+", "metavar": "PATTERN", "help": "names; default: all"},
+    "cache": {"type": Path, "default": TEXT, "help": "folder of the text's tokens"},
     "shape": {"type": parse_shape, "action": "append", "help": "three sizes; repeatable"},
 }
 """What several scripts take."""
@@ -328,12 +319,6 @@ def error_arguments(
     path = RESULTS / f"{benchmark}.json"
     parser.add_argument("--json", type=Path, default=path, help="where the report goes")
     return parser
-
-
-def write_errors(args: argparse.Namespace, benchmark: str, **content: Any) -> None:
-    """The report of such a script, under device, versions and date."""
-    write_json(args.json, {**facts_of(benchmark), **content})
-    print(f"\nwritten: {args.json}")
 
 
 def facts_of(benchmark: str, device: str = "cpu") -> dict[str, Any]:
@@ -394,8 +379,10 @@ def driver_version() -> str:
 
 def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) -> Path:
     """Write the report, ``content`` under device, versions and date."""
-    facts = {**facts_of(benchmark, args.device), "rounds": args.rounds, "seed": args.seed}
-    path: Path = args.json or RESULTS / f"{args.device}-{benchmark}.json"
+    device = getattr(args, "device", "cpu")
+    facts = facts_of(benchmark, device)
+    facts |= {key: getattr(args, key) for key in ("rounds", "seed") if hasattr(args, key)}
+    path: Path = args.json or RESULTS / f"{device}-{benchmark}.json"
     write_json(path, {**facts, **content})
     print(f"\nwritten: {path}")
     return path
@@ -404,14 +391,14 @@ def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) 
 def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The report at ``path``, to go on with; None where there is none.
 
-    Raises ValueError where it was made with other settings.
+    Ends the script where it was made with other settings.
     """
     if not path.exists():
         return None
     found: dict[str, Any] = json.loads(path.read_text())
     same = json.loads(json.dumps(settings))  # as a report holds them
     if found.get("settings") != same:
-        raise ValueError(
+        sys.exit(
             f"json: {path} was made with other settings, {found.get('settings')}, not {same}: name "
             "another file, or remove it"
         )

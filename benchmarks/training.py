@@ -269,7 +269,6 @@ class Trainer:
         *,
         own: bool = False,
         backend: str = "inductor",
-        whole: bool = False,
     ) -> None:
         """Copy ``model`` to the device of ``batch``; convert, checkpoint and compile the copy.
 
@@ -280,7 +279,6 @@ class Trainer:
             task: says the loss and where the blocks are.
             own: take ``model`` itself instead of a copy.
             backend: of torch.compile.
-            whole: compile the model as a whole, not block by block.
 
         Raises Left where something that the contender needs is missing.
         """
@@ -301,13 +299,13 @@ class Trainer:
         if contender.checkpointed:
             checkpoint_blocks(model, task.blocks, contender)
         if contender.compiled is not None:
-            apart = task.blocks and not whole and not contender.whole
+            apart = task.blocks and not contender.whole
             parts = blocks_of(model, task.blocks) if apart else {"": model}
             compile_all(parts.values(), contender.compiled, backend, contender.inlined)
         self.wrap(model)
 
     def wrap(self, model: nn.Module) -> None:
-        """Train ``model`` from now on, what the model was put into (DDP, FSDP2)."""
+        """Train ``model``, converted and compiled, from now on."""
         self.model = model
         # Fused on CUDA, the default of transformers' Trainer: else AdamW is a fifth of the step.
         fused = self.device.type == "cuda"
@@ -366,6 +364,33 @@ def cleaned(device: str) -> Iterator[None]:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def of_a_whole_model() -> tuple[Contender, ...]:
+    """Of bench_8b.py, by importance: a run without time leaves out the last."""
+
+    def one(name: str, **options: Any) -> Contender:
+        options = {"compiled": "default", "head": "torch", "slower": False} | options
+        return Contender(name, **options)
+
+    again: dict[str, Any] = {"checkpointed": True}
+    kept: dict[str, Any] = {**again, "attention_kept": True}
+    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
+    head8, lora = {"head": "accurate"}, {"autocast": True, **kept}
+    return (
+        one("default int8-forward, attention kept", **hot8, **kept),
+        one("bf16, attention kept", **kept),
+        one("FP8 tensorwise, attention kept", fp8="tensorwise", **kept),
+        one("default int8-forward", **hot8),
+        one("LoRA frozen int8, attention kept", **hot8, **lora, frozen_int8=True),
+        one("LoRA bf16, attention kept", **lora),
+        one("bf16, recomputed", **again),
+        one("default int8-forward, recomputed", **hot8, **again),
+        one("bf16"),
+        one("default int8-forward, attention kept, 8-bit head", **hot8, **kept, **head8),
+        one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
+        one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
+    )
 
 
 Make = Callable[[Contender], Trainer]

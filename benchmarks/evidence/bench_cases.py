@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found[name] = {title: recipe_error(case, title, args.keys) for title in RECIPES}
         print(f"{name:52} {'  '.join(f'{title} {e:.3f}' for title, e in found[name].items())}")
     settings = {"keys": args.keys, "recipes": list(RECIPES)}
-    timing.write_errors(args, "recipe-cases", **settings, cases=found)
+    timing.write(args, "recipe-cases", {**settings, "cases": found})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import hotcore.torch as hot
 import timing
 import torch
+from evidence.evidence_tables import Lines, header, line
 from hotcore import paper
 from models import mend_torchvision
 from torch import nn
@@ -185,22 +186,20 @@ def count(name: str) -> dict[str, Any]:
     }
 
 
-def print_table(name: str, found: Mapping[str, Any]) -> None:
-    print(f"\n{name}: forward {found['forward']:.2f}, forward and backward, 10^12 BOPs")
-    print(f"  {'':14s} {'Table 5':>9s} {'code':>9s} {'paper':>9s}")
-    same = {"FP": "full precision"}
-    names = [
-        *found["authors' code"],
-        *(m for m in found["table 5"] if m in (*RECIPES, "naive INT4")),
-    ]
-    for method in names:
-        cells = (
-            found["table 5"].get(same.get(method, method)),
-            found["authors' code"].get(method),
-            found["paper"].get(method),
-        )
-        shown = " ".join("        -" if cell is None else f"{cell:9.2f}" for cell in cells)
-        print(f"  {method:14s} {shown}")
+def table(name: str, found: Mapping[str, Any]) -> Lines:
+    """By method: 10^12 BOPs, forward and backward."""
+    counted, code, paper = (found[key] for key in ("table 5", "authors' code", "paper"))
+    yield from header([f"{name}, forward {found['forward']:.2f}", "Table 5", "code", "paper"])
+    for method in [*code, *(m for m in counted if m in (*RECIPES, "naive INT4"))]:
+        of = counted.get("full precision" if method == "FP" else method)
+        cells = (of, code.get(method), paper.get(method))
+        yield line([method, *("" if cell is None else f"{cell:.2f}" for cell in cells)])
+
+
+def printed(title: str, rows: Mapping[str, Mapping[Any, float]]) -> None:
+    print(f"\n{title}")
+    for source, cells in rows.items():
+        print(f"  {source:42s}", "  ".join(f"{key}: {value:.2f}" for key, value in cells.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -223,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             content["left out"][name] = str(error)
             print(f"\n{name}: left out, {error}")
             continue
-        print_table(name, content["models"][name])
+        print("", *table(name, content["models"][name]), sep="\n")
     if not content["left out"]:
         content["table 2"] = {
             "unit": "10^9 bit operations, backward",
@@ -234,14 +233,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "code, L7, r of all layers": rank_table("efficientformer_l7", lambda module: True),
             "code, L1, r of all layers": rank_table("efficientformer_l1", lambda module: True),
         }
-        print("\nTable 2, rank of HLA: 10^9 BOPs backward")
-        for source, cells in list(content["table 2"].items())[1:]:
-            print(f"  {source:28s}", "  ".join(f"r {r}: {v:.2f}" for r, v in cells.items()))
+        ranks = {key: cells for key, cells in content["table 2"].items() if key != "unit"}
+        printed("Table 2, rank of HLA: 10^9 BOPs backward", ranks)
     content["example"] = worked_example()
-    print(f"\nAppendix D's example {EXAMPLE}, MFLOPs of a backward pass")
-    for source, cells in content["example"].items():
-        print(f"  {source:42s}", "  ".join(f"{key} {value:.2f}" for key, value in cells.items()))
-    timing.write_errors(args, "compute", **content)
+    printed(f"Appendix D's example {EXAMPLE}, MFLOPs of a backward pass", content["example"])
+    timing.write(args, "compute", content)
 
 
 if __name__ == "__main__":

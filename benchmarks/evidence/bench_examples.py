@@ -22,14 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timing
 import torch
-from evidence import ROOT
+from evidence import ROOT, doc_tables
 from hotcore.torch.memory import unallocated_in_pools
 from models import mend_torchvision
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -296,20 +296,6 @@ def _found(folder: Path, contender: str) -> dict[str, Any]:
     return {"left out": f"it failed or took too long: {tail}"}
 
 
-def rows(contenders: dict[str, Any]) -> Iterator[str]:
-    plain = contenders["plain"]
-    for name, row in contenders.items():
-        if "left out" in row:
-            yield f"  {name:42} {row['left out']}"
-            continue
-        words = f"{row['step_ms']:8.1f} ms" if "step_ms" in row else f"{row['steps']} steps"
-        if "step_ms" in row and "step_ms" in plain:
-            words += f"  {plain['step_ms'] / row['step_ms']:.2f}x"
-        if row["peak_gib"] is not None:
-            words += f"  {row['peak_gib']:.2f} GiB"
-        yield f"  {name:42} {words}  result {row['result']}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "examples", "quick")
     parser.add_argument("--examples", nargs="+", choices=tuple(EXAMPLES), default=list(EXAMPLES))
@@ -324,10 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--device cpu: only with --quick; the sizes are a GPU's")
     settings = {"device": args.device, "quick": args.quick, "steps": [FIRST, WARM, MEASURED]}
     path = args.json or timing.RESULTS / f"{args.device}-examples.json"
-    try:
-        report = timing.resumed(path, settings)
-    except ValueError as error:
-        parser.error(str(error))
+    report = timing.resumed(path, settings)
     found: dict[str, Any] = {}
     if report and report["device"] == timing.machine(args.device)["device"]:
         found = report["examples"]
@@ -340,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         contenders = run(name, args.device, quick=args.quick, limit_s=args.limit)
         found[name] = {"command": words, "unit": example.unit, "contenders": contenders}
-        print(words, *rows(contenders), sep="\n", flush=True)
+        print(*doc_tables.gallery({"examples": {name: found[name]}}), sep="\n", flush=True)
         timing.write(args, "examples", {"settings": settings, "examples": found})
 
 

@@ -29,7 +29,7 @@ import hotcore
 import timing
 import torch
 from evidence import ROOT, rivals, small_tasks
-from evidence.evidence_tables import gradient_lines
+from evidence.evidence_tables import gradient_quality
 from evidence.rivals.methods import power_of_two_factor, triangle_rows
 from evidence.small_tasks import Contender, training
 from hotcore.paper.compute import FULL_PRECISION, backward_bops
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for task in tasks:
         for seed in args.seeds:
             measure(args, report, task, seed)
-    print("\n".join(gradient_lines(report)))
+    print("\n".join(gradient_quality(report)))
     print(f"\n{report['seconds']:.0f} s of measuring; written: {args.json}")
     if args.plot is not None:
         from evidence.plot_evidence import plot_gradients  # which needs matplotlib

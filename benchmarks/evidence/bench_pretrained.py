@@ -102,29 +102,6 @@ def batches(tokens: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield part.masked_fill(masked, mask), part.masked_fill(~masked, IGNORED)
 
 
-def largest(model: nn.Module, batch: Tensor) -> dict[str, float]:
-    """How large the largest token and the largest feature of a layer's x are, of the median one."""
-    found: dict[str, float] = {}
-
-    def look(name: str, x: Tensor) -> None:
-        x = x.detach().flatten(0, -2)
-        for kind, dim in (("token", 1), ("feature", 0)):
-            norms = x.norm(dim=dim)
-            ratio = float(norms.max() / norms.median())
-            found[f"{name}, {kind}"] = max(ratio, found.get(f"{name}, {kind}", 0.0))
-
-    handles = [
-        layer.register_forward_hook(lambda _, x, __, name=name: look(name.rpartition(".")[2], x[0]))
-        for name, layer in model.named_modules()
-        if in_blocks(layer, name)
-    ]
-    with torch.no_grad():
-        model(input_ids=batch, attention_mask=(batch > 0).long())
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 # ---- one run ----
 
 
@@ -145,7 +122,6 @@ def train(contender: Contender, seed: int, steps: int) -> dict[str, Any]:
     )
     model.tie_weights()
     held = list(batches(rows("test", VALIDATION * BATCH, 0), 0))
-    sizes = largest(model.eval(), held[0][0])
     if contender.recipe is not None:
         report = hot.convert(model, config_of(contender), in_blocks).hot_report
         assert len(report.converted) == 6, report
@@ -173,7 +149,7 @@ def train(contender: Contender, seed: int, steps: int) -> dict[str, Any]:
         optimizer.step()
         if step % max(1, steps // 8) == 0:
             curve.append((step, validation()))
-    return {"validation_loss": curve[-1][1], "curve": curve, "largest": sizes}
+    return {"validation_loss": curve[-1][1], "curve": curve}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,10 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     fetch()
     steps = 4 if args.quick else STEPS
     settings = {"steps": steps, "batch": BATCH, "tokens": LENGTH, "learning_rate": RATE}
-    try:
-        report = timing.resumed(args.json, settings)
-    except ValueError as error:
-        parser.error(str(error))
+    report = timing.resumed(args.json, settings)
     runs: dict[str, Any] = report["runs"] if report else {}
     work = [
         (f"{contender.name}/{seed}", train, (contender, seed, steps))
@@ -201,8 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def done(name: str, run: Any) -> None:
         runs[name] = run
         print(f"{name:28} {run['curve'][0][1]:.4f} -> {run['validation_loss']:.4f}", flush=True)
-        facts = timing.facts_of("pretrained")
-        timing.write_json(args.json, {**facts, "settings": settings, "runs": runs})
+        timing.write(args, "pretrained", {"settings": settings, "runs": runs})
 
     side_by_side.run_all(work, done, jobs=args.jobs)
 

@@ -5,9 +5,10 @@ The measured words come from the reports; where nothing here could decide, the r
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,16 @@ def _gap(results: Path, file: str, task: str, method: str) -> str:
     return plus_minus(differences(report, task, method))
 
 
-def _gaps(file: str, *methods: str) -> Measured:
-    """Differences to fp32 of both small tasks."""
+def _gaps(file: str, *methods: str, tasks: Sequence[str] = ("vit", "gpt")) -> Measured:
+    """Differences to fp32; of a task alone without its name."""
+    words = {"vit": " (ViT)", "gpt": " (GPT)"} if len(tasks) > 1 else {}
 
     def measured(results: Path) -> str:
-        parts = []
-        for method in methods:
-            vit, gpt = (_gap(results, file, task, method) for task in ("vit", "gpt"))
-            parts.append(f"{method}: {vit} (ViT), {gpt} (GPT)")
-        return "; ".join(parts)
+        def of(method: str) -> str:
+            gaps = (_gap(results, file, task, method) + words.get(task, "") for task in tasks)
+            return f"{method}: {', '.join(gaps)}"
+
+        return "; ".join(map(of, methods))
 
     return measured
 
@@ -107,13 +109,6 @@ def _ranks(results: Path) -> str:
         for recipe in ("paper", "paper, g_x in INT8")
     ]
     return f"accuracy, {'; '.join(parts)}; no CIFAR here"
-
-
-def _one(file: str, task: str, *methods: str) -> Measured:
-    def measured(results: Path) -> str:
-        return "; ".join(f"{m}: {_gap(results, file, task, m)}" for m in methods)
-
-    return measured
 
 
 def _small_layers(results: Path) -> Report:
@@ -173,9 +168,13 @@ def _batch(results: Path) -> str:
     )
 
 
+def _steps(results: Path, name: str = "cuda-steps.json", model: str = "vit_b") -> Report:
+    found: Report = need(results, name)["steps"][model]["rows"]
+    return found
+
+
 def _step(results: Path) -> str:
-    earlier = need(results, "cuda-steps-earlier.json")["steps"]["vit_b"]["rows"]
-    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"]
+    earlier, rows = _steps(results, "cuda-steps-earlier.json"), _steps(results)
     of = {name: row["of reference"]["step"] for name, row in rows.items()}
     plain = earlier["fp32 eager"]["of reference"]["step"]
     graphs = {
@@ -209,8 +208,7 @@ def _kept(results: Path) -> str:
 
 
 def _peak_of_steps(results: Path) -> str:
-    rows = need(results, "cuda-steps-earlier.json")["steps"]["vit_b"]["rows"]
-    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"] | rows
+    rows = {**_steps(results), **_steps(results, "cuda-steps-earlier.json")}
 
     def share(name: str) -> str:
         return f"{rows[name]['peak_gib'] / rows['fp32 eager']['peak_gib']:.2f}"
@@ -316,126 +314,124 @@ def _noise(results: Path) -> str:
 
 
 def _against_fp8(results: Path) -> str:
-    rows = need(results, "cuda-steps.json")["steps"]["llama_blocks_2k"]["rows"]
+    rows = _steps(results, model="llama_blocks_2k")
     names = ("FP8 tensorwise compiled", "default int8-forward compiled",
              "fast int8-forward compiled")  # fmt: skip
     of = {name: rows[name]["of reference"]["step"] for name in names}
     return ", ".join(f"{name.removesuffix(' compiled')} {ratio:.2f}" for name, ratio in of.items())
 
 
-TRAIN, ABLATE, TUNE = "bench_training.py", "bench_training.py --table ablations", (
-    "bench_training.py --table finetune"
-)  # fmt: skip
-CHECK = "bench_backward.py --device cuda"
+TABLES = "bench_training.py --table"
 CALL_A = "evidence.py --call a"
 LARGE_RANKS = "cuda-ranks-efficientformer.json"
 PUBLISHED = ("paper as published", "paper as published, LQS of g_x, too")
 IMAGENET = "no CIFAR, no ImageNet and no pre-trained weights here, nothing is downloaded"
 
+PLACES = {
+    "small": ("[small layers](#small-layers)", "bench_backward.py --device cuda"),
+    "layers": ("[layers](#layers-on-a-gpu)", "bench_backward.py --device cuda"),
+    "compiled": ("[compiled](#compiled)", "bench_models.py --device cuda"),
+    "latency": ("[the paper's table](#the-papers-latency-table)", CALL_A),
+    "Fig. 1": ("[Fig. 1](#the-papers-latency-table)", CALL_A),
+    "memory": ("[memory by batch](#memory-by-batch)", CALL_A),
+    "training": ("[training](dev/rivals.md#training)", "bench_training.py"),
+    "ablations": ("[ablations](dev/rivals.md#ablations)", f"{TABLES} ablations"),
+    "fine-tuning": ("[fine-tuning](dev/rivals.md#fine-tuning)", f"{TABLES} finetune"),
+    "compute": ("[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    "text": ("[paper.md](paper.md#where-paper-falls-behind)", "bench_gpt.py --device cuda"),
+    "ranks": ("[ablations](dev/rivals.md#ablations)",
+              f"{TABLES} ablations; evidence.py --parts cuda-ranks-efficientformer"),
+    "rounding": ("[ablations](dev/rivals.md#ablations), [paper.md](paper.md#what-differs-and-why)",
+                 f"{TABLES} ablations"),
+    "size": ("[by size](#by-size)", f"{CALL_A}, b, c and d"),
+    "": ("", ""),
+}  # fmt: skip
+"""Where the docs have a claim's figures, and the command that measures them."""
+
+
+def _claim(claim: str, claimed: str, measured: Measured, place: str = "") -> Claim:
+    return Claim(claim, claimed, measured, *PLACES[place])
+
+
+_ablated = functools.partial(_gaps, "ablations.json")
+_trained = functools.partial(_gaps, "training.json")
+_tuned = functools.partial(_gaps, "finetune.json")
 SOURCES: tuple[Claim, ...] = (
-    Claim("average speed-up on a real GPU (abstract; ViT-B, RTX 3090)", "2.6×", _speed_of_vit,
-          "[small layers](#small-layers)", CHECK),
-    Claim("the same of all 16 layers of its table", "2.08×", _speed_of_layers,
-          "[small layers](#small-layers)", CHECK),
-    Claim("the same at a training batch", "–", _batch, "[layers](#layers-on-a-gpu)", CHECK),
-    Claim("the same, a whole step", "–", _step, "[compiled](#compiled)",
-          "bench_models.py --device cuda"),
-    Claim("largest: ViT-B's fc2", "3.3×", _of_shapes("197,768,3072"),
-          "[small layers](#small-layers)", CHECK),
-    Claim("ResNet-50's layers (unfolded)", "1.8 to 2.3×", _of_shapes(
+    _claim("average speed-up on a real GPU (abstract; ViT-B, RTX 3090)", "2.6×", _speed_of_vit,
+           "small"),
+    _claim("the same of all 16 layers of its table", "2.08×", _speed_of_layers, "small"),
+    _claim("the same at a training batch", "–", _batch, "layers"),
+    _claim("the same, a whole step", "–", _step, "compiled"),
+    _claim("largest: ViT-B's fc2", "3.3×", _of_shapes("197,768,3072"), "small"),
+    _claim("ResNet-50's layers (unfolded)", "1.8 to 2.3×", _of_shapes(
         "3136,64,256", "3136,64,576", "784,128,512", "784,128,1152", "196,256,2304",
-        "49,512,4608"), "[small layers](#small-layers)", CHECK),
-    Claim("EfficientFormer-L7's layers", "1.6 to 2.2×", _of_shapes(
+        "49,512,4608"), "small"),
+    _claim("EfficientFormer-L7's layers", "1.6 to 2.2×", _of_shapes(
         "3136,384,96", "784,768,192", "196,1536,384", "49,1536,768", "49,768,1024",
-        "49,3072,768"), "[small layers](#small-layers)", CHECK),
-    Claim("latency table: HOT against LBP-WHT", "faster in every row", _graphs,
-          "[the paper's table](#the-papers-latency-table)", CALL_A),
-    Claim("Fig. 1, ViT-B's qkv: products 182 → 25 µs, HT 18, HLA 11", "16 % overhead",
-          _breakdown, "[Fig. 1](#the-papers-latency-table)", CALL_A),
-    Claim("times on an RTX 3090", "all of the above", _without(
-        "no such GPU; sm_80 to sm_89 kernels are compiled, not run"), "", ""),
-    Claim("memory saved (abstract)", "up to 75 %", _memory, "[memory by batch](#memory-by-batch)",
-          CALL_A),
-    Claim("the same, of activations", "7/8", _kept, "[training](dev/rivals.md#training)", TRAIN),
-    Claim("the same, beside bf16 autocast", "–", _peak_of_steps,
-          "[compiled](#compiled)", "bench_models.py --device cuda"),
-    Claim("Table 1: ViT-B, 128 images", "17.48 → 3.8 GB", _formula,
-          "[memory by batch](#memory-by-batch)", CALL_A),
-    Claim("Table 1: ABC costs no accuracy", "93.2 → 93.2", _gaps(
-        "ablations.json", "paper", "paper without ABC"), "[ablations](dev/rivals.md#ablations)",
-        ABLATE),
-    Claim("Table 1: LQS", "92.99, 2.3 → 2.6×", _gaps(
-        "ablations.json", "paper", "paper with LQS", "paper with LQS of g_x, too"),
-        "[ablations](dev/rivals.md#ablations)",
-        ABLATE),
-    Claim("accuracy close to fp32's, pre-training (Table 4, ImageNet-1k ViT-B)",
-          "70.01 → 69.4", _gaps("training.json", "paper"), "[training](dev/rivals.md#training)",
-          TRAIN),
-    Claim("the same with all that was published: LQS, INT8 first, tiles, pseudo-stochastic "
-          "rounding", "–", _gaps("ablations.json", *PUBLISHED),
-          "[ablations](dev/rivals.md#ablations)", ABLATE),
-    Claim("the same with tiles of tokens alone, as LP_L1 means", "–", _one(
-        "training.json", "vit", "paper, tiles"), "[training](dev/rivals.md#training)", TRAIN),
-    Claim("the same, the authors' own code", "–", _gaps("training.json", "authors_hot"),
-          "[training](dev/rivals.md#training)", TRAIN),
-    Claim("the same on text (not in the paper's pre-training)", "–", _large,
-          "[paper.md](paper.md#where-paper-falls-behind)", "bench_gpt.py --device cuda"),
-    Claim("accuracy close to fp32's, fine-tuning", "within 0.3 %", _gaps(
-        "finetune.json", "paper"), "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
-    Claim("LUQ falls behind or diverges", "67.1 (ViT-B)", _gaps(
-        "training.json", "luq", "luq_forward", "luq_forward, in eval, too"),
-          "[training](dev/rivals.md#training)", TRAIN),
-    Claim("LBP-WHT falls behind or fails", "NaN (ViT-B)", _one(
-        "training.json", "vit", "lbp_wht", "lbp_wht_flat"), "[training](dev/rivals.md#training)",
-        TRAIN),
-    Claim("naive INT4 falls behind or diverges", "NaN (ViT-B)", _gaps(
-        "training.json", "naive_int4"), "[training](dev/rivals.md#training)", TRAIN),
-    Claim("Table 2: 8 of 16 rows suffice, 1 does not (EfficientFormer-L1, CIFAR-100)",
-          "76.35, 76.25, 73.09, 68.46, 47.28 at r = 16, 8, 4, 2, 1",
-          _ranks, "[ablations](dev/rivals.md#ablations)",
-          f"{ABLATE}; evidence.py --parts cuda-ranks-efficientformer"),
-    Claim("Table 2: cost of the backward pass", "1383.54 Gbops at r = 8", _table_2,
-          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
-    Claim("Table 3: HOT on LoRA's frozen weights, not on the adapters",
-          "92.51 beside 57.96 (plain 92.61)", _gaps(
-              "finetune.json", "LoRA", "LoRA, paper on the frozen", "LoRA, paper on the adapters",
-              "LoRA, paper on both"), "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
-    Claim("INT8 for the first eighth of a pre-training steadies it", "–", _gaps(
-        "ablations.json", "paper", "paper, INT8 first"), "[ablations](dev/rivals.md#ablations)",
-        ABLATE),
-    Claim("the Hadamard transform makes INT4 of g_x work", "–", _gaps(
-        "ablations.json", "paper", "paper, g_x without HT", "int4", "int4, g_x without HT"),
-        "[ablations](dev/rivals.md#ablations)", ABLATE),
-    Claim("pseudo-stochastic rounding is unbiased", "–", _gaps(
-        "ablations.json", "paper", "paper, rounding as the paper's", "paper, rounding to nearest",
-        "default", "default, rounding as the paper's", "default, rounding to nearest"),
-        "[ablations](dev/rivals.md#ablations), [paper.md](paper.md#what-differs-and-why)", ABLATE),
-    Claim("worked example (49, 448, 1792), Appendix D", "137.3 → 11.5 MFLOPs", _example,
-          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
-    Claim("figure of the computation cost", "51.8 → 18.35 (ViT-B)", _cost,
-          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
-    Claim("accuracies on CIFAR-10, CIFAR-100, ImageNet-100, ImageNet-1k; detection; BERT; "
-          "Llama-3-8B", "Table 4 and the main text", _without(
-              f"{IMAGENET} (`--images cifar100:FOLDER` runs it where the data lie)"), "", ""),
-    Claim("Fig. 2: gradients' outliers by token in fc2 and proj", "ViT-S, ResNet-34", _without(
-        "needs ImageNet training; `paper.calibrate` prints the pattern of any model"), "", ""),
+        "49,3072,768"), "small"),
+    _claim("latency table: HOT against LBP-WHT", "faster in every row", _graphs, "latency"),
+    _claim("Fig. 1, ViT-B's qkv: products 182 → 25 µs, HT 18, HLA 11", "16 % overhead",
+           _breakdown, "Fig. 1"),
+    _claim("times on an RTX 3090", "all of the above", _without(
+        "no such GPU; sm_80 to sm_89 kernels are compiled, not run")),
+    _claim("memory saved (abstract)", "up to 75 %", _memory, "memory"),
+    _claim("the same, of activations", "7/8", _kept, "training"),
+    _claim("the same, beside bf16 autocast", "–", _peak_of_steps, "compiled"),
+    _claim("Table 1: ViT-B, 128 images", "17.48 → 3.8 GB", _formula, "memory"),
+    _claim("Table 1: ABC costs no accuracy", "93.2 → 93.2",
+           _ablated("paper", "paper without ABC"), "ablations"),
+    _claim("Table 1: LQS", "92.99, 2.3 → 2.6×",
+           _ablated("paper", "paper with LQS", "paper with LQS of g_x, too"), "ablations"),
+    _claim("accuracy close to fp32's, pre-training (Table 4, ImageNet-1k ViT-B)",
+           "70.01 → 69.4", _trained("paper"), "training"),
+    _claim("the same with all that was published: LQS, INT8 first, tiles, pseudo-stochastic "
+           "rounding", "–", _ablated(*PUBLISHED), "ablations"),
+    _claim("the same with tiles of tokens alone, as LP_L1 means", "–",
+           _trained("paper, tiles", tasks=["vit"]), "training"),
+    _claim("the same, the authors' own code", "–", _trained("authors_hot"), "training"),
+    _claim("the same on text (not in the paper's pre-training)", "–", _large, "text"),
+    _claim("accuracy close to fp32's, fine-tuning", "within 0.3 %", _tuned("paper"),
+           "fine-tuning"),
+    _claim("LUQ falls behind or diverges", "67.1 (ViT-B)",
+           _trained("luq", "luq_forward", "luq_forward, in eval, too"), "training"),
+    _claim("LBP-WHT falls behind or fails", "NaN (ViT-B)",
+           _trained("lbp_wht", "lbp_wht_flat", tasks=["vit"]), "training"),
+    _claim("naive INT4 falls behind or diverges", "NaN (ViT-B)", _trained("naive_int4"),
+           "training"),
+    _claim("Table 2: 8 of 16 rows suffice, 1 does not (EfficientFormer-L1, CIFAR-100)",
+           "76.35, 76.25, 73.09, 68.46, 47.28 at r = 16, 8, 4, 2, 1", _ranks, "ranks"),
+    _claim("Table 2: cost of the backward pass", "1383.54 Gbops at r = 8", _table_2, "compute"),
+    _claim("Table 3: HOT on LoRA's frozen weights, not on the adapters",
+           "92.51 beside 57.96 (plain 92.61)", _tuned(
+               "LoRA", *(f"LoRA, paper on {of}" for of in ("the frozen", "the adapters", "both"))),
+           "fine-tuning"),
+    _claim("INT8 for the first eighth of a pre-training steadies it", "–",
+           _ablated("paper", "paper, INT8 first"), "ablations"),
+    _claim("the Hadamard transform makes INT4 of g_x work", "–",
+           _ablated("paper", "paper, g_x without HT", "int4", "int4, g_x without HT"), "ablations"),
+    _claim("pseudo-stochastic rounding is unbiased", "–", _ablated(
+        *(f"{name}{of}" for name in ("paper", "default")
+          for of in ("", ", rounding as the paper's", ", rounding to nearest"))), "rounding"),
+    _claim("worked example (49, 448, 1792), Appendix D", "137.3 → 11.5 MFLOPs", _example,
+           "compute"),
+    _claim("figure of the computation cost", "51.8 → 18.35 (ViT-B)", _cost, "compute"),
+    _claim("accuracies on CIFAR-10, CIFAR-100, ImageNet-100, ImageNet-1k; detection; BERT; "
+           "Llama-3-8B", "Table 4 and the main text", _without(
+               f"{IMAGENET} (`--images cifar100:FOLDER` runs it where the data lie)")),
+    _claim("Fig. 2: gradients' outliers by token in fc2 and proj", "ViT-S, ResNet-34", _without(
+        "needs ImageNet training; `paper.calibrate` prints the pattern of any model")),
 )  # fmt: skip
 
 OURS: tuple[Claim, ...] = (
-    Claim("`default` trains as full precision does", "within seeds' noise", _noise,
-          "[training](dev/rivals.md#training)", TRAIN),
-    Claim("the same by size, GPTs of 10 to 311 M", f"equivalent to bf16 within {MARGIN}", _scaling,
-          "[by size](#by-size)",
-          f"{CALL_A}, b, c and d"),
-    Claim("fine-tuning with `default`", "within seeds' noise", _gaps("finetune.json", "default"),
-          "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
-    Claim("`compact`, a fourteenth of fp32's bytes, trains", "close to `default`", _gaps(
-        "ablations.json", "compact"), "[ablations](dev/rivals.md#ablations)", ABLATE),
-    Claim("the 8-bit forward costs little", "–", _gaps(
-        "training.json", "default int8-forward"), "[training](dev/rivals.md#training)", TRAIN),
-    Claim("a step of Llama-3-8B's blocks against FP8, times of compiled bf16's",
-          "faster with an 8-bit forward", _against_fp8, "[compiled](#compiled)",
-          "bench_models.py --device cuda"),
+    _claim("`default` trains as full precision does", "within seeds' noise", _noise, "training"),
+    _claim("the same by size, GPTs of 10 to 311 M", f"equivalent to bf16 within {MARGIN}", _scaling,
+           "size"),
+    _claim("fine-tuning with `default`", "within seeds' noise", _tuned("default"), "fine-tuning"),
+    _claim("`compact`, a fourteenth of fp32's bytes, trains", "close to `default`",
+           _ablated("compact"), "ablations"),
+    _claim("the 8-bit forward costs little", "–", _trained("default int8-forward"), "training"),
+    _claim("a step of Llama-3-8B's blocks against FP8, times of compiled bf16's",
+           "faster with an 8-bit forward", _against_fp8, "compiled"),
 )  # fmt: skip
 
 

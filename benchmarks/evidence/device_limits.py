@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kernel, row in kernels.items():
             print(f"  {kernel:28s}", *(f"{value:7d}" for value in row.values()))
     digest = hashlib.sha256(args.library.read_bytes()).hexdigest()
-    timing.write_errors(args, "limits", library=digest, limits=found)
+    timing.write(args, "limits", {"library": digest, "limits": found})
     failing = [
         f"{a} {k}" for a, rows in found.items() for k, r in rows.items() if not r["resident"]
     ]

@@ -2,7 +2,6 @@
 
     python -m benchmarks.evidence.doc_tables            # rewrite what is out of date
     python -m benchmarks.evidence.doc_tables --check    # say what is, and fail
-    python -m benchmarks.evidence.doc_tables --train FOLDER...  # cpu-train.json, of train.sh's runs
 
 A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
 comes from here. Every page of the repository that has such a line is looked at. ``KINDS`` at the
@@ -13,21 +12,19 @@ claims.py or in evidence_tables.py. A test keeps the pages as the reports are.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import hotcore
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 from hotcore.torch.advise import Advice, Tried
 from hotcore.torch.plan import Measured
+from training import of_a_whole_model
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
@@ -131,10 +128,10 @@ def whole(report: Report) -> Lines:
     tokens = report["settings"]["size"]["length"]
     yield from header(["", "sequences a step", "ms", "tokens a second", "joules a token",
                        "peak, GiB", "largest batch, tokens", "tokens a second there"])  # fmt: skip
-    for name, row in rows.items():
+    for name in (contender.name for contender in of_a_whole_model()):
+        row = rows.get(name, {"left_out": "not run"})
         if "step" not in row:
-            why = "left out: " + row["left_out"] if "left_out" in row else "failed"
-            yield line([name, why, *[""] * 6])
+            yield line([name, row.get("left_out", "failed"), *[""] * 6])
             continue
         most, sequences = row["largest"], f"{row['sequences']} × {tokens:,}"
         figures = [f"{row['step']['median_ms']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
@@ -226,26 +223,6 @@ def gpt(report: Report) -> Lines:
         yield line([name, seed, *figures])
 
 
-def distributed(report: Report) -> Lines:
-    """DDP and FSDP2 by NCCL: a step and the loss, plain and by recipe."""
-    head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
-    yield from header(head)
-    for way in ("DDP", "FSDP2"):
-        for name, row in report[way].items():
-            figures = [f"{row['step_ms']:.1f}", f"{row['loss'][-1]:.3f}", f"{row['cosine']:.4f}"]
-            yield line([way, name, *figures, "yes" if row["same parameters"] else "no"])
-
-
-def gradients(report: Report, *models: str) -> Lines:
-    """Cosine with fp32's gradient, by recipe, of all models or some."""
-    yield from model_table.cosines({n: report["models"][n] for n in models or report["models"]})
-
-
-def losses(report: Report) -> Lines:
-    """The loss after some steps on one batch."""
-    yield from model_table.losses(report["models"])
-
-
 def losses_note(report: Report) -> Lines:
     """How the last losses of some contenders compare with fp32's, over the models; one line."""
     models = report["models"].values()
@@ -284,8 +261,19 @@ def each_group(report: Report, part: str) -> Iterator[tuple[str, str, Report]]:
             yield group, name, row
 
 
+def faster(report: Report, part: str, rivals: Mapping[str, str]) -> Lines:
+    """Microseconds of a group's four layers, and how many times faster than each rival."""
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, name, row in each_group(report, part):
+        recipe = name.removesuffix(" both").removesuffix(" int8")
+        forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
+        title = f"{group}, `{recipe}`" + (forward if part == "both" else "")
+        figures = [times(row["faster than"].get(rival)) for rival in rivals]
+        yield line([title, f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
 def layers(report: Report) -> Lines:
-    """Microseconds of a model's four layers, and how many times faster than each rival."""
+    """Backward of a model's layers."""
     rivals = {
         "torch bf16": "torch bf16",
         "bf16 products": "bf16, products only",
@@ -294,21 +282,13 @@ def layers(report: Report) -> Lines:
         "torchao both - forward": "torchao FP8, both less forward",
         "torchao backward": "torchao FP8, backward alone",
     }
-    yield from header(["sum of four layers", "µs", *rivals.values()])
-    for group, recipe, row in each_group(report, "recipes"):
-        figures = [times(row["faster than"].get(name)) for name in rivals]
-        yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
+    yield from faster(report, "recipes", rivals)
 
 
 def both(report: Report) -> Lines:
     """Forward and backward of those layers together."""
     rivals = {"torch bf16 both": "torch bf16", "torchao both": "torchao FP8 (no bias)"}
-    yield from header(["sum of four layers", "µs", *rivals.values()])
-    for group, name, row in each_group(report, "both"):
-        recipe = name.removesuffix(" both").removesuffix(" int8")
-        forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
-        figures = [times(row["faster than"].get(rival)) for rival in rivals]
-        yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
+    yield from faster(report, "both", rivals)
 
 
 def floor(report: Report) -> Lines:
@@ -377,48 +357,18 @@ def tests(report: Report) -> Lines:
     yield from table_of(["", *keys], ([name, *(str(row[k]) for k in keys)] for name, row in rows))
 
 
-def each_product(report: Report, row: str) -> Iterator[tuple[list[str], Report, Report]]:
-    """Title and sizes of every product, its entry, and one of the entry's rows."""
-    for group, entries in report["products"].items():
-        for name, entry in entries.items():
-            yield [f"{group} {name}", listed(entry["M, N, K"])], entry, entry["rows"][row]
-
-
 def products(report: Report) -> Lines:
     """TOPS of each INT8 product, and times faster than its rivals."""
     rivals = ("torch._int_mm", "torch fp8 rowwise")
     head = ["product", "M, N, K", "TOPS", *(f"of {rival}" for rival in rivals)]
     yield from header([*head, "of the best stock tile"])
-    for title, _, row in each_product(report, "hotcore"):
-        ratios = [row["faster than"].get(rival) for rival in rivals]
-        figures = (number(v, 2) for v in [*ratios, row.get("of the best stock tile")])
-        yield line([*title, f"{row['TOPS']:.0f}", *figures])
-
-
-def mma_sync(report: Report) -> Lines:
-    """The chosen plan of each product by mma.sync, beside its rivals of the same run."""
-    yield from header(["product", "M, N, K", "plan", "TOPS", "of the best stock tile",
-                       "of our best tile", "of `_int_mm`"])  # fmt: skip
-    for title, entry, row in each_product(report, "chosen"):
-        shares = (f"{row[key]:.2f}" for key in row if key.startswith("of "))
-        yield line([*title, entry["choice"], f"{row['TOPS']:.0f}", *shares])
-
-
-LARGE_TILES = ("128x256x128", "256x128x128")
-"""Of the product by mma.sync: more shared memory than a thread block of sm_86, 89 and 120 has."""
-
-
-def mma_held(report: Report, *archs: str) -> Lines:
-    """The best tile within 99 KB beside the best of all, and the tile that GPUs would choose."""
-    yield from header(["product", "M, N, K", "TOPS", "within 99 KB", "share", *archs])
-    for title, entry, _ in each_product(report, "chosen"):
-        tiles = {n: r["TOPS"] for n, r in entry["rows"].items() if re.match(r"\d+x|any", n)}
-        tiles[entry["choice"]] = entry["rows"]["chosen"]["TOPS"]
-        best = max(tiles.values())
-        held = max(tops for name, tops in tiles.items() if not name.startswith(LARGE_TILES))
-        plans = (hotcore.explain_gemm(*entry["M, N, K"], device=arch).steps[0] for arch in archs)
-        chosen = (step.kernel.removeprefix("tile_kernel ") for step in plans)
-        yield line([*title, f"{best:.0f}", f"{held:.0f}", f"{held / best:.2f}", *chosen])
+    for group, entries in report["products"].items():
+        for name, entry in entries.items():
+            row = entry["rows"]["hotcore"]
+            ratios = [row["faster than"].get(rival) for rival in rivals]
+            figures = (number(v, 2) for v in [*ratios, row.get("of the best stock tile")])
+            title = [f"{group} {name}", listed(entry["M, N, K"])]
+            yield line([*title, f"{row['TOPS']:.0f}", *figures])
 
 
 def backward_times(report: Report) -> Lines:
@@ -457,59 +407,6 @@ def cpu_layers(report: Report) -> Lines:
             words += [] if of else [f"{ms['int8 products']:.2f}"]
             for own in (ms[name] for name in names):
                 words.append(f"{own:.2f} ({', '.join(f'{rival / own:.1f}×' for rival in rivals)})")
-        yield line(words)
-
-
-def forward_blocks(report: Report) -> Lines:
-    """The forward product's time by block of its transform; in brackets with w's codes kept."""
-    blocks = ("16", "64", "128")
-    head = ["sum of four layers, µs", "torch bf16", "FP8 product alone"]
-    yield from header([*head, *(f"block {block}" for block in blocks)])
-    for group, found in report["groups"].items():
-        us = {name: f"{1e3 * value:.0f}" for name, value in found["sum_ms"].items()}
-        own = [f"{us[f'block {n}']} ({us[f'block {n}, codes of w']})" for n in blocks]
-        yield line([group, us["torch bf16"], us["fp8 product"], *own])
-
-
-FORMS = {
-    "default": "`int4` (`default`)",
-    "default, equalised": "`int4`, equalised",
-    "rht4": "4 bits, transformed as `rht2`",
-    "rht2": "`rht2`",
-    "compact": "`rht2`, equalised (`compact`)",
-    "accurate": "`int8` (`accurate`)",
-    "fast": "sketch (`fast`)",
-}
-"""Forms of x as bench_quantize.py names them -> as the docs do."""
-
-
-def kept_times(report: Report) -> Lines:
-    """Compressing x, g_y's columns and x's operand; their sum beside `default`'s."""
-    parts = ("compress", "columns", "operand")
-    shapes = {name: report["shapes"][name] for name in ("25216,3072", "8192,4096")}
-    head = ["x kept as"]
-    for name in shapes:
-        head += [f"{name.replace(',', ' × ')}: compress, µs", *parts[1:], "of `default`'s sum"]
-    yield from header(head)
-    for form, title in FORMS.items():
-        words = [title]
-        for rows in shapes.values():
-            mine, base = ([rows[f"{part} {of}"] for part in parts] for of in (form, "default"))
-            ratio = sum(r["median_ms"] for r in mine) / sum(r["median_ms"] for r in base)
-            words += [*map(micro, mine), f"{ratio:.2f}"]
-        yield line(words)
-
-
-def forward_input(report: Report) -> Lines:
-    """x read and written (a copy), quantised and kept by two calls, and by one, microseconds."""
-    forms = {"default": "INT4", "fast": "`fast`", "accurate": "INT8"}
-    heads = ((f"{title}: two calls", "one", "ratio") for title in forms.values())
-    yield from header(["x", "a copy", *(word for words in heads for word in words)])
-    for name, rows in report["shapes"].items():
-        words = [name.replace(",", " × "), micro(rows["copy"])]
-        for form in forms:
-            two, one = (rows[f"{way} {form}"] for way in ("rows, compress", "rows and"))
-            words += [micro(two), micro(one), times(two["median_ms"] / one["median_ms"])]
         yield line(words)
 
 
@@ -567,17 +464,18 @@ def gallery(report: Report) -> Lines:
             if "left out" in row:
                 yield line([first, contender, row["left out"][:80], *[""] * 3])
                 continue
-            speed, peak = row["a_second"], row["peak_gib"]
-            yield line(
-                [
-                    first,
-                    contender,
-                    f"{speed:,.0f} {example['unit']}",
-                    times(speed / plain["a_second"] if "a_second" in plain else None),
-                    f"{peak:.2f}",
-                    number(peak / plain["peak_gib"] if "peak_gib" in plain else None, 2),
-                ]
+            speed, of_speed, peak, of_peak = (
+                value
+                for key in ("a_second", "peak_gib")
+                for value in (row.get(key), _share(row.get(key), plain.get(key)))
             )
+            words = "" if speed is None else f"{speed:,.0f} {example['unit']}"
+            cells = [words, times(of_speed), number(peak, 2), number(of_peak, 2)]
+            yield line([first, contender, *cells])
+
+
+def _share(mine: float | None, of: float | None) -> float | None:
+    return mine / of if mine and of else None
 
 
 # ---- when it pays ----
@@ -631,6 +529,15 @@ def limits(report: Report, *archs: str) -> Lines:
         yield line([f"`{kernel}`", str(some["threads"]), f"{some['shared']:,}", *figures])
 
 
+PAYS_COLUMNS = {
+    "bf16": "plain bf16 so",
+    "default": "`default`",
+    "default int8-forward": "`default`, 8-bit forward",
+    "fast": "`fast`",
+    "fast int8-forward": "`fast`, 8-bit forward",
+}
+
+
 def pays(results: Path) -> Lines:
     """Times faster than the rival, and in brackets the peak memory beside the rival's.
 
@@ -650,18 +557,13 @@ def pays(results: Path) -> Lines:
         for name in ("cpu-backward.json", "cpu-backward-amx.json")
         for group in report(name)["layers"].values()
     ]
-    names = ("default", "fast")
-    recipes = ("default", "default int8-forward", "fast", "fast int8-forward")
-    together = [f"{name.removesuffix('-forward')} both" for name in recipes]
+    names, recipes = ("default", "fast"), tuple(PAYS_COLUMNS)[1:]
+    alone = {name: f"hotcore {name}" for name in names}
+    together = {name: f"{name.removesuffix('-forward')} both" for name in recipes}
 
-    def of_recipes(plain: Iterable[str]) -> list[str]:
-        """Of backward passes, which have no forward."""
-        default, fast = plain
-        return ["", default, "", fast, ""]
-
-    def backward(group: str) -> list[str]:
-        found = check["layers"][group]["recipes"]
-        return of_recipes(times(found[name]["faster than"].get("torch bf16")) for name in names)
+    def of_layers(group: str, part: str, rows: Mapping[str, str], rival: str) -> dict[str, str]:
+        found = check["layers"][group][part]
+        return {name: times(found[row]["faster than"].get(rival)) for name, row in rows.items()}
 
     def step(rows: Report, name: str, rival: str) -> str:
         """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
@@ -670,25 +572,26 @@ def pays(results: Path) -> Lines:
             return ""
         return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
 
-    def steps_of(rows: Report, how: str, rival: str) -> list[str]:
-        return ["", *(step(rows, f"{name} {how}", rival) for name in recipes)]
+    def steps_of(rows: Report, how: str, rival: str) -> dict[str, str]:
+        return {name: step(rows, f"{name} {how}", rival) for name in recipes}
 
-    def on_cpu(rows: list[Report], rival: str, mine: Sequence[str]) -> list[str]:
-        found = []
-        for name in mine:
+    def on_cpu(rows: list[Report], rival: str, mine: Mapping[str, str]) -> dict[str, str]:
+        found = {}
+        for column, name in mine.items():
             ratios = [row[rival]["median_ms"] / row[name]["median_ms"] for row in rows]
-            low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
-            found.append(f"{low}×" if low == high else f"{low} to {high}×")
+            ends = dict.fromkeys(f"{end:.1f}" for end in (min(ratios), max(ratios)))
+            found[column] = f"{' to '.join(ends)}×"
         return found
 
-    def lines() -> Iterator[tuple[str, str, list[str]]]:
-        """Work, rival, plain bf16 in the same way, and the four columns."""
+    def lines() -> Iterator[tuple[str, str, Mapping[str, str]]]:
+        """Work, rival, and the cells by column."""
         llama, vit, bf16 = "Llama-3-8B", "ViT-B", "compiled bf16"
-        yield f"backward of {llama}'s layers, 8192 tokens", "bf16", backward(llama)
-        yield f"backward of {vit}'s layers, batch 128", "bf16", backward(vit)
-        found = check["layers"][llama]["both"]
-        ratios = [times(found[row]["faster than"].get("torch bf16 both")) for row in together]
-        yield f"forward and backward of {llama}'s layers", "bf16", ["", *ratios]
+        own = {name: name for name in names}
+        for group, size in ((llama, "8192 tokens"), (vit, "batch 128")):
+            figures = of_layers(group, "recipes", own, "torch bf16")
+            yield f"backward of {group}'s layers, {size}", "bf16", figures
+        figures = of_layers(llama, "both", together, "torch bf16 both")
+        yield f"forward and backward of {llama}'s layers", "bf16", figures
         for model, how in PAYS.items():
             if model not in models:
                 continue
@@ -697,45 +600,45 @@ def pays(results: Path) -> Lines:
             yield title + words, bf16 + words, steps_of(rows, how, f"bf16 {how}")
             if model == "llama_blocks_2k":
                 long = report(EARLIER)["steps"]["llama_blocks"]["rows"]
-                figures = steps_of(long, "compiled", REFERENCE)
-                yield "the same, one sequence of 8192", bf16, figures
+                yield "the same, one sequence of 8192", bf16, steps_of(long, "compiled", REFERENCE)
             eight = "FP8 tensorwise compiled"
             figures = steps_of(rows, "compiled", eight)
-            if model in PAYS_FP8 and any(figures):
+            if model in PAYS_FP8 and any(figures.values()):
                 yield f"{title}, compiled", f"torchao {eight}", figures
         for entry in (models["vit_b"], less):
             for words, suffix in PAYS_LESS_MEMORY.items():
                 figures = steps_of(entry["rows"], suffix, REFERENCE)
-                figures[0] = step(entry["rows"], f"bf16 {suffix}", REFERENCE)
-                if any(figures[1:]):
+                if any(figures.values()):
+                    figures["bf16"] = step(entry["rows"], f"bf16 {suffix}", REFERENCE)
                     yield f"step of {entry['title']}, {words}", bf16, figures
         budgets = [step(less["rows"], f"{REFERENCE}, budget {b}", REFERENCE) for b in BUDGETS]
         title = f"step of {less['title']}, `activation_memory_budget` {listed(BUDGETS)}"
-        yield title, bf16, [", ".join(budgets), *[""] * 4]
-        means = check["paper"]["rotating"]["means"]
-        plain, own = means["bf16"]["geomean"], [means[f"hotcore {n}"]["geomean"] for n in names]
-        yield "backward of small layers, 49 to 3136 tokens", "fp32", of_recipes(map(times, own))
-        yield "the same", "bf16", of_recipes(times(ratio / plain) for ratio in own)
+        yield title, bf16, {"bf16": ", ".join(budgets)}
+        means = {name: row["geomean"] for name, row in check["paper"]["rotating"]["means"].items()}
+        for title, rival, plain in (
+            ("backward of small layers, 49 to 3136 tokens", "fp32", 1.0),
+            ("the same", "bf16", means["bf16"]),
+        ):
+            yield title, rival, {name: times(means[row] / plain) for name, row in alone.items()}
         if (results / CONVOLUTION).exists():
             rows = report(CONVOLUTION)["steps"]["resnet50_last"]["rows"]
             for words, suffix in (("", ""), (", `saved=8`", ", saved")):
                 ratio = step(rows, f"default reduce-overhead{suffix}", "bf16 reduce-overhead")
                 title = f"step of ResNet-50, convolutions converted{words}, CUDA graphs"
-                yield title, f"{bf16}, CUDA graphs", ["", ratio, "", "", ""]
+                yield title, f"{bf16}, CUDA graphs", {"default": ratio}
         large, tiny = [row for rows in cpus for row in rows[:-1]], [rows[-1] for rows in cpus]
-        alone = [f"hotcore {name}" for name in names]
         two = "two CPUs"  # the range is over the layers and both machines
-        ranges = {kind: on_cpu(large, f"torch {kind}", alone) for kind in ("fp32", "bf16")}
-        yield f"{two}: backward of {vit}'s layers, 8 images", "fp32", of_recipes(ranges["fp32"])
-        yield "the same", "bf16", of_recipes(ranges["bf16"])
-        title = f"{two}: forward and backward of {vit}'s layers"
-        yield title, "bf16", ["", *on_cpu(large, "torch bf16 both", together)]
-        figures = of_recipes(on_cpu(tiny, "torch bf16", alone))
+        title = f"{two}: backward of {vit}'s layers, 8 images"
+        yield title, "fp32", on_cpu(large, "torch fp32", alone)
+        yield "the same", "bf16", on_cpu(large, "torch bf16", alone)
+        figures = on_cpu(large, "torch bf16 both", together)
+        yield f"{two}: forward and backward of {vit}'s layers", "bf16", figures
+        figures = on_cpu(tiny, "torch bf16", alone)
         yield f"{two}: backward of one layer, one image", "bf16", figures
 
-    columns = ["`default`", "`default`, 8-bit forward", "`fast`", "`fast`, 8-bit forward"]
-    head = ["times faster (peak memory)", "than", "plain bf16 so", *columns]
-    yield from table_of(head, ([title, rival, *figures] for title, rival, figures in lines()))
+    head = ["times faster (peak memory)", "than", *PAYS_COLUMNS.values()]
+    cells = ([work, of, *(found.get(c, "") for c in PAYS_COLUMNS)] for work, of, found in lines())
+    yield from table_of(head, cells)
     yield from ("", evidence_tables.dates_line(results, used))
 
 
@@ -761,27 +664,20 @@ TRUST = {
     "devices": "two GPUs at once: by threads of one process, by a process each",
     "sanitizer": "compute-sanitizer, every C++ GPU test",
 }
-FIGURES = {
-    "cases": "cases",
-    "calls": "calls",
-    "devices": "GPUs",
-    "layers": "layers",
-    "steps": "steps",
-    "given_up": "given up",
-    "elements": "elements",
-    "integers_compared": "integers",
-    "results_compared": "floats",
-    "integers_different": "integers different",
-    "results_different": "floats different",
-    "different": "different",
-    "growth_device": "bytes grown on the device",
-    "growth_reserved": "bytes grown in its allocator",
-    "growth_host": "bytes grown on the host",
-    "failed_steps": "failed steps",
-    "places": "places of a failure",
-    "message": "message",
-}
+FIGURES = (
+    *("cases", "calls", "devices", "layers", "steps", "given_up", "elements"),
+    *("integers_compared", "results_compared", "integers_different", "results_different"),
+    *("different", "growth_device", "growth_reserved", "growth_host", "failed_steps", "places"),
+    "message",
+)
 """Of a test's figures, those that are shown, in this order."""
+FIGURE_WORDS = {
+    **{"devices": "GPUs", "integers_compared": "integers", "results_compared": "floats"},
+    **{"results_different": "floats different", "places": "places of a failure"},
+    **{"growth_device": "bytes grown on the device", "growth_host": "bytes grown on the host"},
+    "growth_reserved": "bytes grown in its allocator",
+}
+"""Where they are not their keys."""
 
 
 def trust(report: Report) -> Lines:
@@ -796,8 +692,10 @@ def trust(report: Report) -> Lines:
         for test, row in part.get("tests", {}).items() if name != "sanitizer" else ():
             figures = row["figures"]
             words = [
-                f"{figures[key]:,} {word}" if isinstance(figures[key], int) else str(figures[key])
-                for key, word in FIGURES.items()
+                f"{figures[key]:,} {FIGURE_WORDS.get(key, key.replace('_', ' '))}"
+                if isinstance(figures[key], int)
+                else str(figures[key])
+                for key in FIGURES
                 if figures.get(key, "") != ""
             ]
             if words and row["result"] != "suppressed":
@@ -819,13 +717,6 @@ def sanitizer(report: Report) -> Lines:
         yield line([tool, str(len(row["clean"])), *(names or "none" for names in lists)])
     if part is None:
         yield line(["not run", "", "", ""])
-
-
-def earlier(report: Report, name: str) -> Lines:
-    """Figures that were written down: no script of the repository makes them again."""
-    heads = [head.replace("`int4`", "`default`, g_x in INT4") for head in report[name]["columns"]]
-    yield from table_of(heads, report[name]["rows"])
-    yield from ("", f"*Written down {report[name]['date']}.*")
 
 
 def config_fields(results: Path) -> Lines:
@@ -864,11 +755,9 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
     **_of("gpu-check.json", tests),
     **_of("cuda-steps.json", steps, all_steps, summary),
-    **_of("cuda-models-table.json", gradients, losses, losses_note),
+    **_of("cuda-models-table.json", model_table.gradients, model_table.losses, losses_note),
     **_of("cuda-autotune.json", autotune),
-    **_of("cuda-quantize.json", kept_times, forward_input),
     **_of("gpu-trust.json", trust, sanitizer),
-    **_of("cuda-mma-sync.json", mma_sync, mma_held),
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),
     **_of("cuda-gemm.json", products),
@@ -878,17 +767,18 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("pretrained.json", TABLES.pretrained),
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
-    **_of("nccl.json", distributed),
-    **_of("cuda-forward.json", forward_blocks),
     **_of("recipe-cases.json", cases),
-    **_of("earlier.json", earlier),
     "claims": ("", claims.table),
-    **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
-    **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
+    **_of("gradients.json", TABLES.gradient_quality),
+    **_of("cuda-latency.json", TABLES.latency, TABLES.breakdown),
+    **_of("cuda-memory.json", TABLES.memory),
+    **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
     **_of("", TABLES.quality, TABLES.decided, TABLES.ways, TABLES.noise, planned),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
+DATED = ("gradient-quality", "latency", "breakdown", "memory")
+"""Kinds of one report whose date stands below the table, as where there are several."""
 
 
 def table(words: str, results: Path) -> str:
@@ -901,7 +791,10 @@ def table(words: str, results: Path) -> str:
         file = arguments.pop(0) if arguments else "a report's name"
     try:
         source = evidence_tables.report_of(results, file) if file else results
-        return "".join(f"{line}\n" for line in make(source, *arguments))
+        lines = [*make(source, *arguments)]
+        if kind in DATED:
+            lines += ["", evidence_tables.dates_line(results, [str(file)])]
+        return "".join(f"{line}\n" for line in lines)
     except FileNotFoundError as error:
         raise Unknown(f"{error.filename} is not there") from error
     except TypeError as error:  # another number of arguments
@@ -923,49 +816,12 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
     return BLOCK.sub(replace, text)
 
 
-def trained(folders: Sequence[Path]) -> dict[str, Any]:
-    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone.
-
-    Raises ValueError where a task has no run in fp32.
-    """
-    runs = [json.loads((folder / "train.json").read_text()) for folder in folders]
-    rows = [row for run in runs for row in run["results"]]
-    recipes = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "fp32"]
-    without = {row["task"] for row in rows} - {r["task"] for r in rows if r["recipe"] == "fp32"}
-    if without:
-        raise ValueError(f"no run in fp32 of {', '.join(sorted(without))}: train.sh needs one")
-
-    def mean(task: str, recipe: str, key: str) -> float:
-        of = (task, recipe)
-        return statistics.mean(row[key] for row in rows if (row["task"], row["recipe"]) == of)
-
-    tasks = {}
-    for task in dict.fromkeys(row["task"] for row in rows):
-        exact, kept = (mean(task, "fp32", key) for key in ("val_loss", "linear_saved_bytes"))
-        tasks[task] = {
-            "fp32": exact,
-            "difference": {name: mean(task, name, "val_loss") - exact for name in recipes},
-            "kept": {name: mean(task, name, "linear_saved_bytes") / kept for name in recipes},
-        }
-    facts = {key: v for key, v in runs[0].items() if key not in ("data", "python", "results")}
-    facts["date"] = datetime.date.today().isoformat()
-    seeds = sorted({row["seed"] for row in rows})
-    return {**facts, "seeds": seeds, "recipes": recipes, "tasks": tasks}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("pages", type=Path, nargs="*", default=list(PAGES))
     parser.add_argument("--check", action="store_true", help="change nothing; fail if stale")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--train", type=Path, nargs="+", metavar="FOLDER", help="train.sh's --out")
     args = parser.parse_args(argv)
-    if args.train:
-        try:
-            report = json.dumps(trained(args.train), indent=1) + "\n"
-        except ValueError as error:
-            sys.exit(f"--train: {error}")
-        (args.results / "cpu-train.json").write_text(report)
     stale = []
     for page in args.pages:
         before = page.read_text()

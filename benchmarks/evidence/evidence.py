@@ -41,8 +41,6 @@ SEEDS = "0 1 2 3 4"
 FEWER = tuple(name for name in SCALE if name != "default")
 SMALL_STEPS = ("--tokens-per-step", "8192", "--steps", "300", "--seeds", "0", "1", "--points", "5",
                "--validation-batches", "10")  # fmt: skip
-TOKENS_PER_PARAMETER = 5.0
-"""Of the longer run; the installed packages hold no text for ten."""
 GRACE_S = 15.0
 """Between a part's own budget and the time at which it is ended."""
 
@@ -61,42 +59,31 @@ class Part:
     """Where its JSON goes."""
 
 
-def gpt(
-    size: str,
-    seconds: float,
-    seeds: str,
-    contenders: Sequence[str],
-    jobs: int,
-    tokens_per_parameter: float | None = None,
-    more: str = "",
-) -> Part:
-    """A size of the scaling study: 400 steps for each, 13.1 M tokens, or as many as are said.
+def gpt(name: str, seconds: float, contenders: Sequence[str], *more: str, part: str = "") -> Part:
+    """Of bench_gpt.py, ``name`` begins with its size; ``part``: where another has that report."""
+    words = ("bench_gpt.py", *CUDA, "--size", name.partition("-")[0], *more, "--budget", "{budget}",
+             "--contenders", *contenders)  # fmt: skip
+    return Part(f"gpt-{name}{part}", seconds, words, f"cuda-gpt-{name}.json")
 
-    ``more``: of the part's name, where another has that report, too.
-    """
-    many = tokens_per_parameter is not None
-    length = ("--tokens-per-parameter", str(tokens_per_parameter)) if many else ("--steps", "400")
-    words = ("bench_gpt.py", "--device", "cuda", "--size", size, *length, "--jobs",
-             str(jobs), "--budget", "{budget}", "--seeds", *seeds.split(), "--contenders",
-             *contenders)  # fmt: skip
-    name = f"gpt-{size}-long" if many else f"gpt-{size}"
-    return Part(name + more, seconds, words, f"cuda-{name}.json")
+
+def scale(
+    size: str, seconds: float, seeds: str, contenders: Sequence[str], jobs: int, more: str = ""
+) -> Part:
+    """A size of the scaling study: 400 steps for each, 13.1 M tokens."""
+    words = ("--steps", "400", "--jobs", str(jobs), "--seeds", *seeds.split())
+    return gpt(size, seconds, contenders, *words, part=more)
 
 
 def decides(size: str, seconds: float) -> Part:
     """Twenty tokens a parameter, on all GPUs; its plan is docs/dev/evidence.md."""
-    words = ("bench_gpt.py", *CUDA, "--size", size, "--tokens-per-parameter", "20", "--graph",
-             "--validation-batches", "50", "--points", "30", "--epochs", "8", "--devices", "0",
-             "--budget", "{budget}", "--seeds", "0", "1", "2", "3", "--contenders",
-             *SCALE)  # fmt: skip
-    return Part(f"gpt-{size}-20", seconds, words, f"cuda-gpt-{size}-20.json")
+    return gpt(f"{size}-20", seconds, SCALE, "--tokens-per-parameter", "20", "--graph",
+               "--validation-batches", "50", "--points", "30", "--epochs", "8", "--devices", "0",
+               "--seeds", "0", "1", "2", "3")  # fmt: skip
 
 
 def noise(name: str, jobs: int, contenders: Sequence[str], *more: str) -> Part:
     """A part of "Where noise shows" (docs/dev/evidence.md); all of them share a GPU and a time."""
-    words = ("bench_gpt.py", *CUDA, "--size", "10M", "--budget", "{budget}", "--jobs", str(jobs),
-             *more, "--contenders", *contenders)  # fmt: skip
-    return Part(f"gpt-10M-{name}", 330, words, f"cuda-gpt-10M-{name}.json")
+    return gpt(f"10M-{name}", 330, contenders, "--jobs", str(jobs), *more)
 
 
 def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Part:
@@ -128,31 +115,33 @@ CALLS: dict[str, tuple[Part, ...]] = {
              "cuda-latency.json"),
         Part("memory", 80, ("bench_memory.py", *CUDA, "--budget", "{budget}"),
              "cuda-memory.json"),
-        gpt("10M", 110, "0 1 2", SCALE, 5),
-        gpt("25M", 165, "0 1 2", SCALE, 5),
+        scale("10M", 110, "0 1 2", SCALE, 5),
+        scale("25M", 165, "0 1 2", SCALE, 5),
     ),
     "b": (
-        gpt("91M", 480, "0 1", EVERY, 4),
+        scale("91M", 480, "0 1", EVERY, 4),
         training("cuda-images-vit", 150, 8, "images-vit", "--methods", OF_VIT),
         training("cuda-images-resnet18", 300, 8, "images-resnet18", "--methods", IMAGES),
         training("cuda-images-efficientformer", 330, 8, "images-efficientformer",
                  "--methods", FEW),
     ),
     "c": (
-        gpt("311M", 560, "0 1", LARGEST, 2),
-        gpt("10M", 150, "0 1", SCALE, 5, TOKENS_PER_PARAMETER),
+        scale("311M", 560, "0 1", LARGEST, 2),
+        # The installed packages hold no text for ten tokens a parameter.
+        gpt("10M-long", 150, SCALE, "--tokens-per-parameter", "5", "--jobs", "5",
+            "--seeds", "0", "1"),
         VIT_S,
         VIT_B,
     ),
     "d": (
         VIT_B,
         VIT_S,
-        gpt("10M", 120, SEEDS, SCALE, 4, more="-seeds"),
-        gpt("25M", 200, SEEDS, SCALE, 4, more="-seeds"),
-        gpt("91M", 400, SEEDS, SCALE, 4, more="-seeds"),
+        scale("10M", 120, SEEDS, SCALE, 4, more="-seeds"),
+        scale("25M", 200, SEEDS, SCALE, 4, more="-seeds"),
+        scale("91M", 400, SEEDS, SCALE, 4, more="-seeds"),
         training("cuda-ranks-efficientformer", 450, 8, "images-efficientformer", "--table",
                  "ablations", "--methods", f"fp32;{RANKS}"),
-        gpt("311M", 560, SEEDS, LARGEST, 2, more="-seeds"),
+        scale("311M", 560, SEEDS, LARGEST, 2, more="-seeds"),
     ),
     "e": (decides("10M", 1100), decides("25M", 7500)),
     "f": (

@@ -5,7 +5,6 @@ Each takes the folder of the reports, and raises FileNotFoundError where one is 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -13,7 +12,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from evidence import intervals
 
@@ -49,6 +48,7 @@ WAY = " @ "
 
 
 Make = Callable[..., Iterator[str]]
+T = TypeVar("T")
 
 
 def report_of(results: Path, name: str) -> Report:
@@ -64,20 +64,6 @@ def report_of(results: Path, name: str) -> Report:
 def reports_of(results: Path, names: Iterable[str]) -> dict[str, Report]:
     """Those that are there."""
     return {name: report_of(results, name) for name in names if (results / name).exists()}
-
-
-def of_report(name: str) -> Callable[[Make], Make]:
-    """A table of one report, with its date, as one of a folder of reports."""
-
-    def of_folder(make: Make) -> Make:
-        @functools.wraps(make)
-        def lines(results: Path, *words: str) -> Lines:
-            yield from make(report_of(results, name), *words)
-            yield from ("", dates_line(results, [name]))
-
-        return lines
-
-    return of_folder
 
 
 def line(words: Sequence[str]) -> str:
@@ -156,11 +142,7 @@ def rows(results: Path, file: str, *words: str) -> Lines:
     """Some methods of one file, in the order given: names between semicolons."""
     report = report_of(results, file)
     columns = [(report, task) for task in tasks_of(report)]
-    gaps = gaps_of(columns)
-    names = names_in(words)
-    yield from header(["validation loss less fp32's", *_heads(columns, names)])
-    for name in names:
-        yield line([shown(name), *map(plus_minus, gaps.get(name, [[] for _ in columns]))])
+    yield from training_lines(columns, names_in(words))
     yield from ("", dates_line(results, [file]))
 
 
@@ -196,14 +178,16 @@ def _heads(columns: Columns, methods: Collection[str] = ()) -> Lines:
         yield f"{TITLES.get(task, task)}, {seeds}"
 
 
-def training_lines(columns: Columns) -> Lines:
-    """Every method of some reports' tasks, fp32's own losses first."""
-    yield from header(["", *_heads(columns)])
-    plain = (of_task(report, task).get("fp32", {}).values() for report, task in columns)
-    losses = ([run["val_loss"] for run in runs] for runs in plain)
-    yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
-    for method, gaps in gaps_of(columns).items():
-        yield line([shown(method), *map(plus_minus, gaps)])
+def training_lines(columns: Columns, names: Sequence[str] = ()) -> Lines:
+    """Some methods of some reports' tasks; or fp32's own losses, and below them every method."""
+    gaps = gaps_of(columns)
+    yield from header(["validation loss less fp32's" if names else "", *_heads(columns, names)])
+    if not names:
+        plain = (of_task(report, task).get("fp32", {}).values() for report, task in columns)
+        losses = ([run["val_loss"] for run in runs] for runs in plain)
+        yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
+    for method in names or gaps:
+        yield line([shown(method), *map(plus_minus, gaps.get(method, [[] for _ in columns]))])
 
 
 # ---- gradients ----
@@ -242,7 +226,7 @@ def methods_of(report: Report, task: str) -> list[str]:
     return list(dict.fromkeys(m for layer in _layers(report, task, None) for m in layer["methods"]))
 
 
-def gradient_lines(report: Report) -> Lines:
+def gradient_quality(report: Report) -> Lines:
     """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
     tasks = report["settings"]["tasks"]
     measures = (("gx", "error"), ("gw", "error"), ("gw", "noise"), ("gw", "bias"))
@@ -262,12 +246,6 @@ def gradient_lines(report: Report) -> Lines:
         yield line([shown(method), *cells, *map(", ".join, tail)])
     cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
     yield line(["other batches (median)", *cells, "", ""])
-
-
-@of_report("gradients.json")
-def gradient_quality(report: Report) -> Lines:
-    """Error, noise and bias along training, by method."""
-    yield from gradient_lines(report)
 
 
 # ---- latency ----
@@ -290,7 +268,6 @@ UNFUSED = (
 )
 
 
-@of_report("cuda-latency.json")
 def latency(report: Report, part: str = "graph") -> Lines:
     """The paper's layers: times faster than fp32, a row a layer; the paper's two columns first."""
     tables = report[part]
@@ -305,7 +282,7 @@ def latency(report: Report, part: str = "graph") -> Lines:
         plain = f"{1e3 * rows['fp32']['median_ms']:.1f}"
         figures = [f"{paper['FP'] / paper['LBP-WHT']:.1f}", f"{paper['faster']:.1f}", plain]
         yield line([f"{name} ({shape})", *figures, *(ratio(rows, n) for n in names)])
-    means = report["means"].get(part)
+    means = report.get("means", {}).get(part)
     if means:
         theirs = ("the paper's LBP-WHT", "the paper's HOT")
         cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in (*theirs, *names)]
@@ -315,7 +292,6 @@ def latency(report: Report, part: str = "graph") -> Lines:
         yield from ("", f"*No time left for: {', '.join(report['left out'])}.*")
 
 
-@of_report("cuda-latency.json")
 def breakdown(report: Report) -> Lines:
     """Fig. 1 of the supplement: microseconds of the device by stage."""
     head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
@@ -343,7 +319,6 @@ def hot_parts(found: Report) -> tuple[float, float]:
 # ---- memory ----
 
 
-@of_report("cuda-memory.json")
 def memory(report: Report) -> Lines:
     """A step of ViT-B by batch: peak and, in brackets, what forward keeps; the formula below."""
     rows = report["rows"]
@@ -353,6 +328,8 @@ def memory(report: Report) -> Lines:
         if "peak_gib" in row:
             peak = row.get("peak by kept", row["peak_gib"])
             return f"{peak:.1f} ({row['kept_gib']:.1f})"
+        if "kept_gib" in row:  # on the CPU
+            return f"({row['kept_gib']:.4f})"
         why = row.get("left out", "")
         return "out of memory" if "OutOfMemory" in why else why[:40]
 
@@ -379,9 +356,6 @@ STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")} | {
     size: (f"cuda-gpt-{size}.json",) for size in PLANNED
 }
 """Size -> reports of the same model that have its contenders' steps in milliseconds."""
-
-Gaps = Mapping[str, Mapping[int, float]]
-"""Contender -> seed -> a figure."""
 
 
 def file_of(size: str) -> str:
@@ -413,34 +387,43 @@ def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
     return out
 
 
-def gaps_by_size(results: Path, sizes: Sequence[str] = GPT_SIZES) -> dict[str, dict[str, Any]]:
-    """Size -> contender -> seed -> validation loss less bf16's of that seed; of bf16 its losses."""
-    out: dict[str, dict[str, Any]] = {}
-    for size, report in of_sizes(results, sizes).items():
-        runs = runs_by_seed(report)
-        plain = {seed: run["validation_loss"] for seed, run in runs.get("bf16", {}).items()}
-        out[size] = {"bf16": plain} | {
-            name: {s: r["validation_loss"] - plain[s] for s, r in found.items() if s in plain}
-            for name, found in runs.items()
-            if name != "bf16"
-        }
-    return out
-
-
-def of_equal_seeds(gaps: Gaps) -> dict[str, dict[int, float]]:
+def of_equal_seeds(found: Mapping[str, Mapping[int, T]]) -> dict[str, dict[int, T]]:
     """Of those seeds alone that every contender with more than one has; a lone run stays."""
-    several = [set(values) for values in gaps.values() if len(values) > 1]
+    several = [set(values) for values in found.values() if len(values) > 1]
     common = set.intersection(*several) if several else set()
     return {
         name: {seed: v for seed, v in values.items() if len(values) == 1 or seed in common}
-        for name, values in gaps.items()
+        for name, values in found.items()
     }
 
 
-def equal_seeds_of(runs: Mapping[str, Mapping[int, Report]], name: str) -> list[int]:
-    """The seeds of a contender that :func:`of_equal_seeds` leaves."""
-    found = of_equal_seeds({n: dict.fromkeys(of, 0.0) for n, of in runs.items()})
-    return list(found.get(name, {}))
+def pairs_of(
+    report: Report, name: str, less: str = "bf16", *, every: bool = False
+) -> list[tuple[Report, Report]]:
+    """Runs of two contenders of the same seed; of equal seeds, or of ``every`` that both have."""
+    runs = runs_by_seed(report)
+    mine, other = (runs if every else of_equal_seeds(runs)).get(name, {}), runs.get(less, {})
+    return [(run, other[seed]) for seed, run in mine.items() if seed in other]
+
+
+def gaps_of_pairs(pairs: Iterable[tuple[Report, Report]]) -> list[float]:
+    """Differences of the last validation losses."""
+    return [mine["validation_loss"] - other["validation_loss"] for mine, other in pairs]
+
+
+def gaps_by_size(
+    results: Path, sizes: Sequence[str] = GPT_SIZES
+) -> dict[str, dict[str, list[float]]]:
+    """Size -> contender -> validation losses less bf16's of equal seeds; of bf16 its losses."""
+    return {
+        size: {
+            name: gaps_of_pairs(pairs_of(report, name))
+            if name != "bf16"
+            else [run["validation_loss"] for run in runs.values()]
+            for name, runs in of_equal_seeds(runs_by_seed(report)).items()
+        }
+        for size, report in of_sizes(results, sizes).items()
+    }
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -475,13 +458,11 @@ def _size_heads(found: Mapping[str, Report]) -> Lines:
 def scaling(results: Path) -> Lines:
     """GPTs by size: the gap to bf16, of equal seeds: mean and 95 % interval, how many pairs."""
     reports = of_sizes(results)
-    found = {size: of_equal_seeds(g) for size, g in gaps_by_size(results, list(reports)).items()}
+    found = gaps_by_size(results, list(reports)).values()
     yield from header(["validation loss less bf16's", *_size_heads(reports)])
-    losses = (list(gaps["bf16"].values()) for gaps in found.values())
-    yield line(["bf16's loss, ± deviation", *(plus_minus(v, 4, "") for v in losses)])
-    for name in in_order(n for gaps in found.values() for n in gaps):
-        values = (list(gaps.get(name, {}).values()) for gaps in found.values())
-        yield line([shown(name), *map(interval_words, values)])
+    yield line(["bf16's loss, ± deviation", *(plus_minus(gaps["bf16"], 4, "") for gaps in found)])
+    for name in in_order(n for gaps in found for n in gaps):
+        yield line([shown(name), *(interval_words(gaps.get(name, [])) for gaps in found)])
     yield from ("", dates_line(results, map(file_of, reports)))
 
 
@@ -496,17 +477,12 @@ def pooled_gaps(
         less: bf16, or the contender that ``name`` is compared with, seed by seed.
         every: all pairs, also of seeds that other contenders lack and of the longer run.
     """
-    out = {}
     sizes = (*GPT_SIZES, *GPT_LONGER) if every else GPT_SIZES
-    for size, gaps in gaps_by_size(results, sizes).items():
-        chosen = gaps if every else of_equal_seeds(gaps)
-        mine, other = chosen.get(name, {}), chosen.get(less, {})
-        values = list(mine.values())
-        if less != "bf16":
-            values = [mine[seed] - other[seed] for seed in mine if seed in other]
-        if len(values) > 1 or (every and values):
-            out[size] = values
-    return out
+    found = {
+        size: gaps_of_pairs(pairs_of(report, name, less, every=every))
+        for size, report in of_sizes(results, sizes).items()
+    }
+    return {size: values for size, values in found.items() if len(values) > (0 if every else 1)}
 
 
 def pooled_interval(by_size: Mapping[str, Sequence[float]]) -> intervals.Interval | None:
@@ -523,15 +499,13 @@ def training_gaps(results: Path, name: str, less: str = "bf16") -> list[float]:
 
     Each batch is seen once, by the forward pass that is trained; of runs that kept them.
     """
-    out = []
-    for report in of_sizes(results, list(pooled_gaps(results, name, less))).values():
-        runs = runs_by_seed(report)
-        for seed in equal_seeds_of(runs, name):
-            pair = [runs[one].get(seed, {}).get("training", []) for one in (name, less)]
-            if all(pair):
-                mine, other = (statistics.mean(values[-LAST_POINTS:]) for values in pair)
-                out.append(mine - other)
-    return out
+    return [
+        statistics.mean(mine["training"][-LAST_POINTS:])
+        - statistics.mean(other["training"][-LAST_POINTS:])
+        for report in of_sizes(results, list(pooled_gaps(results, name, less))).values()
+        for mine, other in pairs_of(report, name, less)
+        if mine.get("training") and other.get("training")
+    ]
 
 
 def pooled(results: Path) -> Lines:
@@ -576,12 +550,10 @@ def pooled_words(results: Path) -> Lines:
 
 
 def gaps_along(report: Report, name: str) -> dict[int, list[float]]:
-    """Step -> validation loss of ``name`` less bf16's there, of every seed that both have."""
-    runs = runs_by_seed(report)
-    mine, plain = runs.get(name, {}), runs.get("bf16", {})
+    """Step -> validation loss of ``name`` less bf16's there, of every equal seed."""
     out: dict[int, list[float]] = {}
-    for seed in (seed for seed in equal_seeds_of(runs, name) if seed in plain):
-        for (step, loss), (_, least) in zip(mine[seed]["curve"], plain[seed]["curve"], strict=True):
+    for mine, plain in pairs_of(report, name):
+        for (step, loss), (_, least) in zip(mine["curve"], plain["curve"], strict=True):
             out.setdefault(step, []).append(loss - least)
     return out
 
@@ -725,19 +697,15 @@ def shares_of_steps(report: Report, name: str) -> tuple[float | None, list[float
 
     By the mean curve and loss of the seeds that both have, and seed by seed.
     """
-    runs = runs_by_seed(report)
-    mine, plain = runs.get(name, {}), runs["bf16"]
-    seeds = [seed for seed in equal_seeds_of(runs, name) if seed in plain]
-    if not seeds:
-        raise KeyError(name)
+    pairs = pairs_of(report, name)
 
-    def share(seeds: Sequence[int]) -> float | None:
-        curves = zip(*(plain[seed]["curve"] for seed in seeds), strict=True)
+    def share(pairs: Sequence[tuple[Report, Report]]) -> float | None:
+        curves = zip(*(plain["curve"] for _, plain in pairs), strict=True)
         mean = [(points[0][0], statistics.mean(loss for _, loss in points)) for points in curves]
-        found = steps_to(mean, statistics.mean(mine[seed]["validation_loss"] for seed in seeds))
+        found = steps_to(mean, statistics.mean(mine["validation_loss"] for mine, _ in pairs))
         return None if found is None else found / report["settings"]["steps"]
 
-    return share(seeds), [share([seed]) for seed in seeds]
+    return share(pairs), [share([pair]) for pair in pairs]
 
 
 def _share(value: float | None) -> str:
@@ -751,11 +719,10 @@ def to_loss(results: Path) -> Lines:
     for name in ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8):
         cells = []
         for report in found.values():
-            try:
-                share, each = shares_of_steps(report, name)
-            except KeyError:
+            if not pairs_of(report, name):
                 cells.append("")
                 continue
+            share, each = shares_of_steps(report, name)
             ordered = sorted(each, key=lambda value: math.inf if value is None else value)
             ends = dict.fromkeys(_share(value) for value in (ordered[0], ordered[-1]))
             cells.append(_share(share) + (f" ({' to '.join(ends)})" if len(each) > 1 else ""))
@@ -763,9 +730,8 @@ def to_loss(results: Path) -> Lines:
     yield ""
     yield from header(["", "step, of bf16's", "bf16's steps to the same loss", "time to that loss"])
     for size, report in found.items():
-        known = runs_by_seed(report)
         for name, ratio in step_ratios(results, size).items():
-            if not equal_seeds_of(known, name):
+            if not pairs_of(report, name):
                 continue
             share, _ = shares_of_steps(report, name)
             time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
@@ -790,7 +756,7 @@ def step_ratios(results: Path, size: str) -> dict[str, float]:
 def to_loss_words(results: Path, *words: str) -> Lines:
     """One sentence: where bf16 has the last loss of a contender, by size."""
     name = " ".join(words)
-    found = {s: r for s, r in of_sizes(results).items() if name in runs_by_seed(r)}
+    found = {s: r for s, r in of_sizes(results).items() if pairs_of(r, name)}
     shares = [_share(shares_of_steps(report, name)[0]) for report in found.values()]
     parts = zip(shares, _size_heads(found), strict=True)
     listed = ", ".join(f"{share} ({head})" for share, head in parts)

@@ -6,14 +6,11 @@ Everything but the row "bf16" computes in fp32, so that the difference to fp32 i
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from evidence.evidence_tables import Lines, header, line
-from torch import Tensor
+from evidence.evidence_tables import Lines, Report, header, line
 from training import RECIPES, Contender, Make, Trainer, cleaned, cosine
 
 LOSS_STEPS = 30
@@ -35,7 +32,7 @@ def summary(trainer: Trainer) -> Row:
 
 def measure(make: Make, device: str) -> Row:
     """All measurements of one model; see the module."""
-    out: Row = {"cosine": {}, "cosine of a layer": {}, "finite": {}}
+    out: Row = {"cosine": {}, "finite": {}}
     with cleaned(device):
         exact = make(EXACT).gradients()
         for contender in (RIVAL, *(Contender(recipe, recipe) for recipe in RECIPES)):
@@ -44,7 +41,6 @@ def measure(make: Make, device: str) -> Row:
             out["finite"][contender.name] = all(bool(g.isfinite().all()) for g in got.values())
             out["cosine"][contender.name] = cosine(got, exact)
             if trainer.report is not None:
-                out["cosine of a layer"][contender.name] = by_layer(trainer, got, exact)
                 out |= summary(trainer)
             del trainer, got
         del exact
@@ -62,28 +58,19 @@ def measure(make: Make, device: str) -> Row:
     return out
 
 
-def by_layer(trainer: Trainer, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Row:
-    """Median and minimum of the cosine of converted layers' g_w; zero gradients have none."""
-    assert trainer.report is not None
-    names = [f"{layer.name}.weight" for layer in trainer.report.converted]
-    values = [cosine({n: got[n]}, {n: exact[n]}) for n in names if n in exact]
-    values = [value for value in values if not math.isnan(value)]
-    return {"median": statistics.median(values), "least": min(values)} if values else {}
-
-
-def cosines(models: Mapping[str, Row]) -> Lines:
-    """Cosine with fp32's gradient, by recipe."""
+def gradients(report: Report, *models: str) -> Lines:
+    """Cosine with fp32's gradient, by recipe, of all models or some."""
     rivals = (RIVAL.name, *RECIPES)
     yield from header(["cosine with fp32's gradient", "converted, plain", *rivals])
-    for row in models.values():
+    for row in (report["models"][name] for name in models or report["models"]):
         counts = f"{row['converted']}, {sum(row['plain'].values())}"
         cells = (f"{row['cosine'][name]:.4f}" for name in rivals)
         yield line([f"{row['title']}, {shape(row)}", counts, *cells])
 
 
-def losses(models: Mapping[str, Row]) -> Lines:
+def losses(report: Report) -> Lines:
     """The loss after some steps on one batch; below it what is no finite number."""
-    names = (EXACT.name, RIVAL.name, *TRAINED)
+    models, names = report["models"], (EXACT.name, RIVAL.name, *TRAINED)
     yield from header(["loss on one batch", "first", *(f"{n}, {LOSS_STEPS} steps" for n in names)])
     for row in models.values():
         cells = (f"{row['loss'][name][-1]:.4g}" for name in names)

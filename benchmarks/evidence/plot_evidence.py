@@ -20,7 +20,6 @@ from evidence import evidence_tables as tables
 from evidence.evidence_tables import shown
 from plot import COLORS, FP8, ON_ANY, PLAIN, label, plt, save
 
-Curve = Sequence[tuple[int, float]]
 LAYERS = {
     "hotcore paper": COLORS["paper"],
     "hotcore default": COLORS["default"],
@@ -97,14 +96,13 @@ def plot_memory(report: Mapping[str, Any], path: Path) -> None:
 
 def plot_scaling(results: Path, path: Path) -> None:
     """The gap to bf16 by parameters, of equal seeds: mean and 95 % interval; grey: the margin."""
-    found = {s: tables.of_equal_seeds(g) for s, g in tables.gaps_by_size(results).items()}
+    found = tables.gaps_by_size(results)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     millions = {size: float(size.removesuffix("M")) for size in found}
     margin = tables.MARGIN
     axes.axhspan(-margin, margin, color=PLAIN, alpha=0.25, label=f"within {margin}")
     for index, (name, color) in enumerate(CONTENDERS.items()):
-        gaps = {size: list(of.get(name, {}).values()) for size, of in found.items()}
-        gaps = {size: values for size, values in gaps.items() if values}
+        gaps = {size: of[name] for size, of in found.items() if of.get(name)}
         known = [intervals.interval(values) for values in gaps.values()]
         if gaps:
             axes.errorbar(
@@ -308,7 +306,9 @@ def plot_all(results: Path, out: Path) -> list[str]:
     """The pages' figures whose report is there; the names of reports that are not."""
     trainings = ("training", "ablations", "finetune", "bert")
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        **dict.fromkeys(("gpu-check", "cuda-steps"), lambda found: plot.plot_report(found, out)),
+        **dict.fromkeys(
+            ("gpu-check", "cuda-steps", "cuda-8b"), lambda found: plot.plot_report(found, out)
+        ),
         "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
         **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),

@@ -469,10 +469,9 @@ def begun(
         lora: why LoRA is left out; empty: it is not.
         entries: key of what is filled in bit by bit.
 
-    Raises ValueError where it was made with other settings.
+    Ends the script where it was made with other settings.
     """
-    found = resumed(path, settings)
-    if found is not None:
+    if found := resumed(path, settings):
         return found
     facts = facts_of(benchmark)
     facts["versions"]["threads"] = threads

@@ -73,13 +73,11 @@ def of_backward(report: Report) -> Iterator[Target]:
         for recipe, row in table["recipes"].items():
             work = f"{group}, compress {recipe}, copies of x"
             yield Target(work, row["compress of a copy"], 1.3, 1.0, False)
-    for way in ("rotating", "cached"):
-        mean = report.get("paper", {}).get(way, {}).get("means", {}).get("hotcore paper")
-        if mean:
-            aim = report["paper"][way]["published geomean"]
-            work = f"the paper's layers, arrays {way}, paper faster than fp32"
-            yield Target(f"{work}: geometric mean", mean["geomean"], 2.1, aim)
-            yield Target(f"{work}: worst row", mean["worst"], 1.3, 1.6)
+    paper = report.get("paper", {}).get("rotating", {})
+    if mean := paper.get("means", {}).get("hotcore paper"):
+        work = "the paper's layers, arrays rotating, paper faster than fp32"
+        yield Target(f"{work}: geometric mean", mean["geomean"], 2.1, paper["published geomean"])
+        yield Target(f"{work}: worst row", mean["worst"], 1.3, 1.6)
     for group, table in report.get("forward", {}).items():
         for recipe, extra in table["extra"].items():
             yield Target(f"{group}, forward {recipe}, extra time", extra, 0.15, 0.05, False)
@@ -114,46 +112,27 @@ def of_models(report: Report) -> Iterator[Target]:
     found = report.get("steps", {}).get("vit_b", {}).get("rows", {})
     measured = {name: row for name, row in found.items() if "step" in row}
     plain, graphs = (measured.get(f"bf16 {how}", {}) for how in ("compiled", "reduce-overhead"))
-
-    def shares(name: str, rival: Report, *path: str) -> Iterator[float]:
-        """Of the rival's figure, where both have it."""
-        mine, theirs = measured.get(name, {}), rival
-        for key in path:
-            mine, theirs = mine.get(key, {}), theirs.get(key, {})
-        if mine and theirs:
-            yield mine / theirs
-
-    def at_least(of: Report, max_time: float, key: Any) -> float:
-        """Least peak of HOT's contenders, and of ``of``, within a time."""
-        quick = [r["peak_gib"] for r in measured.values() if "recipe" in r["how"]
-                 and key(r) <= max_time]  # fmt: skip
-        return min([of["peak_gib"], *quick])
-
-    for recipe, must, aim in (("default", 1.0, 0.93), ("fast", 0.96, 0.88)):
-        step = f"ViT-B step, {recipe}"
-        for of in shares(f"{recipe} reduce-overhead", graphs, "host", "median_ms"):
-            yield Target(f"{step}, reduce-overhead: host, of bf16's", of, 1.1, 1, False)
-        mine = measured.get(f"{recipe} compiled", {}).get("of reference")
-        if mine:
-            yield Target(f"{step} compiled: host, of bf16's", mine["host"], 1.25, 1.1, False)
-        # Of overlapping kernels one that waits counts its waiting: the GPU's busy time.
-        for of in shares(f"{recipe} int8-forward compiled", plain, "kernels", "busy_ms"):
-            work = f"{step} compiled, 8-bit forward: GPU busy, of bf16's"
-            yield Target(work, of, must, aim, False)
-        name = f"{recipe} int8-forward reduce-overhead"
-        for of in shares(name, graphs, "step", "median_ms"):
-            work = f"{step}, 8-bit forward, reduce-overhead: of bf16's there"
-            yield Target(work, of, must, aim, False)
+    step, how = "ViT-B step, default", "reduce-overhead"
+    for key, name, work, bars in (
+        ("host", f"default {how}", f"{step}, {how}: host, of bf16's", (1.1, 1)),
+        ("step", f"default int8-forward {how}", f"{step}, 8-bit forward, {how}: of bf16's there",
+         (1.0, 0.93)),
+    ):  # fmt: skip
+        if name in measured and graphs:
+            share = measured[name][key]["median_ms"] / graphs[key]["median_ms"]
+            yield Target(work, share, *bars, False)
+    if mine := measured.get("default compiled", {}).get("of reference"):
+        yield Target(f"{step} compiled: host, of bf16's", mine["host"], 1.25, 1.1, False)
     if "peak_gib" in plain:
-        least = at_least(plain, 1.1, lambda row: row.get("of reference", {}).get("step", 9)
-                         if "compiled" in row["how"] else 9)  # fmt: skip
+        quick = [
+            row["peak_gib"]
+            for row in measured.values()
+            if {"recipe", "compiled"} <= row["how"].keys()
+            and row.get("of reference", {}).get("step", 9) <= 1.1
+        ]
         work = "ViT-B, compiled: least peak at 1.1 of compiled bf16's time, of its peak"
+        least = min([plain["peak_gib"], *quick])
         yield Target(work, least / plain["peak_gib"], 0.45, 0.33, False)
-    eager, exact = measured.get("bf16 eager", {}), measured.get("fp32 eager", {})
-    if "peak_gib" in eager and "peak_gib" in exact:
-        least = at_least(eager, eager["step"]["median_ms"], lambda row: row["step"]["median_ms"])
-        work = "ViT-B: least peak in eager bf16's time, of fp32's peak"
-        yield Target(work, least / exact["peak_gib"], 0.25, 0.20, False)
 
 
 def rows(

@@ -6,7 +6,7 @@
 namespace {
 
 struct Instance {
-  const char* name;  // schedule, tile, cluster; or mma.sync, tile
+  const char* name;  // schedule, tile, cluster
   hot::stock::Run* run;
 };
 
@@ -15,9 +15,6 @@ constexpr Instance instances[] = {
     {"cooperative 128x192 2x1", hot::stock::cooperative_128x192_2x1},
     {"cooperative 128x256 2x1", hot::stock::cooperative_128x256_2x1},
     {"cooperative 256x128 1x2", hot::stock::cooperative_256x128_1x2},
-    {"mma.sync 128x128", hot::stock::mma_sync_128x128},
-    {"mma.sync 128x256", hot::stock::mma_sync_128x256},
-    {"mma.sync 256x128", hot::stock::mma_sync_256x128},
 };
 
 }  // namespace

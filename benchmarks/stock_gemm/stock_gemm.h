@@ -27,7 +27,5 @@ struct Order {
 using Run = int(const Problem&, Order, cudaStream_t);
 // wgmma; the names end in the cluster, M x N.
 Run pingpong_128x128_2x1, cooperative_128x192_2x1, cooperative_128x256_2x1, cooperative_256x128_1x2;
-// mma.sync, as for sm_80; along M alone.
-Run mma_sync_128x128, mma_sync_128x256, mma_sync_256x128;
 
 }  // namespace hot::stock

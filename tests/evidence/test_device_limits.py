@@ -107,13 +107,3 @@ def test_tables_of_gpus_that_are_not_here() -> None:
         "| `a_kernel` | 128 | 36,096 | 40, 8, 2 |  |",
         "| `b_kernel` | 128 | 36,096 |  | 40, 8, 2 |",
     ]
-    tops = {"chosen": 900, "128x256x64, 9 tiles": 800, "64x64x64, 9 tiles": 700, "stock 1": 999}
-    entry = {
-        "M, N, K": [8192, 8192, 8192],
-        "choice": "128x256x128, 9 tiles",
-        "rows": {name: {"TOPS": value} for name, value in tops.items()},
-    }
-    found = list(doc_tables.mma_held({"products": {"g_x": {"big": entry}}}, "sm_80", "sm_89"))
-    words = found[2].split(" | ")
-    assert words[2:5] == ["900", "800", "0.89"]
-    assert words[5] in doc_tables.LARGE_TILES and words[6] == "128x256x64 |"

@@ -344,17 +344,16 @@ def test_the_papers_ratios() -> None:
 def test_latency(tmp_path: Path) -> None:
     path = tmp_path / "latency.json"
     bench_latency.main(["--quick", "--rounds", "2", "--threads", "1", "--json", str(path),
-                        "--parts", "graph", "eager"])  # fmt: skip
+                        "--parts", "graph"])  # fmt: skip
     report = json.loads(path.read_text())
-    for part in ("graph", "eager"):
-        assert set(report[part]) == set(bench_latency.TOY)
-        for table in report[part].values():
-            assert {"fp32", "LBP-WHT", "hotcore paper"} <= set(table["rows"])
-            assert all(row["median_ms"] > 0 for row in table["rows"].values())
-        assert report["means"][part]["fp32"]["geomean"] == pytest.approx(1)
+    assert set(report["graph"]) == set(bench_latency.TOY)
+    for table in report["graph"].values():
+        assert {"fp32", "LBP-WHT", "hotcore paper"} <= set(table["rows"])
+        assert all(row["median_ms"] > 0 for row in table["rows"].values())
+    assert report["means"]["graph"]["fp32"]["geomean"] == pytest.approx(1)
     bench_latency.main(["--quick", "--rounds", "2", "--threads", "1", "--json", str(path),
                         "--budget", "-1"])  # fmt: skip
-    assert len(json.loads(path.read_text())["left out"]) == 2 + 2 + 2 + 2
+    assert len(json.loads(path.read_text())["left out"]) == 2 + 2
 
 
 def test_lbp_whts_calls_are_right() -> None:
@@ -773,5 +772,4 @@ def test_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(losses)) == 3 and max(losses) < 1.02 * min(losses)
     assert runs["fp32/0"]["curve"][0] == runs["default/0"]["curve"][0]  # the plain forward
     assert losses[0] < runs["fp32/0"]["curve"][0][1]
-    assert runs["fp32/0"]["largest"]["ffn, token"] >= 1
     script.vocabulary.cache_clear()

@@ -436,8 +436,6 @@ def test_targets_of_the_step() -> None:
     assert (compiled["measured"], compiled["reached"]) == (pytest.approx(1.2), "must")
     least = found.pop("ViT-B, compiled: least peak at 1.1 of compiled bf16's time, of its peak")
     assert (least["measured"], least["reached"]) == (pytest.approx(0.4), "must")
-    eager = found.pop("ViT-B: least peak in eager bf16's time, of fp32's peak")
-    assert (eager["measured"], eager["reached"]) == (pytest.approx(0.24), "must")
     assert not found
 
 
@@ -524,31 +522,6 @@ def test_tables_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         page.write_text(f"<!-- table: {words} -->\n<!-- end -->\n")
         with pytest.raises(SystemExit, match=said):
             doc_tables.main(options)
-
-
-def test_runs_of_train_are_averaged(tmp_path: Path) -> None:
-    for seed, (exact, ours) in enumerate(((2.0, 2.5), (1.0, 1.25))):
-        rows = [
-            {"task": "vit", "recipe": "fp32", "val_loss": exact, "linear_saved_bytes": 400},
-            {"task": "vit", "recipe": "fast", "val_loss": ours, "linear_saved_bytes": 50},
-        ]
-        run = {"torch": "2.13", "results": [{**row, "seed": seed} for row in rows]}
-        (tmp_path / str(seed)).mkdir()
-        (tmp_path / str(seed) / "train.json").write_text(json.dumps(run))
-    report = doc_tables.trained([tmp_path / "1", tmp_path / "0"])
-    assert report["seeds"] == [0, 1] and report["recipes"] == ["fast"]
-    assert report["tasks"]["vit"] == {
-        "fp32": 1.5, "difference": {"fast": 0.375}, "kept": {"fast": 0.125},
-    }  # fmt: skip
-    assert list(doc_tables.train(report))[2:] == [
-        "| small ViT, scikit-learn's digits: less fp32's | 1.50 | +0.375 |",
-        "| small ViT, scikit-learn's digits: kept by the linear layers | 100 % | 12.5 % |",
-    ]
-    rows = [{"task": "gpt", "recipe": "fast", "val_loss": 1.0, "linear_saved_bytes": 1, "seed": 0}]
-    (tmp_path / "0" / "train.json").write_text(json.dumps({"results": rows}))
-    with pytest.raises(SystemExit, match="no run in fp32 of gpt"):
-        doc_tables.main(["--results", str(tmp_path), "--train", str(tmp_path / "0")])
-    assert not (tmp_path / "cpu-train.json").exists()
 
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)

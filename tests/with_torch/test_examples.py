@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -261,18 +260,3 @@ def test_ddp(options: tuple[str, ...]) -> None:
     assert len(losses) == 3 and losses[2] < 0.8 * losses[0]
     assert f"2 processes, {'FSDP2' if options else 'DDP'}" in printed
     assert "6 of 8 layers run HOT" in printed
-
-
-@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="needs timm")
-def test_distributed_benchmark(tmp_path: Path) -> None:
-    path = tmp_path / "gloo.json"
-    options = ["--quick", "--threads", "1", "--steps", "8", "--json", str(path)]
-    printed = output_of([sys.executable, "-m", "benchmarks.evidence.bench_distributed", *options])
-    report = json.loads(path.read_text())
-    assert report["backend"] == "gloo" and report["processes"] == 2
-    assert report["faults"] == {"DDP": [], "FSDP2": []} and "FAULT" not in printed
-    for way in ("DDP", "FSDP2"):
-        rows = report[way]
-        assert set(rows) == {"plain", "default", "fast"}
-        assert rows["plain"]["loss"][0] == pytest.approx(rows["fast"]["loss"][0], rel=1e-5)
-        assert rows["plain"]["loss"][1] != rows["default"]["loss"][1] < rows["default"]["loss"][0]

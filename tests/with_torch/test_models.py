@@ -93,8 +93,6 @@ def test_table_at_toy_size(
     assert row["converted"] == 14 and row["plain"] == {}
     assert set(row["cosine"]) == {"bf16", "default", "fast", "paper", "accurate"}
     assert row["cosine"]["fast"] < row["cosine"]["default"] < row["cosine"]["accurate"] < 1
-    for recipe, layers in row["cosine of a layer"].items():
-        assert 0.3 < layers["least"] <= layers["median"] < 1, recipe
     assert all(row["finite"].values())
     first = row["loss"]["fp32"][0]
     for name in ("default", "fast", "paper"):

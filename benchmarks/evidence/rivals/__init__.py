@@ -15,7 +15,6 @@ from .calls import (
     Call,
     StockGemm,
     backward,
-    fp8_product,
     fp8_products,
     int8_products,
     products,
@@ -26,7 +25,6 @@ from .torchao_layers import (
     torchao_calls,
     torchao_convert,
     torchao_int8_convert,
-    torchao_layer,
 )
 
 if importlib.util.find_spec("hotcore"):  # else compile_torchao.py runs while it is being built

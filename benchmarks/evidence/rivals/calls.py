@@ -55,13 +55,6 @@ def fp8_products(tokens: int, outs: int, ins: int) -> Call:
     return lambda: (_fp8(gy, w_t, one), _fp8(gy_t, x_t, one))
 
 
-def fp8_product(tokens: int, outs: int, ins: int) -> Call:
-    """The same of a forward pass, ``x w^T``."""
-    x, w = (torch.randn(shape, device="cuda").to(FP8) for shape in ((tokens, ins), (outs, ins)))
-    one = torch.ones((), device="cuda")
-    return lambda: _fp8(x, w, one)
-
-
 def _fp8(a: torch.Tensor, b_t: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
     return torch._scaled_mm(a, b_t.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
@@ -73,8 +66,7 @@ class StockGemm:
         path: the library.
 
     Attributes:
-        tiles: schedule, tile and cluster of each instance; of those for sm_80 "mma.sync" and the
-            tile.
+        tiles: schedule, tile and cluster of each instance.
 
     Raises OSError: it is no such library.
     """

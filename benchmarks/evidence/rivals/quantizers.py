@@ -22,30 +22,21 @@ def stochastic(v: Tensor) -> Tensor:
     return torch.floor(v + torch.rand_like(v))
 
 
-def int_codes(
-    x: Tensor, bits: int, *, rounding: str = "nearest", dim: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Symmetric codes in [-Q, Q], Q = 2^(bits-1) - 1, and their scale.
+def int_codes(x: Tensor, bits: int, *, rounding: str = "nearest") -> tuple[Tensor, Tensor]:
+    """Symmetric codes in [-Q, Q], Q = 2^(bits-1) - 1, and the tensor's scale.
 
-    Args:
-        x: any shape.
-        bits: of a code.
-        rounding: "nearest" or "stochastic".
-        dim: has one scale for each index of the other axes; None: one for the tensor.
+    ``rounding``: "nearest" or "stochastic".
     """
     most = 2 ** (bits - 1) - 1
-    top = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = top / most
+    scale = x.abs().amax() / most
     v = x / scale.clamp_min(torch.finfo(x.dtype).tiny)
     codes = v.round() if rounding == "nearest" else stochastic(v)
     return codes.clamp(-most, most), scale
 
 
-def int_values(
-    x: Tensor, bits: int, *, rounding: str = "nearest", dim: int | None = None
-) -> Tensor:
+def int_values(x: Tensor, bits: int, *, rounding: str = "nearest") -> Tensor:
     """What :func:`int_codes` stands for."""
-    codes, scale = int_codes(x, bits, rounding=rounding, dim=dim)
+    codes, scale = int_codes(x, bits, rounding=rounding)
     return codes * scale
 
 

@@ -118,51 +118,44 @@ def torchao_adamw(
     return made
 
 
-def torchao_layer(w: torch.Tensor, emulate: bool = False) -> tuple[Any, str]:
-    """A compiled FP8 layer, tensorwise (torchao's default), that holds ``w``; and the version.
+def torchao_calls(
+    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, emulate: bool = False
+) -> tuple[dict[str, Call], str]:
+    """Contenders "torchao forward", "torchao both" and "torchao backward" (graph retained).
 
-    Taken from third_party/torchao (scripts/fetch_torchao.py) or from what is installed. torchao
+    They are a compiled FP8 layer's, tensorwise (torchao's default), that holds ``w``: torchao
     leaves the casts to ``torch.compile``, which is therefore part of it. ``emulate`` computes
     without FP8 hardware and uncompiled: it tests the way here, not the time.
 
-    Raises TorchaoMissing.
+    Returns the calls, and torchao's version. Raises TorchaoMissing.
     """
     float8 = _float8()
     layer_type = importlib.import_module("torchao.float8.float8_linear").Float8Linear
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta", dtype=w.dtype)
     linear.weight = torch.nn.Parameter(w)
-    config = float8.Float8LinearConfig(emulate=emulate)
-    layer = layer_type.from_float(linear, config)
-    if not emulate:
+    layer: Any = layer_type.from_float(linear, float8.Float8LinearConfig(emulate=emulate))
+    version = str(importlib.import_module("torchao").__version__)
+    if emulate:
+        version = f"{version}, emulated: no timing"
+    else:
         import torch._functorch.config as functorch
 
         functorch.donated_buffer = False  # else a backward cannot be run twice
         torch._dynamo.reset()  # every layer compiles the same code; dynamo gives up after eight
         layer = torch.compile(layer, dynamic=False)
-    version = str(importlib.import_module("torchao").__version__)
-    return layer, f"{version}, emulated: no timing" if emulate else version
-
-
-def torchao_calls(
-    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, emulate: bool = False
-) -> tuple[dict[str, Call], str]:
-    """Contenders "torchao forward", "torchao both" and "torchao backward" (graph retained)."""
-    layer, version = torchao_layer(w, emulate)
     leaf = x.detach().clone().requires_grad_()
 
-    def both() -> object:
-        return torch.autograd.grad(layer(leaf), (leaf, layer.weight), gy)
-
-    def forward() -> object:
-        return layer(leaf)
+    def gradients(y: torch.Tensor) -> object:
+        return torch.autograd.grad(y, (leaf, layer.weight), gy, retain_graph=True)
 
     try:
         y = layer(leaf)
-        torch.autograd.grad(y, (leaf, layer.weight), gy, retain_graph=True)
+        gradients(y)
     except Exception as error:  # compilation can fail in any way
         raise TorchaoMissing(f"torchao's layer does not run: {error!s:.300}") from error
-
-    def alone() -> object:
-        return torch.autograd.grad(y, (leaf, layer.weight), gy, retain_graph=True)
-
-    return {"torchao forward": forward, "torchao both": both, "torchao backward": alone}, version
+    calls: dict[str, Call] = {
+        "torchao forward": lambda: layer(leaf),
+        "torchao both": lambda: torch.autograd.grad(layer(leaf), (leaf, layer.weight), gy),
+        "torchao backward": lambda: gradients(y),
+    }
+    return calls, version
