@@ -21,6 +21,7 @@ Lines = Iterator[str]
 
 TITLES = {
     "vit": "ViT, digits",
+    "gpt-massive": "GPT, a massive first token",
     "gpt": "GPT, text",
     "bert": "BERT, text",
     "images-vit": "small ViT, photographs",
