@@ -127,6 +127,8 @@ def people(task: Task) -> list[Contender]:
         one("fast eager", "fast"),
         one("bf16 compiled, attention kept", **again, **compiled),
         one("bf16 reduce-overhead, attention kept", **again, **graphs),
+        one("FP8 tensorwise reduce-overhead", fp8="tensorwise", **graphs),
+        one("FP8 tensorwise compiled, attention kept", fp8="tensorwise", **again, **compiled),
         *(
             one(f"default int8-forward {how}", "default", forward="int8", **more)
             for how, more in (
