@@ -79,7 +79,7 @@ EXAMPLES = {
         limit_gib=24,
     ),
     "diffusion": Example(
-        "--data {folder}/digits.pt --width 768 --depth 12 --batch 128 --compile reduce-overhead",
+        "--data {folder}/digits.pt --width 768 --depth 12 --batch 128 --compile",
         128,
         "images",
         ALL,
