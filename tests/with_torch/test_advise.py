@@ -73,6 +73,7 @@ def names(advice: Any) -> list[str]:
 
 EAGER = [
     *("plain", "default+int8", "default+int8, recompute", "plain, recompute"),
+    *("default+int8, recompute half", "plain, recompute half"),
     *("default+int8, saved 8", "default", "fast+int8", "fast"),
 ]
 
@@ -133,7 +134,7 @@ def test_what_is_kept(x: torch.Tensor, quick: None) -> None:
     report = hot.memory_report(model, x, hot.HotConfig.recipe("default", forward="int8"))
     assert (kept["plain"], kept["default+int8"]) == (report.before, report.after)
     assert kept["default+int8, saved 8"] < kept["default+int8"] < kept["plain"]
-    assert kept["plain, recompute"] < kept["plain"]
+    assert kept["plain, recompute"] < kept["plain, recompute half"] < kept["plain"]
     plain = next(row for row in advice.rows if row.name == "plain, recompute")
     assert "attention" in plain.note  # what the figure lacks
 
@@ -404,7 +405,8 @@ def test_the_code_runs(x: torch.Tensor, quick: None) -> None:
         model = run(row.code, Net())
         model(x).mean().backward()
         assert isinstance(model.blocks[0].up, hot.HotLinear) != row.plain
-        assert ("forward" in vars(model.blocks[1])) == ("recompute" in row.name)
+        taken = ["forward" in vars(block) for block in model.blocks]
+        assert taken == ["recompute" in row.name, row.name.endswith("recompute")]
         report = getattr(model, "hot_report", None)
         assert bool(report and report.saved) == ("saved" in row.name)
         if report:
@@ -434,6 +436,11 @@ def test_names_of_blocks(x: torch.Tensor, quick: None) -> None:
     assert row.code == ("hot.recompute([*model.first.blocks, *model.get_submodule('stages.a-b')])")
     run(row.code, model)
     assert all("forward" in vars(block) for block in model.modules() if type(block) is Block)
+    half = next(row for row in advise(Two(), x).rows if row.name == "plain, recompute half")
+    assert half.code == (
+        "hot.recompute([*model.first.blocks[:1], *model.get_submodule('stages.a-b')[:1]])"
+    )
+    run(half.code, Two())
     (row,) = filter(taken, advise(nn.Sequential(Block(), Block()), x).rows)
     assert row.code == "hot.recompute(model)"
     few = nn.Sequential(nn.Sequential(Block(), Block()), *(nn.Linear(4, 4) for _ in range(5)))

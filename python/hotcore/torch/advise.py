@@ -240,7 +240,8 @@ class _Contender:
     config: HotConfig | None = None
     way: Way = None
     budget: float | None = None
-    recomputed: bool = False
+    recomputed: float = 0.0
+    """Share of the blocks of each list, the first ones."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Of convert."""
 
@@ -303,7 +304,8 @@ class _Trial:
             half, *budgets = [plain.but(f"budget {b}", budget=b) for b in _BUDGETS]
             found.append(half)
             if self.lists:
-                found += [each.but("recompute", recomputed=True) for each in (first, alone)]
+                for words, share in (("recompute", 1.0), ("recompute half", 0.5)):
+                    found += [each.but(words, recomputed=share) for each in (first, alone)]
             if any(map(saved_kind, self.model.modules())):
                 found.append(first.but("saved 8", options={**first.options, "saved": 8}))
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
@@ -362,7 +364,9 @@ class _Trial:
                 if not report.converted and not contender.options:
                     raise ValueError("no layer converted: all would be slower (slower=True)")
             if contender.recomputed:
-                stack.callback(recompute(blocks).remove)
+                lists = (list(each.children()) for each in self.lists.values())
+                some = [block for own in lists for block in own[: _first(own, contender)]]
+                stack.callback(recompute(some).remove)
             if way is not None:
                 torch.compiler.reset()
                 stack.callback(torch.compiler.reset)
@@ -388,7 +392,7 @@ class _Trial:
     def code(self, contender: _Contender) -> str:
         """What to write."""
         lines, blocks = [], [_expression(name) for name in self.lists]
-        every = blocks[0] if len(blocks) == 1 else f"[{', '.join('*' + b for b in blocks)}]"
+        every = _all_of(blocks)
         if contender.config is not None:
             config = repr(contender.config)
             recipe = config.removeprefix("HotConfig.recipe(")[:-1]
@@ -400,7 +404,12 @@ class _Trial:
         elif contender.options:
             lines.append("model = hot.convert(model, filter_fn=lambda *_: False, head=True)")
         if contender.recomputed:
-            lines.append(f"hot.recompute({every})")
+            some = blocks
+            if contender.recomputed < 1:
+                lists = (list(each.children()) for each in self.lists.values())
+                ends = (_first(own, contender) for own in lists)
+                some = [f"{name}[:{end}]" for name, end in zip(blocks, ends, strict=True)]
+            lines.append(f"hot.recompute({_all_of(some)})")
         if contender.budget is not None:
             lines.append("import torch._functorch.config")
             lines.append(f"torch._functorch.config.activation_memory_budget = {contender.budget}")
@@ -409,6 +418,16 @@ class _Trial:
             loop = [f"for block in {every}:", f"    block.compile({options})"]
             lines += loop if blocks else [f"model.compile({options})"]
         return "\n".join(lines)
+
+
+def _first(blocks: Sequence[nn.Module], contender: _Contender) -> int:
+    """How many of a list's blocks are recomputed."""
+    return math.ceil(contender.recomputed * len(blocks))
+
+
+def _all_of(lists: Sequence[str]) -> str:
+    """An expression of the blocks in these."""
+    return lists[0] if len(lists) == 1 else f"[{', '.join('*' + name for name in lists)}]"
 
 
 def _no_layer(module: nn.Module, fqn: str) -> bool:
