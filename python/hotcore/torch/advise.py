@@ -289,6 +289,11 @@ class _Trial:
         layers = [inside(name) for name, _ in candidates(self.model)]
         return found if 2 * sum(layers) >= len(layers) else {}
 
+    def ends(self, contender: _Contender) -> list[int]:
+        """How many blocks of each list are recomputed."""
+        counts = (len([*own.children()]) for own in self.lists.values())
+        return [math.ceil(contender.recomputed * count) for count in counts]
+
     def contenders(
         self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
     ) -> list[_Contender]:
@@ -364,8 +369,8 @@ class _Trial:
                 if not report.converted and not contender.options:
                     raise ValueError("no layer converted: all would be slower (slower=True)")
             if contender.recomputed:
-                lists = (list(each.children()) for each in self.lists.values())
-                some = [block for own in lists for block in own[: _first(own, contender)]]
+                ends = zip(self.lists.values(), self.ends(contender), strict=True)
+                some = [block for own, end in ends for block in [*own.children()][:end]]
                 stack.callback(recompute(some).remove)
             if way is not None:
                 torch.compiler.reset()
@@ -406,9 +411,8 @@ class _Trial:
         if contender.recomputed:
             some = blocks
             if contender.recomputed < 1:
-                lists = (list(each.children()) for each in self.lists.values())
-                ends = (_first(own, contender) for own in lists)
-                some = [f"{name}[:{end}]" for name, end in zip(blocks, ends, strict=True)]
+                ends = zip(blocks, self.ends(contender), strict=True)
+                some = [f"{name}[:{end}]" for name, end in ends]
             lines.append(f"hot.recompute({_all_of(some)})")
         if contender.budget is not None:
             lines.append("import torch._functorch.config")
@@ -418,11 +422,6 @@ class _Trial:
             loop = [f"for block in {every}:", f"    block.compile({options})"]
             lines += loop if blocks else [f"model.compile({options})"]
         return "\n".join(lines)
-
-
-def _first(blocks: Sequence[nn.Module], contender: _Contender) -> int:
-    """How many of a list's blocks are recomputed."""
-    return math.ceil(contender.recomputed * len(blocks))
 
 
 def _all_of(lists: Sequence[str]) -> str:
