@@ -378,7 +378,7 @@ def of_a_whole_model() -> tuple[Contender, ...]:
     again: dict[str, Any] = {"checkpointed": True}
     kept: dict[str, Any] = {**again, "attention_kept": True}
     hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    head8, lora = {"head": "accurate"}, {"autocast": True, **kept}
+    lora: dict[str, Any] = {"autocast": True, **kept}
     return (
         one("default int8-forward, attention kept", **hot8, **kept),
         one("bf16, attention kept", **kept),
@@ -390,7 +390,7 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         one("FP8 tensorwise", fp8="tensorwise"),
         one("bf16, recomputed", **again),
         one("default int8-forward, recomputed", **hot8, **again),
-        one("default int8-forward, attention kept, 8-bit head", **hot8, **kept, **head8),
+        one("default int8-forward, attention kept, 8-bit head", **hot8, **kept, head="accurate"),
         one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
         one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
     )

@@ -652,33 +652,35 @@ def ways(results: Path, *files: str) -> Lines:
     yield from ("", dates_line(results, files))
 
 
-def noise(results: Path, *files: str) -> Lines:
-    """Of bench_gpt.py --noise, bf16's first run: errors of the blocks' g_w by contender."""
-    for name in files:
-        report = report_of(results, name)
-        run = next(run for run in report["runs"].values() if "noise" in run)
-        for step, found in run["noise"].items():
-            tokens, last = found["tokens"], found["tokens"] * found["batches"]
-            norm, batch = found["gradient"], found["batch"]
-            trained = int(step) * tokens_of(report) / report["parameters"]
-            yield from header([
-                f"{trained:.2f} tokens a parameter", f"noise at {tokens:,} tokens, of the batch's",
-                "of it by chance", "bias, of the gradient",
-                f"error at {tokens:,} tokens, of the gradient",
-                f"at {last:,}",
-            ])  # fmt: skip
-            own = [f"{batch / several**0.5 / norm:.3f}" for several in (1, found["batches"])]
-            yield line(["the batch's own", "1", "", "", *own])
-            for contender, of in found["contenders"].items():
-                ends = (of["accumulated"][str(several)] / norm for several in (1, found["batches"]))
-                cells = [of["noise"] / batch, of["chance"] / batch, of["bias"] / norm, *ends]
-                yield line([shown(contender), *(f"{value:.3f}" for value in cells)])
-            yield from (
-                "",
-                f"*Noise and gradient are alike at {found['noise_scale']:,.0f} tokens.*",
-            )
-            yield ""
-    yield dates_line(results, files)
+def noise(results: Path, name: str, points: str = "all") -> Lines:
+    """Of bench_gpt.py --noise, bf16's first run: errors of the blocks' g_w by contender.
+
+    ``points``: of the run, "all" or the "last".
+    """
+    report = report_of(results, name)
+    run = next(run for run in report["runs"].values() if "noise" in run)
+    for step, found in [*run["noise"].items()][-1 if points == "last" else 0 :]:
+        tokens, last = found["tokens"], found["tokens"] * found["batches"]
+        norm, batch = found["gradient"], found["batch"]
+        trained = int(step) * tokens_of(report) / report["parameters"]
+        yield from header([
+            f"{trained:.2f} tokens a parameter", f"noise at {tokens:,} tokens, of the batch's",
+            "of it by chance", "bias, of the gradient",
+            f"error at {tokens:,} tokens, of the gradient",
+            f"at {last:,}",
+        ])  # fmt: skip
+        own = [f"{batch / several**0.5 / norm:.3f}" for several in (1, found["batches"])]
+        yield line(["the batch's own", "1", "", "", *own])
+        for contender, of in found["contenders"].items():
+            ends = (of["accumulated"][str(several)] / norm for several in (1, found["batches"]))
+            cells = [of["noise"] / batch, of["chance"] / batch, of["bias"] / norm, *ends]
+            yield line([shown(contender), *(f"{value:.3f}" for value in cells)])
+        yield from (
+            "",
+            f"*Noise and gradient are alike at {found['noise_scale']:,.0f} tokens.*",
+        )
+        yield ""
+    yield dates_line(results, [name])
 
 
 def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:

@@ -429,7 +429,7 @@ def _with_first_token(build: Callable[[], nn.Module], units: int = 4) -> nn.Modu
     return model
 
 
-def graft_massive_token(model: nn.Module, size: float = 1000.0) -> None:
+def graft_massive_token(model: Any, size: float = 1000.0) -> None:
     """Give the first token of every sequence massive activations, as trained LLMs have them.
 
     So it is in LLMs (Sun et al., "Massive activations in large language models", 2024): in an early
@@ -438,7 +438,7 @@ def graft_massive_token(model: nn.Module, size: float = 1000.0) -> None:
     There a gate makes them of factors of an ordinary size; here a constant does, so no weight has
     to be large. The other tokens change by what they take from the first one by attention.
     """
-    block: Any = getattr(model, "blocks")[0]  # noqa: B009  # Any, not Tensor | Module
+    block = model.blocks[0]
     grafted = block.fc1[1].value
     with torch.no_grad():
         grafted.fill_(size)
