@@ -51,6 +51,8 @@ class Task:
     """Trains adapters beside frozen weights: FP8 and recipes that differ in g_w have no part."""
     channels_last: bool = False
     """The memory format of images and weights; every convolution is converted, gain or not."""
+    liger: bool = False
+    """Of a kind that Liger-Kernel knows."""
 
 
 def mend_torchvision() -> None:
@@ -130,7 +132,7 @@ def _vision(
     pixels: int,
     options: dict[str, Any],
     *,
-    table_batch: int,
+    table_batch: int | None = None,
     full_batch: int | None = None,
     table_options: dict[str, Any] | None = None,
     **more: Any,
@@ -138,7 +140,9 @@ def _vision(
     images = 8 if pixels < 224 else 2
     small = Size(_timm(name, num_classes=10, **options), _images(images, pixels, 10))
     full = Size(_timm(name), _images(full_batch, 224, 1000)) if full_batch is not None else None
-    table = Size(_timm(name, **(table_options or {})), _images(table_batch, 224, 1000))
+    table = None
+    if table_batch is not None:
+        table = Size(_timm(name, **(table_options or {})), _images(table_batch, 224, 1000))
     return Task(title, small, _classification, full, table, **more)
 
 
@@ -233,6 +237,7 @@ _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _LLAMA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 _LLAMA_MODEL = functools.partial(_transformers, "LlamaModel", "LlamaConfig", vocab_size=16)
+_QWEN_MODEL = functools.partial(_transformers, "Qwen2Model", "Qwen2Config", vocab_size=16)
 _SMALL_LLAMA_BLOCKS = _LLAMA_MODEL(**_LLAMA, **_LLAMA_HEADS)
 
 
@@ -269,6 +274,11 @@ TASKS: dict[str, Task] = {
         "ViT-B/16", "vit_base_patch16_224", 32,
         {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
         table_batch=16, full_batch=128, blocks="blocks", peak_gib=9.5,
+    ),
+    "vit_l": _vision(
+        "ViT-L/16", "vit_large_patch16_224", 32,
+        {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
+        full_batch=64, blocks="blocks", peak_gib=14.5,
     ),
     "resnet50": _vision(
         "ResNet-50", "resnet50", 32, _RESNET,
@@ -339,8 +349,34 @@ TASKS: dict[str, Task] = {
         "Llama-3-8B's blocks, 4 sequences",
         Size(_SMALL_LLAMA_BLOCKS, _hidden(4, 32, 128)),
         _blocks,
-        Size(_llama_blocks(4), _hidden(4, 2048, 4096)),
-        blocks="layers", peak_gib=20.0,
+        Size(_llama_blocks(2), _hidden(4, 2048, 4096)),
+        blocks="layers", peak_gib=8.5, liger=True,
+    ),
+    "llama_1b_blocks": Task(
+        "Llama-3.2-1B's blocks",
+        Size(_SMALL_LLAMA_BLOCKS, _hidden(4, 32, 128)),
+        _blocks,
+        Size(
+            _LLAMA_MODEL(
+                hidden_size=2048, intermediate_size=8192, num_hidden_layers=4,
+                num_attention_heads=32, num_key_value_heads=8,
+            ),
+            _hidden(8, 2048, 2048),
+        ),
+        blocks="layers", peak_gib=8.7, liger=True,
+    ),
+    "qwen_blocks": Task(
+        "Qwen2.5-0.5B's blocks",
+        Size(_QWEN_MODEL(**_LLAMA, **_LLAMA_HEADS), _hidden(4, 32, 128)),
+        _blocks,
+        Size(
+            _QWEN_MODEL(
+                hidden_size=896, intermediate_size=4864, num_hidden_layers=8,
+                num_attention_heads=14, num_key_value_heads=2,
+            ),
+            _hidden(8, 2048, 896),
+        ),
+        blocks="layers", peak_gib=7.2, liger=True,
     ),
     "llama_lora": Task(
         "LoRA on Llama-3-8B's blocks",

@@ -44,10 +44,10 @@ STAGES = {
     "between kernels": "#bbbbbb",
 }
 WIDTH = 0.8
-PLAIN, EXACT, FP8 = "#888888", "#aa55cc", "#ee8833"
+PLAIN, EXACT, FP8, INT8_TORCHAO = "#888888", "#aa55cc", "#ee8833", "#997733"
 ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
 PANEL = (3.4, 2.9)  # inches
-MOST_CONTENDERS = 41  # room for the legend
+MOST_CONTENDERS = 46  # room for the legend
 SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
 
 
@@ -115,6 +115,8 @@ def color_of(how: Mapping[str, Any]) -> str:
     """Of a contender: by what computes its products."""
     if "fp8" in how:
         return FP8
+    if "int8_torchao" in how:
+        return INT8_TORCHAO
     if "recipe" in how:
         return (COLORS_INT8 if how.get("forward") == "int8" else COLORS)[how["recipe"]]
     return PLAIN if how.get("autocast") else EXACT
@@ -139,11 +141,14 @@ def marker_of(how: Mapping[str, Any]) -> str:
         return "D" if whole else "d"
     if "memory_budget" in how:
         return {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[how["memory_budget"]]
-    if how.get("fp8") == "rowwise":
-        return "*"
+    if "liger" in how:
+        return "D"
+    if how.get("fp8", "tensorwise") != "tensorwise":
+        return "*" if how["fp8"] == "rowwise" else "P"
     if "compiled" in how and "recipe" in how and how.get("slower", True):
         return "h"
-    return {"default": "s", "reduce-overhead": "^"}.get(how.get("compiled", ""), "o")
+    modes = {"default": "s", "reduce-overhead": "^", "max-autotune": "p"}
+    return modes.get(how.get("compiled", ""), "o")
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

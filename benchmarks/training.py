@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ class Contender:
     """Of HOT; None: a plain model."""
     autocast: bool = False
     compiled: str | None = None
-    """torch.compile's mode, "default" or "reduce-overhead"; None: eager."""
+    """torch.compile's mode, such as "default" or "reduce-overhead"; None: eager."""
     memory_budget: float = 1.0
     """torch.compile's activation_memory_budget: what its partitioner may keep for backward, of
     what it would keep by itself."""
@@ -41,7 +42,11 @@ class Contender:
     """Of the blocks that are ``checkpointed``: the first ones' share. Backward comes to them last,
     when the others have given back what they kept."""
     fp8: str | None = None
-    """torchao's recipe: "tensorwise" or "rowwise"."""
+    """torchao's recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
+    int8_torchao: bool = False
+    """torchao's INT8 mixed-precision training (a prototype)."""
+    liger: bool = False
+    """Liger-Kernel's norms, rotary embedding, gated MLP, and head with loss."""
     kept: int | None = None
     """convert's ``saved``: ReLUs keep bits."""
     slower: bool = True
@@ -139,6 +144,11 @@ def people(task: Task) -> list[Contender]:
         ),
         *(_with_heads(one, compiled, graphs, again) if task.has_head else ()),
         *_in_some_blocks(one, compiled, graphs),
+        one("bf16 max-autotune", compiled="max-autotune"),
+        one("FP8 rowwise_with_gw_hp compiled", fp8="rowwise_with_gw_hp", **compiled),
+        one("torchao INT8 compiled", int8_torchao=True, **compiled),
+        one("torchao INT8 reduce-overhead", int8_torchao=True, **graphs),
+        *([one("bf16 compiled, Liger", liger=True, **compiled)] if task.liger else ()),
         one("bf16 checkpointed", checkpointed=True),
         one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
         Contender("fp32 eager"),
@@ -149,7 +159,7 @@ def people(task: Task) -> list[Contender]:
     if task.peak_gib >= 16:  # seconds a step, and nobody trains a model of that size so
         found = [contender for contender in found if contender.autocast]
     if task.frozen:  # no g_w, and nothing that HOT keeps or FP8's layers would train
-        found = [c for c in found if c.recipe in (None, "default") and c.fp8 is None]
+        found = [c for c in found if c.recipe in (None, "default") and not _of_torchao(c)]
         found = [c for c in found if c.autocast]  # bf16 weights and fp32 inputs
         frozen: dict[str, Any] = {"frozen_int8": True}
         found += [
@@ -158,6 +168,10 @@ def people(task: Task) -> list[Contender]:
             one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
         ]
     return found
+
+
+def _of_torchao(contender: Contender) -> bool:
+    return contender.fp8 is not None or contender.int8_torchao
 
 
 def _in_some_blocks(
@@ -223,15 +237,27 @@ def _wide(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1) and module.in_channels > 3
 
 
-def fp8_converted(model: nn.Module, recipe: str, emulate: bool) -> None:
+def torchao_converted(model: nn.Module, contender: Contender, emulate: bool) -> None:
     """The layers that HOT would convert, expected gain or not, by torchao. Raises Left."""
     report = hot.convert(model, "default", slower=True).hot_report
     names = {layer.name for layer in report.converted}
     hot.revert(model)
     try:
-        rivals.torchao_convert(model, recipe, names, emulate)
+        if contender.fp8 is None:
+            rivals.torchao_int8_convert(model, names)
+        else:
+            rivals.torchao_convert(model, contender.fp8, names, emulate)
     except rivals.TorchaoMissing as missing:
         raise Left(str(missing)) from missing
+
+
+def liger_converted(model: nn.Module) -> None:
+    """All that Liger-Kernel replaces in a model of transformers, in place. Raises Left."""
+    try:
+        package = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as missing:
+        raise Left(f"Liger-Kernel does not import: {missing}") from missing
+    package._apply_liger_kernel_to_instance(model=model)
 
 
 def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
@@ -293,8 +319,10 @@ class Trainer:
             images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}
             self._batch = {**batch, **images}
         self.report: ConversionReport | None = None
-        if contender.fp8 is not None:  # it reverts what was converted
-            fp8_converted(model, contender.fp8, emulate=self.device.type == "cpu")
+        if _of_torchao(contender):  # it reverts what was converted
+            torchao_converted(model, contender, emulate=self.device.type == "cpu")
+        if contender.liger:
+            liger_converted(model)
         if contender.recipe is not None or contender.head:
             model = convert(model, contender)
             self.report = model.hot_report

@@ -153,7 +153,8 @@ def test_contenders_by_importance() -> None:
     whole = [c.name for c in training.people(models.TASKS["resnet50"])]
     assert not [name for name in whole if "checkpointed" in name]
     lora = training.people(models.TASKS["llama_lora"])
-    assert {c.recipe for c in lora} == {None, "default"} and not any(c.fp8 for c in lora)
+    assert {c.recipe for c in lora} == {None, "default"}
+    assert not any(c.fp8 or c.int8_torchao for c in lora)
 
 
 def test_waves() -> None:
@@ -240,7 +241,7 @@ def test_fp8_takes_the_layers_that_hot_would() -> None:
     except training.Left as left:
         assert "torchao does not import" in str(left)
         pytest.skip(str(left))
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         trainer = toy_trainer(Contender("x", fp8=recipe))
         found = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
                  type(m).__name__}  # fmt: skip
@@ -248,6 +249,9 @@ def test_fp8_takes_the_layers_that_hot_would() -> None:
             "layers.0.0": "Float8Linear", "layers.1.0": "Float8Linear", "head": "Linear",
         }  # fmt: skip
         trainer.step()
+    trainer = toy_trainer(Contender("x", int8_torchao=True))
+    assert "Int8MixedPrecision" in str(trainer.model.layers[0]), trainer.model
+    trainer.step()
     with pytest.raises(training.Left, match="no layer is one that FP8 fits"):
         toy_trainer(Contender("x", fp8="rowwise"), Sevens)
 
@@ -485,7 +489,7 @@ def test_marks_differ() -> None:
     import plot
     from matplotlib.markers import MarkerStyle
 
-    for name in ("vit_b", "resnet50", "llama_lora"):
+    for name in ("vit_b", "resnet50", "llama_blocks_2k", "llama_lora"):
         hows = [steps.described(c) for c in training.people(models.TASKS[name])]
         marks = [(plot.color_of(how), plot.marker_of(how)) for how in hows]
         assert len(set(marks)) == len(marks) <= plot.MOST_CONTENDERS
