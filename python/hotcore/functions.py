@@ -737,7 +737,7 @@ def backward_linear(
         raise _renamed(error, gw="gw_out", gb="gb_out") from None
     shaped = None
     if gx is not None:
-        shaped = grad.kind.result(grad.kind.reshape(gx.array, (*grad.shape[:-1], in_features)))
+        shaped = grad.kind.result(gx.array.reshape((*grad.shape[:-1], in_features)))
     return Gradients(
         shaped,
         _result(grad, gw, gw_out) if gw else None,
