@@ -82,12 +82,10 @@ class Fields:
         self._name = name
         self._taken: set[str] = set()
 
-    def take(self, field: str, kind: type[T] | tuple[type[T], ...], *missing: T) -> T:
-        """Return a field of that type, or ``missing`` if it is absent."""
+    def take(self, field: str, kind: type[T] | tuple[type[T], ...]) -> T:
+        """Return a field of that type."""
         self._taken.add(field)
         if field not in self._content:
-            if missing:
-                return missing[0]
             raise ValueError(f"{self._name}: {field!r} is missing")
         return expect(self._content[field], kind, f"{self._name}: {field}")
 

@@ -7,6 +7,7 @@ NotImplementedError for a device without a backend.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -23,9 +24,23 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # DLDeviceType
 
 
 class Kind:
-    """One array framework: how it makes arrays, and the stream of its work."""
+    """One array framework, here NumPy: how it makes arrays, and the stream of its work.
 
-    name = ""
+    With ``foreign``, another framework's array that this one can look at, results are that
+    framework's, by its own from_dlpack.
+    """
+
+    name, title = "numpy", "NumPy"
+    library: Any = np
+
+    def __init__(self, foreign: Array = None) -> None:
+        """Stand for the framework itself, or for that of ``foreign``."""
+        self._from_dlpack = None
+        if foreign is not None:
+            self.name = "dlpack"
+            if hasattr(foreign, "__array_namespace__"):
+                namespace = foreign.__array_namespace__()
+                self._from_dlpack = getattr(namespace, "from_dlpack", None)
 
     def dlpack(self, array: Array) -> Any:
         """The argument for ``_core`` that stands for ``array``."""
@@ -33,13 +48,11 @@ class Kind:
 
     def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
         """Uninitialised array on CUDA device ``device``, or on the CPU (-1)."""
-        raise NotImplementedError
-
-    def zeros(self, shape: Sequence[int], dtype: str, device: int) -> Array:
-        """An :meth:`empty` array filled with zeros."""
-        array = self.empty(shape, dtype, device)
-        array[...] = 0
-        return array
+        if dtype == "bfloat16":
+            raise ValueError(
+                f"dtype: {self.title} has no bfloat16; use float32 or float16, or torch tensors"
+            )
+        return self.library.empty(tuple(shape), dtype=dtype)
 
     def stream(self, device: int) -> int:
         """Address of the framework's current stream of a CUDA device."""
@@ -47,35 +60,21 @@ class Kind:
 
     def result(self, array: Array) -> Array:
         """Turn an array of :meth:`empty` into the caller's kind of array."""
-        return array
-
-    def reshape(self, array: Array, shape: Sequence[int]) -> Array:
-        """View of a contiguous ``array``."""
-        return array.reshape(tuple(shape))
+        return array if self._from_dlpack is None else self._from_dlpack(array)
 
     def view(self, array: Array, dtype: str) -> Array:
         """The bytes of a contiguous ``array`` as another dtype."""
         return array.view(dtype)
 
 
-class _NumPy(Kind):
-    name = "numpy"
-
-    def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
-        if dtype == "bfloat16":
-            raise ValueError(
-                "dtype: NumPy has no bfloat16; use float32 or float16, or torch tensors"
-            )
-        return np.empty(tuple(shape), dtype=dtype)
-
-
 class _Torch(Kind):
-    name = "torch"
+    name, title = "torch", "torch"
 
-    def __init__(self) -> None:
+    def __init__(self, foreign: Array = None) -> None:
         import torch
 
-        self._torch = torch
+        super().__init__(foreign)
+        self.library = torch
         # The capsule is ten times cheaper than the tensor's own __dlpack__.
         self._to_dlpack = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
         self.dtypes = {
@@ -87,64 +86,42 @@ class _Torch(Kind):
 
     def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
         where = "cpu" if device < 0 else f"cuda:{device}"
-        return self._torch.empty(tuple(shape), dtype=self.dtypes[dtype], device=where)
+        return self.library.empty(tuple(shape), dtype=self.dtypes[dtype], device=where)
 
     def stream(self, device: int) -> int:
-        return int(self._torch.cuda.current_stream(device).cuda_stream)
+        return int(self.library.cuda.current_stream(device).cuda_stream)
+
+    def result(self, array: Array) -> Array:
+        if self.name == "dlpack":
+            # Its framework does not know torch's stream, and may reuse an input's memory at once.
+            self.library.cuda.current_stream(array.device).synchronize()
+        return super().result(array)
 
     def view(self, array: Array, dtype: str) -> Array:
         return array.view(self.dtypes[dtype])
 
 
 class _CuPy(Kind):
-    name = "cupy"
+    name, title = "cupy", "CuPy"
 
     def __init__(self) -> None:
-        self._cupy = sys.modules["cupy"]
+        super().__init__()
+        self.library = sys.modules["cupy"]
 
     def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
-        if dtype == "bfloat16":
-            raise ValueError(
-                "dtype: CuPy has no bfloat16; use float32 or float16, or torch tensors"
-            )
-        with self._cupy.cuda.Device(device):
-            return self._cupy.empty(tuple(shape), dtype=dtype)
+        with self.library.cuda.Device(device):
+            return super().empty(shape, dtype, device)
 
     def stream(self, device: int) -> int:
-        with self._cupy.cuda.Device(device):
-            return int(self._cupy.cuda.get_current_stream().ptr)
+        with self.library.cuda.Device(device):
+            return int(self.library.cuda.get_current_stream().ptr)
 
 
-class _Foreign(_NumPy):
-    """Any other DLPack array on the CPU: used as NumPy, returned by its own from_dlpack."""
+@functools.cache
+def _kind(of: type[Kind]) -> Kind:
+    """The one object of a framework; torch and CuPy are imported only when they are met."""
+    return of()
 
-    name = "dlpack"
-
-    def __init__(self, namespace: Any) -> None:
-        self._from_dlpack = getattr(namespace, "from_dlpack", None)
-
-    def result(self, array: Array) -> Array:
-        return array if self._from_dlpack is None else self._from_dlpack(array)
-
-
-class _ForeignOnCuda(_Torch):
-    """Any other DLPack array on CUDA (JAX's): used as torch, returned by its own from_dlpack."""
-
-    name = "dlpack"
-
-    def __init__(self, namespace: Any) -> None:
-        super().__init__()
-        self._from_dlpack = getattr(namespace, "from_dlpack", None)
-
-    def result(self, array: Array) -> Array:
-        # Its framework does not know torch's stream, and may reuse an input's memory at once.
-        self._torch.cuda.current_stream(array.device).synchronize()
-        return array if self._from_dlpack is None else self._from_dlpack(array)
-
-
-_NUMPY = _NumPy()
-_torch_kind: _Torch | None = None
-_cupy_kind: _CuPy | None = None
 
 _NUMPY_NAMES = {np.dtype(name): name for name in ("float32", "float16", "int8", "int32", "uint8")}
 
@@ -186,25 +163,18 @@ class Operand(NamedTuple):
         return contexts.cuda(self.device, self.kind.stream(self.device))
 
 
-def torch_kind() -> _Torch:
-    """The torch framework (imports torch)."""
-    global _torch_kind
-    if _torch_kind is None:
-        _torch_kind = _Torch()
-    return _torch_kind
-
-
 def operand(array: Array, name: str, dtypes: Sequence[str] = FLOATS) -> Operand:
     """Read the properties of an input array. Raises as the module's docstring says."""
     if isinstance(array, np.ndarray):
-        found = _numpy_operand(array, name)
+        found = _numpy_operand(array, name, _kind(Kind))
     else:
         torch = sys.modules.get("torch")
         cupy = sys.modules.get("cupy")
         if torch is not None and isinstance(array, torch.Tensor):
-            found = _torch_operand(torch, array, name)
+            found = _torch_operand(torch, array, name, _kind(_Torch))
         elif cupy is not None and isinstance(array, cupy.ndarray):
-            found = _cupy_operand(array, name)
+            of = (array.shape, array.dtype.name, array.device.id)
+            found = Operand(name, array, _kind(_CuPy), *of)
         else:
             found = _foreign_operand(array, name)
     if found.dtype not in dtypes:
@@ -251,7 +221,7 @@ def _where(device: int) -> str:
     return "the CPU" if device < 0 else f"CUDA device {device}"
 
 
-def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind = _NUMPY) -> Operand:
+def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind) -> Operand:
     if not array.dtype.isnative:
         raise ValueError(f"{name}: byte-swapped dtype {array.dtype.str}; expected native bytes")
     dtype = _NUMPY_NAMES.get(array.dtype, array.dtype.name)
@@ -268,7 +238,7 @@ def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind = _NUMPY) 
     return Operand(name, array, kind, array.shape, dtype, -1)
 
 
-def _torch_operand(torch: Any, array: Any, name: str) -> Operand:
+def _torch_operand(torch: Any, array: Any, name: str, kind: Kind) -> Operand:
     if array.layout is not torch.strided:
         raise ValueError(f"{name}: layout {array.layout}; expected a strided tensor")
     if array.is_neg() or array.is_conj():
@@ -283,14 +253,7 @@ def _torch_operand(torch: Any, array: Any, name: str) -> Operand:
         raise NotImplementedError(f"{name}: no backend for the device {device}")
     index = -1 if device.type == "cpu" else device.index
     dtype = str(array.dtype).removeprefix("torch.")
-    return Operand(name, array, torch_kind(), tuple(array.shape), dtype, index)
-
-
-def _cupy_operand(array: Any, name: str) -> Operand:
-    global _cupy_kind
-    if _cupy_kind is None:
-        _cupy_kind = _CuPy()
-    return Operand(name, array, _cupy_kind, array.shape, array.dtype.name, array.device.id)
+    return Operand(name, array, kind, tuple(array.shape), dtype, index)
 
 
 def _foreign_operand(array: Any, name: str) -> Operand:
@@ -306,44 +269,33 @@ def _foreign_operand(array: Any, name: str) -> Operand:
             f"{type(array).__name__}"
         )
     where = array.__dlpack_device__()[0]
-    if where == _DLPACK_CUDA:
-        return _foreign_on_cuda(array, name)
-    if where != _DLPACK_CPU:
+    if where not in (_DLPACK_CPU, _DLPACK_CUDA):
         raise NotImplementedError(f"{name}: off the CPU, only arrays on CUDA devices are taken")
+    if where == _DLPACK_CUDA:
+        _check_torch_on_cuda(array, name)
+    kind = (_Torch if where == _DLPACK_CUDA else Kind)(array)
     try:
-        view = np.from_dlpack(array)
+        view = kind.library.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name}: NumPy cannot look at this {type(array).__name__}: {error}"
+            f"{name}: {kind.title} cannot look at this {type(array).__name__}: {error}"
         ) from error
-    return _numpy_operand(view, name, _Foreign(_namespace(array)))
+    if where == _DLPACK_CUDA:
+        return _torch_operand(kind.library, view, name, kind)
+    return _numpy_operand(view, name, kind)
 
 
-def _foreign_on_cuda(array: Any, name: str) -> Operand:
+def _check_torch_on_cuda(array: Any, name: str) -> None:
+    """Raise NotImplementedError without the torch that looks at other frameworks' CUDA arrays."""
+    taken = f"{name}: on CUDA, a {type(array).__name__} is taken through torch, which"
     try:
         import torch
     except ImportError as error:
         raise NotImplementedError(
-            f"{name}: on CUDA, a {type(array).__name__} is taken through torch, which is not "
-            "installed; torch and CuPy arrays are taken directly"
+            f"{taken} is not installed; torch and CuPy arrays are taken directly"
         ) from error
     if not torch.cuda.is_available():
-        raise NotImplementedError(
-            f"{name}: on CUDA, a {type(array).__name__} is taken through torch, which sees no "
-            "CUDA device"
-        )
-    try:
-        tensor = torch.from_dlpack(array)  # type: ignore[attr-defined]
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name}: torch cannot look at this {type(array).__name__}: {error}"
-        ) from error
-    return _torch_operand(torch, tensor, name)._replace(kind=_ForeignOnCuda(_namespace(array)))
-
-
-def _namespace(array: Any) -> Any:
-    """The array API namespace of an array that has one."""
-    return array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
+        raise NotImplementedError(f"{taken} sees no CUDA device")
 
 
 def needed(need: Collection[str], known: Sequence[str]) -> frozenset[str]:

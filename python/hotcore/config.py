@@ -7,7 +7,7 @@ import difflib
 import json as _json
 import operator
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -110,11 +110,13 @@ def _check_width(name: str, value: int) -> None:
         raise ValueError(f"{name}: {value} does not fit 32 bits")
 
 
-def _tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
-    try:
-        return tuple(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected {expected}, got {value!r}") from None
+def _ints(name: str, value: Any, expected: str, count: int | None = None) -> tuple[int, ...]:
+    """``value`` as a tuple, of ``count`` numbers unless that is None. Raises TypeError."""
+    found = tuple(value) if isinstance(value, Iterable) else (None,)
+    ints = all(isinstance(one, int) and not isinstance(one, bool) for one in found)
+    if not ints or count not in (None, len(found)):
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    return found
 
 
 _Made = TypeVar("_Made")
@@ -299,9 +301,7 @@ class HotConfig:
         if self.rows is not None:
             if self.basis != "lowpass":
                 raise ValueError(f"rows: a row list needs basis 'lowpass', not {self.basis!r}")
-            rows = _tuple("rows", self.rows, "ints")
-            if not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
-                raise TypeError(f"rows: expected ints, got {self.rows!r}")
+            rows = _ints("rows", self.rows, "ints")
             if (
                 not rows
                 or len(set(rows)) != len(rows)
@@ -322,11 +322,7 @@ class HotConfig:
 
     def _check_layout(self) -> None:
         if self.token_grid is not None:
-            grid = _tuple("token_grid", self.token_grid, "(height, width)")
-            if len(grid) != 2 or not all(
-                isinstance(side, int) and not isinstance(side, bool) for side in grid
-            ):
-                raise TypeError(f"token_grid: expected (height, width), got {self.token_grid!r}")
+            grid = _ints("token_grid", self.token_grid, "(height, width)", 2)
             if min(grid) < 1:
                 raise ValueError(f"token_grid: {grid}; both sides are at least 1")
             for side in grid:
@@ -350,10 +346,8 @@ class HotConfig:
     @property
     def name(self) -> RecipeName | Literal["custom"]:
         """The recipe that equals this configuration, or ``"custom"``."""
-        for name, fields in RECIPES.items():
-            if self == HotConfig(**fields):
-                return name
-        return "custom"
+        name, changed = self._nearest()
+        return "custom" if changed else name
 
     def to_json(self) -> str:
         """All fields as one line of JSON, which :meth:`from_json` reads back."""
@@ -372,9 +366,8 @@ class HotConfig:
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
-        known = {field.name for field in dataclasses.fields(cls)}
         for name in fields:
-            if name not in known:
+            if name not in _NAMES:
                 raise ValueError(f"text: HotConfig has no field {name!r}")
         for name in ("rows", "token_grid"):
             if isinstance(fields.get(name), list):
@@ -402,23 +395,22 @@ class HotConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out cached values (the libhot object cannot be pickled)."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in _NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields and check them."""
-        unknown = state.keys() - {field.name for field in dataclasses.fields(self)}
-        if unknown:
+        if unknown := state.keys() - set(_NAMES):
             raise ValueError(f"state: HotConfig has no field {min(unknown)!r}")
         self.__dict__.update(state)
         self.__post_init__()
 
     def _nearest(self) -> tuple[RecipeName, dict[str, Any]]:
         """The recipe that differs in the fewest fields (the first of such), and those fields."""
-        found: list[tuple[RecipeName, dict[str, Any]]] = []
-        for name, changes in RECIPES.items():
-            recipe = {field: changes.get(field, getattr(HotConfig, field)) for field in _NAMES}
-            values = {field: getattr(self, field) for field in _NAMES}
-            found.append((name, {f: v for f, v in values.items() if v != recipe[f]}))
+        values = self.__getstate__().items()
+        found = [
+            (name, {field: value for field, value in values if value != recipe[field]})
+            for name, recipe in _RECIPES.items()
+        ]
         return min(found, key=lambda one: len(one[1]))
 
     def __str__(self) -> str:
@@ -445,9 +437,15 @@ def _argument(field: Field) -> str:
 if HotConfig.__doc__:  # not with python -OO
     HotConfig.__doc__ += "\n    Args:\n" + "\n".join(map(_argument, FIELDS.values())) + "\n    "
 
+_NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
+_RECIPES: dict[RecipeName, dict[str, Any]] = {
+    recipe: {name: changes.get(name, getattr(HotConfig, name)) for name in _NAMES}
+    for recipe, changes in RECIPES.items()
+}
+"""Recipe -> all of its fields."""
+
 # torch.compile calls what it cannot trace: a configuration is a constant of its graph.
 # The attribute is what torch.compiler.assume_constant_result sets; this module needs no torch.
-_NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
 
 
 def _constant(function: _Function) -> _Function:
@@ -477,8 +475,7 @@ def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...
         if name is None:
             raise ValueError(f"recipe: no name given; expected one of {known}")
         raise ValueError(f"recipe: {name!r} is not one of {known}")
-    chosen: dict[str, Any] = {**RECIPES[name], **dict(overrides)}
-    return tuple(chosen.get(field, getattr(HotConfig, field)) for field in _NAMES)
+    return tuple({**_RECIPES[name], **dict(overrides)}.values())
 
 
 ConfigLike = HotConfig | RecipeName

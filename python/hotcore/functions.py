@@ -259,21 +259,12 @@ def gemm_int4(
     out: Array | None = None,
     accumulate: bool = False,
 ) -> Array:
-    """The same as :func:`gemm_int8` on packed operands.
+    """:func:`gemm_int8` on packed operands, with its other arguments and its result.
 
     Args:
         a: uint8 ``[M, ceil(K/2)]``.
         b: uint8 ``[N, ceil(K/2)]``.
-        a_scale: float32 ``[M]`` or ``[1]``.
-        b_scale: float32 ``[N]`` or ``[1]``.
         k: K; ``2 * a.shape[1]`` unless given.
-        divisor: power of two.
-        out_dtype: float32, float16 or bfloat16.
-        out: ``[M, N]`` array to write.
-        accumulate: add to ``out`` instead.
-
-    Returns:
-        ``[M, N]``; without scales the int32 sums.
 
     Source: docs/numerics.md, "INT4".
     """
@@ -524,12 +515,7 @@ def forward_linear(
     else:
         source = _matrix(operand(x, "x"), at_least=True)
         x_shape, x_dtype = source.shape, source.dtype
-    if isinstance(w, QuantizedForwardWeight):
-        weight = operand(w.data, "w.data", ("uint8",))
-        shape: tuple[int, ...] = (w.out_features, w.in_features)
-    else:
-        weight = _matrix(operand(w, "w"))
-        shape = weight.shape
+    weight, shape = _weight(w, QuantizedForwardWeight)
     if weight.device != source.device:
         raise ValueError("w: on another device than x")
     tokens, in_features = math.prod(x_shape[:-1]), x_shape[-1]
@@ -603,27 +589,17 @@ else:
 
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array | QuantizedWeight | None,
-    saved_or_x: Saved | Array | None,
-    *,
-    need: Literal["gx"],
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: Literal["gx"], **options: Unpack[_Options]
 ) -> Gradients[Array, None, None]: ...
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array | QuantizedWeight | None,
-    saved_or_x: Saved | Array | None,
-    *,
-    need: Literal["gw"],
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: Literal["gw"], **options: Unpack[_Options]
 ) -> Gradients[None, Array, None]: ...
 @overload
 def backward_linear(
     gy: Array,
-    w: Array | QuantizedWeight | None,
-    saved_or_x: Saved | Array | None,
+    w: Array,
+    saved_or_x: Array,
     *,
     need: tuple[Literal["gx"], Literal["gw"]] = ...,
     **options: Unpack[_Options],
@@ -631,8 +607,8 @@ def backward_linear(
 @overload
 def backward_linear(
     gy: Array,
-    w: Array | QuantizedWeight | None,
-    saved_or_x: Saved | Array | None,
+    w: Array,
+    saved_or_x: Array,
     *,
     need: tuple[Literal["gx"], Literal["gw"], Literal["gb"]],
     **options: Unpack[_Options],
@@ -640,8 +616,8 @@ def backward_linear(
 @overload
 def backward_linear(
     gy: Array,
-    w: Array | QuantizedWeight | None,
-    saved_or_x: Saved | Array | None,
+    w: Array,
+    saved_or_x: Array,
     *,
     need: Need | Collection[Need],
     **options: Unpack[_Options],
@@ -693,23 +669,21 @@ def backward_linear(
         saved = _compressed(saved_or_x, config, key)
     if saved is not None and saved.tokens != tokens:
         raise ValueError(f"saved_or_x: {saved.tokens} tokens; gy has {tokens}")
-    settings = _settings(saved, config)
+    settings = as_config(config) if config is not None else saved.config if saved else HotConfig()
+    if saved is not None and settings != saved.config:
+        raise ValueError(f"config: {settings}; saved_or_x was made with {saved.config}")
     full_key = as_key(key) if key is not None else saved.key if saved else Key(0)
 
     weight: Operand | None = None
-    quantized: Operand | None = None
+    quantized = isinstance(w, QuantizedWeight)
     in_features = saved.in_features if saved else 0
     if "gx" in wanted:
+        weight, shape = _weight(w, QuantizedWeight)
         if isinstance(w, QuantizedWeight):
-            quantized = operand(w.data, "w.data", ("uint8",))
             if w.config != settings:
                 raise ValueError(f"w: quantised with {w.config}; expected {settings}")
-            if quantized.device != grad.device:
+            if weight.device != grad.device:
                 raise ValueError("w: on another device than gy")
-            shape: tuple[int, ...] = (w.out_features, w.in_features)
-        else:
-            weight = _matrix(operand(w, "w"))
-            shape = weight.shape
         if shape[0] != out_features:
             raise ValueError(f"w: shape {shape}; gy has {out_features} out features")
         if saved is not None and shape[1] != in_features:
@@ -745,7 +719,7 @@ def backward_linear(
         _core.backward_linear(
             grad.context(),
             grad.dlpack,
-            weight.dlpack if weight else None,
+            weight.dlpack if weight and not quantized else None,
             kept.dlpack if kept else None,
             tokens,
             in_features,
@@ -757,13 +731,13 @@ def backward_linear(
             gb.dlpack if gb else None,
             accumulate,
             workspace,
-            quantized.dlpack if quantized else None,
+            weight.dlpack if weight and quantized else None,
         )
     except (ValueError, NotImplementedError) as error:
         raise _renamed(error, gw="gw_out", gb="gb_out") from None
     shaped = None
     if gx is not None:
-        shaped = grad.kind.result(grad.kind.reshape(gx.array, (*grad.shape[:-1], in_features)))
+        shaped = grad.kind.result(gx.array.reshape((*grad.shape[:-1], in_features)))
     return Gradients(
         shaped,
         _result(grad, gw, gw_out) if gw else None,
@@ -815,6 +789,16 @@ def _matrix(found: Operand, at_least: bool = False) -> Operand:
         expected = "2 to 4 dimensions" if at_least else "2 dimensions"
         raise ValueError(f"{found.name}: shape {found.shape}; expected {expected}")
     return found
+
+
+def _weight(
+    w: Any, coded: type[QuantizedWeight | QuantizedForwardWeight]
+) -> tuple[Operand, tuple[int, ...]]:
+    """A weight, or its codes of that class, and its shape ``[O, I]``."""
+    if isinstance(w, coded):
+        return operand(w.data, "w.data", ("uint8",)), (w.out_features, w.in_features)
+    found = _matrix(operand(w, "w"))
+    return found, found.shape
 
 
 def _columns(packed: Operand, columns: int | None) -> int:
@@ -872,15 +856,6 @@ def _gemm(
         left.workspace(_core.gemm_workspace, *shape, depth),
     )
     return _result(left, target, out)
-
-
-def _settings(saved: Saved | None, config: ConfigLike | None) -> HotConfig:
-    if config is None:
-        return saved.config if saved else HotConfig()
-    settings = as_config(config)
-    if saved is not None and settings != saved.config:
-        raise ValueError(f"config: {settings}; saved_or_x was made with {saved.config}")
-    return settings
 
 
 def _compressed(x: Array | None, config: ConfigLike | None, key: KeyLike | None) -> Saved:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import _core, contexts, plans
 from .config import RECIPES, HotConfig
@@ -56,16 +56,13 @@ def table(facts: dict[str, Any]) -> dict[str, str]:
     """Return :func:`collect`'s facts as label to text, for a person, in printing order."""
     rows: dict[str, str] = {}
     for label, keys, text in _ROWS:
-        failed = [facts[k]["error"] for k in keys if _failed(facts[k])]
-        rows[label] = f"unknown ({failed[0]})" if failed else text(*(facts[k] for k in keys))
+        found = [facts[key] for key in keys]
+        failed = [one["error"] for one in found if isinstance(one, dict) and set(one) == {"error"}]
+        rows[label] = f"unknown ({failed[0]})" if failed else text(*found)
         if label == "GPUs" and not failed:
             for index, gpu in enumerate(facts["gpus"]):
                 rows[f"GPU {index}"] = f"{gpu['name']}: {_VERDICTS[gpu['level']]}: {gpu['verdict']}"
     return rows
-
-
-def _failed(fact: Any) -> bool:
-    return isinstance(fact, dict) and set(fact) == {"error"}
 
 
 def verdict(major: int, minor: int) -> str:
@@ -150,19 +147,12 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     return 0
 
 
-def _cuda() -> bool:
-    return _core.built_with_cuda()
-
-
-def _usable_isas() -> list[str]:
-    names = []
-    for name in _ISAS:
-        try:
-            _core.CoreContext(1, name)
-        except (NotImplementedError, ValueError):
-            continue
-        names.append(name)
-    return names
+def _usable(isa: str) -> bool:
+    try:
+        _core.CoreContext(1, isa)
+    except (NotImplementedError, ValueError):
+        return False
+    return True
 
 
 def _cuda_archs() -> list[str]:
@@ -175,10 +165,6 @@ def _cuda_tested() -> dict[str, str]:
     tested["90a"] = "tested on an H200" if _core.cuda_wgmma() else "compiled only, without wgmma"
     archs = dict.fromkeys(arch.split("-")[0] for arch in _cuda_archs())
     return {f"sm_{arch}": tested.get(arch, "compiled only") for arch in archs}
-
-
-def _jax() -> bool:
-    return importlib.util.find_spec("hotcore._jax_ffi") is not None
 
 
 def _extension() -> str:
@@ -213,7 +199,7 @@ def _version_of(name: str) -> Callable[[], str | None]:
 
 def _cuda_error() -> str | None:
     # The driver is too old for the build, or devices are hidden.
-    if _cuda():
+    if _core.built_with_cuda():
         try:
             _core.cuda_device_verdict(0)
         except (RuntimeError, ValueError) as error:
@@ -225,19 +211,11 @@ def _gpus() -> list[dict[str, Any]]:
     found, source = _gpus_of_torch(), "torch"
     if not found:
         found, source = _gpus_of_driver(), "nvidia-smi"
-    gpus = []
-    for name, major, minor in found:
-        level, text = _judge(major, minor)
-        gpus.append(
-            {
-                "name": name,
-                "compute_capability": [major, minor],
-                "level": level,
-                "verdict": text,
-                "source": source,
-            }
-        )
-    return gpus
+    facts = ("name", "compute_capability", "level", "verdict", "source")
+    return [
+        dict(zip(facts, (name, [*version], *_judge(*version), source), strict=True))
+        for name, *version in found
+    ]
 
 
 def _gpus_of_torch() -> list[Gpu]:
@@ -272,14 +250,14 @@ def _gpus_of_driver() -> list[Gpu]:
 
 _PROBES: dict[str, Callable[[], Any]] = {
     "hotcore": _core.version,
-    "backends": lambda: ["cpu", "cuda"] if _cuda() else ["cpu"],
-    "instruction_sets": _usable_isas,
+    "backends": lambda: ["cpu", "cuda"] if _core.built_with_cuda() else ["cpu"],
+    "instruction_sets": lambda: [isa for isa in _ISAS if _usable(isa)],
     "instruction_set": contexts.isa,
     "threads": contexts.num_threads,
     "cuda_architectures": _cuda_archs,
     "cuda_tested": _cuda_tested,
     "wgmma": lambda: _core.cuda_wgmma(),
-    "jax": _jax,
+    "jax": lambda: importlib.util.find_spec("hotcore._jax_ffi") is not None,
     "cuda_error": _cuda_error,
     "driver": lambda: Path("/dev/nvidiactl").exists(),
     "gpus": _gpus,
@@ -294,22 +272,8 @@ _PROBES: dict[str, Callable[[], Any]] = {
 }
 
 
-class _Row(NamedTuple):
-    label: str
-    keys: tuple[str, ...]
-    text: Callable[..., str]
-
-
 def _installed(found: str | None) -> str:
     return found or "not installed"
-
-
-def _backends_text(names: list[str]) -> str:
-    return ", ".join(names) + ("" if "cuda" in names else " (built without CUDA)")
-
-
-def _tested_text(tested: dict[str, str]) -> str:
-    return ", ".join(f"{arch}: {text}" for arch, text in tested.items()) or "none"
 
 
 def _wgmma_text(built: bool, backends: list[str]) -> str:
@@ -331,24 +295,32 @@ def _gpus_text(gpus: list[dict[str, Any]], driver: bool) -> str:
     return f"{len(gpus)}, by {gpus[0]['source']}"
 
 
-_ROWS = (
-    _Row("hotcore", ("hotcore",), str),
-    _Row("backends", ("backends",), _backends_text),
-    _Row("instruction sets", ("instruction_sets",), ", ".join),
-    _Row("instruction set used", ("instruction_set", "threads"), "{}, {} threads".format),
-    _Row("CUDA architectures", ("cuda_architectures",), lambda archs: ", ".join(archs) or "none"),
-    _Row("of these", ("cuda_tested",), _tested_text),
-    _Row("wgmma kernels", ("wgmma", "backends"), _wgmma_text),
-    _Row("hotcore.jax", ("jax",), lambda built: "built" if built else "not built (HOT_JAX=ON)"),
-    _Row("CUDA runtime", ("cuda_error", "backends"), _runtime_text),
-    _Row("GPUs", ("gpus", "driver"), _gpus_text),
-    _Row("extension", ("extension",), str),
-    _Row("library", ("library",), lambda path: path or "inside the extension (static)"),
-    _Row("CMake package", ("cmake_dir",), _installed),
-    _Row("Python", ("python", "python_executable"), "{} ({})".format),
-    _Row("platform", ("platform",), str),
-    _Row("NumPy", ("numpy",), _installed),
-    _Row("torch", ("torch",), _installed),
+_ROWS: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
+    ("hotcore", ("hotcore",), str),
+    (
+        "backends",
+        ("backends",),
+        lambda names: ", ".join(names) + ("" if "cuda" in names else " (built without CUDA)"),
+    ),
+    ("instruction sets", ("instruction_sets",), ", ".join),
+    ("instruction set used", ("instruction_set", "threads"), "{}, {} threads".format),
+    ("CUDA architectures", ("cuda_architectures",), lambda archs: ", ".join(archs) or "none"),
+    (
+        "of these",
+        ("cuda_tested",),
+        lambda archs: ", ".join(f"{arch}: {text}" for arch, text in archs.items()) or "none",
+    ),
+    ("wgmma kernels", ("wgmma", "backends"), _wgmma_text),
+    ("hotcore.jax", ("jax",), lambda built: "built" if built else "not built (HOT_JAX=ON)"),
+    ("CUDA runtime", ("cuda_error", "backends"), _runtime_text),
+    ("GPUs", ("gpus", "driver"), _gpus_text),
+    ("extension", ("extension",), str),
+    ("library", ("library",), lambda path: path or "inside the extension (static)"),
+    ("CMake package", ("cmake_dir",), _installed),
+    ("Python", ("python", "python_executable"), "{} ({})".format),
+    ("platform", ("platform",), str),
+    ("NumPy", ("numpy",), _installed),
+    ("torch", ("torch",), _installed),
 )
 
 

@@ -174,14 +174,7 @@ def explain_gemm(
         device: as of :func:`explain`.
         out_dtype: float32, float16 or bfloat16.
         accumulate: the product is added to the values in ``out``.
-        wgmma: as of :func:`explain`.
-
-    Returns:
-        The steps, with bytes, operations and a floor time.
-
-    Raises:
-        ValueError: an argument is out of range; the message names it.
-        NotImplementedError: a GPU of this machine, in a build without CUDA.
+        wgmma: as of :func:`explain`, like the result and the errors.
     """
     out = arrays.dtype_name(out_dtype, "out_dtype", arrays.FLOATS)
     return _explanation(

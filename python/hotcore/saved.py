@@ -63,7 +63,7 @@ class Saved:
         flat = source.array[: rows * layout.row_bytes]
         if self.config.storage in ("int8", "token8"):
             flat = source.kind.view(flat, "int8")
-        return source.kind.reshape(flat, (rows, layout.row_bytes))
+        return flat.reshape((rows, layout.row_bytes))
 
     def scales(self) -> Any:
         """The scales as float32: ``[I]`` or ``[1]``; of packed storages ``[I, ceil(L/64)]``.
@@ -79,13 +79,14 @@ class Saved:
         stored = source.array[layout.scale_offset : end]
         if plain:
             return kind.view(stored, "float32")
-        words = kind.zeros((layout.scales, 4), "uint8", source.device)
-        words[:, 2:] = kind.reshape(stored, (layout.scales, 2))  # bfloat16: float32's upper half
+        words = kind.empty((layout.scales, 4), "uint8", source.device)
+        words[:, :2] = 0
+        words[:, 2:] = stored.reshape((layout.scales, 2))  # bfloat16: float32's upper half
+        scales = kind.view(words.reshape((-1,)), "float32")
         if self.config.storage in TOKEN_STORAGES:
-            return kind.view(kind.reshape(words, (-1,)), "float32")
+            return scales
         groups = saved_layout(self.tokens, 1, self.config).scales  # per channel
-        shape = (layout.channels, groups)
-        return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
+        return scales.reshape((layout.channels, groups))
 
     def ratios(self) -> Any:
         """Bytes of token4's and token2's groups of 32 features: uint8 ``[L, ceil(I'/32)]``, a view.
@@ -100,7 +101,7 @@ class Saved:
         source = self._operand(layout.bytes)
         start = self.tokens * layout.row_bytes
         flat = source.array[start : start + self.tokens * groups]
-        return source.kind.reshape(flat, (self.tokens, groups))
+        return flat.reshape((self.tokens, groups))
 
     def exponents(self) -> Any:
         """Of the powers of two that x was divided by, plus 127: a view, uint8.

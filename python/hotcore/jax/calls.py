@@ -20,22 +20,13 @@ from ..config import HotConfig
 Array = Any
 """A jax.Array, or a tracer of one."""
 
-_result: Any = jax.ShapeDtypeStruct
 _NOTHING = (0,)  # shape of an absent operand or result
 
 
-def _target(name: str) -> str:
-    return f"hotcore_{name}"
-
-
-def _register() -> None:
+try:
     for platform, handlers in _jax_ffi.handlers().items():
         for name, handler in handlers.items():
-            jax.ffi.register_ffi_target(_target(name), handler, platform=platform)
-
-
-try:
-    _register()
+            jax.ffi.register_ffi_target(f"hotcore_{name}", handler, platform=platform)
 except Exception as error:  # XLA's own error types differ between versions
     version = ".".join(map(str, _jax_ffi.API_VERSION))
     raise ImportError(
@@ -150,11 +141,9 @@ def _call(
     """
     cuda = _cuda_context()
     scratch = ((0 if cuda is None else workspace(cuda),), np.uint8)
-    call: Any = jax.ffi.ffi_call(
-        _target(name),
-        tuple(_result(*result) for result in (*results, scratch)),
-        vmap_method="sequential",
-    )
+    shape_of: Any = jax.ShapeDtypeStruct
+    shapes = tuple(shape_of(*result) for result in (*results, scratch))
+    call: Any = jax.ffi.ffi_call(f"hotcore_{name}", shapes, vmap_method="sequential")
     # All operands must vary over the same axes, and the call does not infer those of its results.
     axes = varying_axes(*operands)
     return pcast_to_varying(call(*pcast_to_varying(operands, axes), **attribute)[:-1], axes)

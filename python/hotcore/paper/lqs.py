@@ -8,6 +8,7 @@ Source: LQS of the paper and its supplement G; docs/paper.md.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -200,8 +201,7 @@ class _Probe:
     def __init__(self, config: HotConfig, key: Key) -> None:
         self._config = config
         self._key = key
-        self._errors: dict[tuple[str, str], float] = {}
-        self._norms = {"gx": 0.0, "gw": 0.0}
+        self._sums: dict[tuple[str, str], float] = collections.defaultdict(float)
         self._pattern: tuple[tuple[float, ...], ...] | None = None
 
     @property
@@ -220,25 +220,22 @@ class _Probe:
         pad = -gy.shape[1] % block
         transformed = functions.fwht(F.pad(gy, (0, pad)), block=block)
         transformed_weight = functions.fwht(F.pad(weight, (0, 0, 0, pad)), axis=0, block=block)
-        self._norms["gx"] += _square(transformed @ transformed_weight)
+        self._sums["gx", ""] += _square(transformed @ transformed_weight)
         for scale in GX_SCALES:
             rounded = _rounded(transformed, config.gx_bits, scale, config.gx_rounding, key)
-            self._add("gx", scale, (rounded - transformed) @ transformed_weight)
+            error = (rounded - transformed) @ transformed_weight
+            self._sums["gx", scale] += _square(error)
         options: dict[str, Any] = {
             name: getattr(config, name)
             for name in ("rank", "basis", "block", "rows", "token_grid", "prefix_tokens")
         }
         kept = functions.hla(gy, **options, side="gradient", key=key)
         kept_x = functions.hla(x, **options, side="activation", key=key)
-        self._norms["gw"] += _square(kept.T @ kept_x)
+        self._sums["gw", ""] += _square(kept.T @ kept_x)
         for choice in GW_SCALES:
             rounded = _rounded(kept, 8, choice, config.gw_rounding, key)
-            self._add("gw", choice, (rounded - kept).T @ kept_x)
+            self._sums["gw", choice] += _square((rounded - kept).T @ kept_x)
         self._key = key._replace(offset=key.offset + 1)
-
-    def _add(self, path: str, scale: str, error: Tensor) -> None:
-        entry = (path, scale)
-        self._errors[entry] = self._errors.get(entry, 0.0) + _square(error)
 
     def choose(self, name: str, gw_fine: str, gain: float) -> LayerErrors:
         gx: dict[str, float] = {scale: self._relative("gx", scale) for scale in GX_SCALES}
@@ -250,8 +247,8 @@ class _Probe:
         return LayerErrors(name, gx, gw, fields, self._pattern or ())
 
     def _relative(self, path: str, scale: str) -> float:
-        norm = self._norms[path]
-        return self._errors[path, scale] / norm if norm else 0.0
+        norm = self._sums[path, ""]
+        return self._sums[path, scale] / norm if norm else 0.0
 
 
 def _layers(

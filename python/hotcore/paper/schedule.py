@@ -61,8 +61,9 @@ class PrecisionSchedule:
         for name, value in (("bits", bits), ("then_bits", then_bits)):
             if value not in (4, 8) and not (name == "then_bits" and value is None):
                 raise ValueError(f"{name}: {value!r}; expected 8 or 4")
-        configs = [(module, _config_of(module)) for module in model.modules()]
-        self._layers = [(module, config) for module, config in configs if config is not None]
+        # A Hugging Face model has another config.
+        modules: list[Any] = [m for m in model.modules() if hasattr(m, "config")]
+        self._layers = [(m, m.config) for m in modules if isinstance(m.config, HotConfig)]
         if not self._layers:
             raise ValueError("model: no layer of it is converted; call hot.convert(model) first")
         self._warmup, self._bits, self._then_bits = warmup, bits, then_bits
@@ -88,7 +89,7 @@ class PrecisionSchedule:
     def close(self) -> None:
         """Restore every layer's configuration from before the schedule."""
         for module, config in self._layers:
-            _set(module, config)
+            module.config = config
 
     def __enter__(self) -> PrecisionSchedule:
         """Return the schedule, which is in force since its construction."""
@@ -110,13 +111,4 @@ class PrecisionSchedule:
     def _apply(self) -> None:
         bits = self.bits
         for module, own in self._layers:
-            _set(module, own if bits is None else dataclasses.replace(own, gx_bits=bits))
-
-
-def _config_of(module: nn.Module) -> HotConfig | None:
-    config = getattr(module, "config", None)  # a Hugging Face model has another one
-    return config if isinstance(config, HotConfig) else None
-
-
-def _set(module: nn.Module, config: HotConfig) -> None:
-    module.config = config  # type: ignore[assignment]
+            module.config = own if bits is None else dataclasses.replace(own, gx_bits=bits)

@@ -363,7 +363,7 @@ class _Trial:
                 stack.callback(revert_saved, model)
                 stack.callback(detach, model)
                 how: dict[str, Any] = {"slower": self.slower, **contender.options}
-                only = _no_layer if contender.config is None else self.filter_fn
+                only = self.filter_fn if contender.config is not None else lambda *_: False
                 model = convert(model, contender.config or "default", only, **how)
                 report = vars(model)[REPORT]
                 if not report.converted and not contender.options:
@@ -427,10 +427,6 @@ class _Trial:
 def _all_of(lists: Sequence[str]) -> str:
     """An expression of the blocks in these."""
     return lists[0] if len(lists) == 1 else f"[{', '.join('*' + name for name in lists)}]"
-
-
-def _no_layer(module: nn.Module, fqn: str) -> bool:
-    return False
 
 
 def _expression(name: str) -> str:

@@ -19,47 +19,22 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
 
     in_proj (one product if query, key and value are the same tensor, otherwise two or three) and
     out_proj save their x compressed; attention itself is torch's. In eval mode it is
-    ``nn.MultiheadAttention``, fast path included. ``bias_k``, ``bias_v`` and ``add_zero_attn`` are
-    not supported.
+    ``nn.MultiheadAttention``, fast path included.
 
     Args:
-        embed_dim: E.
-        num_heads: of E / num_heads features each.
-        dropout: of the attention weights.
-        bias: in both projections.
-        add_bias_kv: must be False.
-        add_zero_attn: must be False.
-        kdim: features of key, if not E.
-        vdim: features of value, if not E.
-        batch_first: inputs are ``[N, L, E]`` instead of ``[L, N, E]``.
-        device: as ``nn.MultiheadAttention``.
-        dtype: as ``nn.MultiheadAttention``.
+        *args: as of ``nn.MultiheadAttention``.
         config: a HotConfig or a recipe's name.
+        **options: as of ``nn.MultiheadAttention``; ``add_bias_kv`` and ``add_zero_attn`` are a
+            ValueError.
     """
 
     plain = nn.MultiheadAttention
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        config: ConfigLike = "default",
-    ) -> None:
+    def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
         """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
-        if add_bias_kv or add_zero_attn:
+        super().__init__(*args, **options)
+        if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("HotMultiheadAttention supports neither add_bias_kv nor add_zero_attn")
-        sizes = (embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first)
-        super().__init__(*sizes, device, dtype)
         self.config = as_config(config)
 
     def forward(
@@ -75,16 +50,8 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention``: the output, and the weights if ``need_weights``."""
         if self.runs_plain:
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            options = (need_weights, attn_mask, average_attn_weights, is_causal)
+            return super().forward(query, key, value, key_padding_mask, *options)
         if is_causal and attn_mask is None:
             raise RuntimeError("attn_mask: is_causal needs it, as in nn.MultiheadAttention")
         if query.dim() not in (2, 3) or query.shape[-1] != self.embed_dim:

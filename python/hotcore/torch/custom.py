@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .modules import HotModule
+from .probe import autocast_dtype
 from .report import REPORT
 from .selection import Filter, candidates, why_plain
 
@@ -188,6 +189,10 @@ class _Custom:
         return f"{own}, method={type(self.method).__name__}"
 
 
+_Windows = tuple[Any, ...] | None
+"""How F.unfold makes ``[N, C kh kw, Ho Wo]`` of a convolution's image; None: a linear layer."""
+
+
 class CustomLinear(_Custom, nn.Linear):
     """``nn.Linear`` with a :class:`CustomBackward`; eval mode is plain without ``in_eval``."""
 
@@ -207,7 +212,7 @@ class CustomConv2d(_Custom, nn.Conv2d):
             return super().forward(input)
         if input.dim() == 3:
             return self.forward(input.unsqueeze(0)).squeeze(0)
-        windows = _Windows(self)
+        windows = (self.kernel_size, self.dilation, self.padding, self.stride)
         input, weight = _cast(input, self.weight.flatten(1))
         grid = self.output_size(input)
         y = _run(input, weight, self.method.on_grid(grid), windows)
@@ -217,15 +222,9 @@ class CustomConv2d(_Custom, nn.Conv2d):
     def output_size(self, input: Tensor) -> tuple[int, int]:
         """Height and width of the output."""
         assert not isinstance(self.padding, str)
+        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         height, width = (
-            (
-                input.shape[2 + i]
-                + 2 * self.padding[i]
-                - self.dilation[i] * (self.kernel_size[i] - 1)
-                - 1
-            )
-            // self.stride[i]
-            + 1
+            (input.shape[2 + i] + 2 * self.padding[i] - spans[i]) // self.stride[i] + 1
             for i in range(2)
         )
         return height, width
@@ -246,31 +245,10 @@ def _why_not(layer: nn.Module) -> str:
     return ""
 
 
-class _Windows:
-    """A convolution's unfolding: ``[N, C, H, W]`` to ``[N, Ho Wo, C kh kw]`` and back."""
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        assert not isinstance(conv.padding, str)
-        self._sizes: dict[str, Any] = {
-            "kernel_size": conv.kernel_size,
-            "dilation": conv.dilation,
-            "padding": conv.padding,
-            "stride": conv.stride,
-        }
-
-    def unfold(self, image: Tensor) -> Tensor:
-        return F.unfold(image, **self._sizes).mT
-
-    def fold(self, columns: Tensor, shape: torch.Size) -> Tensor:
-        return F.fold(columns.mT, tuple(shape[2:]), **self._sizes)
-
-
 def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """As autocast casts the operands of a product."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, w
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), w.to(dtype)
+    dtype = autocast_dtype(x.device.type)
+    return (x, w) if dtype is None else (x.to(dtype), w.to(dtype))
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -288,7 +266,7 @@ def _shaped(found: Tensor, expected: tuple[int, ...], method: CustomBackward, na
     return found
 
 
-def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows | None) -> Tensor:
+def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         y: Tensor = _Backward.apply(x, w, method, windows)  # type: ignore[no-untyped-call]  # so in torch
     return y
@@ -302,10 +280,10 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows | None
+        ctx: Any, x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows
     ) -> Tensor:
         ctx.method, ctx.windows, ctx.dtypes = method, windows, (x.dtype, w.dtype)
-        image, x = x, x if windows is None else windows.unfold(x)
+        image, x = x, x if windows is None else F.unfold(x, *windows).mT
         left, right = method.forward_operands(x, w)
         y = (left @ right.t()).to(x.dtype)
         _shaped(y, (*x.shape[:2], w.shape[0]), method, "forward_operands: product")
@@ -336,7 +314,7 @@ class _Backward(torch.autograd.Function):
                 wide = _wide(w)
                 gx = _shaped(method.g_x(gy, wide), (*gy.shape[:2], w.shape[1]), method, "g_x")
                 if windows is not None:
-                    gx = windows.fold(gx, ctx.image)
+                    gx = F.fold(gx.mT, tuple(ctx.image[2:]), *windows)
                 gx = gx.to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
                 if _keeps_x(method):
@@ -346,7 +324,7 @@ class _Backward(torch.autograd.Function):
                 if method.elementwise:
                     _shaped(x, ctx.shape, method, "unkeep")
                 if windows is not None and method.elementwise:
-                    x = windows.unfold(_wide(x.mT.reshape(ctx.image)))
+                    x = F.unfold(_wide(x.mT.reshape(ctx.image)), *windows).mT
                 gw = _shaped(method.g_w(gy, _wide(x)), w.shape, method, "g_w").to(ctx.dtypes[1])
         return gx, gw, None, None
 

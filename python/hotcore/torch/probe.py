@@ -114,7 +114,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class Watch(Kept):
+class Watch(Kept, TorchFunctionMode):
     """Observes how layers of a model are used inside of :meth:`on`."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -127,16 +127,21 @@ class Watch(Kept):
     @contextmanager
     def on(self) -> Iterator[None]:
         """Observe everything that runs inside."""
-        with super().on(), _Uses(self):
+        with super().on(), self:
             yield
         self._share_bytes()
 
-    def used(self, tensors: tuple[Any, ...]) -> None:
-        """Record a product of these tensors."""
-        ids = {id(tensor) for tensor in tensors if tensor is not None}
-        for name, layer in self.modules.items():
-            if id(layer._parameters.get("weight")) in ids and name not in self._inside:
-                self.uses[name].bypassed = True
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look for products by a layer's weight outside of the layer."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _PRODUCTS:
+            ids = {id(tensor) for tensor in (*args, *kwargs.values()) if tensor is not None}
+            for name, layer in self.modules.items():
+                if id(layer._parameters.get("weight")) in ids and name not in self._inside:
+                    self.uses[name].bypassed = True
+        return func(*args, **kwargs)
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -169,22 +174,6 @@ class Watch(Kept):
             for name in names:
                 self.uses[name].sharers = max(self.uses[name].sharers, len(names))
         self._tensors.clear()
-
-
-class _Uses(TorchFunctionMode):
-    """Reports products to a :class:`Watch`."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _PRODUCTS:
-            self._watch.used((*args, *kwargs.values()))
-        return func(*args, **kwargs)
 
 
 def macs(layer: nn.Module, output: Tensor) -> int:

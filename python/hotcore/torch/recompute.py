@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,12 +29,11 @@ class Recomputed:
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def remove(self) -> None:
         """Restore the blocks. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 def recompute(
@@ -80,7 +80,7 @@ def recompute(
     found = _blocks(blocks)
     inside = {id(module) for block in found for module in block.modules() if module is not block}
     for block in found:
-        if id(block) in inside or any(_is_recomputed(module) for module in block.modules()):
+        if id(block) in inside or any(map(_is_recomputed, block.modules())):
             raise ValueError(
                 f"blocks: {type(block).__name__} is recomputed already, or holds a block that is"
             )
@@ -95,7 +95,7 @@ def recompute(
     handle = Recomputed()
     defer = policy is None or not keeps_codes(policy)
     for block in found:
-        _wrap(block, options, defer, handle)
+        _wrap(block, options, defer, handle._undo)
     return handle
 
 
@@ -156,20 +156,13 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False  # an empty cache is false, too
 
 
-def _wrap(block: nn.Module, options: Any, defer: bool, handle: Recomputed) -> None:
-    before = block.__dict__.get(_NAME)
+def _wrap(block: nn.Module, options: Any, defer: bool, undo: ExitStack) -> None:
+    if _NAME in block.__dict__:
+        undo.callback(block.__dict__.__setitem__, _NAME, block.__dict__[_NAME])
+    else:
+        undo.callback(block.__dict__.pop, _NAME)
     block.__dict__[_NAME] = _Checkpointed(block, block.forward, options)
-    layers = [m for m in block.modules() if defer and isinstance(m, HotModule)]
-    deferred = [(layer, layer.defer) for layer in layers]
-    for layer in layers:
-        layer.defer = True
-
-    def undo() -> None:
-        if before is None:
-            del block.__dict__[_NAME]
-        else:
-            block.__dict__[_NAME] = before
-        for layer, value in deferred:
-            layer.defer = value
-
-    handle._undo.append(undo)
+    for layer in block.modules():
+        if defer and isinstance(layer, HotModule):
+            undo.callback(setattr, layer, "defer", layer.defer)
+            layer.defer = True
