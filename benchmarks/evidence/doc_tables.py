@@ -23,7 +23,7 @@ import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 from hotcore.torch.advise import Advice, Tried
-from hotcore.torch.plan import Measured
+from hotcore.torch.clocks import Measured
 from training import of_a_whole_model
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
@@ -410,7 +410,7 @@ def cpu_layers(report: Report) -> Lines:
         yield line(words)
 
 
-def autotune(report: Report) -> Lines:
+def rule(report: Report) -> Lines:
     """Forward and backward of a layer by `default` and `fast`, of plain bf16's time."""
     kinds = report["grid"]
     found: dict[str, dict[str, str]] = {}
@@ -756,7 +756,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-check.json", tests),
     **_of("cuda-steps.json", steps, all_steps, summary),
     **_of("cuda-models-table.json", model_table.gradients, model_table.losses, losses_note),
-    **_of("cuda-autotune.json", autotune),
+    **_of("cuda-rule.json", rule),
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),

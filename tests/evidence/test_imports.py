@@ -55,7 +55,6 @@ def test_the_scripts_of_the_top_floor() -> None:
     """About ten that people run; a new one belongs there only if it is for them."""
     scripts = {name for name in modules() if "." not in name} - SHARED - {"__init__", "evidence"}
     assert scripts == {
-        *("bench_autotune", "bench_backward", "bench_gemm", "bench_gpt"),
-        *("bench_8b", "bench_head"),
+        *("bench_backward", "bench_gemm", "bench_gpt", "bench_8b", "bench_head"),
         *("bench_latency", "bench_memory", "bench_models", "bench_training"),
     }

@@ -1,4 +1,4 @@
-"""Fuzzing of the loaders: HotConfig.from_json, Plan.load and a Saved's buffer.
+"""Fuzzing of the loaders: HotConfig.from_json and a Saved's buffer.
 
     python tests/fuzz/fuzz_loaders.py [--seconds 20] [--seed N]     in turns, one seed printed
     python tests/fuzz/fuzz_loaders.py --atheris FOLDER [libFuzzer's options]
@@ -16,7 +16,6 @@ import importlib.util
 import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,32 +69,7 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
             assert "saved" in str(error) or "aligned" in str(error), error
         return True
 
-    found: dict[str, Callable[[bytes], bool]] = {"config": config, "saved": saved}
-    try:
-        from hotcore.torch.plan import Plan
-    except ImportError:
-        print("no torch: Plan.load is left out", file=sys.stderr)
-        return found
-
-    folder = tempfile.mkdtemp(prefix="hot-fuzz-")
-    path, again = Path(folder) / "plan.json", Path(folder) / "again.json"
-
-    def plan(data: bytes) -> bool:
-        path.write_bytes(data)
-        try:
-            read = Plan.load(path)
-        except ValueError as error:
-            assert str(error).startswith("path"), error
-            return False
-        str(read)
-        read.overrides()
-        read.save(again)
-        first = again.read_bytes()
-        Plan.load(again).save(again)
-        assert again.read_bytes() == first
-        return True
-
-    return {**found, "plan": plan}
+    return {"config": config, "saved": saved}
 
 
 def seeds() -> dict[str, list[bytes]]:
@@ -105,27 +79,8 @@ def seeds() -> dict[str, list[bytes]]:
 
     rows = HotConfig.recipe("paper", rows=(0, 3, 5), token_grid=(2, 8), prefix_tokens=2)
     configs = [HotConfig.recipe(name).to_json().encode() for name in RECIPES]
-    row = {"median_ms": 1.5, "q1_ms": 1.4, "q3_ms": 1.6, "kept_bytes": 4096}
-    layer = {
-        "name": "blocks.0.fc1",
-        "fields": {"gx_bits": 4},
-        "times": {"plain": row, "default": row},
-        "choice": "default",
-        "reason": "",
-        "shape": "Linear 8 -> 8",
-    }
-    left: dict[str, Any] = {**layer, "name": "head", "fields": None, "times": {}, "choice": "plain"}
-    plan = {
-        "format": "hotcore plan 3",
-        "config": json.loads(configs[0]),
-        "objective": "time",
-        "machine": "cpu",
-        "steps": {"plain": row, "planned": row},
-        "layers": [layer, left],
-    }
     return {
         "config": [*configs, rows.to_json().encode()],
-        "plan": [json.dumps(plan, indent=1).encode()],
         "saved": [bytes(range(256)), bytes([64, 8, 0, 1, 0, 0]), bytes([32, 4, 3, 1, 9, 0, 7])],
     }
 

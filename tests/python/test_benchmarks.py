@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
@@ -28,6 +27,7 @@ from evidence import (  # noqa: E402
     bench_cases,
     bench_examples,
     bench_fwht,
+    bench_rule,
     rivals,
     targets,
 )
@@ -406,26 +406,26 @@ def test_plots(tmp_path: Path) -> None:
         assert all(word in text for word in words)
 
 
-# ---- autotune ----
+# ---- the rule of what is slower on CUDA ----
 
 
-def test_autotunes_fit_finds_the_costs_that_made_the_times() -> None:
+def test_the_rules_fit_finds_the_costs_that_made_the_times() -> None:
     costs = {"plain": (7e-3, 1.5, 1.8, 4e3), "accurate": (5e-3, 2.4, 2.6, 3e3)}
     costs |= {"default": (5e-3, 2.5, 2.8, 3e3), "fast": (4e-3, 2.5, 2.9, 3e3)}
 
     def times(ins: int, outs: int) -> dict[str, list[float]]:
         sizes = (ins * outs, ins, outs, 1)
-        tokens = bench_autotune.FIT_TOKENS
+        tokens = bench_rule.FIT_TOKENS
         return {n: [tokens * float(np.dot(c, sizes)) / 1e9, 0, 0, 0] for n, c in costs.items()}
 
     rows = [
         {"shape": f"Linear {o} x {i}, x [16384, {i}] bfloat16", "times": times(i, o)}
-        for i, o in bench_autotune.FEATURES
+        for i, o in bench_rule.FEATURES
     ]
     few = [{"shape": "Linear 512 x 512, x [4096, 512] bfloat16", "times": times(1, 1)}]
     cases = {"linear, 4096 tokens": few, "linear, 16384 tokens": rows}
     content = {"grid": {name: {"rows": found} for name, found in cases.items()}}
-    fitted = bench_autotune.fit(content)
+    fitted = bench_rule.fit(content)
     for name, expected in costs.items():
         assert fitted[name]["ps"] == pytest.approx(expected)
         assert fitted[name]["worst error"] < 1e-6
@@ -433,15 +433,15 @@ def test_autotunes_fit_finds_the_costs_that_made_the_times() -> None:
     ratio = np.dot(costs["fast"], sizes) / np.dot(costs["plain"], sizes)
     (found,) = (r for r in fitted["fast"]["ratios"] if r[:2] == [768, 3072])
     assert found[2:] == pytest.approx([ratio, ratio])
-    assert bench_autotune.fit(content, weight_trained=False) == {}
+    assert bench_rule.fit(content, weight_trained=False) == {}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
-    """If this fails, ``bench_autotune.py --fit`` prints the numbers for gains.py."""
+    """If this fails, ``bench_rule.py --fit`` prints the numbers for gains.py."""
     content = json.loads((FOLDER.parent / gains.REPORT).read_text())
-    fitted = bench_autotune.fit(content, weight_trained=not frozen)
-    for recipe in bench_autotune.RECIPES:
+    fitted = bench_rule.fit(content, weight_trained=not frozen)
+    for recipe in bench_rule.RECIPES:
         config = hotcore.HotConfig.recipe(recipe)
         assert fitted[recipe]["worst error"] < 0.08
         for ins, outs, measured, ratio in fitted[recipe]["ratios"]:
@@ -460,8 +460,8 @@ def test_convolutions_lose_in_the_rules_report() -> None:
         assert all(times[0] > 1.05 * plain for times in row["times"].values()), row["shape"]
 
 
-def test_autotune(tmp_path: Path) -> None:
-    report = run(bench_autotune, tmp_path / "out.json")
+def test_bench_rule(tmp_path: Path) -> None:
+    report = run(bench_rule, tmp_path / "out.json")
     for name, case in report["grid"].items():
         assert case["rows"], name
         for row in case["rows"]:

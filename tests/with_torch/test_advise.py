@@ -15,7 +15,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.plan import Measured  # noqa: E402
+from hotcore.torch.clocks import Measured  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -247,6 +247,14 @@ def test_layers_that_would_be_slower(
     notes = {row.name: row.note for row in advice.rows}
     assert "no layer converted: all would be slower (slower=True)" in notes["default"]
     assert not notes["plain"] and not notes["default+int8, saved 8"]
+    every = next(row for row in advice.rows if row.name == "default+int8, all layers")
+    assert every.measured and "slower=True)" in every.code
+    few = {"blocks.0.up": "slow"}
+    monkeypatch.setattr(selection, "why_slow", lambda *_: few)
+    advice = advise(Net(), x, goal="time", allow=["default"])
+    assert names(advice) == ["plain", "default", "default, all layers"]
+    assert all(row.measured for row in advice.rows)
+    monkeypatch.setattr(selection, "why_slow", lambda *_: slow)
     advice = advise(Net(), x, slower=True, goal="time", allow=["default"])
     assert advice.rows[1].measured and "'default', slower=True)" in advice.rows[1].code
 

@@ -7,7 +7,6 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hotcore
@@ -602,20 +601,6 @@ def test_overrides_and_plans_take_the_fields() -> None:
     schedule = paper.PrecisionSchedule(model, 0)
     assert model[1].config == int8("fast", gx_bits=4, forward_block=16)
     schedule.close()
-
-
-def test_autotune_measures_both_forwards(tmp_path: Path) -> None:
-    model, x = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), torch.randn(50, 64)
-    allowed = (int8("fast"), "fast", int8("fast", forward_block=16))
-    options = {"rounds": 5, "budget_ms": 5.0, "verify": False, "objective": "memory"}
-    plan = hot.autotune(model, x, allow=allowed, filter_fn=every, slowdown=1e9, **options)
-    names = [name for name in plan.layers[0].times if name != "plain"]
-    assert names == ["fast+int8", "fast", "custom 2"]
-    assert plan.layers[0].choice in names
-    plan.save(tmp_path / "plan.json")
-    plan = hot.Plan.load(tmp_path / "plan.json").override("0", forward="int8", forward_block=32)
-    hot.convert(model, overrides=plan.overrides(), filter_fn=every)
-    assert model[0].config.forward_block == 32 and model[0].config.basis == "sketch"
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""What measures a model leaves it as it was: autotune, advise, memory_report, calibrate."""
+"""What measures a model leaves it as it was: advise, memory_report, calibrate."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 MEASURES: dict[str, Callable[..., Any]] = {
     "advise": lambda model, x, loss: hot.advise(
         model, x, loss, "time", allow=["default"], progress=False
-    ),
-    "autotune": lambda model, x, loss: hot.autotune(
-        model, x, loss, "memory", allow=["default"], rounds=5, budget_ms=1, slowdown=1e9
     ),
     "memory_report": lambda model, x, loss: hot.memory_report(model, x, "fast", loss_fn=loss),
     "calibrate": lambda model, x, loss: paper.calibrate(model, [x, x], loss),
@@ -107,8 +104,8 @@ def test_bad_use(name: str, x: torch.Tensor) -> None:
     if name != "calibrate":
         with pytest.raises(ValueError, match="eval mode"):
             measure(Net().eval(), x, loss_of)
-    if name in ("advise", "autotune"):
-        with torch.device("meta"), pytest.raises(ValueError, match=f"meta device; {name} measures"):
+    if name == "advise":
+        with torch.device("meta"), pytest.raises(ValueError, match="meta device; advise measures"):
             measure(Net(), x, loss_of)
         with pytest.raises(ValueError, match=r"converted already \(up, down\); revert"):
             measure(hot.convert(Net()), x, loss_of)

@@ -26,8 +26,8 @@ from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
 from ..torch.bitsandbytes import is_8bit
 from ..torch.convert import decide
+from ..torch.memory import matplotlib_figure
 from ..torch.ops.conv import settings
-from ..torch.plan import matplotlib_figure, overrides_of
 from ..torch.probe import Call, gradients_seen, loss_of, preserve_state
 from ..torch.report import aligned, listed
 from ..torch.selection import Filter, products_of
@@ -72,7 +72,7 @@ class Selection:
 
     def overrides(
         self, config: ConfigLike | None = None, model: nn.Module | None = None
-    ) -> dict[str, HotConfig | None]:
+    ) -> dict[str, HotConfig]:
         """Layer name -> configuration, for ``convert(model, config, overrides=...)``.
 
         Args:
@@ -82,7 +82,22 @@ class Selection:
         Raises ValueError if ``model`` lacks layers of this selection; they are named.
         """
         base = self.config if config is None else as_config(config)
-        return overrides_of([(layer.name, layer.fields) for layer in self.layers], base, model)
+        names = [layer.name for layer in self.layers]
+        known = names if model is None else {name for name, _ in model.named_modules()}
+        if missing := [name for name in names if name not in known]:
+            assert model is not None
+            kinds = (nn.Linear, nn.Conv2d)
+            have = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+            raise ValueError(
+                f"selection: made for another model; {len(missing)} of its {len(names)} layers "
+                f"are not in this one: {listed(missing)} (this one has {listed(have)})"
+            )
+        return {
+            "".join(f"[{c}]" if c in "*?[" else c for c in layer.name): dataclasses.replace(
+                base, **layer.fields
+            )
+            for layer in self.layers
+        }
 
     def __str__(self) -> str:
         """A table with one line per layer: relative errors by scale, and the choice."""

@@ -12,7 +12,6 @@ from . import (
 )
 from .accumulation import gradient_accumulation
 from .advise import advise
-from .autotune import autotune
 from .convert import convert, revert
 from .custom import CustomBackward
 from .freeze import freeze_int8, thaw
@@ -24,7 +23,6 @@ from .ops import share_inputs
 from .ops.conv import conv2d
 from .ops.head import linear_cross_entropy
 from .ops.linear import linear
-from .plan import Plan
 from .recompute import recompute
 
 openmp.share()
@@ -43,8 +41,6 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "recompute",
     "policies",
     "advise",
-    "autotune",
-    "Plan",
     "freeze_int8",
     "thaw",
     "share_inputs",

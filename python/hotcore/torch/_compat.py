@@ -194,7 +194,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether this module, not its children, runs under ``torch.compile``.
 
     ``torch.compile(module)`` and ``module.compile()`` both set a private attribute. False without
-    these names; ``autotune(compiled=True)`` overrides it.
+    these names.
     """
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 

@@ -19,20 +19,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike, HotConfig
+from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
-from .autotune import allowed_configs, plain_device
-from .clocks import Clock, Step, device_name, spread, whole
+from .clocks import Clock, Measured, Step, device_name, spread, whole
 from .convert import convert, decide
 from .head import attach, detach
 from .memory import allocator_peak, kept_bytes, unallocated_in_pools
-from .plan import PLAIN, Measured
-from .probe import LossFn, loss_of, preserve_state
+from .modules import HotModule
+from .probe import LossFn, check_training, loss_of, preserve_state
 from .recompute import recompute
-from .report import REPORT, aligned
+from .report import REPORT, aligned, listed
 from .saved import revert_saved, saved_kind
 from .selection import Filter, candidates
 
+_PLAIN = "plain"
 _GOALS = {
     "time": ("least time", math.inf, math.inf, 0.97),
     "memory": ("least memory, at up to 1.5 of plain's time", 1.5, math.inf, 0.99),
@@ -179,8 +179,10 @@ def advise(
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.
-        inputs: as for :func:`autotune`, of the size of the training.
-        loss_fn: as for :func:`autotune`.
+        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
+            model, of the size of the training; with ``loss_fn`` any argument of it.
+        loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; by default the mean of every floating
+            output.
         goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``: the
             least product of the two, where neither is above plain torch's.
         compiled: False: eager; True: blocks compiled one by one (the whole model if no list of
@@ -188,7 +190,7 @@ def advise(
             the CPU False, on CUDA True and ``"reduce-overhead"``.
         step: called after each backward pass, inside of the time: ``optimizer.step``. The state of
             a torch optimizer is put back as the weights are, that of anything else is not.
-        allow: as for :func:`autotune`; memory's settings take the first.
+        allow: recipes or HotConfigs, the most promising first; memory's settings take the first.
         filter_fn: as for :func:`convert`.
         slower: as for :func:`convert`.
         budget: seconds. A setting that would not be done by then, judged by the one before, is a
@@ -211,7 +213,7 @@ def advise(
     if loss_fn is None and not isinstance(inputs, Tensor | tuple | Mapping):
         kind = type(inputs).__name__
         raise TypeError(f"inputs: {kind}; expected a Tensor, a tuple or a dict, or a loss_fn")
-    device, configs = plain_device(model, "advise"), allowed_configs(allow)
+    device, configs = _plain_device(model), _configs(allow)
     if any(_compat.is_compiled(module) for module in model.modules()):
         raise ValueError("model: compiled; pass it before torch.compile, and say how by compiled=")
     decide(model, filter_fn=filter_fn, slower=slower)  # raises where there is nothing to convert
@@ -232,6 +234,36 @@ def advise(
     machine = f"{device_name(device)}, torch {torch.__version__}, {words}"
     memory = "peak" if device.type == "cuda" else "kept"
     return Advice(tuple(map(trial.row, contenders)), goal, memory, machine)
+
+
+def _configs(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
+    """Name -> configuration."""
+    # A single name is a sequence of letters.
+    given: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
+    if not given:
+        raise ValueError("allow: empty; expected recipes or HotConfigs, e.g. ('default', 'fast')")
+    configs = [as_config(entry, f"allow[{i}]") for i, entry in enumerate(given)]
+    return {_name_of(config, place): config for place, config in enumerate(configs)}
+
+
+def _name_of(config: HotConfig, place: int) -> str:
+    """The recipe's, with what its forward is; else its place among those that are allowed."""
+    backward = dataclasses.replace(config, forward="plain", forward_in_eval=False)
+    if backward.name == "custom":
+        return f"custom {place}"
+    return backward.name if config.forward == "plain" else f"{backward.name}+int8"
+
+
+def _plain_device(model: nn.Module) -> torch.device:
+    """The device of a plain model that can be measured. Raises ValueError for another."""
+    check_training(model, "advise")
+    hot = [name for name, module in model.named_modules() if isinstance(module, HotModule)]
+    if hot:
+        raise ValueError(f"model: converted already ({listed(hot)}); revert() it first")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise ValueError("model: on the meta device; advise measures, so it needs a real one")
+    return device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,12 +326,22 @@ class _Trial:
         counts = (len([*own.children()]) for own in self.lists.values())
         return [math.ceil(contender.recomputed * count) for count in counts]
 
+    def leaves_layers(self, config: HotConfig | None) -> bool:
+        """Whether convert leaves layers plain that it expects to be slower."""
+        counts = [
+            len(decide(self.model, config, self.filter_fn, slower=slower).report.converted)
+            for slower in (self.slower, True)
+        ]
+        return counts[0] < counts[1]
+
     def contenders(
         self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
     ) -> list[_Contender]:
         """What to try, the most promising first."""
-        plain, (first, *others) = _Contender(PLAIN), [_Contender(*own) for own in configs.items()]
+        plain, (first, *others) = _Contender(_PLAIN), [_Contender(*own) for own in configs.items()]
         found, alone = [plain, first], plain
+        if self.leaves_layers(first.config):  # by a rule that knows one kind of GPU
+            found.append(first.but("all layers", options={"slower": True}))
         if self.loss_fn is not None and not attach(self.model):
             detach(self.model)
             heads = [each.but("head", options={"head": True}) for each in (plain, first)]

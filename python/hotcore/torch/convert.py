@@ -178,7 +178,7 @@ def decide(
             "layers out with filter_fn"
         )
     others = unconverted.matrices(model)
-    chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by a Plan, as a rule
+    chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by calibrate, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
     if not slow and nothing and not saved and not head:
         raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))

@@ -3,10 +3,10 @@
 The default filter of :func:`hotcore.torch.convert` uses it on CUDA. A linear layer's time per token
 is fitted by ``a I O + b I + c O + d``: the products, the passes over x and over g_y, and launches.
 The fit holds for many tokens in bf16. With few tokens the host limits the speed;
-:func:`hotcore.torch.autotune` measures that on your machine.
+:func:`hotcore.torch.advise` measures whole steps on your machine.
 
 Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, part grid
-(each time within 8 %). ``benchmarks/bench_autotune.py --fit`` prints the numbers; a test compares.
+(each time within 8 %). ``benchmarks/evidence/bench_rule.py --fit`` prints them; a test compares.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MIN_CUDA_FEATURES = 256
 plain torch's time), but take less time than the host needs to queue them; in eager mode the host
 needs 1.2 to 1.3 times plain torch's time (gpu-check's host rows)."""
 
-REPORT = "benchmarks/results/cuda-autotune.json"
-SOURCE = "one H200, bf16, 16384 tokens (hotcore.torch.autotune measures yours)"
+REPORT = "benchmarks/results/cuda-rule.json"
+SOURCE = "one H200, bf16, 16384 tokens (hotcore.torch.advise tries yours)"
 
 
 class _Fit(NamedTuple):

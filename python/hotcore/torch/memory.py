@@ -18,7 +18,6 @@ from torch import nn
 from ..config import ConfigLike, HotConfig, as_config
 from .clocks import Step, whole
 from .convert import convert, revert
-from .plan import draw_bars
 from .probe import Kept, LossFn, check_training, loss_of, preserve_state
 from .report import aligned
 from .saved import SavedCodes
@@ -96,12 +95,22 @@ class MemoryReport:
             before, after = types.get(module.type, (0, 0))
             types[module.type] = (before + module.before, after + module.after)
         names = sorted(types, key=lambda name: max(types[name]), reverse=True)
-        series = {
-            label: [(types[name][i] / _MIB,) * 3 for name in names]
-            for i, label in enumerate(("before", "after"))
-        }
+        height = 1.2 + 0.66 * len(names)
+        figure = matplotlib_figure()(figsize=(8, height), layout="constrained")
+        axis = figure.subplots()
+        for i, (label, color) in enumerate({"before": "#888888", "after": None}.items()):
+            places = [place + 0.4 * i - 0.2 for place in range(len(names))]
+            values = [types[name][i] / _MIB for name in names]
+            bars = axis.barh(places, values, 0.36, label=label, color=color)
+            axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlabel("kept for backward, MiB")
         title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
-        draw_bars(path, names, series, "kept for backward, MiB", title + self.changes)
+        axis.set_title(title + self.changes, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend()
+        figure.savefig(path, dpi=130)
 
 
 def memory_report(
@@ -210,3 +219,12 @@ def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
 def _amounts(before: int, after: int) -> tuple[str, str, str]:
     share = f"{after / before:.3f}" if before else "-"
     return f"{before / _MIB:.2f}", f"{after / _MIB:.2f}", share
+
+
+def matplotlib_figure() -> Any:
+    """matplotlib's Figure, which needs no display; an ImportError says how to install it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
+    return Figure

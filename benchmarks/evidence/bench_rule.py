@@ -1,18 +1,17 @@
-"""Layers plain and with each recipe, by hot.autotune, and the default filter's rule on CUDA.
+"""Layers plain and with each recipe, and the default filter's rule on CUDA, which is their fit.
 
-    python benchmarks/bench_autotune.py --device cuda
-    python benchmarks/bench_autotune.py --fit benchmarks/results/cuda-autotune.json
+    python -m benchmarks.evidence.bench_rule --device cuda
+    python -m benchmarks.evidence.bench_rule --fit benchmarks/results/cuda-rule.json
 
-Linear layers and 1x1 convolutions by features and tokens, trained and frozen weights: what the rule
-of hotcore.torch.gains is fitted to. All under bf16 autocast with fp32 weights (on the CPU: toy
-sizes, fp32). The report also holds the fit of the times: see ``fit``.
+Forward and backward of linear layers and 1x1 convolutions by features and tokens, trained and
+frozen weights, one layer at a time: what the rule of hotcore.torch.gains is fitted to. All under
+bf16 autocast with fp32 weights (on the CPU: toy sizes, fp32). The report holds the fit, too.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 import timing
 import torch
 from hotcore.torch import gains
-from torch import nn
+from torch import Tensor, nn
 from training import cleaned
 
 RECIPES = ("accurate", "default", "fast")
@@ -37,77 +36,64 @@ POINTWISE = (  # a ResNet-50's, and an EfficientFormer-L7's: channels in, out, p
 )  # fmt: skip
 FIT_TOKENS = 16384
 
-
-class Layers(nn.Module):
-    """Parallel layers, each with its own x."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        pairs = zip(self.layers, inputs, strict=True)
-        return torch.stack([layer(x).mean().float() for layer, x in pairs]).sum()
+Case = Iterator[tuple[str, nn.Module, Tensor]]
+"""In words, a layer, its x."""
 
 
-def autocast(device: str) -> Any:
-    return torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
+def cases(device: str) -> dict[str, Case]:
+    cuda = device == "cuda"
+    like = {"device": device, "dtype": torch.bfloat16 if cuda else torch.float32}
 
-
-def content_of(plan: hot.Plan, seconds: float) -> dict[str, Any]:
-    """The measurements, each kind of work once."""
-    rows: dict[Any, dict[str, Any]] = {}
-    for layer in plan.layers:
-        key = (layer.shape, tuple(layer.times.items()))
-        row = rows.setdefault(key, {"layer": layer.name, "shape": layer.shape, "count": 0})
-        row["count"] += 1
-        row["times"] = {
-            name: [t.median_ms, t.q1_ms, t.q3_ms, t.kept_bytes] for name, t in layer.times.items()
-        }
-        row |= {"choice": layer.choice, "reason": layer.reason}
-    rest = {"rows": list(rows.values()), "seconds": seconds}
-    return {"machine": plan.machine, "objective": plan.objective, **rest}
-
-
-def grid(args: Any) -> dict[str, Any]:
-    cuda = args.device == "cuda"
-    like = {"device": args.device, "dtype": torch.bfloat16 if cuda else torch.float32}
-
-    def linears(tokens: int, trained: bool) -> Any:
+    def linears(tokens: int, trained: bool) -> Case:
         for ins, outs in FEATURES if cuda else FEATURES[:2]:
-            layer = nn.Linear(ins, outs, device=args.device)
+            layer = nn.Linear(ins, outs, device=device)
             layer.weight.requires_grad_(trained)
-            yield layer, torch.randn(tokens, ins, **like).requires_grad_()
+            yield f"Linear {outs} x {ins}", layer, torch.randn(tokens, ins, **like)
 
-    def convolutions(memory_format: torch.memory_format) -> Any:
+    def convolutions(memory_format: torch.memory_format) -> Case:
         for ins, outs, side in POINTWISE if cuda else ((64, 64, 8),):
-            layer = nn.Conv2d(ins, outs, 1, bias=False, device=args.device)
+            layer = nn.Conv2d(ins, outs, 1, bias=False, device=device)
             x = torch.randn(128 if cuda else 2, ins, side, side, **like)
-            x = x.contiguous(memory_format=memory_format).requires_grad_()
-            yield layer.to(memory_format=memory_format), x
+            x = x.contiguous(memory_format=memory_format)
+            yield f"Conv2d 1x1 {outs} x {ins}", layer.to(memory_format=memory_format), x
 
-    cases: dict[str, Any] = {}
+    out: dict[str, Case] = {}
     for tokens in TOKENS if cuda else (256,):
-        cases[f"linear, {tokens} tokens"] = lambda n=tokens: linears(n, True)
-        cases[f"linear, {tokens} tokens, weight frozen"] = lambda n=tokens: linears(n, False)
-    cases["1x1, NCHW"] = lambda: convolutions(torch.contiguous_format)
-    cases["1x1, channels_last"] = lambda: convolutions(torch.channels_last)
-    out: dict[str, Any] = {}
-    for name, make in cases.items():
-        with cleaned(args.device), autocast(args.device):
-            print(name)
-            start = time.perf_counter()
-            layers, inputs = zip(*make(), strict=True)
-            # The step says nothing here: the device limits the layers, as in a large model.
-            plan = hot.autotune(
-                Layers(layers), inputs, None, allow=RECIPES, filter_fn=lambda *_: True,
-                verify=False, clock="device", rounds=max(5, args.rounds), budget_ms=100.0,
-            )  # fmt: skip
-            seconds = time.perf_counter() - start
-            print(f"{plan}\n  {seconds:.1f} s\n", flush=True)
-            out[name] = content_of(plan, seconds)
-            del layers, inputs
+        out[f"linear, {tokens} tokens"] = linears(tokens, True)
+        out[f"linear, {tokens} tokens, weight frozen"] = linears(tokens, False)
+    out["1x1, NCHW"] = convolutions(torch.contiguous_format)
+    out["1x1, channels_last"] = convolutions(torch.channels_last)
     return out
+
+
+def passes(layer: nn.Module, x: Tensor, cuda: bool) -> Callable[[], object]:
+    """Forward and backward of a layer, as it stands under autocast."""
+    x = x.detach().requires_grad_()
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+
+    def forward() -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=cuda):
+            y: Tensor = layer(x)
+        return y
+
+    gy = torch.randn_like(forward())
+    return lambda: torch.autograd.grad(forward(), wanted, gy)
+
+
+def row_of(name: str, layer: nn.Module, x: Tensor, args: Any) -> dict[str, Any]:
+    """Median and quartiles of each recipe, in turns with the plain layer."""
+    cuda = args.device == "cuda"
+    calls = {"plain": passes(layer, x, cuda)}
+    for recipe in RECIPES:
+        alone = nn.Sequential(layer)  # convert changes children
+        hot.convert(alone, recipe, lambda *_: True, slower=True)
+        calls[recipe] = passes(alone[0], x, cuda)
+    rows = timing.in_turns(calls, args.rounds, args.device)
+    keys = ("median_ms", "q1_ms", "q3_ms")
+    return {
+        "shape": name,
+        "times": {name: [row[key] for key in keys] for name, row in rows.items()},
+    }
 
 
 # ---- the fit ----
@@ -163,7 +149,7 @@ def show(fits: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "autotune")
+    parser = timing.arguments(__doc__, "rule")
     parser.set_defaults(rounds=10)
     parser.add_argument("--fit", type=Path, help="print the fit of a report, measure nothing")
     args = timing.begin(parser, argv)
@@ -171,10 +157,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = json.loads(args.fit.read_text())
         show({"trained": fit(found), "frozen": fit(found, False)})
         return
-    content: dict[str, Any] = {"grid": grid(args)}
+    content: dict[str, Any] = {"grid": {}}
+    for case, layers in cases(args.device).items():
+        print(case, flush=True)
+        content["grid"][case] = {"rows": []}
+        for name, layer, x in layers:
+            with cleaned(args.device):
+                row = row_of(name, layer, x, args)
+            plain, *others = (f"{name} {times[0]:.4g}" for name, times in row["times"].items())
+            print(f"  {name:28s} {plain} ms, {', '.join(others)}", flush=True)
+            content["grid"][case]["rows"].append(row)
     if args.device == "cuda":
         content["fit"] = {"trained": fit(content), "frozen": fit(content, False)}
-    timing.write(args, "autotune", content)
+    timing.write(args, "rule", content)
     show(content.get("fit", {}))
 
 
