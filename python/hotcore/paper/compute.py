@@ -167,7 +167,7 @@ def compute_report(
     """
     layers = dict(candidates(model))
     watch = probe.Watch(layers)
-    with preserve_state(model), torch.no_grad(), probe.eagerly(), watch.on():
+    with preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         probe.output_of(model, inputs)
     configs = _configs(layers)
     last = "as converted"

@@ -52,7 +52,7 @@ class LayerErrors:
     name: str
     gx_error: Mapping[str, float]
     gw_error: Mapping[str, float]
-    fields: Mapping[str, str]
+    fields: Mapping[str, Any]
     pattern: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:

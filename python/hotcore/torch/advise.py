@@ -326,7 +326,7 @@ class _Trial:
         counts = (len([*own.children()]) for own in self.lists.values())
         return [math.ceil(contender.recomputed * count) for count in counts]
 
-    def leaves_layers(self, config: HotConfig | None) -> bool:
+    def leaves_layers(self, config: HotConfig) -> bool:
         """Whether convert leaves layers plain that it expects to be slower."""
         counts = [
             len(decide(self.model, config, self.filter_fn, slower=slower).report.converted)
@@ -340,7 +340,7 @@ class _Trial:
         """What to try, the most promising first."""
         plain, (first, *others) = _Contender(_PLAIN), [_Contender(*own) for own in configs.items()]
         found, alone = [plain, first], plain
-        if self.leaves_layers(first.config):  # by a rule that knows one kind of GPU
+        if self.leaves_layers(next(iter(configs.values()))):  # by a rule that knows one kind of GPU
             found.append(first.but("all layers", options={"slower": True}))
         if self.loss_fn is not None and not attach(self.model):
             detach(self.model)

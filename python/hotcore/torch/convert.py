@@ -302,7 +302,7 @@ def _dry_run(
 ) -> tuple[dict[str, probe.LayerUse], int]:
     """How a forward pass uses every layer, and the pass's multiply-adds."""
     watch = probe.Watch(dict(layers))
-    with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch.on():
+    with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         total = probe.total_macs(lambda: probe.output_of(model, inputs))
     return watch.uses, total
 

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,6 @@ class LayerUse:
     """Multiply-adds."""
     bypassed: bool = False
     """Its weight was multiplied outside of the layer's own forward."""
-    kept_bytes: float = 0.0
-    """Bytes kept for backward by this layer alone; layers that keep the same tensor share them."""
-    sharers: int = 1
-    """Number of layers with the same x, this one included."""
 
 
 class Kept:
@@ -82,22 +79,18 @@ class Kept:
         """Count inside; without gradients nothing is kept."""
         with ExitStack() as stack:
             for name, module in self.modules.items():
-                before = module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-                after = module.register_forward_hook(self._leave(name), always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                enter, leave = partial(self._enter, name), self._leave
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
             stack.enter_context(hooks)
             yield
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._inside.append(name)
+    def _enter(self, name: str, *_: Any) -> None:
+        self._inside.append(name)
 
-    def _leave(self, name: str) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            self._inside.pop()
-
-        return leave
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # Detached: an output would keep its own graph alive, because no backward pass frees it.
@@ -114,22 +107,31 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class Watch(Kept, TorchFunctionMode):
-    """Observes how layers of a model are used inside of :meth:`on`."""
+class Watch(TorchFunctionMode):
+    """Observes, as a context, how a forward pass uses layers; tensors are not held."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        """Observe these layers, by name; their parameters exist anyway."""
-        own = (p for layer in layers.values() for p in layer._parameters.values() if p is not None)
-        super().__init__(layers, own)
+        """Observe these layers, by name."""
+        super().__init__()
+        self.layers = layers
         self.uses = {name: LayerUse() for name in layers}
-        self._inputs: dict[int, set[str]] = {}
+        self._inside: list[str] = []
+        self._hooks = ExitStack()
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Observe everything that runs inside."""
-        with super().on(), self:
-            yield
-        self._share_bytes()
+    def __enter__(self) -> Watch:
+        """Hook the layers."""
+        for name, layer in self.layers.items():
+            before = layer.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+            after = layer.register_forward_hook(self._leave(name), always_call=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(after.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]  # so in torch
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Remove the hooks."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # so in torch
+        self._hooks.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -138,7 +140,7 @@ class Watch(Kept, TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _PRODUCTS:
             ids = {id(tensor) for tensor in (*args, *kwargs.values()) if tensor is not None}
-            for name, layer in self.modules.items():
+            for name, layer in self.layers.items():
                 if id(layer._parameters.get("weight")) in ids and name not in self._inside:
                     self.uses[name].bypassed = True
         return func(*args, **kwargs)
@@ -147,12 +149,8 @@ class Watch(Kept, TorchFunctionMode):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inside.append(name)
             x = input_of(args, kwargs)
-            if x is None:
-                return
-            self.uses[name].calls.append(Call.of(x))
-            if torch.is_grad_enabled():  # else nothing is kept
-                self._tensors.append(x)
-                self._inputs.setdefault(_storage(x), set()).add(name)
+            if x is not None:
+                self.uses[name].calls.append(Call.of(x))
 
         return enter
 
@@ -164,16 +162,6 @@ class Watch(Kept, TorchFunctionMode):
                 self.uses[name].macs += macs(module, first)
 
         return leave
-
-    def _share_bytes(self) -> None:
-        for size, keepers in self.keepers.values():
-            if "" not in keepers:  # tensors that others keep exist without the layer, too
-                for name in keepers:
-                    self.uses[name].kept_bytes += size / len(keepers)
-        for names in self._inputs.values():
-            for name in names:
-                self.uses[name].sharers = max(self.uses[name].sharers, len(names))
-        self._tensors.clear()
 
 
 def macs(layer: nn.Module, output: Tensor) -> int:
