@@ -488,9 +488,8 @@ PAYS = {
     "llama_lora": "compiled",
 }
 """Model -> how it is run, its rival too."""
-EARLIER = "cuda-steps-earlier.json"
-"""What was measured step by step, a synchronisation before and after each, and not again since."""
 CONVOLUTION = "cuda-convolution.json"
+RIVALS_REPORT = "cuda-rivals.json"
 PAYS_FP8 = ("llama_blocks_2k", "vit_b")
 REFERENCE = "bf16 compiled"
 BUDGETS = (0.7, 0.5, 0.3, 0.2)
@@ -598,13 +597,15 @@ def pays(results: Path) -> Lines:
             words = ", CUDA graphs" if how == "reduce-overhead" else ""
             title, rows = f"step of {models[model]['title']}", models[model]["rows"]
             yield title + words, bf16 + words, steps_of(rows, how, f"bf16 {how}")
-            if model == "llama_blocks_2k":
-                long = report(EARLIER)["steps"]["llama_blocks"]["rows"]
-                yield "the same, one sequence of 8192", bf16, steps_of(long, "compiled", REFERENCE)
             eight = "FP8 tensorwise compiled"
             figures = steps_of(rows, "compiled", eight)
             if model in PAYS_FP8 and any(figures.values()):
                 yield f"{title}, compiled", f"torchao {eight}", figures
+            if model == "llama_blocks_2k":
+                rows = report(RIVALS_REPORT)["steps"][model]["rows"]
+                for rival, words in ((REFERENCE, bf16), (eight, f"torchao {eight}")):
+                    figures = steps_of(rows, "compiled", rival)
+                    yield f"step of two of {llama}'s blocks, on an H100", words, figures
         for entry in (models["vit_b"], less):
             for words, suffix in PAYS_LESS_MEMORY.items():
                 figures = steps_of(entry["rows"], suffix, REFERENCE)

@@ -24,6 +24,7 @@ TITLES = {
     "gpt-massive": "GPT, a massive first token",
     "gpt": "GPT, text",
     "bert": "BERT, text",
+    "llama": "Llama, text",
     "images-vit": "small ViT, photographs",
     "images-vit-s": "ViT-S's blocks, photographs",
     "images-vit-b": "ViT-B's blocks, photographs",

@@ -1,6 +1,6 @@
 """The tasks that every method is trained on, and the methods, table by table.
 
-Two are the README's (examples/train_lib); the others are a masked text model, and images
+Two are the README's (examples/train_lib); the others are a masked text model, a Llama, and images
 (photographs' tiles, CIFAR, a folder) with a ViT, a ResNet-18 and EfficientFormer-L1.
 """
 
@@ -24,7 +24,7 @@ from models import mend_torchvision
 from timing import facts_of, resumed
 from torch import Tensor, nn
 from train_lib import images, training
-from train_lib.data import MaskedText
+from train_lib.data import MaskedText, StdlibText
 from train_lib.models import SmallGPT, SmallViT
 
 README = ("vit", "gpt")
@@ -38,7 +38,7 @@ CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
 IMAGES = (*VITS, *CONVOLUTIONS)
 MASSIVE = "gpt-massive"
 """The README's GPT, fine-tuned after a massive first token was grafted into it."""
-TASKS = (*README, "bert", MASSIVE, *IMAGES)
+TASKS = (*README, "bert", "llama", MASSIVE, *IMAGES)
 RECIPES = ("default", "fast", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
 TABLES = ("rivals", "ablations", "finetune")
@@ -382,6 +382,11 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
         title = "Small BERT, Python's standard library"
         build = functools.partial(SmallGPT, text.VOCAB, context=text.CONTEXT, causal=False)
         return training.Task(name, title, text, build, 3e-3, 600, 16)
+    if name == "llama":
+        characters = StdlibText()
+        title = "Small Llama, Python's standard library"
+        llama = functools.partial(Llama, characters.VOCAB)
+        return training.Task(name, title, characters, llama, 3e-3, 500, 16, _in_net)
     if name not in IMAGES:
         raise ValueError(f"tasks: {name!r} is none of {', '.join(TASKS)}")
     data = images.load_images(where)
@@ -395,6 +400,30 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
         return training.Task(name, title, data, net, 2e-3, 300, 64, _in_layers)
     efficient = functools.partial(_efficientformer, data.classes)
     return training.Task(name, title, data, efficient, 1e-3, 300, 32, _in_stages)
+
+
+class Llama(nn.Module):
+    """transformers' Llama: RMSNorm, rotary embedding, grouped queries, SwiGLU, tied weights."""
+
+    def __init__(self, vocab: int, width: int = 128, depth: int = 3, heads: int = 4) -> None:
+        super().__init__()
+        mend_torchvision()
+        package: Any = importlib.import_module("transformers")
+        config = package.LlamaConfig(
+            vocab_size=vocab, hidden_size=width, intermediate_size=3 * width,
+            num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=heads // 2,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        self.net = package.LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``tokens [batch, length]`` to logits ``[batch, length, vocab]``."""
+        logits: Tensor = self.net(tokens, use_cache=False).logits
+        return logits
+
+
+def _in_net(module: nn.Module, name: str) -> bool:
+    return name.startswith("net.model.layers.")
 
 
 def _efficientformer(classes: int) -> nn.Module:
