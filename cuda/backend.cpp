@@ -235,6 +235,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
       return run_small_gemms(context, step, memory);
     case Kernel::wgmma_128x128:
     case Kernel::wgmma_128x192:
+    case Kernel::wgmma_128x256:
     case Kernel::wgmma_stream_k:
     case Kernel::wgmma_rows:
       return run_wgmma(context, step, memory);

@@ -134,6 +134,7 @@ struct Sm90Gemm {
     constexpr Sm90Kernel kernel = by_k            ? Sm90Kernel::rows
                                   : stream_k      ? Sm90Kernel::stream_k
                                   : tile_n == 192 ? Sm90Kernel::tile_128x192
+                                  : tile_n == 256 ? Sm90Kernel::tile_128x256
                                                   : Sm90Kernel::tile_128x128;
     constexpr DType out = cute::is_same_v<Out, float>             ? DType::f32
                           : cute::is_same_v<Out, cutlass::half_t> ? DType::f16
@@ -157,6 +158,10 @@ template <class Out, Sm90Output output>
 using WidePingpong =
     Sm90Gemm<Out, output, 192, AlongM, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
              cutlass::epilogue::TmaWarpSpecialized>;
+template <class Out, Sm90Output output>
+using Cooperative =
+    Sm90Gemm<Out, output, 256, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+             cutlass::epilogue::TmaWarpSpecializedCooperative>;
 template <class Out, Sm90Output output>
 using StreamK =
     Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,

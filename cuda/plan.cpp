@@ -25,6 +25,9 @@ constexpr Thresholds h200 = {900,
                              32,
                              94,
                              100,
+                             2048,
+                             94,
+                             100,
                              8,
                              3};
 
@@ -85,6 +88,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"gemm_small_kernel", "gemm_small.cu", false},
     {"wgmma 128x128", "gemm_int8_sm90.cuh", false},
     {"wgmma 128x192", "gemm_int8_sm90.cuh", false},
+    {"wgmma 128x256", "gemm_int8_sm90.cuh", false},
     {"wgmma stream-K", "gemm_int8_sm90.cuh", false},
     {"wgmma rows", "gemm_int8_sm90_rows.cuh", false},
     {"tile_kernel 128x256x128", "gemm_sm80.cuh", false},

@@ -324,6 +324,7 @@ enum class Kernel : std::uint8_t {
   gemm_small,
   wgmma_128x128,
   wgmma_128x192,
+  wgmma_128x256,
   wgmma_stream_k,
   wgmma_rows,
   mma_128x256x128,  // mma.sync: the tiles of gemm_sm80_plan.h, in their order

@@ -10,7 +10,7 @@ namespace hot::detail::plan {
 
 namespace {
 
-constexpr std::int64_t wgmma_tile = 128, wgmma_wide_tile = 192;
+constexpr std::int64_t wgmma_tile = 128, wgmma_wide_tile = 192, wgmma_large_tile = 256;
 
 // Why rows of a product's operands or of its result take no 16 bytes at once.
 Reason why_not_vectors(const ProductShape& p) {
@@ -79,7 +79,7 @@ Sm90Plan stream_k_plan(const DeviceFacts& facts, std::int64_t tiles) {
 }
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
-                         bool has_wide) {
+                         bool has_wide, bool has_large) {
   const Thresholds& t = thresholds(facts);
   const int sm_count = facts.sm_count;
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
@@ -94,11 +94,17 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   // cost more waves than it saves. Clusters are whole: two tiles along N, or along M.
   const auto waves = [&](std::int64_t count) { return ceil_div(count, sm_count); };
   const std::int64_t usual = waves(tiles_m * round_up(tiles_n, 2)) * wgmma_tile;
-  const std::int64_t wide =
-      waves(round_up(tiles_m, 2) * ceil_div(n, wgmma_wide_tile)) * wgmma_wide_tile;
+  const auto time_of = [&](std::int64_t tile_n) {
+    return waves(round_up(tiles_m, 2) * ceil_div(n, tile_n)) * tile_n;
+  };
+  const std::int64_t wide = time_of(wgmma_wide_tile);
   if (has_wide && std::min(tiles_m, tiles_n) < t.narrow_tiles && m >= n &&
       wide * t.wide_gain <= usual * t.wide_gain_of) {
     return {Kernel::wgmma_128x192, {sm_count, false, 1, 1}};
+  }
+  if (has_large && k >= t.large_min_k &&
+      time_of(wgmma_large_tile) * t.large_gain <= usual * t.large_gain_of) {
+    return {Kernel::wgmma_128x256, {sm_count, true, 2, 1}};
   }
   const int swizzle = swizzle_of(t, tiles_m, tiles_n);
   return {Kernel::wgmma_128x128, {sm_count, swizzle > 1 || n > m, swizzle, 1}};
@@ -109,11 +115,14 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
 bool has_wide(const ProductShape& p) {
   return !p.accumulate && (p.out.dtype == DType::bf16 || (p.out.dtype == DType::f32 && !p.bias));
 }
+bool has_large(const ProductShape& p) {
+  return p.out.dtype != DType::f16 && !(p.out.dtype == DType::f32 && p.bias);
+}
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
   if (p.by_rows) return {Kernel::wgmma_rows, stream_k_plan(facts, wgmma_tiles(p.m, p.n))};
-  const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p));
+  const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p), has_large(p));
   // Without a stream-K instance the tiles keep its order.
   if (choice.kernel == Kernel::wgmma_stream_k && !has_stream_k(p)) {
     return {Kernel::wgmma_128x128, choice.plan};
@@ -392,7 +401,7 @@ std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_
   if (m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX) {
     const WgmmaChoice choice =
         by_rows ? WgmmaChoice{Kernel::wgmma_stream_k, stream_k_plan(facts, wgmma_tiles(m, n))}
-                : wgmma_choice(facts, m, n, k, false);
+                : wgmma_choice(facts, m, n, k, false, false);
     if (choice.kernel == Kernel::wgmma_stream_k) {
       bytes += facts.queries->stream_k_workspace(m, n, k, choice.plan);
     }

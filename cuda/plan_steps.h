@@ -43,6 +43,8 @@ struct Thresholds {
   int max_splits;               // of a contraction, in equal shares
   std::int64_t narrow_tiles;    // an operand of fewer is narrow, where a wider tile may gain
   int wide_gain, wide_gain_of;  // a wider tile's time for the same work, of the usual one's
+  std::int64_t large_min_k;     // where a tile of 128 x 256 may gain: its epilogue hides nothing
+  int large_gain, large_gain_of;
   int max_swizzle;              // tiles of a stripe
   int stripe_waste;             // tiles added by rounding to whole stripes, in percent
 };
