@@ -267,7 +267,7 @@ class _Trial:
     """Why a contender is not measured, or not any more."""
 
     @functools.cached_property
-    def lists(self) -> dict[str, nn.Module]:
+    def lists(self) -> dict[str, list[nn.Module]]:
         """The outermost lists of blocks of one class, if most layers are in them.
 
         None in a model with batch norms: one that is recomputed would count every batch twice, and
@@ -275,7 +275,7 @@ class _Trial:
         """
         if any(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in self.model.modules()):
             return {}
-        found: dict[str, nn.Module] = {}
+        found: dict[str, list[nn.Module]] = {}
 
         def inside(name: str) -> bool:
             return any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -285,14 +285,13 @@ class _Trial:
             alike = len(children) > 1 and len({type(child) for child in children}) == 1
             listed = isinstance(module, nn.ModuleList | nn.Sequential) and not inside(name)
             if alike and listed and any(True for _ in children[0].children()):
-                found[name] = module
+                found[name] = children
         layers = [inside(name) for name, _ in candidates(self.model)]
         return found if 2 * sum(layers) >= len(layers) else {}
 
-    def ends(self, contender: _Contender) -> list[int]:
-        """How many blocks of each list are recomputed."""
-        counts = (len([*own.children()]) for own in self.lists.values())
-        return [math.ceil(contender.recomputed * count) for count in counts]
+    def recomputed(self, contender: _Contender) -> list[list[nn.Module]]:
+        """The blocks of each list that are recomputed."""
+        return [own[: math.ceil(contender.recomputed * len(own))] for own in self.lists.values()]
 
     def contenders(
         self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
@@ -358,7 +357,7 @@ class _Trial:
             stack.enter_context(preserve_state(model))
             if contender.budget is not None:
                 stack.enter_context(_compat.memory_budget(contender.budget))
-            blocks = [block for blocks in self.lists.values() for block in blocks.children()]
+            blocks = [block for own in self.lists.values() for block in own]
             if contender.config is not None or contender.options:
                 stack.callback(revert_saved, model)
                 stack.callback(detach, model)
@@ -369,8 +368,7 @@ class _Trial:
                 if not report.converted and not contender.options:
                     raise ValueError("no layer converted: all would be slower (slower=True)")
             if contender.recomputed:
-                ends = zip(self.lists.values(), self.ends(contender), strict=True)
-                some = [block for own, end in ends for block in [*own.children()][:end]]
+                some = [block for own in self.recomputed(contender) for block in own]
                 stack.callback(recompute(some).remove)
             if way is not None:
                 torch.compiler.reset()
@@ -411,8 +409,8 @@ class _Trial:
         if contender.recomputed:
             some = blocks
             if contender.recomputed < 1:
-                ends = zip(blocks, self.ends(contender), strict=True)
-                some = [f"{name}[:{end}]" for name, end in ends]
+                parts = zip(blocks, self.recomputed(contender), strict=True)
+                some = [f"{name}[:{len(own)}]" for name, own in parts]
             lines.append(f"hot.recompute({_all_of(some)})")
         if contender.budget is not None:
             lines.append("import torch._functorch.config")
