@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,22 +83,18 @@ class Kept:
         """Count inside; without gradients nothing is kept."""
         with ExitStack() as stack:
             for name, module in self.modules.items():
-                before = module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-                after = module.register_forward_hook(self._leave(name), always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
             stack.enter_context(hooks)
             yield
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._inside.append(name)
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside.append(name)
 
-    def _leave(self, name: str) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            self._inside.pop()
-
-        return leave
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # Detached: an output would keep its own graph alive, because no backward pass frees it.
@@ -143,27 +140,21 @@ class Watch(Kept, TorchFunctionMode):
                     self.uses[name].bypassed = True
         return func(*args, **kwargs)
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside.append(name)
-            x = input_of(args, kwargs)
-            if x is None:
-                return
-            self.uses[name].calls.append(Call.of(x))
-            if torch.is_grad_enabled():  # else nothing is kept
-                self._tensors.append(x)
-                self._inputs.setdefault(_storage(x), set()).add(name)
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        super()._enter(name, module, args, kwargs)
+        x = input_of(args, kwargs)
+        if x is None:
+            return
+        self.uses[name].calls.append(Call.of(x))
+        if torch.is_grad_enabled():  # else nothing is kept
+            self._tensors.append(x)
+            self._inputs.setdefault(_storage(x), set()).add(name)
 
-        return enter
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._inside.pop()
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, Tensor):
-                self.uses[name].macs += macs(module, first)
-
-        return leave
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave(name, module, args, output)
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            self.uses[name].macs += macs(module, first)
 
     def _share_bytes(self) -> None:
         for size, keepers in self.keepers.values():
@@ -227,18 +218,15 @@ def gradients_seen(
     ``x()`` gives x, and raises RuntimeError where it was written after the call.
     """
 
-    def follow(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.requires_grad:
-                x = input_of(args, kwargs)
-                about = (name, module, Call.of(x), _unwritten(x, name))
-                output.register_hook(lambda gy: see(*about, gy.detach()))  # type: ignore[no-untyped-call]  # so in torch
-
-        return hook
+    def follow(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            x = input_of(args, kwargs)
+            about = (name, module, Call.of(x), _unwritten(x, name))
+            output.register_hook(lambda gy: see(*about, gy.detach()))  # type: ignore[no-untyped-call]  # so in torch
 
     with ExitStack() as stack:
         for name, layer in layers.items():
-            handle = layer.register_forward_hook(follow(name), with_kwargs=True)
+            handle = layer.register_forward_hook(partial(follow, name), with_kwargs=True)
             stack.callback(handle.remove)
         yield
 
