@@ -665,7 +665,10 @@ def backward_linear(
     tokens, out_features = math.prod(grad.shape[:-1]), grad.shape[-1]
     saved = saved_or_x if isinstance(saved_or_x, Saved) else None
     if saved is None and "gw" in wanted:
-        saved = _compressed(saved_or_x, config, key)
+        if saved_or_x is None:
+            raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
+        _matrix(operand(saved_or_x, "saved_or_x"), at_least=True)  # so that messages have its name
+        saved = compress_activation(saved_or_x, config, key=0 if key is None else key)
     if saved is not None and saved.tokens != tokens:
         raise ValueError(f"saved_or_x: {saved.tokens} tokens; gy has {tokens}")
     settings = as_config(config) if config is not None else saved.config if saved else HotConfig()
@@ -860,10 +863,3 @@ def _gemm(
         left.workspace(_core.gemm_workspace, *shape, depth),
     )
     return _result(left, target, out)
-
-
-def _compressed(x: Array | None, config: ConfigLike | None, key: KeyLike | None) -> Saved:
-    if x is None:
-        raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
-    _matrix(operand(x, "saved_or_x"), at_least=True)  # so that messages have its name
-    return compress_activation(x, config, key=0 if key is None else key)

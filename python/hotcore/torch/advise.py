@@ -112,7 +112,9 @@ class Advice:
         # Of what cannot be told apart by the goal, the best for both; of that, torch's own.
         for goal in (self.goal, "both"):
             least = min((own for _, own in found), key=functools.partial(_cost, goal), default=None)
-            found = [(row, own) for row, own in found if least and _alike(goal, own, least)]
+            if least is not None:
+                share, most_cost = _GOALS[goal][-1], _cost(goal, least, 1)
+                found = [pair for pair in found if share * _cost(goal, pair[1], -1) <= most_cost]
         found.sort(key=lambda pair: (not pair[0].plain, _cost("both", pair[1])))
         return found[0][0] if found else None
 
@@ -480,8 +482,3 @@ def _shown(contenders: Sequence[_Contender], progress: bool) -> Iterator[_Conten
 def _cost(goal: str, own: Measured, spreads: int = 0) -> float:
     ms = max(0.0, own.median_ms + spreads * own.spread_ms)
     return ms ** (goal != "memory") * float(own.kept_bytes) ** (goal != "time")
-
-
-def _alike(goal: str, own: Measured, least: Measured) -> bool:
-    """Whether it cannot be told from the least."""
-    return _cost(goal, least, 1) >= _GOALS[goal][-1] * _cost(goal, own, -1)
