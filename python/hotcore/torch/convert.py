@@ -399,7 +399,7 @@ def _measures(
         "macs": uses[fqn].macs if fqn in uses else None,
         "expected_time": None
         if is_8bit(module)  # not measured
-        else gains.expected_time(*facts_of(module, config, device)),
+        else gains.expected_time(facts_of(module, config, device)),
     }
 
 

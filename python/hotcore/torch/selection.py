@@ -267,14 +267,12 @@ def why_slow(
         own = configs[fqn]
         if own is None or isinstance(module, HotModule) or is_8bit(module):
             continue  # the time of 8-bit layers was not measured; they gain memory
-        if why := gains.why_slow(*facts_of(module, own, device)):
+        if why := gains.why_slow(facts_of(module, own, device)):
             found[fqn] = why
     return found
 
 
-def facts_of(
-    module: nn.Module, config: HotConfig, device: str
-) -> tuple[bool | None, int, int, HotConfig, str, bool]:
-    """What :mod:`.gains` asks of a layer."""
+def facts_of(module: nn.Module, config: HotConfig, device: str) -> gains.Facts:
+    """What the time of a layer depends on."""
     sizes = (products_of(module, config, device), *features_of(module))
-    return *sizes, config, device, is_frozen(module)
+    return gains.Facts(*sizes, config, device, is_frozen(module))
