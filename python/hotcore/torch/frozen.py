@@ -76,6 +76,9 @@ class ReadOnly(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self._written(value)
+
+    def _written(self, values: Tensor) -> Tensor:
         raise RuntimeError(f"data: {_READ_ONLY}")
 
     def detach(self) -> Tensor:
@@ -126,6 +129,14 @@ class ReadOnly(Tensor):
         return _read_only(found, made)
 
 
+def _thawing(name: str) -> Any:
+    def change(weight: FrozenWeight, other: Any) -> Tensor:
+        """Thaw the layer and change its weight; that, as a plain tensor."""
+        return weight._written(getattr(weight.dequantized(), name)(other))
+
+    return change
+
+
 class FrozenWeight(ReadOnly):
     """The weight of a frozen layer, as other code sees it: dequantised when its values are read.
 
@@ -150,36 +161,13 @@ class FrozenWeight(ReadOnly):
         weight = self._thawed()
         return self._layer.dequantized() if weight is None else weight.detach().clone()
 
-    @property
-    def data(self) -> Tensor:
-        """Itself: writes to a copy would be lost."""
-        return self
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self._written(value)
-
     def _held(self) -> Tensor:
         weight = self._thawed()
         return self._layer.weight_codes if weight is None else weight
 
     # "weight.data += values": Python then assigns the result to weight.data, which it is by then.
-
-    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and add to its weight; that, as a plain tensor."""
-        return self._written(self.dequantized().add_(other))
-
-    def __isub__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and subtract from its weight."""
-        return self._written(self.dequantized().sub_(other))
-
-    def __imul__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and multiply its weight."""
-        return self._written(self.dequantized().mul_(other))
-
-    def __itruediv__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and divide its weight."""
-        return self._written(self.dequantized().div_(other))
+    __iadd__, __isub__ = _thawing("add_"), _thawing("sub_")
+    __imul__, __itruediv__ = _thawing("mul_"), _thawing("div_")
 
     def _written(self, values: Tensor) -> Tensor:
         weight = self._thawed()
