@@ -200,7 +200,7 @@ def _conv2d_without_gradients(
 
 
 def _pixel_product(config: str) -> Callable[..., Tensor]:
-    return functools.partial(linear.int8_product, config=config)
+    return functools.partial(linear.product, config=config)
 
 
 def _compiled_conv2d(
