@@ -296,8 +296,7 @@ class FrozenModule(HotModule, nn.Module):
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
         frozen = self.frozen
-        gather = getattr(frozen.codes, "full_tensor", None)  # of fully_shard's, by all processes
-        matrix = dequantized(frozen if gather is None else frozen._replace(codes=gather()))
+        matrix = dequantized(frozen._replace(codes=frozen_codes.gathered(frozen.codes)))
         return matrix.t() if self.transposed else matrix
 
     @property
@@ -416,17 +415,9 @@ class FrozenModule(HotModule, nn.Module):
             own.move_to_end(prefix + "weight", last=False)
         destination.update(own)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """A plain weight, which is quantised, or codes."""
+        local_metadata, strict, missing_keys, unexpected_keys, error_msgs = rest
         own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))

@@ -218,6 +218,12 @@ def whole(codes: Tensor) -> Tensor:
     return plain(codes)
 
 
+def gathered(codes: Tensor) -> Tensor:
+    """All of the codes that ``fully_shard`` has split; every process calls it."""
+    gather = getattr(codes, "full_tensor", None)
+    return codes if gather is None else gather()
+
+
 def refuse_gradients(requires_grad: bool = True) -> None:
     """``requires_grad_`` of codes: Module.requires_grad_ calls it."""
     if requires_grad:
