@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch.nn.functional as F
@@ -310,9 +310,9 @@ def replace_layers(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> n
     Attributes, lists, dicts and partials of its modules that hold a layer, or a bound method of it,
     hold the new one.
     """
-    for parent, name, child in list(_children(model)):
-        if child in replacements:
-            parent._modules[name] = replacements[child]
+    for parent in list(model.modules()):  # a module in two places is the same new one in both
+        for name, child in parent._modules.items():
+            parent._modules[name] = replacements.get(child, child)
     for new in replacements.values():
         _compat.rebind_hooks(new)
     # What else holds a layer, or its bound methods, would go on to call the old one.
@@ -350,11 +350,3 @@ def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3
         else:
             value[:] = made
     return value
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # A module that is registered in two places is replaced in both by the same new one.
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield parent, name, child
