@@ -23,7 +23,7 @@ from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .modules import HotLinear, HotModule, carry_forward, copy_content, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
 from .ops.codes import Frozen, dequantized, quantize_forward_weight
-from .ops.frozen import frozen_linear
+from .ops.linear import frozen_linear
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"

@@ -232,11 +232,11 @@ def _multiply(
     if calls.is_int8(config):
         return int8_linear(x, weight, bias, parsed(config), quantized)
     if isinstance(weight, Frozen):
-        weight = codes.dequantize(for_product(weight, x.dtype))
+        weight = codes.dequantize(_for_product(weight, x.dtype))
     return plain_product(x, weight, bias)
 
 
-def for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
+def _for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
     """The weight for a product in ``dtype``: the bits that a plain layer's cast would give.
 
     fp32 holds dequantised values as they are: they are rounded once in either case.
@@ -395,20 +395,55 @@ def _linear(
     return y
 
 
-def from_codes(
-    x: Tensor,
-    weight: Frozen,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    config: str,
-    quantized: Tensor | None,
-) -> Tensor:
-    """A layer with a frozen weight; without a seed its gradients are those of a plain product."""
-    fields = (quantized, *weight[1:])
+# ---- a frozen weight ----
+
+
+def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> Tensor:
+    """A linear layer of whose weight only codes exist: g_x and g_b by HOT.
+
+    Without a configuration (an empty text) it is the plain layer with the dequantised weight, in
+    forward and backward, and draws no seed.
+    """
+    if not isinstance(x, Tensor):
+        return calls.handle_overrides(frozen_linear, x, weight, bias, config_json)
     if torch.compiler.is_compiling():
-        traced: Tensor = _linear(x, weight.codes, bias, None, seed, config, *fields)
+        return _frozen(x, weight, bias, config_json)
+    with calls.hide_from_modes(x, weight.codes):
+        return _frozen(x, weight, bias, config_json)
+
+
+def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> Tensor:
+    compiled, seed = torch.compiler.is_compiling(), None
+    if config_json and not compiled:
+        seed = calls.seed_for_call("linear", x, weight.codes, bias, config_json)
+    wanted = torch.is_grad_enabled() and (
+        x.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    dtype = calls.autocast_dtype(x)
+    inner = calls.cast(x, dtype)
+    if config_json:
+        calls.check_dtypes(x, weight.dtype, bias, dtype)
+        calls.check_transforms("linear", x, bias)
+    elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
+        # Plain operations, which every transform can trace.
+        matrix = codes.dequantized(_for_product(weight, inner.dtype)).to(inner.dtype)
+        return F.linear(inner, matrix, None if bias is None else calls.cast(bias, dtype))
+    if not wanted:
+        return product(inner, weight, bias, config_json)
+    x_codes = None
+    if not calls.is_int8(config_json):
+        if compiled and config_json:
+            _, seed = codes.kept_of(x, inner, config_json, False)
+    elif compiled:
+        x_codes, _, seed = codes.input_of(x, inner, config_json, False)
+    elif seed is not None and core.product_bypasses_dispatcher(inner, weight.codes):
+        handle = handle_of(config_json)
+        x_codes, _, _ = codes.forms_of(x, inner, weight.codes, None, seed, handle, None)
+    fields = (x_codes, *weight[1:])
+    if compiled:
+        traced: Tensor = _linear(inner, weight.codes, bias, None, seed, config_json, *fields)
         return traced
-    y: Tensor = Linear.apply(x, weight.codes, bias, seed, config, None, *fields)  # type: ignore[no-untyped-call]  # so in torch
+    y: Tensor = Linear.apply(inner, weight.codes, bias, seed, config_json, None, *fields)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
@@ -527,7 +562,7 @@ def _backward_linear(
 def _plain_gradients(gy: Tensor, weight: Frozen, gx: Tensor | None, gb: Tensor | None) -> None:
     """g_x and g_b of a plain product."""
     if gx is not None:
-        gx.copy_(gy @ codes.dequantize(for_product(weight, gy.dtype)).to(gy.dtype))
+        gx.copy_(gy @ codes.dequantize(_for_product(weight, gy.dtype)).to(gy.dtype))
     if gb is not None:
         gb.copy_(gy.sum(0))
 
