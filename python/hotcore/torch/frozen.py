@@ -295,8 +295,9 @@ class FrozenModule(HotModule, nn.Module):
 
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
-        frozen = self.frozen
-        matrix = dequantized(frozen._replace(codes=frozen_codes.gathered(frozen.codes)))
+        parts: Any = self.frozen
+        codes, *fields = parts  # torch 2.6 traces no _replace
+        matrix = dequantized(Frozen(frozen_codes.gathered(codes), *fields))
         return matrix.t() if self.transposed else matrix
 
     @property

@@ -439,11 +439,11 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     elif seed is not None and core.product_bypasses_dispatcher(inner, weight.codes):
         handle = handle_of(config_json)
         x_codes, _, _ = codes.forms_of(x, inner, weight.codes, None, seed, handle, None)
-    fields = (x_codes, *weight[1:])
+    held, *fields = weight
     if compiled:
-        traced: Tensor = _linear(inner, weight.codes, bias, None, seed, config_json, *fields)
+        traced: Tensor = _linear(inner, held, bias, None, seed, config_json, x_codes, *fields)
         return traced
-    y: Tensor = Linear.apply(inner, weight.codes, bias, seed, config_json, None, *fields)  # type: ignore[no-untyped-call]  # so in torch
+    y: Tensor = Linear.apply(inner, held, bias, seed, config_json, None, x_codes, *fields)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
