@@ -207,17 +207,3 @@ def test_many_contexts_one_after_another() -> None:
         del objects
     gc.collect()
     assert not any(state() for state in states)
-
-
-@pytest.mark.usefixtures("public_names")
-def test_without_the_private_names(other: Any, in_place: list[int]) -> None:
-    x = tokens()
-    model, parameters, expected = with_gradients(x)
-    with hot.gradient_accumulation():
-        with pytest.raises(RuntimeError, match="already inside"), hot.gradient_accumulation():
-            pass
-        equal(other(lambda: torch.autograd.grad(model(x), parameters)), expected)
-        equal(torch.autograd.grad(model(x), parameters), expected)
-        model(x).backward()
-    equal([p.grad for p in parameters], [2 * g for g in expected])
-    assert not in_place
