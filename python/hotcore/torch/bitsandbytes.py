@@ -116,14 +116,13 @@ class _HotFrozen(HotModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
-        try:
-            seed = seed_for_call("linear", x, x) if self.training else None
-            if seed is None:  # a bias alone is the plain layer's
-                return self.plain_forward(x)
-            output: Tensor = _FrozenProduct.apply(x, self.bias, self, seed)  # type: ignore[no-untyped-call]  # so in torch
-        except (ValueError, RuntimeError) as error:
-            self.prefix_layer_name(error)
-            raise
+        return self._named_product(x, self.weight, self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seed = seed_for_call("linear", x, x) if self.training else None
+        if seed is None:  # a bias alone is the plain layer's
+            return self.plain_forward(x)
+        output: Tensor = _FrozenProduct.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
     def plain_forward(self, x: Tensor) -> Tensor:

@@ -542,4 +542,4 @@ class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # wei
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`.freeze_int8`."""
-        return self._linear(input, self.weight_codes, self.bias)
+        return self._named_product(input, self.weight_codes, self.bias)

@@ -77,10 +77,10 @@ class HotModule:
         return self._plain_in_eval and not self.training  # type: ignore[attr-defined]  # a module has it
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The linear layer that :attr:`config` says, in training and in eval mode."""
+        """The layer that :attr:`config` says, in training and in eval mode."""
         return linear_from_json(x, weight, bias, self._config_json, self.defer)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _named_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same; errors begin with the layer's name."""
         try:
             return self._product(x, weight, bias)
@@ -158,7 +158,7 @@ class HotLinear(HotModule, nn.Linear):
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
         if self.runs_plain:
             return F.linear(input, self.weight, self.bias)
-        return self._linear(input, self.weight, self.bias)
+        return self._named_product(input, self.weight, self.bias)
 
 
 class HotConv2d(HotModule, nn.Conv2d):
@@ -219,14 +219,13 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
-        sizes = (self.stride, self.padding, self.dilation, self.padding_mode, self.groups)
         if self.runs_plain:
             return super().forward(input)
-        try:
-            return conv2d_from_json(input, self.weight, self.bias, sizes, self._config_json)
-        except (ValueError, RuntimeError) as error:
-            self.prefix_layer_name(error)
-            raise
+        return self._named_product(input, self.weight, self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        sizes = (self.stride, self.padding, self.dilation, self.padding_mode, self.groups)
+        return conv2d_from_json(x, weight, bias, sizes, self._config_json)
 
 
 def is_pointwise(module: nn.Conv2d) -> bool:
