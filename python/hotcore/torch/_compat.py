@@ -1,4 +1,4 @@
-"""Every private name of torch that the adapter uses, in torch 2.6 to 2.15; Triton.
+"""Every private name of torch that the adapter uses, in torch 2.6 to 2.15; Triton, libraries.
 
 The private names are faster, or give information that no public function gives.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -26,6 +27,12 @@ def global_module_hooks() -> list[dict[int, Any]]:
     """Hooks of all modules that see an output or its gradient."""
     names = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
     return [getattr(torch.nn.modules.module, name) for name in names]
+
+
+def loaded(module: str, name: str) -> tuple[Any, ...]:
+    """A class of a library, as isinstance takes it; none where nobody has imported the library."""
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)
 
 
 @functools.cache

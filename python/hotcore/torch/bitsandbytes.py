@@ -15,31 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
+from . import _compat
 from .modules import HotModule
 from .ops.calls import seed_for_call
 from .ops.core import handle_of
 from .ops.linear import gradients
 from .ops.registry import not_differentiable, without_base
 
-
-def _layer_class(name: str) -> Any:
-    """A layer class of bitsandbytes; None if it is not loaded."""
-    return getattr(sys.modules.get("bitsandbytes.nn"), name, None)
-
-
-def _is_a(module: nn.Module, name: str) -> bool:
-    kind = _layer_class(name)
-    return kind is not None and isinstance(module, kind)
+_layer_class = functools.partial(_compat.loaded, "bitsandbytes.nn")
 
 
 def is_4bit(module: nn.Module) -> bool:
     """Whether it is bitsandbytes' Linear4bit."""
-    return _is_a(module, "Linear4bit")
+    return isinstance(module, _layer_class("Linear4bit"))
 
 
 def is_8bit(module: nn.Module) -> bool:
     """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: of codes, never trained here."""
-    return _is_a(module, "Linear8bitLt") or is_4bit(module)
+    return isinstance(module, _layer_class("Linear8bitLt")) or is_4bit(module)
 
 
 def why_impossible(module: nn.Module) -> str:
@@ -59,7 +52,7 @@ def hot_class(module: nn.Module) -> type[HotModule]:
 @functools.cache
 def _made(name: str) -> type[HotModule]:
     """``HotLinear8bitLt`` or ``HotLinear4bit``, made once bitsandbytes is loaded."""
-    plain = _layer_class(name.removeprefix("Hot"))
+    (plain,) = _layer_class(name.removeprefix("Hot"))
     content = {"plain": plain, "__module__": __name__, "__doc__": _HotFrozen.__doc__}
     # Not as a decorator: it imports the compiler.
     content["forward"] = torch.compiler.disable(_HotFrozen.forward)  # type: ignore[no-untyped-call]
@@ -68,7 +61,7 @@ def _made(name: str) -> type[HotModule]:
 
 def __getattr__(name: str) -> Any:
     # For pickle, which finds a class by its module and name.
-    if name in _NAMES and _layer_class(name.removeprefix("Hot")) is not None:
+    if name in _NAMES and _layer_class(name.removeprefix("Hot")):
         return _made(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
