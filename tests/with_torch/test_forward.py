@@ -333,13 +333,20 @@ def test_transforms_are_refused(training: bool, kind: str) -> None:
 
 def test_opcheck() -> None:
     x, weight, bias = torch.randn(50, 70), torch.randn(48, 70), torch.randn(48)
-    text = INT8.json
+    text, product = INT8.json, torch.ops.hotcore.product.default
     turned = weight.t().contiguous().t()
     for arguments in ((x, weight, bias), (x.bfloat16(), weight, None), (x, turned, bias.half())):
-        torch.library.opcheck(torch.ops.hotcore.forward_linear.default, (*arguments, text))
+        torch.library.opcheck(product, (*arguments, None, None, text))
     saved, seed = torch.ops.hotcore.compress(x, text)
-    arguments = (x, weight, bias, saved, seed, text)
-    torch.library.opcheck(torch.ops.hotcore.product.default, arguments)
+    torch.library.opcheck(product, (x, weight, bias, saved, seed, text))
+    fields = (INT8.forward_block, *weight.shape, weight.dtype)
+    frozen = hot.ops.codes.quantize_forward_weight(weight, INT8)
+    for config in (text, ""):
+        torch.library.opcheck(product, (x, frozen, bias, None, None, config, None, *fields))
+    f = torch.float32
+    for given, config in ((seed, text), (None, "")):
+        arguments = (torch.randn(50, 48), frozen, None, None, given, config, 70, f, None, f)
+        torch.library.opcheck(torch.ops.hotcore.backward_linear.default, (*arguments, *fields))
     trained = [t.requires_grad_() for t in (x, weight, bias)]
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     operator = torch.ops.hotcore.linear.default

@@ -19,7 +19,6 @@ from support import DEVICES, without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import _compat  # noqa: E402
 from hotcore.torch.head import _whole_logits, attach  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -312,15 +311,6 @@ def test_backward_twice_and_accumulated(config: Any, reduction: str) -> None:
     assert error(rows[1], 4 * grad.double()) < 0.02
     hot.linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum().backward()
     assert error(weight.grad, 2 * grad.double()) < 0.02
-
-
-def test_without_private_names() -> None:
-    given = tensors(100, 64)
-    expected = results(hot.linear_cross_entropy, given)
-    with _compat.without_private_names():
-        assert _compat.keeps_graph() is True
-        found = results(hot.linear_cross_entropy, given)
-    assert same(found, expected)
 
 
 @pytest.mark.parametrize("config", [None, INT8], ids=str)

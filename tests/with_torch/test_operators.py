@@ -319,5 +319,6 @@ def test_a_schema_comes_from_annotations() -> None:
     backward = torch.ops.hotcore.backward_linear.default._schema
     assert str(backward).endswith(
         "str config, SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, "
-        "ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
+        "ScalarType? gb_dtype, int block=0, int rows=0, int columns=0, ScalarType? dtype=None) "
+        "-> (Tensor, Tensor, Tensor)"
     )

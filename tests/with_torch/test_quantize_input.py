@@ -232,7 +232,7 @@ def test_layers_frozen_in_int8() -> None:
     hot.freeze_int8(model)
     graphs = Graphs().run(model, torch.randn(96, 64).requires_grad_())
     assert graphs.count("forward", "forward_input") == 1
-    assert graphs.count("forward", "frozen_product") == 3
+    assert graphs.count("forward", "product") == 3
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from .frozen import FrozenModule, tie
 from .head import attach, detach, is_attached
 from .modules import HotModule, is_pointwise, own_forward, replace_layers
 from .ops.conv import settings
-from .report import REPORT, ConversionReport, Converted, Skipped, listed, pattern_of
+from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
 from .saved import convert_saved, revert_saved
 from .selection import (
     MIN_FEATURES,
@@ -422,12 +422,8 @@ def _nothing(
             "it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D; its "
             f"modules: {kinds}"
         )
-    parts += [
-        f"{names} {why}"
-        for names, why in _group_alike(
-            [(row.name, f"({row.kind}): {row.reason}") for row in others]
-        )
-    ]
+    described = [(row.name, f"({row.kind}): {row.reason}") for row in others]
+    parts += [f"{names} {why}" for names, why in _group_alike(described)]
     able = [
         (fqn, "")
         for fqn, module in layers
@@ -451,15 +447,9 @@ def _describe(module: nn.Module) -> str:
     return f"{kind_of(module)} {ins} -> {outs}"
 
 
-def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, ...]]:
     """Groups entries of alike names and equal text, with counts; at most a dozen groups."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, said in entries:
-        groups.setdefault((pattern_of(name), said), []).append(name)
-    rows = [
-        (f"{pattern} x {len(names)}" if len(names) > 1 else names[0] or "(root)", said)
-        for (pattern, said), names in groups.items()
-    ]
+    rows = group_alike([(name or "(root)", said) for name, said in entries], "{} x {}")
     return rows if len(rows) <= 12 else [*rows[:12], (f"{len(rows) - 12} more", "alike")]
 
 
