@@ -21,6 +21,7 @@ from .custom import CustomBackward
 from .frozen import FrozenModule, tie
 from .head import attach, detach, is_attached
 from .modules import HotModule, is_pointwise, own_forward, replace_layers
+from .ops import is_dtensor
 from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
 from .saved import convert_saved, revert_saved
@@ -286,7 +287,7 @@ def _check_sharded(
     layers: list[tuple[str, nn.Module]], reasons: Mapping[str, str], filter_fn: Filter | None
 ) -> None:
     for fqn, module in layers:
-        if isinstance(module, HotModule) or not selection.is_sharded(module):
+        if isinstance(module, HotModule) or not any(map(is_dtensor, module.parameters())):
             continue
         # fully_shard of a layer makes a subclass of it, which is a reason, too.
         subclass = reasons.get(fqn) == selection.why_impossible(module)
@@ -414,7 +415,10 @@ def _nothing(
     which = "filter_fn matched no layer that" if filtered else "no layer"
     parts = [f"model: {which} can be converted"]
     if layers:
-        described = [(fqn, f"({_describe(module)}): {reasons[fqn]}") for fqn, module in layers]
+        described = []
+        for fqn, module in layers:
+            ins, outs = features_of(module)
+            described.append((fqn, f"({kind_of(module)} {ins} -> {outs}): {reasons[fqn]}"))
         parts += [f"{names} {why}" for names, why in _group_alike(described)]
     else:
         kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
@@ -440,11 +444,6 @@ def _by_choice(reason: str, module: nn.Module) -> bool:
     if reason == _LEFT_OUT or reason.startswith(_NEVER_CALLED):
         return False
     return not selection.why_impossible(module)
-
-
-def _describe(module: nn.Module) -> str:
-    ins, outs = features_of(module)
-    return f"{kind_of(module)} {ins} -> {outs}"
 
 
 def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, ...]]:

@@ -122,11 +122,6 @@ def products_of(module: nn.Module, config: HotConfig, device: str = "") -> bool 
     return has_products(is_pointwise(module), config, device == "cuda")
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether a weight of the layer is a DTensor."""
-    return any(map(is_dtensor, module.parameters()))
-
-
 def is_frozen(module: nn.Module) -> bool:
     """Whether no weight is trained."""
     weights = weights_of(module)

@@ -87,8 +87,7 @@ def linear_from_json(
 ) -> Tensor:
     """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
-    With ``defer`` the partitioner of a compiled graph decides when x is compressed. It keeps the
-    codes, or has backward compress an x that is available there anyway (a norm of a kept tensor).
+    ``defer``: see :attr:`.HotModule.defer`.
     """
     if not isinstance(x, Tensor):
         return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
