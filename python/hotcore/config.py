@@ -7,7 +7,7 @@ import difflib
 import json as _json
 import operator
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -112,7 +112,10 @@ def _check_width(name: str, value: int) -> None:
 
 def _ints(name: str, value: Any, expected: str, count: int | None = None) -> tuple[int, ...]:
     """``value`` as a tuple, of ``count`` numbers unless that is None. Raises TypeError."""
-    found = tuple(value) if isinstance(value, Iterable) else (None,)
+    try:
+        found = tuple(value)
+    except TypeError:
+        found = (None,)
     ints = all(isinstance(one, int) and not isinstance(one, bool) for one in found)
     if not ints or count not in (None, len(found)):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")

@@ -36,6 +36,7 @@ ATTENTION = frozenset(
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
     )
+    if hasattr(_aten, name)
 )
 """The operators of ``F.scaled_dot_product_attention``, by device and shape."""
 

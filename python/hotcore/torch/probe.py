@@ -178,8 +178,9 @@ def macs(layer: nn.Module, output: Tensor) -> int:
 
 def total_macs(run: Callable[[], object]) -> int:
     """Multiply-adds of everything that ``run`` computes, as torch counts them."""
-    attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    attention = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    mapping = {} if attention is None else {attention: _attention_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
     with warnings.catch_warnings(), counter:
         # The counter's hooks are global; nothing is compiled here.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
