@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
 import warnings
 import weakref
@@ -21,6 +22,35 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 _C: Any = torch._C
+
+_NAMES = (
+    "_are_functorch_transforms_active",
+    "_autograd._get_current_graph_task_keep_graph",
+    "_functorch.is_legacy_batchedtensor",
+    "_is_any_autocast_enabled",
+    "_is_tracing",
+    "_len_torch_dispatch_stack",
+    "_len_torch_function_stack",
+    "_will_engine_execute_node",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+)
+"""Those of ``torch._C``; ``_cuda_getCurrentRawStream`` is there in builds with CUDA alone."""
+
+
+def require(names: Iterable[str] = _NAMES) -> None:
+    """Raise ImportError where torch lacks a private name."""
+    for name in names:
+        try:
+            operator.attrgetter(name)(_C)
+        except AttributeError:
+            raise ImportError(
+                f"hotcore.torch: torch {torch.__version__} has no torch._C.{name}; install a newer "
+                "hotcore, or torch 2.6 to 2.15"
+            ) from None
+
+
+require()  # here, not in a layer's first call
 
 
 def global_module_hooks() -> list[dict[int, Any]]:
