@@ -38,18 +38,6 @@ def test_needs_numpy_only() -> None:
 # --------------------------------------------------------------------------------------------- FWHT
 
 
-@pytest.mark.parametrize("block", [1, 2, 4, 16, 64, 256])
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_fwht_is_the_sylvester_matrix(rng: np.random.Generator, block: int, axis: int) -> None:
-    shape = [3, 2, 5]
-    shape[axis] = 2 * block
-    x = integers(rng, *shape)
-    lines = np.moveaxis(x, axis, -1)
-    blocks = lines.reshape(*lines.shape[:-1], 2, block)
-    wanted = np.moveaxis((blocks @ sylvester(block).astype(f32)).reshape(lines.shape), -1, axis)
-    assert np.array_equal(ref.fwht(x, axis=axis, block=block), wanted)
-
-
 # -------------------------------------------------------------------------------------- Random bits
 
 
