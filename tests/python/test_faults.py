@@ -242,18 +242,10 @@ def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overlaps() -> None:
-    # An output may share memory with nothing that the call reads or writes; inputs may.
+    # An output may share memory with nothing that the call reads or writes; inputs may. Of g_y, w
+    # and the outputs: test_errors.py.
     gy, w, x = (numbers(64, 64, i) for i in range(3))
     saved = hotcore.compress_activation(x, "accurate", key=1)
-    whole = np.zeros((65, 64), F)
-    shared: dict[str, tuple[Any, Any, Any, np.ndarray]] = {
-        "gy": (whole[:64], w, saved, whole[1:]),
-        "w": (gy, whole[:64], saved, whole[1:]),
-    }
-    for name, (a, b, c, out) in shared.items():
-        with pytest.raises(ValueError, match=f"gw_out overlaps {name}"):
-            hotcore.backward_linear(a, b, c, config="accurate", need=ALL, gw_out=out)
-        assert not whole.any()
     memory = np.zeros(saved.data.nbytes + 64 * 64 * 4, np.uint8)
     inside = memory[: saved.data.nbytes]
     inside[:] = saved.data
