@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import hotcore
 import numpy as np
@@ -45,13 +46,15 @@ def test_one_to_sixteen() -> None:
 
 
 @pytest.mark.parametrize("name", golden("hadamard"))
-def test_golden(name: str) -> None:
+def test_golden(name: str, stages: Any) -> None:
     case = golden("hadamard")[name]
     x, expected = from_bits(case["x"]), from_bits(case["out"])
     if not isinstance(expected, np.ndarray) and isinstance(x, np.ndarray):
         x = torch.from_numpy(x)
+    if stages is not hotcore and not isinstance(x, np.ndarray):
+        pytest.skip("NumPy has no bfloat16")
     out = poison(expected.shape, str(expected.dtype).removeprefix("torch."))
-    equal_bits(hotcore.fwht(x, axis=case["axis"], block=case["block"], out=out), expected)
+    equal_bits(stages.fwht(x, axis=case["axis"], block=case["block"], out=out), expected)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
