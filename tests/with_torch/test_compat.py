@@ -170,12 +170,15 @@ def test_compiled_convolutions_of_any_size(options: dict[str, Any], dynamic: boo
         assert_same(step(compiled, module, x), step(module, module, x))
 
 
-def test_a_changed_configuration_recompiles() -> None:
+@pytest.mark.parametrize(
+    "config", [hot.HotConfig.recipe("fast"), hot.HotConfig(forward="int8")], ids=str
+)
+def test_a_changed_configuration_recompiles(config: hot.HotConfig) -> None:
     layer = hot.HotLinear(64, 64)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(40, 64)
     before = step(compiled, layer, x)
-    layer.config = hot.HotConfig.recipe("fast")  # as PrecisionSchedule does
+    layer.config = config  # as PrecisionSchedule does
     after = step(compiled, layer, x)
     assert not torch.equal(before[2], after[2])
     assert_same(after, step(layer, layer, x))
