@@ -13,6 +13,7 @@ import hotcore.torch as hot
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._ops import OpOverload
 
@@ -36,13 +37,36 @@ def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def converted(model: nn.Module, recipe: str = "default", **fields: Any) -> nn.Module:
+def converted(model: nn.Module, recipe: Any = "default", **fields: Any) -> nn.Module:
     hot.convert(model, recipe, every)
     for module in model.modules():
         if isinstance(module, hot.HotLinear):
             for name, value in fields.items():
                 setattr(module, name, value)
     return model
+
+
+class Attention(nn.Module):
+    """q, k and v take the same x."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.o(F.silu(self.q(y)) * self.k(y) + self.v(y))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
 class Graphs:

@@ -20,7 +20,7 @@ from hotcore import paper  # noqa: E402
 from hotcore.torch.ops import linear  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_graphs import Graphs, every, same  # noqa: E402
+from torch_graphs import Graphs, Mlp, every, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -331,16 +331,6 @@ def test_opcheck() -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     operator = torch.ops.hotcore.linear.default
     torch.library.opcheck(operator, (*trained, saved, seed, text), test_utils=tests)
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.fc1, self.fc2 = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
 def test_compiled_for_any_number_of_tokens() -> None:

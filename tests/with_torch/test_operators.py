@@ -21,33 +21,10 @@ from hotcore.torch.ops import registry  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Graphs, converted, every, gradients, same  # noqa: E402
+from torch_graphs import Attention, Graphs, Mlp, converted, every, gradients, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 INT8 = hot.HotConfig.recipe("fast", forward="int8")
-
-
-class Attention(nn.Module):
-    """q, k and v take the same x."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.o(F.silu(self.q(y)) * self.k(y) + self.v(y))
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
 # ------------------------------------------------------------------------------------------- FLOPs
