@@ -81,31 +81,20 @@ EAGER = [
 # ---- what is tried, and what stays ----
 
 
-def test_the_model_is_as_before(x: torch.Tensor, quick: None) -> None:
+def test_the_optimizer_is_as_before(x: torch.Tensor, quick: None) -> None:
+    """And the model, of which test_measuring.py has the rest; its hooks run in all settings."""
     model = Net()
-    model.head.weight.grad = torch.ones(10, WIDTH)
     calls: list[int] = []
     model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    hooks = [module._forward_hooks for module in model.modules()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer.state[model.head.weight]["own"] = own = torch.ones(3)
-    state, modules = copy.deepcopy(model.state_dict()), list(model.modules())
-    kinds = [type(module) for module in modules]
-    before = [dict(vars(module)) for module in modules]
-    torch.manual_seed(3)
-    expected = torch.rand(())
-    torch.manual_seed(3)
+    state = copy.deepcopy(model.state_dict())
     advice = advise(model, x, step=optimizer.step)
-    assert torch.equal(torch.rand(()), expected)
     assert names(advice) == EAGER and not any(row.note.startswith("not") for row in advice.rows)
     assert all(row.measured for row in advice.rows)
-    assert calls  # the hook ran, in the converted layers, too
+    assert calls and [module._forward_hooks for module in model.modules()] == hooks
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert list(model.modules()) == modules and [type(m) for m in modules] == kinds
-    assert [dict(vars(module)).keys() for module in modules] == [own.keys() for own in before]
-    assert [m._forward_hooks for m in modules] == [own["_forward_hooks"] for own in before]
-    assert all(module.training for module in modules)
-    assert torch.equal(model.head.weight.grad, torch.ones(10, WIDTH))
-    assert model.blocks[0].up.weight.grad is None
     assert list(optimizer.state) == [model.head.weight]
     assert optimizer.state[model.head.weight] == {"own": own}
 
