@@ -618,17 +618,6 @@ def test_outputs_are_written_whole_and_nothing_else(rng: np.random.Generator) ->
         np.testing.assert_array_equal(memory.view(np.uint32)[:, margin], kept[:, margin])
 
 
-@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64, 128, 256])
-def test_any_block_size(rng: np.random.Generator, block: int) -> None:
-    config = HotConfig.recipe("accurate", hadamard_block=block)
-    if 2 <= block <= 64:
-        config = dataclasses.replace(config, basis="lowpass", block=block, rank=block)
-    gy, w, x = layer(rng, 49, 67, 31)
-    got = hotcore.backward_linear(gy, w, x, config=config)
-    assert np.linalg.norm(got.gx - gy @ w) < 0.03 * np.linalg.norm(gy @ w)
-    assert np.linalg.norm(got.gw - gy.T @ x) < 0.03 * np.linalg.norm(gy.T @ x)
-
-
 @pytest.mark.parametrize("calls", [0, 1, 3, 9])
 def test_an_executor_gives_the_same_bits(rng: np.random.Generator, calls: int) -> None:
     """A stand-in for OpenMP's GOMP_parallel, with as many calls as threads, fewer or more."""

@@ -536,29 +536,6 @@ def test_nearest_codes_of_the_research_notes() -> None:
         assert gx[0, 0] == pytest.approx(float.fromhex(corner), rel=2**-22)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("tokens", [1, 21, 197])
-def test_operands_are_padded_with_zeros(rng: np.random.Generator, name: str, tokens: int) -> None:
-    gy, w, x = layer(rng, tokens, 19, 7)
-    config = ref.recipe(name)
-    rows, scales = ref.quantize_gradient_rows(gy, config, 1)
-    weight, weight_scales = ref.quantize_weight(w, config)
-    columns, column_scales = ref.quantize_gradient_columns(gy, config, 1)
-    saved = ref.compress_activation(x, config, key=1)
-    right = saved.codes if saved.packed is None else ref.requantize(saved)[0]
-    k = tokens if config.basis == "full" else -(-tokens // 16) * config.rank
-    padded = -(-k // 16) * 16
-    if config.storage == "rht2":  # a transform leaves nothing 0
-        k = padded = -(-tokens // 64) * 64
-    assert rows.shape == (tokens, 32) and weight.shape == (7, 32)
-    assert columns.shape == (19, padded) and right.shape == (7, padded)
-    assert not columns[:, k:].any() and not right[:, k:].any()
-    paper = name == "paper"
-    assert (scales.size, weight_scales.size) == ((1, 1) if paper else (tokens, 7))
-    assert (column_scales.size, saved.scales.size // (-(-tokens // 64) if saved.packed is not None
-            else 1)) == ((1, 1) if paper else (19, 7))  # fmt: skip
-
-
 def test_operands_by_definition(rng: np.random.Generator) -> None:
     """Transform, one scale a row, the random bytes of the operand's purpose."""
     gy, w, x = layer(rng, 37, 19, 7)
