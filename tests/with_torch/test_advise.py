@@ -17,6 +17,7 @@ import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.plan import Measured  # noqa: E402
 from torch import nn  # noqa: E402
+from torch_graphs import causal  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 advising = sys.modules["hotcore.torch.advise"]  # hotcore.torch.advise is the function
@@ -497,10 +498,8 @@ def test_two_ways_take_turns(x: torch.Tensor) -> None:
 @pytest.mark.long
 def test_head_of_transformers(quick: None) -> None:
     with without_broken_torchvision():
-        transformers = pytest.importorskip("transformers", minversion="5")
-        ids = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
-        sizes = {"vocab_size": 512, "n_embd": 128, "n_layer": 2, "n_head": 2}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**ids, **sizes)).train()
+        pytest.importorskip("transformers", minversion="5")
+    model = causal("GPT2", vocab_size=512, n_embd=128)
     tokens = torch.randint(512, (4, 32))
     batch = {"input_ids": tokens, "labels": tokens}
     allow = ["default"]

@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 with without_broken_torchvision():
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
-    from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.pytorch_utils import Conv1D
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.huggingface import HotConv1D  # noqa: E402
 from torch import nn  # noqa: E402
+from torch_graphs import causal  # noqa: E402
 
 ORDERS = ("peft first", "HOT first")
 
@@ -154,15 +154,6 @@ def test_overrides_reach_base_layers() -> None:
 # ------------------------------------------------------------------------- Conv1D of transformers
 
 
-def gpt2() -> nn.Module:
-    config = GPT2Config(
-        **{"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 32},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        **{"bos_token_id": 0, "eos_token_id": 0},
-    )
-    return GPT2LMHeadModel(config)
-
-
 @pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
 def test_conv1d(shape: tuple[int, ...]) -> None:
     plain = Conv1D(96, 64)
@@ -189,7 +180,7 @@ def test_conv1d(shape: tuple[int, ...]) -> None:
 
 
 def test_gpt2() -> None:
-    model = gpt2()
+    model = causal("GPT2")
     tokens = torch.randint(96, (2, 32))
     exact_loss = model(tokens, labels=tokens).loss
     exact_loss.backward()
@@ -214,7 +205,7 @@ def test_gpt2() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_gpt2_with_lora(order: str) -> None:
     lora = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
-    model = gpt2()
+    model = causal("GPT2")
     if order == "HOT first":
         hot.convert(model)
     model = peft.get_peft_model(model, lora)
