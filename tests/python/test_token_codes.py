@@ -278,9 +278,3 @@ def test_gy_is_read_once_on_cuda(storage: str) -> None:
     """Also of a device that is not there."""
     plan = hotcore.explain(4096, 768, 3072, config=one_code(storage), device="sm_90")
     assert "token_rows_kernel" in str(plan) and "slow:" not in str(plan)
-
-
-def test_recipes_keep_their_storages() -> None:
-    """No recipe has a token storage before its backward is as fast."""
-    for name in hotcore.config.RECIPES:
-        assert HotConfig.recipe(name).storage not in TOKEN_STORAGES
