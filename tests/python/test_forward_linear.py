@@ -187,22 +187,6 @@ def test_operands_of_different_dtypes(rng: np.random.Generator) -> None:
                 check_against_reference(tensors[a][0], tensors[b][1], tensors[c][2], 64, c)
 
 
-def test_types_are_rounded_once(rng: np.random.Generator) -> None:
-    x, w, bias = layer(rng, 50, 20, 70)
-    wide = hotcore.forward_linear(x, w, bias)
-    assert wide.dtype == np.float32 and wide.shape == (50, 20)
-    for dtype in FLOATS:
-        operands = [x, w, bias]
-        if dtype == "bfloat16":
-            if torch is None:
-                continue
-            operands = [torch.from_numpy(value) for value in operands]
-        narrow = hotcore.forward_linear(*operands, out_dtype=dtype)
-        equal_bits(widened(narrow), rounded(wide, dtype))
-    half = hotcore.forward_linear(x.astype(np.float16), w, bias)
-    assert half.dtype == np.float16
-
-
 def test_leading_dimensions_and_strides(rng: np.random.Generator) -> None:
     x, w, bias = layer(rng, 24, 20, 70)
     expected = hotcore.forward_linear(x, w, bias)

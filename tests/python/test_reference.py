@@ -91,11 +91,6 @@ def test_lowpass_order(block: int) -> None:
     assert ref.basis_order("lowpass", block)[: len(wanted)] == wanted
 
 
-def test_sequency_order() -> None:
-    wanted = [0, 8, 12, 4, 6, 14, 10, 2, 3, 11, 15, 7, 5, 13, 9, 1]
-    assert ref.basis_order("sequency") == wanted
-
-
 @pytest.mark.parametrize("bits", range(1, 7))
 def test_sequency_counts_sign_changes(bits: int) -> None:
     changes = (np.diff(sylvester(1 << bits), axis=1) != 0).sum(axis=1)
