@@ -19,7 +19,6 @@ from support import (
     given_as,
     golden,
     isas,
-    numpy_of,
     poison,
     running,
     same_on_every_path,
@@ -234,17 +233,6 @@ def test_same_bits_on_every_path(rng: np.random.Generator, dtype: str) -> None:
     same_on_every_path(lambda: hotcore.gemm_int8(a, b))
     pa, pb = hotcore.pack_int4(a & 7), hotcore.pack_int4(b & 7)
     same_on_every_path(lambda: hotcore.gemm_int4(pa, pb, sa, sb))
-
-
-def test_scales_are_vectors_of_one_or_all(rng: np.random.Generator) -> None:
-    a, b = codes(rng, 4, 16), codes(rng, 5, 16)
-    one, four, five = (np.full(n, 0.5, np.float32) for n in (1, 4, 5))
-    expected = numpy_of(hotcore.gemm_int8(a, b, one, one))
-    for sa in (one, four):
-        for sb in (one, five):
-            equal_bits(hotcore.gemm_int8(a, b, sa, sb), expected)
-    with pytest.raises(ValueError, match="a_scale"):
-        hotcore.gemm_int8(a, b, five, five)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -39,19 +39,6 @@ def test_round_trip(rows: int, columns: int, seed: int) -> None:
     equal_bits(reference.unpack_int4(packed, columns), q)
 
 
-def test_every_byte() -> None:
-    packed = np.arange(256, dtype=np.uint8).reshape(4, 64)
-    q = hotcore.unpack_int4(packed)
-    equal_bits(q, reference.unpack_int4(packed))
-    assert (q.min(), q.max()) == (-8, 7)
-    equal_bits(hotcore.pack_int4(q), packed)
-
-
-def test_upper_bits_are_lost() -> None:
-    q = np.array([[17, -9]], np.int8)
-    assert hotcore.unpack_int4(hotcore.pack_int4(q)).tolist() == [[1, 7]]
-
-
 def test_rows_with_gaps(rng: np.random.Generator) -> None:
     q = rng.integers(-8, 8, (6, 50), dtype=np.int8)
     view = q[::2, 3:20]
