@@ -430,12 +430,6 @@ def test_on_cuda_1x1_kernels_of_full_rank_keep_torch_s_products() -> None:
         assert layer.note.startswith(said or "slower on CUDA: quantising its pixels")
 
 
-def test_patch_embedding_is_a_first_convolution() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 64))
-    report = hot.convert(model).hot_report
-    assert [layer.reason for layer in report.skipped] == ["the first convolution"]
-
-
 def test_heads_side_by_side() -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("body", "head", "head_dist")})
     assert names(hot.convert(model).hot_report) == ["body"]
