@@ -297,6 +297,8 @@ class CApi:
         )
         return out
 
+    gemm_int8 = gemm_int4 = gemm
+
     def compress_activation(
         self, x: np.ndarray, spec: ctypes.Structure, *, key: Key | int = 0
     ) -> tuple[np.ndarray, ctypes.Structure]:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,21 @@ def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
     yield
     hotcore.set_num_threads(before[0])
     torch.set_num_threads(before[1])
+
+
+@pytest.fixture(params=["binding", "C ABI"])
+def stages(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The stages' functions: hotcore's, or through the C ABI, which takes NumPy arrays alone."""
+    if request.param == "binding":
+        import hotcore
+
+        yield hotcore
+        return
+    from c_api import CApi
+
+    made = CApi()
+    yield made
+    made.close()
 
 
 # Of benchmarks, and of the reference's token storages: long as whole files.

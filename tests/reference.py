@@ -363,18 +363,6 @@ def fold(v: NDArray[np.float32], a: NDArray[np.int64]) -> NDArray[np.float32]:
     return result
 
 
-def hla_rows(tokens: int, **spec: Any) -> int:
-    """Rows K of :func:`hla`'s result for ``tokens`` tokens, without padding.
-
-    Source: docs/numerics.md, "Low rank".
-    """
-    kept = LowRank(**spec)
-    if kept.basis == "full":
-        return tokens
-    body, prefix = token_order(tokens, kept)
-    return _ceil_div(body.size, kept.block) * kept.kept() + prefix.size
-
-
 def hla(
     x: Floats,
     *,

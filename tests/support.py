@@ -24,7 +24,6 @@ from hotcore import HotConfig, Key, _core
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 FLOATS = ("float32", "float16", "bfloat16")
-GOLDEN = Path(__file__).parent / "golden"
 SIZES = (0, 1, 2, 3, 5, 13, 16, 17, 31, 64, 97, 197)
 ALL = ("gx", "gw", "gb")
 KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)

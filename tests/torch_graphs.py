@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,8 @@ import hotcore.torch as hot
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from support import without_broken_torchvision
 from torch import nn
 from torch._ops import OpOverload
 
@@ -36,13 +39,36 @@ def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def converted(model: nn.Module, recipe: str = "default", **fields: Any) -> nn.Module:
+def converted(model: nn.Module, recipe: Any = "default", **fields: Any) -> nn.Module:
     hot.convert(model, recipe, every)
     for module in model.modules():
         if isinstance(module, hot.HotLinear):
             for name, value in fields.items():
                 setattr(module, name, value)
     return model
+
+
+class Attention(nn.Module):
+    """q, k and v take the same x."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.o(F.silu(self.q(y)) * self.k(y) + self.v(y))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
 class Graphs:
@@ -83,6 +109,23 @@ class Graphs:
 
     def count(self, stage: str, name: str) -> int:
         return self.calls[stage][f"hotcore.{name}.default"]
+
+
+def causal(kind: str, **fields: Any) -> Any:
+    """A small causal LM model of transformers in training mode, of 2 layers and 101 tokens."""
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers", minversion="5")
+        ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": 101}
+        if kind == "GPT2":
+            dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, **dropout}
+        else:
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, **heads}
+        config = getattr(transformers, f"{kind}Config")(**{**ids, **sizes, **fields})
+        name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+        return getattr(transformers, name)(config).train()
 
 
 def gradients(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Any:

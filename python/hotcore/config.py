@@ -7,7 +7,7 @@ import difflib
 import json as _json
 import operator
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -112,7 +112,10 @@ def _check_width(name: str, value: int) -> None:
 
 def _ints(name: str, value: Any, expected: str, count: int | None = None) -> tuple[int, ...]:
     """``value`` as a tuple, of ``count`` numbers unless that is None. Raises TypeError."""
-    found = tuple(value) if isinstance(value, Iterable) else (None,)
+    try:
+        found = tuple(value)
+    except TypeError:
+        found = (None,)
     ints = all(isinstance(one, int) and not isinstance(one, bool) for one in found)
     if not ints or count not in (None, len(found)):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
@@ -120,7 +123,6 @@ def _ints(name: str, value: Any, expected: str, count: int | None = None) -> tup
 
 
 _Made = TypeVar("_Made")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _MadeOnce(Generic[_Made]):
@@ -268,17 +270,14 @@ class HotConfig:
             raise ValueError(
                 f"x_rounding: {self.x_rounding!r}; storage {self.storage!r} takes 'stochastic' only"
             )
-        if token:
-            self._check_one_code()
-
-    def _check_one_code(self) -> None:
-        """What the token storages fix."""
+        if not token:
+            return
         if self.basis == "sketch" and (self.token_grid is not None or self.prefix_tokens):
             raise ValueError(
                 f"token_grid: {self.token_grid!r} with storage {self.storage!r}, whose tokens are "
                 "drawn and not projected; expected None, and prefix_tokens 0"
             )
-        fixed: dict[str, tuple[object, ...]] = {
+        fixed: dict[str, tuple[object, ...]] = {  # by one code a value
             "hadamard_block": (16, 32, 64),
             "gx_bits": (8,),
             "gx_scale": ("token",),
@@ -444,16 +443,7 @@ _RECIPES: dict[RecipeName, dict[str, Any]] = {
 }
 """Recipe -> all of its fields."""
 
-# torch.compile calls what it cannot trace: a configuration is a constant of its graph.
-# The attribute is what torch.compiler.assume_constant_result sets; this module needs no torch.
 
-
-def _constant(function: _Function) -> _Function:
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any
-    return function
-
-
-@_constant
 def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:
     """``rows``, ``token_grid`` and the JSON of a configuration of these values, checked."""
     made = object.__new__(HotConfig)
@@ -462,7 +452,6 @@ def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:
     return made.rows, made.token_grid, made.to_json()
 
 
-@_constant
 def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     """The values of all fields of a recipe with overrides. Raises ValueError."""
     for field, _ in overrides:
@@ -476,6 +465,12 @@ def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...
             raise ValueError(f"recipe: no name given; expected one of {known}")
         raise ValueError(f"recipe: {name!r} is not one of {known}")
     return tuple({**_RECIPES[name], **dict(overrides)}.values())
+
+
+# torch.compile calls what it cannot trace: a configuration is a constant of its graph.
+# The attribute is what torch.compiler.assume_constant_result sets; this module needs no torch.
+for _function in (_checked, _chosen):
+    _function._dynamo_marked_constant = True  # type: ignore[union-attr]  # functions take any
 
 
 ConfigLike = HotConfig | RecipeName

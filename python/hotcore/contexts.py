@@ -122,13 +122,6 @@ def _notify_followers() -> None:
         follower(_threads, _isa)
 
 
-def reset() -> None:
-    """Drop all contexts, and the record of devices that a warning was issued for."""
-    with _lock:
-        _cache.clear()
-        _checked.clear()
-
-
 def _reset_after_fork() -> None:
     # The pools' threads do not exist in the child, where such a pool would use one thread.
     global _lock, _openmp

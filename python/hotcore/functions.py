@@ -497,17 +497,16 @@ def forward_linear(
     """
     if isinstance(w, QuantizedWeight):
         raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
-    coded_x = x if isinstance(x, QuantizedInput) else None
-    coded_w = w if isinstance(w, QuantizedForwardWeight) else None
-    coded = {"x": coded_x, "w": coded_w}
-    if config is not None:
-        settings = as_config(config)
-    else:
-        settings = next((one.config for one in coded.values() if one is not None), HotConfig())
-    for name, one in coded.items():
-        if one is not None and one.config.forward_block != settings.forward_block:
+    coded: dict[str, HotConfig] = {}
+    if isinstance(x, QuantizedInput):
+        coded["x"] = x.config
+    if isinstance(w, QuantizedForwardWeight):
+        coded["w"] = w.config
+    settings = next(iter(coded.values()), HotConfig()) if config is None else as_config(config)
+    for name, own in coded.items():
+        if own.forward_block != settings.forward_block:
             raise ValueError(
-                f"{name}: quantised with forward_block = {one.config.forward_block}; expected "
+                f"{name}: quantised with forward_block = {own.forward_block}; expected "
                 f"{settings.forward_block}"
             )
     if isinstance(x, QuantizedInput):
@@ -536,18 +535,18 @@ def forward_linear(
         if target.shape not in (expected, (tokens, shape[0])):
             raise ValueError(f"out: shape {target.shape}; expected {expected}")
     spec = settings.forward_spec
-    sizes = (tokens, *shape, spec, coded_w is not None, coded_x is not None)
+    sizes = (tokens, *shape, spec, "w" in coded, "x" in coded)
     try:
         _core.forward_linear(
             source.context(),
-            source.dlpack if coded_x is None else None,
-            weight.dlpack if coded_w is None else None,
+            None if "x" in coded else source.dlpack,
+            None if "w" in coded else weight.dlpack,
             None if added is None else added.dlpack,
             spec,
             target.dlpack,
             source.workspace(_core.forward_linear_workspace, *sizes),
-            None if coded_w is None else weight.dlpack,
-            None if coded_x is None else source.dlpack,
+            weight.dlpack if "w" in coded else None,
+            source.dlpack if "x" in coded else None,
             in_features,
         )
     except (ValueError, NotImplementedError) as error:
@@ -666,7 +665,10 @@ def backward_linear(
     tokens, out_features = math.prod(grad.shape[:-1]), grad.shape[-1]
     saved = saved_or_x if isinstance(saved_or_x, Saved) else None
     if saved is None and "gw" in wanted:
-        saved = _compressed(saved_or_x, config, key)
+        if saved_or_x is None:
+            raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
+        _matrix(operand(saved_or_x, "saved_or_x"), at_least=True)  # so that messages have its name
+        saved = compress_activation(saved_or_x, config, key=0 if key is None else key)
     if saved is not None and saved.tokens != tokens:
         raise ValueError(f"saved_or_x: {saved.tokens} tokens; gy has {tokens}")
     settings = as_config(config) if config is not None else saved.config if saved else HotConfig()
@@ -690,20 +692,29 @@ def backward_linear(
             raise ValueError(f"w: shape {shape}; x has {in_features} in features")
         in_features = shape[1]
 
-    for name, given, what in (("gw_out", gw_out, "gw"), ("gb_out", gb_out, "gb")):
-        if given is not None and what not in wanted:
-            raise ValueError(f"{name}: nothing would be written; need leaves {what!r} out")
+    given = {"gx": None, "gw": gw_out, "gb": gb_out}
+    for name, array in given.items():
+        if array is not None and name not in wanted:
+            raise ValueError(f"{name}_out: nothing would be written; need leaves {name!r} out")
     if accumulate and wanted == {"gx"}:
         raise ValueError("accumulate: nothing would be added; need leaves 'gw' and 'gb' out")
     dtype = grad.dtype if out_dtype is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
-    gx = grad.empty((tokens, in_features), dtype) if "gx" in wanted else None
-    gw = gb = None
-    if "gw" in wanted:
-        gw = _target(grad, gw_out, "gw_out", (out_features, in_features), dtype, accumulate)
-    if "gb" in wanted:
-        gb = _target(grad, gb_out, "gb_out", (out_features,), dtype, accumulate)
+    shapes = {
+        "gx": (*grad.shape[:-1], in_features),
+        "gw": (out_features, in_features),
+        "gb": (out_features,),
+    }
+    targets: list[Operand | None] = []
+    for name, array in given.items():
+        if array is not None:
+            targets.append(output(array, f"{name}_out", grad))
+        elif accumulate and name != "gx" and name in wanted:
+            raise ValueError(f"accumulate: there is no {name}_out to add to")
+        else:
+            targets.append(grad.empty(shapes[name], dtype) if name in wanted else None)
 
-    kept = operand(saved.data, "saved_or_x.data", ("uint8",)) if saved and gw else None
+    gx, gw, gb = (None if target is None else target.dlpack for target in targets)
+    kept = operand(saved.data, "saved_or_x.data", ("uint8",)) if saved and "gw" in wanted else None
     if kept is not None and kept.device != grad.device:
         raise ValueError("saved_or_x: on another device than gy")
     workspace = grad.workspace(
@@ -712,8 +723,8 @@ def backward_linear(
         out_features,
         in_features,
         settings.spec,
-        gx is not None,
-        gw is not None,
+        "gx" in wanted,
+        "gw" in wanted,
     )
     try:
         _core.backward_linear(
@@ -726,22 +737,18 @@ def backward_linear(
             saved.key if saved else full_key,
             settings.spec,
             full_key,
-            gx.dlpack if gx else None,
-            gw.dlpack if gw else None,
-            gb.dlpack if gb else None,
+            gx,
+            gw,
+            gb,
             accumulate,
             workspace,
             weight.dlpack if weight and quantized else None,
         )
     except (ValueError, NotImplementedError) as error:
         raise _renamed(error, gw="gw_out", gb="gb_out") from None
-    shaped = None
-    if gx is not None:
-        shaped = grad.kind.result(gx.array.reshape((*grad.shape[:-1], in_features)))
+    results = zip(targets, given.values(), strict=True)
     return Gradients(
-        shaped,
-        _result(grad, gw, gw_out) if gw else None,
-        _result(grad, gb, gb_out) if gb else None,
+        *(_result(grad, target, array) if target else None for target, array in results)
     )
 
 
@@ -856,25 +863,3 @@ def _gemm(
         left.workspace(_core.gemm_workspace, *shape, depth),
     )
     return _result(left, target, out)
-
-
-def _compressed(x: Array | None, config: ConfigLike | None, key: KeyLike | None) -> Saved:
-    if x is None:
-        raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
-    _matrix(operand(x, "saved_or_x"), at_least=True)  # so that messages have its name
-    return compress_activation(x, config, key=0 if key is None else key)
-
-
-def _target(
-    grad: Operand,
-    given: Array | None,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: str,
-    accumulate: bool,
-) -> Operand:
-    if given is not None:
-        return output(given, name, grad)
-    if accumulate:
-        raise ValueError(f"accumulate: there is no {name} to add to")
-    return grad.empty(shape, dtype)

@@ -186,15 +186,11 @@ def _cmake() -> str | None:
     return None if found is None else str(Path(found).parent)
 
 
-def _version_of(name: str) -> Callable[[], str | None]:
-    def probe() -> str | None:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            return None
-        return str(module.__version__)
-
-    return probe
+def _version_of(name: str) -> str | None:
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ModuleNotFoundError:
+        return None
 
 
 def _cuda_error() -> str | None:
@@ -267,8 +263,8 @@ _PROBES: dict[str, Callable[[], Any]] = {
     "python": platform.python_version,
     "python_executable": lambda: sys.executable,
     "platform": platform.platform,
-    "numpy": _version_of("numpy"),
-    "torch": _version_of("torch"),
+    "numpy": lambda: _version_of("numpy"),
+    "torch": lambda: _version_of("torch"),
 }
 
 

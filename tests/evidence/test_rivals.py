@@ -57,20 +57,6 @@ class Net(nn.Module):
         return self.norm(tokens + self.down(F.gelu(self.up(tokens)))).mean(1)
 
 
-class OneBit(rivals.Method):
-    """Signs of g_y, with one scale a token; x in a byte."""
-
-    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return gy.sign() * gy.abs().mean(-1, keepdim=True), w
-
-    def keep(self, x: Tensor) -> tuple[Tensor, ...]:
-        codes, scale = quantizers.int_codes(x, 8)
-        return codes.to(torch.int8), scale
-
-    def unkeep(self, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        return kept[0].float() * kept[1]
-
-
 def everything(module: nn.Module, name: str) -> bool:
     return True
 
@@ -176,22 +162,6 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
     assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
 
 
-def test_a_method_of_ones_own() -> None:
-    model = Net()
-    done = rivals.convert(model, OneBit(), everything)
-    assert (done.method, done.names, done.left) == ("OneBit", ("conv", "up", "down"), {})
-    tokens = torch.randn(2, 16, 128, requires_grad=True)
-    gy = torch.randn(2, 16, 64)
-    model.down(tokens).backward(gy)
-    signs = gy.sign() * gy.abs().mean(-1, keepdim=True)
-    torch.testing.assert_close(tokens.grad, signs @ model.down.weight)
-    exact = gy.flatten(0, 1).T @ tokens.detach().flatten(0, 1)
-    error = (model.down.weight.grad - exact).norm() / exact.norm()
-    assert 1e-4 < error < 0.02  # x came from its byte
-    model(torch.randn(4, 3, 8, 8)).sum().backward()
-    assert type(hot.revert(model).down) is nn.Linear
-
-
 @pytest.mark.parametrize("method", [m for m in SIMULATED if m not in ("authors_hot", "actnn_2bit")])
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_exact_where_nothing_is_lost(method: str, kind: str) -> None:
@@ -222,25 +192,6 @@ def _signs(*shape: int) -> Tensor:
     return torch.randint(0, 2, shape) * 2.0 - 1
 
 
-def test_convolutions_are_unfolded_right() -> None:
-    """Stride, padding, dilation: the exact method gives torch's gradients."""
-    conv = nn.Conv2d(5, 7, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2))
-    other = copy.deepcopy(conv)
-    model = nn.Sequential(other)
-    rivals.convert(model, "actnn_2bit", everything)
-    model[0].method = rivals.Method()
-    x = torch.randn(3, 5, 9, 11)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, wanted = model(a), conv(b)
-    torch.testing.assert_close(y, wanted)
-    gy = torch.randn_like(y)
-    y.backward(gy)
-    wanted.backward(gy)
-    torch.testing.assert_close(a.grad, b.grad)
-    torch.testing.assert_close(other.weight.grad, conv.weight.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(other.bias.grad, conv.bias.grad)
-
-
 def test_frozen_weights_keep_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     rivals.convert(model, "luq", everything)
@@ -251,18 +202,6 @@ def test_frozen_weights_keep_nothing() -> None:
     assert [tuple(t.shape) for t in kept] == [(64, 64)]
     y.sum().backward()
     assert model[0].weight.grad is None and x.grad is not None
-
-
-@pytest.mark.parametrize("method", ["naive_int4", "lbp_wht"])
-def test_autocast(method: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    rivals.convert(model, method, everything)
-    x = torch.randn(2, 16, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    assert y.dtype == torch.bfloat16
-    y.float().square().sum().backward()
-    assert x.grad is not None and x.grad.dtype == torch.float32
 
 
 def test_same_layers_as_hotcore() -> None:
@@ -282,10 +221,12 @@ def test_same_layers_as_hotcore() -> None:
         rivals.convert(model, "best")
     with pytest.raises(ValueError, match="method: 0.5 is none of fp32.*and no CustomBackward"):
         rivals.convert(Net(), 0.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the class OneBit; make an object of it first"):
-        rivals.convert(Net(), OneBit)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="OneBit: settings are for methods by name"):
-        rivals.convert(Net(), OneBit(), rank=8)
+    done = rivals.convert(Net(), hot.CustomBackward(), everything)  # of one's own: test_custom.py
+    assert (done.method, done.names, done.left) == ("CustomBackward", ("conv", "up", "down"), {})
+    with pytest.raises(TypeError, match="the class CustomBackward; make an object of it first"):
+        rivals.convert(Net(), hot.CustomBackward)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="CustomBackward: settings are for methods by name"):
+        rivals.convert(Net(), hot.CustomBackward(), rank=8)
     with pytest.raises(ValueError, match="takes none"):
         rivals.convert(nn.Sequential(nn.Conv2d(64, 64, 3, padding="same")), "luq", everything)
 

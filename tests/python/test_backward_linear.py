@@ -16,7 +16,7 @@ import hotcore
 import numpy as np
 import pytest
 import reference
-from bounds import gw_bound, gx_bound
+from bounds import gx_bound
 from hotcore import HotConfig, Key, _core, contexts
 from hotcore.config import RECIPES
 from hypothesis import given
@@ -30,7 +30,6 @@ from support import (
     TOKEN_STORAGES,
     array,
     check_against_reference,
-    cosine,
     data,
     equal_bits,
     from_bits,
@@ -39,7 +38,6 @@ from support import (
     golden_config,
     keys,
     layer,
-    numpy_of,
     one_code,
     parted_key,
     poison,
@@ -50,7 +48,8 @@ from support import (
     widened,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
 CONFIGS = {name: HotConfig.recipe(name) for name in RECIPES}
 CONFIGS |= {storage: one_code(storage) for storage in TOKEN_STORAGES}
@@ -306,82 +305,21 @@ def test_any_tokens_decompress(
     equal_bits(widened(out), rounded(expected, dtype))
 
 
-def test_rotated_storage_comes_back(rng: np.random.Generator) -> None:
-    for config in (HotConfig(storage="rht2"), HotConfig(storage="rht2", equalize_tokens=True)):
-        for tokens, ins in ((1, 60), (31, 17), (64, 64), (97, 67), (197, 130)):
-            x = data(rng, (tokens, ins))
-            if config.equalize_tokens:
-                x[::3] *= 1024
-            saved = hotcore.compress_activation(x, config, key=KEY)
-            back = hotcore.decompress_activation(saved)
-            lost = np.linalg.norm(back - x, axis=1) / np.linalg.norm(x, axis=1)
-            assert np.sqrt((lost**2).mean()) < 0.65
-            token, channel = tokens // 2, ins // 2
-            x[token, channel] = np.nan
-            broken = hotcore.decompress_activation(hotcore.compress_activation(x, config, key=KEY))
-            where = np.zeros(x.shape, bool)
-            where[token // 64 * 64 : token // 64 * 64 + 64, channel] = True
-            np.testing.assert_array_equal(np.isnan(broken), where)
+KNOWN_ERRORS = json.loads((BENCHMARKS / "results/recipe-cases.json").read_text())["cases"]
+"""Of g_w where tokens differ in size: case -> title -> error (evidence/bench_cases.py)."""
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "paper"])
-def test_equalised_tokens_do_not_drown(rng: np.random.Generator, recipe: str) -> None:
-    # One token of x a thousand times the others, without a gradient: it costs the others nothing.
-    gy, w, x = layer(rng, 256, 24, 48)
-    x[100] *= 1000
-    gy[100] = 0
-    exact = gy.astype(np.float64).T @ x
-    configs = (HotConfig.recipe(recipe, equalize_tokens=on) for on in (False, True))
-    plain, equal = (
-        np.linalg.norm(gw_of(gy, x, c) - exact) / np.linalg.norm(exact) for c in configs
-    )
-    assert equal < {"compact": 0.5, "fast": 1.3}.get(recipe, 0.25)
-    assert 2 * equal < plain
-
-
-# Relative error of g_w, x INT8, INT4, rht2, where tokens differ in size: the cases of
-# benchmarks/evidence/bench_cases.py. (A mean of 10 is not a matter of tokens.)
-CASES = {
-    "Gauss": (0.03, 0.22, 0.5),
-    "log-normal token sizes": (0.08, 0.25, 0.55),
-    "token sizes of x and g_y opposite": (0.03, 0.24, 0.55),
-    "one token × 1000, without gradient": (0.03, 0.22, 0.5),
-    "first of 77 tokens × 100, without gradient": (0.03, 0.22, 0.5),
-    "gradient at class tokens alone, a tenth of the others": (0.03, 0.25, 0.55),
-    "one channel × 1000": (0.04, 0.2, 0.55),
-    "x of mean 10, g_y adding up to 0": (0.2, 1.1, 5.5),
-    "SwiGLU-like, massive first tokens without gradient": (0.1, 0.4, 0.6),
-    "one token × 1000, with its gradient": (0.12, 0.3, 0.6),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equalised_cases(case: str) -> None:
+@pytest.mark.parametrize("case", KNOWN_ERRORS)
+def test_errors_of_recipes(case: str) -> None:
+    # Where a recipe is bad it is so by its method, and not worse; what helps goes on helping
+    # (docs/recipes.md).
     pytest.importorskip("torch", reason="bench_cases needs torch")
     from evidence import bench_cases  # of benchmarks/, which is in the path
 
-    gy, x = (v.astype(np.float32) for v in bench_cases.cases(np.random.default_rng(0))[case])
-    exact = gy.astype(np.float64).T @ x
-    for storage, bound in zip(("int8", "int4", "rht2"), CASES[case], strict=True):
-        config = HotConfig(storage=storage, equalize_tokens=True)
-        got = gw_of(gy, x, config)
-        assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact), storage
-
-
-@pytest.mark.parametrize("title", ["default", "default, equalize_tokens", "compact"])
-@pytest.mark.parametrize("case", CASES)
-def test_errors_of_recipes(case: str, title: str) -> None:
-    # Where `default` is bad it is so by its method, and not worse; what helps goes on helping
-    # (docs/recipes.md). The figures are benchmarks/results/recipe-cases.json.
-    pytest.importorskip("torch", reason="bench_cases needs torch")
-    from evidence import bench_cases
-    from timing import RESULTS
-
-    known = json.loads((RESULTS / "recipe-cases.json").read_text())["cases"][case]
-    found = bench_cases.recipe_error(
-        bench_cases.cases(np.random.default_rng(0))[case], title, keys=3
-    )
-    assert 0.75 * known[title] < found < 1.25 * known[title]
+    drawn = bench_cases.cases(np.random.default_rng(0))[case]
+    for title, known in KNOWN_ERRORS[case].items():
+        if title != "fast":  # whose error is another third with so few keys
+            assert bench_cases.recipe_error(drawn, title, keys=3) == pytest.approx(known, rel=0.1)
 
 
 def test_decompresses_into_any_strides(rng: np.random.Generator) -> None:
@@ -413,17 +351,12 @@ def test_close_to_the_plain_product(rng: np.random.Generator) -> None:
         for ours, exact, bound in ((got.gx, gy @ w, gx_most), (got.gw, gy.T @ x, gw_most)):
             relative = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
             assert relative < bound, recipe
-        exact = gy.astype(np.float64).sum(0)
-        assert (np.abs(got.gb - exact) <= 68 * 2.0**-24 * np.abs(gy).sum(0)).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 197, 1024, 1040, 5000])
-def test_gb_bound(rng: np.random.Generator, tokens: int) -> None:
+def test_gb_equals_reference(rng: np.random.Generator, tokens: int) -> None:
     gy = data(rng, (tokens, 33), "outliers")
     got = hotcore.backward_linear(gy, None, None, need="gb").gb
-    exact = gy.astype(np.float64).sum(0)
-    bound = 68 * 2.0**-24 * np.abs(gy.astype(np.float64)).sum(0)
-    assert (np.abs(got - exact) <= bound).all()
     equal_bits(got, reference.bias_gradient(gy))
 
 
@@ -525,26 +458,6 @@ def test_gx_expectation(rng: np.random.Generator) -> None:
     is_the_mean(draw, exact, 5e-3)
 
 
-def test_lowpass_expectation_is_the_projected_product(rng: np.random.Generator) -> None:
-    # A fixed basis is biased: the mean is g_y^T P x, not g_y^T x.
-    gy, _, x = layer(rng, 64, 3, 4)
-    config = HotConfig.recipe("paper", gw_scale="channel", x_scale="channel")
-    left, right = (hotcore.hla(value, basis="lowpass").astype(np.float64) for value in (gy, x))
-    projected = left.T @ right / 16
-    error = is_the_mean(lambda i: gw_of(gy, x, config, Key(3, i)), projected, 2e-3)
-    assert (np.abs(projected - gy.T @ x) > 25 * error + 2e-3).any()
-
-
-def test_full_equals_the_plain_product_within_bound(rng: np.random.Generator) -> None:
-    config = HotConfig.recipe("accurate")
-    for tokens, outs, ins in ((197, 9, 13), (1, 5, 5), (1000, 3, 4)):
-        gy, _, x = layer(rng, tokens, outs, ins, "outliers")
-        got = gw_of(gy, x, config)
-        product, bound = gw_bound(gy, x, config, 3)
-        np.testing.assert_array_equal(product, gy.T.astype(np.float64) @ x)
-        assert (np.abs(got - product) <= bound).all()
-
-
 @pytest.mark.parametrize("gw_scale", ["channel", "tensor", "token"])
 @every_config
 def test_same_bits_on_every_path(
@@ -628,16 +541,6 @@ def test_zero_inputs_give_zero(rng: np.random.Generator, config: HotConfig) -> N
         assert zeroed != 0 or not got.gb.any()
 
 
-def test_sketch_follows_the_saved_key(rng: np.random.Generator) -> None:
-    # Backward rounds with its own key, but must draw the subspaces of forward.
-    gy, _, x = layer(rng, 64, 6, 5)
-    saved = hotcore.compress_activation(x, "fast", key=KEY)
-    right, same = gw_of(gy, saved, key=OTHER_KEY), gw_of(gy, saved, key=None)
-    assert np.linalg.norm(right - same) < 0.05 * np.linalg.norm(same)  # rounding alone
-    wrong = gw_of(gy, dataclasses.replace(saved, key=OTHER_KEY), key=OTHER_KEY)
-    assert np.linalg.norm(wrong - right) > 0.3 * np.linalg.norm(right)
-
-
 def test_saved_bytes() -> None:
     x = np.ones((197 * 16, 768), np.float32)
     bounds = {"default": 0.54, "fast": 0.505, "paper": 0.505, "accurate": 1.01}
@@ -645,35 +548,6 @@ def test_saved_bytes() -> None:
     for recipe, bound in bounds.items():
         saved = hotcore.compress_activation(x, recipe)
         assert saved.nbytes / x.size <= bound, recipe
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_saved_codes_and_scales(rng: np.random.Generator, recipe: str) -> None:
-    x = data(rng, (100, 12), "outliers")
-    arrays = [x] if torch is None else [x, torch.from_numpy(x)]
-    for source in arrays:
-        saved = hotcore.compress_activation(source, recipe, key=KEY)
-        assert type(saved.data) is type(source)
-        layout = saved.layout
-        assert saved.nbytes == layout.bytes
-        codes, scales = numpy_of(saved.codes()), numpy_of(saved.scales())
-        if recipe == "default":
-            codes = hotcore.unpack_int4(codes)[:, :100]
-            back = codes * np.repeat(scales, 64, axis=1)[:, :100]
-        elif recipe == "accurate":
-            back = codes[:, :100] * scales[:, None]
-        elif recipe == "compact":
-            assert codes.shape == (12, 32) and scales.shape == (12, 2)
-            assert numpy_of(saved.exponents()).shape == (100,)
-            continue
-        else:
-            rows = hotcore.hla(x, basis="sketch" if recipe == "fast" else "lowpass", key=KEY)
-            np.testing.assert_allclose(
-                codes[:, : layout.k] * scales[:, None], rows.T, atol=1.001 * scales.max()
-            )
-            assert not codes[:, layout.k :].any()
-            continue
-        np.testing.assert_allclose(back, x.T, atol=1.001 * scales.max())
 
 
 @every_config
@@ -702,17 +576,6 @@ def test_outputs_are_written_whole_and_nothing_else(rng: np.random.Generator) ->
     equal_bits(gb, expected.gb)
     for margin in (slice(0, 4), slice(24, 30)):
         np.testing.assert_array_equal(memory.view(np.uint32)[:, margin], kept[:, margin])
-
-
-@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64, 128, 256])
-def test_any_block_size(rng: np.random.Generator, block: int) -> None:
-    config = HotConfig.recipe("accurate", hadamard_block=block)
-    if 2 <= block <= 64:
-        config = dataclasses.replace(config, basis="lowpass", block=block, rank=block)
-    gy, w, x = layer(rng, 49, 67, 31)
-    got = hotcore.backward_linear(gy, w, x, config=config)
-    assert np.linalg.norm(got.gx - gy @ w) < 0.03 * np.linalg.norm(gy @ w)
-    assert np.linalg.norm(got.gw - gy.T @ x) < 0.03 * np.linalg.norm(gy.T @ x)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3, 9])
@@ -788,27 +651,6 @@ def test_key_and_config_of_the_saved_are_the_default(rng: np.random.Generator) -
     expected = hotcore.backward_linear(gy, w, saved)[:2]
     for source in (saved, x):
         same_bits(hotcore.backward_linear(gy, w, source, config="fast", key=KEY)[:2], expected)
-
-
-def test_true_tiles_beat_flattened_tokens() -> None:
-    # Smooth images: low-pass rows of 4 x 4 tiles, the class token kept out, against runs of 16.
-    rng = np.random.default_rng(0)
-    y, x = np.meshgrid(np.arange(12), np.arange(12), indexing="ij")
-
-    def images(channels: int) -> np.ndarray:
-        waves = [
-            np.sin(rng.uniform(0, 0.7, 2) @ np.stack([y.ravel(), x.ravel()]) + rng.uniform(0, 6))
-            for _ in range(8 * channels)
-        ]
-        grids = np.stack(waves).reshape(8, channels, 144).transpose(0, 2, 1)
-        tokens = np.concatenate([rng.standard_normal((8, 1, channels)), grids], axis=1)
-        return tokens.reshape(-1, channels).astype(np.float32)
-
-    gy, x_tokens = images(10), images(12)
-    exact = gy.T @ x_tokens
-    tiles = HotConfig.recipe("paper", token_grid=(12, 12), prefix_tokens=1)
-    cosines = [cosine(gw_of(gy, x_tokens, c), exact) for c in (tiles, HotConfig.recipe("paper"))]
-    assert 1 - cosines[0] < 0.3 * (1 - cosines[1])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -445,7 +445,7 @@ def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
         config = hotcore.HotConfig.recipe(recipe)
         assert fitted[recipe]["worst error"] < 0.08
         for ins, outs, measured, ratio in fitted[recipe]["ratios"]:
-            expected = gains.expected_time(None, ins, outs, config, "cuda", frozen)
+            expected = gains.expected_time(gains.Facts(None, ins, outs, config, "cuda", frozen))
             assert expected == pytest.approx(ratio, abs=0.002)
             assert expected == pytest.approx(measured, abs=0.08)
 

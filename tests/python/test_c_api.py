@@ -1,4 +1,7 @@
-"""The C ABI: every stage gives the bits of the binding, and every error becomes a status."""
+"""The C ABI: a layer has the bits of the binding, and every error becomes a status.
+
+Its stages alone run the golden cases of the stages' own files (fixture `stages`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ from support import (
     equal_bits,
     golden,
     golden_config,
-    golden_options,
     parted_key,
 )
 
@@ -50,67 +52,6 @@ def numpy_cases(stage: str, *arrays: str) -> list[str]:
 
 
 # ---- the stages ----
-
-
-@pytest.mark.parametrize("name", numpy_cases("hadamard", "x"))
-def test_fwht(api: CApi, name: str) -> None:
-    case = golden("hadamard")[name]
-    out = np.empty(case["out"].shape, case["out"].dtype)
-    got = api.fwht(case["x"], axis=case["axis"], block=case["block"], out=out)
-    equal_bits(got, case["out"])
-    turned = np.asfortranarray(case["x"])
-    equal_bits(
-        api.fwht(turned, axis=case["axis"], block=case["block"]),
-        hotcore.fwht(case["x"], axis=case["axis"], block=case["block"]),
-    )
-
-
-@pytest.mark.parametrize("name", numpy_cases("lowrank"))
-def test_hla(api: CApi, name: str) -> None:
-    case = golden("lowrank")[name]
-    if "order" in case:
-        assert api.basis_order(case["basis"], case["block"]) == case["order"]
-    elif "out" in case:
-        names = ("basis", "rank", "block", "rows", "token_grid", "prefix_tokens", "side", "key")
-        equal_bits(api.hla(case["x"], **golden_options(case, *names)), case["out"])
-
-
-@pytest.mark.parametrize("name", numpy_cases("quantize", "codes"))
-def test_quantize(api: CApi, name: str) -> None:
-    case = golden("quantize")[name]
-    options = golden_options(case, "bits", "rounding", "key")
-    q, s = api.quantize(case["x"], scale=case["scale_of"], **options)
-    equal_bits(q, case["codes"])
-    equal_bits(s, case["scale"])
-    equal_bits(
-        api.dequantize(q, s, granularity=case["scale_of"]),
-        hotcore.dequantize(q, s, granularity=case["scale_of"]),
-    )
-    if "packed" in case:
-        packed, _ = api.quantize(case["x"], scale=case["scale_of"], packed=True, **options)
-        equal_bits(packed, case["packed"])
-
-
-@pytest.mark.parametrize("name", numpy_cases("pack"))
-def test_pack_int4(api: CApi, name: str) -> None:
-    case = golden("pack")[name]
-    packed, columns = api.pack_int4(case["codes"]), case["codes"].shape[1]
-    equal_bits(packed, case["packed"])
-    equal_bits(api.unpack_int4(packed, columns), hotcore.unpack_int4(packed, columns))
-
-
-@pytest.mark.parametrize("name", numpy_cases("gemm", "a"))
-def test_gemm(api: CApi, name: str) -> None:
-    case = golden("gemm")[name]
-    given_k = {"k": case["k"]} if "k" in case else {}
-    equal_bits(api.gemm(case["a"], case["b"], **given_k), case["sums"])
-    if "out" in case:
-        options: dict[str, Any] = {"out_dtype": case["out"].dtype}
-        if "c" in case:
-            options = {"out": case["c"].copy(), "accumulate": True}
-        operands = [case[part] for part in ("a", "b", "a_scale", "b_scale")]
-        got = api.gemm(*operands, divisor=case["divisor"], **given_k, **options)
-        equal_bits(got, case["out"])
 
 
 @pytest.mark.parametrize("name", numpy_cases("backward_linear", "key"))

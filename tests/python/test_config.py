@@ -249,12 +249,6 @@ def test_copies_and_json(name: str) -> None:
 def test_json_of_everything() -> None:
     config = HotConfig.recipe("paper", rows=(0, 3, 5), token_grid=(2, 8), prefix_tokens=2)
     assert HotConfig.from_json(config.to_json()) == config
-    with pytest.raises(ValueError, match="no field 'speed'"):
-        HotConfig.from_json('{"speed": 1}')
-    with pytest.raises(ValueError, match="JSON object"):
-        HotConfig.from_json("[]")
-    with pytest.raises(ValueError, match="gx_bits"):
-        HotConfig.from_json('{"gx_bits": 2}')
 
 
 @given(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,9 @@ class FakeCore(types.SimpleNamespace):
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    contexts.reset()
-    yield
-    contexts.reset()
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "_cache", OrderedDict())
+    monkeypatch.setattr(contexts, "_checked", set())
 
 
 @pytest.mark.usefixtures("fresh")

@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import tempfile
 import textwrap
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hotcore
 import numpy as np
@@ -23,7 +22,7 @@ import pytest
 from hotcore import _core
 from hotcore.config import RECIPES
 from one_hash import HASHES, digest, layer, numbers
-from support import ALL, equal_bits, isas, output_of, read_only, running, torch, unaligned
+from support import ALL, equal_bits, isas, output_of, running, torch
 
 F = np.float32
 
@@ -242,105 +241,11 @@ def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- memory that cannot be used, or can --------------------------------------------------------
 
 
-def unaligned_stride(values: np.ndarray) -> np.ndarray:
-    """Rows that begin at odd addresses, all but the first."""
-    rows, columns = values.shape
-    packed = np.zeros(rows, [("row", values.dtype, columns), ("odd", np.uint8)])
-    packed["row"] = values
-    return packed["row"]
-
-
-def swapped(values: np.ndarray) -> np.ndarray:
-    return values.astype(values.dtype.newbyteorder())
-
-
-def reversed_rows(values: np.ndarray) -> np.ndarray:
-    return values[::-1].copy()[::-1]
-
-
-def transposed(values: np.ndarray) -> np.ndarray:
-    return np.asfortranarray(values)
-
-
-def spread(values: np.ndarray) -> np.ndarray:
-    memory = np.full((values.shape[0], 2 * values.shape[1] + 3), np.nan, values.dtype)
-    view = memory[:, 1:-2:2]
-    view[...] = values
-    return view
-
-
-def mapped(values: np.ndarray) -> np.ndarray:
-    with tempfile.NamedTemporaryFile() as file:
-        values.tofile(file)
-        file.flush()
-        return np.memmap(file.name, values.dtype, "r", shape=values.shape)
-
-
-class Memory(NamedTuple):
-    make: Callable[[np.ndarray], np.ndarray]
-    as_input: str  # "" : taken, with the bits of a plain array; else the error
-    as_output: str
-
-
-MEMORY = {
-    "read-only": Memory(read_only, "", "the array is read-only"),
-    "a file mapped read-only": Memory(mapped, "", "the array is read-only"),
-    "unaligned": Memory(unaligned, "not aligned", "not aligned"),
-    "unaligned rows": Memory(unaligned_stride, "not aligned", "not aligned"),
-    "byte-swapped": Memory(swapped, "byte-swapped", "byte-swapped"),
-    "rows reversed": Memory(reversed_rows, "", ""),
-    "with gaps": Memory(spread, "", ""),
-    "transposed": Memory(transposed, "", ""),
-}
-
-
-@pytest.mark.parametrize("name", MEMORY)
-@pytest.mark.parametrize("operand", ["gy", "w", "saved_or_x"])
-def test_inputs(operand: str, name: str) -> None:
-    values: dict[str, Any] = dict(zip(("gy", "w", "saved_or_x"), layer(), strict=True))
-    expected = hotcore.backward_linear(*values.values(), need=ALL, key=1)
-    kept = values[operand].copy()
-    values[operand] = MEMORY[name].make(values[operand])
-    if MEMORY[name].as_input:
-        with pytest.raises(ValueError, match=f"^{operand}: .*{MEMORY[name].as_input}"):
-            hotcore.backward_linear(*values.values(), need=ALL, key=1)
-        return
-    for ours, theirs in zip(
-        hotcore.backward_linear(*values.values(), need=ALL, key=1), expected, strict=True
-    ):
-        equal_bits(ours, theirs)
-    equal_bits(values[operand], kept)
-
-
-@pytest.mark.parametrize("name", MEMORY)
-def test_outputs(name: str) -> None:
-    gy, w, x = layer()
-    expected = hotcore.backward_linear(gy, w, x, need="gw", key=1).gw
-    before = np.full_like(expected, 3)
-    out = MEMORY[name].make(before)
-    error = MEMORY[name].as_output
-    if error:
-        with pytest.raises(ValueError, match=f"^gw_out: .*{error}"):
-            hotcore.backward_linear(gy, w, x, need="gw", key=1, gw_out=out)
-        np.testing.assert_array_equal(out, before)
-        return
-    hotcore.backward_linear(gy, w, x, need="gw", key=1, gw_out=out)
-    equal_bits(np.ascontiguousarray(out), expected)
-
-
 def test_overlaps() -> None:
-    # An output may share memory with nothing that the call reads or writes; inputs may.
+    # An output may share memory with nothing that the call reads or writes; inputs may. Of g_y, w
+    # and the outputs: test_errors.py.
     gy, w, x = (numbers(64, 64, i) for i in range(3))
     saved = hotcore.compress_activation(x, "accurate", key=1)
-    whole = np.zeros((65, 64), F)
-    shared: dict[str, tuple[Any, Any, Any, np.ndarray]] = {
-        "gy": (whole[:64], w, saved, whole[1:]),
-        "w": (gy, whole[:64], saved, whole[1:]),
-    }
-    for name, (a, b, c, out) in shared.items():
-        with pytest.raises(ValueError, match=f"gw_out overlaps {name}"):
-            hotcore.backward_linear(a, b, c, config="accurate", need=ALL, gw_out=out)
-        assert not whole.any()
     memory = np.zeros(saved.data.nbytes + 64 * 64 * 4, np.uint8)
     inside = memory[: saved.data.nbytes]
     inside[:] = saved.data

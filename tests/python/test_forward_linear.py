@@ -175,18 +175,6 @@ def test_an_input_that_is_kept_has_the_bits_of_both_calls(
     )
 
 
-def test_a_kept_input_trains(rng: np.random.Generator) -> None:
-    x, w, _ = layer(rng, 97, 20, 70)
-    gy = data(rng, (97, 20))
-    for recipe in RECIPES:
-        _, saved = hotcore.quantize_forward_input(x, recipe, keep=True, key=3)
-        got = hotcore.backward_linear(gy, w, saved, key=4)
-        expected = hotcore.backward_linear(
-            gy, w, hotcore.compress_activation(x, recipe, key=3), key=4
-        )
-        equal_bits(got.gw, expected.gw)
-
-
 def test_operands_of_different_dtypes(rng: np.random.Generator) -> None:
     if torch is None:
         pytest.skip("bfloat16 needs torch")
@@ -197,22 +185,6 @@ def test_operands_of_different_dtypes(rng: np.random.Generator) -> None:
         for b in FLOATS:
             for c in FLOATS:
                 check_against_reference(tensors[a][0], tensors[b][1], tensors[c][2], 64, c)
-
-
-def test_types_are_rounded_once(rng: np.random.Generator) -> None:
-    x, w, bias = layer(rng, 50, 20, 70)
-    wide = hotcore.forward_linear(x, w, bias)
-    assert wide.dtype == np.float32 and wide.shape == (50, 20)
-    for dtype in FLOATS:
-        operands = [x, w, bias]
-        if dtype == "bfloat16":
-            if torch is None:
-                continue
-            operands = [torch.from_numpy(value) for value in operands]
-        narrow = hotcore.forward_linear(*operands, out_dtype=dtype)
-        equal_bits(widened(narrow), rounded(wide, dtype))
-    half = hotcore.forward_linear(x.astype(np.float16), w, bias)
-    assert half.dtype == np.float16
 
 
 def test_leading_dimensions_and_strides(rng: np.random.Generator) -> None:
@@ -292,11 +264,6 @@ def test_same_bits_on_every_path(rng: np.random.Generator) -> None:
         config = HotConfig(forward_block=block)
         same_on_every_path(lambda c=config: hotcore.forward_linear(x, w, bias, config=c))
         same_on_every_path(lambda c=config: hotcore.quantize_forward_weight(w, c).data)
-
-
-def test_repeatable_and_without_a_key(rng: np.random.Generator) -> None:
-    x, w, bias = layer(rng, 50, 20, 70)
-    equal_bits(hotcore.forward_linear(x, w, bias), hotcore.forward_linear(x, w, bias))
 
 
 def test_a_deep_contraction() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hotcore
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from support import (
     given_as,
     golden,
     isas,
-    numpy_of,
     poison,
     running,
     same_on_every_path,
@@ -46,17 +47,17 @@ def scaled(
 
 
 @pytest.mark.parametrize("name", golden("gemm"))
-def test_golden(name: str) -> None:
+def test_golden(name: str, stages: Any) -> None:
     case = golden("gemm")[name]
-    call, given_k = (
-        (hotcore.gemm_int4, {"k": case["k"]}) if "k" in case else (hotcore.gemm_int8, {})
-    )
+    call, given_k = (stages.gemm_int4, {"k": case["k"]}) if "k" in case else (stages.gemm_int8, {})
     equal_bits(call(case["a"], case["b"], **given_k), case["sums"])
     if "out" not in case:
         return
     expected = from_bits(case["out"])
     operands = [case[part] for part in ("a", "b", "a_scale", "b_scale")]
     if not isinstance(expected, np.ndarray):
+        if stages is not hotcore:
+            pytest.skip("NumPy has no bfloat16")
         operands = [torch.from_numpy(value) for value in operands]
     options = dict(given_k, divisor=case["divisor"], out_dtype=expected.dtype)
     if "c" in case:
@@ -126,17 +127,6 @@ def test_dequantises_in_the_stated_order(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_half_outputs(rng: np.random.Generator, dtype: str) -> None:
-    a, b = codes(rng, 9, 40), codes(rng, 21, 40)
-    sa, sb = (np.exp(rng.standard_normal(n)).astype(np.float32) / 99 for n in (9, 21))
-    wide = hotcore.gemm_int8(a, b, sa, sb)
-    operands = given_as(dtype, a, b, sa, sb)
-    equal_bits(
-        widened(hotcore.gemm_int8(*operands, out_dtype=dtype)), widened(array(wide, dtype)), dtype
-    )
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
 def test_accumulates(rng: np.random.Generator, dtype: str) -> None:
     a, b = codes(rng, 5, 32), codes(rng, 18, 32)
     sa, sb = np.full(1, 0.01, np.float32), np.full(1, 0.02, np.float32)
@@ -197,17 +187,6 @@ def test_a_single_row_may_have_any_stride(rng: np.random.Generator, isa: str) ->
         np.testing.assert_array_equal(hotcore.gemm_int8(*far), exact(a, b))
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 31, 32, 101])
-def test_int4_equals_int8(rng: np.random.Generator, k: int) -> None:
-    a, b = codes(rng, 17, k, 4), codes(rng, 40, k, 4)
-    sa, sb = (rng.standard_normal(n).astype(np.float32) for n in (17, 40))
-    packed = hotcore.pack_int4(a), hotcore.pack_int4(b)
-    equal_bits(
-        hotcore.gemm_int4(*packed, sa, sb, k=k, divisor=4),
-        hotcore.gemm_int8(a, b, sa, sb, divisor=4),
-    )
-
-
 def test_rows_with_gaps(rng: np.random.Generator) -> None:
     a, b = codes(rng, 12, 90), codes(rng, 10, 100)
     views = a[::2, 5:70], b[::-1, 11:76]
@@ -254,17 +233,6 @@ def test_same_bits_on_every_path(rng: np.random.Generator, dtype: str) -> None:
     same_on_every_path(lambda: hotcore.gemm_int8(a, b))
     pa, pb = hotcore.pack_int4(a & 7), hotcore.pack_int4(b & 7)
     same_on_every_path(lambda: hotcore.gemm_int4(pa, pb, sa, sb))
-
-
-def test_scales_are_vectors_of_one_or_all(rng: np.random.Generator) -> None:
-    a, b = codes(rng, 4, 16), codes(rng, 5, 16)
-    one, four, five = (np.full(n, 0.5, np.float32) for n in (1, 4, 5))
-    expected = numpy_of(hotcore.gemm_int8(a, b, one, one))
-    for sa in (one, four):
-        for sb in (one, five):
-            equal_bits(hotcore.gemm_int8(a, b, sa, sb), expected)
-    with pytest.raises(ValueError, match="a_scale"):
-        hotcore.gemm_int8(a, b, five, five)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

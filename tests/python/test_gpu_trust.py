@@ -84,12 +84,17 @@ def test_cores_are_shared() -> None:
     assert gpu_trust.shares([2, 3], 3) == [[2], [3], [2]]
 
 
-def test_sanitizer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_trust.Trust:
+    """Of a build with one program of tests."""
     program = tmp_path / "tests/cpp/test_all_cuda"
     program.parent.mkdir(parents=True)
     program.touch()
     monkeypatch.setattr(gpu_trust.shutil, "which", lambda name: name)
-    trust = gpu_trust.Trust(tmp_path, {}, time.monotonic() + 60)
+    return gpu_trust.Trust(tmp_path, {}, time.monotonic() + 60)
+
+
+def test_sanitizer_goes_on(trust: gpu_trust.Trust, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "tests_in", lambda program: ["A.a", "A.b", "A.c"])
     called: list[tuple[str, str]] = []
 
@@ -112,13 +117,8 @@ def test_sanitizer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {test for _, test in called} == {"A.b", "A.c"}
 
 
-def test_long_tests_run_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "tests/cpp/test_all_cuda"
-    program.parent.mkdir(parents=True)
-    program.touch()
-    monkeypatch.setattr(gpu_trust.shutil, "which", lambda name: name)
+def test_long_tests_run_in_parts(trust: gpu_trust.Trust, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_trust, "LONG", {"A.b": 3, "A.c": 2, "A.d": 2})
-    trust = gpu_trust.Trust(tmp_path, {}, time.monotonic() + 60)
     monkeypatch.setattr(trust, "tests_in", lambda program: ["A.a", "A.b", "A.c", "A.d"])
     ran: list[tuple[str, str | None]] = []
 

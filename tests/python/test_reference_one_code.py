@@ -446,37 +446,6 @@ def test_tokens_back_to_x(rng: np.random.Generator, storage: str, width: int) ->
 
 
 @pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
-@pytest.mark.parametrize(("tokens", "width", "padded"), [(3, 35, 48), (37, 96, 96), (5, 61, 64)])
-def test_stored_bytes(
-    rng: np.random.Generator, storage: str, tokens: int, width: int, padded: int
-) -> None:
-    x = normal(rng, tokens, width) * f32(1000) ** (np.arange(width) % 2).astype(f32)
-    saved = ref.compress_activation(x, one_code(storage), key=5)
-    got = ref.saved_bytes_of(saved)
-    assert got.dtype == np.uint8 and got.ndim == 1
-    if storage == "token8":
-        rows, size = tokens * padded, 4
-        assert np.array_equal(got[:rows].view(np.int8), saved.codes.reshape(-1))
-    else:
-        groups = -(-padded // 32)
-        bits = 4 if storage == "token4" else 2
-        codes = tokens * padded * bits // 8
-        rows, size = -(-(codes + tokens * groups) // 4) * 4, 2
-        shifts = np.arange(0, 8, bits)
-        fields = (got[:codes, None] >> shifts & (1 << bits) - 1).astype(int).reshape(-1)
-        signed = fields - 16 * (fields > 7)
-        assert np.array_equal(signed, saved.codes.reshape(-1))
-        ratios = got[codes : codes + tokens * groups]
-        assert np.array_equal(ratios, saved.ratios.reshape(-1))
-        assert not got[codes + tokens * groups : rows].any()
-    assert got.size == rows + size * tokens + width
-    scales = got[rows : rows + size * tokens].view("<u2" if size == 2 else "<f4")
-    assert np.array_equal(scales, saved.scales)
-    e = got[rows + size * tokens :].astype(int) - 127
-    assert np.array_equal(e, ref.feature_sizes(x)) and e.any()
-
-
-@pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_one_code_products_by_definition(
     rng: np.random.Generator, storage: str, rounding: str

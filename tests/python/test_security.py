@@ -154,6 +154,7 @@ def test_every_fetched_wheel_has_a_checksum() -> None:
         ('{"rank": NaN}', "rank: expected an int"),
         ('{"gx_scale": ["token"]}', "gx_scale"),
         ('{"json": "{}"}', "no field 'json'"),
+        ('{"gx_bits": 2}', "gx_bits: 2"),
         ("null", "expected a JSON object"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip)
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import _compat  # noqa: E402  (after the skip)
 from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 
 
@@ -42,13 +41,6 @@ def compiled_afresh() -> None:
 def unshared() -> Iterator[None]:
     """Every layer compresses its own x."""
     with hot.share_inputs(False):
-        yield
-
-
-@pytest.fixture
-def public_names() -> Iterator[None]:
-    """A torch that has none of the private names."""
-    with _compat.without_private_names():
         yield
 
 

@@ -119,16 +119,6 @@ def test_causal_unbatched_and_weights_of_each_head() -> None:
     compare(plain, module, [x, x, x], key_padding_mask=padding)
 
 
-def test_eval_mode_is_the_plain_one_bit_for_bit() -> None:
-    plain, module = pair(batch_first=True)
-    x = torch.randn(SAMPLES, TOKENS, WIDTH)
-    plain.eval(), module.eval()
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            for a, b in zip(module(x, x, x), plain(x, x, x), strict=True):
-                assert torch.equal(a, b)
-
-
 def test_what_is_kept() -> None:
     plain, module = pair("default", batch_first=True)
     x = torch.randn(SAMPLES, TOKENS, WIDTH)

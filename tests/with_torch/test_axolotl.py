@@ -26,10 +26,10 @@ torch = pytest.importorskip("torch")
 pydantic = pytest.importorskip("pydantic")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
+from torch_graphs import causal  # noqa: E402
 
 with without_broken_torchvision():
     pytest.importorskip("transformers", minversion="5")
-    from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.usefixtures("seeded")
 OURS = "hotcore.integrations.axolotl"
@@ -76,9 +76,7 @@ def plugin() -> Iterator[Any]:
 
 
 def llama() -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
-    tokens = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens))
+    return causal("Llama", num_hidden_layers=1, num_key_value_heads=4)
 
 
 def validated(plugin: Any, cfg: DictDefault) -> DictDefault:

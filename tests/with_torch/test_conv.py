@@ -185,24 +185,6 @@ def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
     assert torch.equal(gw[:, :, 0, 0], expected.gw)
 
 
-def test_pixels_come_back() -> None:
-    x = torch.randn(2, 5, 9, 11)
-    tokens = x.permute(0, 2, 3, 1).reshape(-1, 5)
-    for storage, step in (("int4", 7), ("int8", 127)):
-        config = HotConfig(storage=storage)
-        saved = codes.compress(tokens, config, hotcore.Key(3))
-        exact = codes.decompress(saved, 198, 5, config, hotcore.Key(3), torch.float32)
-        assert exact.shape == (198, 5)
-        assert ((exact - tokens).abs() <= tokens.abs().amax(0) * 1.01 / step).all()
-        for dtype in DTYPES:
-            back = codes.decompress(saved, 198, 5, config, hotcore.Key(3), dtype)
-            assert torch.equal(back, exact.to(dtype))
-    config = HotConfig.recipe("compact")
-    saved = codes.compress(tokens, config, hotcore.Key(3))
-    back = codes.decompress(saved, 198, 5, config, hotcore.Key(3), torch.float32)
-    assert (back - tokens).norm() < 0.5 * tokens.norm()
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("config", ["default", "fast", *map(one_code, TOKEN_STORAGES)])
@@ -231,15 +213,6 @@ def test_pointwise_is_a_linear_layer_over_pixels(
     gx[:, :, :: stride[0], :: stride[1]] = expected[0].permute(0, 3, 1, 2)
     assert torch.equal(got[0], gx)
     assert torch.equal(got[1][:, :, 0, 0], expected[1]) and torch.equal(got[2], expected[2])
-
-
-def test_unbatched() -> None:
-    module = hot.HotConv2d(8, 16, 3, padding=1)
-    x = torch.randn(8, 10, 12, requires_grad=True)
-    y = module(x)
-    assert y.shape == (16, 10, 12)
-    y.sum().backward()
-    assert x.grad.shape == x.shape
 
 
 def test_gradients_keep_the_parameters_layout() -> None:

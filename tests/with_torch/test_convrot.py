@@ -186,14 +186,6 @@ def test_fully_sharded(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_an_adapters_merge_thaws() -> None:
-    model, _ = frozen(128, 96, 64)
-    values, delta = model[0].dequantized(), torch.randn(96, 128)
-    with pytest.warns(UserWarning, match="frozen in INT8 have been written"):
-        model[0].weight.data += delta
-    assert type(model[0]) is hot.HotLinear and torch.equal(model[0].weight, values + delta)
-
-
 def test_codes_without_a_rotation() -> None:
     weight = torch.randn(96, 128)
     scale = weight.abs().max() / 127

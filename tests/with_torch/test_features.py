@@ -68,19 +68,20 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 """Name -> the plain module, the shape of x."""
 TRAINED = [kind for kind in KINDS if kind != "frozen"]
 ONE_LAYER = [kind for kind in TRAINED if kind != "attention"]
+INT8 = hot.HotConfig.recipe("fast", forward="int8", forward_block=32)
 
 
 def kinds(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", names or list(KINDS))
 
 
-def pair(kind: str, recipe: str = "default") -> tuple[nn.Module, nn.Module]:
+def pair(kind: str, recipe: Any = "default") -> tuple[nn.Module, nn.Module]:
     """A plain module, and one with equal parameters that is converted."""
     plain = KINDS[kind][0]()
     return plain, converted(copy.deepcopy(plain), recipe)
 
 
-def converted(module: nn.Module, recipe: str = "default") -> nn.Module:
+def converted(module: nn.Module, recipe: Any = "default") -> nn.Module:
     return hot.convert(module, recipe, lambda *_: True)
 
 
@@ -289,9 +290,9 @@ def codes() -> nn.Module:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recipe", ["default", "fast"])
+@pytest.mark.parametrize("recipe", ["default", "fast", INT8], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "shared input", "codes"])
-def test_checkpoint_repeats_the_bits(kind: str, recipe: str, reentrant: bool) -> None:
+def test_checkpoint_repeats_the_bits(kind: str, recipe: Any, reentrant: bool) -> None:
     if kind == "codes":
         module, x = codes(), torch.randn(8, 64)
     elif kind == "shared input":
@@ -440,9 +441,10 @@ def test_moves_between_dtypes(kind: str, dtype: torch.dtype) -> None:
     assert module.eval()(x.double()).dtype == torch.float64  # the plain layer
 
 
+@pytest.mark.parametrize("recipe", ["default", INT8], ids=str)
 @kinds()
-def test_meta_tensors(kind: str) -> None:
-    _, module = pair(kind)
+def test_meta_tensors(kind: str, recipe: Any) -> None:
+    _, module = pair(kind, recipe)
     shape = module(inputs(kind)).shape
     module = module.to("meta")
     x = torch.empty(KINDS[kind][1], device="meta", requires_grad=True)
@@ -540,9 +542,9 @@ def test_a_layer_used_twice_on_one_x(kind: str) -> None:
 # ------------------------------------------------------------------------- Copies and hooks
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper"])
+@pytest.mark.parametrize("recipe", ["default", "paper", INT8], ids=str)
 @kinds()
-def test_copies(kind: str, recipe: str) -> None:
+def test_copies(kind: str, recipe: Any) -> None:
     _, module = pair(kind, recipe)
     x = inputs(kind)
     expected = step(module, x)  # the configuration's libhot object is made
@@ -612,10 +614,11 @@ def test_torch_func_and_forward_mode_are_refused(kind: str) -> None:
 # ------------------------------------------------------------------------------------- Compiled
 
 
+@pytest.mark.parametrize("recipe", ["fast", INT8], ids=str)
 @kinds()
-def test_compiled_equals_eager(kind: str) -> None:
+def test_compiled_equals_eager(kind: str, recipe: Any) -> None:
     torch._dynamo.reset()
-    _, module = pair(kind, "fast")
+    _, module = pair(kind, recipe)
     x = inputs(kind)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     ours = [*step(module, x, compiled), torch.rand(())]

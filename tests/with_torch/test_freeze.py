@@ -30,7 +30,7 @@ from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Graphs, every, same  # noqa: E402
+from torch_graphs import Graphs, causal, every, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 guarded = pytest.mark.skipif(
@@ -268,8 +268,8 @@ def test_a_graph_keeps_no_weight() -> None:
     """The weight is dequantised in backward, and not kept since forward."""
     model = frozen("plain")
     graphs = Graphs().run(model, torch.randn(9, 72, requires_grad=True))
-    assert graphs.count("forward", "frozen_product") == 2
-    assert graphs.count("backward", "frozen_backward") == 2
+    assert graphs.count("forward", "product") == 2
+    assert graphs.count("backward", "backward_linear") == 2
     sizes = {t.numel() for t in graphs.kept}
     assert not sizes & {96 * 72, 64 * 96}
 
@@ -313,9 +313,9 @@ def test_selective_checkpoints_keep_products() -> None:
         return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
 
     x.requires_grad_()
-    assert Graphs().run(run, x).count("backward", "frozen_product") == 0
+    assert Graphs().run(run, x).count("backward", "product") == 0
     everything = Graphs().run(lambda x: checkpoint(model, x, use_reentrant=False), x)
-    assert everything.count("backward", "frozen_product") >= 1
+    assert everything.count("backward", "product") >= 1
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -977,11 +977,7 @@ def test_dora_reads_the_weight(peft: Any) -> None:
 
 
 def test_conv1d(peft: Any) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 32}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+    model = causal("GPT2", n_layer=1)
     names = list(model.state_dict())
     hot.convert(model, config("plain"))
     assert len(hot.freeze_int8(model).freeze_report.layers) == 4

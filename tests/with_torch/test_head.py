@@ -7,26 +7,24 @@ import functools
 import inspect
 import math
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
-from support import DEVICES, without_broken_torchvision
+from support import DEVICES
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import _compat  # noqa: E402
 from hotcore.torch.head import _whole_logits, attach  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import same  # noqa: E402
+from torch_graphs import causal, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 INT8 = hot.HotConfig.recipe("accurate", forward="int8")
@@ -314,15 +312,6 @@ def test_backward_twice_and_accumulated(config: Any, reduction: str) -> None:
     assert error(weight.grad, 2 * grad.double()) < 0.02
 
 
-def test_without_private_names() -> None:
-    given = tensors(100, 64)
-    expected = results(hot.linear_cross_entropy, given)
-    with _compat.without_private_names():
-        assert _compat.keeps_graph() is True
-        found = results(hot.linear_cross_entropy, given)
-    assert same(found, expected)
-
-
 @pytest.mark.parametrize("config", [None, INT8], ids=str)
 def test_what_is_refused(config: Any) -> None:
     x, weight, target, _ = tensors(20, 64)
@@ -440,23 +429,6 @@ def test_module_with_a_tied_weight() -> None:
     assert torch.equal(ours(embedding(tokens)), logits)
     with pytest.raises(TypeError, match="smoothing"):
         hot.LinearCrossEntropy(64, 90, smoothing=0.1)
-
-
-def causal(kind: str, **fields: Any) -> Any:
-    """A small causal LM model of transformers, in training mode."""
-    with without_broken_torchvision(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers = pytest.importorskip("transformers", minversion="5")
-        ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": 101}
-        if kind == "GPT2":
-            dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, **dropout}
-        else:
-            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, **heads}
-        config = getattr(transformers, f"{kind}Config")(**ids, **sizes, **fields)
-        name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-        return getattr(transformers, name)(config).train()
 
 
 @pytest.mark.long

@@ -415,4 +415,3 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     trainer = lightning_trainer(pl, tmp_path, manual, max_steps=2)
     trainer.fit(module_of(pl, model, manual=True), loader)
     assert manual.loop.steps == 2
-    assert manual.loop.steps == 2

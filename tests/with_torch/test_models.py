@@ -6,14 +6,12 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_graphs import gradient_of, losses_of, task_of  # noqa: E402
@@ -21,22 +19,14 @@ from torch_graphs import gradient_of, losses_of, task_of  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import models  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Cosine with fp32's gradient of all parameters; measured (seeds 0 to 3): default above 0.99,
 # accurate 0.999, fast 0.76, by the noise of its sketch.
 MIN_COSINE = {"default": 0.97, "accurate": 0.998, "fast": 0.6}
 STEPS = 6
 
 Ready = tuple[nn.Module, models.Batch, models.Task]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are small: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    hotcore.set_num_threads(0)
 
 
 # Adapters beside frozen bf16 weights need autocast and have tests of their own (test_lora.py).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -20,39 +21,18 @@ from hotcore.torch.ops import registry  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Graphs, converted, every, gradients, same  # noqa: E402
+from torch_graphs import Attention, Graphs, Mlp, converted, every, gradients, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
-
-
-class Attention(nn.Module):
-    """q, k and v take the same x."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.o(F.silu(self.q(y)) * self.k(y) + self.v(y))
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+INT8 = hot.HotConfig.recipe("fast", forward="int8")
 
 
 # ------------------------------------------------------------------------------------------- FLOPs
 
 
+@pytest.mark.parametrize("config", ["fast", INT8], ids=str)
 @pytest.mark.parametrize("kind", ["linear", "1x1", "3x3"])
-def test_flops_are_those_of_the_plain_layer(kind: str) -> None:
+def test_flops_are_those_of_the_plain_layer(kind: str, config: Any) -> None:
     plain: nn.Module
     if kind == "linear":
         plain, x = nn.Linear(64, 96), torch.randn(2, 50, 64, requires_grad=True)
@@ -61,9 +41,11 @@ def test_flops_are_those_of_the_plain_layer(kind: str) -> None:
         plain = nn.Conv2d(32, 48, size, stride=2, padding=size // 2)
         x = torch.randn(2, 32, 9, 9, requires_grad=True)
     counts = []
-    for model in (plain, converted(nn.Sequential(plain), "fast")[0]):
+    for model in (plain, converted(nn.Sequential(copy.deepcopy(plain)), config)[0]):
         with FlopCounterMode(display=False) as counter:
             model(x).sum().backward()
+            with torch.no_grad():
+                model(x)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 
@@ -229,9 +211,12 @@ def test_a_memory_budget_knows_what_a_product_costs(budget: float) -> None:
     assert sum(t.nbytes for t in graphs.kept) < sum(t.nbytes for t in full.kept)
 
 
+@pytest.mark.parametrize("config", ["fast", INT8], ids=str)
 @pytest.mark.parametrize(("policy", "products"), [("keep_products", 0), ("keep_codes", 2)])
-def test_selective_checkpoints(policy: str, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = converted(Mlp(), "fast")
+def test_selective_checkpoints(
+    policy: str, products: int, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = converted(Mlp(), config)
     keep = getattr(hot.policies, policy)
     contexts = functools.partial(create_selective_checkpoint_contexts, keep)
 
@@ -319,5 +304,6 @@ def test_a_schema_comes_from_annotations() -> None:
     backward = torch.ops.hotcore.backward_linear.default._schema
     assert str(backward).endswith(
         "str config, SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, "
-        "ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
+        "ScalarType? gb_dtype, int block=0, int rows=0, int columns=0, ScalarType? dtype=None) "
+        "-> (Tensor, Tensor, Tensor)"
     )

@@ -1,8 +1,9 @@
-"""hotcore.torch._compat: every private name of torch has a public fallback that does the same."""
+"""hotcore.torch._compat: torch's private names, what they tell, and where they stand."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,47 +13,28 @@ import pytest
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch import _compat  # noqa: E402  (after the skip)
-from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 
 PACKAGE = Path(hot.__file__).parent
 
 
-def gradients(autocast: bool) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    module = hot.HotLinear(64, 48)
-    x = torch.randn(40, 64, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        y = module(x)
-    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, *module.parameters()))]
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_layer_without_private_names(autocast: bool) -> None:
-    expected = gradients(autocast)
-    with _compat.without_private_names():
-        assert _compat.dispatch_modes() == 1
-        assert core.is_intercepted(torch.randn(2))  # so operators go through the dispatcher
-        found = gradients(autocast)
-    assert _compat.dispatch_modes() == 0
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_what_the_private_names_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_private_names_tell() -> None:
     found: list[bool] = []
     torch.func.vmap(lambda x: (found.append(_compat.transforms_active()), x)[1])(torch.zeros(2))
     assert found == [True] and not _compat.transforms_active()
     assert not _compat.any_autocast()
     with torch.autocast("cpu"):
         assert _compat.any_autocast()
-    assert _compat.dispatch_modes() == 0
+    assert _compat.dispatch_modes() == _compat.torch_function_modes() == 0
+    assert not _compat.in_selective_checkpoint() and not _compat.jit_tracing()
 
-    class Stream:
-        cuda_stream = 77
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream())
-    with _compat.without_private_names():
-        assert _compat.current_stream(0) == 77
+def test_a_torch_without_a_private_name() -> None:
+    message = r"torch .* has no torch\._C\.gone; install a newer hotcore, or torch 2\.6 to 2\.15"
+    with pytest.raises(ImportError, match=message):
+        _compat.require(["_is_tracing", "gone"])
+    text = (PACKAGE / "_compat.py").read_text()
+    used = set(re.findall(r"\b_C\.((?:_[a-z]+\.)?\w+)", text)) - {"_cuda_getCurrentRawStream"}
+    assert used == set(_compat._NAMES)
 
 
 @pytest.mark.long
@@ -66,12 +48,6 @@ def test_what_is_compiled() -> None:
     assert not _compat.is_compiled(torch.nn.Sequential(inner))
 
 
-def test_torch_func_is_refused_without_private_names() -> None:
-    x, weight = torch.randn(10, 64), torch.randn(48, 64)
-    with _compat.without_private_names(), pytest.raises(RuntimeError):  # torch's own error
-        torch.func.grad(lambda w: hot.linear(x, w).sum())(weight)
-
-
 def test_products_are_named_to_the_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._functorch import partitioners
 
@@ -79,10 +55,8 @@ def test_products_are_named_to_the_partitioner(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(partitioners, "get_default_op_list", before)  # restored afterwards
     operator = torch.ops.hotcore.draw_seed
     assert operator not in before().compute_intensive_ops
-    assert _compat.count_as_products([operator])
+    _compat.count_as_products([operator])
     assert operator in partitioners.get_default_op_list().compute_intensive_ops
-    monkeypatch.delattr(partitioners, "get_default_op_list")
-    assert not _compat.count_as_products([operator])
 
 
 def test_private_names_stand_in_one_file() -> None:

@@ -172,22 +172,6 @@ def test_the_codes_go_with_x() -> None:
     y.sum().backward()
 
 
-def test_a_checkpoint_gives_the_same_bits() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 32))
-    hot.convert(model, INT8, lambda *_: True)
-    x = activation()
-    results = []
-    policies = create_selective_checkpoint_contexts
-    for options in ({}, {"context_fn": partial(policies, hot.policies.keep_codes)}, None):
-        model.zero_grad()
-        torch.manual_seed(3)
-        y = model(x) if options is None else checkpoint(model, x, use_reentrant=False, **options)
-        y.sum().backward()
-        results.append([y, *(p.grad for p in model.parameters())])
-    for result in results[1:]:
-        assert all(same(a, b) for a, b in zip(result, results[0], strict=True))
-
-
 def test_an_error_leaves_no_codes() -> None:
     x = activation()
     (q,) = layers(1, int8("fast", token_grid=(7, 7)))
@@ -232,7 +216,7 @@ def test_layers_frozen_in_int8() -> None:
     hot.freeze_int8(model)
     graphs = Graphs().run(model, torch.randn(96, 64).requires_grad_())
     assert graphs.count("forward", "forward_input") == 1
-    assert graphs.count("forward", "frozen_product") == 3
+    assert graphs.count("forward", "product") == 3
 
 
 @pytest.mark.parametrize(
@@ -251,16 +235,6 @@ def test_a_policy_keeps_no_codes_of_the_forward(policy: Any) -> None:
             assert graphs.count("forward", "quantize_input") == 0
             assert graphs.count("forward", "compress") == 1
     assert sizes[0] <= sizes[1]
-
-
-def test_compiled_gives_the_bits_of_the_stages() -> None:
-    layer = layers(1)[0]
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = activation()
-    y = compiled(x)
-    assert same(y, expected(x, layer, INT8))
-    y.sum().backward()
-    assert layer.weight.grad is not None and layer.weight.grad.isfinite().all()
 
 
 def test_opcheck() -> None:

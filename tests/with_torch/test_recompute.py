@@ -10,9 +10,8 @@ import hotcore.torch as hot
 import pytest
 import torch
 from hotcore.torch import policies
-from support import without_broken_torchvision
 from torch import nn
-from torch_graphs import Graphs, converted, gradients, same
+from torch_graphs import Graphs, causal, converted, gradients, same
 
 SDPA = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
@@ -195,28 +194,12 @@ def test_a_cache_is_not_written_twice(x: torch.Tensor) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", "none"))
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
 def test_stock_models_of_transformers(kind: str, policy: Any, seeded: None) -> None:
     """Their use_cache is True by default, in training mode, too."""
-    with without_broken_torchvision():
-        transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
-    if kind == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            **sizes,
-        )
-        model = transformers.LlamaForCausalLM(config)
-        blocks = model.model.layers
-    else:
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, **dropout, **sizes)
-        model = transformers.GPT2LMHeadModel(config)
-        blocks = model.transformer.h
-    assert config.use_cache
+    model = causal(kind)
+    blocks = model.transformer.h if kind == "GPT2" else model.model.layers
+    assert model.config.use_cache
     hot.convert(model, "default")
     tokens = torch.randint(96, (2, 16))
 

@@ -65,12 +65,7 @@ def gradients(
 
 
 @every_layer
-@pytest.mark.parametrize("private", [True, False])
-def test_batched_gradients_are_those_of_each(
-    make: Make, private: bool, request: pytest.FixtureRequest
-) -> None:
-    if not private:
-        request.getfixturevalue("public_names")
+def test_batched_gradients_are_those_of_each(make: Make) -> None:
     module, x = make()
     gys = torch.randn(3, *module(x).shape)
     batched = gradients(module, x, gys, is_grads_batched=True)

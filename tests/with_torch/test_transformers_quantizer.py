@@ -12,12 +12,13 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
+from torch_graphs import causal  # noqa: E402
 
 with without_broken_torchvision():
     transformers = pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("accelerate")
     from hotcore.integrations.transformers import HotQuantizationConfig
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.quantizers import auto
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -27,10 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture
 def plain(tmp_path: Path, seeded: None) -> Path:
     """A small Llama on disk."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}
-    tokens = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens)).save_pretrained(tmp_path / "plain")
+    causal("Llama", num_key_value_heads=4).save_pretrained(tmp_path / "plain")
     return tmp_path / "plain"
 
 

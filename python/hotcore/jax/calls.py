@@ -7,7 +7,7 @@ Scratch on CUDA is an extra result, whose size is determined when a call is trac
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,9 +45,7 @@ def compress_activation(x: Array, seed: Array, config: HotConfig) -> Array:
         {"config": _text(config)},
         (x, seed),
         [((size,), np.uint8)],
-        lambda context: _core.compress_activation_workspace(
-            context, tokens, in_features, config.spec
-        ),
+        (_core.compress_activation_workspace, tokens, in_features, config.spec),
     )
     return saved
 
@@ -67,6 +65,7 @@ def backward_linear(
     seed).
     """
     tokens, out_features = gy.shape
+    sizes = (tokens, out_features, in_features)
     shapes = ((tokens, in_features), (out_features, in_features), (out_features,))
     need_gx, need_gw, _ = wanted = [dtype is not None for dtype in dtypes]
     results = _call(
@@ -82,9 +81,7 @@ def backward_linear(
             (_NOTHING, gy.dtype) if dtype is None else (shape, dtype)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ],
-        lambda context: _core.backward_linear_workspace(
-            context, tokens, out_features, in_features, config.spec, need_gx, need_gw
-        ),
+        (_core.backward_linear_workspace, *sizes, config.spec, need_gx, need_gw),
     )
     gx, gw, gb = (
         result if is_wanted else None for result, is_wanted in zip(results, wanted, strict=True)
@@ -94,24 +91,20 @@ def backward_linear(
 
 def forward_linear(x: Array, w: Array, b: Array | None, config: HotConfig) -> Array:
     """``x w^T + b`` in INT8, ``[L, O]`` in x's dtype; see :func:`hotcore.forward_linear`."""
-    (tokens, in_features), out_features = x.shape, len(w)
+    sizes = (x.shape[0], len(w), x.shape[1])
     (y,) = _call(
         "forward_linear",
         {"forward_block": np.int64(config.forward_block)},
         (x, w, jnp.zeros(_NOTHING, x.dtype) if b is None else b),
-        [((tokens, out_features), x.dtype)],
-        lambda context: _core.forward_linear_workspace(
-            context, tokens, out_features, in_features, config.forward_spec, False, False
-        ),
+        [(sizes[:2], x.dtype)],
+        (_core.forward_linear_workspace, *sizes, config.forward_spec, False, False),
     )
     return y
 
 
 def varying_axes(*arrays: Array) -> tuple[Any, ...]:
     """The mesh axes of a ``shard_map`` over which any of these arrays varies."""
-    axes: frozenset[Any] = frozenset()
-    for array in arrays:
-        axes |= jax.typeof(array).manual_axis_type.varying
+    axes = {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying}
     return tuple(sorted(axes, key=str))
 
 
@@ -133,14 +126,16 @@ def _call(
     attribute: dict[str, Any],
     operands: Sequence[Array],
     results: Sequence[tuple[Sequence[int], Any]],
-    workspace: Callable[[_core.CoreContext], int],
+    workspace: tuple[Any, ...],
 ) -> tuple[Array, ...]:
     """One call of libhot, for any platform the program may run on, with its one attribute.
 
+    ``workspace`` is the function of the scratch's bytes and its arguments after the context.
     Under vmap calls run in sequence: every layer has its own scales and random numbers.
     """
     cuda = _cuda_context()
-    scratch = ((0 if cuda is None else workspace(cuda),), np.uint8)
+    size_of, *arguments = workspace
+    scratch = ((0 if cuda is None else size_of(cuda, *arguments),), np.uint8)
     shape_of: Any = jax.ShapeDtypeStruct
     shapes = tuple(shape_of(*result) for result in (*results, scratch))
     call: Any = jax.ffi.ffi_call(f"hotcore_{name}", shapes, vmap_method="sequential")

@@ -169,7 +169,8 @@ def compute_report(
     watch = probe.Watch(layers)
     with preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         probe.output_of(model, inputs)
-    configs = _configs(layers)
+    found = {name: getattr(layer, "config", None) for name, layer in layers.items()}
+    configs = {name: own for name, own in found.items() if isinstance(own, HotConfig)}
     last = "as converted"
     if not configs:
         chosen = as_config(config)
@@ -182,6 +183,8 @@ def compute_report(
         for part, tokens, outs, ins in _shapes(layer, watch.uses[name].macs):
             trained = not is_frozen(layer)
             own = configs.get(name)
+            wide = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
+            plain_forward = wide or is_8bit(layer)
             taken = None if isinstance(layer, nn.Conv2d) and layer.groups != 1 else own
             shape = (tokens, outs, ins)
             plain = backward_bops(*shape, FULL_PRECISION, trained=trained)
@@ -202,7 +205,7 @@ def compute_report(
                     trained,
                     tokens * outs * ins * _FULL,
                     costs,
-                    forward_bops(*shape, _forward_of(layer, own)),
+                    forward_bops(*shape, None if plain_forward else own),
                 )  # fmt: skip
             )
     return ComputeReport(tuple(rows), methods)
@@ -256,12 +259,6 @@ def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> 
         return product * _FULL
     operands, steps = tokens * ins + outs * ins, math.log2(config.forward_block)
     return round((operands * (steps + 1) + tokens * outs) * _FULL) + product * 8 * 8
-
-
-def _forward_of(layer: nn.Module, config: HotConfig | None) -> HotConfig | None:
-    """The configuration of its forward; None where it is the plain layer's."""
-    wide = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
-    return None if wide or is_8bit(layer) else config
 
 
 def _restore_bops(values: int, config: HotConfig) -> int:
@@ -318,11 +315,6 @@ def _low_rank(config: HotConfig) -> tuple[float, float]:
     if config.basis == "sketch":  # folds to rank tokens, then transforms those
         return rank / block, (block - rank + rank * math.log2(rank)) / block
     return rank / block, math.log2(block)
-
-
-def _configs(layers: Mapping[str, nn.Module]) -> dict[str, HotConfig]:
-    found = {name: getattr(layer, "config", None) for name, layer in layers.items()}
-    return {name: config for name, config in found.items() if isinstance(config, HotConfig)}
 
 
 def _shapes(layer: nn.Module, macs: int) -> list[tuple[str, int, int, int]]:

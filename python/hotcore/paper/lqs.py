@@ -193,10 +193,13 @@ def calibrate(
         raise ValueError("calibrate: gradients are off (torch.no_grad); LQS measures g_y")
     names = _layers(model, settings, filter_fn, slower)
     probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
+    layers = {name: model.get_submodule(name) for name in names}
     count = 0
-    with preserve_state(model):
+    with preserve_state(model), gradients_seen(layers, lambda name, *seen: probes[name].add(*seen)):
         for batch in batches:
-            _measure(model, batch, loss_fn, probes)
+            loss_of(model, batch, loss_fn).backward()  # type: ignore[no-untyped-call]
+            for parameter in model.parameters():
+                parameter.grad = None
             count += 1
     if count == 0:
         raise ValueError("batches: empty; calibrate needs at least one")
@@ -206,8 +209,8 @@ def calibrate(
             f"calibrate: no gradient reached {listed(unreached)}; "
             "leave them out with filter_fn, or let their outputs require grad"
         )
-    layers = [probe.choose(name, gw_fine, gain) for name, probe in probes.items()]
-    return Selection(tuple(layers), settings, count)
+    chosen = [probe.choose(name, gw_fine, gain) for name, probe in probes.items()]
+    return Selection(tuple(chosen), settings, count)
 
 
 class _Probe:
@@ -224,9 +227,9 @@ class _Probe:
         return self._pattern is not None
 
     @torch.no_grad()
-    def add(self, module: nn.Module, x: Tensor, gy: Tensor) -> None:
-        """Add one call of the layer, given its input and the gradient of its output."""
-        x, weight, gy, config = _as_linear(module, x, gy, self._config)
+    def add(self, module: nn.Module, call: Call, given: Callable[[], Tensor], gy: Tensor) -> None:
+        """Add one call of the layer, as :func:`.gradients_seen` saw it."""
+        x, weight, gy, config = _as_linear(module, given(), gy, self._config)
         if self._pattern is None:
             self._pattern = _pattern(gy)
         key = self._key
@@ -285,28 +288,6 @@ def _layers(
 def _measurable(module: nn.Module, config: HotConfig) -> bool:
     other = isinstance(module, nn.MultiheadAttention) or is_8bit(module)
     return not other and products_of(module, config) is not False
-
-
-def _measure(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
-    probes: Mapping[str, _Probe],
-) -> None:
-    layers = {name: model.get_submodule(name) for name in probes}
-
-    def see(
-        name: str, module: nn.Module, call: Call, given: Callable[[], Tensor], gy: Tensor
-    ) -> None:
-        probes[name].add(module, given(), gy)
-
-    try:
-        with gradients_seen(layers, see):
-            loss = loss_of(model, batch, loss_fn)
-            loss.backward()  # type: ignore[no-untyped-call]
-    finally:
-        for parameter in model.parameters():
-            parameter.grad = None
 
 
 def _as_linear(

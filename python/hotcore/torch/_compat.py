@@ -1,48 +1,68 @@
-"""Every private name of torch that the adapter uses, each with a public fallback; Triton.
+"""Every private name of torch that the adapter uses, in torch 2.6 to 2.15; Triton, libraries.
 
 The private names are faster, or give information that no public function gives.
-tests/with_torch/test_private.py runs each function with and without its private name.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import operator
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 _C: Any = torch._C
 
+_NAMES = (
+    "_are_functorch_transforms_active",
+    "_autograd._get_current_graph_task_keep_graph",
+    "_functorch.is_legacy_batchedtensor",
+    "_is_any_autocast_enabled",
+    "_is_tracing",
+    "_len_torch_dispatch_stack",
+    "_len_torch_function_stack",
+    "_will_engine_execute_node",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+)
+"""Those of ``torch._C``; ``_cuda_getCurrentRawStream`` is there in builds with CUDA alone."""
 
-class _PublicNames:
-    """``torch._C`` of a version of torch that has none of the names below."""
+
+def require(names: Iterable[str] = _NAMES) -> None:
+    """Raise ImportError where torch lacks a private name."""
+    for name in names:
+        try:
+            operator.attrgetter(name)(_C)
+        except AttributeError:
+            raise ImportError(
+                f"hotcore.torch: torch {torch.__version__} has no torch._C.{name}; install a newer "
+                "hotcore, or torch 2.6 to 2.15"
+            ) from None
 
 
-@contextmanager
-def without_private_names() -> Iterator[None]:
-    """Use the public fallbacks inside, as on a version of torch without the private names.
-
-    For tests; it holds for the whole process.
-    """
-    global _C
-    before, _C = _C, _PublicNames()
-    try:
-        yield
-    finally:
-        _C = before
+require()  # here, not in a layer's first call
 
 
 def global_module_hooks() -> list[dict[int, Any]]:
     """Hooks of all modules that see an output or its gradient."""
     names = ("_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
-    return [getattr(torch.nn.modules.module, name, {}) for name in names]
+    return [getattr(torch.nn.modules.module, name) for name in names]
+
+
+def loaded(module: str, name: str) -> tuple[Any, ...]:
+    """A class of a library, as isinstance takes it; none where nobody has imported the library."""
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)
 
 
 @functools.cache
@@ -57,98 +77,65 @@ def triton_kernels(module: str, otherwise: str) -> ModuleType | None:
 
 
 def transforms_active() -> bool:
-    """Whether a ``torch.func`` transform (grad, vmap, ...) is running.
-
-    False without the private name: torch's own error for autograd functions is then raised.
-    """
-    active = getattr(_C, "_are_functorch_transforms_active", None)
-    return False if active is None else bool(active())
+    """Whether a ``torch.func`` transform (grad, vmap, ...) is running."""
+    return bool(_C._are_functorch_transforms_active())
 
 
 def any_autocast() -> bool:
-    """Whether autocast may be on for some device; True without the private name."""
-    enabled = getattr(_C, "_is_any_autocast_enabled", None)
-    return True if enabled is None else bool(enabled())
+    """Whether autocast is on for some device."""
+    return bool(_C._is_any_autocast_enabled())
 
 
 def current_stream(index: int) -> int:
-    """Handle of the current stream of CUDA device ``index``.
-
-    The private function does not wrap it in an object.
-    """
-    raw = getattr(_C, "_cuda_getCurrentRawStream", None)
-    if raw is None:
-        return int(torch.cuda.current_stream(index).cuda_stream)
-    return int(raw(index))
+    """Handle of the current stream of CUDA device ``index``, not wrapped in an object."""
+    return int(_C._cuda_getCurrentRawStream(index))
 
 
 def dispatch_modes() -> int:
-    """Number of active ``TorchDispatchMode``s, which intercept every operator.
-
-    1 without the private name, so that calls go through the dispatcher.
-    """
-    count = getattr(_C, "_len_torch_dispatch_stack", None)
-    return 1 if count is None else int(count())
+    """Number of active ``TorchDispatchMode``s, which intercept every operator."""
+    return int(_C._len_torch_dispatch_stack())
 
 
 def in_selective_checkpoint() -> bool:
-    """Whether a selective checkpoint's policy sees every operator; True if unknown."""
-    if dispatch_modes() == 0:
-        return False
-    stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", None)
-    mode = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
-    if stack is None or mode is None:
-        return True
-    return any(isinstance(active, mode) for active in stack())
+    """Whether a selective checkpoint's policy sees every operator."""
+    utils: Any = torch.utils
+    stack = utils._python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, utils.checkpoint._CachingTorchDispatchMode) for mode in stack)
 
 
 def torch_function_modes() -> int:
-    """Number of active ``TorchFunctionMode``s; 1 without the private name."""
-    count = getattr(_C, "_len_torch_function_stack", None)
-    return 1 if count is None else int(count())
+    """Number of active ``TorchFunctionMode``s."""
+    return int(_C._len_torch_function_stack())
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Hide the calls inside from ``TorchFunctionMode``; does nothing without the private name.
+    """Hide the calls inside from ``TorchFunctionMode``.
 
     A mode would otherwise intercept every attribute and call of a layer.
     """
-    disabled = getattr(_C, "DisableTorchFunction", None)
-    return nullcontext() if disabled is None else disabled()
-
-
-@functools.cache
-def _class(module: str, name: str) -> Any:
-    """A class of torch, or a class without instances if torch has none of that name."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        return type(name, (), {})
+    disabled: AbstractContextManager[Any] = _C.DisableTorchFunction()
+    return disabled
 
 
 def functional(x: torch.Tensor) -> bool:
-    """Whether x is a value of a graph that AOTAutograd is tracing; False if unknown."""
-    return isinstance(x, _class("torch._subclasses.functional_tensor", "FunctionalTensor"))
+    """Whether x is a value of a graph that AOTAutograd is tracing."""
+    return isinstance(x, FunctionalTensor)
 
 
 def symbolic(x: torch.Tensor) -> bool:
-    """Whether x has no values, as during compilation; False if unknown."""
-    return functional(x) or isinstance(x, _class("torch._subclasses.fake_tensor", "FakeTensor"))
+    """Whether x has no values, as during compilation."""
+    return isinstance(x, FunctionalTensor | FakeTensor)
 
 
-def count_as_products(operators: Iterable[Any]) -> bool:
+def count_as_products(operators: Iterable[Any]) -> None:
     """Mark operators as expensive to recompute, like ``mm``, for the compiler's partitioner.
 
     Otherwise it treats them as free under an ``activation_memory_budget`` below 1 and repeats every
-    product in backward. Returns whether the marking worked. Call it only during compilation: it
-    imports the partitioner, which takes seconds.
+    product in backward. Call it only during compilation: it imports the partitioner, which takes
+    seconds.
     """
-    try:
-        partitioners: Any = importlib.import_module("torch._functorch.partitioners")
-        original = partitioners.get_default_op_list
-        original().compute_intensive_ops.update(())
-    except (ImportError, AttributeError):
-        return False
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
+    original = partitioners.get_default_op_list
     found = frozenset(operators)
 
     @functools.wraps(original)
@@ -158,45 +145,36 @@ def count_as_products(operators: Iterable[Any]) -> bool:
         return lists
 
     partitioners.get_default_op_list = with_operators
-    return True
-
-
-_is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]  # so in torch
 
 
 def jit_tracing() -> bool:
     """Whether ``torch.jit.trace`` is running; the public function takes three times as long."""
-    return _is_tracing()
+    return bool(_C._is_tracing())
 
 
 def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass adds to ``leaf.grad``; False without the private name.
+    """Whether the running backward pass adds to ``leaf.grad``.
 
     ``backward()`` does; ``torch.autograd.grad`` does not, nor does ``backward(inputs=...)`` of
     others.
     """
-    will_run = getattr(_C, "_will_engine_execute_node", None)
-    if will_run is None:
-        return False
     try:
-        return bool(will_run(torch.autograd.graph.get_gradient_edge(leaf).node))
+        return bool(_C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
     except RuntimeError:  # torch raises it for a leaf that autograd.grad returns
         return False
 
 
 def keeps_graph() -> bool:
-    """Whether the running backward pass keeps its graph (``retain_graph``); True if unknown."""
-    keeps = getattr(getattr(_C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
-    return True if keeps is None else bool(keeps())
+    """Whether the running backward pass keeps its graph (``retain_graph``)."""
+    return bool(_C._autograd._get_current_graph_task_keep_graph())
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether this module, not its children, runs under ``torch.compile``.
 
-    ``torch.compile(module)`` and ``module.compile()`` both set a private attribute. False without
-    these names.
+    ``torch.compile(module)`` and ``module.compile()`` both set a private attribute.
     """
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 @functools.cache
@@ -222,10 +200,7 @@ def wrapper(cls: Any, inner: torch.Tensor) -> Any:
 
 
 def memory_budget(budget: float) -> AbstractContextManager[Any]:
-    """torch's ``activation_memory_budget`` for what is compiled inside.
-
-    Without the name, as in no supported torch, it raises ImportError or AttributeError.
-    """
+    """torch's ``activation_memory_budget`` for what is compiled inside."""
     config: Any = importlib.import_module("torch._functorch.config")
     patched: AbstractContextManager[Any] = config.patch(activation_memory_budget=budget)
     return patched
@@ -237,9 +212,9 @@ def forget_compiled(module: torch.nn.Module) -> None:
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:
-    """Its hooks that run once ``.grad`` is there; empty without the private name."""
-    found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return {} if found is None else found
+    """Its hooks that run once ``.grad`` is there."""
+    found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return found or {}
 
 
 def rebind_hooks(module: _Module) -> _Module:
@@ -247,22 +222,13 @@ def rebind_hooks(module: _Module) -> _Module:
 
     They hold a weak reference to their module, and raise RuntimeError once it is gone.
     """
-    for hook in getattr(module, "_load_state_dict_pre_hooks", {}).values():
+    hooks: dict[int, Any] = module._load_state_dict_pre_hooks
+    for hook in hooks.values():
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(module)
     return module
 
 
 def batched(gradient: torch.Tensor) -> bool:
-    """Whether vmap batches it: ``autograd.grad(is_grads_batched=True)``, vectorised jacobians.
-
-    Without the private name: whether it has no memory of its own.
-    """
-    is_batched = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", None)
-    if is_batched is not None:
-        return bool(is_batched(gradient))
-    try:
-        gradient.data_ptr()
-    except RuntimeError:
-        return True
-    return False
+    """Whether vmap batches it: ``autograd.grad(is_grads_batched=True)``, vectorised jacobians."""
+    return bool(_C._functorch.is_legacy_batchedtensor(gradient))

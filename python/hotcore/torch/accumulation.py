@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -29,27 +28,11 @@ class _Threads(threading.local):
 
 
 _threads = _Threads()
-_open_contexts = 0  # open contexts in the process; layers return early if there is none
-_count = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _count
-    _count = threading.Lock()  # a thread that does not exist in the child may hold the other
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def current() -> _State | None:
     """The state of the context that the calling thread is inside; None outside."""
-    return _threads.state if _open_contexts else None
-
-
-def open_contexts() -> int:
-    """Number of open contexts in the process."""
-    return _open_contexts
+    return _threads.state
 
 
 @contextlib.contextmanager
@@ -73,19 +56,14 @@ def gradient_accumulation() -> Iterator[None]:
 
     Source: docs/torch/accumulation.md, "Gradient accumulation".
     """
-    global _open_contexts
     if torch.compiler.is_compiling():
         raise RuntimeError("gradient_accumulation: not inside a compiled region")
     if _threads.state is not None:
         raise RuntimeError("gradient_accumulation: this thread is already inside one")
     state = _threads.state = _State()
-    with _count:
-        _open_contexts += 1
     try:
         yield
     finally:
-        with _count:
-            _open_contexts -= 1
         _threads.state = None
         state.ended = True
 

@@ -112,7 +112,9 @@ class Advice:
         # Of what cannot be told apart by the goal, the best for both; of that, torch's own.
         for goal in (self.goal, "both"):
             least = min((own for _, own in found), key=functools.partial(_cost, goal), default=None)
-            found = [(row, own) for row, own in found if least and _alike(goal, own, least)]
+            if least is not None:
+                share, most_cost = _GOALS[goal][-1], _cost(goal, least, 1)
+                found = [pair for pair in found if share * _cost(goal, pair[1], -1) <= most_cost]
         found.sort(key=lambda pair: (not pair[0].plain, _cost("both", pair[1])))
         return found[0][0] if found else None
 
@@ -299,7 +301,7 @@ class _Trial:
     """Why a contender is not measured, or not any more."""
 
     @functools.cached_property
-    def lists(self) -> dict[str, nn.Module]:
+    def lists(self) -> dict[str, list[nn.Module]]:
         """The outermost lists of blocks of one class, if most layers are in them.
 
         None in a model with batch norms: one that is recomputed would count every batch twice, and
@@ -307,7 +309,7 @@ class _Trial:
         """
         if any(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in self.model.modules()):
             return {}
-        found: dict[str, nn.Module] = {}
+        found: dict[str, list[nn.Module]] = {}
 
         def inside(name: str) -> bool:
             return any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -317,14 +319,13 @@ class _Trial:
             alike = len(children) > 1 and len({type(child) for child in children}) == 1
             listed = isinstance(module, nn.ModuleList | nn.Sequential) and not inside(name)
             if alike and listed and any(True for _ in children[0].children()):
-                found[name] = module
+                found[name] = children
         layers = [inside(name) for name, _ in candidates(self.model)]
         return found if 2 * sum(layers) >= len(layers) else {}
 
-    def ends(self, contender: _Contender) -> list[int]:
-        """How many blocks of each list are recomputed."""
-        counts = (len([*own.children()]) for own in self.lists.values())
-        return [math.ceil(contender.recomputed * count) for count in counts]
+    def recomputed(self, contender: _Contender) -> list[list[nn.Module]]:
+        """The blocks of each list that are recomputed."""
+        return [own[: math.ceil(contender.recomputed * len(own))] for own in self.lists.values()]
 
     def leaves_layers(self, config: HotConfig) -> bool:
         """Whether convert leaves layers plain that it expects to be slower."""
@@ -400,7 +401,7 @@ class _Trial:
             stack.enter_context(preserve_state(model))
             if contender.budget is not None:
                 stack.enter_context(_compat.memory_budget(contender.budget))
-            blocks = [block for blocks in self.lists.values() for block in blocks.children()]
+            blocks = [block for own in self.lists.values() for block in own]
             if contender.config is not None or contender.options:
                 stack.callback(revert_saved, model)
                 stack.callback(detach, model)
@@ -411,8 +412,7 @@ class _Trial:
                 if not report.converted and not contender.options:
                     raise ValueError("no layer converted: all would be slower (slower=True)")
             if contender.recomputed:
-                ends = zip(self.lists.values(), self.ends(contender), strict=True)
-                some = [block for own, end in ends for block in [*own.children()][:end]]
+                some = [block for own in self.recomputed(contender) for block in own]
                 stack.callback(recompute(some).remove)
             if way is not None:
                 torch.compiler.reset()
@@ -453,8 +453,8 @@ class _Trial:
         if contender.recomputed:
             some = blocks
             if contender.recomputed < 1:
-                ends = zip(blocks, self.ends(contender), strict=True)
-                some = [f"{name}[:{end}]" for name, end in ends]
+                parts = zip(blocks, self.recomputed(contender), strict=True)
+                some = [f"{name}[:{len(own)}]" for name, own in parts]
             lines.append(f"hot.recompute({_all_of(some)})")
         if contender.budget is not None:
             lines.append("import torch._functorch.config")
@@ -524,8 +524,3 @@ def _shown(contenders: Sequence[_Contender], progress: bool) -> Iterator[_Conten
 def _cost(goal: str, own: Measured, spreads: int = 0) -> float:
     ms = max(0.0, own.median_ms + spreads * own.spread_ms)
     return ms ** (goal != "memory") * float(own.kept_bytes) ** (goal != "time")
-
-
-def _alike(goal: str, own: Measured, least: Measured) -> bool:
-    """Whether it cannot be told from the least."""
-    return _cost(goal, least, 1) >= _GOALS[goal][-1] * _cost(goal, own, -1)

@@ -74,7 +74,11 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             causal = is_causal and key_padding_mask is None and not need_weights
             mask = None if causal else _merge_masks(attn_mask, key_padding_mask, q, k)
             dropout = self.dropout if self.training else 0.0
-            y, weights = _attention(q, k, v, mask, dropout, causal, need_weights)
+            weights = _weights(q, k, mask, dropout) if need_weights else None
+            if weights is None:
+                y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+            else:
+                y = weights @ v
             y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
             out = self.out_proj
             y = self._product(y.flatten(2), out.weight, out.bias)
@@ -148,18 +152,7 @@ def _additive(mask: Tensor, name: str, q: Tensor) -> Tensor:
     return q.new_zeros(mask.shape).masked_fill_(mask, -math.inf)
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    if not need_weights:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
     weights = F.softmax(scores if mask is None else scores + mask, -1)
-    weights = F.dropout(weights, dropout) if dropout > 0 else weights
-    return weights @ v, weights
+    return F.dropout(weights, dropout) if dropout > 0 else weights

@@ -15,31 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
+from . import _compat
 from .modules import HotModule
 from .ops.calls import seed_for_call
 from .ops.core import handle_of
 from .ops.linear import gradients
 from .ops.registry import not_differentiable, without_base
 
-
-def _layer_class(name: str) -> Any:
-    """A layer class of bitsandbytes; None if it is not loaded."""
-    return getattr(sys.modules.get("bitsandbytes.nn"), name, None)
-
-
-def _is_a(module: nn.Module, name: str) -> bool:
-    kind = _layer_class(name)
-    return kind is not None and isinstance(module, kind)
+_layer_class = functools.partial(_compat.loaded, "bitsandbytes.nn")
 
 
 def is_4bit(module: nn.Module) -> bool:
     """Whether it is bitsandbytes' Linear4bit."""
-    return _is_a(module, "Linear4bit")
+    return isinstance(module, _layer_class("Linear4bit"))
 
 
 def is_8bit(module: nn.Module) -> bool:
     """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: of codes, never trained here."""
-    return _is_a(module, "Linear8bitLt") or is_4bit(module)
+    return isinstance(module, _layer_class("Linear8bitLt")) or is_4bit(module)
 
 
 def why_impossible(module: nn.Module) -> str:
@@ -59,21 +52,24 @@ def hot_class(module: nn.Module) -> type[HotModule]:
 @functools.cache
 def _made(name: str) -> type[HotModule]:
     """``HotLinear8bitLt`` or ``HotLinear4bit``, made once bitsandbytes is loaded."""
-    plain, base = _layer_class(name.removeprefix("Hot")), _CLASSES[name]
-    content = {"plain": plain, "__module__": __name__, "__doc__": base.__doc__}
+    (plain,) = _layer_class(name.removeprefix("Hot"))
+    content = {"plain": plain, "__module__": __name__, "__doc__": _HotFrozen.__doc__}
     # Not as a decorator: it imports the compiler.
-    content["forward"] = torch.compiler.disable(base.forward)  # type: ignore[no-untyped-call]
-    return type(name, (base, plain), content)
+    content["forward"] = torch.compiler.disable(_HotFrozen.forward)  # type: ignore[no-untyped-call]
+    return type(name, (_HotFrozen, plain), content)
 
 
 def __getattr__(name: str) -> Any:
     # For pickle, which finds a class by its module and name.
-    if name in _CLASSES and _layer_class(name.removeprefix("Hot")) is not None:
+    if name in _NAMES and _layer_class(name.removeprefix("Hot")):
         return _made(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _HotFrozenBase(HotModule):
+_NAMES = ("HotLinear8bitLt", "HotLinear4bit")
+
+
+class _HotFrozen(HotModule):
     """A layer of bitsandbytes with a frozen weight, whose g_x is computed through HOT.
 
     The forward pass is that of bitsandbytes. Backward dequantises the weight as bitsandbytes does
@@ -101,6 +97,8 @@ class _HotFrozenBase(HotModule):
         **options: Any,
     ) -> None:
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
+        if not is_4bit(self):  # type: ignore[arg-type]  # a module
+            options = {"has_fp16_weights": False, **options}
         super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # the plain class's
         self.config = as_config(config)
 
@@ -111,14 +109,13 @@ class _HotFrozenBase(HotModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
-        try:
-            seed = seed_for_call("linear", x, x) if self.training else None
-            if seed is None:  # a bias alone is the plain layer's
-                return self.plain_forward(x)
-            output: Tensor = _FrozenProduct.apply(x, self.bias, self, seed)  # type: ignore[no-untyped-call]  # so in torch
-        except (ValueError, RuntimeError) as error:
-            self.prefix_layer_name(error)
-            raise
+        return self._named_product(x, self.weight, self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seed = seed_for_call("linear", x, x) if self.training else None
+        if seed is None:  # a bias alone is the plain layer's
+            return self.plain_forward(x)
+        output: Tensor = _FrozenProduct.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
     def plain_forward(self, x: Tensor) -> Tensor:
@@ -128,34 +125,13 @@ class _HotFrozenBase(HotModule):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
-        raise NotImplementedError
-
-
-class _Hot8bit(_HotFrozenBase):
-    """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT."""
-
-    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        """Make a layer with new parameters; ``has_fp16_weights`` is False."""
-        super().__init__(in_features, out_features, **{"has_fp16_weights": False, **options})
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
+        if is_4bit(self):  # type: ignore[arg-type]  # a module
+            dequantize = sys.modules["bitsandbytes.functional"].dequantize_4bit
+            values: Tensor = dequantize(self.weight.data, self.weight.quant_state)
+            return values.to(dtype)
         codes, scales = self.state.CB, self.state.SCB
         weight: Tensor = codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
         return weight
-
-
-class _Hot4bit(_HotFrozenBase):
-    """``Linear4bit``, whose g_x is computed through HOT."""
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
-        dequantize = sys.modules["bitsandbytes.functional"].dequantize_4bit
-        weight: Tensor = dequantize(self.weight.data, self.weight.quant_state)
-        return weight.to(dtype)
-
-
-_CLASSES: dict[str, type[_HotFrozenBase]] = {"HotLinear8bitLt": _Hot8bit, "HotLinear4bit": _Hot4bit}
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -163,7 +139,7 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, layer: _HotFrozenBase, seed: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, layer: _HotFrozen, seed: Tensor
     ) -> Tensor:
         ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype

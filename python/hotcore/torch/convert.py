@@ -21,8 +21,9 @@ from .custom import CustomBackward
 from .frozen import FrozenModule, tie
 from .head import attach, detach, is_attached
 from .modules import HotModule, is_pointwise, own_forward, replace_layers
+from .ops import is_dtensor
 from .ops.conv import settings
-from .report import REPORT, ConversionReport, Converted, Skipped, listed, pattern_of
+from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
 from .saved import convert_saved, revert_saved
 from .selection import (
     MIN_FEATURES,
@@ -286,7 +287,7 @@ def _check_sharded(
     layers: list[tuple[str, nn.Module]], reasons: Mapping[str, str], filter_fn: Filter | None
 ) -> None:
     for fqn, module in layers:
-        if isinstance(module, HotModule) or not selection.is_sharded(module):
+        if isinstance(module, HotModule) or not any(map(is_dtensor, module.parameters())):
             continue
         # fully_shard of a layer makes a subclass of it, which is a reason, too.
         subclass = reasons.get(fqn) == selection.why_impossible(module)
@@ -399,7 +400,7 @@ def _measures(
         "macs": uses[fqn].macs if fqn in uses else None,
         "expected_time": None
         if is_8bit(module)  # not measured
-        else gains.expected_time(*facts_of(module, config, device)),
+        else gains.expected_time(facts_of(module, config, device)),
     }
 
 
@@ -414,7 +415,10 @@ def _nothing(
     which = "filter_fn matched no layer that" if filtered else "no layer"
     parts = [f"model: {which} can be converted"]
     if layers:
-        described = [(fqn, f"({_describe(module)}): {reasons[fqn]}") for fqn, module in layers]
+        described = []
+        for fqn, module in layers:
+            ins, outs = features_of(module)
+            described.append((fqn, f"({kind_of(module)} {ins} -> {outs}): {reasons[fqn]}"))
         parts += [f"{names} {why}" for names, why in _group_alike(described)]
     else:
         kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
@@ -422,12 +426,8 @@ def _nothing(
             "it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D; its "
             f"modules: {kinds}"
         )
-    parts += [
-        f"{names} {why}"
-        for names, why in _group_alike(
-            [(row.name, f"({row.kind}): {row.reason}") for row in others]
-        )
-    ]
+    described = [(row.name, f"({row.kind}): {row.reason}") for row in others]
+    parts += [f"{names} {why}" for names, why in _group_alike(described)]
     able = [
         (fqn, "")
         for fqn, module in layers
@@ -446,20 +446,9 @@ def _by_choice(reason: str, module: nn.Module) -> bool:
     return not selection.why_impossible(module)
 
 
-def _describe(module: nn.Module) -> str:
-    ins, outs = features_of(module)
-    return f"{kind_of(module)} {ins} -> {outs}"
-
-
-def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, ...]]:
     """Groups entries of alike names and equal text, with counts; at most a dozen groups."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, said in entries:
-        groups.setdefault((pattern_of(name), said), []).append(name)
-    rows = [
-        (f"{pattern} x {len(names)}" if len(names) > 1 else names[0] or "(root)", said)
-        for (pattern, said), names in groups.items()
-    ]
+    rows = group_alike([(name or "(root)", said) for name, said in entries], "{} x {}")
     return rows if len(rows) <= 12 else [*rows[:12], (f"{len(rows) - 12} more", "alike")]
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..config import HotConfig
-from .frozen import HotFrozenLinear
+from . import frozen_codes
+from .frozen import FrozenModule, HotFrozenLinear
 from .modules import HotLinear
 
 GROUPS = (1, 4, 16, 64, 256)
@@ -117,14 +118,9 @@ class HotConvRotLinear(HotFrozenLinear):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         own: dict[str, Any] = {}
-        before, self.save_codes = self.save_codes, True
-        try:
-            super()._save_to_state_dict(own, prefix, False)
-        finally:
-            self.save_codes = before
-        group, codes = int(own.pop(prefix + "weight_block")), own.pop(prefix + "weight_codes")
-        gather = getattr(codes, "full_tensor", None)  # of fully_shard's, by all processes
-        q, scales = self._parts(codes if gather is None else gather())
+        super(FrozenModule, self)._save_to_state_dict(own, prefix, False)
+        group, codes = self.weight_block, own.pop(prefix + "weight_codes")
+        q, scales = self._parts(frozen_codes.gathered(frozen_codes.plain(codes)))
         said = {"format": _FORMAT, "convrot": group > 1, "convrot_groupsize": group}
         values = (
             _reordered(q[:, : self.in_features], group),

@@ -214,20 +214,16 @@ class CustomConv2d(_Custom, nn.Conv2d):
             return self.forward(input.unsqueeze(0)).squeeze(0)
         windows = (self.kernel_size, self.dilation, self.padding, self.stride)
         input, weight = _cast(input, self.weight.flatten(1))
-        grid = self.output_size(input)
-        y = _run(input, weight, self.method.on_grid(grid), windows)
-        y = y.mT.reshape(len(input), self.out_channels, *grid)
-        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
-
-    def output_size(self, input: Tensor) -> tuple[int, int]:
-        """Height and width of the output."""
         assert not isinstance(self.padding, str)
         spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         height, width = (
             (input.shape[2 + i] + 2 * self.padding[i] - spans[i]) // self.stride[i] + 1
             for i in range(2)
         )
-        return height, width
+        grid = (height, width)
+        y = _run(input, weight, self.method.on_grid(grid), windows)
+        y = y.mT.reshape(len(input), self.out_channels, *grid)
+        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
 
 
 def _why_not(layer: nn.Module) -> str:

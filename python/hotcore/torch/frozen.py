@@ -23,7 +23,7 @@ from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .modules import HotLinear, HotModule, carry_forward, copy_content, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
 from .ops.codes import Frozen, dequantized, quantize_forward_weight
-from .ops.frozen import frozen_linear
+from .ops.linear import frozen_linear
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
@@ -76,6 +76,9 @@ class ReadOnly(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self._written(value)
+
+    def _written(self, values: Tensor) -> Tensor:
         raise RuntimeError(f"data: {_READ_ONLY}")
 
     def detach(self) -> Tensor:
@@ -126,6 +129,14 @@ class ReadOnly(Tensor):
         return _read_only(found, made)
 
 
+def _thawing(name: str) -> Any:
+    def change(weight: FrozenWeight, other: Any) -> Tensor:
+        """Thaw the layer and change its weight; that, as a plain tensor."""
+        return weight._written(getattr(weight.dequantized(), name)(other))
+
+    return change
+
+
 class FrozenWeight(ReadOnly):
     """The weight of a frozen layer, as other code sees it: dequantised when its values are read.
 
@@ -150,36 +161,13 @@ class FrozenWeight(ReadOnly):
         weight = self._thawed()
         return self._layer.dequantized() if weight is None else weight.detach().clone()
 
-    @property
-    def data(self) -> Tensor:
-        """Itself: writes to a copy would be lost."""
-        return self
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self._written(value)
-
     def _held(self) -> Tensor:
         weight = self._thawed()
         return self._layer.weight_codes if weight is None else weight
 
     # "weight.data += values": Python then assigns the result to weight.data, which it is by then.
-
-    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and add to its weight; that, as a plain tensor."""
-        return self._written(self.dequantized().add_(other))
-
-    def __isub__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and subtract from its weight."""
-        return self._written(self.dequantized().sub_(other))
-
-    def __imul__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and multiply its weight."""
-        return self._written(self.dequantized().mul_(other))
-
-    def __itruediv__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """Thaw the layer and divide its weight."""
-        return self._written(self.dequantized().div_(other))
+    __iadd__, __isub__ = _thawing("add_"), _thawing("sub_")
+    __imul__, __itruediv__ = _thawing("mul_"), _thawing("div_")
 
     def _written(self, values: Tensor) -> Tensor:
         weight = self._thawed()
@@ -307,9 +295,9 @@ class FrozenModule(HotModule, nn.Module):
 
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
-        frozen = self.frozen
-        gather = getattr(frozen.codes, "full_tensor", None)  # of fully_shard's, by all processes
-        matrix = dequantized(frozen if gather is None else frozen._replace(codes=gather()))
+        parts: Any = self.frozen
+        codes, *fields = parts  # torch 2.6 traces no _replace
+        matrix = dequantized(Frozen(frozen_codes.gathered(codes), *fields))
         return matrix.t() if self.transposed else matrix
 
     @property
@@ -428,17 +416,9 @@ class FrozenModule(HotModule, nn.Module):
             own.move_to_end(prefix + "weight", last=False)
         destination.update(own)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """A plain weight, which is quantised, or codes."""
+        local_metadata, strict, missing_keys, unexpected_keys, error_msgs = rest
         own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
@@ -562,4 +542,4 @@ class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # wei
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`.freeze_int8`."""
-        return self._linear(input, self.weight_codes, self.bias)
+        return self._named_product(input, self.weight_codes, self.bias)

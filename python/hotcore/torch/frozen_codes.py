@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -27,7 +26,6 @@ def mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
     function writes ``out``, and with ``inplace`` its first argument.
     """
     yield from tensors(kwargs.get("out"))
-    name = getattr(func, "__name__", "")
     schema = getattr(func, "_schema", None)
     if schema is not None:
         for index, argument in enumerate(schema.arguments):
@@ -36,7 +34,7 @@ def mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
                 yield from tensors(at)
         return
     first = args[0] if args else next(iter(kwargs.values()), None)  # nn.init's functions name it
-    base = name.split(".")[0]
+    base = _name(func)
     ends = base.endswith("_") and not base.endswith("__")
     inplace = base.startswith("__i") and base.endswith("__") and base not in _NO_WRITES
     if ends or inplace or base in ("__setitem__", "__set__") or kwargs.get("inplace"):
@@ -100,7 +98,7 @@ class FrozenCodes(nn.Parameter):
         if torch.compiler.is_compiling():  # hotcore's operators, which write nothing
             with _compat.without_subclasses():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", "").split(".")[0]
+        name = _name(func)
         if name == "__set__":
             return _assign(func, *args)
         if name == "detach" or (name == "__get__" and assigned(func) == "data"):
@@ -116,7 +114,7 @@ class FrozenCodes(nn.Parameter):
             _refuse(name)
         found = func(*mapped(args, plain), **mapped(kwargs, plain))
         if isinstance(found, Tensor) and type(found) is Tensor:
-            summed = _sum(name, args, kwargs)
+            summed = _sum(func, args, kwargs)
             if summed is not None:
                 average = found.as_subclass(_Average)
                 average._terms = summed
@@ -220,6 +218,12 @@ def whole(codes: Tensor) -> Tensor:
     return plain(codes)
 
 
+def gathered(codes: Tensor) -> Tensor:
+    """All of the codes that ``fully_shard`` has split; every process calls it."""
+    gather = getattr(codes, "full_tensor", None)
+    return codes if gather is None else gather()
+
+
 def refuse_gradients(requires_grad: bool = True) -> None:
     """``requires_grad_`` of codes: Module.requires_grad_ calls it."""
     if requires_grad:
@@ -260,79 +264,51 @@ def one_memory(a: Tensor, b: Tensor) -> bool:
         return False
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if type(value) is Tensor and value.numel() == 1:
-        return float(value)
-    return None
-
-
 def _terms(value: Any) -> Terms | None:
     if isinstance(value, FrozenCodes):
         return value._factor, value
-    if isinstance(value, tuple):  # of an operation's own part
-        return value
     return value._terms if isinstance(value, _Average) else None
 
 
-def _sum(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Terms | None:
+def _sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Terms | None:
     """The result of a linear operation on codes; None for any other call."""
-    name = name.strip("_")
-    reflected = name.startswith("r") and name[1:] in ("add", "sub", "mul")
-    name = name[1:] if reflected else name
-    name = name[1:] if name.startswith("i") and name[1:] in _LINEAR else name
-    operation = _LINEAR.get(name)
-    if operation is None or len(args) < 2:
+    name = _name(func).strip("_").lstrip("ir")  # in place, reflected
+    if name not in _LINEAR:
         return None
-    a, b, *rest = args
-    if reflected:
-        a, b = b, a
-    return operation(a, b, *rest, **{key: v for key, v in kwargs.items() if key in _FACTORS})
-
-
-_FACTORS = ("alpha", "weight", "value")
-
-
-def _times(a: Any, b: Any) -> Terms | None:
-    terms, factor = (_terms(a), _number(b)) if _terms(a) is not None else (_terms(b), _number(a))
-    return None if terms is None or factor is None else (terms[0] * factor, terms[1])
-
-
-def _over(a: Any, b: Any) -> Terms | None:
-    terms, factor = _terms(a), _number(b)
-    return None if terms is None or not factor else (terms[0] / factor, terms[1])
-
-
-def _plus(a: Any, b: Any, alpha: Any = 1.0) -> Terms | None:
-    one, other, factor = _terms(a), _terms(b), _number(alpha)
-    if one is None or other is None or factor is None or one[1].shape != other[1].shape:
+    given = [(_terms(t), t) for t in tensors([*args, *kwargs.values()])]
+    codes = [terms[1] for terms, _ in given if terms is not None]
+    numbers = [t for terms, t in given if terms is None]
+    if len({c.shape for c in codes}) != 1 or any(t.numel() != 1 for t in numbers):
         return None
-    return one[0] + factor * other[0], other[1]
 
+    def factor(scale: float) -> float:
+        """What ``func`` makes of the factors, each times ``scale``."""
 
-def _minus(a: Any, b: Any, alpha: Any = 1.0) -> Terms | None:
+        def of(tensor: Tensor) -> Tensor:
+            terms = _terms(tensor)
+            if terms is None:
+                return tensor.detach().reshape(()).to("cpu", torch.float64)
+            return torch.tensor(scale * terms[0], dtype=torch.float64)
+
+        return float(func(*mapped(args, of), **mapped(kwargs, of)))
+
+    found = factor(1)
+    if factor(2) != 2 * found:  # a number was added, or codes were multiplied
+        return None
     # a - b keeps the codes of a; b may be the average.
-    found = _plus(a, b, -(_number(alpha) or 0.0))
-    one = _terms(a)
-    return None if found is None or one is None else (found[0], one[1])
+    return found, codes[0] if name.startswith("sub") else codes[-1]
 
 
-def _between(a: Any, b: Any, weight: Any) -> Terms | None:
-    one, other, factor = _terms(a), _terms(b), _number(weight)
-    if one is None or other is None or factor is None or one[1].shape != other[1].shape:
-        return None
-    return one[0] + factor * (other[0] - one[0]), other[1]
+_LINEAR = frozenset(
+    (
+        *("mul", "multiply", "div", "divide", "truediv", "true_divide"),
+        *("add", "sub", "subtract", "lerp", "addcdiv"),
+    )
+)
 
 
-_LINEAR: dict[str, Callable[..., Terms | None]] = {
-    **dict.fromkeys(("mul", "multiply"), _times),
-    **dict.fromkeys(("div", "divide", "truediv", "true_divide"), _over),
-    "add": _plus,
-    **dict.fromkeys(("sub", "subtract"), _minus),
-    "lerp": _between,
-    "addcdiv": lambda a, b, c, value=1.0: _plus(a, _over(b, c), value),
-}
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", "")).split(".")[0]
 
 
 def assigned(func: Any) -> str:
@@ -365,7 +341,7 @@ def _write(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
         if found is None and isinstance(source, Tensor) and source.dtype == torch.uint8:
             found = (1.0, guarded(source))
     elif isinstance(target, FrozenCodes) and "out" not in kwargs:
-        found = _sum(name, args, kwargs)
+        found = _sum(func, args, kwargs)
     if found is None or not isinstance(target, FrozenCodes):
         _refuse(name)
     factor, codes = found

@@ -55,56 +55,47 @@ _FROZEN = {
 }
 
 
-def expected_time(
-    products: bool | None,
-    in_features: int,
-    out_features: int,
-    config: HotConfig,
-    device: str,
-    frozen: bool = False,
-) -> float | None:
-    """Time of forward and backward, HOT over plain torch; None without a fit.
+class Facts(NamedTuple):
+    """What the time of a layer depends on."""
 
-    Args:
-        products: of a convolution, which has no fit, whether HOT makes its products; None: a linear
-            layer.
-        in_features: I, or channels.
-        out_features: O.
-        config: the layer's configuration.
-        device: device type of the training; only ``"cuda"`` has a fit.
-        frozen: True if its weight is not trained.
-    """
-    if device != "cuda" or products is not None:
+    products: bool | None
+    """Of a convolution, whether HOT makes its products; None: a linear layer."""
+    in_features: int
+    """I, or channels."""
+    out_features: int
+    config: HotConfig
+    device: str
+    """Type of the training's device; only ``"cuda"`` has a fit."""
+    frozen: bool = False
+    """Whether the weight is not trained."""
+
+
+def expected_time(layer: Facts) -> float | None:
+    """Time of forward and backward, HOT over plain torch; None without a fit."""
+    if layer.device != "cuda" or layer.products is not None:
         return None
+    config, sizes = layer.config, (layer.in_features, layer.out_features)
     name = "fast" if config.basis != "full" else "default"
     if name == "default" and config.storage == "int8":
         name = "accurate"
-    fits = _FROZEN if frozen else _TRAINED
-    plain = fits["plain"].per_token(in_features, out_features)
-    return fits[name].per_token(in_features, out_features) / plain
+    fits = _FROZEN if layer.frozen else _TRAINED
+    return fits[name].per_token(*sizes) / fits["plain"].per_token(*sizes)
 
 
-def why_slow(
-    products: bool | None,
-    in_features: int,
-    out_features: int,
-    config: HotConfig,
-    device: str,
-    frozen: bool = False,
-) -> str:
+def why_slow(layer: Facts) -> str:
     """Why the default filter leaves the layer plain on this device; empty if it does not."""
-    if device != "cuda":
+    if layer.device != "cuda":
         return ""
-    if products is False:  # by what it does, whatever the time
+    if layer.products is False:  # by what it does, whatever the time
         return "slower on CUDA: x is compressed and restored, and the products stay torch's own"
-    if products:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128
+    if layer.products:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128
         return "slower on CUDA: quantising its pixels costs more than the integers save"
-    if min(in_features, out_features) < MIN_CUDA_FEATURES:
+    if min(layer.in_features, layer.out_features) < MIN_CUDA_FEATURES:
         return (
             f"slower on CUDA in eager mode: with fewer than {MIN_CUDA_FEATURES} features the host "
             "limits the speed"
         )
-    time = expected_time(products, in_features, out_features, config, device, frozen)
+    time = expected_time(layer)
     if time is not None and time > SLOWER:
         return f"slower on CUDA: expected to take {time:.2f} of plain torch's time"
     return ""

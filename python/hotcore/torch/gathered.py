@@ -7,6 +7,7 @@ weight that y was made with), and g_w and g_b need no weight.
 
 from __future__ import annotations
 
+import collections
 from typing import Any, TypeVar
 
 import torch
@@ -43,9 +44,8 @@ def gather_codes(model: _Model) -> _Model:
     layers, under dispatch modes, of tensor parallel weights, and of weights whose number of rows
     does not divide by that of processes.
     """
-    uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    every = model.named_parameters(remove_duplicate=False)
+    uses = collections.Counter(id(parameter) for _, parameter in every)
     found = False
     for name, layer in model.named_modules():
         if not isinstance(layer, HotLinear) or layer.config.forward != "int8":

@@ -6,7 +6,6 @@ import ast
 import functools
 import inspect
 import itertools
-import sys
 import textwrap
 import threading
 import warnings
@@ -210,8 +209,8 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
         detach(model)
     except ValueError as error:
         return str(error).removeprefix("model: ")
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    found = next((m for m in model.modules() if base and isinstance(m, base)), None)
+    base = _compat.loaded("transformers.modeling_utils", "PreTrainedModel")
+    found: Any = next((m for m in model.modules() if isinstance(m, base)), None)
     if found is None:
         return "no model of transformers"
     head = found.get_output_embeddings()

@@ -44,7 +44,7 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
             return output
         # Two dimensions as in Conv1D's own addmm, for the same bits.
         rows = x.reshape(-1, x.shape[-1])
-        y = self._linear(rows, self.weight.t(), self.bias)
+        y = self._named_product(rows, self.weight.t(), self.bias)
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:
@@ -64,4 +64,4 @@ class HotFrozenConv1D(FrozenModule, HotConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., nx] -> [..., nf]``."""
-        return self._linear(x, self.weight_codes, self.bias)
+        return self._named_product(x, self.weight_codes, self.bias)

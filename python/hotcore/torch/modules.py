@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch.nn.functional as F
@@ -77,10 +77,10 @@ class HotModule:
         return self._plain_in_eval and not self.training  # type: ignore[attr-defined]  # a module has it
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The linear layer that :attr:`config` says, in training and in eval mode."""
+        """The layer that :attr:`config` says, in training and in eval mode."""
         return linear_from_json(x, weight, bias, self._config_json, self.defer)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _named_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same; errors begin with the layer's name."""
         try:
             return self._product(x, weight, bias)
@@ -158,7 +158,7 @@ class HotLinear(HotModule, nn.Linear):
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
         if self.runs_plain:
             return F.linear(input, self.weight, self.bias)
-        return self._linear(input, self.weight, self.bias)
+        return self._named_product(input, self.weight, self.bias)
 
 
 class HotConv2d(HotModule, nn.Conv2d):
@@ -219,14 +219,13 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
-        sizes = (self.stride, self.padding, self.dilation, self.padding_mode, self.groups)
         if self.runs_plain:
             return super().forward(input)
-        try:
-            return conv2d_from_json(input, self.weight, self.bias, sizes, self._config_json)
-        except (ValueError, RuntimeError) as error:
-            self.prefix_layer_name(error)
-            raise
+        return self._named_product(input, self.weight, self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        sizes = (self.stride, self.padding, self.dilation, self.padding_mode, self.groups)
+        return conv2d_from_json(x, weight, bias, sizes, self._config_json)
 
 
 def is_pointwise(module: nn.Conv2d) -> bool:
@@ -310,9 +309,9 @@ def replace_layers(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> n
     Attributes, lists, dicts and partials of its modules that hold a layer, or a bound method of it,
     hold the new one.
     """
-    for parent, name, child in list(_children(model)):
-        if child in replacements:
-            parent._modules[name] = replacements[child]
+    for parent in list(model.modules()):  # a module in two places is the same new one in both
+        for name, child in parent._modules.items():
+            parent._modules[name] = replacements.get(child, child)
     for new in replacements.values():
         _compat.rebind_hooks(new)
     # What else holds a layer, or its bound methods, would go on to call the old one.
@@ -350,11 +349,3 @@ def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3
         else:
             value[:] = made
     return value
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # A module that is registered in two places is replaced in both by the same new one.
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield parent, name, child

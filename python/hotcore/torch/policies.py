@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from . import frozen, modules  # noqa: F401  (they register the operators)
+from . import head, modules  # noqa: F401  (they register the operators)
 
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
@@ -23,8 +23,7 @@ PRODUCTS = frozenset(
     (
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
         *(_aten.linear.default, _aten.convolution.default),
-        *(_hot.product.default, _hot.forward_linear.default, _hot.convolution.default),
-        *(_hot.frozen_product.default, _hot.head_loss.default),
+        *(_hot.product.default, _hot.convolution.default, _hot.head_loss.default),
     )
 )
 """Matrix products and convolutions, plain and HOT's."""

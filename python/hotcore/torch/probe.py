@@ -121,8 +121,9 @@ class Watch(TorchFunctionMode):
     def __enter__(self) -> Watch:
         """Hook the layers."""
         for name, layer in self.layers.items():
-            before = layer.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-            after = layer.register_forward_hook(self._leave(name), always_call=True)
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            before = layer.register_forward_pre_hook(enter, with_kwargs=True)
+            after = layer.register_forward_hook(leave, always_call=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
         super().__enter__()  # type: ignore[no-untyped-call]  # so in torch
@@ -145,23 +146,17 @@ class Watch(TorchFunctionMode):
                     self.uses[name].bypassed = True
         return func(*args, **kwargs)
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside.append(name)
-            x = input_of(args, kwargs)
-            if x is not None:
-                self.uses[name].calls.append(Call.of(x))
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside.append(name)
+        x = input_of(args, kwargs)
+        if x is not None:
+            self.uses[name].calls.append(Call.of(x))
 
-        return enter
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._inside.pop()
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, Tensor):
-                self.uses[name].macs += macs(module, first)
-
-        return leave
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            self.uses[name].macs += macs(module, first)
 
 
 def macs(layer: nn.Module, output: Tensor) -> int:
@@ -216,18 +211,15 @@ def gradients_seen(
     ``x()`` gives x, and raises RuntimeError where it was written after the call.
     """
 
-    def follow(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.requires_grad:
-                x = input_of(args, kwargs)
-                about = (name, module, Call.of(x), _unwritten(x, name))
-                output.register_hook(lambda gy: see(*about, gy.detach()))  # type: ignore[no-untyped-call]  # so in torch
-
-        return hook
+    def follow(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            x = input_of(args, kwargs)
+            about = (name, module, Call.of(x), _unwritten(x, name))
+            output.register_hook(lambda gy: see(*about, gy.detach()))  # type: ignore[no-untyped-call]  # so in torch
 
     with ExitStack() as stack:
         for name, layer in layers.items():
-            handle = layer.register_forward_hook(follow(name), with_kwargs=True)
+            handle = layer.register_forward_hook(partial(follow, name), with_kwargs=True)
             stack.callback(handle.remove)
         yield
 

@@ -95,7 +95,15 @@ def recompute(
     handle = Recomputed()
     defer = policy is None or not keeps_codes(policy)
     for block in found:
-        _wrap(block, options, defer, handle._undo)
+        if _NAME in block.__dict__:
+            handle._undo.callback(block.__dict__.__setitem__, _NAME, block.__dict__[_NAME])
+        else:
+            handle._undo.callback(block.__dict__.pop, _NAME)
+        block.__dict__[_NAME] = _Checkpointed(block, block.forward, options)
+        for layer in block.modules():
+            if defer and isinstance(layer, HotModule):
+                handle._undo.callback(setattr, layer, "defer", layer.defer)
+                layer.defer = True
     return handle
 
 
@@ -154,15 +162,3 @@ _WHY = "in training, as a block that is recomputed would write the KV cache twic
 
 def _is_given(value: Any) -> bool:
     return value is not None and value is not False  # an empty cache is false, too
-
-
-def _wrap(block: nn.Module, options: Any, defer: bool, undo: ExitStack) -> None:
-    if _NAME in block.__dict__:
-        undo.callback(block.__dict__.__setitem__, _NAME, block.__dict__[_NAME])
-    else:
-        undo.callback(block.__dict__.pop, _NAME)
-    block.__dict__[_NAME] = _Checkpointed(block, block.forward, options)
-    for layer in block.modules():
-        if defer and isinstance(layer, HotModule):
-            undo.callback(setattr, layer, "defer", layer.defer)
-            layer.defer = True

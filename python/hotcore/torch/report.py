@@ -155,16 +155,13 @@ class ConversionReport:
             grouped: one line for equal layers whose names differ only in numbers, with their count
                 in brackets; False: one line for every layer.
         """
-        rows = [("layer", "kind", "in -> out", "x is kept in")]
-        rows += _grouped(self._rows(self.layers)) if grouped else self._rows(self.layers)
+        rows: list[tuple[str, ...]] = [("layer", "kind", "in -> out", "x is kept in")]
+        rows += self._rows(self.layers, grouped)
         lines = aligned(rows, last_left=True)
         if self.unsupported:
-            others = self._rows(self.unsupported)
+            others = aligned(self._rows(self.unsupported, grouped), last_left=True)
             lines.append("matrices outside of the layers that HOT supports:")
-            lines += [
-                "  " + line
-                for line in aligned(_grouped(others) if grouped else others, last_left=True)
-            ]
+            lines += ["  " + line for line in others]
         running = len(self.converted) - len(self.in_eval_mode)
         lines.append(f"{running} of {len(self.layers)} layers run HOT, {self.config}")
         if self.in_eval_mode:
@@ -202,16 +199,12 @@ class ConversionReport:
         """:meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
-    def _rows(self, layers: Iterable[Converted | Skipped]) -> list[tuple[str, str, str, str]]:
-        return [
-            (
-                layer.name or "(root)",
-                layer.kind,
-                f"{layer.in_features} -> {layer.out_features}",
-                self._outcome(layer),
-            )
-            for layer in layers
-        ]
+    def _rows(self, layers: Iterable[Converted | Skipped], grouped: bool) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for layer in layers:
+            sizes = f"{layer.in_features} -> {layer.out_features}"
+            rows.append((layer.name or "(root)", layer.kind, sizes, self._outcome(layer)))
+        return group_alike(rows) if grouped else rows
 
     def _outcome(self, layer: Converted | Skipped) -> str:
         if isinstance(layer, Skipped):
@@ -243,13 +236,14 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _grouped(rows: list[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str]]:
+def group_alike(rows: Iterable[Sequence[str]], many: str = "{} ({})") -> list[tuple[str, ...]]:
+    """Rows that are equal but for numbers in names, the first column, as one, with their count."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         groups.setdefault((pattern_of(name), *rest), []).append(name)
     return [
-        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", kind, shape, outcome)
-        for (pattern, kind, shape, outcome), names in groups.items()
+        (names[0] if len(names) == 1 else many.format(pattern, len(names)), *rest)
+        for (pattern, *rest), names in groups.items()
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -49,18 +48,10 @@ _WRAPPERS = frozenset(
 names."""
 
 
-def _conv1d() -> type[nn.Module] | None:
-    """transformers' Conv1D; None if it is not loaded, when no model can hold one."""
-    loaded = sys.modules.get("transformers.pytorch_utils")
-    found: type[nn.Module] | None = getattr(loaded, "Conv1D", None)
-    return found
-
-
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every layer of a kind that HOT supports, in the model's order."""
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
-    conv1d = _conv1d()
-    kinds = kinds if conv1d is None else (*kinds, conv1d)
+    conv1d = _compat.loaded("transformers.pytorch_utils", "Conv1D")
+    kinds = (nn.Linear, nn.Conv2d, nn.MultiheadAttention, *conv1d)
     found = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, kinds)]
     # out_proj belongs to its attention, which uses the weight and never calls the layer.
     own = {id(m.out_proj) for _, m in found if isinstance(m, nn.MultiheadAttention)}
@@ -129,11 +120,6 @@ def products_of(module: nn.Module, config: HotConfig, device: str = "") -> bool 
         return None
     device = device or module.weight.device.type
     return has_products(is_pointwise(module), config, device == "cuda")
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether a weight of the layer is a DTensor."""
-    return any(map(is_dtensor, module.parameters()))
 
 
 def is_frozen(module: nn.Module) -> bool:
@@ -245,10 +231,7 @@ def _heads(model: nn.Module, names: list[str]) -> list[str]:
 
 def _adapters(model: nn.Module) -> set[int]:
     """Modules that peft adds to the layers it wraps; they train in full precision."""
-    loaded = sys.modules.get("peft.tuners.tuners_utils")
-    wrapper = getattr(loaded, "BaseTunerLayer", None)
-    if wrapper is None:
-        return set()
+    wrapper = _compat.loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
     found: set[int] = set()
     for module in model.modules():
         if isinstance(module, wrapper):
@@ -267,14 +250,12 @@ def why_slow(
         own = configs[fqn]
         if own is None or isinstance(module, HotModule) or is_8bit(module):
             continue  # the time of 8-bit layers was not measured; they gain memory
-        if why := gains.why_slow(*facts_of(module, own, device)):
+        if why := gains.why_slow(facts_of(module, own, device)):
             found[fqn] = why
     return found
 
 
-def facts_of(
-    module: nn.Module, config: HotConfig, device: str
-) -> tuple[bool | None, int, int, HotConfig, str, bool]:
-    """What :mod:`.gains` asks of a layer."""
+def facts_of(module: nn.Module, config: HotConfig, device: str) -> gains.Facts:
+    """What the time of a layer depends on."""
     sizes = (products_of(module, config, device), *features_of(module))
-    return *sizes, config, device, is_frozen(module)
+    return gains.Facts(*sizes, config, device, is_frozen(module))

@@ -41,7 +41,8 @@ def matrices(model: nn.Module) -> list[Skipped]:
         if isinstance(module, _KINDS):
             sizes = _sizes(module)
             why = f"nn.{_base(module).__name__} is not a kind of layer that HOT supports"
-            found.append(Skipped(fqn, kind, *sizes, why, _values(module)))
+            values = sum(p.numel() for p in module._parameters.values() if p is not None)
+            found.append(Skipped(fqn, kind, *sizes, why, values))
         elif not isinstance(module, nn.Conv2d):
             found += _stacks(fqn, module)
     return found
@@ -61,7 +62,8 @@ def _stacks(fqn: str, module: nn.Module) -> list[Skipped]:
         if saved_kind(module) == "experts":
             why += ", saved= keeps their x in codes"
         size = (columns, rows, why, parameter.numel())  # the layout of F.linear's weight
-        found.append(Skipped(_join(fqn, name), type(module).__name__, *size))
+        full_name = f"{fqn}.{name}" if fqn else name
+        found.append(Skipped(full_name, type(module).__name__, *size))
     return found
 
 
@@ -79,14 +81,6 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
         if isinstance(sizes[0], int) and isinstance(sizes[1], int):
             return sizes[0], sizes[1]
     return 0, 0
-
-
-def _values(module: nn.Module) -> int:
-    return sum(p.numel() for p in module._parameters.values() if p is not None)
-
-
-def _join(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name
 
 
 # ---- Layers whose parent uses their weight itself ----

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, overload
+from typing import Annotated, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -387,10 +387,6 @@ class Frozen(NamedTuple):
     """Of the weight that it stands for."""
 
 
-FROZEN = "Tensor codes, int block, int out_features, int in_features, ScalarType dtype"
-"""The fields of :class:`Frozen` in an operator's schema."""
-
-
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     """w ``[O, I]`` as one uint8 vector that an 8-bit product takes in its place.
 
@@ -444,9 +440,18 @@ def fake_dequantize(*frozen: Any) -> Tensor:
     return torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
 
 
+@operator(fake=fake_dequantize)
+def _dequantize_weight(
+    *frozen: Annotated[
+        Any, "Tensor codes, int block, int out_features, int in_features, ScalarType dtype"
+    ],
+) -> Tensor:
+    return dequantize(Frozen(*frozen))
+
+
 def dequantized(weight: Frozen) -> Tensor:
     """:func:`dequantize`, by the operator or directly."""
     if product_bypasses_dispatcher(weight.codes, weight.codes) or weight.codes.is_meta:
         return dequantize(weight)
-    out: Tensor = torch.ops.hotcore.dequantize_weight.default(*weight)
+    out: Tensor = _dequantize_weight(*weight)
     return out

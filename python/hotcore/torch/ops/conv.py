@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -103,12 +103,16 @@ def _pixels_key(config: str, window: Window, dtype: torch.dtype | None, cuda: bo
     ``dtype`` is the one autocast casts x to.
     """
     kept = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
-    visits = window.stride if _multiplies(window, config, cuda) else (1, 1)
-    return ("pixels", visits, dtype, sharing.config_key(kept))
+    return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(kept))
 
 
 def _multiplies(window: Window, config: str, cuda: bool) -> bool:
     return has_products(is_pointwise(window), parsed(config), cuda)
+
+
+def _visits(window: Window, config: str, cuda: bool) -> tuple[int, int]:
+    """The stride by which x's pixels are kept."""
+    return window.stride if _multiplies(window, config, cuda) else (1, 1)
 
 
 # ---- what a user calls ----
@@ -196,11 +200,7 @@ def _conv2d_without_gradients(
     calls.check_dtypes(x, weight.dtype, bias, dtype)
     calls.check_transforms("conv2d", x, weight, bias)
     inner = calls.cast(x, dtype)
-    return by_pixels(inner, weight, bias, window, _pixel_product(config_json))
-
-
-def _pixel_product(config: str) -> Callable[..., Tensor]:
-    return functools.partial(linear.int8_product, config=config)
+    return _by_pixels(inner, weight, bias, window, config_json)
 
 
 def _compiled_conv2d(
@@ -292,19 +292,12 @@ def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
     return found
 
 
-def by_pixels(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    window: Window,
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+def _by_pixels(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config: str
 ) -> Tensor:
-    """A 1x1 convolution by ``product(rows, weight as [O, C], bias)``, rows being its pixels.
-
-    In the memory format of ``F.conv2d``'s result.
-    """
+    """The 8-bit product of a 1x1 kernel, in the memory format of ``F.conv2d``'s result."""
     nhwc = visited(x, window.stride)
-    y = product(_tokens(nhwc), weight.flatten(1), bias)
+    y = linear.product(_tokens(nhwc), weight.flatten(1), bias, config)
     y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
     return y.contiguous(memory_format=_format_of(x, weight))
 
@@ -326,14 +319,9 @@ def visited(x: Tensor, stride: Sequence[int]) -> Tensor:
 # ---- the saved pixels ----
 
 
-def _pixels(x: Tensor, config: str, window: Window) -> Tensor:
-    """The pixels of x that are kept, ``[N, H, W, C]``."""
-    return visited(x, window.stride if _multiplies(window, config, x.is_cuda) else (1, 1))
-
-
 def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, Handle]:
-    """The same as ``[tokens, C]``, and the configuration that keeps them."""
-    nhwc = _pixels(x, config, window)
+    """The pixels of x that are kept, ``[tokens, C]``, and the configuration that keeps them."""
+    nhwc = visited(x, _visits(window, config, x.is_cuda))
     return _tokens(nhwc), _settings_of(config, is_pointwise(window), nhwc.shape[1:3])
 
 
@@ -415,10 +403,9 @@ def _convolution(
     config: str,
     *shape: Fields,
 ) -> Tensor:
-    window, own = Window.of(*shape), parsed(config)
-    if own.forward == "int8" and is_pointwise(window):
-        product = functools.partial(linear.int8_linear, config=own)
-        return by_pixels(x, weight, bias, window, product)
+    window = Window.of(*shape)
+    if is_pointwise(window) and calls.is_int8(config):
+        return _by_pixels(x, weight, bias, window, config)
     return _plain_convolution(x, weight, bias, window)
 
 
@@ -492,7 +479,7 @@ def _eager(
     inner = calls.cast(x, dtype)
     if is_pointwise(window) and calls.is_int8(config):
         calls.check_dtypes(x, weight.dtype, bias, dtype)
-        y = by_pixels(inner, weight, bias, window, _pixel_product(config))
+        y = _by_pixels(inner, weight, bias, window, config)
     else:
         plain_bias = None if bias is None else calls.cast(bias, dtype)
         y = plain_conv2d(inner, calls.cast(weight, dtype), plain_bias, window)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,15 @@ from .. import _compat, accumulation
 from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
 from .core import Handle, handle_of, lend, parsed, to_dlpack, workspace
-from .registry import Dtypes, Size, not_differentiable, operator, without_base
+from .registry import Size, not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
+_FIELDS = "int block=0, int rows=0, int columns=0, ScalarType? dtype=None"
+Fields = Annotated[Any, _FIELDS]
+"""Of a :class:`.codes.Frozen` whose codes an operator takes as its weight; empty for others."""
+_DTYPES = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype"
+DtypesAndFields = Annotated[Any, f"{_DTYPES}, {_FIELDS}"]
+"""Dtypes of g_x, g_w and g_b, None: not wanted; and fields."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """g_x, g_w and g_b; None: not wanted."""
 
@@ -81,8 +87,7 @@ def linear_from_json(
 ) -> Tensor:
     """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
-    With ``defer`` the partitioner of a compiled graph decides when x is compressed. It keeps the
-    codes, or has backward compress an x that is available there anyway (a norm of a kept tensor).
+    ``defer``: see :attr:`.HotModule.defer`.
     """
     if not isinstance(x, Tensor):
         return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
@@ -112,7 +117,7 @@ def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_js
     dtype = calls.autocast_dtype(x)
     calls.check_dtypes(x, weight.dtype, bias, dtype)
     calls.check_transforms("linear", x, weight, bias)
-    return int8_product(calls.cast(x, dtype), weight, bias, config_json)
+    return product(calls.cast(x, dtype), weight, bias, config_json)
 
 
 def _compiled_linear(
@@ -186,12 +191,20 @@ def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias).contiguous()
 
 
-def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * math.prod(x_shape) * weight_shape[0]
+def _held(weight: Any, frozen: Sequence[Any]) -> Any:
+    """The weight of an operator's arguments: as it is, or what its codes stand for."""
+    return Frozen(weight, *frozen) if frozen and weight is not None else weight
 
 
-def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-    return plain_product(x, weight, bias)  # which checks the shapes
+def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any, **_: Any) -> int:
+    out_features = arguments[6] if len(arguments) > 6 else weight_shape[0]
+    return 2 * math.prod(x_shape) * int(out_features)
+
+
+def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    held = _held(weight, arguments[4:])
+    matrix = codes.fake_dequantize(*held) if isinstance(held, Frozen) else held
+    return plain_product(x, matrix, bias)  # which checks the shapes
 
 
 @operator(fake=_fake_product, flops=_flops, product=True)
@@ -200,19 +213,34 @@ def _product(
     weight: Tensor,
     bias: Tensor | None,
     saved: Tensor | None,
-    seed: Tensor,
+    seed: Tensor | None,
     config: str,
     codes: Tensor | None = None,
+    *frozen: Fields,
 ) -> Tensor:
-    settings = parsed(config)
-    if settings.forward == "int8":
-        return int8_linear(x, weight, bias, settings, codes)
+    return _multiply(x, _held(weight, frozen), bias, config, codes)
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor | Frozen,
+    bias: Tensor | None,
+    config: str,
+    quantized: Tensor | None,
+) -> Tensor:
+    if calls.is_int8(config):
+        return int8_linear(x, weight, bias, parsed(config), quantized)
+    if isinstance(weight, Frozen):
+        weight = codes.dequantize(_for_product(weight, x.dtype))
     return plain_product(x, weight, bias)
 
 
-@operator(fake=_fake_product, flops=_flops, product=True)
-def _forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
-    return int8_linear(x, weight, bias, parsed(config))
+def _for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
+    """The weight for a product in ``dtype``: the bits that a plain layer's cast would give.
+
+    fp32 holds dequantised values as they are: they are rounded once in either case.
+    """
+    return weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
 
 
 def _gathered(weight: Tensor) -> Frozen | None:
@@ -220,13 +248,25 @@ def _gathered(weight: Tensor) -> Frozen | None:
     return None if type(weight) in core.PLAIN_TYPES else getattr(weight, "frozen", None)
 
 
-def int8_product(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
-    """:func:`int8_linear` by the operator or directly, with the configuration as JSON."""
-    if (gathered := _gathered(weight)) is not None:
-        return int8_linear(x, gathered, bias, parsed(config))
-    if core.product_bypasses_dispatcher(x, weight):
-        return int8_linear(x, weight, bias, parsed(config))
-    y: Tensor = _forward_linear(x, weight, bias, config)
+def product(
+    x: Tensor,
+    weight: Tensor | Frozen,
+    bias: Tensor | None,
+    config: str,
+    quantized: Tensor | None = None,
+    saved: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """``x weight^T + bias`` by the operator or directly; no gradients.
+
+    With the configuration as JSON; an empty one is a plain product. A graph makes ``saved`` and
+    ``seed`` before it.
+    """
+    found: Any = weight if isinstance(weight, Frozen) else _gathered(weight) or (weight,)
+    held, *fields = found
+    if core.product_bypasses_dispatcher(x, held):
+        return _multiply(x, _held(held, fields), bias, config, quantized)
+    y: Tensor = _product(x, held, bias, saved, seed, config, quantized, *fields)
     return y
 
 
@@ -245,17 +285,19 @@ class Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        seed: Tensor,
+        seed: Any,
         config: str,
         *graph: Any,
     ) -> Tensor:
-        """Product; ``graph``: codes for backward and for the product."""
+        """Product; ``graph``: codes for backward and for the product, :data:`Fields`."""
         need_gx, need_gw = ctx.needs_input_grad[:2]
-        handle, deferred = handle_of(config), False
+        handle: Any = handle_of(config) if config else None
+        deferred = False
         own_seed = cache = shared = None
+        saved, quantized, *frozen = graph or (None, None)
         if graph:
-            saved, quantized = graph
-            y, saved_seed = _product(x, weight, bias, saved, seed, config, quantized), seed
+            held, saved_seed = _held(weight, frozen), seed
+            y = product(x, held, bias, config, quantized, saved, seed)
             if need_gw and saved is None:  # the compiler decides when x is compressed
                 deferred, saved = True, x
         else:
@@ -269,29 +311,27 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(saved if need_gw else None, saved_seed, kept_weight)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, gathered)
-        ctx.call = call
+        ctx.call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, gathered, frozen)
         return without_base(y)
 
     @staticmethod
     @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         """g_x, g_w and g_b."""
+        others = (None,) * 8
         if gy is None:
-            return (None,) * 7
+            return None, None, None, *others
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, shared, deferred, gathered = ctx.call
+        handle, seed, x_shape, dtypes, cache, shared, deferred, gathered, frozen = ctx.call
         of_gx, of_gw, of_gb = dtypes
         if cache is not None:
             cache.clear()
         if deferred:
             saved = codes.compress_activation(saved, saved_seed, handle)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
-        if gathered is not None and need_gx:
-            weight = codes.dequantized(gathered)
         gx, gw, gb = gradients(
             gy,
-            weight if need_gx else None,
+            (_held(weight, frozen) if gathered is None else gathered) if need_gx else None,
             saved if need_gw else None,
             saved_seed,
             saved_seed if seed is None else seed,
@@ -300,7 +340,7 @@ class Linear(torch.autograd.Function):
             (of_gx if need_gx else None, of_gw if need_gw else None, of_gb if need_gb else None),
             shared,
         )
-        return gx, gw, gb, None, None, None, None
+        return gx, gw, gb, *others
 
 
 def _eager(
@@ -335,7 +375,7 @@ def _eager(
         compress = functools.partial(codes.compress_activation, inner, seed, handle)
         saved, saved_seed = cache.compressed(entry, key, weight, ctx, seed, compress)
     if handle.int8:
-        return _forward_linear(inner, weight, bias, handle.json), saved, saved_seed
+        return product(inner, weight, bias, handle.json), saved, saved_seed
     return F.linear(inner, matrix, plain_bias), saved, saved_seed
 
 
@@ -345,11 +385,64 @@ def _linear(
     weight: Tensor,
     bias: Tensor | None,
     saved: Tensor | None,
-    seed: Tensor,
+    seed: Tensor | None,
     config: str,
     codes: Tensor | None = None,
+    *frozen: Fields,
 ) -> Tensor:
-    y: Tensor = Linear.apply(x, weight, bias, seed, config, saved, codes)  # type: ignore[no-untyped-call]  # so in torch
+    y: Tensor = Linear.apply(x, weight, bias, seed, config, saved, codes, *frozen)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+# ---- a frozen weight ----
+
+
+def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> Tensor:
+    """A linear layer of whose weight only codes exist: g_x and g_b by HOT.
+
+    Without a configuration (an empty text) it is the plain layer with the dequantised weight, in
+    forward and backward, and draws no seed.
+    """
+    if not isinstance(x, Tensor):
+        return calls.handle_overrides(frozen_linear, x, weight, bias, config_json)
+    if torch.compiler.is_compiling():
+        return _frozen(x, weight, bias, config_json)
+    with calls.hide_from_modes(x, weight.codes):
+        return _frozen(x, weight, bias, config_json)
+
+
+def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> Tensor:
+    compiled, seed = torch.compiler.is_compiling(), None
+    if config_json and not compiled:
+        seed = calls.seed_for_call("linear", x, weight.codes, bias, config_json)
+    wanted = torch.is_grad_enabled() and (
+        x.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    dtype = calls.autocast_dtype(x)
+    inner = calls.cast(x, dtype)
+    if config_json:
+        calls.check_dtypes(x, weight.dtype, bias, dtype)
+        calls.check_transforms("linear", x, bias)
+    elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
+        # Plain operations, which every transform can trace.
+        matrix = codes.dequantized(_for_product(weight, inner.dtype)).to(inner.dtype)
+        return F.linear(inner, matrix, None if bias is None else calls.cast(bias, dtype))
+    if not wanted:
+        return product(inner, weight, bias, config_json)
+    x_codes = None
+    if not calls.is_int8(config_json):
+        if compiled and config_json:
+            _, seed = codes.kept_of(x, inner, config_json, False)
+    elif compiled:
+        x_codes, _, seed = codes.input_of(x, inner, config_json, False)
+    elif seed is not None and core.product_bypasses_dispatcher(inner, weight.codes):
+        handle = handle_of(config_json)
+        x_codes, _, _ = codes.forms_of(x, inner, weight.codes, None, seed, handle, None)
+    held, *fields = weight
+    if compiled:
+        traced: Tensor = _linear(inner, held, bias, None, seed, config_json, x_codes, *fields)
+        return traced
+    y: Tensor = Linear.apply(inner, held, bias, seed, config_json, None, x_codes, *fields)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
@@ -358,7 +451,7 @@ def _linear(
 
 def backward(
     gy: Tensor,
-    weight: Tensor | None,
+    weight: Tensor | Frozen | None,
     saved: Tensor | None,
     in_features: int,
     config: HotConfig,
@@ -377,6 +470,8 @@ def backward(
     gy, tokens, out_features = core.collapsible(gy)
     spec = config.spec
     gx, gw, gb = outputs
+    if isinstance(weight, Frozen):
+        weight = codes.dequantize(weight)
     if accumulate:  # to tensors of the caller, which may be negated, too
         gw = None if gw is None else gw.resolve_neg()
         gb = None if gb is None else gb.resolve_neg()
@@ -432,14 +527,13 @@ def operator_outputs(
 
 def _backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
     """Both products at full rank, whatever their precision; a lower rank takes less time."""
-    *_others, in_features, gx_dtype, gw_dtype, _gb_dtype = arguments
+    in_features, gx_dtype, gw_dtype = arguments[5:8]
     wanted = (gx_dtype is not None) + (gw_dtype is not None)
     return 2 * math.prod(gy_shape) * in_features * wanted
 
 
 def _fake_backward(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_others, in_features, gx_dtype, gw_dtype, gb_dtype = arguments
-    return operator_outputs(gy, in_features, (gx_dtype, gw_dtype, gb_dtype))
+    return operator_outputs(gy, arguments[5], arguments[6:9])
 
 
 @operator(fake=_fake_backward, flops=_backward_flops, product=True)
@@ -448,50 +542,66 @@ def _backward_linear(
     weight: Tensor | None,
     saved: Tensor | None,
     saved_seed: Tensor | None,
-    seed: Tensor,
+    seed: Tensor | None,
     config: str,
     in_features: Size,
-    *dtypes: Dtypes,
+    *rest: DtypesAndFields,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dtypes, held = rest[:3], _held(weight, rest[3:])
     results = operator_outputs(gy, in_features, dtypes)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
-    keys = core.keys_of(saved_seed, seed)
-    backward(gy, weight, saved, in_features, parsed(config), keys, (gx, gw, gb))
+    if seed is None:
+        _plain_gradients(gy, held, gx, gb)
+    else:
+        keys = core.keys_of(saved_seed, seed)
+        backward(gy, held, saved, in_features, parsed(config), keys, (gx, gw, gb))
     return results
+
+
+def _plain_gradients(gy: Tensor, weight: Frozen, gx: Tensor | None, gb: Tensor | None) -> None:
+    """g_x and g_b of a plain product."""
+    if gx is not None:
+        gx.copy_(gy @ codes.dequantize(_for_product(weight, gy.dtype)).to(gy.dtype))
+    if gb is not None:
+        gb.copy_(gy.sum(0))
 
 
 def gradients(
     gy: Tensor,
-    weight: Tensor | None,
+    weight: Tensor | Frozen | None,
     saved: Tensor | None,
     saved_seed: Tensor | None,
-    seed: Tensor,
-    handle: Handle,
+    seed: Tensor | None,
+    handle: Handle | None,
     x_shape: torch.Size,
     dtypes: Sequence[torch.dtype | None],
     shared: accumulation.Shared | None = None,
 ) -> Gradients:
     """g_x, g_w, g_b, by the operator or directly, with equal results.
 
-    None for a dtype of None, and for what is added to the ``.grad`` of ``shared``.
+    None for a dtype of None, and for what is added to the ``.grad`` of ``shared``. Without seed and
+    handle they are those of a plain product with a frozen weight.
     """
-    if shared is not None and not core.is_sparse_or_batched(gy):
-        added = shared.grads(dtypes[1:])
-        if added != (None, None):
+    parts: Any = weight if isinstance(weight, Frozen) else (weight,)
+    held, *fields = parts
+    if handle is not None and seed is not None:
+        if shared is not None and not core.is_sparse_or_batched(gy):
+            added = shared.grads(dtypes[1:])
+            if added != (None, None):
+                keys = core.keys_of(saved_seed, seed)
+                return _add(gy, weight, saved, handle.config, keys, x_shape, dtypes, added)
+        if core.bypasses_dispatcher(gy) and (held is None or type(held) in core.PLAIN_TYPES):
+            outputs = new_gradients(gy, x_shape, dtypes)
             keys = core.keys_of(saved_seed, seed)
-            return _add(gy, weight, saved, handle.config, keys, x_shape, dtypes, added)
-    if core.bypasses_dispatcher(gy) and (weight is None or type(weight) in core.PLAIN_TYPES):
-        outputs = new_gradients(gy, x_shape, dtypes)
-        keys = core.keys_of(saved_seed, seed)
-        try:
-            backward(gy, weight, saved, x_shape[-1], handle.config, keys, outputs)
-            return outputs
-        except RuntimeError:  # a check in advance would slow down every other call
-            if not core.is_sparse_or_batched(gy):
-                raise
+            try:
+                backward(gy, weight, saved, x_shape[-1], handle.config, keys, outputs)
+                return outputs
+            except RuntimeError:  # a check in advance would slow down every other call
+                if not core.is_sparse_or_batched(gy):
+                    raise
     rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
-    common = (saved, saved_seed, seed, handle.json, x_shape[-1])
-    gx, gw, gb = _backward_linear(rows, weight, *common, *dtypes)
+    common = (saved, saved_seed, seed, handle.json if handle else "", x_shape[-1])
+    gx, gw, gb = _backward_linear(rows, held, *common, *dtypes, *fields)
     wants_gx, wants_gw, wants_gb = (dtype is not None for dtype in dtypes)
     return (
         gx.view(x_shape) if wants_gx else None,
@@ -502,7 +612,7 @@ def gradients(
 
 def _add(
     gy: Tensor,
-    weight: Tensor | None,
+    weight: Tensor | Frozen | None,
     saved: Tensor | None,
     config: HotConfig,
     keys: tuple[Key, Key],

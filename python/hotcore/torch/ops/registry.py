@@ -24,9 +24,6 @@ library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untype
 
 Size = Annotated[int, "SymInt"]
 """A size that may be symbolic; a plain ``int`` is a constant of the graph."""
-DTYPES_OF_GRADIENTS = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype"
-Dtypes = Annotated[Any, DTYPES_OF_GRADIENTS]
-"""Of ``*dtypes``: those of g_x, g_w and g_b; None: not wanted."""
 
 _TYPES = {
     Tensor: "Tensor",

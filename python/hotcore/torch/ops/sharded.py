@@ -6,12 +6,12 @@ add up, follows from the placements alone, so that no operator needs a sharding 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _compat
 from .core import PLAIN_TYPES
 
 
@@ -19,8 +19,7 @@ def is_dtensor(tensor: object) -> bool:
     """Whether it is a DTensor; False where nobody has imported them."""
     if type(tensor) in PLAIN_TYPES:
         return False
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+    return isinstance(tensor, _compat.loaded("torch.distributed.tensor", "DTensor"))
 
 
 def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor | None], Any]:
