@@ -1,8 +1,9 @@
 // The instances of the sm_90a product (gemm_int8_sm90.cuh). cuda/CMakeLists.txt lists them and
 // makes a file of each, and the table below; a build without CUTLASS or without sm_90a has none.
 // Tiles of 128 x 128 and 128 x 192 are pingpong: two tiles in turns, the epilogue of one behind the
-// products of the other. Stream-K divides the contraction where the tiles do not fill the GPU
-// (INT32 sums: exact in any order).
+// products of the other. Both consumer groups share those of 128 x 256, which move the fewest bytes
+// for their products. Stream-K divides the contraction where the tiles do not fill the GPU (INT32
+// sums: exact in any order).
 #pragma once
 
 #include <cstddef>

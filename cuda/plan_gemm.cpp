@@ -84,27 +84,33 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   const int sm_count = facts.sm_count;
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
   const std::int64_t tiles = tiles_m * tiles_n;
-  // Stream-K divides a long contraction among CTAs where there are fewer than two waves of tiles,
-  // but not nearly one (g_w of a ViT).
-  const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
-  if (k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
-    return {Kernel::wgmma_stream_k, stream_k_plan(facts, tiles)};
-  }
-  // With a narrow operand (g_x of a ViT) stripes gain nothing. A wider tile gains where it does not
-  // cost more waves than it saves. Clusters are whole: two tiles along N, or along M.
   const auto waves = [&](std::int64_t count) { return ceil_div(count, sm_count); };
-  const std::int64_t usual = waves(tiles_m * round_up(tiles_n, 2)) * wgmma_tile;
   const auto time_of = [&](std::int64_t tile_n) {
     return waves(round_up(tiles_m, 2) * ceil_div(n, tile_n)) * tile_n;
   };
+  // In columns of tiles that an SM computes, one after the other. Clusters are whole: two tiles
+  // along N, or along M.
+  const std::int64_t usual = waves(tiles_m * round_up(tiles_n, 2)) * wgmma_tile;
+  // Stream-K divides a long contraction among CTAs where there are fewer than two waves of tiles,
+  // but not nearly one (g_w of a ViT).
+  const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
+  const bool shares = k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave;
+  // A large tile moves the fewest bytes for its products. That pays where the card's power sets the
+  // clock and the contraction is long enough to hide an epilogue that nothing overlaps.
+  const std::int64_t least = shares ? tiles * wgmma_tile * t.large_gain_of_shared
+                                    : usual * sm_count * t.large_gain_of;
+  if (has_large && k >= t.large_min_k && time_of(wgmma_large_tile) * sm_count * 100 <= least) {
+    return {Kernel::wgmma_128x256, {sm_count, m < n, 2, 1}};
+  }
+  if (shares) {
+    return {Kernel::wgmma_stream_k, stream_k_plan(facts, tiles)};
+  }
+  // With a narrow operand (g_x of a ViT) stripes gain nothing. A wider tile gains where it does not
+  // cost more waves than it saves.
   const std::int64_t wide = time_of(wgmma_wide_tile);
   if (has_wide && std::min(tiles_m, tiles_n) < t.narrow_tiles && m >= n &&
       wide * t.wide_gain <= usual * t.wide_gain_of) {
     return {Kernel::wgmma_128x192, {sm_count, false, 1, 1}};
-  }
-  if (has_large && k >= t.large_min_k &&
-      time_of(wgmma_large_tile) * t.large_gain <= usual * t.large_gain_of) {
-    return {Kernel::wgmma_128x256, {sm_count, true, 2, 1}};
   }
   const int swizzle = swizzle_of(t, tiles_m, tiles_n);
   return {Kernel::wgmma_128x128, {sm_count, swizzle > 1 || n > m, swizzle, 1}};

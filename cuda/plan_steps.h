@@ -43,8 +43,11 @@ struct Thresholds {
   int max_splits;               // of a contraction, in equal shares
   std::int64_t narrow_tiles;    // an operand of fewer is narrow, where a wider tile may gain
   int wide_gain, wide_gain_of;  // a wider tile's time for the same work, of the usual one's
-  std::int64_t large_min_k;     // where a tile of 128 x 256 may gain: its epilogue hides nothing
-  int large_gain, large_gain_of;
+  // Tiles of 128 x 256; H100 at its power limit, 45 products of five models, 26 November 2026: from
+  // this contraction on, where they take at most these percents of the usual tiles' columns an SM,
+  // or of stream-K's.
+  std::int64_t large_min_k;
+  int large_gain_of, large_gain_of_shared;
   int max_swizzle;              // tiles of a stripe
   int stripe_waste;             // tiles added by rounding to whole stripes, in percent
 };

@@ -226,7 +226,7 @@ inline std::vector<ForwardPlanCase> forward_plan_cases() {
        DType::bf16,
        DType::bf16,
        false,
-       {"rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x128"}},
+       {"rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x256"}},
       {"a small layer",
        {197, 768, 768},
        64,

@@ -287,6 +287,9 @@ TEST_F(StagesCuda, every_sm90_gemm_equals_cpu) {
       compare_aligned_gemm({random_int(1921, 2048), cut(16), short_k}, dtype, accumulate, 0);
       // Tiles of 128 x 192 where there are such, two of them in a row.
       compare_aligned_gemm({random_int(8833, 8960), cut(few), short_k}, dtype, accumulate, 0);
+      // Tiles of 128 x 256 where there are such, which fill nearly a wave.
+      const std::int64_t longest_k = 16 * random_int(512, 530);
+      compare_aligned_gemm({random_int(1921, 2048), cut(16), longest_k}, dtype, accumulate, 0);
     }
   }
 }
