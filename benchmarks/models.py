@@ -231,6 +231,7 @@ def _detection(model: nn.Module, batch: Batch) -> Tensor:
     return parts.sum()
 
 
+_SMALL_VIT = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4}
 _RESNET = {"layers": (1, 1, 1, 1), "channels": (64, 64, 128, 128)}
 _NO_ZEROS = {"zero_init_last": False}  # else no branch has a gradient at first
 _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -241,10 +242,34 @@ _QWEN_MODEL = functools.partial(_transformers, "Qwen2Model", "Qwen2Config", voca
 _SMALL_LLAMA_BLOCKS = _LLAMA_MODEL(**_LLAMA, **_LLAMA_HEADS)
 
 
+Widths = tuple[int, int, int, int]
+"""Of a decoder's blocks: features, features inside of the MLP, heads, heads of keys and values."""
+_LLAMA_8B: Widths = (4096, 14336, 32, 8)
+
+
+def _decoder(
+    model: Callable[..., Callable[[], nn.Module]], widths: Widths, count: int
+) -> Callable[[], nn.Module]:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return model(**dict(zip(names, widths, strict=True)), num_hidden_layers=count)
+
+
 def _llama_blocks(count: int) -> Callable[[], nn.Module]:
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": count}
-    return _LLAMA_MODEL(**sizes, **heads)
+    return _decoder(_LLAMA_MODEL, _LLAMA_8B, count)
+
+
+def _decoder_blocks(
+    title: str,
+    model: Callable[..., Callable[[], nn.Module]],
+    widths: Widths,
+    count: int,
+    sequences: int,
+    peak_gib: float,
+) -> Task:
+    """``count`` blocks on sequences of 2048 tokens, without embedding and head."""
+    small = Size(model(**_LLAMA, **_LLAMA_HEADS), _hidden(4, 32, 128))
+    full = Size(_decoder(model, widths, count), _hidden(sequences, 2048, widths[0]))
+    return Task(title, small, _blocks, full, blocks="layers", peak_gib=peak_gib, liger=True)
 
 
 def with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -271,13 +296,11 @@ _EFFICIENTFORMER = {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)}
 
 TASKS: dict[str, Task] = {
     "vit_b": _vision(
-        "ViT-B/16", "vit_base_patch16_224", 32,
-        {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
+        "ViT-B/16", "vit_base_patch16_224", 32, _SMALL_VIT,
         table_batch=16, full_batch=128, blocks="blocks", peak_gib=9.5,
     ),
     "vit_l": _vision(
-        "ViT-L/16", "vit_large_patch16_224", 32,
-        {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
+        "ViT-L/16", "vit_large_patch16_224", 32, _SMALL_VIT,
         full_batch=64, blocks="blocks", peak_gib=14.5,
     ),
     "resnet50": _vision(
@@ -345,38 +368,14 @@ TASKS: dict[str, Task] = {
         Size(_llama_blocks(2), _hidden(1, 1024, 4096)),
         blocks="layers", peak_gib=20.0,
     ),
-    "llama_blocks_2k": Task(
-        "Llama-3-8B's blocks, 4 sequences",
-        Size(_SMALL_LLAMA_BLOCKS, _hidden(4, 32, 128)),
-        _blocks,
-        Size(_llama_blocks(2), _hidden(4, 2048, 4096)),
-        blocks="layers", peak_gib=8.5, liger=True,
+    "llama_blocks_2k": _decoder_blocks(
+        "Llama-3-8B's blocks, 4 sequences", _LLAMA_MODEL, _LLAMA_8B, 2, 4, peak_gib=8.5
     ),
-    "llama_1b_blocks": Task(
-        "Llama-3.2-1B's blocks",
-        Size(_SMALL_LLAMA_BLOCKS, _hidden(4, 32, 128)),
-        _blocks,
-        Size(
-            _LLAMA_MODEL(
-                hidden_size=2048, intermediate_size=8192, num_hidden_layers=4,
-                num_attention_heads=32, num_key_value_heads=8,
-            ),
-            _hidden(8, 2048, 2048),
-        ),
-        blocks="layers", peak_gib=8.7, liger=True,
+    "llama_1b_blocks": _decoder_blocks(
+        "Llama-3.2-1B's blocks", _LLAMA_MODEL, (2048, 8192, 32, 8), 4, 8, peak_gib=8.7
     ),
-    "qwen_blocks": Task(
-        "Qwen2.5-0.5B's blocks",
-        Size(_QWEN_MODEL(**_LLAMA, **_LLAMA_HEADS), _hidden(4, 32, 128)),
-        _blocks,
-        Size(
-            _QWEN_MODEL(
-                hidden_size=896, intermediate_size=4864, num_hidden_layers=8,
-                num_attention_heads=14, num_key_value_heads=2,
-            ),
-            _hidden(8, 2048, 896),
-        ),
-        blocks="layers", peak_gib=7.2, liger=True,
+    "qwen_blocks": _decoder_blocks(
+        "Qwen2.5-0.5B's blocks", _QWEN_MODEL, (896, 4864, 14, 2), 8, 8, peak_gib=7.2
     ),
     "llama_lora": Task(
         "LoRA on Llama-3-8B's blocks",

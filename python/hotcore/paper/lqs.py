@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import glob
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -93,9 +94,7 @@ class Selection:
                 f"are not in this one: {listed(missing)} (this one has {listed(have)})"
             )
         return {
-            "".join(f"[{c}]" if c in "*?[" else c for c in layer.name): dataclasses.replace(
-                base, **layer.fields
-            )
+            glob.escape(layer.name): dataclasses.replace(base, **layer.fields)
             for layer in self.layers
         }
 

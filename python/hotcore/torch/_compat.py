@@ -98,6 +98,8 @@ def dispatch_modes() -> int:
 
 def in_selective_checkpoint() -> bool:
     """Whether a selective checkpoint's policy sees every operator."""
+    if dispatch_modes() == 0:  # sooner told than by the list of them
+        return False
     utils: Any = torch.utils
     stack = utils._python_dispatch._get_current_dispatch_mode_stack()
     return any(isinstance(mode, utils.checkpoint._CachingTorchDispatchMode) for mode in stack)

@@ -327,21 +327,15 @@ class _Trial:
         """The blocks of each list that are recomputed."""
         return [own[: math.ceil(contender.recomputed * len(own))] for own in self.lists.values()]
 
-    def leaves_layers(self, config: HotConfig) -> bool:
-        """Whether convert leaves layers plain that it expects to be slower."""
-        counts = [
-            len(decide(self.model, config, self.filter_fn, slower=slower).report.converted)
-            for slower in (self.slower, True)
-        ]
-        return counts[0] < counts[1]
-
     def contenders(
         self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
     ) -> list[_Contender]:
         """What to try, the most promising first."""
         plain, (first, *others) = _Contender(_PLAIN), [_Contender(*own) for own in configs.items()]
         found, alone = [plain, first], plain
-        if self.leaves_layers(next(iter(configs.values()))):  # by a rule that knows one kind of GPU
+        config = next(iter(configs.values()))
+        if decide(self.model, config, self.filter_fn, slower=self.slower).slow:
+            # Left plain by a rule that knows one kind of GPU.
             found.append(first.but("all layers", options={"slower": True}))
         if self.loss_fn is not None and not attach(self.model):
             detach(self.model)

@@ -139,6 +139,8 @@ class Decision:
     replacements: dict[nn.Module, nn.Module]
     """The new layer of every layer that is converted."""
     warning: str
+    slow: Mapping[str, str]
+    """Layers that stay plain as slower -> why."""
 
 
 def decide(
@@ -224,7 +226,7 @@ def decide(
         warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}" + (
             " on CUDA; slower=True converts them anyway, for memory" if slow else ""
         )
-    return Decision(report, replacements, warning)
+    return Decision(report, replacements, warning, slow)
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -77,11 +77,7 @@ class Kept:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Count inside; without gradients nothing is kept."""
-        with ExitStack() as stack:
-            for name, module in self.modules.items():
-                enter, leave = partial(self._enter, name), self._leave
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        with _hooked(self.modules, self._enter, self._leave) as stack:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
             stack.enter_context(hooks)
             yield
@@ -102,6 +98,22 @@ class Kept:
         return kept
 
 
+def _hooked(
+    modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
+) -> ExitStack:
+    """Call ``enter(name, module, args, kwargs)`` and ``leave(name, module, args, output)``.
+
+    Until the result is closed.
+    """
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            before, after = partial(enter, name), partial(leave, name)
+            hook = module.register_forward_pre_hook(before, with_kwargs=True)
+            stack.callback(hook.remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        return stack.pop_all()
+
+
 def _storage(tensor: Tensor) -> int:
     """A key of its storage, for as long as that lives."""
     return int(tensor.untyped_storage()._cdata)
@@ -116,16 +128,10 @@ class Watch(TorchFunctionMode):
         self.layers = layers
         self.uses = {name: LayerUse() for name in layers}
         self._inside: list[str] = []
-        self._hooks = ExitStack()
 
     def __enter__(self) -> Watch:
         """Hook the layers."""
-        for name, layer in self.layers.items():
-            enter, leave = partial(self._enter, name), partial(self._leave, name)
-            before = layer.register_forward_pre_hook(enter, with_kwargs=True)
-            after = layer.register_forward_hook(leave, always_call=True)
-            self._hooks.callback(before.remove)
-            self._hooks.callback(after.remove)
+        self._hooks = _hooked(self.layers, self._enter, self._leave)
         super().__enter__()  # type: ignore[no-untyped-call]  # so in torch
         return self
 
