@@ -38,9 +38,11 @@ namespace columns {
 
 // What becomes of 16 tokens of a column: as they are, an FWHT of all 16 rows, or the 8 rows that a
 // basis keeps. Times signs and powers of two: as they are (factored), or an FWHT of 64 (rotated).
-enum class Kind { full, hadamard, sketch8, lowpass8, sequency8, factored, rotated };
+enum class ColumnTransform { full, hadamard, sketch8, lowpass8, sequency8, factored, rotated };
 enum class Pass { both, amax, codes };
-constexpr bool has_factors(Kind kind) { return kind == Kind::factored || kind == Kind::rotated; }
+constexpr bool has_factors(ColumnTransform transform) {
+  return transform == ColumnTransform::factored || transform == ColumnTransform::rotated;
+}
 
 // A column tile is 64 bytes of every token. A warp takes a token tile of it, 128 tokens.
 constexpr int tile_row_bytes = 64, tile_tokens = 128, tile_bytes = tile_tokens * tile_row_bytes;
@@ -56,50 +58,60 @@ constexpr int max_portable_cluster = 8, max_cluster = 16;
 constexpr int two_pass_warps = 4;
 
 // Tokens that a k16 is made from.
-constexpr int k16_tokens(Kind kind) {
-  return kind == Kind::full || kind == Kind::hadamard || has_factors(kind) ? 16 : 32;
+constexpr int k16_tokens(ColumnTransform transform) {
+  return transform == ColumnTransform::full || transform == ColumnTransform::hadamard ||
+                 has_factors(transform)
+             ? 16
+             : 32;
 }
 // Bytes that a warp notes of a token tile: a block's folds, or a factor, a bf16, for each token.
-constexpr int tile_notes(Kind kind) { return has_factors(kind) ? 2 * tile_tokens : tile_blocks; }
+constexpr int tile_notes(ColumnTransform transform) {
+  return has_factors(transform) ? 2 * tile_tokens : tile_blocks;
+}
 // Steps of a warp through a token tile, 4 k16 each.
-constexpr int tile_steps(Kind kind) { return tile_tokens / (warp_k16s * k16_tokens(kind)); }
-
-// Row i of those that a basis keeps at rank 8, ascending; kind_of compares them with the caller's.
-constexpr int kept_row(Kind kind, int i) {
-  constexpr int lowpass[8] = {0, 1, 2, 3, 4, 8, 10, 12};
-  return kind == Kind::lowpass8 ? lowpass[i] : 2 * i;
+constexpr int tile_steps(ColumnTransform transform) {
+  return tile_tokens / (warp_k16s * k16_tokens(transform));
 }
 
-inline std::int64_t token_tiles(const Projection& p, Kind kind) {
-  return ceil_div(p.k_padded, k16 * warp_k16s * tile_steps(kind));
+// Row i of those that a basis keeps at rank 8, ascending; why_not_block16 compares them with the
+// caller's.
+constexpr int kept_row(ColumnTransform transform, int i) {
+  constexpr int lowpass[8] = {0, 1, 2, 3, 4, 8, 10, 12};
+  return transform == ColumnTransform::lowpass8 ? lowpass[i] : 2 * i;
+}
+
+inline std::int64_t token_tiles(const Projection& p, ColumnTransform transform) {
+  return ceil_div(p.k_padded, k16 * warp_k16s * tile_steps(transform));
 }
 inline std::int64_t column_tiles(std::int64_t cols, DType dtype) {
   return ceil_div(cols, tile_row_bytes / static_cast<int>(dtype_size(dtype)));
 }
 
 // Whether the 16 k of two columns take as many bytes as the 32 tokens that they are made from.
-constexpr bool fits_in_place(Kind kind, int dtype_size) {
-  return k16_tokens(kind) == 2 * k16 && dtype_size == 2;
+constexpr bool fits_in_place(ColumnTransform transform, int dtype_size) {
+  return k16_tokens(transform) == 2 * k16 && dtype_size == 2;
 }
 
 // Target CTAs per SM: what shared memory allows (6, or 3 for the one-pass kernel) if few registers
 // spill. Stochastic rounding spills earlier.
-constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
+constexpr int sm_ctas(ColumnTransform transform, int dtype_size, Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) {
-    const bool few = fits_in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2);
-    return (nearest && !has_factors(kind)) || few ? 3 : 2;
+    const bool few = fits_in_place(transform, dtype_size) ||
+                     (transform == ColumnTransform::full && dtype_size == 2);
+    return (nearest && !has_factors(transform)) || few ? 3 : 2;
   }
-  if (has_factors(kind)) return pass == Pass::amax ? 5 : 4;  // 64 tokens of a lane
+  if (has_factors(transform)) return pass == Pass::amax ? 5 : 4;  // 64 tokens of a lane
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
 // Largest values and sums of a column tile, of one warp or one CTA.
 constexpr int partials_bytes = max_tile_columns * (8 + 4);
 
-constexpr std::size_t shared_bytes(Kind kind, int token_tiles, int warps, int cluster) {
+constexpr std::size_t shared_bytes(ColumnTransform transform, int token_tiles, int warps,
+                                   int cluster) {
   return static_cast<std::size_t>(token_tiles) * tile_bytes +
-         static_cast<std::size_t>(warps * (partials_bytes + tile_notes(kind))) +
+         static_cast<std::size_t>(warps * (partials_bytes + tile_notes(transform))) +
          2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
 }
 
@@ -239,7 +251,7 @@ class Set {
 
 // An instance of a kernel whose grid depends on how much of it a device runs at once.
 struct ColumnsOnePass {
-  columns::Kind kind;
+  columns::ColumnTransform transform;
   Rounding rounding;
   DType dtype;
 };
@@ -441,7 +453,7 @@ struct RowsStep {
 };
 struct ColumnsStep {
   Job job;
-  columns::Kind kind;
+  columns::ColumnTransform transform;
   columns::Pass pass;
   int ctas;     // of a column tile
   int cluster;  // of them that reduce to one scale: all, or 0 for none
@@ -456,7 +468,7 @@ struct FinishStep {
 struct RowsColumnAmaxStep {
   RowsOf of;
   RowsPass pass;
-  columns::Kind kind;
+  columns::ColumnTransform transform;
   int lanes, lane_blocks;  // of a row
   int token_blocks;        // of a tile
   unsigned tiles, sums;    // sums: partial sums of a column
@@ -470,7 +482,7 @@ struct GroupedRange {
   unsigned blocks = 0, end = 0;
 };
 struct GroupedStep {
-  columns::Kind kind;
+  columns::ColumnTransform transform;
   GroupedRange weight, gradient, rows, groups;
   columns::Pass weight_pass, gradient_pass;
   RowsPass rows_pass;

@@ -37,7 +37,7 @@ RowShare row_share(std::int64_t blocks, int most_per_lane) {
 namespace {
 
 using columns::column_tiles;
-using columns::Kind;
+using columns::ColumnTransform;
 using columns::Pass;
 using columns::token_tiles;
 
@@ -107,40 +107,40 @@ namespace {
 
 // ---- columns -----------------------------------------------------------------------------------
 
-bool keeps_rows(const Projection& p, Kind kind) {
+bool keeps_rows(const Projection& p, ColumnTransform transform) {
   if (p.rows.size() != 8) return false;
   for (int i = 0; i < 8; ++i) {
-    if (p.rows[static_cast<std::size_t>(i)] != columns::kept_row(kind, i)) return false;
+    if (p.rows[static_cast<std::size_t>(i)] != columns::kept_row(transform, i)) return false;
   }
   return true;
 }
 
-// Why quantize_columns.cu has no kernels for a projection; where it has, of which kind.
-Reason why_not_block16(const Projection& p, const OperandQuant& quant, Kind& kind) {
+// Why quantize_columns.cu has no kernels for a projection; where it has, of which transform.
+Reason why_not_block16(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
   const bool full = p.basis == Basis::full;
-  if (p.equalized && !p.signs && !full) {  // no other kind has factors of tokens
+  if (p.equalized && !p.signs && !full) {  // no other transform has factors of tokens
     return {"equalize_tokens with basis %s, where full has a fast kernel", 0, basis_name(p.basis)};
   }
   if (quant.per_contraction) return scales_by_token;
   if (p.order.prefix_rows() > 0) return {"there are prefix tokens"};
   if (quant.rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
   if (p.signs) {
-    kind = Kind::rotated;
+    transform = ColumnTransform::rotated;
     return p.block == rotated_block ? Reason{}
                                     : Reason{"blocks of %n, where 64 has a fast kernel", p.block};
   }
   if (full) {
-    kind = p.equalized ? Kind::factored : Kind::full;
+    transform = p.equalized ? ColumnTransform::factored : ColumnTransform::full;
     return {};
   }
   if (p.block != 16) return {"blocks of %n, where 16 has a fast kernel", p.block};
-  kind = p.basis == Basis::sketch        ? Kind::sketch8
-         : p.rank == 16                  ? Kind::hadamard
-         : keeps_rows(p, Kind::lowpass8) ? Kind::lowpass8
-                                         : Kind::sequency8;
-  const bool has = kind == Kind::sketch8     ? p.rank == 8
-                   : kind == Kind::sequency8 ? keeps_rows(p, kind)
-                                             : true;
+  transform = p.basis == Basis::sketch                   ? ColumnTransform::sketch8
+              : p.rank == 16                             ? ColumnTransform::hadamard
+              : keeps_rows(p, ColumnTransform::lowpass8) ? ColumnTransform::lowpass8
+                                                         : ColumnTransform::sequency8;
+  const bool has = transform == ColumnTransform::sketch8     ? p.rank == 8
+                   : transform == ColumnTransform::sequency8 ? keeps_rows(p, transform)
+                                                             : true;
   if (has) return {};
   return {"basis %s keeps %n of 16 rows, where its own 8 have a fast kernel", p.rank,
           basis_name(p.basis)};
@@ -148,16 +148,16 @@ Reason why_not_block16(const Projection& p, const OperandQuant& quant, Kind& kin
 
 // Why no cluster that the device can run holds a column tile.
 Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
-                        const OperandQuant& quant, Kind& kind) {
-  if (const Reason why = why_not_block16(p, quant, kind)) return why;
+                        const OperandQuant& quant, ColumnTransform& transform) {
+  if (const Reason why = why_not_block16(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
   const Thresholds& t = thresholds(facts);
-  const bool one_read = quant.purpose == Purpose::gradient_columns && !columns::has_factors(kind) &&
-                        cols >= t.rows_column_amax_min_columns &&
-                        cols <= t.rows_column_amax_max_columns;
+  const bool one_read =
+      quant.purpose == Purpose::gradient_columns && !columns::has_factors(transform) &&
+      cols >= t.rows_column_amax_min_columns && cols <= t.rows_column_amax_max_columns;
   const int ctas = one_read ? columns::max_portable_cluster : columns::max_cluster;
-  if (token_tiles(p, kind) <= ctas * columns::max_warps) return {};
+  if (token_tiles(p, transform) <= ctas * columns::max_warps) return {};
   return {"a column of %n codes is too long for a cluster", p.k_padded};
 }
 
@@ -191,9 +191,11 @@ ClusterSplit cluster_split(const DeviceFacts& facts, std::int64_t token_tile_cou
   return best;
 }
 
-LaunchShape column_shape(Kind kind, std::int64_t tiles, const ClusterSplit& split, int cluster) {
+LaunchShape column_shape(ColumnTransform transform, std::int64_t tiles, const ClusterSplit& split,
+                         int cluster) {
   return {tiles * split.ctas, 32 * split.warps,
-          columns::shared_bytes(kind, split.warps, split.warps, cluster), std::max(1, cluster)};
+          columns::shared_bytes(transform, split.warps, split.warps, cluster),
+          std::max(1, cluster)};
 }
 
 // What the columns of a matrix read: the powers of its tokens, too, or of w's rows, but where w is
@@ -222,16 +224,16 @@ void note_column_loads(Plan& plan, Kernel kernel, const ColumnsShape& job) {
 }
 
 void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job,
-                          Kind kind) {
+                          ColumnTransform transform) {
   const auto size = static_cast<int>(dtype_size(job.x.dtype));
   const std::int64_t tiles = column_tiles(job.cols, job.x.dtype);
   const ClusterSplit split = cluster_split(
-      facts, token_tiles(job.p, kind), tiles,
-      columns::max_warps * columns::sm_ctas(kind, size, Pass::both, job.quant.rounding));
-  LaunchShape shape = column_shape(kind, tiles, split, split.ctas);
+      facts, token_tiles(job.p, transform), tiles,
+      columns::max_warps * columns::sm_ctas(transform, size, Pass::both, job.quant.rounding));
+  LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
   // So few column tiles surely fit half of the SMs: no query.
   if (2 * shape.blocks > facts.sm_count) {
-    const ColumnsOnePass instance{kind, job.quant.rounding, job.x.dtype};
+    const ColumnsOnePass instance{transform, job.quant.rounding, job.x.dtype};
     shape.blocks = std::min(tiles, facts.queries->at_once(instance, shape)) * split.ctas;
   }
   Buffers reads = columns_read(job), writes = job.codes;
@@ -243,15 +245,15 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
   Step& step = plan.add(Kernel::columns_one_pass, shape, reads, writes);
   step.dtype = job.x.dtype;
   step.rounding = job.quant.rounding;
-  step.work = ColumnsStep{job.job, kind, Pass::both, split.ctas, split.ctas};
+  step.work = ColumnsStep{job.job, transform, Pass::both, split.ctas, split.ctas};
 }
 
 // One of the two passes where a cluster cannot hold a column tile.
-int add_column_pass(Plan& plan, const ColumnsShape& job, Kind kind, Pass pass) {
+int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transform, Pass pass) {
   const ClusterSplit split{
-      static_cast<int>(ceil_div(token_tiles(job.p, kind), columns::two_pass_warps)),
+      static_cast<int>(ceil_div(token_tiles(job.p, transform), columns::two_pass_warps)),
       columns::two_pass_warps};
-  const LaunchShape shape = column_shape(kind, column_tiles(job.cols, job.x.dtype), split, 0);
+  const LaunchShape shape = column_shape(transform, column_tiles(job.cols, job.x.dtype), split, 0);
   const bool amax = pass == Pass::amax;
   Buffers writes = amax ? job.amax : job.codes;
   if (amax && job.sum) writes |= Buffer::sums;
@@ -260,7 +262,7 @@ int add_column_pass(Plan& plan, const ColumnsShape& job, Kind kind, Pass pass) {
   Step& step = plan.add(kernel, shape, columns_read(job) | job.amax, writes);
   step.dtype = job.x.dtype;
   step.rounding = amax ? Rounding::nearest : job.quant.rounding;  // amax has none
-  step.work = ColumnsStep{job.job, kind, pass, split.ctas, 0};
+  step.work = ColumnsStep{job.job, transform, pass, split.ctas, 0};
   return split.ctas;
 }
 
@@ -285,27 +287,27 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
 }  // namespace
 
 bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) {
-  Kind kind{};
+  ColumnTransform transform{};
   if (job.cols == 0 || job.p.k_padded == 0) {  // no codes; a scale, where there is one, is 0
     if (job.scales > 0) add_finish_scales(plan, job);
     return false;
   }
   switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
-                        why_not_one_pass(facts, job.cols, job.p, job.quant, kind)},
+                        why_not_one_pass(facts, job.cols, job.p, job.quant, transform)},
                        {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
-                        why_not_block16(job.p, job.quant, kind)},
+                        why_not_block16(job.p, job.quant, transform)},
                        {Kernel::generic_amax}})) {
     case Kernel::generic_amax:
       add_generic_columns(plan, job);
       return false;
     case Kernel::columns_one_pass:
-      add_columns_one_pass(plan, facts, job, kind);
+      add_columns_one_pass(plan, facts, job, transform);
       return job.sum;
     default:
       break;
   }
-  const int runs = add_column_pass(plan, job, kind, Pass::amax);
-  add_column_pass(plan, job, kind, Pass::codes);
+  const int runs = add_column_pass(plan, job, transform, Pass::amax);
+  add_column_pass(plan, job, transform, Pass::codes);
   if (job.sum) add_final_sum(plan, runs, job.cols, job.accumulate, Buffer::sums);
   return job.sum;
 }
@@ -319,7 +321,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
                                 const ColumnsShape& columns, RowsColumnAmaxStep& work,
                                 LaunchShape& shape) {
   if (rows.cols == 0 || rows.rows == 0) return empty;
-  if (const Reason why = why_not_block16(columns.p, columns.quant, work.kind)) return why;
+  if (const Reason why = why_not_block16(columns.p, columns.quant, work.transform)) return why;
   if (const Reason why = why_not(facts, Feature::bulk_copy)) return why;
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
   if (!rows.x.rows_aligned) return not_vectors(false, rows.cols);
@@ -333,7 +335,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
     return pseudo_stochastic;
   }
   if (columns.p.order.samples != 0) return token_grid;
-  if (columns::has_factors(work.kind)) return equalized;
+  if (columns::has_factors(work.transform)) return equalized;
   const RowShare share = row_share(rows.k_padded / 16);
   if (share.lanes == 0 || share.lanes > 32) return too_long(rows.cols);
   work.of = rows.of;
@@ -364,7 +366,7 @@ void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape&
       rows.quant.rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
   step.work = work;
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
-  add_column_pass(plan, columns, work.kind, Pass::codes);
+  add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
     add_final_sum(plan, work.sums, rows.cols, columns.accumulate, Buffer::sums);
   }
@@ -376,7 +378,7 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
                           const ColumnsShape& columns) {
   RowsColumnAmaxStep work{};
   LaunchShape shape;
-  const Reason apart = why_not_one_pass(facts, rows.cols, columns.p, columns.quant, work.kind);
+  const Reason apart = why_not_one_pass(facts, rows.cols, columns.p, columns.quant, work.transform);
   const Reason why =
       apart ? why_not_rows_column_amax(facts, rows, columns, work, shape) : fits_cluster;
   if (!why) {
@@ -467,13 +469,13 @@ class GroupedOperands {
   // Why the kernel cannot quantise these operands, or is not the faster way.
   Reason why_not() {
     if (const ColumnsShape* job = of_.weight) {
-      Kind kind{};
-      if (const Reason why = add(*job, kind, weight_tiles_)) return why;
+      ColumnTransform transform{};
+      if (const Reason why = add(*job, transform, weight_tiles_)) return why;
       if (job->quant.rounding != Rounding::nearest) return roundings;
-      if (kind != Kind::hadamard) return {"hadamard_block is %n", job->p.block};
+      if (transform != ColumnTransform::hadamard) return {"hadamard_block is %n", job->p.block};
     }
     if (const ColumnsShape* job = of_.columns) {
-      if (const Reason why = add(*job, kind_, gradient_tiles_)) return why;
+      if (const Reason why = add(*job, transform_, gradient_tiles_)) return why;
       if (!rounds(job->quant.rounding)) return roundings;
     }
     if (const RowsShape* job = of_.rows) {
@@ -563,7 +565,7 @@ class GroupedOperands {
   class Launch {
    public:
     Launch(const GroupedOperands& of, int cluster) : of_(of), cluster_(cluster) {
-      step.kind = of.kind_;
+      step.transform = of.transform_;
       step.row_lanes_log2 = of.lanes_log2_;
       step.weight_ctas = of.weight_ctas_;
       step.gradient_ctas = of.gradient_ctas_;
@@ -584,9 +586,9 @@ class GroupedOperands {
     void add_to(Plan& plan, Kernel kernel) const {
       const DType dtype = of_.dtype_.or_else(DType::f32);
       const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype)));
-      const LaunchShape shape{blocks_, grouped::threads,
-                              columns::shared_bytes(step.kind, tiles, columns::max_warps, cluster_),
-                              cluster_};
+      const LaunchShape shape{
+          blocks_, grouped::threads,
+          columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_), cluster_};
       Step& added = plan.add(kernel, shape, reads_, writes_);
       added.dtype = dtype;
       added.rounding = of_.rounding_.or_else(Rounding::nearest);
@@ -606,12 +608,12 @@ class GroupedOperands {
   static int cta_tiles_of(const ColumnsShape& job) {
     return grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype)));
   }
-  Reason add(const ColumnsShape& job, Kind& kind, std::int64_t& token_tile_count) {
+  Reason add(const ColumnsShape& job, ColumnTransform& transform, std::int64_t& token_tile_count) {
     if (!dtype_.add(job.x.dtype)) return dtypes;
     if (job.p.k_padded == 0) return empty;
-    if (const Reason why = why_not_block16(job.p, job.quant, kind)) return why;
-    if (columns::has_factors(kind)) return equalized;
-    token_tile_count = token_tiles(job.p, kind);
+    if (const Reason why = why_not_block16(job.p, job.quant, transform)) return why;
+    if (columns::has_factors(transform)) return equalized;
+    token_tile_count = token_tiles(job.p, transform);
     const std::int64_t needed = ceil_div(token_tile_count, cta_tiles_of(job));
     if (needed > columns::max_portable_cluster) {
       return {"a column of %n codes is too long for a cluster", job.p.k_padded};
@@ -631,7 +633,7 @@ class GroupedOperands {
   const OperandShapes& of_;
   Common<DType> dtype_;
   Common<Rounding> rounding_;
-  Kind kind_ = Kind::full;
+  ColumnTransform transform_ = ColumnTransform::full;
   int cluster_ = 1, lanes_log2_ = 0;
   std::int64_t weight_tiles_ = 0, gradient_tiles_ = 0;
   int weight_ctas_ = 0, gradient_ctas_ = 0;
@@ -691,8 +693,8 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
 
 std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
                                 const OperandQuant& quant) {
-  Kind kind{};
-  if (p.k_padded > 0 && !why_not_one_pass(facts, cols, p, quant, kind)) return 0;
+  ColumnTransform transform{};
+  if (p.k_padded > 0 && !why_not_one_pass(facts, cols, p, quant, transform)) return 0;
   return quant.per_tensor ? grouped::max_amax_slots : quant.per_contraction ? p.k_padded : cols;
 }
 

@@ -42,7 +42,8 @@
 namespace hot::detail {
 namespace columns {
 
-Args make_args(const Context& context, const ColumnsJob& job, Kind kind, const ColumnSum* sum) {
+Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform transform,
+               const ColumnSum* sum) {
   const Projection& p = *job.projection;
   Args args{};
   args.x = job.x;
@@ -56,7 +57,7 @@ Args make_args(const Context& context, const ColumnsJob& job, Kind kind, const C
   args.scales = job.out.scales;
   args.amax = job.out.amax;
   args.k_padded = job.out.k_padded;
-  args.token_tiles = token_tiles(p, kind);
+  args.token_tiles = token_tiles(p, transform);
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
   args.contiguous = rows_aligned(job.x) && p.order.samples == 0;
@@ -77,15 +78,16 @@ namespace {
 using namespace columns;
 
 // One read of x: a cluster holds a column tile.
-template <Kind kind, Rounding rounding, class Tag>
-__global__ void __launch_bounds__(32 * max_warps, sm_ctas(kind, Tag::size, Pass::both, rounding))
+template <ColumnTransform transform, Rounding rounding, class Tag>
+__global__ void __launch_bounds__(32 * max_warps,
+                                  sm_ctas(transform, Tag::size, Pass::both, rounding))
     columns_one_pass_kernel(const __grid_constant__ Args args) {
 #if HOT_HOPPER_CODE
   extern __shared__ __align__(1024) char memory[];
   // A k16 takes no more room than its tokens: P x is computed once.
-  constexpr bool in_place = fits_in_place(kind, Tag::size);
+  constexpr bool in_place = fits_in_place(transform, Tag::size);
   const Place place = place_in_cluster(args, blockIdx.x);
-  const WarpTile<kind, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
   tile.draw_offsets();
   // All CTAs must have started before any writes to another's shared memory.
   if (args.cluster > 1) arrive_cluster();
@@ -119,13 +121,13 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(kind, Tag::size, Pass:
 }
 
 // The first of two passes: largest values, and partial sums for g_b.
-template <Kind kind, class Tag>
+template <ColumnTransform transform, class Tag>
 __global__ void __launch_bounds__(32 * two_pass_warps,
-                                  sm_ctas(kind, Tag::size, Pass::amax, Rounding::nearest))
+                                  sm_ctas(transform, Tag::size, Pass::amax, Rounding::nearest))
     column_amax_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, blockIdx.x);
-  const WarpTile<kind, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
   tile.draw_offsets();
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
@@ -145,13 +147,13 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
 }
 
 // The second: codes. It goes backwards through x, whose end the L2 still holds.
-template <Kind kind, Rounding rounding, class Tag>
+template <ColumnTransform transform, Rounding rounding, class Tag>
 __global__ void __launch_bounds__(32 * two_pass_warps,
-                                  sm_ctas(kind, Tag::size, Pass::codes, rounding))
+                                  sm_ctas(transform, Tag::size, Pass::codes, rounding))
     column_codes_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, gridDim.x - 1 - blockIdx.x);
-  const WarpTile<kind, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
   tile.draw_offsets();
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
@@ -170,16 +172,18 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
 }
 
 template <class Call>
-void with_any_kind(Kind kind, const Call& call) {
-  if (kind == Kind::factored) return call(std::integral_constant<Kind, Kind::factored>{});
-  if (kind == Kind::rotated) return call(std::integral_constant<Kind, Kind::rotated>{});
-  with_kind(kind, call);
+void with_any_transform(ColumnTransform transform, const Call& call) {
+  if (transform == ColumnTransform::factored)
+    return call(std::integral_constant<ColumnTransform, ColumnTransform::factored>{});
+  if (transform == ColumnTransform::rotated)
+    return call(std::integral_constant<ColumnTransform, ColumnTransform::rotated>{});
+  with_transform(transform, call);
 }
 
-// Calls call(kind, rounding, type tag) with types for an instance of a kernel.
+// Calls call(transform, rounding, type tag) with types for an instance of a kernel.
 template <class Call>
-void with_instance(Kind kind, Rounding rounding, DType dtype, const Call& call) {
-  with_any_kind(kind, [&](auto k) {
+void with_instance(ColumnTransform transform, Rounding rounding, DType dtype, const Call& call) {
+  with_any_transform(transform, [&](auto k) {
     host_with_dtype(dtype, [&](auto tag) {
       if (rounding == Rounding::nearest) {
         call(k, std::integral_constant<Rounding, Rounding::nearest>{}, tag);
@@ -192,8 +196,8 @@ void with_instance(Kind kind, Rounding rounding, DType dtype, const Call& call) 
 
 // Calls call(kernel) with the instance for one read of x.
 template <class Call>
-void with_one_pass(Kind kind, Rounding rounding, DType dtype, const Call& call) {
-  with_instance(kind, rounding, dtype, [&](auto k, auto r, auto tag) {
+void with_one_pass(ColumnTransform transform, Rounding rounding, DType dtype, const Call& call) {
+  with_instance(transform, rounding, dtype, [&](auto k, auto r, auto tag) {
     call(columns_one_pass_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
   });
 }
@@ -203,7 +207,7 @@ void with_one_pass(Kind kind, Rounding rounding, DType dtype, const Call& call) 
 std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
                               const LaunchShape& shape) {
   std::int64_t clusters = 0;
-  with_one_pass(of.kind, of.rounding, of.dtype, [&](auto kernel) {
+  with_one_pass(of.transform, of.rounding, of.dtype, [&](auto kernel) {
     clusters = clusters_at_once("backward_linear", context, kernel, shape);
   });
   return clusters;
@@ -212,7 +216,7 @@ std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass
 void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,
                     const ColumnSum* sum) {
   const auto& work = step.as<plan::ColumnsStep>();
-  Args args = make_args(context, job, work.kind, work.pass == Pass::codes ? nullptr : sum);
+  Args args = make_args(context, job, work.transform, work.pass == Pass::codes ? nullptr : sum);
   args.ctas = work.ctas;
   args.cluster = work.cluster;
   args.independent = step.independent;
@@ -220,15 +224,15 @@ void launch_columns(const Context& context, const plan::Step& step, const Column
     launch("backward_linear", context, kernel, step.shape, args);
   };
   if (work.pass == Pass::both) {
-    with_one_pass(work.kind, step.rounding, step.dtype, run);
+    with_one_pass(work.transform, step.rounding, step.dtype, run);
   } else if (work.pass == Pass::amax) {
-    with_any_kind(work.kind, [&](auto k) {
+    with_any_transform(work.transform, [&](auto k) {
       host_with_dtype(step.dtype, [&](auto tag) {
         run(column_amax_kernel<decltype(k)::value, decltype(tag)>);
       });
     });
   } else {
-    with_instance(work.kind, step.rounding, step.dtype, [&](auto k, auto r, auto tag) {
+    with_instance(work.transform, step.rounding, step.dtype, [&](auto k, auto r, auto tag) {
       run(column_codes_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
     });
   }

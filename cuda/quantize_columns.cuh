@@ -50,7 +50,7 @@ struct Args {
 };
 
 // Starts a warp's copies of a token tile, or of its half of the columns.
-template <Kind kind, class Tag, int tile_warps>
+template <ColumnTransform transform, class Tag, int tile_warps>
 __device__ void load_tile(const Args& args, std::int64_t first_token, std::int64_t first_column,
                           char* tile) {
   constexpr int vec16_elements = 16 / Tag::size, vecs = 4 / tile_warps;  // of a token
@@ -65,7 +65,7 @@ __device__ void load_tile(const Args& args, std::int64_t first_token, std::int64
   const int local = lane / vecs;
   const auto place = [&](int i) {
     const int lane_place =
-        (local * tile_row_bytes + vec16 * 16) ^ swizzle<Tag>(i * step / k16_tokens(kind));
+        (local * tile_row_bytes + vec16 * 16) ^ swizzle<Tag>(i * step / k16_tokens(transform));
     return tile + i * step * tile_row_bytes + lane_place;
   };
   if (args.contiguous) {
@@ -169,19 +169,19 @@ struct LaneK16 {
 };
 
 // The k16 of two neighbouring columns. `notes`: the tokens that a sketch folds by.
-template <Kind kind, class Tag>
+template <ColumnTransform transform, class Tag>
 __device__ void project(const LaneK16& from, const std::uint8_t* notes, float sketch_weight,
                         float (&v)[2][k16]) {
-  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+  if constexpr (transform == ColumnTransform::full || transform == ColumnTransform::hadamard) {
     from.load<Tag>(0, v);
-    if constexpr (kind == Kind::hadamard) {
+    if constexpr (transform == ColumnTransform::hadamard) {
       butterfly<1, 16>(v[0]);
       butterfly<1, 16>(v[1]);
     }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kind == Kind::sketch8) {
+      if constexpr (transform == ColumnTransform::sketch8) {
         float folded[2][8];
         from.load_folded<Tag>(16 * half, notes[half], folded);
 #pragma unroll
@@ -199,7 +199,7 @@ __device__ void project(const LaneK16& from, const std::uint8_t* notes, float sk
         for (int c = 0; c < 2; ++c) {
           butterfly<1, 16>(block[c]);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) v[c][8 * half + i] = block[c][kept_row(kind, i)];
+          for (int i = 0; i < 8; ++i) v[c][8 * half + i] = block[c][kept_row(transform, i)];
         }
       }
     }
@@ -210,7 +210,7 @@ __device__ void project(const LaneK16& from, const std::uint8_t* notes, float sk
 // a + b and a - b, the larger of which is |a| + |b|, rounded alike: so the pair is compared before
 // it exists. A weight above 1 keeps the order, so the weighted rows of a sketch are weighted once,
 // at the end: `largest[1]`. Sums of k16 are added up in `Sum`.
-template <Kind kind, class Sum = double>
+template <ColumnTransform transform, class Sum = double>
 struct Partial {
   float largest[2] = {0.0F, 0.0F};
   Sum sum = 0;
@@ -219,7 +219,7 @@ struct Partial {
 
   __device__ void tokens(float (&v)[k16], bool sum_wanted) {
     float total = 0.0F;
-    if constexpr (kind == Kind::full) {
+    if constexpr (transform == ColumnTransform::full) {
 #pragma unroll
       for (int k = 0; k < k16; ++k) add(largest[0], v[k]);
       if (sum_wanted) total = tree_sum(v);
@@ -253,7 +253,7 @@ struct Partial {
   __device__ void rows(float (&v)[16], bool sum_wanted) {
     butterfly<1, 16>(v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) add(largest[0], v[kept_row(kind, i)]);
+    for (int i = 0; i < 8; ++i) add(largest[0], v[kept_row(transform, i)]);
     if (sum_wanted) sum += static_cast<Sum>(v[0]);
   }
 
@@ -279,10 +279,10 @@ struct Partial {
   }
 };
 
-template <Kind kind, class Tag>
+template <ColumnTransform transform, class Tag>
 __device__ void accumulate(const LaneK16& from, const std::uint8_t* notes, bool sum_wanted,
-                           Partial<kind> (&partial)[2]) {
-  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+                           Partial<transform> (&partial)[2]) {
+  if constexpr (transform == ColumnTransform::full || transform == ColumnTransform::hadamard) {
     float v[2][16];
     from.load<Tag>(0, v);
     partial[0].tokens(v[0], sum_wanted);
@@ -290,7 +290,7 @@ __device__ void accumulate(const LaneK16& from, const std::uint8_t* notes, bool 
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kind == Kind::sketch8) {
+      if constexpr (transform == ColumnTransform::sketch8) {
         float v[2][8];
         from.load_folded<Tag>(16 * half, notes[half], v);
         partial[0].folded(v[0], sum_wanted);
@@ -367,7 +367,7 @@ struct ColumnTotal {
 };
 
 // A warp's token tile. `tile_warps` warps share one, each taking a half of its columns.
-template <Kind kind, class Tag, int tile_warps>
+template <ColumnTransform transform, class Tag, int tile_warps>
 class WarpTile {
  public:
   static constexpr int columns = tile_row_bytes / Tag::size;
@@ -382,21 +382,22 @@ class WarpTile {
         shared_(memory, warps_ / tile_warps, warps_, args.cluster),
         number_(rank * (warps_ / tile_warps) + warp_ / tile_warps),
         tile_(memory + warp_ / tile_warps * tile_bytes),
-        notes_(shared_.notes + warp_ * tile_notes(kind)),
+        notes_(shared_.notes + warp_ * tile_notes(transform)),
         k16_count_(args.k_padded / k16) {
     // Of the last token tile only what holds k.
-    steps_ = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{tile_steps(kind)},
+    steps_ = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{tile_steps(transform)},
                                                        (k16_count_ + warp_k16s - 1) / warp_k16s -
-                                                           number_ * tile_steps(kind))));
+                                                           number_ * tile_steps(transform))));
   }
 
   // Draws which tokens a sketch folds. First of all: the previous kernel may write the counter, so
   // it waits for that one.
   __device__ __forceinline__ void draw_offsets() const {
-    if (kind == Kind::sketch8 && args_.sketch.counter != nullptr && !args_.independent) {
+    if (transform == ColumnTransform::sketch8 && args_.sketch.counter != nullptr &&
+        !args_.independent) {
       wait_for_previous_kernel();
     }
-    if (kind == Kind::sketch8 && lane_ < tile_blocks) {
+    if (transform == ColumnTransform::sketch8 && lane_ < tile_blocks) {
       const auto token_block = static_cast<std::uint64_t>(number_ * tile_blocks + lane_);
       const RandomWords words = random_words(args_.sketch, offset_of(args_.sketch), token_block);
       notes_[lane_] = static_cast<std::uint8_t>(sketch_draw(words, 0, 16));
@@ -406,7 +407,7 @@ class WarpTile {
   // Draws the signs of the tokens and reads their exponents, after the wait for the previous
   // kernel: x may have been compressed, and the counter written, right before.
   __device__ __forceinline__ void draw_factors() const {
-    if constexpr (has_factors(kind)) {
+    if constexpr (has_factors(transform)) {
       auto* const factors = reinterpret_cast<std::uint16_t*>(notes_);
       const DeviceOffset offset = offset_of(args_.sketch);
       constexpr int blocks = tile_tokens / static_cast<int>(rotated_block);
@@ -414,7 +415,7 @@ class WarpTile {
       for (int b = 0; b < blocks; ++b) {
         const auto block = static_cast<std::uint64_t>(number_ * blocks + b);
         const std::uint64_t negative =
-            kind == Kind::rotated ? rotation_signs(args_.sketch, offset, block) : 0;
+            transform == ColumnTransform::rotated ? rotation_signs(args_.sketch, offset, block) : 0;
 #pragma unroll
         for (int i = lane_; i < rotated_block; i += 32) {
           const std::int64_t token = static_cast<std::int64_t>(block) * rotated_block + i;
@@ -430,8 +431,8 @@ class WarpTile {
   __device__ bool real() const { return number_ < args_.token_tiles; }
 
   __device__ __forceinline__ void load(unsigned column_tile) const {
-    load_tile<kind, Tag, tile_warps>(args_, std::int64_t{number_} * tile_tokens,
-                                     std::int64_t{column_tile} * columns, tile_);
+    load_tile<transform, Tag, tile_warps>(args_, std::int64_t{number_} * tile_tokens,
+                                          std::int64_t{column_tile} * columns, tile_);
   }
 
   __device__ void wait_loaded() const {
@@ -443,7 +444,7 @@ class WarpTile {
   // tokens were, for write_codes.
   template <bool in_place>
   __device__ __forceinline__ void accumulate_tile() const {
-    if constexpr (has_factors(kind)) {
+    if constexpr (has_factors(transform)) {
       accumulate_factored();
     } else {
       accumulate_k16s<in_place>();
@@ -456,24 +457,24 @@ class WarpTile {
   __device__ __forceinline__ void accumulate_k16s() const {
 #pragma unroll 1
     for (int half = first_half(); half < last_half(); ++half) {
-      Partial<kind> partial[2];
+      Partial<transform> partial[2];
 #pragma unroll 1
       for (int step = 0; step < steps_; ++step) {
         const LaneK16 from = lane_k16(step, half);
         if constexpr (in_place) {
           float v[2][k16];
-          project<kind, Tag>(from, lane_offsets(), args_.sketch_weight, v);
+          project<transform, Tag>(from, lane_offsets(), args_.sketch_weight, v);
           from.store(v);
           partial[0].projected(v[0], args_.sum_wanted);
           partial[1].projected(v[1], args_.sum_wanted);
         } else {
-          accumulate<kind, Tag>(from, lane_offsets(), args_.sum_wanted, partial);
+          accumulate<transform, Tag>(from, lane_offsets(), args_.sum_wanted, partial);
         }
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float largest = partial[c].largest[0];
-        if constexpr (kind == Kind::sketch8 && !in_place) {
+        if constexpr (transform == ColumnTransform::sketch8 && !in_place) {
           largest = max_magnitude(largest, partial[c].largest[1] * args_.sketch_weight);
         }
 #pragma unroll
@@ -493,14 +494,14 @@ class WarpTile {
   // A lane takes a column of a block of 64 tokens: no exchange between lanes. In fp32 a column tile
   // has 16 columns, and the halves of a warp take a block each.
   __device__ __forceinline__ void accumulate_factored() const {
-    Partial<kind> partial;
+    Partial<transform> partial;
 #pragma unroll 1
     for (int step = first_block(); step < steps_; step += step_blocks) {
       float v[rotated_block];
       load_block(step, v);
       if (args_.sum_wanted) partial.sum += static_cast<double>(partial.tree_sum(v));
       apply_factors(step, v);
-      if constexpr (kind == Kind::rotated) {
+      if constexpr (transform == ColumnTransform::rotated) {
         butterfly<1, static_cast<int>(rotated_block) / 2>(v);
         partial.rotated(v);
       } else {
@@ -587,7 +588,7 @@ class WarpTile {
   template <bool in_place, Rounding rounding>
   __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
-    if constexpr (has_factors(kind)) {
+    if constexpr (has_factors(transform)) {
       write_factored<rounding>(column_tile, scale, offset);
     } else {
       write_k16s<in_place, rounding>(column_tile, scale, offset);
@@ -611,12 +612,12 @@ class WarpTile {
       }
 #pragma unroll 1
       for (int step = 0; step < steps_; ++step) {
-        const int k = (number_ * tile_steps(kind) + step) * warp_k16s + lane_ / 8;
+        const int k = (number_ * tile_steps(transform) + step) * warp_k16s + lane_ / 8;
         float v[2][k16];
         if constexpr (in_place) {
           lane_k16(step, half).load_stored(v);
         } else {
-          project<kind, Tag>(lane_k16(step, half), lane_offsets(), args_.sketch_weight, v);
+          project<transform, Tag>(lane_k16(step, half), lane_offsets(), args_.sketch_weight, v);
         }
         if (k >= k16_count_) continue;
 #pragma unroll
@@ -647,8 +648,9 @@ class WarpTile {
       float v[rotated_block];
       load_block(step, v);
       apply_factors(step, v);
-      if constexpr (kind == Kind::rotated) butterfly<1, static_cast<int>(rotated_block)>(v);
-      const int k = (number_ * tile_steps(kind) + step) * warp_k16s;
+      if constexpr (transform == ColumnTransform::rotated)
+        butterfly<1, static_cast<int>(rotated_block)>(v);
+      const int k = (number_ * tile_steps(transform) + step) * warp_k16s;
 #pragma unroll
       for (int pair = 0; pair < warp_k16s; pair += 2) {
         uint4 codes[2];
@@ -724,7 +726,8 @@ class WarpTile {
   __device__ __forceinline__ LaneK16 lane_k16(int step, int half) const {
     // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.
     const int turned = swizzle<Tag>(lane_ / 8), parity = turned & tile_row_bytes;
-    const char* from = tile_ + (step * warp_k16s + lane_ / 8) * k16_tokens(kind) * tile_row_bytes +
+    const char* from = tile_ +
+                       (step * warp_k16s + lane_ / 8) * k16_tokens(transform) * tile_row_bytes +
                        (((half * warp_columns + 2 * pair()) * Tag::size) ^ (turned - parity));
     return {from + parity, from - parity};
   }
@@ -741,27 +744,27 @@ class WarpTile {
 
 // ---- host (quantize_columns.cu)
 
-// Of the kinds that grouped operands have as well.
+// Of the transforms that grouped operands have as well.
 template <class Call>
-void with_kind(Kind kind, const Call& call) {
-  switch (kind) {
-    case Kind::full:
-      return call(std::integral_constant<Kind, Kind::full>{});
-    case Kind::hadamard:
-      return call(std::integral_constant<Kind, Kind::hadamard>{});
-    case Kind::sketch8:
-      return call(std::integral_constant<Kind, Kind::sketch8>{});
-    case Kind::lowpass8:
-      return call(std::integral_constant<Kind, Kind::lowpass8>{});
-    case Kind::sequency8:
-      return call(std::integral_constant<Kind, Kind::sequency8>{});
-    case Kind::factored:
-    case Kind::rotated:
+void with_transform(ColumnTransform transform, const Call& call) {
+  switch (transform) {
+    case ColumnTransform::full:
+      return call(std::integral_constant<ColumnTransform, ColumnTransform::full>{});
+    case ColumnTransform::hadamard:
+      return call(std::integral_constant<ColumnTransform, ColumnTransform::hadamard>{});
+    case ColumnTransform::sketch8:
+      return call(std::integral_constant<ColumnTransform, ColumnTransform::sketch8>{});
+    case ColumnTransform::lowpass8:
+      return call(std::integral_constant<ColumnTransform, ColumnTransform::lowpass8>{});
+    case ColumnTransform::sequency8:
+      return call(std::integral_constant<ColumnTransform, ColumnTransform::sequency8>{});
+    case ColumnTransform::factored:
+    case ColumnTransform::rotated:
       return;  // quantize_columns.cu
   }
 }
 
 // All but how the work is divided: ctas, cluster. `sum`: g_b, null: not wanted.
-Args make_args(const Context&, const ColumnsJob&, Kind, const ColumnSum* sum);
+Args make_args(const Context&, const ColumnsJob&, ColumnTransform, const ColumnSum* sum);
 
 }  // namespace hot::detail::columns

@@ -29,7 +29,7 @@
 namespace hot::detail {
 namespace {
 
-using columns::Kind;
+using columns::ColumnTransform;
 using columns::Pass;
 
 using grouped::row_blocks;
@@ -60,13 +60,13 @@ __device__ inline std::uint32_t slots_max(const std::uint32_t* slots, int count)
   return warp_max(amax);
 }
 
-template <Kind kind, Rounding rounding, class Tag>
+template <ColumnTransform transform, Rounding rounding, class Tag>
 __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned block,
                                               char* memory) {
   if (block >= of.range.blocks) return begin_kernel();  // it fills up the last cluster
   const columns::Args& args = of.args;
   const columns::Place place = columns::place_in_cluster(args, block);
-  const columns::WarpTile<kind, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
+  const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
   tile.draw_offsets();
   // The second of two launches copies before it waits for the first: the first has waited for what
   // makes x, and this one reads the slots later.
@@ -128,18 +128,19 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
       });
 }
 
-template <Kind kind, Rounding rounding, class Tag>
+template <ColumnTransform transform, Rounding rounding, class Tag>
 __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_warps)
     quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ std::uint32_t shared[threads / 32];
   unsigned block = blockIdx.x;
   if (block < args.weight.range.end) {
-    return columns_block<Kind::hadamard, Rounding::nearest, Tag>(args.weight, block, memory);
+    return columns_block<ColumnTransform::hadamard, Rounding::nearest, Tag>(args.weight, block,
+                                                                            memory);
   }
   block -= args.weight.range.end;
   if (block < args.gradient.range.end) {
-    return columns_block<kind, rounding, Tag>(args.gradient, block, memory);
+    return columns_block<transform, rounding, Tag>(args.gradient, block, memory);
   }
   block -= args.gradient.range.end;
   if (block < args.rows_range.end) return rows_block<rounding, Tag>(args, block, shared);
@@ -158,10 +159,11 @@ void launch_grouped(const Context& context, const plan::Step& step, const Groupe
   const auto& work = step.as<plan::GroupedStep>();
   GroupedArgs args{};
   if (jobs.weight != nullptr) {
-    args.weight.args = columns::make_args(context, *jobs.weight, Kind::hadamard, nullptr);
+    args.weight.args =
+        columns::make_args(context, *jobs.weight, ColumnTransform::hadamard, nullptr);
   }
   if (jobs.columns != nullptr) {
-    args.gradient.args = columns::make_args(context, *jobs.columns, work.kind, jobs.sum);
+    args.gradient.args = columns::make_args(context, *jobs.columns, work.transform, jobs.sum);
   }
   if (jobs.rows != nullptr) args.rows = rows_args(context, *jobs.rows);
   if (jobs.groups != nullptr) args.groups = requantize_args(context, *jobs.groups);
@@ -179,10 +181,10 @@ void launch_grouped(const Context& context, const plan::Step& step, const Groupe
   args.gradient.amax_slots = work.gradient_amax_slots;
   args.gradient.args.ctas = work.gradient_ctas;
   args.gradient.args.cluster = work.gradient_cluster;
-  columns::with_kind(work.kind, [&](auto kind) {
+  columns::with_transform(work.transform, [&](auto transform) {
     host_with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      constexpr Kind k = decltype(kind)::value;
+      constexpr ColumnTransform k = decltype(transform)::value;
       launch("backward_linear", context,
              step.rounding == Rounding::nearest
                  ? quantize_grouped_kernel<k, Rounding::nearest, Tag>

@@ -33,7 +33,7 @@
 namespace hot::detail {
 namespace {
 
-using columns::Kind;
+using columns::ColumnTransform;
 
 using rows_column_amax::barrier_bytes;
 using rows_column_amax::Layout;
@@ -44,7 +44,7 @@ using rows_column_amax::token_block;
 struct RowsColumnAmaxArgs {
   RowsArgs rows;
   columns::Args columns;
-  Kind kind;
+  ColumnTransform transform;
   int lanes;         // of a row: T
   int token_blocks;  // of a tile
   unsigned tiles, sums;
@@ -72,7 +72,8 @@ struct RowsColumnAmaxArgs {
   for (int i = real * layout.row_bytes + 16 * thread; i < layout.tile_bytes; i += 16 * threads) {
     *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
   }
-  if (args.kind != Kind::sketch8 || thread >= args.token_blocks * token_block) return;
+  if (args.transform != ColumnTransform::sketch8 || thread >= args.token_blocks * token_block)
+    return;
   const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
                      static_cast<unsigned>(thread / token_block);
   const int a = sketch_draw(
@@ -116,7 +117,7 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
 }
 
 // Largest values of P g_y and sums of tokens, of two columns.
-template <Kind kind, class Tag>
+template <ColumnTransform transform, class Tag>
 __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& args,
                                                    const Layout& layout, const char* tokens,
                                                    const int* folds, uint2* largest, float2* sums) {
@@ -124,8 +125,8 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
   for (int i = static_cast<int>(threadIdx.x); i < args.token_blocks * pairs; i += threads) {
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
     const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
-    columns::Partial<kind, float> partial[2];
-    if constexpr (kind == Kind::sketch8) {
+    columns::Partial<transform, float> partial[2];
+    if constexpr (transform == ColumnTransform::sketch8) {
       const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
       float v[2][8];
 #pragma unroll
@@ -151,7 +152,8 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if constexpr (kind == Kind::lowpass8 || kind == Kind::sequency8) {
+        if constexpr (transform == ColumnTransform::lowpass8 ||
+                      transform == ColumnTransform::sequency8) {
           partial[c].rows(v[c], true);
         } else {
           partial[c].tokens(v[c], args.columns.sum_wanted);
@@ -162,7 +164,7 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float value = partial[c].largest[0];
-      if constexpr (kind == Kind::sketch8) {
+      if constexpr (transform == ColumnTransform::sketch8) {
         value = max_magnitude(value, partial[c].largest[1] * args.columns.sketch_weight);
       }
       amax[c] = abs_bits(value);
@@ -180,19 +182,24 @@ template <class Tag>
 __device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout& layout,
                                    const char* tokens, const int* folds, uint2* largest,
                                    float2* sums) {
-  switch (args.kind) {
-    case Kind::full:
-      return accumulate_columns<Kind::full, Tag>(args, layout, tokens, folds, largest, sums);
-    case Kind::hadamard:
-      return accumulate_columns<Kind::hadamard, Tag>(args, layout, tokens, folds, largest, sums);
-    case Kind::sketch8:
-      return accumulate_columns<Kind::sketch8, Tag>(args, layout, tokens, folds, largest, sums);
-    case Kind::lowpass8:
-      return accumulate_columns<Kind::lowpass8, Tag>(args, layout, tokens, folds, largest, sums);
-    case Kind::sequency8:
-      return accumulate_columns<Kind::sequency8, Tag>(args, layout, tokens, folds, largest, sums);
-    case Kind::factored:
-    case Kind::rotated:
+  switch (args.transform) {
+    case ColumnTransform::full:
+      return accumulate_columns<ColumnTransform::full, Tag>(args, layout, tokens, folds, largest,
+                                                            sums);
+    case ColumnTransform::hadamard:
+      return accumulate_columns<ColumnTransform::hadamard, Tag>(args, layout, tokens, folds,
+                                                                largest, sums);
+    case ColumnTransform::sketch8:
+      return accumulate_columns<ColumnTransform::sketch8, Tag>(args, layout, tokens, folds, largest,
+                                                               sums);
+    case ColumnTransform::lowpass8:
+      return accumulate_columns<ColumnTransform::lowpass8, Tag>(args, layout, tokens, folds,
+                                                                largest, sums);
+    case ColumnTransform::sequency8:
+      return accumulate_columns<ColumnTransform::sequency8, Tag>(args, layout, tokens, folds,
+                                                                 largest, sums);
+    case ColumnTransform::factored:
+    case ColumnTransform::rotated:
       return;  // in no plan
   }
 }
@@ -314,8 +321,8 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   RowsColumnAmaxArgs args{};
   args.rows = rows_args(context, rows);
   args.rows.pass = work.pass;
-  args.columns = columns::make_args(context, columns, work.kind, sum);
-  args.kind = work.kind;
+  args.columns = columns::make_args(context, columns, work.transform, sum);
+  args.transform = work.transform;
   args.lanes = work.lanes;
   args.token_blocks = work.token_blocks;
   args.tiles = work.tiles;

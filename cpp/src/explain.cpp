@@ -71,7 +71,7 @@ class Model final : public detail::plan::DeviceQueries {
                        const detail::LaunchShape& shape) const override {
     namespace columns = detail::columns;
     const int warps =
-        columns::max_warps * columns::sm_ctas(of.kind, static_cast<int>(detail_size(of.dtype)),
+        columns::max_warps * columns::sm_ctas(of.transform, static_cast<int>(detail_size(of.dtype)),
                                               columns::Pass::both, of.rounding);
     const std::int64_t blocks =
         std::min<std::int64_t>(sm_blocks(shape, 0), warps / (shape.threads / 32));
