@@ -314,11 +314,21 @@ def _noise(results: Path) -> str:
 
 
 def _against_fp8(results: Path) -> str:
-    rows = _steps(results, model="llama_blocks_2k")
-    names = ("FP8 tensorwise compiled", "default int8-forward compiled",
-             "fast int8-forward compiled")  # fmt: skip
-    of = {name: rows[name]["of reference"]["step"] for name in names}
-    return ", ".join(f"{name.removesuffix(' compiled')} {ratio:.2f}" for name, ratio in of.items())
+    """Steps on both GPUs that were measured, and a whole model at the largest batch of each."""
+    names = ("FP8 tensorwise", "default int8-forward", "fast int8-forward")
+    found = []
+    for name in ("cuda-steps.json", "cuda-rivals.json"):
+        rows = _steps(results, name, "llama_blocks_2k")
+        of = [
+            f"{one} {row['of reference']['step']:.2f}"
+            for one in names
+            if (row := rows.get(f"{one} compiled"))
+        ]
+        found.append(f"{need(results, name)['device'].split()[1]}: {', '.join(of)}")
+    whole = need(results, "cuda-8b.json")["whole"]
+    fp8, mine = (whole[f"{one}, attention kept"]["largest"]["tokens_per_s"] for one in names[:2])
+    found.append(f"a whole Llama-3-8B at its largest batch: FP8 {fp8 / mine:.2f} times as fast")
+    return "; ".join(found)
 
 
 TABLES = "bench_training.py --table"

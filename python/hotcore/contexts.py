@@ -65,7 +65,10 @@ def num_threads() -> int:
 
 
 def set_num_threads(threads: int) -> None:
-    """Set the number of threads of the CPU backend; 0: one for each core. Results stay the same."""
+    """Set the number of threads of the CPU backend; 0: one for each core. Results stay the same.
+
+    Raises TypeError for what is no int, ValueError for a negative number.
+    """
     global _threads
     if not isinstance(threads, int) or isinstance(threads, bool):
         raise TypeError(f"threads: expected an int, got {type(threads).__name__}")
@@ -95,7 +98,8 @@ def isa() -> str:
 def set_isa(name: str | None) -> None:
     """Restrict the CPU backend to an instruction set; None: the best. Results stay the same.
 
-    Raises NotImplementedError if the machine or the build lacks it.
+    ``name`` is one of those that :func:`isa` returns. Raises NotImplementedError if the machine or
+    the build lacks it, ValueError for another name.
     """
     global _isa
     wanted = name or ""

@@ -239,7 +239,7 @@ def gemm_int8(
         accumulate: add to ``out`` instead.
 
     Returns:
-        ``[M, N]``; without scales the int32 sums (K up to 133,143).
+        ``[M, N]`` in ``out_dtype``; without scales the sums, int32 (K up to 133,143).
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """
@@ -562,7 +562,10 @@ if TYPE_CHECKING:
     _Gb = TypeVar("_Gb")
 
     class Gradients(NamedTuple, Generic[_Gx, _Gw, _Gb]):
-        """Gradients of :func:`backward_linear`; None if not requested."""
+        """What :func:`backward_linear` returns: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
+
+        None stands for what was not requested.
+        """
 
         gx: _Gx
         gw: _Gw
@@ -579,7 +582,10 @@ if TYPE_CHECKING:
 else:
 
     class Gradients(NamedTuple):
-        """Gradients of :func:`backward_linear`; None if not requested."""
+        """What :func:`backward_linear` returns: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
+
+        None stands for what was not requested.
+        """
 
         gx: Array | None
         gw: Array | None
@@ -762,8 +768,20 @@ def supported(
     """Whether this build and device can run a layer, and if not, why.
 
     Its backward, and its forward where the configuration has one of its own. On CUDA that includes
-    whether the build has kernels for that GPU. ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or
-    a torch device.
+    whether the build has kernels for that GPU.
+
+    Args:
+        tokens: L, rows of x.
+        out_features: O.
+        in_features: I.
+        config: a :class:`HotConfig` or a recipe's name; None: ``HotConfig()``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a torch device.
+
+    Returns:
+        ``(True, "")``, or False and the reason.
+
+    Raises:
+        ValueError: a device of another kind.
     """
     settings = HotConfig() if config is None else as_config(config)
     where, _, index = str(device).partition(":")

@@ -121,6 +121,8 @@ def explain(
     Raises:
         ValueError: an argument is out of range; the message names it.
         NotImplementedError: a GPU of this machine, in a build without CUDA.
+
+    Source: docs/python.md, "Which kernels run".
     """
     settings = HotConfig() if config is None else as_config(config)
     if need is None:

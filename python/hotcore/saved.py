@@ -32,7 +32,11 @@ def saved_layout(tokens: int, in_features: int, config: HotConfig) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A compressed activation: one uint8 vector of the caller's framework, with its metadata."""
+    """A compressed activation: one uint8 vector of the caller's framework, with its metadata.
+
+    ``tokens`` and ``in_features`` are x's L and I; ``config`` and ``key`` are those that made it.
+    Source: docs/numerics.md.
+    """
 
     data: arrays.Array
     tokens: int

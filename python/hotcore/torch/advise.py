@@ -207,6 +207,8 @@ def advise(
         ValueError: a bad argument; a model that is converted, compiled, in eval mode, on the meta
             device or without a layer to convert; or a loss without a gradient. Errors of the plain
             model are raised as they are, but for a lack of memory.
+
+    Source: docs/torch/advise.md.
     """
     if goal not in _GOALS:
         raise ValueError(f"goal: {goal!r} is not one of 'time', 'memory', 'both'")

@@ -43,9 +43,11 @@ class CustomBackward:
             def gx_operands(self, gy, w):
                 return my_quantiser(gy), my_quantiser(w)
 
-        print(Rounded().convert(model).names)
+        model = Rounded().convert(model)
+        print(model.hot_report)
 
-    Methods run under ``no_grad`` and without autocast. Results are checked: shapes, not values.
+    Methods run under ``no_grad`` and without autocast. A result of a wrong shape is a ValueError
+    that names the method; values are not checked. Source: docs/torch/custom.md.
     """
 
     elementwise: ClassVar[bool] = True

@@ -38,7 +38,10 @@ class LinearCrossEntropy(nn.Linear):
         device: as ``nn.Linear``.
         dtype: as ``nn.Linear``.
         config: None, a HotConfig or a recipe's name.
-        options: the other keyword arguments of :func:`linear_cross_entropy`.
+        options: the other keyword arguments of :func:`linear_cross_entropy`, whose errors a call
+            has, too.
+
+    Source: docs/torch/head.md.
     """
 
     def __init__(

@@ -147,6 +147,8 @@ def memory_report(
     Raises:
         ValueError: the model is in eval mode, gradients are off, or the model is plain and
             ``config`` None.
+
+    Source: docs/torch/memory.md.
     """
     check_training(model, "memory_report")
     converted = any(

@@ -73,6 +73,8 @@ def recompute(
     Raises:
         TypeError: a block is not a module.
         ValueError: a block is already recomputed, or is inside of one that is.
+
+    Source: docs/torch/memory.md, "Recompute instead".
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if policy is not None:
