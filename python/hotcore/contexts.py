@@ -99,9 +99,11 @@ def set_isa(name: str | None) -> None:
     """Restrict the CPU backend to an instruction set; None: the best. Results stay the same.
 
     ``name`` is one of those that :func:`isa` returns. Raises NotImplementedError if the machine or
-    the build lacks it, ValueError for another name.
+    the build lacks it, ValueError for another name, TypeError for what is no name.
     """
     global _isa
+    if not isinstance(name, str | None):
+        raise TypeError(f"name: expected a str or None, got {type(name).__name__}")
     wanted = name or ""
     _get(_threads, wanted, -1, 0)
     _isa = wanted

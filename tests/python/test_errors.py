@@ -297,6 +297,14 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "supported": [Case(lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: 'tpu'")],
+    "settings of the CPU": [
+        Case(lambda: hotcore.set_num_threads(-1), "threads: -1 is negative"),
+        Case(
+            lambda: hotcore.set_num_threads(True), "threads: expected an int, got bool", TypeError
+        ),
+        Case(lambda: hotcore.set_isa("sse"), "isa: 'sse' is not one of"),
+        Case(lambda: hotcore.set_isa(5), "name: expected a str or None, got int", TypeError),
+    ],
 }
 
 
