@@ -420,8 +420,9 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     )
     dtype = calls.autocast_dtype(x)
     inner = calls.cast(x, dtype)
-    if config_json:
+    if config_json or x.dtype != weight.dtype:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
+    if config_json:
         calls.check_transforms("linear", x, bias)
     elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
         # Plain operations, which every transform can trace.
