@@ -189,6 +189,14 @@ def test_a_forward_of_its_own_is_named() -> None:
     assert done.names == ("1",) and "forward of its own" in done.left["0"]
 
 
+def test_what_is_wrapped_is_not_reverted() -> None:
+    model = Nearest().convert(nn.Sequential(nn.Linear(64, 64)), every)
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(ValueError, match="0 is now a ParametrizedCustomLinear"):
+        hot.revert(model)
+    assert model(torch.randn(2, 64)).shape == (2, 64)
+
+
 def test_eval_mode_and_writes_to_y() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True))
     plain = copy.deepcopy(model)

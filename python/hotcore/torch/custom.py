@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import HotModule
+from .modules import HotModule, carry_forward, check_unwrapped
 from .probe import autocast_dtype
 from .report import REPORT
 from .selection import Filter, candidates, why_plain
@@ -162,18 +162,24 @@ class CustomBackward:
         for name in taken:
             layer: Any = model.get_submodule(name)
             if not isinstance(layer, _Custom):
-                layer.__class__ = CustomLinear if type(layer) is nn.Linear else CustomConv2d
+                layer.__class__ = _MADE[type(layer)]
             layer.method = self
         model.__dict__[REPORT] = Replaced(taken, left)
         return model
 
     @staticmethod
     def revert(model: nn.Module) -> nn.Module:
-        """Make every layer with a CustomBackward plain again, in place; return the model."""
-        for module in model.modules():
-            if isinstance(module, _Custom):
-                vars(module).pop("method")
-                module.__class__ = type(module).__mro__[2]
+        """Make every layer with a CustomBackward plain again, in place; return the model.
+
+        Raises ValueError as :func:`hotcore.torch.revert`.
+        """
+        found = [(name, m) for name, m in model.named_modules() if isinstance(m, _Custom)]
+        for name, layer in found:
+            check_unwrapped(name, layer, _MADE[layer.plain])
+        for _, module in found:
+            carry_forward(module, module, module.plain)
+            vars(module).pop("method")
+            module.__class__ = module.plain
         model.__dict__.pop(REPORT, None)
         return model
 
@@ -181,6 +187,7 @@ class CustomBackward:
 class _Custom:
     """Base of the layers that have a CustomBackward; ``method`` is in their ``__dict__``."""
 
+    plain: ClassVar[type[nn.Module]]
     method: CustomBackward
 
     def extra_repr(self) -> str:
@@ -196,6 +203,8 @@ _Windows = tuple[Any, ...] | None
 class CustomLinear(_Custom, nn.Linear):
     """``nn.Linear`` with a :class:`CustomBackward`; eval mode is plain without ``in_eval``."""
 
+    plain = nn.Linear
+
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., O]``."""
         if not (self.training or self.method.in_eval):
@@ -205,6 +214,8 @@ class CustomLinear(_Custom, nn.Linear):
 
 class CustomConv2d(_Custom, nn.Conv2d):
     """``nn.Conv2d`` of one group, as :class:`CustomLinear`."""
+
+    plain = nn.Conv2d
 
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W]`` to ``[N, O, H', W']``, or without the first axis."""
@@ -224,6 +235,9 @@ class CustomConv2d(_Custom, nn.Conv2d):
         y = _run(input, weight, self.method.on_grid(grid), windows)
         y = y.mT.reshape(len(input), self.out_channels, *grid)
         return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
+
+
+_MADE: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomConv2d}
 
 
 def _why_not(layer: nn.Module) -> str:
