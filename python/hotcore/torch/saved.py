@@ -176,16 +176,17 @@ def _gate_name(module: Any) -> str:
 def _gate_of(module: Any) -> str:
     """The gate's activation, which :func:`.gated` does not call; empty where it has to be called.
 
-    It is another one by now, or has hooks or a forward of its own.
+    It or the gate is another one by now, or it has hooks or a forward of its own.
     """
     name, known = module.saved_gate
     act = module.act_fn
     hooks = (act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks)
     hooked = "forward" in act.__dict__ or any((*hooks, act._backward_hooks))
-    if name and (act is not known or hooked):
+    if name and (act is not known or hooked or "_apply_gate" in module.__dict__):
         if not torch.compiler.is_compiling():
             what = f"act_fn, a {type(act).__name__}, was replaced, or has hooks or a forward"
-            what = f"hotcore.torch: {what} of its own: the gate's factors are kept as they are"
+            what = f"{what} of its own, or _apply_gate was: the gate's factors are kept as they are"
+            what = f"hotcore.torch: {what}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
         return ""
     return str(name)
