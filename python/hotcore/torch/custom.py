@@ -173,13 +173,14 @@ class CustomBackward:
 
         Raises ValueError as :func:`hotcore.torch.revert`.
         """
-        found = [(name, m) for name, m in model.named_modules() if isinstance(m, _Custom)]
+        rows = model.named_modules()
+        found: list[tuple[str, Any]] = [row for row in rows if isinstance(row[1], _Custom)]
         for name, layer in found:
             check_unwrapped(name, layer, _MADE[layer.plain])
-        for _, module in found:
-            carry_forward(module, module, module.plain)
-            vars(module).pop("method")
-            module.__class__ = module.plain
+        for _, layer in found:
+            carry_forward(layer, layer, layer.plain)
+            vars(layer).pop("method")
+            layer.__class__ = layer.plain
         model.__dict__.pop(REPORT, None)
         return model
 

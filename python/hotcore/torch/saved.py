@@ -352,11 +352,12 @@ def revert_saved(model: nn.Module) -> None:
     Raises ValueError if a module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``), or has got a ``forward`` of its own (``recompute``): undo that first.
     """
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, SavedCodes)]
+    rows = model.named_modules()
+    found: list[tuple[str, Any]] = [row for row in rows if isinstance(row[1], SavedCodes)]
     for name, module in found:
         check_unwrapped(name, module, _class(module.plain, module._hot_forward))
     for _, module in found:
         carry_forward(module, module, module.plain)
-        module.__class__ = module.plain  # type: ignore[assignment]
+        module.__class__ = module.plain
         for attribute in SAVED_FIELDS:
             module.__dict__.pop(attribute, None)
