@@ -162,6 +162,7 @@ class CustomBackward:
         for name in taken:
             layer: Any = model.get_submodule(name)
             if not isinstance(layer, _Custom):
+                carry_forward(layer, layer, _MADE[type(layer)])
                 layer.__class__ = _MADE[type(layer)]
             layer.method = self
         model.__dict__[REPORT] = Replaced(taken, left)
@@ -242,8 +243,6 @@ _MADE: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomC
 
 
 def _why_not(layer: nn.Module) -> str:
-    if "forward" in vars(layer):  # which would be called, whatever the class
-        return "it has a forward of its own (a hook's or a patch's)"
     if type(layer) is nn.Linear:
         return ""
     if type(layer) is not nn.Conv2d:
