@@ -63,9 +63,6 @@ class Contender:
     """convert's ``head``, of plain models, too: "torch" (its products) or a recipe, in 8 bits."""
     whole: bool = False
     """Compiled as a whole, head and loss included, not block by block."""
-    inlined: bool = False
-    """With inductor's ``realize_reads_threshold`` doubled: a backward that makes BatchNorm's result
-    again, for ReLU's sign, then has it in registers and not in memory."""
 
 
 class Left(Exception):
@@ -97,7 +94,6 @@ def people(task: Task) -> list[Contender]:
             "token4 {}": {"settings": {"storage": "token4", "gw_scale": "token"}},
             "default {}, k x k alone": {"wide": True},
             "default {}, saved": {"kept": 8},
-            "default {}, inlined": {"inlined": True},
         }
         ways = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
         return [
@@ -257,7 +253,9 @@ def liger_converted(model: nn.Module) -> None:
         package = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as missing:
         raise Left(f"Liger-Kernel does not import: {missing}") from missing
-    package._apply_liger_kernel_to_instance(model=model)
+    # Its loss takes a head's place, and blocks alone have none.
+    head = hasattr(model, "lm_head")
+    package._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=head)
 
 
 def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
@@ -275,14 +273,10 @@ def checkpoint_blocks(model: nn.Module, path: str, contender: Contender) -> None
     hot.recompute(blocks[: round(contender.first * len(blocks))], policy)
 
 
-def compile_all(modules: Iterable[nn.Module], mode: str, backend: str, inlined: bool) -> None:
+def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:
     """``torch.compile`` in place; other backends than inductor have no modes."""
-    options: dict[str, Any] | None = None
-    if backend == "inductor" and (mode != "default" or inlined):
-        options = dict(torch._inductor.list_mode_options(mode))
-        options |= {"realize_reads_threshold": 8} if inlined else {}
     for module in modules:
-        module.compile(backend=backend, options=options)
+        module.compile(backend=backend, mode=mode if backend == "inductor" else None)
 
 
 class Trainer:
@@ -331,7 +325,7 @@ class Trainer:
         if contender.compiled is not None:
             apart = task.blocks and not contender.whole
             parts = blocks_of(model, task.blocks) if apart else {"": model}
-            compile_all(parts.values(), contender.compiled, backend, contender.inlined)
+            compile_all(parts.values(), contender.compiled, backend)
         self.wrap(model)
 
     def wrap(self, model: nn.Module) -> None:

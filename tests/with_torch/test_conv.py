@@ -147,7 +147,7 @@ def test_torch_s_backward_of_the_restored_x(
 
 def test_under_autocast() -> None:
     """Backward is in autocast's dtype, and padded pixels add up in x's, as with plain autocast."""
-    for mode, last in itertools.product(MODES, (False, True)):
+    for mode, last, inside in itertools.product(MODES, (False, True), (False, True)):
         plain = nn.Conv2d(16, 24, 3, padding=1, padding_mode=mode)
         x = torch.randn(2, 16, 9, 10)
         if last:
@@ -158,8 +158,9 @@ def test_under_autocast() -> None:
             y = hot.HotConv2d.from_conv(plain, "accurate")(x)
         assert torch.equal(y, expected) and y.dtype == torch.bfloat16
         gy = torch.randn_like(y)
-        got = torch.autograd.grad(y, (x, *plain.parameters()), gy)
-        exact = torch.autograd.grad(expected, (x, *plain.parameters()), gy)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):  # also where a loop has it so
+            got = torch.autograd.grad(y, (x, *plain.parameters()), gy)
+            exact = torch.autograd.grad(expected, (x, *plain.parameters()), gy)
         assert torch.equal(got[0], exact[0]) and torch.equal(got[2], exact[2])
         assert got[1].dtype == torch.float32 and relative(got[1], exact[1]) < 0.02
 

@@ -182,11 +182,29 @@ def test_convert_and_revert() -> None:
 
 
 def test_a_forward_of_its_own_is_named() -> None:
-    """accelerate's hooks put one into the module, and the class's is not called."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].forward = lambda x: F.linear(x, model[0].weight)
     done = Nearest().convert(model, every).hot_report
     assert done.names == ("1",) and "forward of its own" in done.left["0"]
+
+
+def test_accelerate_s_hooks_stay() -> None:
+    """They put a forward into the module that calls the class's."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(2, 64)
+    hooks.add_hook_to_module(model[0], hooks.ModelHook())
+    Nearest().convert(model, every)
+    assert model(x).grad_fn.name() == "AddBackward0"  # of the bias
+    hot.revert(model)
+    assert model(x).grad_fn.name() == "AddmmBackward0"
+
+
+def test_what_is_wrapped_is_not_reverted() -> None:
+    model = Nearest().convert(nn.Sequential(nn.Linear(64, 64)), every)
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(ValueError, match="0 is now a ParametrizedCustomLinear"):
+        hot.revert(model)
+    assert model(torch.randn(2, 64)).shape == (2, 64)
 
 
 def test_eval_mode_and_writes_to_y() -> None:

@@ -314,6 +314,9 @@ def test_a_layer_whose_codes_are_gathered(mesh: Any, seeded: None) -> None:
     layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=128)
     with pytest.raises(RuntimeError, match="forward_block has changed"):
         layer[0](x)
+    layer[0].config = "default"
+    with pytest.raises(RuntimeError, match="forward is 'plain' now"):  # y would be of the codes
+        layer[0](x)
 
 
 @no_fsdp

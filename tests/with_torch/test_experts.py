@@ -260,7 +260,7 @@ def test_the_report_and_what_stays_plain() -> None:
     assert layer(x, chosen, scores).grad_fn.name() != before.grad_fn.name()
 
 
-@pytest.mark.parametrize("how", ["replaced", "replaced by its like", "hook", "patch"])
+@pytest.mark.parametrize("how", ["replaced", "replaced by its like", "hook", "patch", "gate"])
 def test_the_gate_s_activation_is_not_passed_by(how: str) -> None:
     x, chosen = torch.randn(8, 64), torch.randint(4, (8, 1))
     layers = []
@@ -274,6 +274,8 @@ def test_the_gate_s_activation_is_not_passed_by(how: str) -> None:
             act.register_forward_hook(lambda module, inputs, y: 2 * y)
         elif how == "patch":
             act.forward = torch.tanh
+        elif how == "gate":
+            layers[-1]._apply_gate = lambda rows: rows[:, :128].tanh()
         else:
             layers[-1].act_fn = torch.nn.Tanh() if how == "replaced" else copy.deepcopy(act)
     plain, model = layers

@@ -178,6 +178,8 @@ def test_eval_is_the_plain_layer(forward: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)  # no seed
     doubled = torch.func.vmap(model)(x[None].expand(2, 9, 72))
     assert torch.allclose(doubled[1], model(x), atol=1e-5)
+    found, expected = (torch.func.jacrev(net)(x[0]) for net in (model, plain))
+    assert torch.allclose(found, expected, atol=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         traced = torch.jit.trace(model, x)
@@ -218,6 +220,8 @@ def test_wrong_dtypes_are_refused() -> None:
         model.up(torch.randn(3, 72, dtype=torch.float64))
     with pytest.raises(NotImplementedError, match="torch.func"):
         torch.func.grad(lambda x: model.up(x).sum())(torch.randn(3, 72, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="x: dtype int64"):  # y would be of whole numbers
+        model.eval().up(torch.ones(3, 72, dtype=torch.int64))
 
 
 def test_not_finite() -> None:

@@ -537,6 +537,8 @@ def test_a_copy_of_the_head_is_plain() -> None:
     assert out.logits.shape == (2, 10, 101)
     out.loss.backward()
     assert copied.weight.grad.count_nonzero()
+    hot.revert(model)
+    assert not {"forward", "_loss_function"} & {*vars(model), *vars(model.lm_head)}
 
 
 def halved(module: Any, inputs: Any, output: Any) -> Any:

@@ -322,3 +322,40 @@ def test_an_attribute_named_as_a_function_is_no_call() -> None:
 
     report = saved.convert_saved(Residual())
     assert [row.name for row in report.converted] == ["relu"]
+
+
+@pytest.mark.parametrize("function", [F.relu, torch.relu])
+def test_arguments_by_name(function: Any) -> None:
+    class Named(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(input=x) if function is torch.relu else F.relu(input=x)
+
+    model, x = Named(), torch.randn(3, 1024, requires_grad=True)
+    saved.convert_saved(model)
+    assert kept_bytes(lambda: model(x)) == 3 * 128
+
+
+def test_a_forward_of_its_own_is_named() -> None:
+    """Calls would run it, and keep tensors as they are."""
+    model = nn.Sequential(Mlp(), nn.ReLU())
+    handle = hot.recompute(model[0])
+    assert "forward of its own" in saved.convert_saved(model).left["0"]
+    handle.remove()
+    saved.revert_saved(model)
+    saved.convert_saved(model)
+    handle = hot.recompute(model[0])
+    with pytest.raises(ValueError, match="0: it has a forward of its own"):
+        hot.revert(model)
+    assert isinstance(model[1], saved.SavedCodes)
+    handle.remove()
+    assert not any(isinstance(m, saved.SavedCodes) for m in hot.revert(model).modules())
+
+
+def test_accelerate_s_hooks_stay() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = nn.Sequential(nn.ReLU()), torch.randn(3, 1024, requires_grad=True)
+    hooks.add_hook_to_module(model[0], hooks.ModelHook())
+    saved.convert_saved(model)
+    assert kept_bytes(lambda: model(x)) == 3 * 128
+    saved.revert_saved(model)
+    assert model(x).grad_fn.name().startswith("Relu")

@@ -20,7 +20,7 @@ from .bitsandbytes import is_8bit
 from .custom import CustomBackward
 from .frozen import FrozenModule, tie
 from .head import attach, detach, is_attached
-from .modules import HotModule, is_pointwise, own_forward, replace_layers
+from .modules import HotModule, check_unwrapped, is_pointwise, replace_layers
 from .ops import is_dtensor
 from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
@@ -242,13 +242,7 @@ def revert(model: nn.Module) -> nn.Module:
     found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
     for fqn, module in found:
         assert isinstance(module, nn.Module)
-        if type(module) is not hot_class(module):
-            raise ValueError(
-                f"model: {fqn or '(root)'} is now a {type(module).__name__}; undo what was wrapped "
-                "around it (a parametrisation, fully_shard) before revert()"
-            )
-        if (why := own_forward(module)) and not is_attached(module):
-            raise ValueError(f"model: {fqn or '(root)'}: {why}; undo that before revert()")
+        check_unwrapped(fqn, module, hot_class(module), "" if is_attached(module) else None)
     detach(model)
     revert_saved(model)
     plain = {module: module.to_plain() for _, module in found}

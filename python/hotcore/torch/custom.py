@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import HotModule
+from .modules import HotModule, carry_forward, check_unwrapped
 from .probe import autocast_dtype
 from .report import REPORT
 from .selection import Filter, candidates, why_plain
@@ -164,18 +164,26 @@ class CustomBackward:
         for name in taken:
             layer: Any = model.get_submodule(name)
             if not isinstance(layer, _Custom):
-                layer.__class__ = CustomLinear if type(layer) is nn.Linear else CustomConv2d
+                carry_forward(layer, layer, _MADE[type(layer)])
+                layer.__class__ = _MADE[type(layer)]
             layer.method = self
         model.__dict__[REPORT] = Replaced(taken, left)
         return model
 
     @staticmethod
     def revert(model: nn.Module) -> nn.Module:
-        """Make every layer with a CustomBackward plain again, in place; return the model."""
-        for module in model.modules():
-            if isinstance(module, _Custom):
-                vars(module).pop("method")
-                module.__class__ = type(module).__mro__[2]
+        """Make every layer with a CustomBackward plain again, in place; return the model.
+
+        Raises ValueError as :func:`hotcore.torch.revert`.
+        """
+        rows = model.named_modules()
+        found: list[tuple[str, Any]] = [row for row in rows if isinstance(row[1], _Custom)]
+        for name, layer in found:
+            check_unwrapped(name, layer, _MADE[layer.plain])
+        for _, layer in found:
+            carry_forward(layer, layer, layer.plain)
+            vars(layer).pop("method")
+            layer.__class__ = layer.plain
         model.__dict__.pop(REPORT, None)
         return model
 
@@ -183,6 +191,7 @@ class CustomBackward:
 class _Custom:
     """Base of the layers that have a CustomBackward; ``method`` is in their ``__dict__``."""
 
+    plain: ClassVar[type[nn.Module]]
     method: CustomBackward
 
     def extra_repr(self) -> str:
@@ -198,6 +207,8 @@ _Windows = tuple[Any, ...] | None
 class CustomLinear(_Custom, nn.Linear):
     """``nn.Linear`` with a :class:`CustomBackward`; eval mode is plain without ``in_eval``."""
 
+    plain = nn.Linear
+
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., O]``."""
         if not (self.training or self.method.in_eval):
@@ -207,6 +218,8 @@ class CustomLinear(_Custom, nn.Linear):
 
 class CustomConv2d(_Custom, nn.Conv2d):
     """``nn.Conv2d`` of one group, as :class:`CustomLinear`."""
+
+    plain = nn.Conv2d
 
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W]`` to ``[N, O, H', W']``, or without the first axis."""
@@ -228,9 +241,10 @@ class CustomConv2d(_Custom, nn.Conv2d):
         return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
 
 
+_MADE: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomConv2d}
+
+
 def _why_not(layer: nn.Module) -> str:
-    if "forward" in vars(layer):  # which would be called, whatever the class
-        return "it has a forward of its own (a hook's or a patch's)"
     if type(layer) is nn.Linear:
         return ""
     if type(layer) is not nn.Conv2d:

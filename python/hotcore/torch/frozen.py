@@ -23,7 +23,7 @@ from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .modules import HotLinear, HotModule, carry_forward, copy_content, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
 from .ops.codes import Frozen, dequantized, quantize_forward_weight
-from .ops.linear import frozen_linear
+from .ops.linear import linear_from_json
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
@@ -324,7 +324,7 @@ class FrozenModule(HotModule, nn.Module):
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         plain = not self.training and self._plain_in_eval
-        return frozen_linear(x, self.frozen, bias, "" if plain else self._config_json)
+        return linear_from_json(x, self.frozen, bias, "" if plain else self._config_json)
 
     # ---- to and from a plain weight ----
 

@@ -108,6 +108,11 @@ class _Rows(Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
         """Codes of this process's rows, each with its scale behind it: ``[rows, Kp + 4]``."""
+        if module.config.forward != "int8":
+            raise RuntimeError(
+                f"layer {module.layer_name}: config: forward is {module.config.forward!r} now, and "
+                "gather_codes has codes alone to multiply"
+            )
         if tuple(outer_size) != (module.out_features, module.in_features):
             raise NotImplementedError(
                 f"layer {module.layer_name}: fully_shard cannot gather codes of a part of a weight "

@@ -244,15 +244,15 @@ def detach(model: nn.Module) -> None:
     """
     found = {module: vars(module).get(_FORWARD) for module in model.modules()}
     states = {m: forward for m, forward in found.items() if isinstance(forward, AttachedLoss)}
-    known = [state.head for state in states.values()]
-    for module in model.modules():
-        if is_attached(module) and vars(module)[_FORWARD] not in known and module is not model:
-            raise ValueError(
-                "model: the forward of the model whose head has its loss in chunks was wrapped "
-                "afterwards (accelerate's prepare, a patch); undo that first"
-            )
+    heads = {m for m, forward in found.items() if isinstance(forward, HeadForward)}  # copies, too
+    if heads - {model} and not states:
+        raise ValueError(
+            "model: the forward of the model whose head has its loss in chunks was wrapped "
+            "afterwards (accelerate's prepare, a patch); undo that first"
+        )
+    for head in heads | {state.head.head for state in states.values()}:
+        vars(head).pop(_FORWARD, None)
     for module, state in states.items():
-        vars(state.head.head).pop(_FORWARD, None)
         for name, value in state.before.items():
             vars(module).pop(name, None)
             if value is not None:

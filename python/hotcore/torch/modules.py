@@ -285,6 +285,21 @@ def carry_forward(module: nn.Module, new: nn.Module, cls: type[nn.Module]) -> No
     new.__dict__[_FORWARD] = functools.update_wrapper(hooked, inner)
 
 
+def check_unwrapped(name: str, module: nn.Module, cls: type[Any], own: str | None = None) -> None:
+    """Raise ValueError where reverting a module of ``cls`` would leave what was put around it.
+
+    ``own``: of :func:`own_forward`, where that is to be another.
+    """
+    name = name or "(root)"
+    if type(module) is not cls:
+        raise ValueError(
+            f"model: {name} is now a {type(module).__name__}; undo what was wrapped around it (a "
+            "parametrisation, fully_shard) before revert()"
+        )
+    if why := own_forward(module) if own is None else own:
+        raise ValueError(f"model: {name}: {why}; undo that before revert()")
+
+
 def copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
     """A ``cls`` with the content of ``module``: Parameters, buffers, hooks, training mode.
 

@@ -51,7 +51,8 @@ def recompute(
     Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective
     policy. Call it after ``convert`` and before ``torch.compile``, DDP or ``fully_shard``.
     Parameters, ``state_dict`` and names of modules stay. In eval mode, and without gradients,
-    nothing is recomputed.
+    nothing is recomputed. Backward recomputes with the weights as they are by then; as under any
+    checkpoint, nobody notices that they were written or swapped (``functional_call``) in between.
 
     A block of transformers that is recomputed gets no KV cache (``use_cache=False``, no
     ``past_key_values``), as under transformers' own checkpointing: it would be written twice. A

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .modules import carry_forward, check_unwrapped, own_forward
 from .ops import experts, is_dtensor
 from .ops.relu import relu
 from .report import SavedModule, SavedReport, listed
@@ -47,6 +48,7 @@ class SavedCodes:
     """Base of the classes that :func:`convert_saved` assigns to modules."""
 
     plain: ClassVar[type[nn.Module]]
+    _hot_forward: ClassVar[str]
     saved_bits: int
 
     def extra_repr(self) -> str:
@@ -56,7 +58,7 @@ class SavedCodes:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy rebuild the class, which is made at run time, from the plain one."""
-        return _new, (self.plain, type(self).__dict__["_hot_forward"]), self.__dict__
+        return _new, (self.plain, self._hot_forward), self.__dict__
 
 
 def _new(plain: Any, forward: str) -> nn.Module:
@@ -174,16 +176,17 @@ def _gate_name(module: Any) -> str:
 def _gate_of(module: Any) -> str:
     """The gate's activation, which :func:`.gated` does not call; empty where it has to be called.
 
-    It is another one by now, or has hooks or a forward of its own.
+    It or the gate is another one by now, or it has hooks or a forward of its own.
     """
     name, known = module.saved_gate
     act = module.act_fn
     hooks = (act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks)
     hooked = "forward" in act.__dict__ or any((*hooks, act._backward_hooks))
-    if name and (act is not known or hooked):
+    if name and (act is not known or hooked or "_apply_gate" in module.__dict__):
         if not torch.compiler.is_compiling():
             what = f"act_fn, a {type(act).__name__}, was replaced, or has hooks or a forward"
-            what = f"hotcore.torch: {what} of its own: the gate's factors are kept as they are"
+            what = f"{what} of its own, or _apply_gate was: the gate's factors are kept as they are"
+            what = f"hotcore.torch: {what}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
         return ""
     return str(name)
@@ -201,16 +204,16 @@ class _Found(NamedTuple):
 
 def _find(module: nn.Module) -> _Found | None:
     """A module's operation that can keep codes."""
-    cls = type(module)
+    cls, why = type(module), own_forward(module)
     if cls is nn.ReLU:
-        return _Found("relu", "relu")
+        return _Found("relu", "relu", why)
     if cls.__module__.startswith("torch.") or isinstance(module, SavedCodes):
         return None
     if all(hasattr(module, name) for name in _EXPERTS):
-        return _Found("experts", "experts", _why_plain(module))
+        return _Found("experts", "experts", why or _why_plain(module))
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     named = code is not None and "relu" in code.co_names  # also an attribute
-    return _Found("relu", "watched") if named and "relu" not in module._modules else None
+    return _Found("relu", "watched", why) if named and "relu" not in module._modules else None
 
 
 def saved_kind(module: nn.Module) -> str:
@@ -337,6 +340,7 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
             note = "; x of the grouped products, which stay torch's in the weights' dtype"
             note += ", and the gate's factors" if gate[0] else ", not the gate's factors"
         module.saved_bits = own  # type: ignore[assignment]
+        carry_forward(module, module, _class(plain, forward))
         module.__class__ = _class(plain, forward)
         report.converted.append(SavedModule(name, plain.__name__, {kind: own}, note))
     return report
@@ -346,16 +350,14 @@ def revert_saved(model: nn.Module) -> None:
     """Restore every module's plain class.
 
     Raises ValueError if a module has become a subclass in the meantime (a parametrisation,
-    ``fully_shard``): undo that first.
+    ``fully_shard``), or has got a ``forward`` of its own (``recompute``): undo that first.
     """
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, SavedCodes)]
+    rows = model.named_modules()
+    found: list[tuple[str, Any]] = [row for row in rows if isinstance(row[1], SavedCodes)]
     for name, module in found:
-        if "_hot_forward" not in type(module).__dict__:
-            raise ValueError(
-                f"model: {name or '(root)'} is now a {type(module).__name__}; undo what was "
-                "wrapped around it (a parametrisation, fully_shard) before revert()"
-            )
+        check_unwrapped(name, module, _class(module.plain, module._hot_forward))
     for _, module in found:
-        module.__class__ = module.plain  # type: ignore[assignment]
+        carry_forward(module, module, module.plain)
+        module.__class__ = module.plain
         for attribute in SAVED_FIELDS:
             module.__dict__.pop(attribute, None)

@@ -451,7 +451,9 @@ def _dequantize_weight(
 
 def dequantized(weight: Frozen) -> Tensor:
     """:func:`dequantize`, by the operator or directly."""
-    if product_bypasses_dispatcher(weight.codes, weight.codes) or weight.codes.is_meta:
+    past = product_bypasses_dispatcher(weight.codes, weight.codes)
+    # A transform wraps every new tensor, so that it has no memory to write.
+    if (past and not _compat.transforms_active()) or weight.codes.is_meta:
         return dequantize(weight)
     out: Tensor = _dequantize_weight(*weight)
     return out

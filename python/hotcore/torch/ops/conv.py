@@ -567,7 +567,7 @@ def _backward_window(
     x, around = padded(x, window)
     found = torch.ops.aten.convolution_backward.default(
         gy,
-        x,
+        x.to(gy.dtype),  # a backward inside of autocast pads in fp32
         weight.to(gy.dtype),  # under autocast the parameters are of another
         [gy.shape[1]],
         window.stride,

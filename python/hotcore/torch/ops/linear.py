@@ -80,17 +80,24 @@ def linear(
 
 def linear_from_json(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Frozen,
     bias: Tensor | None,
     config_json: str,
     defer: bool = False,
 ) -> Tensor:
     """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
-    ``defer``: see :attr:`.HotModule.defer`.
+    ``defer``: see :attr:`.HotModule.defer`. Of a weight of which only codes exist g_x and g_b are
+    computed; it takes an empty text, too: the plain layer with the dequantised weight, in forward
+    and backward, which draws no seed.
     """
     if not isinstance(x, Tensor):
         return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
+    if isinstance(weight, Frozen):
+        if torch.compiler.is_compiling():
+            return _frozen(x, weight, bias, config_json)
+        with calls.hide_from_modes(x, weight.codes):
+            return _frozen(x, weight, bias, config_json)
     if type(x) not in core.PLAIN_TYPES or type(weight) not in core.PLAIN_TYPES:
         if sharded.is_dtensor(x) or sharded.is_dtensor(weight):
             parts, layout = sharded.split(x, weight, bias)
@@ -397,20 +404,6 @@ def _linear(
 # ---- a frozen weight ----
 
 
-def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> Tensor:
-    """A linear layer of whose weight only codes exist: g_x and g_b by HOT.
-
-    Without a configuration (an empty text) it is the plain layer with the dequantised weight, in
-    forward and backward, and draws no seed.
-    """
-    if not isinstance(x, Tensor):
-        return calls.handle_overrides(frozen_linear, x, weight, bias, config_json)
-    if torch.compiler.is_compiling():
-        return _frozen(x, weight, bias, config_json)
-    with calls.hide_from_modes(x, weight.codes):
-        return _frozen(x, weight, bias, config_json)
-
-
 def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> Tensor:
     compiled, seed = torch.compiler.is_compiling(), None
     if config_json and not compiled:
@@ -420,8 +413,9 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     )
     dtype = calls.autocast_dtype(x)
     inner = calls.cast(x, dtype)
-    if config_json:
+    if config_json or x.dtype != weight.dtype:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
+    if config_json:
         calls.check_transforms("linear", x, bias)
     elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
         # Plain operations, which every transform can trace.

@@ -26,23 +26,23 @@ BLOCK = 1024
 """Values that share 128 bytes."""
 
 
-def relu(x: Tensor, inplace: bool = False) -> Tensor:
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """``F.relu`` that keeps one bit a value for backward, in whole blocks of 1024.
 
     The bit is x > 0, so a NaN passes no gradient on (the NaN itself already reached the loss). The
     plain function runs where nothing is differentiated, for other dtypes than HOT's, for nested
     tensors, and with a warning for DTensors.
     """
-    wanted = torch.is_grad_enabled() and x.requires_grad
-    if wanted and is_dtensor(x):
+    wanted = torch.is_grad_enabled() and input.requires_grad
+    if wanted and is_dtensor(input):
         what = "hotcore.torch: a ReLU of a DTensor keeps its result as it is"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
         wanted = False
-    if not wanted or x.dtype not in DTYPES or x.is_nested or x.numel() == 0:
-        return F.relu(x, inplace=inplace)
+    if not wanted or input.dtype not in DTYPES or input.is_nested or input.numel() == 0:
+        return F.relu(input, inplace=inplace)
     traced = inplace and torch.compiler.is_compiling()  # no dynamo follows a dirty x rightly
-    y: Tensor = _Relu.apply(x, inplace and not traced)  # type: ignore[no-untyped-call]  # so in torch
-    return x.copy_(y) if traced else y
+    y: Tensor = _Relu.apply(input, inplace and not traced)  # type: ignore[no-untyped-call]  # so in torch
+    return input.copy_(y) if traced else y
 
 
 class _Relu(torch.autograd.Function):
