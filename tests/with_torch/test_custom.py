@@ -207,6 +207,18 @@ def test_what_is_wrapped_is_not_reverted() -> None:
     assert model(torch.randn(2, 64)).shape == (2, 64)
 
 
+def test_a_refused_revert_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    Nearest().convert(model, lambda _, name: name == "2")
+    hot.convert(model, saved=8, slower=True)
+    nn.utils.parametrizations.weight_norm(model[2])
+    before = [type(module) for module in model]
+    with pytest.raises(ValueError, match="2 is now a ParametrizedCustomLinear"):
+        hot.revert(model)
+    assert [type(module) for module in model] == before
+    assert hasattr(model, "hot_report")
+
+
 def test_eval_mode_and_writes_to_y() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True))
     plain = copy.deepcopy(model)

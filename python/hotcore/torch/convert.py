@@ -17,14 +17,14 @@ from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
 from .bitsandbytes import is_8bit
-from .custom import CustomBackward
+from .custom import CustomBackward, custom_layers
 from .frozen import FrozenModule, tie
 from .head import attach, detach, is_attached
-from .modules import HotModule, check_unwrapped, is_pointwise, replace_layers
+from .modules import HotModule, is_pointwise, own_forward, replace_layers, unwrapped
 from .ops import is_dtensor
 from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
-from .saved import convert_saved, revert_saved
+from .saved import convert_saved, revert_saved, saved_modules
 from .selection import (
     MIN_FEATURES,
     Filter,
@@ -237,15 +237,15 @@ def revert(model: nn.Module) -> nn.Module:
 
     Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``), or has got a ``forward`` of its own (``recompute`` of the layer itself, a
-    patch): undo that first.
+    patch): undo that first. Nothing has changed then.
     """
-    found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
-    for fqn, module in found:
-        assert isinstance(module, nn.Module)
-        check_unwrapped(fqn, module, hot_class(module), "" if is_attached(module) else None)
+    found = unwrapped(
+        model, HotModule, hot_class, lambda m: "" if is_attached(m) else own_forward(m)
+    )
+    saved_modules(model), custom_layers(model)  # they raise before anything is changed
     detach(model)
     revert_saved(model)
-    plain = {module: module.to_plain() for _, module in found}
+    plain = {module: module.to_plain() for module in found}
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
     tie(frozen)
     CustomBackward.revert(model)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import HotModule, carry_forward, check_unwrapped
+from .modules import HotModule, carry_forward, unwrapped
 from .probe import autocast_dtype
 from .report import REPORT
 from .selection import Filter, candidates, why_plain
@@ -176,11 +176,7 @@ class CustomBackward:
 
         Raises ValueError as :func:`hotcore.torch.revert`.
         """
-        rows = model.named_modules()
-        found: list[tuple[str, Any]] = [row for row in rows if isinstance(row[1], _Custom)]
-        for name, layer in found:
-            check_unwrapped(name, layer, _MADE[layer.plain])
-        for _, layer in found:
+        for layer in custom_layers(model):
             carry_forward(layer, layer, layer.plain)
             vars(layer).pop("method")
             layer.__class__ = layer.plain
@@ -242,6 +238,11 @@ class CustomConv2d(_Custom, nn.Conv2d):
 
 
 _MADE: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomConv2d}
+
+
+def custom_layers(model: nn.Module) -> list[Any]:
+    """Layers with a :class:`CustomBackward`. Raises ValueError where something is around one."""
+    return unwrapped(model, _Custom, lambda layer: _MADE[layer.plain])
 
 
 def _why_not(layer: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch.nn.functional as F
@@ -285,19 +285,26 @@ def carry_forward(module: nn.Module, new: nn.Module, cls: type[nn.Module]) -> No
     new.__dict__[_FORWARD] = functools.update_wrapper(hooked, inner)
 
 
-def check_unwrapped(name: str, module: nn.Module, cls: type[Any], own: str | None = None) -> None:
-    """Raise ValueError where reverting a module of ``cls`` would leave what was put around it.
+def unwrapped(
+    model: nn.Module,
+    base: type[Any],
+    made: Callable[[Any], type[Any]],
+    why: Callable[[Any], str] = own_forward,
+) -> list[Any]:
+    """The modules of ``base``, whose classes were :func:`made`.
 
-    ``own``: of :func:`own_forward`, where that is to be another.
+    Raises ValueError where reverting one would leave what was put around it.
     """
-    name = name or "(root)"
-    if type(module) is not cls:
-        raise ValueError(
-            f"model: {name} is now a {type(module).__name__}; undo what was wrapped around it (a "
-            "parametrisation, fully_shard) before revert()"
-        )
-    if why := own_forward(module) if own is None else own:
-        raise ValueError(f"model: {name}: {why}; undo that before revert()")
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, base)]
+    for name, module in found:
+        if type(module) is not made(module):
+            raise ValueError(
+                f"model: {name or '(root)'} is now a {type(module).__name__}; undo what was "
+                "wrapped around it (a parametrisation, fully_shard) before revert()"
+            )
+        if reason := why(module):
+            raise ValueError(f"model: {name or '(root)'}: {reason}; undo that before revert()")
+    return [module for _, module in found]
 
 
 def copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .modules import carry_forward, check_unwrapped, own_forward
+from .modules import carry_forward, own_forward, unwrapped
 from .ops import experts, is_dtensor
 from .ops.relu import relu
 from .report import SavedModule, SavedReport, listed
@@ -346,17 +346,18 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
     return report
 
 
-def revert_saved(model: nn.Module) -> None:
-    """Restore every module's plain class.
+def saved_modules(model: nn.Module) -> list[Any]:
+    """Those that :func:`revert_saved` makes plain.
 
     Raises ValueError if a module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``), or has got a ``forward`` of its own (``recompute``): undo that first.
     """
-    rows = model.named_modules()
-    found: list[tuple[str, Any]] = [row for row in rows if isinstance(row[1], SavedCodes)]
-    for name, module in found:
-        check_unwrapped(name, module, _class(module.plain, module._hot_forward))
-    for _, module in found:
+    return unwrapped(model, SavedCodes, lambda m: _class(m.plain, m._hot_forward))
+
+
+def revert_saved(model: nn.Module) -> None:
+    """Restore every module's plain class. Raises as :func:`saved_modules`."""
+    for module in saved_modules(model):
         carry_forward(module, module, module.plain)
         module.__class__ = module.plain
         for attribute in SAVED_FIELDS:
