@@ -491,6 +491,7 @@ PAYS = {
 CONVOLUTION = "cuda-convolution.json"
 RIVALS_REPORT = "cuda-rivals.json"
 PAYS_FP8 = ("llama_blocks_2k", "vit_b")
+PAYS_SMALLER = ("llama_1b_blocks", "qwen_blocks")
 REFERENCE = "bf16 compiled"
 BUDGETS = (0.7, 0.5, 0.3, 0.2)
 PAYS_LESS_MEMORY = {
@@ -602,10 +603,14 @@ def pays(results: Path) -> Lines:
             if model in PAYS_FP8 and any(figures.values()):
                 yield f"{title}, compiled", f"torchao {eight}", figures
             if model == "llama_blocks_2k":
-                rows = report(RIVALS_REPORT)["steps"][model]["rows"]
+                rivals = report(RIVALS_REPORT)["steps"]
                 for rival, words in ((REFERENCE, bf16), (eight, f"torchao {eight}")):
-                    figures = steps_of(rows, "compiled", rival)
+                    figures = steps_of(rivals[model]["rows"], "compiled", rival)
                     yield f"step of two of {llama}'s blocks, on an H100", words, figures
+                for smaller in PAYS_SMALLER:
+                    title, rows = f"step of {rivals[smaller]['title']}", rivals[smaller]["rows"]
+                    figures = steps_of(rows, "reduce-overhead", "bf16 reduce-overhead")
+                    yield f"{title}, on an H100, CUDA graphs", f"{bf16}, CUDA graphs", figures
         for entry in (models["vit_b"], less):
             for words, suffix in PAYS_LESS_MEMORY.items():
                 figures = steps_of(entry["rows"], suffix, REFERENCE)
