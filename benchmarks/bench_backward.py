@@ -283,7 +283,7 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
 def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
     """Kernels of one call by the profiler: name, microseconds, launches; longest first."""
     call()
-    found = kernel_classes.profiled_events(call, repeats)
+    found = kernel_classes.counted_once(kernel_classes.profiled_events(call, repeats))
     counts = Counter(event.name for event in found)
     spent = dict.fromkeys(counts, 0.0)
     for event in found:

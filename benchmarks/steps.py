@@ -490,7 +490,7 @@ def compare(rows: dict[str, Row]) -> None:
         if "peak_gib" in row and "peak_gib" in reference:
             of["peak"] = row["peak_gib"] / reference["peak_gib"]
         if row.get("kernels") and reference.get("kernels"):
-            of["kernels"] = row["kernels"]["all_ms"] / reference["kernels"]["all_ms"]
+            of["kernels"] = row["kernels"]["busy_ms"] / reference["kernels"]["busy_ms"]
         row["of reference"] = of
         row["reference"] = {key: reference[key]["median_ms"] for key in ("step", "host")}
 

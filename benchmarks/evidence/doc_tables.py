@@ -100,7 +100,7 @@ def cells(row: Report) -> list[str]:
     ratios = [run["step"] for run in row.get("runs", ()) if "step" in run]
     if ratios and row.get("how", {}).get("compiled"):
         ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
-    spent = [kernels.get("all_ms"), *(kernels["ms"].get(name) for name in kernel_classes.CLASSES)]
+    spent = [kernels.get("busy_ms"), *(kernels["ms"].get(name) for name in kernel_classes.CLASSES)]
     host, peak = f"{row['host']['median_ms']:.1f}", number(row.get("peak_gib"), 2)
     figures = [f"{row['step']['median_ms']:.1f}", ratio, host, peak, number(of.get("peak"), 2)]
     return figures + [number(ms, 1) for ms in spent]
