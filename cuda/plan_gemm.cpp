@@ -97,8 +97,8 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   const bool shares = k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave;
   // A large tile moves the fewest bytes for its products. That pays where the card's power sets the
   // clock and the contraction is long enough to hide an epilogue that nothing overlaps.
-  const std::int64_t least = shares ? tiles * wgmma_tile * t.large_gain_of_shared
-                                    : usual * sm_count * t.large_gain_of;
+  const std::int64_t least =
+      shares ? tiles * wgmma_tile * t.large_gain_of_shared : usual * sm_count * t.large_gain_of;
   if (has_large && k >= t.large_min_k && time_of(wgmma_large_tile) * sm_count * 100 <= least) {
     return {Kernel::wgmma_128x256, {sm_count, m < n, 2, 1}};
   }

@@ -48,8 +48,8 @@ struct Thresholds {
   // or of stream-K's.
   std::int64_t large_min_k;
   int large_gain_of, large_gain_of_shared;
-  int max_swizzle;              // tiles of a stripe
-  int stripe_waste;             // tiles added by rounding to whole stripes, in percent
+  int max_swizzle;   // tiles of a stripe
+  int stripe_waste;  // tiles added by rounding to whole stripes, in percent
 };
 
 const Thresholds& thresholds(const DeviceFacts&);

@@ -36,7 +36,7 @@ def test_steps_of_a_forward() -> None:
     config = HotConfig(forward="int8")
     options: dict[str, Any] = {"config": config, "device": "sm_90", "bias_dtype": "bfloat16"}
     found = explain(4096, 4096, 14336, need="y", quantized_weight=True, **options)
-    kernels = ("rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x128")
+    kernels = ("rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x256")
     assert tuple(step.kernel for step in found.steps) == kernels
     whole = {step.call for step in explain(197, 768, 64, **options).steps}
     assert {"forward_linear", "backward_linear"} <= whole
