@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import hotcore.torch as hot  # noqa: E402
 import models  # noqa: E402
 import reference  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+import training  # noqa: E402
 from evidence import ROOT, rivals  # noqa: E402
 from evidence.rivals import quantizers  # noqa: E402
 from evidence.rivals.conversion import taken_by_hotcore  # noqa: E402
@@ -557,3 +559,19 @@ def test_torchao(method: str) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 24), nn.Conv2d(8, 8, 1))
     done = rivals.convert(model, method, everything)
     assert done.names == (("0",) if method == "torchao_fp8" else ("0", "1")) and "2" in done.left
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_liger_takes_a_head_s_loss_alone(head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks without a head ended in an error: its loss looks for the model inside of theirs."""
+    asked: list[dict[str, Any]] = []
+    package = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    package._apply_liger_kernel_to_instance = lambda **options: asked.append(options)  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    model = nn.Module()
+    if head:
+        model.lm_head = nn.Linear(2, 2)
+    training.liger_converted(model)
+    assert asked == [{"model": model, "fused_linear_cross_entropy": head}]
