@@ -565,11 +565,10 @@ def test_torchao(method: str) -> None:
 def test_liger_takes_a_head_s_loss_alone(head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks without a head ended in an error: its loss looks for the model inside of theirs."""
     asked: list[dict[str, Any]] = []
-    package = types.ModuleType("liger_kernel.transformers.monkey_patch")
-    package._apply_liger_kernel_to_instance = lambda **options: asked.append(options)  # type: ignore[attr-defined]
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, package.__name__, package)
+    package = types.SimpleNamespace(
+        _apply_liger_kernel_to_instance=lambda **options: asked.append(options)
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
     model = nn.Module()
     if head:
         model.lm_head = nn.Linear(2, 2)

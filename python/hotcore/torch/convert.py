@@ -242,7 +242,8 @@ def revert(model: nn.Module) -> nn.Module:
     found = unwrapped(
         model, HotModule, hot_class, lambda m: "" if is_attached(m) else own_forward(m)
     )
-    saved_modules(model), custom_layers(model)  # they raise before anything is changed
+    saved_modules(model)  # these two raise before anything is changed
+    custom_layers(model)
     detach(model)
     revert_saved(model)
     plain = {module: module.to_plain() for module in found}
