@@ -47,7 +47,7 @@ WIDTH = 0.8
 PLAIN, EXACT, FP8, INT8_TORCHAO = "#888888", "#aa55cc", "#ee8833", "#997733"
 ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
 PANEL = (3.4, 2.9)  # inches
-MOST_CONTENDERS = 46  # room for the legend
+MOST_CONTENDERS = 50  # room for the legend
 SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
 
 
@@ -140,7 +140,10 @@ def marker_of(how: Mapping[str, Any]) -> str:
             return "P" if whole else "p" if how["kept"]["attention"] else "8"
         return "D" if whole else "d"
     if "memory_budget" in how:
-        return {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[how["memory_budget"]]
+        budget = how["memory_budget"]
+        return (
+            f"${10 * budget:.0f}$" if graphs else {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[budget]
+        )
     if "liger" in how:
         return "D"
     if how.get("fp8", "tensorwise") != "tensorwise":

@@ -120,7 +120,8 @@ def people(task: Task) -> list[Contender]:
         one("default int8-forward reduce-overhead", "default", forward="int8", **graphs),
         one("fast int8-forward reduce-overhead", "fast", forward="int8", **graphs),
         *(
-            one(f"bf16 compiled, budget {budget}", memory_budget=budget, **compiled)
+            one(f"bf16 {how}, budget {budget}", memory_budget=budget, **ways)
+            for how, ways in (("compiled", compiled), ("reduce-overhead", graphs))
             for budget in BUDGETS
         ),
         one("fast reduce-overhead", "fast", **graphs),
@@ -134,6 +135,7 @@ def people(task: Task) -> list[Contender]:
             one(f"default int8-forward {how}", "default", forward="int8", **more)
             for how, more in (
                 ("compiled, budget 0.5", {"memory_budget": 0.5, **compiled}),
+                ("reduce-overhead, budget 0.5", {"memory_budget": 0.5, **graphs}),
                 ("compiled, attention kept", again | compiled),
                 ("reduce-overhead, attention kept", again | graphs),
             )
@@ -174,14 +176,18 @@ def _in_some_blocks(
     one: Callable[..., Contender], compiled: dict[str, Any], graphs: dict[str, Any]
 ) -> list[Contender]:
     """Attention kept in some of the blocks alone."""
-    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
     found = []
-    for how, ways in (("compiled", compiled), ("reduce-overhead", graphs)):
+    for how, ways, recipes in (
+        ("compiled", compiled, ["default"]),
+        ("reduce-overhead", graphs, ["default", "fast"]),
+    ):
         for share, words in ((0.75, "three quarters"), (0.5, "half")):
             some = {"checkpointed": True, "attention_kept": True, "first": share, **ways}
+            name = f"{how}, attention kept in {words}"
+            found.append(one(f"bf16 {name}", **some))
             found += [
-                one(f"bf16 {how}, attention kept in {words}", **some),
-                one(f"default int8-forward {how}, attention kept in {words}", **hot8, **some),
+                one(f"{recipe} int8-forward {name}", recipe, forward="int8", **some)
+                for recipe in recipes
             ]
     return found
 

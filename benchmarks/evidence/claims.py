@@ -317,7 +317,7 @@ def _against_fp8(results: Path) -> str:
     """Steps on both GPUs that were measured, and a whole model at the largest batch of each."""
     names = ("FP8 tensorwise", "default int8-forward", "fast int8-forward")
     found = []
-    for name in ("cuda-steps.json", "cuda-rivals.json"):
+    for name in ("cuda-steps.json", "cuda-rivals-h100.json"):
         rows = _steps(results, name, "llama_blocks_2k")
         of = [
             f"{one} {row['of reference']['step']:.2f}"

@@ -90,6 +90,17 @@ def all_steps(report: Report) -> Lines:
         yield from (f"**{entry['title']}**", "", *steps(report, model), "")
 
 
+def ratios(report: Report) -> Lines:
+    """A step of every contender, of compiled bf16's, by model."""
+    entries = report["steps"].values()
+    yield from header(["of compiled bf16's", *(entry["title"] for entry in entries)])
+    every = (name for entry in entries for name in entry["rows"])
+    for name in dict.fromkeys(name for name in every if name != REFERENCE):
+        rows = [entry["rows"].get(name) for entry in entries]
+        own = [[""] * 2 if row is None else cells(row) for row in rows]
+        yield line([name, *(ratio or first.partition(":")[0] for first, ratio, *_ in own)])
+
+
 def cells(row: Report) -> list[str]:
     """Of one contender; why there are none where it has no figures."""
     if "step" not in row:
@@ -484,14 +495,14 @@ PAYS = {
     "llama_blocks_2k": "compiled",
     "vit_b": "reduce-overhead",
     "bert": "reduce-overhead",
-    "gpt2": "reduce-overhead",
     "llama_lora": "compiled",
 }
 """Model -> how it is run, its rival too."""
 CONVOLUTION = "cuda-convolution.json"
 RIVALS_REPORT = "cuda-rivals.json"
 PAYS_FP8 = ("llama_blocks_2k", "vit_b")
-PAYS_SMALLER = ("llama_1b_blocks", "qwen_blocks")
+PAYS_RIVALS = ("llama_1b_blocks", "qwen_blocks", "gpt2")
+"""Of the report of rivals, under CUDA graphs on both sides."""
 REFERENCE = "bf16 compiled"
 BUDGETS = (0.7, 0.5, 0.3, 0.2)
 PAYS_LESS_MEMORY = {
@@ -602,15 +613,12 @@ def pays(results: Path) -> Lines:
             figures = steps_of(rows, "compiled", eight)
             if model in PAYS_FP8 and any(figures.values()):
                 yield f"{title}, compiled", f"torchao {eight}", figures
-            if model == "llama_blocks_2k":
-                rivals = report(RIVALS_REPORT)["steps"]
-                for rival, words in ((REFERENCE, bf16), (eight, f"torchao {eight}")):
-                    figures = steps_of(rivals[model]["rows"], "compiled", rival)
-                    yield f"step of two of {llama}'s blocks, on an H100", words, figures
-                for smaller in PAYS_SMALLER:
-                    title, rows = f"step of {rivals[smaller]['title']}", rivals[smaller]["rows"]
-                    figures = steps_of(rows, "reduce-overhead", "bf16 reduce-overhead")
-                    yield f"{title}, on an H100, CUDA graphs", f"{bf16}, CUDA graphs", figures
+        for entry in (report(RIVALS_REPORT)["steps"][model] for model in PAYS_RIVALS):
+            for rival, words in (("bf16", bf16), ("FP8 tensorwise", "torchao FP8 tensorwise")):
+                how = "reduce-overhead"
+                figures = steps_of(entry["rows"], how, f"{rival} {how}")
+                if any(figures.values()):
+                    yield f"step of {entry['title']}, CUDA graphs", f"{words}, CUDA graphs", figures
         for entry in (models["vit_b"], less):
             for words, suffix in PAYS_LESS_MEMORY.items():
                 figures = steps_of(entry["rows"], suffix, REFERENCE)
@@ -758,6 +766,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of(None, about, cpu_layers, backward_times, points),
     **_of("", config_fields),
     "steps-of": (None, all_steps),
+    "ratios": (None, ratios),
     **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
     **_of("gpu-check.json", tests),
     **_of("cuda-steps.json", steps, all_steps, summary),
