@@ -62,6 +62,9 @@ class Kind:
         """Turn an array of :meth:`empty` into the caller's kind of array."""
         return array if self._from_dlpack is None else self._from_dlpack(array)
 
+    def written(self, array: Array) -> None:
+        """Tell the framework that the caller's ``array`` was written."""
+
     def view(self, array: Array, dtype: str) -> Array:
         """The bytes of a contiguous ``array`` as another dtype."""
         return array.view(dtype)
@@ -96,6 +99,10 @@ class _Torch(Kind):
             # Its framework does not know torch's stream, and may reuse an input's memory at once.
             self.library.cuda.current_stream(array.device).synchronize()
         return super().result(array)
+
+    def written(self, array: Array) -> None:
+        # Autograd refuses a backward that needs the values before.
+        self.library.autograd.graph.increment_version(array)
 
     def view(self, array: Array, dtype: str) -> Array:
         return array.view(self.dtypes[dtype])

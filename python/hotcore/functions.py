@@ -805,7 +805,10 @@ def _renamed(error: Exception, **names: str) -> Exception:
 
 
 def _result(source: Operand, target: Operand, given: Array | None = None) -> Array:
-    return source.kind.result(target.array) if given is None else given
+    if given is None:
+        return source.kind.result(target.array)
+    target.kind.written(given)
+    return given
 
 
 def _matrix(found: Operand, at_least: bool = False) -> Operand:
