@@ -145,8 +145,11 @@ class Operand(NamedTuple):
 
     @property
     def dlpack(self) -> Any:
-        """The argument for ``_core``."""
-        return self.kind.dlpack(self.array)
+        """The argument for ``_core``. Raises ValueError for a tensor without memory of its own."""
+        try:
+            return self.kind.dlpack(self.array)
+        except RuntimeError as error:  # inside of torch.func.vmap, say
+            raise ValueError(f"{self.name}: {error}") from error
 
     def empty(self, shape: Sequence[int], dtype: str) -> Operand:
         """A new array of the same framework and device."""
@@ -246,8 +249,11 @@ def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind) -> Operan
 
 
 def _torch_operand(torch: Any, array: Any, name: str, kind: Kind) -> Operand:
-    if array.layout is not torch.strided:
-        raise ValueError(f"{name}: layout {array.layout}; expected a strided tensor")
+    if torch.jit.is_tracing():
+        raise TypeError(f"{name}: traced by torch.jit, whose graph would lack this call")
+    if array.layout is not torch.strided or array.is_nested:
+        found = "a nested tensor" if array.is_nested else f"layout {array.layout}"
+        raise ValueError(f"{name}: {found}; expected a strided tensor")
     if array.is_neg() or array.is_conj():
         raise ValueError(f"{name}: a lazily negated view; pass {name}.resolve_neg()")
     if array.requires_grad and torch.is_grad_enabled():
@@ -255,6 +261,8 @@ def _torch_operand(torch: Any, array: Any, name: str, kind: Kind) -> Operand:
             f"{name}: requires grad, which these functions do not carry; pass {name}.detach() "
             "(hotcore.torch.linear is differentiable)"
         )
+    if torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
+        raise ValueError(f"{name}: has a forward-mode tangent, which these functions do not carry")
     device = array.device
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{name}: no backend for the device {device}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import hotcore
@@ -251,3 +252,30 @@ def test_autograd_sees_that_an_output_was_written() -> None:
         with torch.inference_mode():
             of_inference = torch.ones_like(like)
         write(of_inference)  # has no version
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_tensors_of_torchs_transformations_are_refused() -> None:
+    x = torch.ones(4, 16)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="x: has a forward-mode tangent"):
+        hotcore.fwht(forward_ad.make_dual(x, x))
+    with pytest.raises(ValueError, match="x: has a forward-mode tangent"):
+        torch.func.jvp(hotcore.fwht, (x,), (x,))
+    with pytest.raises(ValueError, match="x: requires grad"):
+        torch.func.grad(lambda x: hotcore.fwht(x).sum())(x)
+    with pytest.raises(ValueError, match="x: .*storage"):
+        torch.func.vmap(hotcore.fwht)(x[None])
+    with pytest.raises(TypeError, match="x: traced by torch.jit"):
+        torch.jit.trace(hotcore.fwht, (x,), check_trace=False)
+
+
+@needs_torch
+def test_nested_tensors_are_refused() -> None:
+    for layout in (torch.strided, torch.jagged):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "a prototype"
+            nested = torch.nested.nested_tensor([torch.ones(n, 16) for n in (4, 3)], layout=layout)
+        with pytest.raises(ValueError, match="x: .*expected a strided tensor"):
+            hotcore.fwht(nested)
