@@ -30,7 +30,7 @@ class Kind:
     framework's, by its own from_dlpack.
     """
 
-    name, title = "numpy", "NumPy"
+    name, title, bfloat16 = "numpy", "NumPy", False
     library: Any = np
 
     def __init__(self, foreign: Array = None) -> None:
@@ -48,10 +48,6 @@ class Kind:
 
     def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
         """Uninitialised array on CUDA device ``device``, or on the CPU (-1)."""
-        if dtype == "bfloat16":
-            raise ValueError(
-                f"dtype: {self.title} has no bfloat16; use float32 or float16, or torch tensors"
-            )
         return self.library.empty(tuple(shape), dtype=dtype)
 
     def stream(self, device: int) -> int:
@@ -71,7 +67,7 @@ class Kind:
 
 
 class _Torch(Kind):
-    name, title = "torch", "torch"
+    name, title, bfloat16 = "torch", "torch", True
 
     def __init__(self, foreign: Array = None) -> None:
         import torch
@@ -155,6 +151,16 @@ class Operand(NamedTuple):
         """A new array of the same framework and device."""
         array = self.kind.empty(shape, dtype, self.device)
         return Operand("out", array, self.kind, tuple(shape), dtype, self.device)
+
+    def float_dtype(self, dtype: Any, name: str) -> str:
+        """Name of the argument ``name``, a dtype for :meth:`empty`. Raises ValueError."""
+        text = dtype_name(dtype, name, FLOATS)
+        if text == "bfloat16" and not self.kind.bfloat16:
+            title = self.kind.title
+            raise ValueError(
+                f"{name}: {title} has no bfloat16; use float32 or float16, or torch tensors"
+            )
+        return text
 
     def workspace(self, size_of: Callable[..., int], *arguments: Any) -> Any:
         """Scratch for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
@@ -314,13 +320,16 @@ def _check_torch_on_cuda(array: Any, name: str) -> None:
 
 
 def needed(need: Collection[str], known: Sequence[str]) -> frozenset[str]:
-    """The names that ``need`` gives, one or several of ``known``. Raises ValueError."""
-    wanted = frozenset([need] if isinstance(need, str) else need)
+    """The names that ``need`` gives, one or several of ``known``. Raises ValueError, TypeError."""
     *others, last = map(repr, known)
+    names = f"{', '.join(others)} or {last}"
+    try:
+        wanted = frozenset([need] if isinstance(need, str) else need)
+    except TypeError:
+        raise TypeError(f"need: expected one or several of {names}, got {need!r}") from None
     if unknown := wanted - set(known):
-        found = f"{min(unknown)!r} is not one of {', '.join(others)}, {last}"
+        found = f"{min(unknown, key=repr)!r} is not one of {', '.join(others)}, {last}"
         raise ValueError(f"need: {found}")
     if not wanted:
-        names = f"{', '.join(others)} or {last}"
         raise ValueError(f"need: nothing is wanted; expected {names}, one at least")
     return wanted
