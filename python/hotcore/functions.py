@@ -193,8 +193,9 @@ def dequantize(
     """``q * scale``.
 
     Args:
-        q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``.
-        scale: float32 vector of R (``"token"``), C (``"channel"``) or 1 (``"tensor"``) elements.
+        q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``; C contiguous.
+        scale: float32 vector of R (``"token"``), C (``"channel"``) or 1 (``"tensor"``) elements,
+            contiguous.
         granularity: which of the three.
         dtype: float32, float16 or bfloat16.
         packed: q holds two INT4 codes a byte.
@@ -217,6 +218,8 @@ def dequantize(
 def pack_int4(q: Array) -> Array:
     """Pack int8 ``[R, C]`` codes in [-8, 7] two a byte, low nibble first: uint8 ``[R, ceil(C/2)]``.
 
+    C is contiguous. Of other codes the upper bits are lost.
+
     Source: docs/numerics.md, "INT4".
     """
     source = _matrix(operand(q, "q", ("int8",)))
@@ -227,6 +230,8 @@ def pack_int4(q: Array) -> Array:
 
 def unpack_int4(packed: Array, columns: int | None = None) -> Array:
     """Undo :func:`pack_int4`: int8 ``[R, columns]``, ``2 * packed.shape[1]`` unless given.
+
+    The bytes of a row are contiguous.
 
     Source: docs/numerics.md, "INT4".
     """
@@ -252,15 +257,16 @@ def gemm_int8(
     Args:
         a: int8 ``[M, K]``, K contiguous.
         b: int8 ``[N, K]``, K contiguous.
-        a_scale: float32 ``[M]`` or ``[1]``.
-        b_scale: float32 ``[N]`` or ``[1]``.
+        a_scale: float32 ``[M]`` or ``[1]``, contiguous.
+        b_scale: float32 ``[N]`` or ``[1]``, contiguous.
         divisor: power of two.
         out_dtype: float32, float16 or bfloat16.
         out: ``[M, N]`` array to write.
         accumulate: add to ``out`` instead.
 
     Returns:
-        ``[M, N]`` in ``out_dtype``; without scales the sums, int32 (K up to 133,143).
+        ``[M, N]`` in ``out_dtype``; without scales the sums, int32 (K up to 133,143; with
+        codes of -128 they are right up to 131,071).
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """
