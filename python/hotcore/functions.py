@@ -210,6 +210,8 @@ def dequantize(
     scales = operand(scale, "scale", ("float32",))
     check_type(str, granularity=granularity)
     width = _columns(source, columns) if packed else source.shape[1]
+    if columns not in (None, width):
+        raise ValueError(f"columns: {columns}; q has {width}")
     target = source.empty((source.shape[0], width), source.float_dtype(dtype, "dtype"))
     _core.dequantize(source.context(), source.dlpack, scales.dlpack, granularity, target.dlpack)
     return _result(source, target)

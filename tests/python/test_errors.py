@@ -188,6 +188,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: dequantize(Q, np.ones(4, F), dtype=np.float64), "dtype: "),
         Case(lambda: dequantize(Q, np.ones(4, F), dtype="bfloat16"), "^dtype: .*no bfloat16"),
         Case(lambda: dequantize(P, np.ones(4, F), packed=True, columns=14), "columns: 14"),
+        Case(lambda: dequantize(Q, np.ones(4, F), columns=14), "columns: 14; q has 16"),
     ],
     "pack_int4": [
         Case(lambda: pack(X), "q: dtype float32; expected int8"),

@@ -447,6 +447,14 @@ def test_wrong_arguments_are_named(
         hot.linear(*arguments, **{"key": KEY, **options})
 
 
+@pytest.mark.parametrize("argument", range(3))
+def test_a_configuration_that_does_not_fit_is_refused_when_traced(argument: int) -> None:
+    config = hotcore.HotConfig.recipe("paper", token_grid=(2, 2))
+    step = jax.jit(jax.grad(lambda *a: hot.linear(*a, key=KEY, config=config).sum(), argument))
+    with pytest.raises(ValueError, match=r"x has 5 tokens.*multiple of .* = 4"):
+        step.lower(X, W, B)
+
+
 def test_several_random_keys_are_refused() -> None:
     for impl in ("threefry2x32", "rbg"):
         with pytest.raises(ValueError, match=r"key: key<\w+> \(3,\)"):
