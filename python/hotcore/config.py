@@ -85,6 +85,12 @@ class Key(NamedTuple):
     stream: int = 0
     counter: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which must not take an address into another process."""
+        if self.counter:
+            raise TypeError("key: counter is an address of this process, which cannot be pickled")
+        return Key, tuple(self)
+
 
 def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
     """Return ``key`` as a checked :class:`Key`; a bare int is a seed. Raises ValueError."""

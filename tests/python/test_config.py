@@ -299,6 +299,20 @@ def test_keys() -> None:
             as_key(wrong)  # type: ignore[arg-type]
 
 
+def test_an_address_is_not_pickled() -> None:
+    """Another process that read it died."""
+    key = Key(1, 2, 3)
+    assert pickle.loads(pickle.dumps(key)) == key and type(copy.deepcopy(key)) is Key
+    saved = hotcore.compress_activation(np.ones((4, 4), np.float32), key=key)
+    again = pickle.loads(pickle.dumps(saved))
+    assert again.key == key
+    count = np.zeros(1, np.uint64)
+    counted = key._replace(counter=count.ctypes.data)
+    for holder in (counted, dataclasses.replace(saved, key=counted)):
+        with pytest.raises(TypeError, match="key: counter is an address of this process"):
+            pickle.dumps(holder)
+
+
 def test_counters_of_keys() -> None:
     assert as_key((1, 2, 3, 4096)) == Key(1, 2, 3, 4096) == as_key(Key(1, 2, 3, np.uint64(4096)))
     for bad in (-8, 1 << 64):
