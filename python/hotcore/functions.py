@@ -44,6 +44,7 @@ from .saved import (
     QuantizedInput,
     QuantizedWeight,
     Saved,
+    check_fields,
     saved_layout,
 )
 
@@ -358,6 +359,7 @@ def decompress_activation(
         raise TypeError(
             f"saved: expected what compress_activation returned, got {type(saved).__name__}"
         )
+    check_fields(saved, "saved")
     source = operand(saved.data, "saved.data", ("uint8",))
     end = saved.tokens if last is None else last
     check_ints(64, first=first, last=end)
@@ -529,8 +531,10 @@ def forward_linear(
         raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
     coded: dict[str, HotConfig] = {}
     if isinstance(x, QuantizedInput):
+        check_fields(x, "x")
         coded["x"] = x.config
     if isinstance(w, QuantizedForwardWeight):
+        check_fields(w, "w")
         coded["w"] = w.config
     settings = next(iter(coded.values()), HotConfig()) if config is None else as_config(config)
     for name, own in coded.items():
@@ -700,8 +704,11 @@ def backward_linear(
     wanted = arrays.needed(need, get_args(Need))
     check_type(bool, accumulate=accumulate)
     tokens, out_features = math.prod(grad.shape[:-1]), grad.shape[-1]
-    saved = saved_or_x if isinstance(saved_or_x, Saved) else None
-    if saved is None and "gw" in wanted:
+    saved = None
+    if isinstance(saved_or_x, Saved):
+        saved = saved_or_x
+        check_fields(saved, "saved_or_x")
+    elif "gw" in wanted:
         if saved_or_x is None:
             raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
         _matrix(operand(saved_or_x, "saved_or_x"), at_least=True)  # so that messages have its name
@@ -719,6 +726,7 @@ def backward_linear(
     if "gx" in wanted:
         weight, shape = _weight(w, QuantizedWeight)
         if isinstance(w, QuantizedWeight):
+            check_fields(w, "w")
             if w.config != settings:
                 raise ValueError(f"w: quantised with {w.config}; expected {settings}")
             if weight.device != grad.device:

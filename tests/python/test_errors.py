@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -386,6 +387,52 @@ def test_scalars_of_another_type(name: str) -> None:
         for bad in (1, "yes", [True]):
             with pytest.raises(TypeError, match=f"^{argument}: expected a bool, got "):
                 call(**{argument: bad})
+
+
+QX = hotcore.quantize_forward_input(X)
+# What a call kept, how it is used again, and fields that it cannot have.
+KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]]]] = {
+    "saved_or_x": (
+        hotcore.compress_activation(X),
+        lambda kept: back(saved_or_x=kept),
+        dict(tokens=("32", 32.0), in_features=(None, 16.0), config=("default", None), key=(5, "5")),
+    ),
+    "saved": (
+        hotcore.compress_activation(X),
+        decompress,
+        dict(tokens=("32", 32.0), in_features=(None, 16.0), config=("default", {}), key=(Key(-1),)),
+    ),
+    "w of backward": (
+        hotcore.quantize_weight(W),
+        lambda kept: back(w=kept),
+        dict(out_features=("24", 24.0), in_features=(None, 16.0), config=("default",)),
+    ),
+    "w of forward": (
+        hotcore.quantize_forward_weight(W),
+        lambda kept: hotcore.forward_linear(X, kept),
+        dict(out_features=("24", 24.0), in_features=(None, 16.0), config=(None,)),
+    ),
+    "x": (
+        QX,
+        lambda kept: hotcore.forward_linear(kept, W),
+        dict(
+            shape=(None, (), (16,), (32.0, 16), (-32, 16), (1, 1, 1, 32, 16)),
+            dtype=("float64", None),
+            config=("default",),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_fields_of_what_was_kept(name: str) -> None:
+    """Made by hand, or changed in a file."""
+    kept, use, fields = KEPT[name]
+    use(kept)
+    for field, values in fields.items():
+        for bad in values:
+            with pytest.raises((TypeError, ValueError), match=rf"^{name.split()[0]}\.{field}: "):
+                use(dataclasses.replace(kept, **{field: bad}))
 
 
 @pytest.mark.parametrize("table", CASES)
