@@ -183,7 +183,7 @@ def check_fields(
     """Refuse fields that no call made: a file may have others. Raises TypeError, ValueError."""
     for field, value in vars(kept).items():
         full = f"{name}.{field}"
-        kind = {"config": HotConfig, "key": Key}.get(field, object)
+        kind: Any = {"config": HotConfig, "key": Key}.get(field, object)
         if not isinstance(value, kind):
             raise TypeError(f"{full}: expected a {kind.__name__}, got {value!r}")
         if field == "key":
