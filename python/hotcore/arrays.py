@@ -289,7 +289,10 @@ def _foreign_operand(array: Any, name: str) -> Operand:
             f"{name}: expected an array (NumPy, torch, CuPy, or anything with __dlpack__), got "
             f"{type(array).__name__}"
         )
-    where = array.__dlpack_device__()[0]
+    try:
+        where = array.__dlpack_device__()[0]
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # deleted or parted
+        raise ValueError(f"{name}: a {type(array).__name__} on no one device: {error}") from error
     if where not in (_DLPACK_CPU, _DLPACK_CUDA):
         raise NotImplementedError(f"{name}: off the CPU, only arrays on CUDA devices are taken")
     if where == _DLPACK_CUDA:
