@@ -269,7 +269,7 @@ class HotConfig:
             as_int(value, field.name)
         elif field.type == "bool":
             check_type(bool, **{field.name: value})
-        elif field.type == "choice" and value not in field.choices:
+        elif field.type == "choice" and not (isinstance(value, str) and value in field.choices):
             known = ", ".join(map(repr, field.choices))
             former = _FORMER.get(value) if isinstance(value, str) else None
             hint = f"; {value!r} is now {former!r}" if former in field.choices else ""
@@ -480,7 +480,7 @@ def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...
             near = difflib.get_close_matches(field, _NAMES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(_NAMES)}"
             raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         if name is None:
             raise ValueError(f"recipe: no name given; expected one of {known}")

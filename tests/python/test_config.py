@@ -21,6 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 BAD_FIELDS = [
+    ("basis", ["full"], ValueError),
+    ("basis", np.array(["full", "sketch"]), ValueError),
     ("hadamard_block", 12, ValueError),
     ("hadamard_block", 0, ValueError),
     ("hadamard_block", 512, ValueError),
@@ -197,6 +199,9 @@ def test_overrides() -> None:
         HotConfig(storage="rht4")
     with pytest.raises(ValueError, match="storage"):
         HotConfig.recipe("fast", storage="int4")
+    for name in (["fast"], 5):
+        with pytest.raises(ValueError, match=r"recipe: .* is not one of 'default'"):
+            HotConfig.recipe(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recipe: HotConfig has no field 'speed'; fields: hadam"):
         HotConfig.recipe("fast", speed=1)
     with pytest.raises(ValueError, match="no field 'gx_bit'; did you mean 'gx_bits'"):
