@@ -94,10 +94,10 @@ Digits read_digits(const std::string& path) {
   digits.features = sizes[1];
   digits.classes = sizes[2];
   if (digits.count < 2 || digits.features < 1 || digits.classes < 1 || digits.classes > 256) {
-    throw std::runtime_error(path + ": " + std::to_string(digits.count) + " digits of " +
-                             std::to_string(digits.features) + " features, " +
-                             std::to_string(digits.classes) +
-                             " classes; expected 2 digits or more and 1 to 256 classes");
+    throw std::runtime_error(
+        path + ": " + std::to_string(digits.count) + " digits of " +
+        std::to_string(digits.features) + " features, " + std::to_string(digits.classes) +
+        " classes; expected 2 digits, a feature and a class or more, up to 256 classes");
   }
   const std::size_t values = std::size_t{sizes[0]} * sizes[1];
   if (bytes.size() != start + values * sizeof(float) + sizes[0]) {

@@ -48,7 +48,7 @@ def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
         ([tmp_path / "none.bin"], "none.bin: cannot be read"),
         ([cut], "cut.bin: is cut off"),
         ([label], "label.bin: label 10; expected less than 10"),
-        ([none], "empty.bin: 0 digits of 64 features, 10 classes; expected 2 digits"),
+        ([none], "empty.bin: 0 digits of 64 features, 10 classes; expected 2 digits, a feature"),
         ([other], "other.bin: no file of export_digits.py"),
         ([digits, "--device", "tpu"], "--device: 'tpu'; expected cpu or cuda"),
         ([digits, "--device", "cuda"], "built without CUDA"),
