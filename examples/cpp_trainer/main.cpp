@@ -93,6 +93,12 @@ Digits read_digits(const std::string& path) {
   digits.count = sizes[0];
   digits.features = sizes[1];
   digits.classes = sizes[2];
+  if (digits.count < 2 || digits.features < 1 || digits.classes < 1 || digits.classes > 256) {
+    throw std::runtime_error(
+        path + ": " + std::to_string(digits.count) + " digits of " +
+        std::to_string(digits.features) + " features, " + std::to_string(digits.classes) +
+        " classes; expected 2 digits, a feature and a class or more, up to 256 classes");
+  }
   const std::size_t values = std::size_t{sizes[0]} * sizes[1];
   if (bytes.size() != start + values * sizeof(float) + sizes[0]) {
     throw std::runtime_error(path + ": is cut off");
@@ -100,6 +106,12 @@ Digits read_digits(const std::string& path) {
   digits.images.resize(values);
   std::memcpy(digits.images.data(), bytes.data() + start, values * sizeof(float));
   digits.labels.assign(bytes.end() - digits.count, bytes.end());
+  for (const std::uint8_t label : digits.labels) {
+    if (label >= digits.classes) {
+      throw std::runtime_error(path + ": label " + std::to_string(label) + "; expected less than " +
+                               std::to_string(digits.classes));
+    }
+  }
   return digits;
 }
 

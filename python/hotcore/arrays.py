@@ -30,7 +30,7 @@ class Kind:
     framework's, by its own from_dlpack.
     """
 
-    name, title = "numpy", "NumPy"
+    name, title, bfloat16 = "numpy", "NumPy", False
     library: Any = np
 
     def __init__(self, foreign: Array = None) -> None:
@@ -48,10 +48,6 @@ class Kind:
 
     def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
         """Uninitialised array on CUDA device ``device``, or on the CPU (-1)."""
-        if dtype == "bfloat16":
-            raise ValueError(
-                f"dtype: {self.title} has no bfloat16; use float32 or float16, or torch tensors"
-            )
         return self.library.empty(tuple(shape), dtype=dtype)
 
     def stream(self, device: int) -> int:
@@ -62,13 +58,16 @@ class Kind:
         """Turn an array of :meth:`empty` into the caller's kind of array."""
         return array if self._from_dlpack is None else self._from_dlpack(array)
 
+    def written(self, array: Array) -> None:
+        """Tell the framework that the caller's ``array`` was written."""
+
     def view(self, array: Array, dtype: str) -> Array:
         """The bytes of a contiguous ``array`` as another dtype."""
         return array.view(dtype)
 
 
 class _Torch(Kind):
-    name, title = "torch", "torch"
+    name, title, bfloat16 = "torch", "torch", True
 
     def __init__(self, foreign: Array = None) -> None:
         import torch
@@ -96,6 +95,10 @@ class _Torch(Kind):
             # Its framework does not know torch's stream, and may reuse an input's memory at once.
             self.library.cuda.current_stream(array.device).synchronize()
         return super().result(array)
+
+    def written(self, array: Array) -> None:
+        # Autograd refuses a backward that needs the values before.
+        self.library.autograd.graph.increment_version(array)
 
     def view(self, array: Array, dtype: str) -> Array:
         return array.view(self.dtypes[dtype])
@@ -138,13 +141,26 @@ class Operand(NamedTuple):
 
     @property
     def dlpack(self) -> Any:
-        """The argument for ``_core``."""
-        return self.kind.dlpack(self.array)
+        """The argument for ``_core``. Raises ValueError for a tensor without memory of its own."""
+        try:
+            return self.kind.dlpack(self.array)
+        except RuntimeError as error:  # inside of torch.func.vmap, say
+            raise ValueError(f"{self.name}: {error}") from error
 
     def empty(self, shape: Sequence[int], dtype: str) -> Operand:
         """A new array of the same framework and device."""
         array = self.kind.empty(shape, dtype, self.device)
         return Operand("out", array, self.kind, tuple(shape), dtype, self.device)
+
+    def float_dtype(self, dtype: Any, name: str) -> str:
+        """Name of the argument ``name``, a dtype for :meth:`empty`. Raises ValueError."""
+        text = dtype_name(dtype, name, FLOATS)
+        if text == "bfloat16" and not self.kind.bfloat16:
+            title = self.kind.title
+            raise ValueError(
+                f"{name}: {title} has no bfloat16; use float32 or float16, or torch tensors"
+            )
+        return text
 
     def workspace(self, size_of: Callable[..., int], *arguments: Any) -> Any:
         """Scratch for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
@@ -239,8 +255,11 @@ def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind) -> Operan
 
 
 def _torch_operand(torch: Any, array: Any, name: str, kind: Kind) -> Operand:
-    if array.layout is not torch.strided:
-        raise ValueError(f"{name}: layout {array.layout}; expected a strided tensor")
+    if torch.jit.is_tracing():
+        raise TypeError(f"{name}: traced by torch.jit, whose graph would lack this call")
+    if array.layout is not torch.strided or array.is_nested:
+        found = "a nested tensor" if array.is_nested else f"layout {array.layout}"
+        raise ValueError(f"{name}: {found}; expected a strided tensor")
     if array.is_neg() or array.is_conj():
         raise ValueError(f"{name}: a lazily negated view; pass {name}.resolve_neg()")
     if array.requires_grad and torch.is_grad_enabled():
@@ -248,6 +267,8 @@ def _torch_operand(torch: Any, array: Any, name: str, kind: Kind) -> Operand:
             f"{name}: requires grad, which these functions do not carry; pass {name}.detach() "
             "(hotcore.torch.linear is differentiable)"
         )
+    if torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
+        raise ValueError(f"{name}: has a forward-mode tangent, which these functions do not carry")
     device = array.device
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{name}: no backend for the device {device}")
@@ -268,7 +289,10 @@ def _foreign_operand(array: Any, name: str) -> Operand:
             f"{name}: expected an array (NumPy, torch, CuPy, or anything with __dlpack__), got "
             f"{type(array).__name__}"
         )
-    where = array.__dlpack_device__()[0]
+    try:
+        where = array.__dlpack_device__()[0]
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # deleted or parted
+        raise ValueError(f"{name}: a {type(array).__name__} on no one device: {error}") from error
     if where not in (_DLPACK_CPU, _DLPACK_CUDA):
         raise NotImplementedError(f"{name}: off the CPU, only arrays on CUDA devices are taken")
     if where == _DLPACK_CUDA:
@@ -299,13 +323,16 @@ def _check_torch_on_cuda(array: Any, name: str) -> None:
 
 
 def needed(need: Collection[str], known: Sequence[str]) -> frozenset[str]:
-    """The names that ``need`` gives, one or several of ``known``. Raises ValueError."""
-    wanted = frozenset([need] if isinstance(need, str) else need)
+    """The names that ``need`` gives, one or several of ``known``. Raises ValueError, TypeError."""
     *others, last = map(repr, known)
+    names = f"{', '.join(others)} or {last}"
+    try:
+        wanted = frozenset([need] if isinstance(need, str) else need)
+    except TypeError:
+        raise TypeError(f"need: expected one or several of {names}, got {need!r}") from None
     if unknown := wanted - set(known):
-        found = f"{min(unknown)!r} is not one of {', '.join(others)}, {last}"
+        found = f"{min(unknown, key=repr)!r} is not one of {', '.join(others)}, {last}"
         raise ValueError(f"need: {found}")
     if not wanted:
-        names = f"{', '.join(others)} or {last}"
         raise ValueError(f"need: nothing is wanted; expected {names}, one at least")
     return wanted

@@ -85,6 +85,12 @@ class Key(NamedTuple):
     stream: int = 0
     counter: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which must not take an address into another process."""
+        if self.counter:
+            raise TypeError("key: counter is an address of this process, which cannot be pickled")
+        return Key, tuple(self)
+
 
 def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
     """Return ``key`` as a checked :class:`Key`; a bare int is a seed. Raises ValueError."""
@@ -104,22 +110,40 @@ def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
     return full
 
 
-def _check_width(name: str, value: int) -> None:
-    """Refuse values that do not fit libhot's types."""
-    if not -(1 << 31) <= value < 1 << 31:
-        raise ValueError(f"{name}: {value} does not fit 32 bits")
+def as_int(value: Any, name: str, bits: int = 32) -> int:
+    """Return ``value`` as an int of that many bits. Raises TypeError, ValueError."""
+    given: Any = None if isinstance(value, bool) else value
+    try:
+        found = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {value!r}") from None
+    if not -(1 << bits - 1) <= found < 1 << bits - 1:
+        raise ValueError(f"{name}: {found} does not fit {bits} bits")
+    return found
 
 
-def _ints(name: str, value: Any, expected: str, count: int | None = None) -> tuple[int, ...]:
-    """``value`` as a tuple, of ``count`` numbers unless that is None. Raises TypeError."""
+def as_ints(value: Any, name: str, expected: str, count: int | None = None) -> tuple[int, ...]:
+    """``value`` as a tuple, of ``count`` ints unless that is None. Raises TypeError, ValueError."""
     try:
         found = tuple(value)
+        if count in (None, len(found)):
+            return tuple(as_int(one, name) for one in found)
     except TypeError:
-        found = (None,)
-    ints = all(isinstance(one, int) and not isinstance(one, bool) for one in found)
-    if not ints or count not in (None, len(found)):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    return found
+        pass
+    raise TypeError(f"{name}: expected {expected}, got {value!r}")
+
+
+def check_ints(bits: int = 32, /, **values: Any) -> None:
+    """Refuse what is no int of that many bits by its name: nanobind would not say which it is."""
+    for name, value in values.items():
+        as_int(value, name, bits)
+
+
+def check_type(kind: type[str] | type[bool], **values: Any) -> None:
+    """The same for values that are to be of a type."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r}")
 
 
 _Made = TypeVar("_Made")
@@ -240,13 +264,12 @@ class HotConfig:
         """Refuse a value of another type, or one that is no choice; lists are checked later."""
         value = getattr(self, field.name)
         if field.type == "int":
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not isinstance(value, int):
                 raise TypeError(f"{field.name}: expected an int, got {value!r}")
-            _check_width(field.name, value)
+            as_int(value, field.name)
         elif field.type == "bool":
-            if not isinstance(value, bool):
-                raise TypeError(f"{field.name}: expected a bool, got {value!r}")
-        elif field.type == "choice" and value not in field.choices:
+            check_type(bool, **{field.name: value})
+        elif field.type == "choice" and not (isinstance(value, str) and value in field.choices):
             known = ", ".join(map(repr, field.choices))
             former = _FORMER.get(value) if isinstance(value, str) else None
             hint = f"; {value!r} is now {former!r}" if former in field.choices else ""
@@ -300,7 +323,7 @@ class HotConfig:
         if self.rows is not None:
             if self.basis != "lowpass":
                 raise ValueError(f"rows: a row list needs basis 'lowpass', not {self.basis!r}")
-            rows = _ints("rows", self.rows, "ints")
+            rows = as_ints(self.rows, "rows", "ints")
             if (
                 not rows
                 or len(set(rows)) != len(rows)
@@ -321,11 +344,9 @@ class HotConfig:
 
     def _check_layout(self) -> None:
         if self.token_grid is not None:
-            grid = _ints("token_grid", self.token_grid, "(height, width)", 2)
+            grid = as_ints(self.token_grid, "token_grid", "(height, width)", 2)
             if min(grid) < 1:
                 raise ValueError(f"token_grid: {grid}; both sides are at least 1")
-            for side in grid:
-                _check_width("token_grid", side)
             object.__setattr__(self, "token_grid", grid)
         if self.prefix_tokens < 0:
             raise ValueError(f"prefix_tokens: {self.prefix_tokens} is negative")
@@ -459,7 +480,7 @@ def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...
             near = difflib.get_close_matches(field, _NAMES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(_NAMES)}"
             raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         if name is None:
             raise ValueError(f"recipe: no name given; expected one of {known}")

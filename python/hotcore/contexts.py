@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from . import _core
+from .config import as_int
 
 _LIMIT = 16  # contexts in the cache; a CPU context owns its threads
 
@@ -70,8 +71,7 @@ def set_num_threads(threads: int) -> None:
     Raises TypeError for what is no int, ValueError for a negative number.
     """
     global _threads
-    if not isinstance(threads, int) or isinstance(threads, bool):
-        raise TypeError(f"threads: expected an int, got {type(threads).__name__}")
+    threads = as_int(threads, "threads")
     if threads < 0:
         raise ValueError(f"threads: {threads} is negative")
     _get(threads, _isa, -1, 0)  # raises before anything changes

@@ -26,12 +26,25 @@ from typing import (
 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
-from .config import Basis, ConfigLike, HotConfig, Key, Rounding, as_config, as_key
+from .config import (
+    Basis,
+    ConfigLike,
+    HotConfig,
+    Key,
+    Rounding,
+    as_config,
+    as_int,
+    as_ints,
+    as_key,
+    check_ints,
+    check_type,
+)
 from .saved import (
     QuantizedForwardWeight,
     QuantizedInput,
     QuantizedWeight,
     Saved,
+    check_fields,
     saved_layout,
 )
 
@@ -59,6 +72,7 @@ def fwht(x: Array, *, axis: int = -1, block: int = 16, out: Array | None = None)
     """
     source = operand(x, "x")
     target = source.empty(source.shape, source.dtype) if out is None else output(out, "out", source)
+    check_ints(axis=axis, block=block)
     _core.fwht(source.context(), source.dlpack, axis, block, target.dlpack)
     return _result(source, target, out)
 
@@ -96,8 +110,11 @@ def hla(
     Source: docs/numerics.md, "Low rank".
     """
     source = _matrix(operand(x, "x"))
-    grid_h, grid_w = (0, 0) if token_grid is None else token_grid
-    kept = [] if rows is None else list(rows)
+    check_ints(rank=rank, block=block, prefix_tokens=prefix_tokens)
+    check_type(str, basis=basis, side=side)
+    given_grid = (0, 0) if token_grid is None else token_grid
+    grid_h, grid_w = as_ints(given_grid, "token_grid", "(height, width)", 2)
+    kept = [] if rows is None else list(as_ints(rows, "rows", "ints"))
     if rows is not None and not kept:
         raise ValueError("rows: an empty list")
     low_rank = (basis, block, rank, kept, grid_h, grid_w, prefix_tokens)
@@ -115,6 +132,8 @@ def basis_order(basis: Literal["lowpass", "sequency"], block: int = 16) -> list[
 
     Source: docs/numerics.md, "Low rank".
     """
+    check_type(str, basis=basis)
+    check_ints(block=block)
     return _core.basis_order(basis, block)
 
 
@@ -144,6 +163,8 @@ def quantize(
     Source: docs/numerics.md, "Scales", "Rounding".
     """
     source = _matrix(operand(x, "x"))
+    check_ints(bits=bits)
+    check_type(str, scale=scale, rounding=rounding)
     height, width = source.shape
     counts = {"token": height, "channel": width, "tensor": 1}
     if scale not in counts:
@@ -173,8 +194,9 @@ def dequantize(
     """``q * scale``.
 
     Args:
-        q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``.
-        scale: float32 vector of R (``"token"``), C (``"channel"``) or 1 (``"tensor"``) elements.
+        q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``; C contiguous.
+        scale: float32 vector of R (``"token"``), C (``"channel"``) or 1 (``"tensor"``) elements,
+            contiguous.
         granularity: which of the three.
         dtype: float32, float16 or bfloat16.
         packed: q holds two INT4 codes a byte.
@@ -187,14 +209,19 @@ def dequantize(
     """
     source = _matrix(operand(q, "q", ("uint8",) if packed else ("int8",)))
     scales = operand(scale, "scale", ("float32",))
+    check_type(str, granularity=granularity)
     width = _columns(source, columns) if packed else source.shape[1]
-    target = source.empty((source.shape[0], width), arrays.dtype_name(dtype, "dtype", FLOATS))
+    if columns not in (None, width):
+        raise ValueError(f"columns: {columns}; q has {width}")
+    target = source.empty((source.shape[0], width), source.float_dtype(dtype, "dtype"))
     _core.dequantize(source.context(), source.dlpack, scales.dlpack, granularity, target.dlpack)
     return _result(source, target)
 
 
 def pack_int4(q: Array) -> Array:
     """Pack int8 ``[R, C]`` codes in [-8, 7] two a byte, low nibble first: uint8 ``[R, ceil(C/2)]``.
+
+    C is contiguous. Of other codes the upper bits are lost.
 
     Source: docs/numerics.md, "INT4".
     """
@@ -206,6 +233,8 @@ def pack_int4(q: Array) -> Array:
 
 def unpack_int4(packed: Array, columns: int | None = None) -> Array:
     """Undo :func:`pack_int4`: int8 ``[R, columns]``, ``2 * packed.shape[1]`` unless given.
+
+    The bytes of a row are contiguous.
 
     Source: docs/numerics.md, "INT4".
     """
@@ -231,15 +260,16 @@ def gemm_int8(
     Args:
         a: int8 ``[M, K]``, K contiguous.
         b: int8 ``[N, K]``, K contiguous.
-        a_scale: float32 ``[M]`` or ``[1]``.
-        b_scale: float32 ``[N]`` or ``[1]``.
+        a_scale: float32 ``[M]`` or ``[1]``, contiguous.
+        b_scale: float32 ``[N]`` or ``[1]``, contiguous.
         divisor: power of two.
         out_dtype: float32, float16 or bfloat16.
         out: ``[M, N]`` array to write.
         accumulate: add to ``out`` instead.
 
     Returns:
-        ``[M, N]`` in ``out_dtype``; without scales the sums, int32 (K up to 133,143).
+        ``[M, N]`` in ``out_dtype``; without scales the sums, int32 (K up to 133,143; with
+        codes of -128 they are right up to 131,071).
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """
@@ -329,11 +359,13 @@ def decompress_activation(
         raise TypeError(
             f"saved: expected what compress_activation returned, got {type(saved).__name__}"
         )
+    check_fields(saved, "saved")
     source = operand(saved.data, "saved.data", ("uint8",))
     end = saved.tokens if last is None else last
+    check_ints(64, first=first, last=end)
     if out is None:
-        name = arrays.dtype_name(dtype, "dtype", FLOATS)
-        target = source.empty((max(0, end - first), saved.in_features), name)
+        count = min(max(0, end - first), saved.tokens)  # more are refused below
+        target = source.empty((count, saved.in_features), source.float_dtype(dtype, "dtype"))
     else:
         target = output(out, "out", source)
     _core.decompress_activation(
@@ -499,8 +531,10 @@ def forward_linear(
         raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
     coded: dict[str, HotConfig] = {}
     if isinstance(x, QuantizedInput):
+        check_fields(x, "x")
         coded["x"] = x.config
     if isinstance(w, QuantizedForwardWeight):
+        check_fields(w, "w")
         coded["w"] = w.config
     settings = next(iter(coded.values()), HotConfig()) if config is None else as_config(config)
     for name, own in coded.items():
@@ -528,7 +562,7 @@ def forward_linear(
             raise ValueError("bias: on another device than x")
     expected = (*x_shape[:-1], shape[0])
     if out is None:
-        dtype = x_dtype if out_dtype is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+        dtype = x_dtype if out_dtype is None else source.float_dtype(out_dtype, "out_dtype")
         target = source.empty(expected, dtype)
     else:
         target = output(out, "out", source)
@@ -668,9 +702,13 @@ def backward_linear(
     """
     grad = _matrix(operand(gy, "gy"), at_least=True)
     wanted = arrays.needed(need, get_args(Need))
+    check_type(bool, accumulate=accumulate)
     tokens, out_features = math.prod(grad.shape[:-1]), grad.shape[-1]
-    saved = saved_or_x if isinstance(saved_or_x, Saved) else None
-    if saved is None and "gw" in wanted:
+    saved = None
+    if isinstance(saved_or_x, Saved):
+        saved = saved_or_x
+        check_fields(saved, "saved_or_x")
+    elif "gw" in wanted:
         if saved_or_x is None:
             raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
         _matrix(operand(saved_or_x, "saved_or_x"), at_least=True)  # so that messages have its name
@@ -688,6 +726,7 @@ def backward_linear(
     if "gx" in wanted:
         weight, shape = _weight(w, QuantizedWeight)
         if isinstance(w, QuantizedWeight):
+            check_fields(w, "w")
             if w.config != settings:
                 raise ValueError(f"w: quantised with {w.config}; expected {settings}")
             if weight.device != grad.device:
@@ -704,7 +743,7 @@ def backward_linear(
             raise ValueError(f"{name}_out: nothing would be written; need leaves {name!r} out")
     if accumulate and wanted == {"gx"}:
         raise ValueError("accumulate: nothing would be added; need leaves 'gw' and 'gb' out")
-    dtype = grad.dtype if out_dtype is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+    dtype = grad.dtype if out_dtype is None else grad.float_dtype(out_dtype, "out_dtype")
     shapes = {
         "gx": (*grad.shape[:-1], in_features),
         "gw": (out_features, in_features),
@@ -785,10 +824,12 @@ def supported(
     """
     settings = HotConfig() if config is None else as_config(config)
     where, _, index = str(device).partition(":")
-    if where not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if where not in ("cpu", "cuda") or (index and not index.isdecimal()):
         raise ValueError(f"device: {device!r}; expected 'cpu', 'cuda' or 'cuda:<number>'")
+    check_ints(64, tokens=tokens, out_features=out_features, in_features=in_features)
+    number = as_int(int(index or 0), "device")
     try:
-        context = contexts.cpu() if where == "cpu" else contexts.cuda(int(index or 0), 0)
+        context = contexts.cpu() if where == "cpu" else contexts.cuda(number, 0)
     except (NotImplementedError, RuntimeError, ValueError) as error:  # ValueError: no such device
         return False, str(error)
     sizes = (tokens, out_features, in_features)
@@ -805,7 +846,10 @@ def _renamed(error: Exception, **names: str) -> Exception:
 
 
 def _result(source: Operand, target: Operand, given: Array | None = None) -> Array:
-    return source.kind.result(target.array) if given is None else given
+    if given is None:
+        return source.kind.result(target.array)
+    target.kind.written(given)
+    return given
 
 
 def _matrix(found: Operand, at_least: bool = False) -> Operand:
@@ -829,6 +873,7 @@ def _weight(
 def _columns(packed: Operand, columns: int | None) -> int:
     if columns is None:
         return 2 * packed.shape[1]
+    check_ints(64, columns=columns)
     if columns < 0 or (columns + 1) // 2 != packed.shape[1]:
         raise ValueError(
             f"columns: {columns} values do not take the {packed.shape[1]} bytes of a row of "
@@ -851,8 +896,11 @@ def _gemm(
     left, right = (
         _matrix(operand(x, name, (dtype,))) for x, name in zip(factors, ("a", "b"), strict=True)
     )
+    check_ints(divisor=divisor)
+    check_type(bool, accumulate=accumulate)
     packed = dtype == "uint8"
     depth = left.shape[1] * (2 if packed else 1) if k is None else k
+    check_ints(64, k=depth)
     shape = (left.shape[0], right.shape[0])
     given = [
         None if scale is None else operand(scale, name, ("float32",)).dlpack
@@ -867,7 +915,7 @@ def _gemm(
     elif accumulate:
         raise ValueError("accumulate: there is no out to add to")
     else:
-        name = "int32" if sums else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+        name = "int32" if sums else left.float_dtype(out_dtype, "out_dtype")
         target = left.empty(shape, name)
     product(
         left.context(),

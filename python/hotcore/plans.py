@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from . import _core, arrays
-from .config import ConfigLike, HotConfig, as_config
+from .config import ConfigLike, HotConfig, as_config, check_ints, check_type
 
 Needed = Literal["y", "x", "gx", "gw", "gb"]
 
@@ -129,6 +129,8 @@ def explain(
         product: tuple[Needed, ...] = ("y",) if settings.forward == "int8" else ()
         need = (*product, "x", "gx", "gw", "gb")
     wanted = arrays.needed(need, get_args(Needed))
+    check_ints(64, tokens=tokens, out_features=out_features, in_features=in_features)
+    check_type(bool, accumulate=accumulate, quantized_weight=quantized_weight)
     found = _core.explain(
         _device(device),
         tokens,
@@ -178,6 +180,8 @@ def explain_gemm(
         accumulate: the product is added to the values in ``out``.
         wgmma: as of :func:`explain`, like the result and the errors.
     """
+    check_ints(64, m=m, n=n, k=k)
+    check_type(bool, int4=int4, accumulate=accumulate)
     out = arrays.dtype_name(out_dtype, "out_dtype", arrays.FLOATS)
     return _explanation(
         _core.explain_gemm(_device(device), m, n, k, out, int4, accumulate, _wgmma(wgmma))
@@ -189,7 +193,10 @@ def _device(device: Any) -> str:
 
 
 def _wgmma(wgmma: bool | None) -> bool:
-    return _core.cuda_wgmma() or not _core.built_with_cuda() if wgmma is None else wgmma
+    if wgmma is None:
+        return _core.cuda_wgmma() or not _core.built_with_cuda()
+    check_type(bool, wgmma=wgmma)
+    return wgmma
 
 
 def _explanation(found: dict[str, Any]) -> Explanation:

@@ -9,7 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 from . import _core, arrays
-from .config import TOKEN_STORAGES, HotConfig, Key
+from .config import TOKEN_STORAGES, HotConfig, Key, as_int, as_ints, as_key
 
 
 class Layout(NamedTuple):
@@ -175,3 +175,24 @@ class QuantizedInput:
     def in_features(self) -> int:
         """I, the last dimension."""
         return self.shape[-1]
+
+
+def check_fields(
+    kept: Saved | QuantizedWeight | QuantizedForwardWeight | QuantizedInput, name: str
+) -> None:
+    """Refuse fields that no call made: a file may have others. Raises TypeError, ValueError."""
+    for field, value in vars(kept).items():
+        full = f"{name}.{field}"
+        kind: Any = {"config": HotConfig, "key": Key}.get(field, object)
+        if not isinstance(value, kind):
+            raise TypeError(f"{full}: expected a {kind.__name__}, got {value!r}")
+        if field == "key":
+            as_key(value, full)
+        elif field in ("tokens", "in_features", "out_features"):
+            as_int(value, full, 64)
+        elif field == "dtype" and value not in arrays.FLOATS:
+            raise ValueError(f"{full}: {value!r} is not one of {', '.join(arrays.FLOATS)}")
+        elif field == "shape":
+            sizes = as_ints(value, full, "sizes")
+            if not 2 <= len(sizes) <= 4 or min(sizes) < 0:
+                raise ValueError(f"{full}: {sizes}; expected 2 to 4 sizes")

@@ -21,6 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 BAD_FIELDS = [
+    ("basis", ["full"], ValueError),
+    ("basis", np.array(["full", "sketch"]), ValueError),
     ("hadamard_block", 12, ValueError),
     ("hadamard_block", 0, ValueError),
     ("hadamard_block", 512, ValueError),
@@ -197,6 +199,9 @@ def test_overrides() -> None:
         HotConfig(storage="rht4")
     with pytest.raises(ValueError, match="storage"):
         HotConfig.recipe("fast", storage="int4")
+    for name in (["fast"], 5):
+        with pytest.raises(ValueError, match=r"recipe: .* is not one of 'default'"):
+            HotConfig.recipe(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recipe: HotConfig has no field 'speed'; fields: hadam"):
         HotConfig.recipe("fast", speed=1)
     with pytest.raises(ValueError, match="no field 'gx_bit'; did you mean 'gx_bits'"):
@@ -297,6 +302,20 @@ def test_keys() -> None:
     for wrong in ("1", 1.5, None, (1, "2"), (1, 2, 3, 8, 5)):
         with pytest.raises(TypeError):
             as_key(wrong)  # type: ignore[arg-type]
+
+
+def test_an_address_is_not_pickled() -> None:
+    """Another process that read it died."""
+    key = Key(1, 2, 3)
+    assert pickle.loads(pickle.dumps(key)) == key and type(copy.deepcopy(key)) is Key
+    saved = hotcore.compress_activation(np.ones((4, 4), np.float32), key=key)
+    again = pickle.loads(pickle.dumps(saved))
+    assert again.key == key
+    count = np.zeros(1, np.uint64)
+    counted = key._replace(counter=count.ctypes.data)
+    for holder in (counted, dataclasses.replace(saved, key=counted)):
+        with pytest.raises(TypeError, match="key: counter is an address of this process"):
+            pickle.dumps(holder)
 
 
 def test_counters_of_keys() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -36,12 +37,18 @@ def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
     program, digits = trainer
     cut = tmp_path / "cut.bin"
     cut.write_bytes(digits.read_bytes()[:-1])
+    label = tmp_path / "label.bin"
+    label.write_bytes(digits.read_bytes()[:-1] + b"\x0a")  # it was read beside the logits
+    none = tmp_path / "empty.bin"
+    none.write_bytes(b"DIGITS1\0" + struct.pack("<3I", 0, 64, 10))
     other = tmp_path / "other.bin"
     other.write_bytes(b"something else that is long enough")
     for words, message in (
         ([], "usage: cpp_trainer DIGITS"),
         ([tmp_path / "none.bin"], "none.bin: cannot be read"),
         ([cut], "cut.bin: is cut off"),
+        ([label], "label.bin: label 10; expected less than 10"),
+        ([none], "empty.bin: 0 digits of 64 features, 10 classes; expected 2 digits, a feature"),
         ([other], "other.bin: no file of export_digits.py"),
         ([digits, "--device", "tpu"], "--device: 'tpu'; expected cpu or cuda"),
         ([digits, "--device", "cuda"], "built without CUDA"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -158,6 +159,13 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: hla(X, token_grid=(5, 5)), "32 tokens.*multiple of.*25"),
         Case(lambda: hla(X, token_grid=(0, 5)), "token_grid is"),
         Case(lambda: hla(X, prefix_tokens=1), "prefix_tokens is 1"),
+        Case(lambda: hla(X, token_grid=4), r"token_grid: expected \(height, width\)", TypeError),
+        Case(lambda: hla(X, token_grid=(4,)), r"token_grid: expected \(h.*got \(4,\)", TypeError),
+        Case(lambda: hla(X, token_grid=(4.0, 4)), "token_grid: expected", TypeError),
+        Case(lambda: hla(X, token_grid=(2**40, 4)), "token_grid: 1099.*32 bits"),
+        Case(lambda: hla(X, basis="lowpass", rows=3), "rows: expected ints, got 3", TypeError),
+        Case(lambda: hla(X, basis="lowpass", rows="ab"), "rows: expected ints", TypeError),
+        Case(lambda: hla(X, basis="lowpass", rows=[2**40]), "rows: 1099.*32 bits"),
         Case(lambda: hla(X, out=np.ones((15, 16), F)), r"out has shape \(15, 16\).*16, 16"),
         Case(lambda: hla(X, key=-1), "key: seed = -1"),
         Case(lambda: hla(X, key=1 << 64), "key: seed"),
@@ -179,8 +187,9 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: dequantize(Q, np.ones(4, F), granularity="rows"), "granularity: 'rows'"),
         Case(lambda: dequantize(Q, np.ones(4, F), dtype="int8"), "dtype: 'int8'"),
         Case(lambda: dequantize(Q, np.ones(4, F), dtype=np.float64), "dtype: "),
-        Case(lambda: dequantize(Q, np.ones(4, F), dtype="bfloat16"), "no bfloat16"),
+        Case(lambda: dequantize(Q, np.ones(4, F), dtype="bfloat16"), "^dtype: .*no bfloat16"),
         Case(lambda: dequantize(P, np.ones(4, F), packed=True, columns=14), "columns: 14"),
+        Case(lambda: dequantize(Q, np.ones(4, F), columns=14), "columns: 14; q has 16"),
     ],
     "pack_int4": [
         Case(lambda: pack(X), "q: dtype float32; expected int8"),
@@ -208,6 +217,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: gemm8(Q, Q, ONE, ONE, divisor=3), "divisor is 3"),
         Case(lambda: gemm8(Q, Q, ONE, ONE, divisor=0), "divisor is 0"),
         Case(lambda: gemm8(Q, Q, ONE, ONE, out_dtype="int32"), "out_dtype: 'int32'"),
+        Case(lambda: gemm8(Q, Q, ONE, ONE, out_dtype="bfloat16"), "^out_dtype: NumPy has no bf"),
         Case(lambda: gemm8(Q, Q, ONE, ONE, out=ONE[None]), "out has shape"),
         Case(lambda: gemm8(Q, Q, ONE, ONE, out=np.ones((4, 4), np.int32)), "out: "),
         Case(lambda: gemm8(Q, Q, out=np.ones((4, 4), F)), "out: .*int32"),
@@ -234,6 +244,9 @@ CASES: dict[str, list[Case]] = {
     ],
     "backward_linear": [
         Case(lambda: back(need=("gx", "gz")), "need: 'gz'"),
+        Case(lambda: back(need=5), "need: expected .*'gx'.*got 5", TypeError),
+        Case(lambda: back(need=[["gx"]]), r"need: expected .*got \[\['gx'\]\]", TypeError),
+        Case(lambda: back(need=(1, "gz")), "need: "),
         Case(lambda: back(w=W[:23]), r"w: shape \(23, 16\); gy has 24"),
         Case(lambda: back(w=W[:, :15]), "w: shape .*x has 16 in features"),
         Case(lambda: back(w=W[0]), "w: shape"),
@@ -257,6 +270,7 @@ CASES: dict[str, list[Case]] = {
             "saved: expected a contiguous uint8 vector",
         ),
         Case(lambda: back(out_dtype="int8"), "out_dtype: 'int8'"),
+        Case(lambda: back(out_dtype="bfloat16"), "^out_dtype: NumPy has no bfloat16"),
         Case(lambda: back(accumulate=True), "accumulate: there is no gw_out"),
         Case(lambda: back(gw_out=np.ones((16, 24), F)), "gw_out has shape"),
         Case(lambda: back(gw_out=np.ones((24, 16))), "gw_out: dtype float64"),
@@ -276,6 +290,8 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: decompress(saved(), 33), "first is 33; expected 0 to 32"),
         Case(lambda: decompress(saved(), 3, 2), "last is 2; .*3, to 32"),
         Case(lambda: decompress(saved(), 0, 33), "last is 33; expected first, 0"),
+        Case(lambda: decompress(saved(), 0, 2**60), f"last is {2**60}; expected first, 0"),
+        Case(lambda: decompress(saved(), -(2**62), 4), f"first is -{2**62}; expected 0 to 32"),
         Case(lambda: decompress(X), "saved: expected what.*ndarray", TypeError),
         Case(lambda: decompress(saved(), dtype="int8"), "dtype: 'int8'"),
         Case(lambda: decompress(saved(), dtype="bfloat16"), "no bfloat16"),
@@ -296,16 +312,127 @@ CASES: dict[str, list[Case]] = {
             NotImplementedError,
         ),
     ],
-    "supported": [Case(lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: 'tpu'")],
+    "supported": [
+        Case(lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: 'tpu'"),
+        Case(lambda: hotcore.supported(1, 1, 1, device="cuda:\u00b2"), "device: 'cuda:\u00b2'"),
+        Case(lambda: hotcore.supported(1, 1, 1, device=f"cuda:{2**40}"), "device: 1099.*32 bits"),
+    ],
     "settings of the CPU": [
         Case(lambda: hotcore.set_num_threads(-1), "threads: -1 is negative"),
         Case(
-            lambda: hotcore.set_num_threads(True), "threads: expected an int, got bool", TypeError
+            lambda: hotcore.set_num_threads(True), "threads: expected an int, got True", TypeError
         ),
         Case(lambda: hotcore.set_isa("sse"), "isa: 'sse' is not one of"),
         Case(lambda: hotcore.set_isa(5), "name: expected a str or None, got int", TypeError),
     ],
 }
+
+
+GEMM = {"a_scale": ONE, "b_scale": ONE, "out": np.ones((4, 4), F)}
+EXPLAIN = {"tokens": 64, "out_features": 64, "in_features": 64}
+# A call, and its arguments that are ints, names and bools.
+SCALARS: dict[str, tuple[Callable[..., object], str, str, str]] = {
+    "fwht": (lambda **o: fwht(X, **o), "axis block", "", ""),
+    "hla": (lambda **o: hla(X, **o), "rank block prefix_tokens", "basis side", ""),
+    "basis_order": (
+        lambda **o: hotcore.basis_order(**{"basis": "lowpass", **o}),
+        "block",
+        "basis",
+        "",
+    ),
+    "quantize": (lambda **o: quantize(X, **o), "bits", "scale rounding", ""),
+    "dequantize": (lambda **o: dequantize(P, ONE, packed=True, **o), "columns", "granularity", ""),
+    "unpack_int4": (lambda **o: unpack(P, **o), "columns", "", ""),
+    "gemm_int8": (lambda **o: gemm8(Q, Q, **GEMM, **o), "divisor", "", "accumulate"),
+    "gemm_int4": (lambda **o: gemm4(P, P, **GEMM, **o), "divisor k", "", "accumulate"),
+    "decompress": (lambda **o: decompress(saved(), **o), "first last", "", ""),
+    "decompress out": (lambda **o: decompress(saved(), out=X[:4], **o), "first last", "", ""),
+    "backward_linear": (lambda **o: back(gw_out=np.ones((24, 16), F), **o), "", "", "accumulate"),
+    "supported": (lambda **o: hotcore.supported(**{**EXPLAIN, **o}), " ".join(EXPLAIN), "", ""),
+    "explain": (
+        lambda **o: hotcore.explain(**{**EXPLAIN, **o}),
+        " ".join(EXPLAIN),
+        "",
+        "accumulate quantized_weight wgmma",
+    ),
+    "explain_gemm": (
+        lambda **o: hotcore.explain_gemm(**{"m": 4, "n": 4, "k": 4, **o}),
+        "m n k",
+        "",
+        "int4 accumulate wgmma",
+    ),
+    "set_num_threads": (
+        lambda **o: hotcore.set_num_threads(**{"threads": 0, **o}),
+        "threads",
+        "",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_scalars_of_another_type(name: str) -> None:
+    call, ints, names, bools = SCALARS[name]
+    for argument in ints.split():
+        for bad in ("1", 1.5, [1]):
+            with pytest.raises(TypeError, match=f"^{argument}: expected an int, got "):
+                call(**{argument: bad})
+        with pytest.raises(ValueError, match=f"{argument}\\b.*{2**70}"):
+            call(**{argument: 2**70})
+    for argument in names.split():
+        for bad in (1, b"x", ["x"]):
+            with pytest.raises(TypeError, match=f"^{argument}: expected a str, got "):
+                call(**{argument: bad})
+    for argument in bools.split():
+        for bad in (1, "yes", [True]):
+            with pytest.raises(TypeError, match=f"^{argument}: expected a bool, got "):
+                call(**{argument: bad})
+
+
+QX = hotcore.quantize_forward_input(X)
+# What a call kept, how it is used again, and fields that it cannot have.
+KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]]]] = {
+    "saved_or_x": (
+        hotcore.compress_activation(X),
+        lambda kept: back(saved_or_x=kept),
+        dict(tokens=("32", 32.0), in_features=(None, 16.0), config=("default", None), key=(5, "5")),
+    ),
+    "saved": (
+        hotcore.compress_activation(X),
+        decompress,
+        dict(tokens=("32", 32.0), in_features=(None, 16.0), config=("default", {}), key=(Key(-1),)),
+    ),
+    "w of backward": (
+        hotcore.quantize_weight(W),
+        lambda kept: back(w=kept),
+        dict(out_features=("24", 24.0), in_features=(None, 16.0), config=("default",)),
+    ),
+    "w of forward": (
+        hotcore.quantize_forward_weight(W),
+        lambda kept: hotcore.forward_linear(X, kept),
+        dict(out_features=("24", 24.0), in_features=(None, 16.0), config=(None,)),
+    ),
+    "x": (
+        QX,
+        lambda kept: hotcore.forward_linear(kept, W),
+        dict(
+            shape=(None, (), (16,), (32.0, 16), (-32, 16), (1, 1, 1, 32, 16)),
+            dtype=("float64", None),
+            config=("default",),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_fields_of_what_was_kept(name: str) -> None:
+    """Made by hand, or changed in a file."""
+    kept, use, fields = KEPT[name]
+    use(kept)
+    for field, values in fields.items():
+        for bad in values:
+            with pytest.raises((TypeError, ValueError), match=rf"^{name.split()[0]}\.{field}: "):
+                use(dataclasses.replace(kept, **{field: bad}))
 
 
 @pytest.mark.parametrize("table", CASES)

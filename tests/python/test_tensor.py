@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import hotcore
@@ -223,3 +224,58 @@ def test_requires_grad_is_not_dropped_silently() -> None:
     with torch.no_grad():
         assert numpy_of(hotcore.fwht(x)).shape == (16,)
     assert hotcore.fwht(x.detach()).shape == (16,)
+
+
+@needs_torch
+def test_autograd_sees_that_an_output_was_written() -> None:
+    """As with torch's own `out=`: what autograd has kept of it is no longer good."""
+    x, gy, w = torch.ones(4, 16), torch.ones(4, 8), torch.ones(8, 16)
+    q, scale = torch.ones(4, 16, dtype=torch.int8), torch.ones(4)
+    saved = hotcore.compress_activation(x)
+    writes = {
+        "fwht": (x, lambda out: hotcore.fwht(x, out=out)),
+        "hla": (torch.ones(8, 16), lambda out: hotcore.hla(x, out=out)),
+        "gemm_int8": (torch.ones(4, 4), lambda out: hotcore.gemm_int8(q, q, scale, scale, out=out)),
+        "decompress": (x, lambda out: hotcore.decompress_activation(saved, out=out)),
+        "forward_linear": (gy, lambda out: hotcore.forward_linear(x, w, out=out)),
+        "gw": (w, lambda out: hotcore.backward_linear(gy, w, saved, need="gw", gw_out=out)),
+        "gb": (gy[0], lambda out: hotcore.backward_linear(gy, w, saved, need="gb", gb_out=out)),
+    }
+    for name, (like, write) in writes.items():
+        leaf = torch.ones_like(like, requires_grad=True)
+        kept = leaf * 2
+        loss = (kept * kept).sum()
+        write(kept.detach())  # shares kept's memory and version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+            pytest.fail(f"{name}: a gradient of {leaf.grad}")
+        with torch.inference_mode():
+            of_inference = torch.ones_like(like)
+        write(of_inference)  # has no version
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_tensors_of_torchs_transformations_are_refused() -> None:
+    x = torch.ones(4, 16)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="x: has a forward-mode tangent"):
+        hotcore.fwht(forward_ad.make_dual(x, x))
+    with pytest.raises(ValueError, match="x: has a forward-mode tangent"):
+        torch.func.jvp(hotcore.fwht, (x,), (x,))
+    with pytest.raises(ValueError, match="x: requires grad"):
+        torch.func.grad(lambda x: hotcore.fwht(x).sum())(x)
+    with pytest.raises(ValueError, match="x: .*storage"):
+        torch.func.vmap(hotcore.fwht)(x[None])
+    with pytest.raises(TypeError, match="x: traced by torch.jit"):
+        torch.jit.trace(hotcore.fwht, (x,), check_trace=False)
+
+
+@needs_torch
+def test_nested_tensors_are_refused() -> None:
+    for layout in (torch.strided, torch.jagged):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "a prototype"
+            nested = torch.nested.nested_tensor([torch.ones(n, 16) for n in (4, 3)], layout=layout)
+        with pytest.raises(ValueError, match="x: .*expected a strided tensor"):
+            hotcore.fwht(nested)

@@ -50,3 +50,16 @@ def test_what_is_not_taken() -> None:
         hotcore.fwht(np.asarray(x.astype(jnp.bfloat16)))
     with pytest.raises(ValueError, match="out: only NumPy, torch and CuPy arrays can be written"):
         hotcore.fwht(x, out=x)
+    gone = jnp.array(x)
+    gone.delete()
+    with pytest.raises(ValueError, match="x: a .*ArrayImpl on no one device"):
+        hotcore.fwht(gone)
+
+
+def test_arrays_of_several_devices_are_not_taken() -> None:
+    if len(jax.devices()) < 2:
+        pytest.skip("JAX found its devices before this test could ask for two")
+    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
+    parted = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    with pytest.raises(ValueError, match="x: a .*ArrayImpl on no one device: .*unsharded"):
+        hotcore.fwht(jax.device_put(jnp.ones((4, 16)), parted))

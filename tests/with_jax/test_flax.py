@@ -70,6 +70,9 @@ def test_linen(dtype: Any, use_bias: bool) -> None:
     assert not np.array_equal(other["params"]["up"]["kernel"], kernels[0])
 
 
+IN_EVAL = hot.HotConfig(forward="int8", forward_in_eval=True)
+
+
 def test_linen_in_eval_and_errors() -> None:
     params = Net(HotDense).init(jax.random.key(1), X)
     quiet = Net(HotDense, {"deterministic": True})
@@ -78,10 +81,13 @@ def test_linen_in_eval_and_errors() -> None:
     with pytest.raises(errors.InvalidRngError, match="hot"):
         Net(HotDense).apply(params, X)
     for more in ({}, {"deterministic": True}):
-        with pytest.raises(ValueError, match="precision: HOT has its own"):
-            Net(HotDense, {"precision": "highest", **more}).apply(params, X, rngs={"hot": KEY})
-    with pytest.raises(ValueError, match="'best' is not one of"):
-        Net(HotDense, {"config": "best"}).apply(params, X, rngs={"hot": KEY})
+        for options, message in (
+            ({"precision": "highest"}, "precision: HOT has its own"),
+            ({"config": "best"}, "'best' is not one of"),
+            ({"config": IN_EVAL}, "config: forward_in_eval"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Net(HotDense, {**options, **more}).apply(params, X, rngs={"hot": KEY})
 
 
 class Step(linen.Module):
@@ -176,5 +182,7 @@ def test_nnx_errors() -> None:
             HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
     with pytest.raises(ValueError, match="'best' is not one of"):
         HotLinear(64, 64, rngs=nnx.Rngs(0), config="best")
+    with pytest.raises(ValueError, match="config: forward_in_eval"):
+        HotLinear(64, 64, rngs=nnx.Rngs(0), config=IN_EVAL)
     with pytest.raises(ValueError, match="out_sharding: HOT's product takes none"):
         HotLinear(64, 64, rngs=nnx.Rngs(0))(X, out_sharding=1)

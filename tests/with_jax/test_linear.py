@@ -413,6 +413,12 @@ X, W, B = np.zeros((5, 8), np.float32), np.zeros((6, 8), np.float32), np.zeros(6
 KEY = np.uint32(1)
 
 
+class Scalar:
+    """A number of another framework, as torch.tensor(3) is."""
+
+    dtype, shape = "torch.int64", ()
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
@@ -420,11 +426,14 @@ KEY = np.uint32(1)
         ((X, W.astype(np.int8)), {}, ValueError, "w: dtype int8"),
         ((X, W, B.astype(np.int8)), {}, ValueError, "b: dtype int8"),
         (("text", W), {}, TypeError, "x: "),
+        ((None, W), {}, ValueError, "x: None is not"),
+        ((X, [[1.0], [1.0, 2.0]]), {}, ValueError, "w: .*inhomogeneous"),
         ((X[0, 0], W), {}, ValueError, "x: shape ()"),
         ((X, W.T), {}, ValueError, r"w: shape \(8, 6\); expected \[O, 8\]"),
         ((X, W[0]), {}, ValueError, r"w: shape \(8,\)"),
         ((X, W, B[:5]), {}, ValueError, r"b: shape \(5,\); w has 6 out features"),
         ((X, W), {"key": 7}, TypeError, "key: int; expected jax.random.key"),
+        ((X, W), {"key": Scalar()}, TypeError, "key: Scalar; expected jax.random.key"),
         ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
         ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
         ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
@@ -436,6 +445,14 @@ def test_wrong_arguments_are_named(
 ) -> None:
     with pytest.raises(kind, match=message):
         hot.linear(*arguments, **{"key": KEY, **options})
+
+
+@pytest.mark.parametrize("argument", range(3))
+def test_a_configuration_that_does_not_fit_is_refused_when_traced(argument: int) -> None:
+    config = hotcore.HotConfig.recipe("paper", token_grid=(2, 2))
+    step = jax.jit(jax.grad(lambda *a: hot.linear(*a, key=KEY, config=config).sum(), argument))
+    with pytest.raises(ValueError, match=r"x has 5 tokens.*multiple of .* = 4"):
+        step.lower(X, W, B)
 
 
 def test_several_random_keys_are_refused() -> None:

@@ -65,6 +65,7 @@ def backward_linear(
     seed).
     """
     tokens, out_features = gy.shape
+    _core.saved_layout(tokens, in_features, config.spec)  # what does not fit is said now
     sizes = (tokens, out_features, in_features)
     shapes = ((tokens, in_features), (out_features, in_features), (out_features,))
     need_gx, need_gw, _ = wanted = [dtype is not None for dtype in dtypes]

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax import lax
 
-from ..config import ConfigLike, as_config
+from ..config import ConfigLike, HotConfig, as_config
 from .calls import Array
 from .linear import linear
 
@@ -26,11 +26,15 @@ _STREAM = "hot"
 _PRODUCT = ("precision", "dot_general", "dot_general_cls", "preferred_element_type")
 
 
-def _check_product(layer: Any) -> None:
-    """Raise ValueError where the layer is to multiply in another way."""
+def _checked(layer: Any, config: ConfigLike) -> HotConfig:
+    """Its configuration. Raises ValueError where the layer is to multiply in another way."""
     for name in _PRODUCT:
         if getattr(layer, name, None) not in (None, lax.dot_general):
             raise ValueError(f"{name}: HOT has its own product; leave it as it is")
+    settings = as_config(config)
+    if settings.forward_in_eval:
+        raise ValueError("config: forward_in_eval; a deterministic layer of Flax is the plain one")
+    return settings
 
 
 class HotDense(_linen.Dense):  # type: ignore[misc]
@@ -45,7 +49,8 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
         deterministic: be the plain layer, which needs no key.
 
     The others are those of Dense. Raises flax's error without a key of the stream ``"hot"``, and
-    ValueError with ``precision``, ``dot_general`` or ``dot_general_cls``.
+    ValueError with ``precision``, ``dot_general`` or ``dot_general_cls``, or a configuration with
+    ``forward_in_eval``.
     """
 
     config: ConfigLike = "default"
@@ -54,7 +59,7 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
     @_linen.compact  # type: ignore[untyped-decorator]
     def __call__(self, inputs: Array) -> Array:
         """``[..., I] -> [..., O]``."""
-        _check_product(self)
+        settings = _checked(self, self.config)
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
@@ -65,7 +70,7 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
             y = inputs @ kernel
             return y if bias is None else y + bias
         key = self.make_rng(_STREAM)
-        return linear(inputs, kernel.T, bias, key=key, config=as_config(self.config))
+        return linear(inputs, kernel.T, bias, key=key, config=settings)
 
 
 class HotLinear(_nnx.Linear):  # type: ignore[misc]
@@ -100,8 +105,7 @@ class HotLinear(_nnx.Linear):  # type: ignore[misc]
     ) -> None:
         """Make a layer with new parameters, initialised as Linear does."""
         super().__init__(in_features, out_features, rngs=rngs, **options)
-        _check_product(self)
-        self.config = as_config(config)
+        self.config = _checked(self, config)
         self.deterministic = deterministic
         self.rngs = rngs[_STREAM].fork()
 

@@ -85,8 +85,9 @@ def linear(
 def _floats(array: Array, name: str) -> Array:
     try:
         array = jnp.asarray(array)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from error
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}: {error}") from error
     if array.dtype.name not in FLOATS:
         raise ValueError(f"{name}: dtype {array.dtype}; expected float32, float16 or bfloat16")
     return array
@@ -94,7 +95,7 @@ def _floats(array: Array, name: str) -> Array:
 
 def _seed(key: Array) -> Array:
     """The offset of the layer's key: two words, low word first."""
-    if not (hasattr(key, "dtype") and hasattr(key, "shape")):
+    if not isinstance(key, jax.Array | np.ndarray | np.generic):
         raise TypeError(
             f"key: {type(key).__name__}; expected jax.random.key(...) or an integer array, another "
             "one in every step"
