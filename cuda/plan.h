@@ -229,7 +229,7 @@ struct SmallPlan {
   int share[2];  // of them that divide the contraction of one tile; a power of two, <= cluster
 };
 
-inline constexpr std::int64_t int32_safe_k4 = 43826196;  // of INT4: 49 K <= 2^31 - 1
+inline constexpr std::int64_t int32_safe_k4 = 33554431;  // of INT4: 64 K <= 2^31 - 1
 
 namespace plan {
 

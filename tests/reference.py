@@ -656,7 +656,7 @@ def gemm_int8(
         accumulate: add to ``out``.
 
     Returns:
-        ``[M, N]`` in ``out_dtype``; without scales int32 (K up to 133,143).
+        ``[M, N]`` in ``out_dtype``; without scales int32 (K up to 131,071).
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """

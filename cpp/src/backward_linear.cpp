@@ -253,16 +253,17 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
   return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
-detail::CompressCall::CompressCall(const char* call, const Context& context,
+detail::CompressCall::CompressCall(const Checker& check, const char* call, const Context& context,
                                    const ConstTensorView& x, const MatrixIn& rows,
                                    const BackwardLinearSpec& spec, const SavedActivation& saved,
                                    const Workspace& workspace) {
-  const Checker check(call, context);
   check_spec(call, spec);
   projection = token_projection(rows.rows, spec);
   const SavedLayout layout = layout_of(projection, rows.cols, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
-  check.disjoint("saved", bytes_view(saved.data, layout.bytes, x.device), "x", x);
+  const ConstTensorView memory = bytes_view(saved.data, layout.bytes, x.device);
+  check.disjoint("saved", memory, "x", x);
+  check.uses("saved", memory);
   check.workspace(workspace, compress_workspace(context, rows.cols, projection, spec));
   kept = {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
   if (layout.bytes == 0) return;
@@ -289,7 +290,7 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check.input("x", x, float_dtypes, 2, max_dims);
-  const detail::CompressCall made(call, context, x, check.collapsed("x", x), spec, saved,
+  const detail::CompressCall made(check, call, context, x, check.collapsed("x", x), spec, saved,
                                   workspace);
   if (made.job) backend_of(context).compress(context, *made.job, workspace.data);
   return made.kept;
@@ -366,7 +367,9 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   const MatrixIn weight = detail::matrix_of(w);
   const Projection p = detail::out_feature_projection(weight.rows, spec);
   check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, p.k_padded));
-  check.disjoint("out", bytes_view(out.data, out.bytes, w.device), "w", w);
+  const ConstTensorView memory = bytes_view(out.data, out.bytes, w.device);
+  check.disjoint("out", memory, "w", w);
+  check.uses("out", memory);
   const detail::Backend& backend = backend_of(context);
   const OperandQuant quant = detail::weight_quant(spec);
   check.workspace(workspace, backend.columns_workspace(context, weight.cols, p, quant));
@@ -492,6 +495,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   if (out.gw != nullptr) resolve_saved(call, out.gx != nullptr);
 
   const ConstTensorView saved_bytes = bytes_view(saved.data, saved.bytes, gy.device);
+  if (out.gw != nullptr) check.uses("saved", saved_bytes);
   const struct {
     const char* name;
     const TensorView* view;

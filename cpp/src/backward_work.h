@@ -225,9 +225,10 @@ inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec
 // A call that keeps x: its arguments checked (backward_linear.cpp), nothing written. It stays where
 // it is, for its job points at its projection.
 struct CompressCall {
-  // `rows`: x as a matrix. The messages name the arguments x and saved.
-  CompressCall(const char* call, const Context&, const ConstTensorView& x, const MatrixIn& rows,
-               const BackwardLinearSpec&, const SavedActivation& saved, const Workspace&);
+  // `rows`: x as a matrix, which the checker has checked. The messages name the arguments x, saved.
+  CompressCall(const Checker&, const char* call, const Context&, const ConstTensorView& x,
+               const MatrixIn& rows, const BackwardLinearSpec&, const SavedActivation& saved,
+               const Workspace&);
   CompressCall(const CompressCall&) = delete;
   CompressCall& operator=(const CompressCall&) = delete;
 

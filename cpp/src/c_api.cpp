@@ -122,6 +122,18 @@ T read(const char* call, const char* name, const T* given) {
   return out;
 }
 
+// The same of structs that have a member for a later version. Another value may mean something
+// there.
+template <class T>
+T read_known(const char* call, const char* name, const T* given) {
+  const T out = read(call, name, given);
+  if (out.reserved != 0) {
+    invalid(call,
+            std::string(name) + ".reserved is " + std::to_string(out.reserved) + "; expected 0");
+  }
+  return out;
+}
+
 // Fills the members that the caller's struct has; struct_size stays.
 template <class T>
 void write(T* out, T value) noexcept {
@@ -218,7 +230,7 @@ ConstTensorView optional(const char* call, const char* name, const hot_tensor* g
 // `name`: of the argument.
 hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
                                 const char* name = "spec") {
-  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read(call, name, given));
+  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read_known(call, name, given));
 }
 
 // Fills the caller's struct with what compress_activation returned.
@@ -229,7 +241,7 @@ void write_saved(hot_saved* out, const hot::ConstSavedActivation& s) noexcept {
 
 hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
   if (given == nullptr) return {};
-  const hot_saved s = read(call, "saved", given);
+  const hot_saved s = read_known(call, "saved", given);
   return {s.data,
           s.bytes,
           s.tokens,
@@ -239,7 +251,7 @@ hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
 }
 
 hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* given) {
-  return {read(call, "spec", given).hadamard_block};
+  return {read_known(call, "spec", given).hadamard_block};
 }
 
 // A quantised w; null: none.
@@ -261,7 +273,7 @@ void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
               const hot::Workspace& workspace) {
   const char* const call = "backward_linear";
   const hot::Context& c = context_of(call, context);
-  const hot_gradients g = read(call, "out", gradients);
+  const hot_gradients g = read_known(call, "out", gradients);
   TensorView gx, gw, gb;
   hot::BackwardOutputs out;
   const auto wanted = [&](const char* name, const hot_tensor* given, TensorView& to) {

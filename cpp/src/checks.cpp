@@ -15,24 +15,42 @@ void unsupported(const char* call, const std::string& what) {
   throw Error(ErrorCode::unsupported, std::string(call) + ": " + what);
 }
 
-void check_sizes(const char* call, std::initializer_list<const char*> names,
-                 std::initializer_list<std::int64_t> sizes) {
-  const auto fail = [&](const char* expected) {
-    std::string text;
-    for (std::size_t i = 0; i < sizes.size(); ++i) {
-      text += (i == 0 ? "" : ", ") + std::string(names.begin()[i]) + (i == 0 ? " is " : " ") +
-              std::to_string(sizes.begin()[i]);
-    }
-    invalid(call, text + "; expected " + expected);
-  };
+namespace {
+
+using Names = std::initializer_list<const char*>;
+using Sizes = std::initializer_list<std::int64_t>;
+
+[[noreturn]] void invalid_sizes(const char* call, Names names, Sizes sizes, const char* expected) {
+  std::string text;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::string(names.begin()[i]) + (i == 0 ? " is " : " ") +
+            std::to_string(sizes.begin()[i]);
+  }
+  invalid(call, text + "; expected " + expected);
+}
+
+}  // namespace
+
+void check_sizes(const char* call, Names names, Sizes sizes) {
   for (const std::int64_t size : sizes) {
-    if (size < 0) fail("no negative size");
-    if (size > max_size) fail("sizes of at most 2^48");
+    if (size < 0) invalid_sizes(call, names, sizes, "no negative size");
+    if (size > max_size) invalid_sizes(call, names, sizes, "sizes of at most 2^48");
   }
   for (auto a = sizes.begin(); a != sizes.end(); ++a) {
     for (auto b = sizes.begin(); b != a; ++b) {
-      if (*b > 0 && *a > max_product / *b) fail("matrices of at most 2^52 elements");
+      if (*b > 0 && *a > max_product / *b) {
+        invalid_sizes(call, names, sizes, "matrices of at most 2^52 elements");
+      }
     }
+  }
+}
+
+void check_counted_sizes(const char* call, Names names, Sizes sizes) {
+  check_sizes(call, names, sizes);
+  std::int64_t most = max_operations;
+  for (const std::int64_t size : sizes) {
+    if (size > most) invalid_sizes(call, names, sizes, "a product of at most 2^58");
+    most /= std::max<std::int64_t>(size, 1);
   }
 }
 
@@ -223,6 +241,7 @@ void Checker::input(const char* name, const ConstTensorView& view,
   if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
     fail(" is not aligned to its element size, " + std::to_string(size) + " bytes");
   }
+  uses(name, view);
 }
 
 void Checker::output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
@@ -279,12 +298,24 @@ void Checker::disjoint(const char* name, const ConstTensorView& out, const char*
   }
 }
 
+void Checker::uses(const char* name, const ConstTensorView& view) const {
+  if (is_empty(view) || view.data == nullptr) return;
+  const auto [first, last] = extent(view);
+  used_.at(used_count_++) = {name, first, last};
+}
+
 void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
   if (needed > 0 && (workspace.data == nullptr || workspace.bytes < needed)) {
     throw Error(ErrorCode::workspace_too_small,
                 std::string(call_) + ": workspace has " +
                     std::to_string(workspace.data == nullptr ? 0 : workspace.bytes) +
                     " bytes; expected " + std::to_string(needed));
+  }
+  const auto first = reinterpret_cast<std::uintptr_t>(workspace.data);
+  for (std::size_t i = 0; i < used_count_; ++i) {
+    if (first < used_[i].last && used_[i].first < first + needed) {
+      invalid(call_, std::string("workspace overlaps ") + used_[i].name + " in memory");
+    }
   }
 }
 
@@ -365,6 +396,7 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
               weight_bytes(found.other_size, expected.k_padded));
   found.quantized = quantized_operand(quantized.data, found.other_size, expected.k_padded);
   found.memory = bytes_view(quantized.data, quantized.bytes, device);
+  check.uses("w", found.memory);
   return found;
 }
 

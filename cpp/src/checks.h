@@ -1,6 +1,8 @@
 // Argument checks. Every message reads "call: argument is this; expected that".
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -22,6 +24,9 @@ namespace hot::detail {
 // the arguments' names, in order.
 void check_sizes(const char* call, std::initializer_list<const char*> names,
                  std::initializer_list<std::int64_t> sizes);
+// The same of sizes whose operations are counted: refuses a product of all above max_operations.
+void check_counted_sizes(const char* call, std::initializer_list<const char*> names,
+                         std::initializer_list<std::int64_t> sizes);
 // Refuse values that are no enumerator: C++ allows the cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
@@ -72,6 +77,9 @@ class Checker {
   void rows_contiguous(const char* name, const ConstTensorView& view) const;
   void disjoint(const char* name, const ConstTensorView& out, const char* other_name,
                 const ConstTensorView& other) const;
+  // Memory of the call, which its workspace must not overlap; `input` and `output` say it of
+  // theirs.
+  void uses(const char* name, const ConstTensorView& view) const;
   void workspace(const Workspace& workspace, std::size_t needed) const;
 
   // Views as matrices: all dimensions but the last collapse into rows.
@@ -79,8 +87,15 @@ class Checker {
   MatrixOut collapsed_out(const char* name, const TensorView& view) const;
 
  private:
+  struct Used {
+    const char* name;
+    std::uintptr_t first, last;
+  };
+
   const char* call_;
   const Context& context_;
+  mutable std::array<Used, 8> used_{};
+  mutable std::size_t used_count_ = 0;
 };
 
 // w of a call: floats (`view`), or quantised before (`quantized`).

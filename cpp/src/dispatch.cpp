@@ -273,6 +273,9 @@ void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTens
       GemmCall{"gemm_int8", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
   detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
   const GemmScratch scratch(context, m, n, k, workspace.data);
+  check.uses("out", out);
+  if (detail::is_given(a_scale)) check.uses("a_scale", a_scale);
+  if (detail::is_given(b_scale)) check.uses("b_scale", b_scale);
   check.workspace(workspace, scratch.cursor.bytes());
   args.a = static_cast<const std::int8_t*>(a.data);
   args.b = static_cast<const std::int8_t*>(b.data);
@@ -301,6 +304,9 @@ void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTens
       GemmCall{"gemm_int4", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
   detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
   const GemmScratch scratch(context, m, n, k, workspace.data);
+  check.uses("out", out);
+  if (detail::is_given(a_scale)) check.uses("a_scale", a_scale);
+  if (detail::is_given(b_scale)) check.uses("b_scale", b_scale);
   check.workspace(workspace, scratch.cursor.bytes());
   args.a = static_cast<const std::int8_t*>(a.data);
   args.b = static_cast<const std::int8_t*>(b.data);

@@ -524,8 +524,8 @@ Explanation explain(std::string_view device, const LinearShape& shape,
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
   if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);
-  detail::check_sizes(call_name, {"tokens", "out_features", "in_features"},
-                      {shape.tokens, shape.out_features, shape.in_features});
+  detail::check_counted_sizes(call_name, {"tokens", "out_features", "in_features"},
+                              {shape.tokens, shape.out_features, shape.in_features});
 
   Explanation all;
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
@@ -575,7 +575,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
 Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n, std::int64_t k,
                          const ExplainGemmOptions& options) {
   const char* const call = "explain_gemm";
-  detail::check_sizes(call, {"m", "n", "k"}, {m, n, k});
+  detail::check_counted_sizes(call, {"m", "n", "k"}, {m, n, k});
   const bool bare = options.out_dtype == DType::i32;
   if (!bare && options.out_dtype != DType::f32 && options.out_dtype != DType::f16 &&
       options.out_dtype != DType::bf16) {

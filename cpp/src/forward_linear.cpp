@@ -58,7 +58,9 @@ ConstTensorView resolve_input(const Checker& check, const Context& context, cons
   shape.tokens = given.tokens;
   shape.in_features = given.in_features;
   call.quantized_x = detail::quantized_operand(given.data, given.tokens, k);
-  return bytes_view(given.data, given.bytes, context.device());
+  const ConstTensorView memory = bytes_view(given.data, given.bytes, context.device());
+  check.uses("x", memory);
+  return memory;
 }
 
 void check_and_run(const Context& context, const InputArgument& given_x,
@@ -161,15 +163,16 @@ constexpr const char* input_name = "quantize_forward_input";
 struct InputCall {
   detail::MatrixIn x;
   std::int64_t k;
-  InputCall(const Context& context, const ConstTensorView& view, const ForwardLinearSpec& spec,
+  InputCall(const Checker& check, const ConstTensorView& view, const ForwardLinearSpec& spec,
             const QuantizedInput& out) {
-    const Checker check(input_name, context);
     check_spec(input_name, spec);
     check.input("x", view, float_dtypes, 2, max_dims);
     x = check.collapsed("x", view);
     k = forward_k(x.cols, spec);
     detail::check_bytes(input_name, "out", out.data, out.bytes, detail::weight_bytes(x.rows, k));
-    check.disjoint("out", bytes_view(out.data, out.bytes, view.device), "x", view);
+    const ConstTensorView memory = bytes_view(out.data, out.bytes, view.device);
+    check.disjoint("out", memory, "x", view);
+    check.uses("out", memory);
   }
   void run(const Context& context, const ForwardLinearSpec& spec, const QuantizedInput& out,
            const detail::CompressJob* kept, void* workspace) const {
@@ -189,7 +192,7 @@ ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTe
                                            const ForwardLinearSpec& spec,
                                            const QuantizedInput& out) {
   const detail::StandardArithmetic arithmetic;
-  const InputCall call(context, x, spec, out);
+  const InputCall call(Checker(input_name, context), x, spec, out);
   if (call.x.rows > 0) call.run(context, spec, out, nullptr, nullptr);
   return call.result(spec, out);
 }
@@ -199,11 +202,12 @@ ForwardInput quantize_forward_input(const Context& context, const ConstTensorVie
                                     const BackwardLinearSpec& kept, const SavedActivation& saved,
                                     const Workspace& workspace) {
   const detail::StandardArithmetic arithmetic;
-  const InputCall call(context, x, spec, out);
-  const detail::CompressCall compress(input_name, context, x, call.x, kept, saved, workspace);
-  Checker(input_name, context)
-      .disjoint("saved", bytes_view(saved.data, compress.kept.bytes, x.device), "out",
-                bytes_view(out.data, out.bytes, x.device));
+  const Checker check(input_name, context);
+  const InputCall call(check, x, spec, out);
+  const detail::CompressCall compress(check, input_name, context, x, call.x, kept, saved,
+                                      workspace);
+  check.disjoint("saved", bytes_view(saved.data, compress.kept.bytes, x.device), "out",
+                 bytes_view(out.data, out.bytes, x.device));
   const detail::CompressJob* const job = compress.job ? &*compress.job : nullptr;
   if (call.x.rows > 0) {
     call.run(context, spec, out, job, workspace.data);

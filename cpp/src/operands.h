@@ -95,6 +95,7 @@ struct Projection {
 // sizes, buffers and scratch are exact in 64 bits.
 inline constexpr std::int64_t max_size = std::int64_t{1} << 48;
 inline constexpr std::int64_t max_product = std::int64_t{1} << 52;
+inline constexpr std::int64_t max_operations = std::int64_t{1} << 58;  // room for padded sizes
 
 inline std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -116,7 +117,7 @@ inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row
 inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
 inline constexpr std::int64_t rotated_block = 64;     // the same of rht2
 inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
-inline constexpr std::int64_t int32_safe_k = 133143;  // 127^2 * K <= 2^31 - 1
+inline constexpr std::int64_t int32_safe_k = 131071;  // 128^2 * K <= 2^31 - 1
 
 // Codes of one quantised operand, contraction contiguous: [rows, k_padded] and its scales.
 struct Operand {

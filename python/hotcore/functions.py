@@ -268,8 +268,7 @@ def gemm_int8(
         accumulate: add to ``out`` instead.
 
     Returns:
-        ``[M, N]`` in ``out_dtype``; without scales the sums, int32 (K up to 133,143; with
-        codes of -128 they are right up to 131,071).
+        ``[M, N]`` in ``out_dtype``; without scales the sums, int32 (K up to 131,071).
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """

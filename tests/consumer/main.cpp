@@ -159,6 +159,16 @@ bool errors(const Place& place) {
   ok &= refuses("a negative size", "shape[1] is -2", [] { hot::Tensor(hot::DType::f32, {3, -2}); });
   ok &= refuses("five dimensions", "5 dimensions",
                 [] { hot::Tensor(hot::DType::i8, {1, 1, 1, 1, 1}); });
+  const std::int64_t huge = std::int64_t{1} << 40;
+  for (const std::int64_t none : {0, 1}) {
+    ok &= refuses("more elements than addresses", "shape[2] is 1099511627776",
+                  [&] { hot::Tensor(hot::DType::f32, {none, huge, huge}); });
+  }
+  ok &= refuses("an x of five dimensions", "x has 5 dimensions", [&] {
+    hot::ConstTensorView five = x.view();
+    five.ndim = 5;
+    hot::SavedBuffer(place.allocator).compress(place.context, five, {}, scratch);
+  });
   return ok;
 }
 
@@ -194,6 +204,11 @@ bool ownership() {
       saved.compress(hot::Context::cpu(1), x.view(), {}, scratch);
     const hot::ConstSavedActivation& kept = saved;
     ok &= expect(taken == 4 && kept.tokens == 64 && kept.format == hot::saved_format({}), "saved");
+    hot::SavedBuffer moved = std::move(saved);
+    const hot::ConstSavedActivation &there = moved, &left = saved;
+    ok &= expect(there.tokens == 64 && left.data == nullptr && left.bytes == 0, "saved moves");
+    moved = hot::SavedBuffer(counting);
+    ok &= expect(there.data == nullptr && held == 2, "saved is replaced");
   }
   ok &= expect(held == 0, "all is given back");
   try {

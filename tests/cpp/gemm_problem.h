@@ -32,7 +32,7 @@ inline std::unique_ptr<Mirrored> operand(std::int64_t rows, std::int64_t pitch, 
   auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(offset + rows * pitch));
   const auto values = codes(offset + rows * pitch, 127);
   std::memcpy(array->host.data(), values.data(), values.size());
-  if (extreme) std::fill(array->host.begin(), array->host.end(), static_cast<char>(127));
+  if (extreme) std::fill(array->host.begin(), array->host.end(), static_cast<char>(-128));
   array->push();
   return array;
 }

@@ -57,9 +57,13 @@ struct Arguments {
 
   Scratch scratch{1 << 20};
   std::size_t workspace_bytes = 1 << 20;
+  const void* workspace_data = nullptr;  // another place
   hot::Context context = cpu();
 
-  hot::Workspace workspace() { return {scratch.memory.data(), workspace_bytes}; }
+  hot::Workspace workspace() {
+    if (workspace_data != nullptr) return {const_cast<void*>(workspace_data), workspace_bytes};
+    return {scratch.memory.data(), workspace_bytes};
+  }
 };
 
 using Spoil = std::function<void(Arguments&)>;
@@ -177,6 +181,12 @@ TEST(Errors, gemm_int8) {
         }},
        {{"gemm_int8", "out", "overlaps a"},
         [](Arguments& t) { t.product.data = t.code_memory.data(); }},
+       {{"gemm_int8", "workspace overlaps a "},
+        [](Arguments& t) { t.workspace_data = t.code_memory.data() + 100; }},
+       {{"gemm_int8", "workspace overlaps b_scale"},
+        [](Arguments& t) { t.workspace_data = t.memory.data() + 6; }},
+       {{"gemm_int8", "workspace overlaps out"},
+        [](Arguments& t) { t.workspace_data = t.out_memory.data() + 41; }},
        {{"gemm_int8", "workspace", "16 bytes"},
         [](Arguments& t) { t.workspace_bytes = 16; },
         ErrorCode::workspace_too_small}},
@@ -187,6 +197,8 @@ TEST(Errors, gemm_int8) {
 
 TEST(Errors, gemm_int4) {
   check_table({{{"gemm_int4", "a", "int8"}, [](Arguments& t) { t.packed_a.dtype = DType::i8; }},
+               {{"gemm_int4", "workspace overlaps out"},
+                [](Arguments& t) { t.workspace_data = t.out_memory.data(); }},
                {{"gemm_int4", "workspace"},
                 [](Arguments& t) { t.workspace_bytes = 0; },
                 ErrorCode::workspace_too_small}},
@@ -219,6 +231,37 @@ TEST(Errors, compress_activation) {
       [](Arguments& t) {
         hot::compress_activation(t.context, t.w, t.spec, {t.saved_data, t.saved_bytes}, {});
       });
+}
+
+TEST(Errors, a_workspace_that_overlaps_what_is_compressed) {
+  const std::vector<float> values = normal(100 * 12);
+  const auto x = hot::matrix(static_cast<const void*>(values.data()), DType::f32, 100, 12);
+  hot::BackwardLinearSpec spec{};
+  spec.storage = hot::Storage::token4;
+  spec.gw_scale = hot::Granularity::token;
+  const std::size_t needed = hot::compress_activation_workspace(cpu(), 100, 12, spec);
+  const std::size_t bytes = hot::saved_layout(100, 12, spec).bytes;
+  const std::size_t size = hot::forward_input_bytes(100, 12, {});
+  alignas(16) static char saved[1 << 14], codes[1 << 14];
+  ASSERT_TRUE(0 < needed && needed < sizeof(codes) && bytes + needed < sizeof(saved));
+  expect_error(invalid, {"compress_activation", "workspace overlaps saved"}, [&] {
+    hot::compress_activation(cpu(), x, spec, {saved, bytes}, {saved + bytes - 1, needed});
+  });
+  EXPECT_NO_THROW(
+      hot::compress_activation(cpu(), x, spec, {saved, bytes}, {saved + bytes, needed}));
+  expect_error(invalid, {"quantize_forward_input", "workspace overlaps out"}, [&] {
+    hot::quantize_forward_input(cpu(), x, {}, {codes, size}, spec, {saved, bytes},
+                                {codes, needed});
+  });
+}
+
+TEST(Errors, explained_operations) {
+  const std::int64_t large = std::int64_t{1} << 26;
+  expect_error(invalid, {"explain_gemm", "k 67108864", "2^58"},
+               [&] { hot::explain_gemm("sm_90", large, large, large); });
+  expect_error(invalid, {"explain", "tokens is 67108864", "2^58"},
+               [&] { hot::explain("sm_90", {large, large, large}, {}); });
+  EXPECT_NO_THROW(hot::explain_gemm("sm_90", large, large, 64));
 }
 
 TEST(Errors, decompress_activation) {
@@ -272,6 +315,14 @@ TEST(Errors, backward_linear) {
        {{"backward_linear", "gw", "int8"}, [](Arguments& t) { t.gw.dtype = DType::i8; }},
        {{"backward_linear", "gw", "overlaps gx"},
         [](Arguments& t) { t.gw.data = shifted(t.gx.data, 8); }},
+       {{"backward_linear", "workspace overlaps saved"},
+        [](Arguments& t) { t.workspace_data = t.saved_data; }},
+       {{"backward_linear", "workspace overlaps gy"},
+        [](Arguments& t) { t.workspace_data = t.gy.data; }},
+       {{"backward_linear", "workspace overlaps w"},
+        [](Arguments& t) { t.workspace_data = t.w.data; }},
+       {{"backward_linear", "workspace overlaps gb"},
+        [](Arguments& t) { t.workspace_data = t.gb.data; }},
        {{"backward_linear", "workspace", "expected"},
         [](Arguments& t) { t.workspace_bytes = 100; },
         ErrorCode::workspace_too_small}},

@@ -67,17 +67,24 @@ TEST(Gemm, golden) {
 }
 
 TEST(Gemm, longest_int32_contraction) {
-  const std::int64_t k = 133136;
-  const Bytes a = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), 127));
-  std::vector<std::int8_t> mixed(static_cast<std::size_t>(2 * k), 127);
-  for (std::int64_t i = k; i < 2 * k; ++i) mixed[static_cast<std::size_t>(i)] = -127;
+  const std::int64_t k = 131071;
+  const Bytes a = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), -128));
+  std::vector<std::int8_t> mixed(static_cast<std::size_t>(2 * k), -128);
+  for (std::int64_t i = k; i < 2 * k; ++i) mixed[static_cast<std::size_t>(i)] = 127;
   const Bytes b = bytes(2, k, mixed);
-  const std::int32_t extreme = 127 * 127 * static_cast<std::int32_t>(k);
+  const auto largest = 128 * 128 * static_cast<std::int32_t>(k);
+  const auto least = -128 * 127 * static_cast<std::int32_t>(k);
   for (const hot::Isa isa : isas()) {
     Matrix<std::int32_t> out(2, 2, DType::i32);
     run_gemm(cpu().with_isa(isa), a, b, no_scale, no_scale, {}, out.view());
-    EXPECT_EQ(out.values(), (std::vector<std::int32_t>{extreme, -extreme, extreme, -extreme}));
+    EXPECT_EQ(out.values(), (std::vector<std::int32_t>{largest, least, largest, least}));
   }
+  expect_error(hot::ErrorCode::invalid_argument, {"a", "131072", "131071"}, [&] {
+    const Bytes longer =
+        bytes(1, k + 1, std::vector<std::int8_t>(static_cast<std::size_t>(k + 1), -128));
+    Matrix<std::int32_t> bare(1, 1, DType::i32);
+    run_gemm(cpu(), longer, longer, no_scale, no_scale, {}, bare.view());
+  });
 }
 
 TEST(Gemm, contraction_beyond_int32) {
@@ -95,7 +102,7 @@ TEST(Gemm, contraction_beyond_int32) {
     EXPECT_EQ(out.at(0, 0), static_cast<float>(expected[0])) << hot::isa_name(isa);
     EXPECT_EQ(out.at(0, 1), static_cast<float>(expected[1])) << hot::isa_name(isa);
   }
-  expect_error(hot::ErrorCode::invalid_argument, {"a", "400001", "133143"}, [&] {
+  expect_error(hot::ErrorCode::invalid_argument, {"a", "400001", "131071"}, [&] {
     Matrix<std::int32_t> bare(1, 2, DType::i32);
     run_gemm(cpu(), a, b, no_scale, no_scale, {}, bare.view());
   });

@@ -160,7 +160,7 @@ TEST_F(GemmMmaCuda, any_rows_and_outputs_equal_cpu) {
 }
 
 TEST_F(GemmMmaCuda, longest_contraction_is_exact) {
-  // 127 * 127 * K is the largest sum that 32 bits hold.
+  // 128 * 128 * K is the largest sum that 32 bits hold.
   for (int tile = 0; tile < mma_tile_count; ++tile) {
     Options options;
     options.dtype = DType::f32;

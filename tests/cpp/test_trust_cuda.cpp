@@ -648,7 +648,7 @@ TEST_F(TrustCuda, fwht_past_two_to_the_31) {
   EXPECT_EQ(x.different(), 0);
 }
 
-// x past 2^31 elements; the sums stay within 133,143 codes, so all bits are equal.
+// x past 2^31 elements; the sums stay within 131,071 codes, so all bits are equal.
 TEST_F(TrustCuda, large_x) {
   HOT_LARGE_ONLY();
   property("elements", std::int64_t{131072} * 16400);

@@ -457,6 +457,38 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
     refused(lambda: run({}), "saved.struct_size is 8")
 
 
+def test_reserved_members_are_zero(api: CApi) -> None:
+    """Another value would mean something in a later version."""
+    spec, forward, w = api.spec("default"), api.forward_spec(16), np.ones((8, 16), np.float32)
+    memory, saved = aligned(1 << 16), make("hot_saved")
+    kept = (memory.ctypes.data, memory.size, None, 0, saved)
+    spec.reserved = forward.reserved = 1
+    refused(
+        lambda: api.on("hot_compress_activation", tensor(w), spec, *kept), "spec.reserved is 1"
+    )
+    size = ctypes.c_size_t(7)
+    refused(
+        lambda: api.call("hot_forward_weight_bytes", 8, 16, forward, ctypes.byref(size)),
+        "spec.reserved is 1; expected 0",
+    )
+    spec.reserved = 0
+    api.on("hot_compress_activation", tensor(w), spec, *kept)
+    gw, room = np.ones((8, 16), np.float32), aligned(1 << 16)
+    view = tensor(gw)
+    out = make("hot_gradients", gw=ctypes.addressof(view))
+    scratch = (room.ctypes.data, room.size)
+    for given, words in ((saved, "saved.reserved is 1"), (out, "out.reserved is 1")):
+        given.reserved = 1
+        refused(
+            lambda: api.on(
+                "hot_backward_linear", tensor(w[:, :8]), None, saved, spec, out, *scratch
+            ),
+            words,
+        )
+        given.reserved = 0
+    assert (gw == 1).all()
+
+
 def test_nothing_is_written_before_the_error(api: CApi) -> None:
     spec, x = api.spec("default"), np.ones((64, 8), np.float32)
     memory, saved = aligned(4096), make("hot_saved")

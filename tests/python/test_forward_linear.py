@@ -267,7 +267,7 @@ def test_same_bits_on_every_path(rng: np.random.Generator) -> None:
 
 
 def test_a_deep_contraction() -> None:
-    """Beyond 133,143 values the sums leave 32 bits."""
+    """Beyond 131,071 values the sums leave 32 bits."""
     depth = 140_001
     x, w = np.full((1, depth), 3, np.float32), np.full((2, depth), -5, np.float32)
     config = HotConfig(forward_block=1)

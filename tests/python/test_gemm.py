@@ -26,7 +26,7 @@ from support import (
     widened,
 )
 
-SAFE_K = 133_143
+SAFE_K = 131_071
 
 
 def codes(rng: np.random.Generator, rows: int, k: int, bits: int = 8) -> np.ndarray:
@@ -140,19 +140,19 @@ def test_accumulates(rng: np.random.Generator, dtype: str) -> None:
 
 
 def test_longest_int32_contraction() -> None:
-    a = np.full((2, SAFE_K), 127, np.int8)
-    b = np.stack([a[0], -a[0]])
-    assert hotcore.gemm_int8(a, b).tolist() == [[127 * 127 * SAFE_K, -127 * 127 * SAFE_K]] * 2
-    longer = np.full((1, SAFE_K + 1), 127, np.int8)
-    with pytest.raises(ValueError, match="133144.*133143"):
+    a = np.full((2, SAFE_K), -128, np.int8)
+    b = np.stack([a[0], ~a[0]])
+    assert hotcore.gemm_int8(a, b).tolist() == [[128 * 128 * SAFE_K, -128 * 127 * SAFE_K]] * 2
+    longer = np.full((1, SAFE_K + 1), -128, np.int8)
+    with pytest.raises(ValueError, match="131072.*131071"):
         hotcore.gemm_int8(longer, longer)
 
 
 @pytest.mark.parametrize("k", [SAFE_K + 1, 200_003, 400_001])
 @pytest.mark.parametrize("isa", isas())
 def test_contraction_beyond_int32(k: int, isa: str) -> None:
-    a = np.full((1, k), 127, np.int8)
-    b = np.stack([a[0], np.where(np.arange(k) % 2, -126, 127).astype(np.int8), -a[0]])
+    a = np.full((1, k), -128, np.int8)
+    b = np.stack([a[0], np.where(np.arange(k) % 2, -126, 127).astype(np.int8), ~a[0]])
     one = np.ones(1, np.float32)
     with running(1, isa):
         got = hotcore.gemm_int8(a, b, one, one)

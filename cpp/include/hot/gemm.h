@@ -24,7 +24,7 @@ HOT_API std::size_t gemm_workspace(const Context& context, std::int64_t m, std::
 /// @param a        i8 [M, K], b i8 [N, K]; the contraction contiguous, rows any stride.
 /// @param a_scale  f32 vector of M or of 1 element; b_scale f32 of N or of 1.
 /// @param out      [M, N] f32, f16 or bf16; or i32 for the bare sums (then no scales: pass empty
-///                 views, divisor 1, and K at most 133,143).
+///                 views, divisor 1, and K at most 131,071).
 /// The sums are exact at any K. docs/numerics.md, "Integer GEMM", defines the order of rounding.
 HOT_API void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
                        const ConstTensorView& a_scale, const ConstTensorView& b_scale,

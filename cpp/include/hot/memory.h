@@ -3,6 +3,7 @@
 // functions that the program passes (on the CPU by default the C++ library's).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -88,7 +89,8 @@ class Buffer {
 class Tensor {
  public:
   Tensor() = default;
-  /// Throws `invalid_argument` for no dimensions, more than four, or a negative one.
+  /// Throws `invalid_argument` for no dimensions, more than four, a negative one, or more elements
+  /// than an address counts (a size of 0 counts as 1).
   Tensor(DType dtype, std::initializer_list<std::int64_t> shape,
          Allocator allocator = host_allocator()) {
     if (shape.size() < 1 || shape.size() > static_cast<std::size_t>(max_dims)) {
@@ -99,12 +101,19 @@ class Tensor {
     view_.dtype = dtype;
     view_.device = allocator.device;
     size_ = 1;
+    std::int64_t most = PTRDIFF_MAX / 8;  // elements; a dtype has up to 4 bytes
     for (const std::int64_t size : shape) {
       if (size < 0) {
         throw Error(ErrorCode::invalid_argument, "Tensor: shape[" + std::to_string(view_.ndim) +
                                                      "] is " + std::to_string(size) +
                                                      "; expected no negative size");
       }
+      if (size > most) {
+        throw Error(ErrorCode::invalid_argument, "Tensor: shape[" + std::to_string(view_.ndim) +
+                                                     "] is " + std::to_string(size) +
+                                                     "; expected fewer elements");
+      }
+      if (size > 0) most /= size;
       view_.shape[view_.ndim++] = size;
       size_ *= size;
     }
@@ -181,13 +190,25 @@ class ScratchBuffer {
 class SavedBuffer {
  public:
   explicit SavedBuffer(Allocator allocator = host_allocator()) : allocator_(std::move(allocator)) {}
+  /// The other keeps nothing, and can only be assigned to or destroyed.
+  SavedBuffer(SavedBuffer&& other) noexcept
+      : allocator_(std::move(other.allocator_)),
+        buffer_(std::move(other.buffer_)),
+        saved_(std::exchange(other.saved_, {})) {}
+  SavedBuffer& operator=(SavedBuffer&& other) noexcept {
+    allocator_ = std::move(other.allocator_);
+    buffer_ = std::move(other.buffer_);
+    saved_ = std::exchange(other.saved_, {});
+    return *this;
+  }
 
   /// compress_activation of x [.., I]; the key is the context's.
   void compress(const Context& context, const ConstTensorView& x, const BackwardLinearSpec& spec,
                 ScratchBuffer& scratch) {
+    const int dims = std::clamp(x.ndim, 0, max_dims);  // compress_activation refuses others
     std::int64_t tokens = 1;
-    for (int d = 0; d + 1 < x.ndim; ++d) tokens *= x.shape[d];
-    const std::int64_t in_features = x.ndim > 0 ? x.shape[x.ndim - 1] : 0;
+    for (int d = 0; d + 1 < dims; ++d) tokens *= x.shape[d];
+    const std::int64_t in_features = dims > 0 ? x.shape[dims - 1] : 0;
     const SavedLayout layout = saved_layout(tokens, in_features, spec);
     saved_ = {};
     if (layout.bytes > buffer_.bytes()) {

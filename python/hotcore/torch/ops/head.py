@@ -34,7 +34,7 @@ REDUCTIONS = ("mean", "sum", "none")
 MIN_CHUNK = 2048
 """Tokens of a chunk, at least: each chunk reads and writes the fp32 g_w once."""
 _PART = 3 << 14
-"""Words of a vocabulary in one g_x product of integers: INT32 sums hold 133,143, and CUDA's kernels
+"""Words of a vocabulary in one g_x product of integers: INT32 sums hold 131,071, and CUDA's kernels
 for rows of codes 49,152."""
 _BLOCK_VALUES = 1 << 24
 """Logits that are in fp32 at a time, 64 MiB."""
