@@ -250,8 +250,7 @@ TEST(Errors, a_workspace_that_overlaps_what_is_compressed) {
   EXPECT_NO_THROW(
       hot::compress_activation(cpu(), x, spec, {saved, bytes}, {saved + bytes, needed}));
   expect_error(invalid, {"quantize_forward_input", "workspace overlaps out"}, [&] {
-    hot::quantize_forward_input(cpu(), x, {}, {codes, size}, spec, {saved, bytes},
-                                {codes, needed});
+    hot::quantize_forward_input(cpu(), x, {}, {codes, size}, spec, {saved, bytes}, {codes, needed});
   });
 }
 

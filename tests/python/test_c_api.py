@@ -463,9 +463,7 @@ def test_reserved_members_are_zero(api: CApi) -> None:
     memory, saved = aligned(1 << 16), make("hot_saved")
     kept = (memory.ctypes.data, memory.size, None, 0, saved)
     spec.reserved = forward.reserved = 1
-    refused(
-        lambda: api.on("hot_compress_activation", tensor(w), spec, *kept), "spec.reserved is 1"
-    )
+    refused(lambda: api.on("hot_compress_activation", tensor(w), spec, *kept), "spec.reserved is 1")
     size = ctypes.c_size_t(7)
     refused(
         lambda: api.call("hot_forward_weight_bytes", 8, 16, forward, ctypes.byref(size)),
