@@ -159,6 +159,23 @@ def test_fx_of_the_functions() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="export took training graphs apart")
+@every_layer
+def test_export(make: Make) -> None:
+    module, x = make()
+    program = torch.export.export(module, (x,))
+    gy = torch.randn_like(module(x))
+    ours, theirs = gradients(program.module(), x, gy), gradients(module, x, gy)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    apart = program.run_decompositions().module()
+    with torch.no_grad():
+        assert torch.equal(apart(x), module(x))
+    with pytest.raises(RuntimeError, match=r"torch\.ops\.hotcore\.\w+: a graph whose HOT layers"):
+        apart(x)  # it would be trained as a plain layer, or not at all
+    graph = torch.export.export(module.eval(), (x,)).graph
+    assert not any("hotcore" in str(node.target) for node in graph.nodes)
+
+
 def test_no_tensor_is_an_error_that_says_so() -> None:
     weight = torch.randn(48, 64, requires_grad=True)
     with pytest.raises(TypeError, match=r"x: ndarray; expected a torch\.Tensor"):
