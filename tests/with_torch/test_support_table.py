@@ -176,6 +176,24 @@ def test_export(make: Make) -> None:
     assert not any("hotcore" in str(node.target) for node in graph.nodes)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@every_layer
+def test_compiled_transforms_are_refused(make: Make, trained: bool) -> None:
+    module, x = make()
+    module.requires_grad_(trained)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def tangent(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(module, (x,), (x,))[1]
+
+    if trained or module.config.forward == "int8":
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"torch\.func transforms"):
+            tangent(x)
+    else:  # the plain layer
+        assert torch.allclose(tangent(x), torch.func.jvp(module.eval(), (x,), (x,))[1], atol=1e-6)
+
+
 def test_no_tensor_is_an_error_that_says_so() -> None:
     weight = torch.randn(48, 64, requires_grad=True)
     with pytest.raises(TypeError, match=r"x: ndarray; expected a torch\.Tensor"):

@@ -555,6 +555,7 @@ def _linear_cross_entropy(
     reduction: str,
     *options: _OPTIONS,
 ) -> Tensor:
+    calls.refuse_transforms(_NAME)
     if not torch.is_grad_enabled():  # which needs_input_grad does not say
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     arguments = (x, weight, bias, target, seed, config, ignore_index, reduction, *options)
