@@ -163,7 +163,7 @@ def _options(smoothing: float, softcap: float | None, scale: float, chunk: int |
         raise ValueError(f"label_smoothing: {smoothing} is outside 0 to 1")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap: {softcap}; expected a positive number or None")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"lse_square_scale: {scale}; expected a finite number")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: {chunk}; expected a positive number or None")
