@@ -776,6 +776,11 @@ def test_what_is_no_model() -> None:
         hot.convert(nn.Linear)
     with pytest.raises(TypeError, match="expected a torch.nn.Module, got str"):
         hot.convert("model")
+    lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(ValueError, match="model: 1 is a LazyLinear, whose weights have no shapes"):
+        hot.convert(lazy)
+    lazy(torch.randn(2, 64))
+    assert len(hot.convert(lazy, filter_fn=lambda *_: True).hot_report.converted) == 2
 
 
 def test_a_wrong_token_grid_names_the_layer() -> None:

@@ -344,6 +344,7 @@ def test_what_is_refused(config: Any) -> None:
         ({"reduction": "max"}, "reduction: 'max'"),
         ({"label_smoothing": 1.5}, "label_smoothing: 1.5 is outside 0 to 1"),
         ({"softcap": 0.0}, "softcap: 0.0"),
+        ({"lse_square_scale": float("nan")}, "lse_square_scale: nan"),
         ({"chunk": 0}, "chunk: 0"),
         ({"config": "best"}, "'best'"),
         ({"config": hot.HotConfig.recipe("fast", token_grid=(2, 2))}, "config: token_grid"),

@@ -168,6 +168,9 @@ def test_bad_arguments() -> None:
             hot.HotLinear(4, 4)(torch.nested.nested_tensor(rows, layout=layout))
     with pytest.raises(ValueError, match="x: dtype float64; expected float32"):
         hot.linear(x.double(), weight.double(), bias.double())
+    for forward in ("plain", "int8"):
+        with pytest.raises(ValueError, match=r"x: no dimensions; expected \[..., I\]"):
+            hot.linear(torch.tensor(1.0), weight, bias, HotConfig(forward=forward))
     with pytest.raises(RuntimeError):  # torch's own
         hot.linear(x, weight[:, :20], bias)
     with pytest.raises(TypeError, match="config: "):

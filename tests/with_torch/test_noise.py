@@ -145,6 +145,17 @@ def test_x_by_keyword_and_written_afterwards() -> None:
         y.sum().backward()
 
 
+def test_layers_with_computed_weights_or_a_forward_of_their_own() -> None:
+    model = converted()
+    monitor = hot.NoiseMonitor(model, every=1)
+    nn.utils.parametrizations.weight_norm(model[2])
+    hot.recompute(model[4])
+    with monitor:
+        model(batches(1)[0]).square().mean().backward()
+    assert {name.rpartition("/")[2] for name in monitor.scalars} == {"4", "6", "all"}
+    assert hot.NoiseMonitor(model).layers == ["4", "6"]
+
+
 def _wrapped(name: str) -> str:
     head, _, layer = name.rpartition("/")
     return name if layer == "all" else f"{head}/_orig_mod.{layer}"

@@ -129,6 +129,12 @@ def test_differentiated_twice() -> None:
         torch.autograd.grad(y.square().sum(), list(layer.parameters()), create_graph=True)
 
 
+def test_inside_transforms_it_is_torch_s() -> None:
+    x = torch.randn(4, 16)
+    assert torch.equal(torch.func.grad(lambda x: relu(x).sum())(x), (x > 0).float())
+    assert torch.equal(torch.func.vmap(torch.func.jacrev(relu))(x), torch.diag_embed(x > 0).float())
+
+
 def test_opcheck() -> None:
     x = torch.randn(2, 600)
     for leaf in (x, x.clone().requires_grad_()):

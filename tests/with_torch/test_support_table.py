@@ -159,6 +159,41 @@ def test_fx_of_the_functions() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="export took training graphs apart")
+@every_layer
+def test_export(make: Make) -> None:
+    module, x = make()
+    program = torch.export.export(module, (x,))
+    gy = torch.randn_like(module(x))
+    ours, theirs = gradients(program.module(), x, gy), gradients(module, x, gy)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    apart = program.run_decompositions().module()
+    with torch.no_grad():
+        assert torch.equal(apart(x), module(x))
+    with pytest.raises(RuntimeError, match=r"torch\.ops\.hotcore\.\w+: a graph whose HOT layers"):
+        apart(x)  # it would be trained as a plain layer, or not at all
+    graph = torch.export.export(module.eval(), (x,)).graph
+    assert not any("hotcore" in str(node.target) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@every_layer
+def test_compiled_transforms_are_refused(make: Make, trained: bool) -> None:
+    module, x = make()
+    module.requires_grad_(trained)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def tangent(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(module, (x,), (x,))[1]
+
+    if trained or module.config.forward == "int8":
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"torch\.func transforms"):
+            tangent(x)
+    else:  # the plain layer
+        assert torch.allclose(tangent(x), torch.func.jvp(module.eval(), (x,), (x,))[1], atol=1e-6)
+
+
 def test_no_tensor_is_an_error_that_says_so() -> None:
     weight = torch.randn(48, 64, requires_grad=True)
     with pytest.raises(TypeError, match=r"x: ndarray; expected a torch\.Tensor"):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
@@ -262,6 +263,12 @@ def _check_model(model: object) -> None:
             "torch.nn.parallel.DistributedDataParallel"
         )
     if isinstance(model, nn.Module):
+        for fqn, module in model.named_modules():
+            if any(map(is_lazy, module._parameters.values())):
+                raise ValueError(
+                    f"model: {fqn or '(root)'} is a {type(module).__name__}, whose weights have no "
+                    "shapes yet; call the model once, then convert it"
+                )
         return
     found = f"expected a torch.nn.Module, got {type(model).__name__}"
     if isinstance(model, type):

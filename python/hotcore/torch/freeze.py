@@ -80,7 +80,8 @@ def freeze_int8(
 
     Args:
         model: with layers that :func:`convert` made (linear ones, transformers' ``Conv1D``).
-        filter_fn: ``filter_fn(module, fqn)`` says which of them; None: all.
+        filter_fn: ``filter_fn(module, fqn)`` says which of them; None: all, or where some of their
+            weights do not require grad, those (peft's ``modules_to_save`` are trained beside them).
         save_codes: ``state_dict()`` has the codes themselves, ``weight_codes`` and
             ``weight_block``, without a copy. They load into a model that is frozen alike.
         convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion
@@ -102,6 +103,8 @@ def freeze_int8(
     why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot)
     reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn))}
     reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
+    if filter_fn is None:
+        reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
     chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
     if not layers:
         raise ValueError("model: no converted layer; call hot.convert(model) before freeze_int8")
@@ -203,6 +206,14 @@ def _shared(model: nn.Module, layers: Mapping[str, HotModule]) -> dict[str, str]
     }
     found = {fqn: others.get(id(_weight_of(layer))) for fqn, layer in layers.items()}
     return {fqn: f"its weight is that of {name}, too" for fqn, name in found.items() if name}
+
+
+def _trained(layers: Mapping[str, HotModule]) -> dict[str, str]:
+    """Layers whose weight is trained beside frozen ones: peft's ``modules_to_save``."""
+    trained = [fqn for fqn, layer in layers.items() if _weight_of(layer).requires_grad]
+    if len(trained) == len(layers):  # a model without adapters yet
+        return {}
+    return dict.fromkeys(trained, "its weight is trained, beside frozen ones; a filter_fn takes it")
 
 
 def _notes(layers: Iterable[HotModule]) -> Iterator[str]:

@@ -307,6 +307,13 @@ class FrozenModule(HotModule, nn.Module):
             return self.dequantized()
         return FrozenWeight.of(self)
 
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise AttributeError(
+            f"{self.layer_name or type(self).__name__}: weight is frozen in INT8 and cannot be "
+            "replaced; hot.thaw(model) first, or assign the values: layer.weight.data = ..."
+        )
+
     @property
     def config(self) -> Any:
         """The layer's configuration; may be set, with the same ``forward_block``."""
@@ -343,6 +350,8 @@ class FrozenModule(HotModule, nn.Module):
                 f"{self.layer_name or type(self).__name__}: its weight is frozen in codes, which "
                 "tensor parallel plans cannot split; leave the layer out, or hot.thaw(model) first"
             )
+        if name == "weight":
+            type(self).weight.fset(self, param)  # type: ignore[attr-defined]  # a property has it
         super().register_parameter(name, param)
 
     def thaw(self, values: Tensor | None = None) -> None:
@@ -531,7 +540,7 @@ def freeze(
     return codes
 
 
-class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # weight is a property
+class HotFrozenLinear(FrozenModule, HotLinear):
     """:class:`~hotcore.torch.HotLinear` whose frozen weight is kept as INT8 codes alone.
 
     :func:`.freeze_int8` makes it of a HotLinear, :func:`.thaw` makes it one again. ``weight`` reads

@@ -44,7 +44,8 @@ class NoiseMonitor:
     torch's random state do not change: an eager run continues with the same bits as without a
     monitor. In a compiled model the measured step runs eagerly, because hooks see no call inside a
     graph. Several calls of a layer (micro-batches, weights that are used twice) are summed: the sum
-    of ``|g' - g|^2`` over the sum of ``|g|^2``.
+    of ``|g' - g|^2`` over the sum of ``|g|^2``. Attention, layers of bitsandbytes, and layers whose
+    weight is computed (pruning, weight norm) are left out.
 
     Args:
         model: a converted model.
@@ -133,9 +134,11 @@ class NoiseMonitor:
     def _measure(
         self, name: str, module: nn.Module, call: Call, given: Callable[[], Tensor], gy: Tensor
     ) -> None:
-        assert isinstance(module, HotModule)
         if self._open is None or not module.training:  # a graph may outlive its step
             return
+        if not _measurable(module):  # any more
+            return
+        assert isinstance(module, HotModule)
         x, needs_gx, dtype = given(), call.requires_grad, call.autocast
         if isinstance(module, FrozenModule):
             module = module.copy_thawed()  # the same g_x
@@ -146,9 +149,10 @@ class NoiseMonitor:
             self._measured += 1
             enabled = dtype is not None
             with torch.autocast(device, dtype, enabled=enabled):
-                noisy = _gradients(module, x, gy, needs_gx)
+                noisy = _gradients(module, type(module), x, gy, needs_gx)
             with torch.autocast(device, enabled=False):
-                exact = _gradients(module.to_plain(), x.float(), gy.float(), needs_gx, torch.float)
+                wide = (x.float(), gy.float(), needs_gx, torch.float)
+                exact = _gradients(module, module.plain, *wide)
         for kind, ours, true in zip(_KINDS, noisy, exact, strict=True):
             if ours is not None and true is not None:
                 sums = self._sums.setdefault((name, kind), [0.0, 0.0])
@@ -168,14 +172,21 @@ class NoiseMonitor:
 
 
 def _measurable(module: nn.Module) -> bool:
-    attention = isinstance(module, nn.MultiheadAttention)
-    return isinstance(module, HotModule) and not attention and not is_8bit(module)
+    if isinstance(module, nn.MultiheadAttention) or is_8bit(module):
+        return False
+    held = isinstance(module, FrozenModule) or module._parameters.get("weight") is not None
+    return isinstance(module, HotModule) and held
 
 
 def _gradients(
-    module: nn.Module, x: Tensor, gy: Tensor, needs_gx: bool, dtype: torch.dtype | None = None
+    module: nn.Module,
+    cls: type[nn.Module],
+    x: Tensor,
+    gy: Tensor,
+    needs_gx: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g_w and g_x of one call; None for one that is not wanted."""
+    """g_w and g_x of one call of ``cls``'s forward; None for one that is not wanted."""
     own = {
         name: None if p is None else p.detach().to(p.dtype if dtype is None else dtype)
         for name, p in module._parameters.items()
@@ -187,9 +198,10 @@ def _gradients(
     wanted = [tensor for tensor in (weight, x) if tensor.requires_grad]
     if not wanted:
         return None, None
-    bare = object.__new__(type(module))
+    bare = object.__new__(cls)
     bare.__dict__.update(module.__dict__, _parameters=own)
-    y = bare.forward(x)  # not bare(x), which would run the model's hooks and this monitor's
+    # Not bare(x), which would run the model's hooks and this monitor's, nor a forward of its own.
+    y = cls.forward(bare, x)
     found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, gy.to(y.dtype)), strict=True))
     return found.get(id(weight)), found.get(id(x))
 

@@ -117,6 +117,12 @@ def check_transforms(name: str, *tensors: Tensor | None) -> None:
         raise unsupported_transform(name)
 
 
+def refuse_transforms(name: str) -> None:
+    """Raise NotImplementedError inside of a transform; in an operator that tracers take apart."""
+    if _compat.transforms_active():
+        raise unsupported_transform(name)
+
+
 def unsupported_transform(name: str) -> NotImplementedError:
     """The error of a call inside a transform."""
     return NotImplementedError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -200,7 +200,7 @@ def _conv2d_without_gradients(
     calls.check_dtypes(x, weight.dtype, bias, dtype)
     calls.check_transforms("conv2d", x, weight, bias)
     inner = calls.cast(x, dtype)
-    return _by_pixels(inner, weight, bias, window, config_json)
+    return _by_pixels(inner, weight, bias, window, config_json, linear.undifferentiated)
 
 
 def _compiled_conv2d(
@@ -293,11 +293,16 @@ def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
 
 
 def _by_pixels(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Window,
+    config: str,
+    product: Callable[..., Tensor] = linear.product,
 ) -> Tensor:
     """The 8-bit product of a 1x1 kernel, in the memory format of ``F.conv2d``'s result."""
     nhwc = visited(x, window.stride)
-    y = linear.product(_tokens(nhwc), weight.flatten(1), bias, config)
+    y = product(_tokens(nhwc), weight.flatten(1), bias, config)
     y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
     return y.contiguous(memory_format=_format_of(x, weight))
 
@@ -507,6 +512,7 @@ def _conv2d(
     config: str,
     *shape: Fields,
 ) -> Tensor:
+    calls.refuse_transforms("conv2d")
     window = Window.of(*shape)
     if not (_multiplies(window, config, x.is_cuda) or calls.is_int8(config)):
         # Under autocast both passes take one copy.

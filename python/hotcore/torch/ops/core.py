@@ -162,6 +162,8 @@ def collapsible(x: Tensor) -> tuple[Tensor, int, int]:
     rank = len(shape)
     if rank == 2:
         return x, shape[0], shape[1]
+    if rank == 0:
+        raise ValueError("x: no dimensions; expected [..., I]")
     if not (2 < rank <= 4 and x.is_contiguous()):
         x = flat(x)
     return x, math.prod(shape[:-1]), shape[-1]

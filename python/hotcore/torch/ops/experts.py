@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...config import HotConfig
 from .. import _compat
-from . import codes, core
+from . import calls, codes, core
 from .core import Handle, handle_of
 from .registry import Size, not_differentiable, operator
 
@@ -148,6 +148,7 @@ def _saved_experts(
     each: Size,
     bits: int,
 ) -> Tensor:
+    calls.refuse_transforms("experts")
     call = (weight, scores, ends, order, each, _draw_seed(x), bits)
     y: Tensor = _Product.apply(x, *call)  # type: ignore[no-untyped-call]  # so in torch
     return y

@@ -163,6 +163,8 @@ def _options(smoothing: float, softcap: float | None, scale: float, chunk: int |
         raise ValueError(f"label_smoothing: {smoothing} is outside 0 to 1")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap: {softcap}; expected a positive number or None")
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"lse_square_scale: {scale}; expected a finite number")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: {chunk}; expected a positive number or None")
     return Options(float(smoothing), float(softcap or 0), float(scale), chunk or 0)
@@ -555,6 +557,7 @@ def _linear_cross_entropy(
     reduction: str,
     *options: _OPTIONS,
 ) -> Tensor:
+    calls.refuse_transforms(_NAME)
     if not torch.is_grad_enabled():  # which needs_input_grad does not say
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     arguments = (x, weight, bias, target, seed, config, ignore_index, reduction, *options)

@@ -124,7 +124,7 @@ def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_js
     dtype = calls.autocast_dtype(x)
     calls.check_dtypes(x, weight.dtype, bias, dtype)
     calls.check_transforms("linear", x, weight, bias)
-    return product(calls.cast(x, dtype), weight, bias, config_json)
+    return undifferentiated(calls.cast(x, dtype), weight, bias, config_json)
 
 
 def _compiled_linear(
@@ -277,6 +277,18 @@ def product(
     return y
 
 
+def undifferentiated(
+    x: Tensor, weight: Tensor | Frozen, bias: Tensor | None, config: str
+) -> Tensor:
+    """:func:`product` of a call without gradients; in graphs the operator that sees transforms."""
+    if not torch.compiler.is_compiling():
+        return product(x, weight, bias, config)
+    parts: Any = weight if isinstance(weight, Frozen) else (weight,)
+    held, *fields = parts
+    y: Tensor = _linear(x, held, bias, None, None, config, None, *fields)
+    return y
+
+
 # ---- autograd ----
 
 
@@ -397,6 +409,7 @@ def _linear(
     codes: Tensor | None = None,
     *frozen: Fields,
 ) -> Tensor:
+    calls.refuse_transforms("linear")
     y: Tensor = Linear.apply(x, weight, bias, seed, config, saved, codes, *frozen)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
@@ -422,7 +435,7 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
         matrix = codes.dequantized(_for_product(weight, inner.dtype)).to(inner.dtype)
         return F.linear(inner, matrix, None if bias is None else calls.cast(bias, dtype))
     if not wanted:
-        return product(inner, weight, bias, config_json)
+        return undifferentiated(inner, weight, bias, config_json)
     x_codes = None
     if not calls.is_int8(config_json):
         if compiled and config_json:

@@ -77,8 +77,9 @@ def operator(
         if fake is None:
             library.impl(name, function, "CompositeImplicitAutograd")
         else:
+            kernel = _without_derivative(function, name) if product else function
             for key in ("CPU", "CUDA"):
-                library.impl(name, function, key)
+                library.impl(name, kernel, key)
             made = _of_product(fake) if product else fake
             torch.library.register_fake(f"hotcore::{name}", made, lib=library)
         if product:
@@ -113,6 +114,26 @@ def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # with None
         return f"{_type(typing.get_args(annotation)[0])}?"
     return _TYPES[annotation]
+
+
+def _without_derivative(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A product that raises RuntimeError where autograd would follow it; a layer's does not.
+
+    It would be plain, or with an 8-bit forward no product at all. Such graphs come of taking a
+    layer's operators apart outside of torch.compile.
+    """
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in arguments):
+            raise RuntimeError(
+                f"torch.ops.hotcore.{name}: a graph whose HOT layers were taken apart "
+                "(ExportedProgram.run_decompositions, make_fx) has no derivatives; run it under "
+                "torch.no_grad(), or train the program as torch.export made it"
+            )
+        return function(*arguments)
+
+    return called
 
 
 def _of_product(fake: Callable[..., Any]) -> Callable[..., Any]:

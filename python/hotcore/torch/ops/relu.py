@@ -30,10 +30,12 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """``F.relu`` that keeps one bit a value for backward, in whole blocks of 1024.
 
     The bit is x > 0, so a NaN passes no gradient on (the NaN itself already reached the loss). The
-    plain function runs where nothing is differentiated, for other dtypes than HOT's, for nested
-    tensors, and with a warning for DTensors.
+    plain function runs where nothing is differentiated, inside of ``torch.func`` transforms, for
+    other dtypes than HOT's, for nested tensors, and with a warning for DTensors.
     """
     wanted = torch.is_grad_enabled() and input.requires_grad
+    if wanted and not torch.compiler.is_compiling() and _compat.transforms_active():
+        wanted = False
     if wanted and is_dtensor(input):
         what = "hotcore.torch: a ReLU of a DTensor keeps its result as it is"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
