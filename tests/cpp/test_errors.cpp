@@ -231,9 +231,7 @@ TEST(Errors, compress_activation) {
       [](Arguments& t) {
         hot::compress_activation(t.context, t.w, t.spec, {t.saved_data, t.saved_bytes}, {});
       });
-}
 
-TEST(Errors, a_workspace_that_overlaps_what_is_compressed) {
   const std::vector<float> values = normal(100 * 12);
   const auto x = hot::matrix(static_cast<const void*>(values.data()), DType::f32, 100, 12);
   hot::BackwardLinearSpec spec{};
@@ -252,15 +250,6 @@ TEST(Errors, a_workspace_that_overlaps_what_is_compressed) {
   expect_error(invalid, {"quantize_forward_input", "workspace overlaps out"}, [&] {
     hot::quantize_forward_input(cpu(), x, {}, {codes, size}, spec, {saved, bytes}, {codes, needed});
   });
-}
-
-TEST(Errors, explained_operations) {
-  const std::int64_t large = std::int64_t{1} << 26;
-  expect_error(invalid, {"explain_gemm", "k 67108864", "2^58"},
-               [&] { hot::explain_gemm("sm_90", large, large, large); });
-  expect_error(invalid, {"explain", "tokens is 67108864", "2^58"},
-               [&] { hot::explain("sm_90", {large, large, large}, {}); });
-  EXPECT_NO_THROW(hot::explain_gemm("sm_90", large, large, 64));
 }
 
 TEST(Errors, decompress_activation) {

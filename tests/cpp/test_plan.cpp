@@ -525,6 +525,10 @@ TEST(Plan, what_cannot_be_explained_is_refused) {
     expect([&] { hot::explain("cuda:0", shape, spec); }, "no CUDA backend");
   }
   expect([&] { hot::explain("sm_90", {-1, 64, 64}, spec); }, "tokens");
+  const std::int64_t large = std::int64_t{1} << 26;  // three of them: 2^78 multiplications
+  expect([&] { hot::explain("sm_90", {large, large, large}, spec); }, "a product of at most 2^58");
+  expect([&] { hot::explain_gemm("sm_90", large, large, large); }, "a product of at most 2^58");
+  EXPECT_NO_THROW(hot::explain_gemm("sm_90", large, large, 64));
   hot::ExplainOptions options;
   options.compress = options.gx = options.gw = options.gb = false;
   expect([&] { hot::explain("sm_90", shape, spec, options); }, "want nothing");
