@@ -47,7 +47,6 @@ WIDTH = 0.8
 PLAIN, EXACT, FP8, INT8_TORCHAO = "#888888", "#aa55cc", "#ee8833", "#997733"
 ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
 PANEL = (3.4, 2.9)  # inches
-MOST_CONTENDERS = 50  # room for the legend
 SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
 
 
@@ -130,6 +129,11 @@ def marker_of(how: Mapping[str, Any]) -> str:
     if "first" in how:
         letter = {0.75: "q", 0.5: "h"}[how["first"]]
         return f"${letter.upper() if graphs else letter}$"
+    if "head" in how:
+        letter = "a" if "attention_kept" in how else "c" if how["head"] == "torch" else "e"
+        return f"${letter.upper() if graphs else letter}$"
+    if "whole" in how:
+        return "$w$"
     if "attention_kept" in how:
         return "H" if graphs else ">"
     if "checkpointed" in how:
@@ -172,7 +176,10 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
     models = report["steps"]
     columns = min(3, len(models))
     lines = -(-len(models) // columns)
-    size = (PANEL[0] * columns, PANEL[1] * lines + 0.28 * MOST_CONTENDERS / (columns + 1))
+    names = {name for entry in models.values() for name in entry["rows"]}
+    width, longest = PANEL[0] * columns, max(map(len, names))
+    beside = max(1, int(width / (0.062 * longest + 0.4)))  # of a font of 8 points, with the mark
+    size = (width, PANEL[1] * lines + 0.18 * -(-len(names) // beside))
     figure, grid = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     handles: dict[str, Any] = {}
     for axes, entry in zip(grid.flat, models.values(), strict=False):
@@ -181,7 +188,7 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
         axes.set_visible(False)
     figure.legend(
         handles.values(), handles, fontsize=8, frameon=False, labelcolor=ON_ANY,
-        ncols=columns + (columns > 1), loc="outside lower center",
+        ncols=beside, loc="outside lower center",
     )  # fmt: skip
     save(figure, path)
 

@@ -309,6 +309,7 @@ def plot_all(results: Path, out: Path) -> list[str]:
         **dict.fromkeys(
             ("gpu-check", "cuda-steps", "cuda-8b"), lambda found: plot.plot_report(found, out)
         ),
+        "cuda-memory-points-h100": lambda found: plot.plot_steps(found, out / "memory-points.svg"),
         "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
         **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
