@@ -455,6 +455,36 @@ def test_a_configuration_that_does_not_fit_is_refused_when_traced(argument: int)
         step.lower(X, W, B)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "argument", "forward", "message"),
+    [
+        ("b, 8; 6, 8", None, "plain", None),
+        ("b, 8; 6, 8", 0, "plain", r"y: shape \(b, 6\)"),
+        ("b, 8; 6, 8", 1, "plain", r"x: shape \(b, 8\)"),
+        ("b, 8; 6, 8", None, "int8", r"x: shape \(b, 8\)"),
+        ("5, 8; o, 8", None, "int8", r"w: shape \(o, 8\)"),
+        ("5, 8; o, 8", 1, "plain", r"y: shape \(5, o\)"),
+    ],
+)
+def test_symbolic_sizes_are_named(
+    sizes: str, argument: int | None, forward: Any, message: str | None
+) -> None:
+    config = hotcore.HotConfig.recipe("default", forward=forward)
+
+    def loss(x: Any, w: Any) -> Any:
+        return hot.linear(x, w, key=KEY, config=config).sum()
+
+    scope = jax.export.SymbolicScope()
+    shapes = [jax.export.symbolic_shape(size, scope=scope) for size in sizes.split(";")]
+    step = jax.export.export(jax.jit(loss if argument is None else jax.grad(loss, argument)))
+    arguments = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    if message is None:  # jnp's product alone
+        step(*arguments)
+        return
+    with pytest.raises(NotImplementedError, match=message):
+        step(*arguments)
+
+
 def test_several_random_keys_are_refused() -> None:
     for impl in ("threefry2x32", "rbg"):
         with pytest.raises(ValueError, match=r"key: key<\w+> \(3,\)"):

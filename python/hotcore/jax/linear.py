@@ -120,6 +120,7 @@ def _seed(key: Array) -> Array:
 
 def _product(config: HotConfig, x: Array, w: Array, b: Array | None) -> Array:
     if config.forward == "int8":
+        _check_numbers(w, "w")
         return forward_linear(_matrix(x), w, b, config).reshape(*x.shape[:-1], len(w))
     y = jnp.matmul(x, w.T)
     return y if b is None else y + b
@@ -169,13 +170,20 @@ def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tup
 def _backward(config: HotConfig, kept: _Kept, gy: Array) -> tuple[Array | None, ...]:
     in_features = kept.x_shape[-1]
     gx, gw, gb = backward_linear(
-        _matrix(gy), kept.w, kept.saved, kept.seed, config, in_features, kept.dtypes
+        _matrix(gy, "y"), kept.w, kept.saved, kept.seed, config, in_features, kept.dtypes
     )
     return None if gx is None else gx.reshape(kept.x_shape), gw, gb, None
 
 
-def _matrix(x: Array) -> Array:
+def _check_numbers(array: Array, name: str) -> None:
+    if not all(isinstance(size, int) for size in array.shape):  # jax.export's symbolic shapes
+        shape = ", ".join(map(str, array.shape))
+        raise NotImplementedError(f"{name}: shape ({shape}); HOT needs sizes that are numbers")
+
+
+def _matrix(x: Array, name: str = "x") -> Array:
     """``[..., I]`` as ``[L, I]``."""
+    _check_numbers(x, name)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
