@@ -485,6 +485,17 @@ def test_symbolic_sizes_are_named(
         step(*arguments)
 
 
+def test_an_exported_gradient(rng: np.random.Generator) -> None:
+    """JAX asks for the names of custom calls, for it does not know how long they last."""
+    _, x, w, _ = layer(rng, 5)
+    step = jax.jit(jax.grad(lambda x, w: hot.linear(x, w, key=KEY).sum(), (0, 1)))
+    names = ("hotcore_compress_activation", "hotcore_backward_linear")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    exported = jax.export.export(step, disabled_checks=checks)(x, w)
+    for got, wanted in zip(exported.call(x, w), step(x, w), strict=True):
+        equal_bits(np.asarray(got), np.asarray(wanted))
+
+
 def test_several_random_keys_are_refused() -> None:
     for impl in ("threefry2x32", "rbg"):
         with pytest.raises(ValueError, match=r"key: key<\w+> \(3,\)"):
