@@ -139,15 +139,11 @@ def marker_of(how: Mapping[str, Any]) -> str:
     if "checkpointed" in how:
         return "X" if "compiled" in how else "x"
     if "kept" in how:
-        whole = isinstance(how["kept"], int)
-        if graphs:
-            return "P" if whole else "p" if how["kept"]["attention"] else "8"
-        return "D" if whole else "d"
+        return "P" if graphs else "D"
     if "memory_budget" in how:
-        budget = how["memory_budget"]
-        return (
-            f"${10 * budget:.0f}$" if graphs else {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[budget]
-        )
+        if graphs:
+            return f"${10 * how['memory_budget']:.0f}$"
+        return {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[how["memory_budget"]]
     if "liger" in how:
         return "D"
     if how.get("fp8", "tensorwise") != "tensorwise":

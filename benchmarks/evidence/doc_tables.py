@@ -90,7 +90,7 @@ def all_steps(report: Report) -> Lines:
         yield from (f"**{entry['title']}**", "", *steps(report, model), "")
 
 
-def ratios(report: Report) -> Lines:
+def by_model(report: Report) -> Lines:
     """A step of every contender, of compiled bf16's, by model."""
     entries = report["steps"].values()
     yield from header(["of compiled bf16's", *(entry["title"] for entry in entries)])
@@ -613,12 +613,12 @@ def pays(results: Path) -> Lines:
             figures = steps_of(rows, "compiled", eight)
             if model in PAYS_FP8 and any(figures.values()):
                 yield f"{title}, compiled", f"torchao {eight}", figures
+        how, words = "reduce-overhead", ", CUDA graphs"
         for entry in (report(RIVALS_REPORT)["steps"][model] for model in PAYS_RIVALS):
-            for rival, words in (("bf16", bf16), ("FP8 tensorwise", "torchao FP8 tensorwise")):
-                how = "reduce-overhead"
-                figures = steps_of(entry["rows"], how, f"{rival} {how}")
+            for name, rival in (("bf16", bf16), ("FP8 tensorwise", "torchao FP8 tensorwise")):
+                figures = steps_of(entry["rows"], how, f"{name} {how}")
                 if any(figures.values()):
-                    yield f"step of {entry['title']}, CUDA graphs", f"{words}, CUDA graphs", figures
+                    yield f"step of {entry['title']}{words}", f"{rival}{words}", figures
         for entry in (less["vit_b"], less["bert"]):
             for words, suffix in PAYS_LESS_MEMORY.items():
                 figures = steps_of(entry["rows"], suffix, REFERENCE)
@@ -764,10 +764,9 @@ def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
 
 TABLES = evidence_tables
 KINDS: dict[str, tuple[str | None, Make]] = {
-    **_of(None, about, cpu_layers, backward_times, points),
+    **_of(None, about, cpu_layers, backward_times, points, by_model),
     **_of("", config_fields),
     "steps-of": (None, all_steps),
-    "ratios": (None, ratios),
     **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
     **_of("gpu-check.json", tests),
     **_of("cuda-steps.json", steps, all_steps, summary),
