@@ -38,7 +38,6 @@ from tqdm import tqdm
 
 KINDS = ("gx", "gw")
 MORE = (
-    small_tasks.COMPACT,
     *(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),
 )
 """Beside what trains in the rivals' table."""

@@ -222,8 +222,8 @@ def test_every_contender_is_put() -> None:
         layers = [m for m in model.modules() if type(m).__name__ == "HotLinear"]
         before = [layer.config for layer in layers]
         assert {c.gx_bits for c in before} == {8} and {c.token_grid for c in before} == {(8, 8)}
-        rounding = {(c.gx_rounding, c.gw_rounding, c.x_rounding) for c in before}
-        assert rounding == {("pseudo_stochastic",) * 3}
+        rounding = {(c.gx_rounding, c.gw_rounding) for c in before}
+        assert rounding == {("pseudo_stochastic",) * 2}
         assert ("token" in {c.gx_scale for c in before}) == ("gx_scale" in contender.lqs)
         for _ in range(2):
             step()
@@ -422,7 +422,7 @@ def made_reports(folder: Path) -> None:
         for seed in (0, 1)
     }  # fmt: skip
     runs["gpt/paper/1"] = {"diverged": "loss is nan at step 1", "cpu_seconds": 1.0}
-    report = {"settings": {"table": "rivals"}, "left out": {"lora": "x", "compact": "CPU only"},
+    report = {"settings": {"table": "rivals"}, "left out": {"lora": "x", "luq": "CPU only"},
               "runs": runs}  # fmt: skip
     (folder / "training.json").write_text(json.dumps(report))
     report["settings"] = {"table": "ablations"}
@@ -508,7 +508,7 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "| fp32's loss | 1.500 ± 0.707 | 2.500 ± 0.707 |" in found
     assert "| default | +0.250 ± 0.000 | +0.250 ± 0.000 |" in found
     assert "| paper | +0.500 ± 0.000 | +0.500, 1 diverged |" in found
-    assert "|\n\n*training.json: `compact` left out: CPU only*\n" in found  # no row of the table
+    assert "|\n\n*training.json: `luq` left out: CPU only*\n" in found  # no row of the table
     assert found.index("| default") < found.index("| paper")
     found = table("rows ablations.json paper; nobody")
     assert "| nobody |  |  |" in found and "default" not in found

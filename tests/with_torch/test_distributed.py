@@ -311,7 +311,7 @@ def test_a_layer_whose_codes_are_gathered(mesh: Any, seeded: None) -> None:
     for name in ("y", "weight", "bias"):
         assert torch.equal(coded[name], plain[name]), name
     assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
-    layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=128)
+    layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=256)
     with pytest.raises(RuntimeError, match="forward_block has changed"):
         layer[0](x)
     layer[0].config = "default"
