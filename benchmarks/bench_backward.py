@@ -35,27 +35,19 @@ import timing
 import torch
 from evidence import doc_tables, rivals
 from hotcore.torch.ops import linear
-from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, TOKEN_SETTINGS, Shape, floor_ms
+from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, Shape, floor_ms
 from timing import Call, Row
 
-RECIPES = ("default", "fast", "paper", "accurate", "compact", *TOKEN_SETTINGS)
-"""Recipes, and the storages of one code a value."""
+RECIPES = ("default", "fast", "paper", "accurate")
 PARTS = ("layers", "paper", "stages", "forward", "host")
 ALL = ("gx", "gw", "gb")
-BOTH = ("default", "fast", "compact")
+BOTH = ("default", "fast")
 """Recipes whose forward and backward are timed together."""
 HOST_BAR_US = 60.0
 LEAST_STAGE_ROUNDS = 4
 TOY: Shape = (64, 64, 64)
 PRODUCT = re.compile("cutlass|gemm|product", re.IGNORECASE)  # in names of kernels
 Groups = dict[str, dict[str, Shape]]
-
-
-def config_of(name: str) -> hotcore.HotConfig:
-    """A recipe, or a storage of one code a value."""
-    if name in TOKEN_SETTINGS:
-        return hotcore.HotConfig(**TOKEN_SETTINGS[name])
-    return hotcore.HotConfig.recipe(name)
 
 
 def tensors(shape: Shape, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -73,21 +65,21 @@ def hot_backward(
     gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, recipe: str, need: Sequence[str] = ALL
 ) -> Call:
     """A call of backward_linear; x is compressed here, outside of it."""
-    config = config_of(recipe)
+    config = hotcore.HotConfig.recipe(recipe)
     saved = hotcore.compress_activation(x, config, key=1) if "gw" in need else None
     weight = w if "gx" in need else None
     return lambda: hotcore.backward_linear(gy, weight, saved, config=config, need=need, key=1)
 
 
 def hot_compress(x: torch.Tensor, recipe: str) -> Call:
-    config = config_of(recipe)
+    config = hotcore.HotConfig.recipe(recipe)
     return lambda: hotcore.compress_activation(x, config, key=1)
 
 
 def hot_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor, recipe: str, int8: bool) -> Call:
     """A layer's forward, x compressed, and its backward."""
     gy, w, x = arrays
-    config, own = config_of(recipe), bias.to(x.dtype)
+    config, own = hotcore.HotConfig.recipe(recipe), bias.to(x.dtype)
 
     def call() -> object:
         if int8:
@@ -375,7 +367,9 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
             x.requires_grad_()
             contenders: dict[str, Call] = {"plain": partial(torch.nn.functional.linear, x, w)}
             for recipe in args.recipe:
-                contenders[recipe] = partial(hot.linear, x, w, None, config_of(recipe))
+                contenders[recipe] = partial(
+                    hot.linear, x, w, None, hotcore.HotConfig.recipe(recipe)
+                )
             rows = timing.in_turns(contenders, args.rounds, args.device)
             layers[name] = {"shape": shape, "rows": rows}
         total = timing.summed([layer["rows"] for layer in layers.values()])
@@ -479,7 +473,7 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
     plain = torch.nn.Linear(TOY[2], TOY[1], device=device, dtype=x.dtype)
     layers = {"nn.Linear, forward and backward": layer_step(plain, x, gy)}
     for recipe in args.recipe:
-        config = config_of(recipe)
+        config = hotcore.HotConfig.recipe(recipe)
         backward = grads(hot.linear(x, w, None, config))
         rows[f"adapter backward {recipe}"] = row = host_us(backward, device)
         row["over torch's us"] = 1e3 * (row["median_ms"] - rows["plain backward"]["median_ms"])

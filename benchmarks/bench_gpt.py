@@ -49,7 +49,6 @@ import torch
 import torch.nn.functional as F
 from evidence import doc_tables, rivals, side_by_side
 from evidence.evidence_tables import WAY
-from layers import HALF_OF_TOKENS, TOKEN_SETTINGS
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
@@ -58,17 +57,11 @@ from training import Contender, cleaned, config_of
 GIB = 2**30
 
 
-RECIPES = ("default", "fast", "accurate", "paper", "compact")
+RECIPES = ("default", "fast", "accurate", "paper")
 CONTENDERS = (
     Contender("bf16"),
     *(Contender(recipe, recipe) for recipe in RECIPES),
     *(Contender(f"{recipe} int8-forward", recipe, forward="int8") for recipe in RECIPES),
-    *(Contender(name, "default", settings=fields) for name, fields in TOKEN_SETTINGS.items()),
-    Contender(
-        "token4, half of the tokens",
-        "default",
-        settings={**TOKEN_SETTINGS["token4"], **HALF_OF_TOKENS},
-    ),
     Contender("default, attention kept", "default", attention_kept=True),
     Contender("fast, attention kept", "fast", attention_kept=True),
     Contender("FP8 tensorwise", fp8="tensorwise"),

@@ -37,7 +37,7 @@ from timing import Call, Row
 PARTS = ("graph", "breakdown", "batch")
 FIG_1 = ("layer4.conv2", "qkv", "stages.1.fc1")
 """Layers of Fig. 1: ResNet-50's, ViT-B's, EfficientFormer-L7's."""
-RECIPES = ("default", "fast", "paper", "compact")
+RECIPES = ("default", "fast", "paper")
 BATCH = 128
 GRAPH_CALLS = 24
 LARGE_CALL_BUDGET_MS = 60.0

@@ -73,10 +73,8 @@ CONTENDERS = (
     Contender("fp32, blocks recomputed", checkpointed=True),
     Contender("HOT default", "default"),
     Contender("HOT default + LoRA", "default", lora=True),
-    Contender("HOT compact", "compact"),
     Contender("bf16", autocast=True),
     Contender("bf16, HOT default", "default", autocast=True),
-    Contender("bf16, HOT compact", "compact", autocast=True),
     Contender("bf16, blocks recomputed", autocast=True, checkpointed=True),
 )
 SIMULATED = ("LBP-WHT", "LUQ")

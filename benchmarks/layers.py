@@ -7,23 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 Call = Callable[[], object]
 """What is timed."""
 Shape = tuple[int, int, int]
 """L tokens, O out features, I in features."""
-
-ONE_CODE: dict[str, Any] = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
-"""What the storages of one code a value are measured with, and each of its own."""
-TOKEN_SETTINGS: dict[str, dict[str, Any]] = {
-    "token8": {**ONE_CODE, "storage": "token8", "x_rounding": "nearest"},
-    "token4": {**ONE_CODE, "storage": "token4"},
-    "token2": {**ONE_CODE, "storage": "token2"},
-}
-HALF_OF_TOKENS: dict[str, Any] = {"basis": "sketch", "rank": 8}
-"""With a token storage: g_w takes 8 of 16 tokens."""
-
 
 VIT = {  # ViT-B/16, batch 128
     "qkv": (25216, 2304, 768),
@@ -93,16 +81,14 @@ def floor_ms(shape: Shape, recipe: str, passes: int = 1) -> float:
 
     g_y is read ``passes`` times (2 bytes per value). Per value one INT8 code is written for g_x,
     and one (full) or half a code (r = 8) for g_w. w is read and its codes are written. Recipes with
-    x in INT4 unpack it (0.53 + 1 bytes), in 2 bits 0.28 + 1. A product takes the longer of its
-    arithmetic and its bytes.
+    x in INT4 unpack it (0.53 + 1 bytes). A product takes the longer of its arithmetic and its
+    bytes.
     """
     tokens, outs, ins = shape
     kept = tokens / 2 if recipe in HALF_RANK else tokens
     quantise = tokens * outs * (2 * passes + 1) + kept * outs + 3 * outs * ins
     if recipe == "default":
         quantise += 1.53 * tokens * ins
-    if recipe == "compact":
-        quantise += 1.28 * tokens * ins
 
     def product(m: float, n: float, k: float) -> float:
         return max(2 * m * n * k / TOPS, (m * k + n * k + 2 * m * n) / BANDWIDTH)

@@ -87,11 +87,9 @@ def people(task: Task) -> list[Contender]:
 
     compiled: dict[str, Any] = {"compiled": "default"}
     graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
-    if task.channels_last:  # by storage; k x k alone; with ReLU's bits, x of the next convolution
+    if task.channels_last:  # k x k alone; with ReLU's bits, x of the next convolution
         kinds: dict[str, dict[str, Any]] = {
             "default {}": {},
-            "token8 {}": {"settings": {"storage": "token8", "gw_scale": "token"}},
-            "token4 {}": {"settings": {"storage": "token4", "gw_scale": "token"}},
             "default {}, k x k alone": {"wide": True},
             "default {}, saved": {"kept": 8},
         }

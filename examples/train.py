@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("vit", "gpt")
-RECIPES = ("fp32", "default", "fast", "paper", "accurate", "compact")
+RECIPES = ("fp32", "default", "fast", "paper", "accurate")
 DEFAULT_RECIPES = ("fp32", "default", "fast", "paper")
 FORWARDS = ("plain", "int8")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ def gx_bound(gy: Matrix, w: Matrix, config: HotConfig) -> Bound:
     y_hat = reference.fwht(np.pad(gy, ((0, 0), more)), block=n).astype(np.float64)
     w_hat = reference.fwht(np.pad(w, (more, (0, 0))), axis=0, block=n).astype(np.float64)
     s_y = np.abs(y_hat).max(1 if config.gx_scale == "token" else None, keepdims=True) / q
-    s_w = np.abs(w_hat).max(0 if config.weight_scale == "channel" else None, keepdims=True) / q
+    s_w = np.abs(w_hat).max(None if config.gx_scale == "tensor" else 0, keepdims=True) / q
     error = s_y * np.abs(w_hat).sum(0) + s_w / 2 * np.abs(y_hat).sum(1, keepdims=True)
     error = (error + w_hat.shape[0] * s_y * s_w / 2) / n
     exact = gy.astype(np.float64) @ w
@@ -46,14 +45,8 @@ def gw_bound(gy: Matrix, x: Matrix, config: HotConfig, key: int) -> Bound:
     if config.equalize_tokens:
         t = np.exp2(reference.token_exponents(x).astype(np.float64) - 127).astype(np.float32)
         gy, x = gy * t[:, None], x / t[:, None]
-    rotated = config.storage == "rht2"
-    if rotated:
-        left, right = (
-            reference._along_tokens(v, config, "gradient", key).astype(np.float64) for v in (gy, x)
-        )
-    else:
-        left = reference.hla(gy, side="gradient", **options).astype(np.float64)
-        right = reference.hla(x, side="activation", **options).astype(np.float64)
+    left = reference.hla(gy, side="gradient", **options).astype(np.float64)
+    right = reference.hla(x, side="activation", **options).astype(np.float64)
     divisor = reference._divisor(config)
     one = None if config.gw_scale == "tensor" else 0
     s_g = np.abs(left).max(one, keepdims=True) / 127
@@ -62,13 +55,8 @@ def gw_bound(gy: Matrix, x: Matrix, config: HotConfig, key: int) -> Bound:
         amax = np.stack([np.abs(right[start : start + 64]).max(0) for start in starts])
         of_group = amax / 7 * (1 + 2**-7)  # rounded up to bf16
         s_x = np.repeat(of_group, 64, 0)[: len(right)] + 7 * of_group.max(0) / 127
-    elif rotated:  # rht2 may cut a value off; what it comes back as is below 2 scales
-        plain = dataclasses.replace(config, equalize_tokens=False)
-        saved = reference.compress_activation(x, plain, key=key)
-        scale = reference.bf16_values(saved.scales).astype(np.float64).T
-        s_x = np.abs(right) + np.repeat(2 * scale, 64, 0) + 2 * scale.max(0) / 127
     else:
-        one = None if config.x_scale == "tensor" else 0
+        one = 0 if config.gw_scale == "channel" else None
         s_x = np.abs(right).max(one, keepdims=True) / 127
     s_g, s_x = np.broadcast_to(s_g, left.shape), np.broadcast_to(s_x, right.shape)
     error = s_g.T @ np.abs(right) + np.abs(left).T @ s_x + s_g.T @ s_x

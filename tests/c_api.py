@@ -177,11 +177,9 @@ class CApi:
             return made
         for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
             setattr(made, name, getattr(config, name))
-        for name in ("gx_scale", "weight_scale"):
-            setattr(made, name, CONSTANTS[f"HOT_SCALE_{getattr(config, name).upper()}"])
-        for name in ("gw_scale", "x_scale"):
-            setattr(made, name, CONSTANTS[f"HOT_GW_SCALE_{getattr(config, name).upper()}"])
-        for name in ("gx_rounding", "gw_rounding", "x_rounding"):
+        made.gx_scale = CONSTANTS[f"HOT_SCALE_{config.gx_scale.upper()}"]
+        made.gw_scale = CONSTANTS[f"HOT_GW_SCALE_{config.gw_scale.upper()}"]
+        for name in ("gx_rounding", "gw_rounding"):
             setattr(made, name, CONSTANTS[f"HOT_{getattr(config, name).upper()}"])
         made.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
         made.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]

@@ -72,7 +72,7 @@ def stages(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 # Of benchmarks, and of the reference's token storages: long as whole files.
-LONG = re.compile(r"test_(bench\w*|evidence|gpt|rivals|reference_one_code)\.py|evidence/")
+LONG = re.compile(r"test_(bench\w*|evidence|gpt|rivals)\.py|evidence/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from hotcore.torch.ops import experts
 from torch import Tensor, nn
 
 WORLD = 2
 Body = Callable[[int, str], None]
 _nothing = contextlib.nullcontext
-NEAREST = hot.HotConfig(gx_rounding="nearest", gw_rounding="nearest", x_rounding="nearest")
+NEAREST = hot.HotConfig.recipe("accurate", gx_rounding="nearest", gw_rounding="nearest")
 
 
 def run(rank: int, store: str, device: str, bodies: Sequence[Body]) -> None:
@@ -82,21 +81,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Mixture(nn.Module):
-    """Experts whose x is kept in 4 bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(64, 4)
-        self.first = nn.Parameter(torch.randn(4, 128, 64) / 8)
-        self.last = nn.Parameter(torch.randn(4, 64, 128) / 11)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(0, 1)
-        scores, chosen = self.router(x).softmax(1).topk(2)
-        return experts.experts(x, chosen, scores, self.first, self.last, torch.relu, 4)
 
 
 def build(config: Any, device: str, hidden: int = 128) -> Any:
@@ -270,19 +254,6 @@ def fsdp_accumulation(rank: int, device: str) -> None:
                 assert error(whole(p.grad), q.grad / WORLD) < near(device), how
 
     through_checkpoint(model, sharded("default", True), rank, device)
-
-    if not experts.AVAILABLE:
-        return
-    torch.manual_seed(0)
-    mixture = Mixture().to(device)
-    alone = copy.deepcopy(mixture)
-    fully_shard(mixture, mesh=mesh)
-    for each, ranks in ((mixture, (rank,)), (alone, range(WORLD))):
-        for of in ranks:
-            torch.manual_seed(50 + of)
-            each(batches[of]).square().mean().backward()
-    for p, q in zip(mixture.parameters(), alone.parameters(), strict=True):
-        assert error(whole(p.grad), q.grad / WORLD) < near(device)
 
 
 def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
@@ -532,9 +503,11 @@ def pipelines(rank: int, device: str) -> None:
             flow = [part(micro) for micro in flow]
         pairs = zip(flow, target.chunk(4), strict=True)
         (sum(loss_of(y, wanted) for y, wanted in pairs) / 4).backward()
+        # Two stages of a rank draw seeds of x in another order than the model alone.
+        most = 0.02 if config is NEAREST else near(device)
         for i in own:
             for p, q in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
-                assert error(p.grad, q.grad) < near(device), (name, i)
+                assert error(p.grad, q.grad) < most, (name, i)
 
     for around in (_nothing, hot.gradient_accumulation):
         for name in ("ScheduleGPipe", "Schedule1F1B"):

@@ -33,12 +33,8 @@ PURPOSE_GW_ACTIVATION = 3
 PURPOSE_GW_GRADIENT = 4
 PURPOSE_SKETCH = 5
 PURPOSE_REQUANTIZE = 6
-PURPOSE_SIGNS = 7
 
 INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
-ROTATED_BLOCK = 64  # tokens of rht2 that are transformed together and share a scale
-TOKEN_GROUP = 32  # features of a token4 or token2 that share a ratio
-TOKEN_STORAGES = ("token8", "token4", "token2")  # numerics.md: "One code a value"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -76,7 +72,6 @@ class Config:
     hadamard_block: int = 16
     gx_bits: int = 8
     gx_scale: str = "token"
-    weight_scale: str = "channel"
     gx_rounding: str = "stochastic"
     basis: str = "full"
     rank: int = 16
@@ -87,8 +82,6 @@ class Config:
     gw_scale: str = "channel"
     gw_rounding: str = "stochastic"
     storage: str = "int4"
-    x_scale: str = "channel"
-    x_rounding: str = "stochastic"
     equalize_tokens: bool = False
     forward: str = "plain"
     forward_block: int = 64
@@ -103,15 +96,12 @@ def recipe(name: str, **overrides: Any) -> Config:
         "paper": {
             "gx_bits": 4,
             "gx_scale": "tensor",
-            "weight_scale": "tensor",
             "basis": "lowpass",
             "rank": 8,
             "gw_scale": "tensor",
             "storage": "int8",
-            "x_scale": "tensor",
         },
         "accurate": {"storage": "int8"},
-        "compact": {"storage": "rht2", "equalize_tokens": True},
     }
     return Config(**{**fields[name], **overrides})
 
@@ -328,14 +318,12 @@ def token_order(tokens: int, spec: LowRank) -> tuple[NDArray[np.intp], NDArray[n
     return body, prefix
 
 
-def sketch_folds(
-    blocks: int, block: int, rank: int, key: KeyLike, purpose: int = PURPOSE_SKETCH
-) -> NDArray[np.int64]:
+def sketch_folds(blocks: int, block: int, rank: int, key: KeyLike) -> NDArray[np.int64]:
     """The non-zero ``a`` of every fold of every block of tokens: int64 ``[blocks, log2(n/r)]``.
 
     Source: docs/numerics.md, "Low rank", sketch.
     """
-    words = random_words(np.arange(blocks), key, purpose).astype(_u64)
+    words = random_words(np.arange(blocks), key, PURPOSE_SKETCH).astype(_u64)
     folds = (block // rank).bit_length() - 1
     shifts = np.empty((blocks, folds), np.int64)
     for j in range(folds):
@@ -618,17 +606,6 @@ def unpack_int4(packed: NDArray[np.uint8], columns: int | None = None) -> Codes:
     return codes if columns is None else codes[:, :columns].copy()
 
 
-def pack_int2(q: Codes) -> NDArray[np.uint8]:
-    """Pack codes 0 to 3 ``[R, C]``, four to a byte, the first in its lowest bits.
-
-    Source: docs/numerics.md, "x kept as rht2".
-    """
-    rows, cols = q.shape
-    fields = q.astype(np.uint8).reshape(rows, cols // 4, 4)
-    shifted = fields << (2 * np.arange(4, dtype=np.uint8))
-    return np.asarray(np.bitwise_or.reduce(shifted, axis=2), np.uint8)
-
-
 # -------------------------------------------------------------------- Integer GEMM, dequantisation
 
 
@@ -726,18 +703,10 @@ def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) 
 class Saved:
     """A compressed activation in logical form, as :func:`compress_activation` makes it.
 
-    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``, for rht2
-    ``[I, roundup(L, 64)]``; ``scales`` float32 ``[I]`` or ``[1]``, for the packed storages the
-    uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` their stored bytes, uint8
-    ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens' sizes, uint8 ``[L]``, None
-    where tokens are not equalised.
-
-    Storages token8, token4 and token2 keep rows of tokens, of ``I' = roundup(I, feature_block(I))``
-    features: ``codes`` int8 ``[L, I']``, for token2 0 to 3; ``scales`` float32 ``[L]``, for token4
-    and token2 the uint16 bits of bfloat16; ``packed`` uint8 ``[L, I'/2]`` for token4, ``[L, I'/4]``
-    for token2, otherwise None; ``ratios`` uint8 ``[L, ceil(I'/32)]`` for both, otherwise None;
-    ``sizes`` uint8 ``[I]``, the exponents e of the features' sizes plus 127.
-    :func:`saved_bytes_of` puts them in the order of their storage.
+    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``; ``scales`` float32
+    ``[I]`` or ``[1]``, for INT4 the uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` the
+    stored bytes of INT4, uint8 ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens'
+    sizes, uint8 ``[L]``, None where tokens are not equalised.
     """
 
     codes: Codes
@@ -748,8 +717,6 @@ class Saved:
     config: ConfigLike
     key: Key
     exponents: NDArray[np.uint8] | None = None
-    ratios: NDArray[np.uint8] | None = None
-    sizes: NDArray[np.uint8] | None = None
 
 
 class Gradients(NamedTuple):
@@ -787,7 +754,7 @@ def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, NDArray[np.fl
     return quantize(
         operand,
         bits=config.gx_bits,
-        scale="token" if config.weight_scale == "channel" else "tensor",
+        scale="tensor" if config.gx_scale == "tensor" else "token",
         rounding="nearest",
         purpose=PURPOSE_GX_WEIGHT,
     )
@@ -809,7 +776,7 @@ def quantize_gradient_columns(
     # The operand is transposed: its rows are channels.
     scale = {"channel": "token", "tensor": "tensor", "token": "channel"}
     subspaces = key if sketch_key is None else sketch_key
-    rows = _along_tokens(_resized(_flat(gy), exponents), config, "gradient", subspaces)
+    rows = _project(_resized(_flat(gy), exponents), _low_rank_of(config), "gradient", subspaces)
     return quantize(
         _pad_columns(rows.T, 16),
         scale=scale[config.gw_scale],
@@ -830,27 +797,22 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
     Returns:
         A :class:`Saved`.
 
-    Source: docs/numerics.md, "Shapes" (purpose 3), "INT4" and "One code a value".
+    Source: docs/numerics.md, "Shapes" (purpose 3), and "INT4".
     """
     settings = Config() if config is None else config
-    if settings.storage in TOKEN_STORAGES:
-        return _keep_tokens(_flat(x), settings, _key(key))
     values = _flat(x)
     tokens, width = values.shape
     exponents = token_exponents(values) if settings.equalize_tokens else None
     values = _resized(values, exponents, divide=True)
     rest = (tokens, width, settings, _key(key), exponents)
     if settings.storage == "int4":
-        codes, scales = _quantize_groups(values.T, settings.x_rounding, key)
+        codes, scales = _quantize_groups(values.T, key)
         return Saved(codes, scales, pack_int4(codes), *rest)
-    rows = _along_tokens(values, settings, "activation", key)
-    if settings.storage == "rht2":
-        codes, scales = _quantize_rotated(rows.T, key)
-        return Saved(codes, scales, pack_int2(codes), *rest)
+    rows = _project(values, _low_rank_of(settings), "activation", key)
     codes, scale = quantize(
         _pad_columns(rows.T, 16),
-        scale="token" if settings.x_scale == "channel" else "tensor",
-        rounding=settings.x_rounding,
+        scale="token" if settings.gw_scale == "channel" else "tensor",
+        rounding="stochastic",
         key=key,
         purpose=PURPOSE_GW_ACTIVATION,
     )
@@ -886,119 +848,13 @@ def _resized(
     return values * power[:, None]
 
 
-def rotation_signs(blocks: int, key: KeyLike) -> NDArray[np.float32]:
-    """The signs of the tokens of so many blocks of 64: -1 or 1, float32 ``[64 * blocks]``.
-
-    Source: docs/numerics.md, "x kept as rht2".
-    """
-    words = random_words(np.arange(blocks), key, PURPOSE_SIGNS)[:, :2]
-    bits = words[:, :, None] >> np.arange(32, dtype=_u32) & _u32(1)
-    return _f32(1) - _f32(2) * bits.reshape(-1).astype(_f32)
-
-
-@_quiet
-def _along_tokens(
-    values: NDArray[np.float32], config: ConfigLike, side: str, key: KeyLike
-) -> NDArray[np.float32]:
-    """What is done to ``[L, C]`` along the tokens for g_w: ``[K, C]``."""
-    if config.storage != "rht2":
-        return _project(values, _low_rank_of(config), side, key)
-    padded = _pad_columns(values.T, ROTATED_BLOCK).T
-    blocks = padded.shape[0] // ROTATED_BLOCK
-    signed = padded * rotation_signs(blocks, key)[:, None]
-    tokens = signed.reshape(blocks, ROTATED_BLOCK, values.shape[1])
-    return _transform_tokens(tokens).reshape(padded.shape)
-
-
 def _divisor(config: ConfigLike) -> int:
-    """Of the product of g_w."""
-    if config.storage == "rht2":
-        return ROTATED_BLOCK
+    """Divisor of the product of g_w."""
     return 1 if config.basis == "full" else int(config.block)
 
 
 @_quiet
-def _quantize_rotated(
-    rotated: NDArray[np.float32], key: KeyLike
-) -> tuple[Codes, NDArray[np.uint16]]:
-    """Codes int8 of ``rotated [I, K]`` and the bf16 scales of its blocks ``[I, K/64]``."""
-    channels, depth = rotated.shape
-    blocks = depth // ROTATED_BLOCK
-    y = rotated.reshape(channels, blocks, ROTATED_BLOCK)
-    u = random_bytes(1, depth, key, PURPOSE_GW_ACTIVATION).reshape(blocks, ROTATED_BLOCK)
-    codes, scale = _cut_off(y, u, _whole_byte(u), _f32(ROTATED_BLOCK))
-    stored = np.where(np.isfinite(_amax(y, -1)), round_bf16(scale), _f32(np.nan))
-    return codes.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
-
-
-@_quiet
-def _cut_off(
-    y: NDArray[np.float32],
-    u: NDArray[np.uint8],
-    off: NDArray[np.float32],
-    count: NDArray[np.float32] | np.float32,
-) -> tuple[Codes, NDArray[np.float32]]:
-    """2-bit codes of ``y [..., N]`` and the fp32 scales ``[..., 1]`` of the groups of N.
-
-    u are random bytes, ``off`` what comes off of them in steps; ``count`` the values of a group,
-    fewer than N where zeros are behind them.
-    Codes and scale are 0 where a value is not finite, or all are below ``2**-100``.
-    Source: docs/numerics.md, "x kept as rht2" ("Codes", "Scales"), "x kept as token2".
-    """
-    amax = _amax(y, -1)
-    used = np.isfinite(amax) & (amax >= _f32(2.0**-100))
-    exponent = _words(np.where(used, amax, _f32(1))) >> _u32(23)
-    y = y * ((_u32(255) - exponent) << _u32(23)).view(_f32)  # the largest is in [2, 4)
-    squares = _sum_pairs(y * y)
-    spread = np.sqrt(squares / count)
-    reach = np.minimum(_amax(y, -1), _f32(1.75) * spread)
-    codes = _dithered(y, _f32(1.5) / reach, u)
-    along = _sum_pairs(y * _code_values(codes - 2, off))
-    scale = (squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32)
-    return np.where(used, codes, 0).astype(np.int8), np.where(used, scale, _f32(0))
-
-
-def _dithered(
-    y: NDArray[np.float32], inv: NDArray[np.float32], u: NDArray[np.uint8]
-) -> NDArray[np.int64]:
-    """Codes 0 to 3 of ``y * inv`` after the random bytes u have been added."""
-    exact = np.nan_to_num(256 * (y.astype(np.float64) * inv), posinf=0, neginf=0)
-    half = 128 * 3
-    return (np.clip(np.rint(exact).astype(np.int64), -half, half) + u + half) >> 8
-
-
-def _code_values(codes: NDArray[Any], off: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What codes stand for, in steps, when their dither comes off. Exact."""
-    return codes.astype(_f32) + (_f32(1) - off)
-
-
-def _whole_byte(u: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """What comes off of the random bytes of rht2, in steps."""
-    return (u.astype(_f32) + _f32(0.5)) / _f32(256)
-
-
-def _upper_half(u: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """What comes off of the random bytes of token4 and token2, in steps."""
-    return ((u >> 4).astype(_f32) + _f32(0.5)) / _f32(16)
-
-
-def _sum_pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Sums along the last axis, a power of two: neighbours first. ``[..., 1]``."""
-    while values.shape[-1] > 1:
-        values = values[..., 0::2] + values[..., 1::2]
-    return values
-
-
-def _rotated_values(saved: Saved) -> NDArray[np.float32]:
-    """What the codes of rht2 stand for, in units of their block's scale: ``[I, K]``."""
-    u = random_bytes(1, saved.codes.shape[1], saved.key, PURPOSE_GW_ACTIVATION)
-    return _code_values(saved.codes - 2, _whole_byte(u))
-
-
-@_quiet
-def _quantize_groups(
-    x: NDArray[np.float32], rounding: str, key: KeyLike
-) -> tuple[Codes, NDArray[np.uint16]]:
+def _quantize_groups(x: NDArray[np.float32], key: KeyLike) -> tuple[Codes, NDArray[np.uint16]]:
     """INT4 codes of ``x [I, L]`` padded to ``[I, roundup(L, 32)]``, bf16 scales of its groups."""
     channels, tokens = x.shape
     padded = _pad_columns(x, INT4_GROUP)
@@ -1013,7 +869,7 @@ def _quantize_groups(
 
     width = _round_up(tokens, 16)
     per_token = np.repeat(inv, INT4_GROUP, axis=1)[:, :width]
-    codes = _round_scaled(padded[:, :width], per_token, 4, rounding, key, PURPOSE_GW_ACTIVATION)
+    codes = _round_scaled(padded[:, :width], per_token, 4, "stochastic", key, PURPOSE_GW_ACTIVATION)
     return _pad_columns(codes, 32), stored
 
 
@@ -1023,45 +879,30 @@ def decompress_activation(
 ) -> NDArray[np.float32]:
     """Tokens ``first`` to ``last`` (None: all) of an x of basis ``"full"``: ``[last - first, I]``.
 
-    Source: docs/numerics.md, "INT4" and "One code a value" ("Back to x").
+    Source: docs/numerics.md, "INT4".
     """
-    if saved.config.storage in TOKEN_STORAGES:
-        values = _unrotated_tokens(saved)
-    elif saved.config.storage == "rht2":
-        scales = np.repeat(bf16_values(saved.scales), ROTATED_BLOCK, axis=1)
-        rotated = (_rotated_values(saved) * scales).T
-        blocks = rotated.shape[0] // ROTATED_BLOCK
-        signed = _transform_tokens(rotated.reshape(blocks, ROTATED_BLOCK, saved.in_features))
-        signs = rotation_signs(blocks, saved.key) / _f32(ROTATED_BLOCK)
-        values = (signed.reshape(rotated.shape) * signs[:, None])[: saved.tokens]
-    else:
-        scales = saved.scales.reshape(-1, 1)
-        if saved.packed is not None:
-            scales = np.repeat(bf16_values(saved.scales), INT4_GROUP, axis=1)[:, : saved.tokens]
-        values = (saved.codes[:, : saved.tokens].astype(_f32) * scales).T
+    scales = saved.scales.reshape(-1, 1)
+    if saved.packed is not None:
+        scales = np.repeat(bf16_values(saved.scales), INT4_GROUP, axis=1)[:, : saved.tokens]
+    values = (saved.codes[:, : saved.tokens].astype(_f32) * scales).T
     return np.ascontiguousarray(_resized(values, saved.exponents)[first:last])
 
 
 @_quiet
 def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray[np.float32]]:
-    """Bring a packed storage to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
+    """Bring an INT4 x to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
 
     ``key`` (that of ``saved`` unless given) rounds. Source: docs/numerics.md, "Back to INT8".
     """
     groups = bf16_values(saved.scales)
-    if saved.config.storage == "int4":
-        width, largest = _round_up(saved.tokens, 16), _f32(7)
-        values = saved.codes[:, :width].astype(_f32)
-    else:
-        values = _rotated_values(saved)
-        width, largest = values.shape[1], _f32(2)
-    scale, inv = scale_of(largest * _amax(groups, 1), 8)
+    width = _round_up(saved.tokens, 16)
+    scale, inv = scale_of(_f32(7) * _amax(groups, 1), 8)
     factor = np.where(inv == 0, _f32(0), groups * inv)
     codes = _round_scaled(
-        values,
+        saved.codes[:, :width].astype(_f32),
         np.repeat(factor, INT4_GROUP, axis=1)[:, :width],
         8,
-        "stochastic" if saved.config.x_rounding == "stochastic" else "nearest",
+        "stochastic",
         saved.key if key is None else key,
         PURPOSE_REQUANTIZE,
     )
@@ -1080,7 +921,6 @@ def backward_linear(
     gw_out: Floats | None = None,
     gb_out: Floats | None = None,
     accumulate: bool = False,
-    quantized_weight: bool = False,
 ) -> Gradients:
     """Backward of ``y = x w^T + b``: ``gx = gy w``, ``gw = gy^T x``, ``gb`` = sums of gy.
 
@@ -1097,9 +937,6 @@ def backward_linear(
         gw_out: ``[O, I]``, what ``accumulate`` adds to. It is read, not written.
         gb_out: ``[O]``, likewise.
         accumulate: add to ``gw_out`` and ``gb_out``.
-        quantized_weight: storages token8, token4 and token2 only: compute what backward computes
-            where w was quantised beforehand, by ``quantize_token_weight(w, out_factors(gy, key,
-            quantized_weight=True), config)``: no sizes of out features, and their signs are fixed.
 
     Returns:
         :class:`Gradients`: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
@@ -1114,14 +951,9 @@ def backward_linear(
         saved = compress_activation(np.asarray(saved_or_x), settings, key=0 if key is None else key)
     if key is None:
         key = saved.key if saved else 0
-    one_code = settings.storage in TOKEN_STORAGES
 
     gx = gw = gb = None
-    if one_code:
-        gx, gw = _one_code_products(grad, w, saved, settings, need, key, quantized_weight)
-        gx = None if gx is None else _finish(gx, None, dtype).reshape(*gy.shape[:-1], gx.shape[1])
-        gw = None if gw is None else _finish(gw, gw_out if accumulate else None, dtype)
-    elif "gx" in need:
+    if "gx" in need:
         assert w is not None, "w: needed for gx"
         product = gemm_int8(
             *_pairs(quantize_gradient_rows(gy, settings, key), quantize_weight(w, settings)),
@@ -1129,7 +961,7 @@ def backward_linear(
             out_dtype=dtype,
         )
         gx = product.reshape(*gy.shape[:-1], w.shape[1])
-    if "gw" in need and not one_code:
+    if "gw" in need:
         assert saved is not None
         gw = _finish(
             _weight_gradient(gy, saved, settings, key), gw_out if accumulate else None, dtype
@@ -1172,394 +1004,6 @@ def bias_gradient(gy: Floats) -> NDArray[np.float32]:
             run = run + sums[:, index]
         total = total + run
     return total.astype(_f32)
-
-
-# -------------------------------------------------------------------------------- One code a value
-
-
-def feature_block(width: int, hadamard_block: int = 64) -> int:
-    """n(C): features that are transformed together where there are ``width``: 16, 32 or 64.
-
-    Source: docs/numerics.md, "One code a value" ("Blocks").
-    """
-    for n in (64, 32, 16):
-        if n <= hadamard_block and _round_up(width, n) <= width + width // 8:
-            return n
-    return 16
-
-
-def feature_signs(count: int, key: KeyLike) -> NDArray[np.float32]:
-    """The signs of so many features: -1 or 1, float32 ``[count]``.
-
-    Source: docs/numerics.md, "One code a value" ("Signs").
-    """
-    return rotation_signs(_ceil_div(count, 64), key)[:count]  # 64 features to a pair of words, too
-
-
-@_quiet
-def feature_sizes(values: Floats) -> NDArray[np.int64]:
-    """Exponents e of the powers of two that stand for the features' sizes: int64 ``[C]``.
-
-    Args:
-        values: ``[L, C]`` float32 or float16, of which up to 512 tokens are looked at.
-
-    Returns:
-        -30 to 30; 0 for features of about the usual size.
-
-    Source: docs/numerics.md, "One code a value" ("Sizes of features").
-    """
-    wide = _widen(values)
-    tokens = wide.shape[0]
-    looked_at = min(tokens, 512)
-    rows = wide[np.arange(looked_at) * tokens // max(1, looked_at)]
-    exponent = _words(_amax(rows, 1)).reshape(-1) >> _u32(23)
-    rows = rows[(exponent >= 27) & (exponent < 255)]
-    z = _resized(rows, token_exponents(rows), divide=True)
-    squares = np.minimum((z * z) * _f32(2.0**24), _f32(2.0**44))
-    sums = np.rint(squares).astype(np.int64).sum(axis=0)
-    seen = sums > 0
-    eighths = (_words(sums.astype(_f32)) >> _u32(20)).astype(np.int64)
-    distance = eighths - int(eighths[seen].sum()) // max(1, int(seen.sum()))
-    usual = (np.abs(distance) < 32) | ~seen
-    return np.where(usual, 0, np.clip((distance + 16) >> 5, -30, 30))
-
-
-def out_factors(
-    gy: Floats, key: KeyLike = 0, *, quantized_weight: bool = False
-) -> NDArray[np.float32]:
-    """``sigma_o c_o`` of g_y ``[..., O]``: signs times powers of two, float32 ``[O]``.
-
-    ``key`` is that of backward; where w comes quantised it does not count, nor does g_y.
-    Source: docs/numerics.md, "One code a value" ("Signs", "Sizes of features").
-    """
-    values = _flat(gy)
-    if quantized_weight:
-        return feature_signs(values.shape[1], 0)
-    return feature_signs(values.shape[1], key) * _powers_of_two(feature_sizes(values))
-
-
-def in_factors(saved: Saved) -> NDArray[np.float32]:
-    """``sigma_i d_i`` of an x kept as token8, token4 or token2: float32 ``[I]``.
-
-    Source: docs/numerics.md, "One code a value" ("Signs", "Sizes of features").
-    """
-    assert saved.sizes is not None
-    signs = _in_signs(saved.in_features, saved.config, saved.key)
-    return signs * _powers_of_two(saved.sizes.astype(np.int64) - 127)
-
-
-def _in_signs(count: int, config: ConfigLike, key: KeyLike) -> NDArray[np.float32]:
-    """Signs of in features of an x kept with ``key``, which only those of token2 come from."""
-    return feature_signs(count, key if config.storage == "token2" else 0)
-
-
-def quantize_token_gradient(
-    gy: Floats, factors: NDArray[np.float32], config: ConfigLike, key: KeyLike = 0
-) -> tuple[Codes, NDArray[np.float32]]:
-    """g_y ``[..., O]`` for both products: codes q int8 ``[L, O']`` and scales s float32 ``[L]``.
-
-    ``factors`` are :func:`out_factors`; g_y is divided by them.
-    Source: docs/numerics.md, "One code a value" ("Rows").
-    """
-    return quantize(
-        _rotate_features(_flat(gy), _f32(1) / factors, config.hadamard_block),
-        bits=8,
-        scale="token",
-        rounding=config.gx_rounding,
-        key=key,
-        purpose=PURPOSE_GX_GRADIENT,
-    )
-
-
-def quantize_token_weight(
-    w: Floats, factors: NDArray[np.float32], config: ConfigLike
-) -> tuple[Codes, NDArray[np.float32]]:
-    """W ``[O, I]`` for g_x: codes int8 ``[I, O']`` and scales float32 ``[I]``; to nearest.
-
-    ``factors`` are :func:`out_factors`; w is multiplied by them.
-    Source: docs/numerics.md, "One code a value" ("Rows").
-    """
-    operand = _rotate_features(_widen(w).T, factors, config.hadamard_block)
-    return quantize(operand, bits=8, scale="token", rounding="nearest")
-
-
-def tile_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np.uint8]:
-    """Random bytes of a matrix, 16 of them to a tile of 16 x 16: uint8 ``[rows, cols]``.
-
-    A row of a tile has one random byte; each of its columns adds another multiple of 16 to it.
-    Source: docs/numerics.md, "One code a value" ("x kept as token4", "x kept as token2", "g_w").
-    """
-    down, across = _ceil_div(rows, 16), _ceil_div(cols, 16)
-    words = random_words(np.arange(down * across), key, purpose).astype("<u4")
-    drawn = words.view(np.uint8).reshape(down, across, 16).transpose(0, 2, 1)
-    reversed_bits = np.array([int(f"{column:04b}"[::-1], 2) for column in range(16)], np.uint8)
-    shifted = drawn[..., None] + np.uint8(16) * reversed_bits  # modulo 256
-    return np.ascontiguousarray(shifted.reshape(down * 16, across * 16)[:rows, :cols])
-
-
-def saved_bytes_of(saved: Saved) -> NDArray[np.uint8]:
-    """The bytes that a storage token8, token4 or token2 keeps, in their order: uint8 ``[bytes]``.
-
-    Source: docs/numerics.md, "One code a value" ("Stored").
-    """
-    assert saved.sizes is not None
-    codes = saved.codes.view(np.uint8) if saved.packed is None else saved.packed
-    ratios = np.zeros(0, np.uint8) if saved.ratios is None else saved.ratios
-    rows = np.concatenate([codes.reshape(-1), ratios.reshape(-1)])
-    padding = np.zeros(-rows.size % 4, np.uint8)
-    scales = saved.scales.astype(saved.scales.dtype.newbyteorder("<")).view(np.uint8)
-    return np.concatenate([rows, padding, scales, saved.sizes])
-
-
-@_quiet
-def contributions(
-    saved: Saved,
-    gradient_scales: NDArray[np.float32],
-    drawn: NDArray[np.int64] | None = None,
-    weights: NDArray[np.float32] | None = None,
-) -> NDArray[np.float32]:
-    """X: what is kept of x times the scales s ``[L]`` of g_y's rows, float32 ``[L, I']``.
-
-    With the tokens ``drawn [K]`` (-1: none) and their ``weights``, as :func:`draw_tokens` gives
-    them, ``[K, I']``. Source: docs/numerics.md, "One code a value" ("g_w").
-    """
-    values, steps = _token_values(saved)
-    factors = steps * gradient_scales[:, None]
-    if drawn is None or weights is None:
-        return values * factors
-    taken: NDArray[np.float32] = values[drawn] * (factors[drawn] * weights[:, None])
-    return np.where((drawn >= 0)[:, None], taken, _f32(0))
-
-
-@_quiet
-def draw_tokens(
-    saved: Saved, gradient_scales: NDArray[np.float32], config: ConfigLike, key: KeyLike = 0
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The tokens that g_w takes with basis ``"sketch"``, by slots ``[K]``, and their weights.
-
-    -1: the slot stays empty. Source: docs/numerics.md, "One code a value" ("A share of the
-    tokens").
-    """
-    slots = _ceil_div(saved.tokens, config.block) * int(config.rank)
-    kept = saved.scales if saved.config.storage == "token8" else bf16_values(saved.scales)
-    sizes = np.abs(gradient_scales * kept)
-    sizes = np.where(np.isnan(sizes), _f32(np.inf), sizes)
-    levels = [int(level) for level in _words(sizes) >> _u32(20)]
-    top = max(levels, default=0)
-
-    def weight(level: int) -> int:
-        shift = 28 + (level >> 3) - (top >> 3)
-        mantissa = 8 + (level & 7)
-        return max(1, mantissa << shift if shift >= 0 else mantissa >> -shift)
-
-    mass = sum(weight(level) for level in levels if level > 0)
-    left, whole = slots, set()
-    for level in sorted(set(levels) - {0}, reverse=True):
-        count = levels.count(level)
-        if left * weight(level) < mass:
-            break
-        whole.add(level)
-        left -= count
-        mass -= count * weight(level)
-    share = float(left) * 2.0**32 / float(mass) if mass else 0.0
-    drawn, weights = np.full(slots, -1, np.int64), np.zeros(slots, _f32)
-    total = int(random_words(np.arange(1), key, PURPOSE_SKETCH)[0, 0])
-    for token, level in enumerate(levels):
-        if level == 0:
-            continue
-        part = 1 << 32
-        if level not in whole:
-            part = min(part, int(float(weight(level)) * share))
-        slot, total = total >> 32, total + part
-        if total >> 32 > slot and slot < slots:
-            drawn[slot], weights[slot] = token, _f32(2.0**32 / float(part))
-    return drawn, weights
-
-
-@_quiet
-def requantize_contributions(
-    values: NDArray[np.float32], config: ConfigLike, key: KeyLike = 0
-) -> tuple[Codes, NDArray[np.float32]]:
-    """X ``[L, I']`` in INT8: codes int8 ``[I', Kp]`` and scales float32 ``[I']``.
-
-    Source: docs/numerics.md, "One code a value" ("g_w").
-    """
-    rows = _pad_columns(values.T, 16)
-    scale, inv = scale_of(_amax(rows, 1), 8)
-    u = None
-    if config.gw_rounding == "stochastic":
-        u = tile_bytes(rows.shape[0], rows.shape[1], key, PURPOSE_REQUANTIZE)
-    codes = round_codes(np.where(inv == 0, _f32(0), rows), inv, 8, config.gw_rounding, u)
-    return codes, scale.reshape(-1)
-
-
-def _one_code_products(
-    gy: NDArray[np.float32],
-    w: Floats | None,
-    saved: Saved | None,
-    config: ConfigLike,
-    need: Collection[str],
-    key: KeyLike,
-    quantized_weight: bool,
-) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-    """g_x ``[L, I]`` and g_w ``[O, I]``, where needed."""
-    gx = gw = None
-    factors = out_factors(gy, key, quantized_weight=quantized_weight)
-    n = feature_block(gy.shape[1], config.hadamard_block)
-    q, scales = quantize_token_gradient(gy, factors, config, key)
-    if "gx" in need:
-        assert w is not None, "w: needed for gx"
-        weight, weight_scales = quantize_token_weight(w, factors, config)
-        gx = _dequantize_product(integer_product(q, weight), scales, weight_scales, n)
-    if "gw" in need and gy.shape[0] == 0:
-        assert saved is not None
-        gw = np.zeros((gy.shape[1], saved.in_features), _f32)
-    elif "gw" in need:
-        assert saved is not None
-        taken, parts = q, contributions(saved, scales)
-        if config.basis == "sketch":
-            drawn, weights = draw_tokens(saved, scales, config, key)
-            taken = np.where((drawn >= 0)[:, None], q[drawn], 0).astype(np.int8)
-            parts = contributions(saved, scales, drawn, weights)
-        added, added_scales = requantize_contributions(parts, config, key)
-        sums = integer_product(np.ascontiguousarray(_pad_columns(taken.T, 16)), added)
-        gw = _undo_rotations(sums, added_scales, factors, n, saved)
-    return gx, gw
-
-
-@_quiet
-def _undo_rotations(
-    sums: NDArray[np.int64],
-    scales: NDArray[np.float32],
-    factors: NDArray[np.float32],
-    n: int,
-    saved: Saved,
-) -> NDArray[np.float32]:
-    """From ``acc [O', I']`` to g_w ``[O, I]``: both transforms once more, signs and sizes."""
-    n_in = feature_block(saved.in_features, saved.config.hadamard_block)
-    along_in = fwht(sums.astype(_f32) * scales[None, :], block=n_in)
-    along_out = fwht(along_in, axis=0, block=n)
-    product: NDArray[np.float32] = along_out[: factors.size, : saved.in_features]
-    along: NDArray[np.float32] = product * (in_factors(saved) / _f32(n_in))
-    return along * (factors / _f32(n))[:, None]
-
-
-@_quiet
-def _rotate_features(
-    values: NDArray[np.float32], factors: NDArray[np.float32], hadamard_block: int
-) -> NDArray[np.float32]:
-    """Columns of ``[R, C]`` times their factors, then FWHT along them: ``[R, C']``."""
-    n = feature_block(values.shape[1], hadamard_block)
-    rotated: NDArray[np.float32] = fwht(_pad_columns(values * factors, n), block=n)
-    return rotated
-
-
-def _keep_tokens(x: NDArray[np.float32], config: ConfigLike, key: Key) -> Saved:
-    """``x [L, I]`` kept as token8, token4 or token2."""
-    tokens, width = x.shape
-    sizes = feature_sizes(x)
-    factors = _in_signs(width, config, key) / _powers_of_two(sizes)
-    rotated = _rotate_features(x, factors, config.hadamard_block)
-    ratios = packed = None
-    scales: NDArray[Any]
-    if config.storage == "token8":
-        codes, scales = quantize(
-            rotated, rounding=config.x_rounding, key=key, purpose=PURPOSE_GW_ACTIVATION
-        )
-    elif config.storage == "token4":
-        codes, scales, ratios = _quantize_tokens(rotated, key)
-        packed = pack_int4(codes)
-    else:
-        codes, scales, ratios = _cut_off_tokens(rotated, key)
-        packed = pack_int2(codes)
-    biased = (sizes + 127).astype(np.uint8)
-    return Saved(codes, scales, packed, tokens, width, config, key, ratios=ratios, sizes=biased)
-
-
-@_quiet
-def _quantize_tokens(
-    rotated: NDArray[np.float32], key: KeyLike
-) -> tuple[Codes, NDArray[np.uint16], NDArray[np.uint8]]:
-    """token4 of ``rotated [L, I']``: codes, bf16 bits of T ``[L]``, R ``[L, ceil(I'/32)]``."""
-    tokens, width = rotated.shape
-    groups = _ceil_div(width, TOKEN_GROUP)
-    grouped = _pad_columns(rotated, TOKEN_GROUP).reshape(tokens * groups, TOKEN_GROUP)
-    group_amax = _amax(grouped, 1).reshape(tokens, groups)
-    amax = _amax(rotated, 1)
-    finite = np.isfinite(amax)
-    used = finite & (amax >= _f32(2.0**-100))
-    scale = np.where(used, round_up_bf16(amax / _f32(7.5)), _f32(0))
-    stored = bf16_bits(np.where(finite, scale, _f32(np.nan))).reshape(-1)
-
-    rho = np.where(used, (group_amax / _f32(7.5)) / scale, _f32(0))
-    rounded_up = ((_words(rho) + _u32(0x7FFFF)) >> _u32(19)).astype(np.int64) - 1777
-    ratios = np.where(used & (group_amax != 0), np.clip(rounded_up, 1, 255), 0).astype(np.uint8)
-    inv = np.where(ratios == 0, _f32(0), _f32(1) / _token_steps(ratios, scale))
-    inv = np.repeat(inv, TOKEN_GROUP, axis=1)[:, :width]
-    exact = 256 * (np.where(inv == 0, _f32(0), rotated).astype(np.float64) * inv)  # 48 bits of 53
-    dither = tile_bytes(tokens, width, key, PURPOSE_GW_ACTIVATION).astype(np.int64)
-    codes = (np.rint(exact).astype(np.int64) + dither - 128) >> 8
-    return np.where(inv == 0, 0, codes).astype(np.int8), stored, ratios
-
-
-@_quiet
-def _cut_off_tokens(
-    rotated: NDArray[np.float32], key: KeyLike
-) -> tuple[Codes, NDArray[np.uint16], NDArray[np.uint8]]:
-    """token2 of ``rotated [L, I']``: codes, bf16 bits of T ``[L]``, R ``[L, ceil(I'/32)]``."""
-    tokens, width = rotated.shape
-    groups = _ceil_div(width, TOKEN_GROUP)
-    shape = tokens, groups, TOKEN_GROUP
-    u = _pad_columns(tile_bytes(tokens, width, key, PURPOSE_GW_ACTIVATION), TOKEN_GROUP)
-    u = u.reshape(shape)
-    count = np.minimum(TOKEN_GROUP, width - TOKEN_GROUP * np.arange(groups)).astype(_f32)
-    codes, found = _cut_off(
-        _pad_columns(rotated, TOKEN_GROUP).reshape(shape), u, _upper_half(u), count[:, None]
-    )
-    finite = np.isfinite(_amax(rotated, 1))
-    group_scale = np.where(finite, found[:, :, 0], _f32(0))
-    used = group_scale != 0  # what is left of a token below 2**-100 is T = 0
-    scale = round_bf16(np.max(group_scale, axis=1, keepdims=True, initial=0))
-    bits = _words(np.where(used, group_scale / scale, _f32(0)))
-    rounded = ((bits + _u32(0x3FFFF) + (bits >> _u32(19) & _u32(1))) >> _u32(19)).astype(np.int64)
-    ratios = np.where(used, np.clip(rounded - 1777, 1, 255), 0).astype(np.uint8)
-    kept = np.where(finite, codes.reshape(tokens, groups * TOKEN_GROUP)[:, :width], 0)
-    stored = bf16_bits(np.where(finite, scale, _f32(np.nan))).reshape(-1)
-    return kept.astype(np.int8), stored, ratios
-
-
-def _token_steps(ratios: NDArray[np.uint8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The steps of ``ratios [L, G]`` beside T ``[L, 1]``; R = 0 is a step of 0, NaN beside NaN."""
-    stands_for = ((ratios.astype(_u32) + _u32(1777)) << _u32(19)).view(_f32)
-    return np.where(ratios == 0, _f32(0), stands_for) * scale
-
-
-def _token_values(saved: Saved) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What codes stand for in units of their steps, and the steps: ``[L, I']``, the latter or
-    ``[L, 1]``.
-    """
-    codes = saved.codes
-    if saved.ratios is None:
-        return codes.astype(_f32), saved.scales[:, None]
-    tokens, width = codes.shape
-    u = tile_bytes(tokens, width, saved.key, PURPOSE_GW_ACTIVATION)
-    least = -2 if saved.config.storage == "token2" else 0
-    values = _code_values(codes + least, _upper_half(u))
-    steps = _token_steps(saved.ratios, bf16_values(saved.scales)[:, None])
-    used = np.repeat(saved.ratios != 0, TOKEN_GROUP, axis=1)[:, :width]
-    return np.where(used, values, _f32(0)), np.repeat(steps, TOKEN_GROUP, axis=1)[:, :width]
-
-
-def _unrotated_tokens(saved: Saved) -> NDArray[np.float32]:
-    """Back to x: ``[L, I]``."""
-    n = feature_block(saved.in_features, saved.config.hadamard_block)
-    values, steps = _token_values(saved)
-    blocks = fwht(values * steps, block=n)[:, : saved.in_features]
-    return np.asarray(blocks * (in_factors(saved) / _f32(n)))
-
-
-def _powers_of_two(exponents: NDArray[np.int64]) -> NDArray[np.float32]:
-    return np.ldexp(_f32(1), exponents.astype(np.int32)).astype(_f32)
 
 
 # -------------------------------------------------------------------------------- The 8-bit forward

@@ -28,10 +28,17 @@ def every(module: nn.Module, fqn: str) -> bool:
     return True
 
 
-def without_chance(forward: str, recipe: str = "default") -> hot.HotConfig:
-    """Without random numbers, so that equal operands give equal bits."""
-    names = ("gx_rounding", "gw_rounding", "x_rounding")
-    return hot.HotConfig.recipe(recipe, forward=forward, **dict.fromkeys(names, "nearest"))
+def without_chance(forward: str) -> hot.HotConfig:
+    """Only x, in INT8, is rounded with random numbers: :func:`whole` ones stay as they are."""
+    names = ("gx_rounding", "gw_rounding")
+    return hot.HotConfig.recipe("accurate", forward=forward, **dict.fromkeys(names, "nearest"))
+
+
+def whole(*shape: int, **kind: Any) -> torch.Tensor:
+    """Values that are their own codes in INT8: integers, the largest 127 in every last column."""
+    x = torch.randint(-126, 127, shape, **kind).to(kind.get("dtype", torch.float32))
+    x.view(-1, shape[-1])[:1] = 127
+    return x
 
 
 def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import hotcore
 import numpy as np
 import timing
-from layers import HALF_OF_TOKENS, TOKEN_SETTINGS
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -72,9 +71,6 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "accurate, equalize_tokens": ("accurate", {"equalize_tokens": True}),
     "fast": ("fast", {}),
     "fast, equalize_tokens": ("fast", {"equalize_tokens": True}),
-    "compact": ("compact", {}),
-    **{name: ("default", settings) for name, settings in TOKEN_SETTINGS.items()},
-    "token4, half of the tokens": ("default", {**TOKEN_SETTINGS["token4"], **HALF_OF_TOKENS}),
 }
 """Title -> recipe and what is changed of it."""
 

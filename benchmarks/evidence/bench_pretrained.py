@@ -40,7 +40,7 @@ WHEELS = {
 CONTENDERS = (
     Contender("fp32"),
     Contender("bf16", autocast=True),
-    *(Contender(recipe, recipe) for recipe in ("default", "accurate", "compact", "fast")),
+    *(Contender(recipe, recipe) for recipe in ("default", "accurate", "fast")),
     Contender("default, 8-bit forward", "default", forward="int8"),
 )
 STEPS, BATCH, LENGTH, RATE, MASKED = 250, 32, 48, 1e-4, 0.15

@@ -437,8 +437,6 @@ OURS: tuple[Claim, ...] = (
     _claim("the same by size, GPTs of 10 to 311 M", f"equivalent to bf16 within {MARGIN}", _scaling,
            "size"),
     _claim("fine-tuning with `default`", "within seeds' noise", _tuned("default"), "fine-tuning"),
-    _claim("`compact`, a fourteenth of fp32's bytes, trains", "close to `default`",
-           _ablated("compact"), "ablations"),
     _claim("the 8-bit forward costs little", "–", _trained("default int8-forward"), "training"),
     _claim("a step of Llama-3-8B's blocks against FP8, times of compiled bf16's",
            "faster with an 8-bit forward", _against_fp8, "compiled"),

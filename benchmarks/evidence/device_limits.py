@@ -27,7 +27,7 @@ from typing import Any
 import hotcore
 import timing
 from hotcore.config import HotConfig
-from layers import LLAMA, TOKEN_SETTINGS, VIT
+from layers import LLAMA, VIT
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ def launches(device: str, layers: Iterable[Sequence[int]] = LAYERS) -> dict[str,
 
 
 def steps(device: str, layers: Iterable[Sequence[int]]) -> Iterator[Any]:
-    settings = [{"recipe": name} for name in ("default", "fast", "accurate", "paper", "compact")]
-    settings += [{"recipe": "default", **fields} for fields in TOKEN_SETTINGS.values()]
+    settings = [{"recipe": name} for name in ("default", "fast", "accurate", "paper")]
     need = {"y", "x", "gx", "gw", "gb"}
     for fields, forward in itertools.product(settings, ("plain", "int8")):
         others = {key: value for key, value in fields.items() if key != "recipe"}

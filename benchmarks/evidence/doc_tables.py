@@ -382,23 +382,6 @@ def products(report: Report) -> Lines:
             yield line([*title, f"{row['TOPS']:.0f}", *figures])
 
 
-def backward_times(report: Report) -> Lines:
-    """Microseconds of backward and of compress, of the first recipe's in brackets, beside bf16."""
-    names = report["recipes"]
-    columns = [f"`{name}`{of}" for of in (", backward", ", compress") for name in names]
-    yield from header(["", "L, O, I", "torch bf16", *columns])
-    for group, found in report["layers"].items():
-        for layer, entry in found["layers"].items():
-            rows, figures = entry["rows"], []
-            for what in ("hotcore", "compress"):
-                own = [rows[f"{what} {name}"] for name in names]
-                first = own[0]["median_ms"]
-                ratios = ["", *(f" ({row['median_ms'] / first:.2f})" for row in own[1:])]
-                figures += [micro(row) + of for row, of in zip(own, ratios, strict=True)]
-            title = [f"{group} {layer}", listed(entry["shape"]), micro(rows["torch bf16"])]
-            yield line([*title, *figures])
-
-
 def cpu_layers(report: Report) -> Lines:
     """Milliseconds of a layer on a CPU, and how many times faster than fp32, and than bf16."""
     recipes = [name for name in report["recipes"] if name in ("default", "fast")]
@@ -764,7 +747,7 @@ def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
 
 TABLES = evidence_tables
 KINDS: dict[str, tuple[str | None, Make]] = {
-    **_of(None, about, cpu_layers, backward_times, points, by_model),
+    **_of(None, about, cpu_layers, points, by_model),
     **_of("", config_fields),
     "steps-of": (None, all_steps),
     **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),

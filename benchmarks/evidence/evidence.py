@@ -32,10 +32,10 @@ from pathlib import Path
 from evidence import RESULTS, ROOT
 
 FOLDER = ROOT / "benchmarks"
-SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise", "compact")
+SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise")
 LARGEST = ("bf16", "default int8-forward", "default", "FP8 tensorwise")
-EVERY = (*SCALE, *(f"{name} int8-forward" for name in ("fast", "compact")), "accurate",
-         "paper", *(f"{name} int8-forward" for name in ("accurate", "paper")))  # fmt: skip
+EVERY = (*SCALE, "accurate", "paper",
+         *(f"{name} int8-forward" for name in ("fast", "accurate", "paper")))  # fmt: skip
 SEEDS = "0 1 2 3 4"
 """Of every contender of a size, fixed here before a run (docs/dev/benchmarks.md)."""
 FEWER = tuple(name for name in SCALE if name != "default")
@@ -99,8 +99,8 @@ OF_LARGE_VIT = (
     "fp32;bf16;torchao_fp8;naive_int4;luq;lbp_wht;default;fast;paper;default int8-forward"
 )
 TUNED = (
-    "fp32;bf16;torchao_fp8;naive_int4;luq;default;fast;compact;paper;LoRA;"
-    "default int8-forward;fast int8-forward;compact int8-forward"
+    "fp32;bf16;torchao_fp8;naive_int4;luq;default;fast;paper;LoRA;"
+    "default int8-forward;fast int8-forward"
 )
 RANKS = ";".join(f"paper{of}{rank}" for of in ("", ", g_x in INT8")
                  for rank in (", rank 16", "", ", rank 4", ", rank 2", ", rank 1"))  # fmt: skip

@@ -35,13 +35,10 @@ SHOWN = {
     "int4": "default, g_x in INT4",
     "int4, g_x without HT": "default, g_x in INT4 without HT",
     "int4 int8-forward": "default int8-forward, g_x in INT4",
-    "default, x as rht4": "default, x in 4 bits, transformed",
-    "default, x as rht4, equalised": "default, x in 4 bits, transformed and equalised",
 }
-"""Runs whose reports call them by a recipe or a storage that is gone -> what they are."""
-LEFT_OUT = re.compile(r", saved (8|4)")
-"""Rows of reports that no table shows: what they measured is gone, the other kinds of ``saved=``
-(docs/dev/tried.md)."""
+"""Runs whose reports call them by a recipe that was removed -> what they are."""
+LEFT_OUT = re.compile(r"\bcompact\b|\bone code\b|\brht\d|\btoken[248]\b|, saved (8|4)")
+"""Rows of reports that no table shows: what they measured was removed (docs/dev/tried.md)."""
 GPT_SIZES = ("10M", "25M", "91M", "311M")
 GPT_LONGER = ("10M-long", "10M-20", "25M-20")
 """Sizes with more text."""
@@ -56,8 +53,13 @@ T = TypeVar("T")
 def report_of(results: Path, name: str) -> Report:
     """A report without the rows that are left out."""
 
+    def kept(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [one for one in value if not (isinstance(one, str) and LEFT_OUT.search(one))]
+
     def shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in pairs if not LEFT_OUT.search(key)}
+        return {key: kept(value) for key, value in pairs if not LEFT_OUT.search(key)}
 
     found: Report = json.loads((results / name).read_text(), object_pairs_hook=shown)
     return found
@@ -431,7 +433,7 @@ def gaps_by_size(
 def in_order(names: Iterable[str]) -> list[str]:
     """HOT's recipes, the best first, each with its 8-bit forward; then the rivals; not bf16."""
     every = set(names) - {"bf16"}
-    recipes = ("default", "compact", "accurate", "int4", "fast", "paper")
+    recipes = ("default", "accurate", "int4", "fast", "paper")
     ordered = [n for r in recipes for n in (r, f"{r} int8-forward") if n in every]
     return [*ordered, *sorted(every.difference(ordered))]
 
@@ -720,7 +722,7 @@ def to_loss(results: Path) -> Lines:
     """Steps of bf16 to each contender's last loss; with the step's time where there is one."""
     found = of_sizes(results)
     yield from header(["share of bf16's steps to the same loss", *_size_heads(found)])
-    for name in ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8):
+    for name in ("default", "default int8-forward", "fast", "fast int8-forward", FP8):
         cells = []
         for report in found.values():
             if not pairs_of(report, name):

@@ -41,7 +41,6 @@ CONTENDERS = {
     "default": COLORS["default"],
     "default int8-forward": "#66ccee",
     "fast": COLORS["fast"],
-    "compact": COLORS["accurate"],
     "FP8 tensorwise": FP8,
 }
 
@@ -125,8 +124,6 @@ CURVES = {
     "default int8-forward": (COLORS["default"], "--"),
     "fast": (COLORS["fast"], "-"),
     "fast int8-forward": (COLORS["fast"], "--"),
-    "compact": (COLORS["accurate"], "-"),
-    "compact int8-forward": (COLORS["accurate"], "--"),
     "FP8 tensorwise": (FP8, "-"),
     "paper": (COLORS["paper"], "-"),
 }

@@ -15,7 +15,6 @@ from typing import Any
 
 import hotcore
 import hotcore.torch as hot
-import layers
 import torch
 import torch.nn.functional as F
 from evidence import rivals
@@ -43,10 +42,8 @@ RECIPES = ("default", "fast", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
 TABLES = ("rivals", "ablations", "finetune")
 SCALES = ("gx_scale", "gw_scale")
-FINE_SCALES = {"gx_scale": "token"} | dict.fromkeys(
-    ("weight_scale", "gw_scale", "x_scale"), "channel"
-)
-COARSE_SCALES = dict.fromkeys(("gx_scale", "weight_scale", "gw_scale"), "tensor")
+FINE_SCALES = {"gx_scale": "token", "gw_scale": "channel"}
+COARSE_SCALES = dict.fromkeys(SCALES, "tensor")
 ADAPTER_RANK = 8
 INT8_FIRST = 25 / 200
 """Of the paper's epochs of pre-training."""
@@ -91,7 +88,7 @@ FULL = Contender("fp32", "fp32")
 GX_INT4 = Contender("int4", "default", {"gx_bits": 4})
 """The paper's bits of g_x with scales of tokens and columns: what its transform is judged by."""
 INT8_FORWARD = tuple(
-    Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in (*RECIPES, "compact")
+    Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in RECIPES
 )
 """The recipes with an 8-bit forward."""
 LUQ_FORWARD = (
@@ -100,22 +97,7 @@ LUQ_FORWARD = (
 )
 """LUQ with the INT4 forward of its own paper, which HOT's authors leave out; validated by the plain
 product, as every row of an 8-bit forward is, and by its own."""
-COMPACT = Contender("compact", "compact")
 EQUALISED = Contender("default, equalised", "default", {"equalize_tokens": True})
-ONE_CODE = tuple(
-    Contender(f"one code, x in {bits} bits{of}", "default", {**layers.ONE_CODE, **kept, **forward})
-    for bits, kept in (
-        (4, {"storage": "token4"}),
-        (2, {"storage": "token2"}),
-        (8, {"storage": "token8", "x_rounding": "nearest"}),
-    )
-    for of, forward in (
-        ("", {}),
-        (", half of the tokens", layers.HALF_OF_TOKENS),
-        (", int8-forward", {"forward": "int8"}),
-    )
-)
-"""The token storages (docs/dev/one-code.md), which no recipe has yet."""
 PAPER_ROWS: dict[str, tuple[int, ...]] = {
     "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
     "axes": (0, 1, 2, 3, 4, 8, 10, 12),
@@ -130,7 +112,7 @@ PAPER_READINGS = tuple(
 
 
 def _rounding(kind: str) -> dict[str, str]:
-    return dict.fromkeys(("gx_rounding", "gw_rounding", "x_rounding"), kind)
+    return dict.fromkeys(("gx_rounding", "gw_rounding"), kind)
 
 
 def published(task: str) -> list[Contender]:
@@ -187,15 +169,13 @@ def ablations(task: str) -> list[Contender]:
         Contender("default, one scale a tensor", "default", COARSE_SCALES),
         Contender("default without ABC", "without_abc", {"recipe": "default"}),
         Contender("accurate", "accurate"),
-        Contender("default, x as rht2", "default", {"storage": "rht2"}),
         EQUALISED,
-        COMPACT,
     ]
-    return [*found, *ONE_CODE, *_forward()]
+    return [*found, *_forward()]
 
 
 def _forward() -> list[Contender]:
-    return [c for c in INT8_FORWARD if c.method in ("default", "fast", "compact")]
+    return [c for c in INT8_FORWARD if c.method in ("default", "fast")]
 
 
 def finetuned(task: str) -> list[Contender]:
@@ -203,9 +183,9 @@ def finetuned(task: str) -> list[Contender]:
     chosen = ("bf16", "torchao_fp8", "naive_int4", "luq", "lbp_wht", "lbp_wht_flat",
               "authors_hot", "default", "fast", "int4", "paper", "paper, tiles")  # fmt: skip
     found = [c for c in contenders(task) if c.name in chosen]
-    found += [*LUQ_FORWARD, COMPACT, *_forward()]
+    found += [*LUQ_FORWARD, *_forward()]
     if task == MASSIVE:
-        return [*found, Contender("accurate", "accurate"), EQUALISED, *ONE_CODE]
+        return [*found, Contender("accurate", "accurate"), EQUALISED]
     if task in CONVOLUTIONS:
         return found  # no linear layers to adapt
     lora = [Contender("LoRA", "fp32", adapters="frozen")]
@@ -226,8 +206,7 @@ def table_of(task: str, table: str) -> list[Contender]:
     if table not in TABLES:
         raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
     if table == "rivals":
-        forward = (c for c in INT8_FORWARD if c.method != "compact")
-        return [FULL, *forward, *contenders(task), *LUQ_FORWARD]
+        return [FULL, *INT8_FORWARD, *contenders(task), *LUQ_FORWARD]
     return [FULL, *(ablations(task) if table == "ablations" else finetuned(task))]
 
 

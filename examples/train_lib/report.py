@@ -15,7 +15,6 @@ COLOURS = {
     "fast": "#009e73",
     "paper": "#d55e00",
     "accurate": "#56b4e9",
-    "compact": "#999933",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json as _json
 import operator
 import textwrap
@@ -17,6 +18,7 @@ from typing import (
     TypedDict,
     TypeVar,
     cast,
+    get_args,
 )
 
 from . import _core, _strict_json
@@ -25,16 +27,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Types for editors and type checkers; a configuration checks its values when it is made.
-RecipeName = Literal["default", "fast", "paper", "accurate", "compact"]
+RecipeName = Literal["default", "fast", "paper", "accurate"]
 Basis = Literal["full", "lowpass", "sequency", "sketch"]
 Rounding = Literal["stochastic", "nearest", "pseudo_stochastic"]
 GxScale = Literal["token", "tensor"]
-WeightScale = Literal["channel", "tensor"]
 GwScale = Literal["channel", "tensor", "token"]
-XScale = Literal["channel", "tensor"]
-Storage = Literal["int8", "int4", "rht2", "token8", "token4", "token2"]
-TOKEN_STORAGES = ("token8", "token4", "token2")
-"""Those of one code a value (docs/numerics.md)."""
+Storage = Literal["int8", "int4"]
 Forward = Literal["plain", "int8"]
 
 
@@ -44,7 +42,6 @@ class HotConfigFields(TypedDict, total=False):
     hadamard_block: int
     gx_bits: Literal[4, 8]
     gx_scale: GxScale
-    weight_scale: WeightScale
     gx_rounding: Rounding
     basis: Basis
     rank: int
@@ -55,8 +52,6 @@ class HotConfigFields(TypedDict, total=False):
     gw_scale: GwScale
     gw_rounding: Rounding
     storage: Storage
-    x_scale: XScale
-    x_rounding: Rounding
     equalize_tokens: bool
     forward: Forward
     forward_block: int
@@ -65,9 +60,38 @@ class HotConfigFields(TypedDict, total=False):
 
 RECIPES = cast(
     "dict[RecipeName, HotConfigFields]",
-    {name: _core.recipe(name) for name in _core.recipe_names()},
+    {name: _core.recipe(name) for name in get_args(RecipeName)},
 )
 """Recipe -> the fields that differ from the defaults. libhot has the table (hot::recipe)."""
+
+
+_INT4 = "use storage='int4', with equalize_tokens=True where the sizes of tokens differ widely"
+REMOVED = "removed in hotcore 0.1.0 (2026-11)"
+RECOMPUTE = "recompute some of the blocks instead: hot.recompute(model.blocks[:n])"
+GONE = {
+    "storage='token8'": "use storage='int8'",
+    "storage='token4'": _INT4,
+    "storage='token2'": _INT4,
+    "storage='rht2'": _INT4,
+    "recipe='compact'": "use 'default', with equalize_tokens=True",
+    "forward_block=128": "use 64 or 256",
+    "x_rounding": "leave it out: x is always rounded stochastically",
+    "weight_scale": "leave it out: it is 'tensor' with gx_scale='tensor', otherwise 'channel'",
+    "x_scale": "leave it out: it is 'channel' with gw_scale='channel', otherwise one for all",
+    "saved='experts'": RECOMPUTE,
+    "saved='activation'": RECOMPUTE,
+    "saved='norm'": RECOMPUTE,
+    "saved='attention'": RECOMPUTE,
+    "saved='product'": RECOMPUTE,
+}
+"""What was removed, an argument or ``argument=value`` -> what to do instead."""
+
+
+def check_gone(name: str, value: object = None) -> None:
+    """Refuse an argument, or a value of it, that hotcore had. Raises ValueError."""
+    for what, gone in ((name, ""), (f"{name}={value!r}", f"{value!r} was ")):
+        if what in GONE:
+            raise ValueError(f"{name}: {gone}{REMOVED}; {GONE[what]}")
 
 
 class Key(NamedTuple):
@@ -212,7 +236,6 @@ class HotConfig:
     hadamard_block: int = 16
     gx_bits: Literal[4, 8] = 8
     gx_scale: GxScale = "token"
-    weight_scale: WeightScale = "channel"
     gx_rounding: Rounding = "stochastic"
     basis: Basis = "full"
     rank: int = 16
@@ -223,8 +246,6 @@ class HotConfig:
     gw_scale: GwScale = "channel"
     gw_rounding: Rounding = "stochastic"
     storage: Storage = "int4"
-    x_scale: XScale = "channel"
-    x_rounding: Rounding = "stochastic"
     equalize_tokens: bool = False
     forward: Forward = "plain"
     forward_block: int = 64
@@ -244,8 +265,8 @@ class HotConfig:
         object.__setattr__(self, "json", text)
 
     def _check(self) -> None:
-        for field in FIELDS.values():
-            self._check_type(field)
+        for name in _NAMES:
+            self._check_type(FIELDS[name])
         for name in ("hadamard_block", "forward_block"):
             value = getattr(self, name)
             if not (_is_power_of_two(value) and value <= 256):
@@ -263,6 +284,7 @@ class HotConfig:
     def _check_type(self, field: Field) -> None:
         """Refuse a value of another type, or one that is no choice; lists are checked later."""
         value = getattr(self, field.name)
+        check_gone(field.name, value)
         if field.type == "int":
             if not isinstance(value, int):
                 raise TypeError(f"{field.name}: expected an int, got {value!r}")
@@ -276,48 +298,11 @@ class HotConfig:
             raise ValueError(f"{field.name}: {value!r} is not one of {known}{hint}")
 
     def _check_storage(self) -> None:
-        if self.storage == "int8":
-            return
-        token = self.storage in TOKEN_STORAGES
-        if self.basis != "full" and not (token and self.basis == "sketch"):
-            also = " or 'sketch'" if token else ""
+        if self.storage != "int8" and self.basis != "full":
             raise ValueError(
-                f"storage: {self.storage!r} keeps x itself and goes with basis 'full'{also} only, "
-                f"not {self.basis!r}; use storage='int8'"
+                f"storage: {self.storage!r} keeps x itself and requires basis='full', got "
+                f"{self.basis!r}; use storage='int8'"
             )
-        if self.x_scale != "channel":
-            raise ValueError(
-                f"x_scale: 'tensor' needs storage='int8'; {self.storage!r} has groups of tokens"
-            )
-        if self.storage in ("rht2", "token4", "token2") and self.x_rounding != "stochastic":
-            raise ValueError(
-                f"x_rounding: {self.x_rounding!r}; storage {self.storage!r} takes 'stochastic' only"
-            )
-        if not token:
-            return
-        if self.basis == "sketch" and (self.token_grid is not None or self.prefix_tokens):
-            raise ValueError(
-                f"token_grid: {self.token_grid!r} with storage {self.storage!r}, whose tokens are "
-                "drawn and not projected; expected None, and prefix_tokens 0"
-            )
-        fixed: dict[str, tuple[object, ...]] = {  # by one code a value
-            "hadamard_block": (16, 32, 64),
-            "gx_bits": (8,),
-            "gx_scale": ("token",),
-            "weight_scale": ("channel",),
-            "gw_scale": ("token",),
-            "gx_rounding": ("nearest", "stochastic"),
-            "gw_rounding": ("nearest", "stochastic"),
-            "x_rounding": ("nearest", "stochastic"),
-            "equalize_tokens": (False,),
-        }
-        for name, values in fixed.items():
-            value = getattr(self, name)
-            if value not in values:
-                expected = " or ".join(map(repr, values))
-                raise ValueError(
-                    f"{name}: {value!r} with storage {self.storage!r}; expected {expected}"
-                )
 
     def _check_rank(self) -> None:
         if self.rows is not None:
@@ -386,6 +371,7 @@ class HotConfig:
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
+        fields = _without_gone(fields, "text: ")
         for name in fields:
             if name not in _NAMES:
                 raise ValueError(f"text: HotConfig has no field {name!r}")
@@ -399,9 +385,7 @@ class HotConfig:
 
     def spec_fields(self) -> dict[str, Any]:
         """The backward's fields as libhot's bindings take them."""
-        return {
-            field.name: getattr(self, field.name) for field in FIELDS.values() if field.backward
-        }
+        return {name: getattr(self, name) for name in _NAMES if FIELDS[name].backward}
 
     @_MadeOnce
     def spec(self) -> _core.Spec:
@@ -419,6 +403,7 @@ class HotConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields and check them."""
+        state = _without_gone(state, "state: ")
         if unknown := state.keys() - set(_NAMES):
             raise ValueError(f"state: HotConfig has no field {min(unknown)!r}")
         self.__dict__.update(state)
@@ -458,6 +443,40 @@ if HotConfig.__doc__:  # not with python -OO
     HotConfig.__doc__ += "\n    Args:\n" + "\n".join(map(_argument, FIELDS.values())) + "\n    "
 
 _NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
+_init = HotConfig.__init__
+
+
+@functools.wraps(_init)
+def _init_of_today(self: HotConfig, *values: Any, **fields: Any) -> None:
+    for name in fields:
+        if name not in _NAMES:
+            check_gone(name)
+    _init(self, *values, **fields)
+
+
+HotConfig.__init__ = _init_of_today  # type: ignore[method-assign]  # names removed fields
+
+
+def _without_gone(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Saved fields without removed ones whose value is the one that is always used now.
+
+    Raises ValueError for any other value of a removed field.
+    """
+    one_x_scale = fields.get("gw_scale", "channel") != "channel" and fields.get("storage") == "int8"
+    used = {
+        "x_rounding": "stochastic",
+        "weight_scale": "tensor" if fields.get("gx_scale") == "tensor" else "channel",
+        "x_scale": "tensor" if one_x_scale else "channel",
+    }
+    rest = {name: v for name, v in fields.items() if name not in used or v != used[name]}
+    try:
+        for name in rest.keys() & used.keys():
+            check_gone(name)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+    return rest
+
+
 _RECIPES: dict[RecipeName, dict[str, Any]] = {
     recipe: {name: changes.get(name, getattr(HotConfig, name)) for name in _NAMES}
     for recipe, changes in RECIPES.items()
@@ -477,10 +496,12 @@ def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...
     """The values of all fields of a recipe with overrides. Raises ValueError."""
     for field, _ in overrides:
         if field not in _NAMES:
+            check_gone(field)
             near = difflib.get_close_matches(field, _NAMES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(_NAMES)}"
             raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
     if not isinstance(name, str) or name not in RECIPES:
+        check_gone("recipe", name)
         known = ", ".join(map(repr, RECIPES))
         if name is None:
             raise ValueError(f"recipe: no name given; expected one of {known}")

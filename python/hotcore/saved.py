@@ -9,7 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 from . import _core, arrays
-from .config import TOKEN_STORAGES, HotConfig, Key, as_int, as_ints, as_key
+from .config import HotConfig, Key, as_int, as_ints, as_key
 
 
 class Layout(NamedTuple):
@@ -55,29 +55,26 @@ class Saved:
         return int(self.data.shape[0])
 
     def codes(self) -> Any:
-        """The codes, without a copy: int8 ``[I, Kp]``, or packed uint8 rows of the other storages.
+        """The codes, without a copy: int8 ``[I, Kp]``, or packed uint8 rows of INT4.
 
         The contraction (tokens, or kept rows of their blocks) runs along the columns and is padded
-        with zeros. The token storages have a row for each token: int8 ``[L, I']`` (token8), packed
-        uint8 ``[L, I'/2]`` (token4) or ``[L, I'/4]`` (token2), I' the transformed features.
+        with zeros.
         """
         layout = self.layout
         source = self._operand(layout.bytes)
-        rows = self.tokens if self.config.storage in TOKEN_STORAGES else layout.channels
-        flat = source.array[: rows * layout.row_bytes]
-        if self.config.storage in ("int8", "token8"):
+        flat = source.array[: layout.channels * layout.row_bytes]
+        if self.config.storage == "int8":
             flat = source.kind.view(flat, "int8")
-        return flat.reshape((rows, layout.row_bytes))
+        return flat.reshape((layout.channels, layout.row_bytes))
 
     def scales(self) -> Any:
-        """The scales as float32: ``[I]`` or ``[1]``; of packed storages ``[I, ceil(L/64)]``.
+        """The scales as float32: ``[I]`` or ``[1]`` of INT8 codes, ``[I, ceil(L/64)]`` of INT4.
 
-        Of the token storages ``[L]`` (packed ones: what the groups' :meth:`ratios` are of). A
-        view for INT8 codes; otherwise a copy, since they are kept as bfloat16.
+        A view for INT8 codes; otherwise a copy, since they are kept as bfloat16.
         """
         layout = self.layout
         source = self._operand(layout.bytes)
-        plain = self.config.storage in ("int8", "token8")
+        plain = self.config.storage == "int8"
         kind, width = source.kind, 4 if plain else 2
         end = layout.scale_offset + width * layout.scales
         stored = source.array[layout.scale_offset : end]
@@ -87,33 +84,15 @@ class Saved:
         words[:, :2] = 0
         words[:, 2:] = stored.reshape((layout.scales, 2))  # bfloat16: float32's upper half
         scales = kind.view(words.reshape((-1,)), "float32")
-        if self.config.storage in TOKEN_STORAGES:
-            return scales
         groups = saved_layout(self.tokens, 1, self.config).scales  # per channel
         return scales.reshape((layout.channels, groups))
 
-    def ratios(self) -> Any:
-        """Bytes of token4's and token2's groups of 32 features: uint8 ``[L, ceil(I'/32)]``, a view.
-
-        None for another storage. Source: docs/numerics.md, "One code a value".
-        """
-        if self.config.storage not in ("token4", "token2"):
-            return None
-        layout = self.layout
-        each = {"token4": 2, "token2": 4}[self.config.storage]
-        groups = (each * layout.row_bytes + 31) // 32
-        source = self._operand(layout.bytes)
-        start = self.tokens * layout.row_bytes
-        flat = source.array[start : start + self.tokens * groups]
-        return flat.reshape((self.tokens, groups))
-
     def exponents(self) -> Any:
-        """Of the powers of two that x was divided by, plus 127: a view, uint8.
+        """Exponents plus 127 of the powers of two that the tokens were divided by: uint8 ``[L]``.
 
-        ``[L]``, of tokens, where they are equalised; ``[I]``, of features, for the token storages;
-        otherwise None.
+        A view; None where tokens are not equalised.
         """
-        if not self.config.equalize_tokens and self.config.storage not in TOKEN_STORAGES:
+        if not self.config.equalize_tokens:
             return None
         layout = self.layout
         return self._operand(layout.bytes).array[layout.exponent_offset :]

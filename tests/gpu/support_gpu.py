@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-RECIPES = ("default", "fast", "paper", "accurate", "compact")
+RECIPES = ("default", "fast", "paper", "accurate")
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-RECIPES = ("default", "fast", "compact")
+RECIPES = ("default", "fast")
 WIDTH, HEADS, CLASSES, BATCH = 128, 4, 10, 16
 STEPS = 10
 Gradients = dict[str, Tensor]

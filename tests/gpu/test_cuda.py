@@ -13,7 +13,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
-from support import TOKEN_STORAGES, one_code  # noqa: E402
 from support_gpu import (  # noqa: E402
     RECIPES,
     assert_equal_backward,
@@ -29,7 +28,6 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CONFIGS = (*RECIPES, *map(one_code, TOKEN_STORAGES))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -42,7 +40,7 @@ def test_backward_linear_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
         assert_equal_backward(got, whole_backward(arrays, recipe, "cpu", 5))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", RECIPES, ids=str)
 @pytest.mark.parametrize("shape", [(8, 0), (0, 8), (0, 0)])
 def test_an_empty_x_is_kept_as_on_the_cpu(
     config: str | hotcore.HotConfig, shape: tuple[int, int]
@@ -52,7 +50,7 @@ def test_an_empty_x_is_kept_as_on_the_cpu(
     assert same_bits(kept[0].data, kept[1].data)  # `paper` has one scale all the same: 0
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", RECIPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_input_of_both_forms_equals_cpu(
     config: str | hotcore.HotConfig, dtype: torch.dtype

@@ -197,7 +197,7 @@ def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
             assert [bytes(given[name] or b"") for name in ("input", "saved")] == before
 
     wrong = api.spec("default")
-    wrong.x_rounding = 9
+    wrong.gw_rounding = 9
     for changes, words in (
         ({"x": None}, "x is null"),
         ({"input": None}, "input is null"),
@@ -205,7 +205,7 @@ def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
         ({"saved": None}, "saved is null"),
         ({"spec": None}, "spec is null"),
         ({"spec": api.forward_spec(3)}, "hadamard_block is 3"),
-        ({"kept": wrong}, "kept.x_rounding is 9"),
+        ({"kept": wrong}, "kept.gw_rounding is 9"),
         ({"data": None}, "out has 0 bytes"),
         ({"bytes": count - 1}, "out has"),
         ({"room_bytes": layout.bytes - 1}, "saved has"),
@@ -359,7 +359,7 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), "bytes is null")
     refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), "name is null")
     refused(lambda: api.call("hot_spec_recipe", b"fast", None), "spec is null")
-    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("x_rounding", 3))
+    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("gw_rounding", 3))
     for field, value in (
         *numbers,
         ("storage", 2),  # a form that is gone
@@ -402,8 +402,7 @@ def test_fields_by_name(api: CApi) -> None:
     for config in (
         *map(HotConfig.recipe, RECIPES),
         HotConfig.recipe("paper", rows=(0, 3), token_grid=(4, 5), prefix_tokens=1),
-        HotConfig(storage="token2", gw_scale="token", hadamard_block=64, gx_rounding="nearest"),
-        HotConfig(equalize_tokens=True, gw_scale="tensor", x_rounding="pseudo_stochastic"),
+        HotConfig(equalize_tokens=True, gw_scale="tensor", gw_rounding="pseudo_stochastic"),
     ):
         by_number, by_name = api.spec(config), api.spec("default")
         for name in names:
@@ -445,9 +444,10 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
 
     refused(lambda: run({}, need=()), "out wants nothing")
     for change in (
-        {"basis": "sketch"}, {"x_scale": "tensor"}, {"x_rounding": "nearest"},
+        {"basis": "sketch"},
+        {"gw_scale": "tensor"},
         {"equalize_tokens": True},
-    ):  # fmt: skip
+    ):
         refused(lambda c=change: run(c), "saved was made", "another spec")
     refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), "w was made", "another spec")
     run({"gx_bits": 4})  # a field that x does not depend on

@@ -31,7 +31,6 @@ BAD_FIELDS = [
     ("gx_bits", "8", TypeError),
     ("gx_bits", True, TypeError),
     ("gx_scale", "channel", ValueError),
-    ("weight_scale", "token", ValueError),
     ("gx_rounding", "up", ValueError),
     ("basis", "high", ValueError),
     ("block", 1, ValueError),
@@ -40,8 +39,6 @@ BAD_FIELDS = [
     ("gw_scale", "row", ValueError),
     ("gw_rounding", None, ValueError),
     ("storage", "fp8", ValueError),
-    ("x_scale", "row", ValueError),
-    ("x_rounding", 3, ValueError),
     ("forward", "fp8", ValueError),
     ("forward", 8, ValueError),
     ("forward_block", 48, ValueError),
@@ -53,7 +50,6 @@ BAD_FIELDS = [
     ("token_grid", (0, 4), ValueError),
     ("token_grid", (4,), TypeError),
     ("prefix_tokens", -1, ValueError),
-    ("x_scale", "tensor", ValueError),  # needs storage int8
     ("equalize_tokens", 1, TypeError),
 ]
 
@@ -67,10 +63,6 @@ BAD_PAIRS = [
     ("rows", dict(basis="lowpass", storage="int8", rows=(16,))),
     ("rows", dict(basis="lowpass", storage="int8", rows=())),
     ("storage", dict(basis="sketch", rank=8)),
-    ("storage", dict(basis="sketch", rank=8, storage="rht2")),
-    ("x_scale", dict(storage="rht2", x_scale="tensor")),
-    ("x_rounding", dict(storage="rht2", x_rounding="nearest")),
-    ("x_rounding", dict(storage="rht2", x_rounding="pseudo_stochastic")),
     ("prefix_tokens", dict(basis="lowpass", storage="int8", rank=8, prefix_tokens=1)),
 ]
 
@@ -150,20 +142,19 @@ def test_default_is_the_default_recipe() -> None:
 
 
 def test_recipes_are_the_specs() -> None:
-    fields = ("gx_bits", "gx_scale", "weight_scale", "basis", "gw_scale", "storage", "x_scale")
+    fields = ("gx_bits", "gx_scale", "basis", "gw_scale", "storage")
     expected = {
-        "default": (8, "token", "channel", "full", "channel", "int4", "channel"),
-        "fast": (8, "token", "channel", "sketch", "channel", "int8", "channel"),
-        "paper": (4, "tensor", "tensor", "lowpass", "tensor", "int8", "tensor"),
-        "accurate": (8, "token", "channel", "full", "channel", "int8", "channel"),
-        "compact": (8, "token", "channel", "full", "channel", "rht2", "channel"),
+        "default": (8, "token", "full", "channel", "int4"),
+        "fast": (8, "token", "sketch", "channel", "int8"),
+        "paper": (4, "tensor", "lowpass", "tensor", "int8"),
+        "accurate": (8, "token", "full", "channel", "int8"),
     }
     assert set(RECIPES) == set(expected)
     for name, values in expected.items():
         config = HotConfig.recipe(name)
         assert tuple(getattr(config, field) for field in fields) == values
         assert config.name == name
-        assert config.equalize_tokens == (name == "compact")
+        assert not config.equalize_tokens
     for name in ("fast", "paper"):
         assert HotConfig.recipe(name).rank == 8
 
@@ -192,10 +183,9 @@ def test_overrides() -> None:
     assert eval(repr(config)) == config
     with pytest.raises(ValueError, match="recipe: 'best' is not one of 'default'"):
         HotConfig.recipe("best")
-    # Those that are gone are refused by the list of what is there.
     with pytest.raises(ValueError, match="recipe: 'int4' is not one of 'default', 'fast', 'paper'"):
         HotConfig.recipe("int4")
-    with pytest.raises(ValueError, match="storage: 'rht4' is not one of 'int8', 'int4', 'rht2'"):
+    with pytest.raises(ValueError, match="storage: 'rht4' is not one of 'int8', 'int4'"):
         HotConfig(storage="rht4")
     with pytest.raises(ValueError, match="storage"):
         HotConfig.recipe("fast", storage="int4")
@@ -208,6 +198,57 @@ def test_overrides() -> None:
         HotConfig.recipe(gx_bit=4)
     with pytest.raises(ValueError, match="recipe: no name given; expected one of 'default'"):
         HotConfig.recipe(gx_bits=4)
+
+
+USES: dict[str, dict[str, object]] = {
+    "storage: 'token8' was": {"storage": "token8"},
+    "storage: 'token4' was": {"storage": "token4"},
+    "storage: 'token2' was": {"storage": "token2"},
+    "storage: 'rht2' was": {"storage": "rht2"},
+    "forward_block: 128 was": {"forward_block": 128},
+    "x_rounding: ": {"x_rounding": "nearest"},
+    "weight_scale: ": {"weight_scale": "tensor"},
+    "x_scale: ": {"x_scale": "tensor"},
+}
+
+
+@pytest.mark.parametrize(("begins", "fields"), USES.items(), ids=USES)
+def test_what_was_removed_is_named_with_its_date(begins: str, fields: dict) -> None:
+    says = rf"{re.escape(begins)}.*removed in hotcore 0\.1\.0 \(2026-11\); (use|leave)"
+    state = {**HotConfig().__getstate__(), **fields}
+    for read in (
+        lambda: HotConfig(**fields),
+        lambda: HotConfig.recipe("default", **fields),
+        lambda: dataclasses.replace(HotConfig(), **fields),
+        lambda: HotConfig.from_json(json.dumps(fields)),
+        lambda: HotConfig().__setstate__(state),
+    ):
+        with pytest.raises(ValueError, match=rf"^(text: |state: )?{says}"):
+            read()
+
+
+def test_a_removed_recipe_is_named_with_its_date() -> None:
+    for read in (HotConfig.recipe, as_config):
+        with pytest.raises(ValueError, match=r"^recipe: 'compact' was removed in .*'default'"):
+            read("compact")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_texts_with_the_values_of_today_are_read(name: str) -> None:
+    config = HotConfig.recipe(name)
+    before = config.__getstate__() | {
+        "weight_scale": "tensor" if name == "paper" else "channel",
+        "x_scale": "tensor" if name == "paper" else "channel",
+        "x_rounding": "stochastic",
+    }
+    assert HotConfig.from_json(json.dumps(before)) == config
+    again = object.__new__(HotConfig)
+    again.__setstate__(before)
+    assert again == config
+    for field in ("weight_scale", "x_scale"):
+        other = "channel" if name == "paper" else "tensor"
+        with pytest.raises(ValueError, match=f"^text: {field}: removed"):
+            HotConfig.from_json(json.dumps({**before, field: other}))
 
 
 def test_the_forward_is_an_option_of_every_recipe() -> None:

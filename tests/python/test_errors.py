@@ -580,7 +580,7 @@ def test_strides_of_an_empty_array() -> None:
 
 def test_unknown_enumerations() -> None:
     """Python passes names; only those of HotConfig reach libhot."""
-    for field in ("gx_scale", "gx_rounding", "basis", "gw_scale", "storage", "x_rounding"):
+    for field in ("gx_scale", "gx_rounding", "basis", "gw_scale", "storage", "gw_rounding"):
         with pytest.raises(ValueError, match=f"{field}: 'unknown'"):
             HotConfig(**{field: "unknown"})
         fields = {**HotConfig().spec_fields(), field: "unknown"}

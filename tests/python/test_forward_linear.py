@@ -137,7 +137,7 @@ def test_a_quantised_input_gives_the_same_bits(rng: np.random.Generator, dtype: 
 
 @given(
     recipe=st.sampled_from(tuple(RECIPES)),
-    storage=st.sampled_from((None, "int8", "int4", "rht2")),
+    storage=st.sampled_from((None, "int8", "int4")),
     equalize=st.booleans(),
     block=st.sampled_from(BLOCKS),
     shape=st.tuples(st.integers(0, 140), st.integers(0, 150)),
@@ -159,8 +159,7 @@ def test_an_input_that_is_kept_has_the_bits_of_both_calls(
 ) -> None:
     config = HotConfig.recipe(recipe, forward_block=block)
     if config.basis == "full" and storage is not None:
-        rounding = "stochastic" if storage == "rht2" else config.x_rounding
-        config = dataclasses.replace(config, storage=storage, x_rounding=rounding)
+        config = dataclasses.replace(config, storage=storage)
     config = dataclasses.replace(config, equalize_tokens=equalize)
     x = array(data(np.random.default_rng(seed), shape, kind), dtype)
     x = strided(x) if spread else x

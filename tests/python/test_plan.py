@@ -97,20 +97,19 @@ def test_explains_bytes_and_floor() -> None:
 
 
 def test_equalised_tokens_and_their_sizes_are_explained() -> None:
-    found = explain(25216, 3072, 768, "compact")
+    found = explain(25216, 3072, 768, HotConfig(equalize_tokens=True))
     kernels = [step.kernel for step in found.steps]
-    assert kernels[:2] == ["token_exponents_kernel", "rotate_kernel"]
-    assert "requantize_rotated_kernel" in kernels
+    assert kernels[:2] == ["token_exponents_kernel", "groups_kernel"]
     assert [step.kernel for step in found.steps if step.slow] == [
         "token_exponents_kernel",
+        "groups_kernel",
         "column_amax_kernel",
     ]
-    sizes, rotate = found.steps[:2]
+    sizes, groups = found.steps[:2]
     assert sizes.bytes_read == 25216 * 768 * 2 and sizes.bytes_written == 25216
-    assert rotate.bytes_read == 25216 * 768 * 2 + 25216
-    assert rotate.bytes_written == 394 * 768 * (16 + 2)  # a block: 64 codes of 2 bits, a bf16
+    assert groups.bytes_read == 25216 * 768 * 2 + 25216
     assert [s.kernel for s in found.steps if "sizes of tokens" in s.reads] == [
-        "rotate_kernel",
+        "groups_kernel",
         "column_amax_kernel",
         "column_codes_kernel",
     ]

@@ -57,8 +57,8 @@ def test_recipes_count_their_own_steps() -> None:
              for name in ("default", "accurate", "fast")}  # fmt: skip
     assert found["accurate"] == (gy + x + w) * 1024 + product * 64
     assert found["default"] == found["accurate"] + x * 1024
-    compact = backward_bops(tokens, outs, ins, hot.HotConfig.recipe("compact")) - gx
-    assert compact == found["default"] + ((gy + x) * 6 + gy + 2 * x) * 1024
+    equalized = backward_bops(tokens, outs, ins, hot.HotConfig(equalize_tokens=True)) - gx
+    assert equalized == found["default"] + (gy + 2 * x) * 1024
     additions = 8 + 8 * 3  # of 16 values: eight sums, then 8 log 8
     assert found["fast"] == ((gy + x) * (additions / 16 + 0.5) + w) * 1024 + product * 32
     int4 = backward_bops(tokens, outs, ins, hot.HotConfig(gx_bits=4))
@@ -124,14 +124,13 @@ def test_shapes_of_layers() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("config", ["default", "paper", "compact"])
+@pytest.mark.parametrize("config", ["default", "paper"])
 def test_kernels_that_keep_their_products(config: str) -> None:
     """As in full precision, and the operations that restore x; the paper's method as it counts."""
     model = nn.Sequential(nn.Conv2d(8, 16, 3, 2), nn.Conv2d(16, 16, 1, groups=2))
     report = paper.compute_report(model, torch.randn(2, 8, 9, 9), config, filter_fn=every)
-    each = 8 if config == "compact" else 1
     for row, pixels in zip(report.layers, (2 * 8 * 9 * 9, 2 * 16 * 4 * 4), strict=True):
-        assert row.backward[config] == 2 * row.forward + each * pixels * 1024
+        assert row.backward[config] == 2 * row.forward + pixels * 1024
         assert row.own_forward == row.forward
     window, grouped = report.layers
     assert window.taken and not grouped.taken

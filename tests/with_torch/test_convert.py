@@ -408,7 +408,6 @@ def test_convolutions() -> None:
     [
         ("default", "its products stay torch's own"),
         ("paper", "x is kept whole, in int4: a low rank is for 1x1 kernels"),
-        ("compact", "its products stay torch's own"),
     ],
 )
 def test_the_report_says_what_a_kernel_does_not_get(config: str, said: str) -> None:

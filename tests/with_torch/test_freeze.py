@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import reference
 from hotcore.config import RECIPES, HotConfig
-from support import TOKEN_STORAGES, saved_tensors, without_broken_torchvision
+from support import saved_tensors, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
@@ -38,10 +38,7 @@ guarded = pytest.mark.skipif(
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORWARDS = ("int8", "plain")
-BACKWARDS = [
-    *({"recipe": name} for name in RECIPES),
-    *({"storage": name, "gw_scale": "token"} for name in TOKEN_STORAGES),
-]
+BACKWARDS = [{"recipe": name} for name in RECIPES]
 
 
 def config(forward: str = "int8", recipe: str = "default", **fields: Any) -> HotConfig:

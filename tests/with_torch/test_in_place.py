@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402, N812  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
-from torch_graphs import same, without_chance  # noqa: E402  (after the skip)
+from torch_graphs import same, whole, without_chance  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -41,6 +41,7 @@ def test_linear(device: str, forward: str, shape: tuple[int, ...], bias: bool, w
     residual = torch.randn(*shape[:-1], 48, device=device)
 
     def gradients(f: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)  # x is rounded alike
         y = f(hot.linear(x, weight, b, without_chance(forward)), residual)
         return (y, *torch.autograd.grad(y.square().sum(), (x, weight)))
 
@@ -65,6 +66,7 @@ def test_conv2d(shape: tuple[int, ...], forward: str, kernel: int, last: bool, w
     residual = torch.randn_like(plain)
 
     def gradients(f: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
         y = hot.conv2d(x, weight, bias, padding=kernel // 2, config=settings)
         assert y.stride() == plain.stride()
         y = f(y, residual)
@@ -112,7 +114,7 @@ def test_compiled(forward: str, backend: str) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))
     hot.convert(model, without_chance(forward), filter_fn=lambda *_: True)
-    x = torch.randn(2, 6, 64)
+    x = whole(2, 6, 64)
     y = torch.compile(model, backend=backend)(x)
     y.backward(torch.ones_like(y))
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -133,6 +135,7 @@ def test_x_written_after_the_layer(forward: str) -> None:
 
     def gradients(write: bool) -> tuple[torch.Tensor, ...]:
         x = leaf * 1
+        torch.manual_seed(0)
         y = hot.linear(x, weight, None, without_chance(forward))
         if write:
             x.mul_(3)

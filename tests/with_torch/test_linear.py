@@ -13,7 +13,7 @@ from hotcore.config import RECIPES, HotConfig, Key
 from hotcore.saved import saved_layout
 from hypothesis import given
 from hypothesis import strategies as st
-from support import TOKEN_STORAGES, equal_bits, nbytes, one_code, saved_tensors
+from support import equal_bits, nbytes, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -25,7 +25,6 @@ from torch_graphs import every, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CONFIGS = (*RECIPES, *map(one_code, TOKEN_STORAGES))
 SHAPES = ((7, 24), (2, 5, 24), (2, 3, 4, 24), (1, 2, 1, 2, 24), (24,), (0, 24), (3, 0, 24))
 
 
@@ -73,7 +72,7 @@ def test_a_bias_alone_is_plain() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", CONFIGS, ids=config_name)
+@pytest.mark.parametrize("config", RECIPES, ids=config_name)
 def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dtype) -> None:
     x, weight, bias = tensors(3, 19, 70, dtype=dtype)
     gy = torch.randn(3, 19, 16).to(dtype)
@@ -106,8 +105,7 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
 
 def test_a_model_learns() -> None:
     losses = {}
-    others = (HotConfig(forward="int8"), *map(one_code, TOKEN_STORAGES))
-    for recipe in (None, "default", "fast", *others):
+    for recipe in (None, "default", "fast", HotConfig(forward="int8")):
         torch.manual_seed(0)
         x = torch.randn(512, 32)
         target = torch.sin(x @ torch.randn(32, 4))
@@ -131,7 +129,7 @@ def test_a_model_learns() -> None:
 
 @pytest.mark.parametrize(
     ("config", "bound"),
-    list(zip(CONFIGS, (0.54, 0.505, 0.505, 1.01, 0.3, 1.025, 0.545, 0.295), strict=True)),
+    list(zip(RECIPES, (0.54, 0.505, 0.505, 1.01, 0.3, 1.025, 0.545, 0.295), strict=True)),
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(16, 197), (8, 256)])
@@ -244,11 +242,8 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
             configs.append(config)
     if recipe == "paper":
         configs.append(HotConfig.recipe(recipe, rows=(0, 3, 5), block=32))
-    if recipe == "default":
-        for storage in ("token8", "token4", "token2"):
-            for block in (16, 32, 64):
-                more = HotConfig(storage=storage, gw_scale="token", hadamard_block=block)
-                configs.append(more)
+    if recipe == "accurate":
+        configs += [HotConfig.recipe(recipe, gw_scale=scale) for scale in ("tensor", "token")]
     for config in configs:
         sample = config.token_grid[0] * config.token_grid[1] if config.token_grid else 1
         sample += config.prefix_tokens
@@ -270,17 +265,13 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("forward", ["plain", "int8"])
-@pytest.mark.parametrize("config", ["fast", *map(one_code, TOKEN_STORAGES)], ids=config_name)
 @pytest.mark.parametrize("how", ["eager", "aot_eager", "aot_eager_decomp_partition", "checkpoint"])
-def test_however_it_is_run(
-    how: str, config: str | HotConfig, forward: str, request: pytest.FixtureRequest
-) -> None:
+def test_however_it_is_run(how: str, forward: str, request: pytest.FixtureRequest) -> None:
     # The partitioners must not draw a seed again in backward; q and k share that of their x.
     request.getfixturevalue("one_seed_an_x" if how.startswith("aot") else "unshared")
     torch._dynamo.reset()
     model = Attention()
-    config = HotConfig.recipe(config) if isinstance(config, str) else config
-    hot.convert(model, dataclasses.replace(config, forward=forward), every)
+    hot.convert(model, HotConfig.recipe("fast", forward=forward), every)
     if how == "checkpoint":
         other = functools.partial(checkpoint, model, use_reentrant=False)
     else:

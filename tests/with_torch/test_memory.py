@@ -136,13 +136,6 @@ def test_autocast(x: torch.Tensor) -> None:
     assert sizes["down"][0] >= 2 * 4 * VALUES
 
 
-def test_rotated_storage(x: torch.Tensor) -> None:
-    """2 bits a value, a bfloat16 for 64 of them, a byte a token, and the seed."""
-    sizes = by_name(hot.memory_report(Net(), x, "compact"))
-    for name, values in (("up", VALUES), ("down", 4 * VALUES)):
-        assert sizes[name][1] == values * (1 / 4 + 2 / 64) + BATCH + 8
-
-
 def test_overrides(x: torch.Tensor) -> None:
     report = hot.memory_report(Net(), x, "default", overrides={"down": "accurate"})
     assert by_name(report)["down"][1] == 4 * VALUES + 4 * UP + 8

@@ -50,7 +50,7 @@ def test_published() -> None:
     changed = {
         name for name in recipe.__dataclass_fields__ if getattr(text, name) != getattr(recipe, name)
     }
-    assert changed == {"gx_rounding", "gw_rounding", "x_rounding"}
+    assert changed == {"gx_rounding", "gw_rounding"}
     images = paper.published((14, 14), 1)
     assert (images.token_grid, images.prefix_tokens) == ((14, 14), 1)
     assert images.gx_rounding == "pseudo_stochastic" and images.gx_bits == 4

@@ -1,7 +1,4 @@
-"""convert(..., saved=): ReLU's bits in eager and compiled graphs, kept bytes, unchanged modules.
-
-Experts: test_experts.py.
-"""
+"""convert(..., saved=): ReLU's bits in eager and compiled graphs, kept bytes, unchanged modules."""
 
 from __future__ import annotations
 
@@ -229,7 +226,6 @@ def test_convert_changes_classes_and_nothing_else() -> None:
     assert "inplace=True, saved=1" in repr(model.act)
     hot.revert(model)
     assert type(model.act) is nn.ReLU and type(model.mlp) is Mlp
-    assert "saved_bits" not in vars(model.act)
 
 
 def test_eval_is_plain() -> None:
@@ -266,32 +262,33 @@ def test_bits_by_kind_and_by_name() -> None:
         report = saved.convert_saved(model, {key.replace("_", "."): v for key, v in bits.items()})
         return [row.name for row in report.converted]
 
-    assert found(experts=4) == ["a.act", "a.mlp", "b.act", "b.mlp"]
+    assert found() == ["a.act", "a.mlp", "b.act", "b.mlp"]
     assert found(**{"b_*": None}) == ["a.act", "a.mlp"]
     assert found(relu=None, **{"b_act": {"relu": 1}}) == ["b.act"]
     assert found(relu=None) == []  # nothing is asked for
     assert found(relu=1, **{"a_*": None, "a_mlp": 4}) == ["a.mlp", "b.act", "b.mlp"]
 
 
-GONE = r": 'norm' is gone: .*use hot\.recompute\(model\.blocks\[:n\]\)"
+REMOVED = r"saved: '{}' was removed in .*recompute.*: hot\.recompute\(model\.blocks\[:n\]\)"
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (3, "expected 8, 4, None"),
-        (True, "expected 8, 4, None"),
-        ({"experts": 2}, r"experts: 2; expected one of \(8, 4, None\)"),
-        ({"relu": 8}, r"relu: 8; expected one of \(1, None\)"),
-        ({"softmax": 8}, "'softmax' is no kind of operation .relu, experts"),
-        ({"act*": {"softmax": 4}}, "'softmax': no such kind of operation; known: relu"),
-        ({"expert": 8}, "no kind of operation .* near it: experts"),
+        (3, "saved: 3; expected 1, 4, 8 or None"),
+        (True, "saved: True; expected 1, 4, 8 or None"),
+        ({"relu": 8}, "saved: relu: 8; expected 1 or None"),
+        ({"softmax": 8}, "saved: 'softmax' matches no module with a ReLU"),
+        ({"act*": {"softmax": 4}}, r"saved\['act\*'\]: .*; the one kind of operation is 'relu'"),
+        ({"mpl": 8}, "matches no module with a ReLU; near it: mlp"),
         ({"nowhere.*": 4}, "matches no module"),
-        ({3: 8}, "the key 3; expected a kind"),
-        ({"norm": 8}, "saved" + GONE),
-        ({"relu": 1, "norm": None}, "saved" + GONE),
-        ({"act*": {"norm": 4}}, r"saved\['act\*'\]" + GONE),
-        *(({kind: 8}, f"{kind}' is gone") for kind in ("activation", "attention", "product")),
+        ({3: 8}, "saved: the key 3; expected 'relu' or a pattern"),
+        ({"relu": 1, "norm": None}, REMOVED.format("norm")),
+        ({"act*": {"norm": 4}}, REMOVED.format("norm")),
+        *(
+            ({kind: 8}, REMOVED.format(kind))
+            for kind in ("experts", "activation", "norm", "attention", "product")
+        ),
     ],
 )
 def test_bad_switches(bad: Any, message: str) -> None:
@@ -301,11 +298,11 @@ def test_bad_switches(bad: Any, message: str) -> None:
     assert type(model.act) is nn.ReLU and type(model.mlp.up) is nn.Linear
 
 
-@pytest.mark.parametrize("asked", [8, 4, {"relu": 1}, {"experts": 4}])
-def test_a_model_without_either_is_refused(asked: Any) -> None:
+@pytest.mark.parametrize("asked", [8, 1, {"relu": 1}])
+def test_a_model_without_any_is_refused(asked: Any) -> None:
     """Nobody is left to believe that norms and activations keep codes."""
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128))
-    with pytest.raises(ValueError, match=r"no ReLU and no experts .*hot\.recompute\(model\.bl"):
+    with pytest.raises(ValueError, match=r"no ReLU; .*removed in .*hot\.recompute\(model\.bl"):
         hot.convert(model, "default", saved=asked)
     assert type(model[0]) is nn.Linear
 

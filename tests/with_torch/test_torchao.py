@@ -69,9 +69,9 @@ def test_filters_and_a_configuration_by_name() -> None:
         model, HotTrainingConfig("fast"), filter_fn=lambda module, fqn: fqn == "conv"
     )
     assert converted(model) == {"conv": "fast"}
-    by_name = {"body.0": HotTrainingConfig(), "body.2": HotTrainingConfig("compact")}
+    by_name = {"body.0": HotTrainingConfig(), "body.2": HotTrainingConfig("accurate")}
     quantization.quantize_(model, quantization.FqnToConfig(by_name), filter_fn=None)
-    assert converted(model) == {"conv": "fast", "body.0": "default", "body.2": "compact"}
+    assert converted(model) == {"conv": "fast", "body.0": "default", "body.2": "accurate"}
 
 
 def test_code_of_the_page_runs() -> None:

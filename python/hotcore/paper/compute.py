@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
+from ..config import ConfigLike, HotConfig, as_config
 from ..torch import probe
 from ..torch.bitsandbytes import is_8bit
 from ..torch.convert import decide
@@ -41,7 +41,6 @@ _GIGA = 1e9
 _ROWS = 40  # of the printed table
 _LUQ_OPERATIONS = 3  # per value, as the authors' code counts logarithmic rounding
 _BLOCK, _RANK = 16, 8  # of LBP-WHT
-_ROTATED_STEPS = 6.0  # rht2's blocks of 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,14 +261,9 @@ def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> 
 
 
 def _restore_bops(values: int, config: HotConfig) -> int:
-    """BOPs of restoring x: its transform undone, its codes scaled."""
+    """BOPs of scaling the codes of a kept x."""
     config = settings(config, False, None)
-    steps = 0.0
-    if config.storage in TOKEN_STORAGES:
-        steps = math.log2(config.hadamard_block)
-    elif config.storage == "rht2":
-        steps = _ROTATED_STEPS
-    return round(values * (steps + 1 + config.equalize_tokens) * _FULL)
+    return values * (1 + config.equalize_tokens) * _FULL
 
 
 def _named_bops(tokens: int, outs: int, ins: int, method: str) -> tuple[float, float]:
@@ -294,12 +288,6 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
     gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
     steps = math.log2(config.hadamard_block)
     gx = ((gy + w) * steps + gy + w + x) * _FULL + product * config.gx_bits**2
-    if config.storage in TOKEN_STORAGES:
-        # x: its transform, kept; of the tokens that g_w takes brought back, times the scales of
-        # g_y, rounded; both transforms of the product undone. The codes of g_y are those of g_x.
-        share = config.rank / config.block if config.basis == "sketch" else 1.0
-        operations = x * (steps + 1 + 3 * share) + w * (2 * steps + 2)
-        return gx, operations * _FULL + product * share * 8 * 8
     share, transform = _low_rank(config)
     unpack = x if config.storage != "int8" else 0
     equalize = gy + 2 * x if config.equalize_tokens else 0  # a multiplication each, and x's sizes
@@ -310,7 +298,7 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
 def _low_rank(config: HotConfig) -> tuple[float, float]:
     """Kept rows per token, and operations per value to make them."""
     if config.basis == "full":
-        return 1.0, _ROTATED_STEPS if config.storage == "rht2" else 0.0
+        return 1.0, 0.0
     block, rank = config.block, config.rank if config.rows is None else len(config.rows)
     if config.basis == "sketch":  # folds to rank tokens, then transforms those
         return rank / block, (block - rank + rank * math.log2(rank)) / block

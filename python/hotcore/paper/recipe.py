@@ -28,5 +28,4 @@ def published(token_grid: tuple[int, int] | None = None, prefix_tokens: int = 0)
         prefix_tokens=prefix_tokens,
         gx_rounding="pseudo_stochastic",
         gw_rounding="pseudo_stochastic",
-        x_rounding="pseudo_stochastic",
     )

@@ -29,7 +29,7 @@ from .modules import HotModule
 from .probe import LossFn, check_training, loss_of, preserve_state
 from .recompute import recompute
 from .report import REPORT, aligned, listed
-from .saved import revert_saved, saved_kind
+from .saved import has_relu, revert_saved
 from .selection import Filter, candidates
 
 _PLAIN = "plain"
@@ -173,7 +173,7 @@ def advise(
 
     Tried are plain torch, ``allow``, for transformers' causal LM models with a ``loss_fn``
     ``head=True`` with both, and for memory torch's ``activation_memory_budget``,
-    :func:`recompute` and, for ReLUs and experts, ``saved=8``. Wrap the call in ``torch.autocast``
+    :func:`recompute` and, for ReLUs, ``saved=8``. Wrap the call in ``torch.autocast``
     if the training loop uses it. Weights, ``.grad``, buffers, hooks and torch's random state are as
     before afterwards; what this process has compiled is compiled anew when it is next called.
     Optimizers in backward (``register_post_accumulate_grad_hook``) do not run; what else the loss
@@ -350,7 +350,7 @@ class _Trial:
             if self.lists:
                 for words, share in (("recompute", 1.0), ("recompute half", 0.5)):
                     found += [each.but(words, recomputed=share) for each in (first, alone)]
-            if any(map(saved_kind, self.model.modules())):
+            if any(map(has_relu, self.model.modules())):
                 found.append(first.but("saved 8", options={**first.options, "saved": 8}))
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
         return [

@@ -85,10 +85,9 @@ def convert(
         device: the device of training, if it is not that of the first weight. Its type selects the
             rule by which layers are slower.
         slower: also convert layers that are expected to be slower than plain torch.
-        saved: number of bits, 8 or 4, in which transformers' experts keep what backward needs, in
-            eager and compiled mode, while a ReLU keeps one bit, which is exact; or a mapping of
-            these kinds (``relu``, ``experts``) and of name patterns to bits or None; see
-            :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
+        saved: 8: ReLUs keep one bit a value for backward, which is exact; or a mapping of name
+            patterns to 8 or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay
+            plain.
         head: True: a causal LM model of transformers, called with labels in training, computes its
             loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
             empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot. With
@@ -116,7 +115,6 @@ def convert(
     )
     if saved is not None:
         decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
-        decision.report.unsupported = unconverted.matrices(model)  # experts may keep codes now
     new = replace_layers(model, decision.replacements)
     if head is not False:
         why = attach(new, products)

@@ -18,7 +18,7 @@ from . import _compat
 from .frozen import FrozenModule
 from .modules import replace_layers
 from .report import REPORT
-from .saved import SAVED_FIELDS, SavedCodes
+from .saved import SavedCodes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
@@ -314,11 +314,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     children = [(m, dict(m._modules)) for m in modules]
     report = vars(model).get(REPORT)
-    saved = [
-        (m, type(m), {name: vars(m)[name] for name in SAVED_FIELDS if name in vars(m)})
-        for m in modules
-        if isinstance(m, SavedCodes)
-    ]
+    saved = [(m, type(m)) for m in modules if isinstance(m, SavedCodes)]
     with torch.random.fork_rng({p.device for p, _ in grads if p.is_cuda}):
         try:
             for parameter, _ in grads:
@@ -339,9 +335,8 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             vars(model).pop(REPORT, None)
             if report is not None:
                 vars(model)[REPORT] = report
-            for module, kind, fields in saved:
+            for module, kind in saved:
                 module.__class__ = kind
-                vars(module).update(fields)
             for parameter, grad in grads:
                 parameter.grad = grad
             for table, content in contents:  # self.buffer = self.buffer + 1

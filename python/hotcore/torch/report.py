@@ -60,8 +60,6 @@ class SavedModule:
     """Name of the plain class."""
     bits: Mapping[str, int]
     """Kind of operation -> bits."""
-    note: str = ""
-    """What the codes are of."""
 
 
 @dataclasses.dataclass
@@ -77,7 +75,7 @@ class SavedReport:
         rows: dict[str, list[str]] = {}
         for module in self.converted:
             bits = ", ".join(f"{kind} {value}" for kind, value in module.bits.items())
-            row = f"{module.kind}: kept in bits: {bits}{module.note}"
+            row = f"{module.kind}: kept in bits: {bits}"
             rows.setdefault(row, []).append(module.name)
         for name, reason in self.left.items():
             rows.setdefault(f"as it was: {reason}", []).append(name)

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from .report import Skipped
-from .saved import SavedCodes, saved_kind
 
 MIN_SIDE = 64
 """Rows and columns below which a stack of matrices is not listed."""
@@ -50,8 +49,6 @@ def matrices(model: nn.Module) -> list[Skipped]:
 
 def _stacks(fqn: str, module: nn.Module) -> list[Skipped]:
     found: list[Skipped] = []
-    if isinstance(module, SavedCodes):
-        return found
     for name, parameter in module._parameters.items():
         if parameter is None or parameter.dim() != 3 or parameter.shape[0] < 2:
             continue
@@ -59,8 +56,6 @@ def _stacks(fqn: str, module: nn.Module) -> list[Skipped]:
         if min(rows, columns) < MIN_SIDE:
             continue
         why = f"a stack of {count} matrices in one Parameter (experts); only layers are converted"
-        if saved_kind(module) == "experts":
-            why += ", saved= keeps their x in codes"
         size = (columns, rows, why, parameter.numel())  # the layout of F.linear's weight
         full_name = f"{fqn}.{name}" if fqn else name
         found.append(Skipped(full_name, type(module).__name__, *size))

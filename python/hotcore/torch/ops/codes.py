@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ... import _core
-from ...config import TOKEN_STORAGES, HotConfig, Key
+from ...config import HotConfig, Key
 from .. import _compat
 from . import core, sharing
 from .core import (
@@ -81,25 +81,10 @@ def _up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
 
 
-def _feature_block(features: int, largest: int) -> int:
-    """The transform's block for this width; docs/numerics.md, "One code a value"."""
-    for block in (64, 32):
-        if block <= largest and _up(features, block) <= features + features // 8:
-            return block
-    return 16
-
-
 def symbolic_saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """:func:`saved_bytes` of symbolic sizes."""
-    if config.storage in TOKEN_STORAGES:
-        block = _feature_block(in_features, config.hadamard_block)
-        width, packed = _up(in_features, block), config.storage != "token8"
-        ratios = (width + 31) // 32 if packed else 0
-        row = width // {"token8": 1, "token4": 2, "token2": 4}[config.storage]
-        codes = _up(tokens * (row + ratios), 4)
-        return codes + tokens * (2 if packed else 4) + in_features
     if config.storage != "int8":
-        row = _up(tokens, 64) // 4 if config.storage == "rht2" else _up(tokens, 32) // 2
+        row = _up(tokens, 32) // 2
         scales = 2 * in_features * ((tokens + 63) // 64)
     else:
         kept = tokens
@@ -114,7 +99,7 @@ def symbolic_saved_bytes(tokens: int, in_features: int, config: HotConfig) -> in
                 body, prefix = samples * area, samples * config.prefix_tokens
             kept = (body + config.block - 1) // config.block * rank + prefix
         row = _up(kept, 16)
-        scales = 4 * (in_features if config.x_scale == "channel" else 1)
+        scales = 4 * (in_features if config.gw_scale == "channel" else 1)
     exponents = tokens if config.equalize_tokens else 0
     return _up(in_features * row, 16) + scales + exponents
 

@@ -82,17 +82,14 @@ def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -
     A 1x1 kernel saves the same as a linear layer. ``grid``, its output height and width, replaces
     the caller's token grid, which describes a transformer's tokens; a low-pass basis takes its
     tiles from it. Any other kernel needs x itself (basis ``"full"``): in the storage of a full
-    basis or of a token storage, otherwise in INT4, which takes about the bytes of the low-rank
-    INT8 form.
+    basis, otherwise in INT4, which takes about the bytes of the low-rank INT8 form.
     """
     if pointwise:
         tiled = config.basis in ("lowpass", "sequency")
         return dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
     fields: HotConfigFields = {"token_grid": None, "prefix_tokens": 0}
     if config.basis != "full":
-        fields |= {"basis": "full", "rows": None}
-        if config.storage == "int8":
-            fields |= {"storage": "int4", "x_scale": "channel"}
+        fields |= {"basis": "full", "rows": None, "storage": "int4"}
     return dataclasses.replace(config, **fields)
 
 

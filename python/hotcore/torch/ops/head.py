@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import _core
-from ...config import TOKEN_STORAGES, ConfigLike, HotConfig, Key
+from ...config import ConfigLike, HotConfig, Key
 from .. import _compat
 from . import calls, codes, core, linear, sharded
 from .codes import Frozen
@@ -323,8 +323,7 @@ class _HotProducts(_Products):
     ) -> None:
         super().__init__(x, weight, bias)
         # x is not kept: fewer than 8 bits would save nothing.
-        token = config.storage in TOKEN_STORAGES
-        config = dataclasses.replace(config, storage="token8" if token else "int8")
+        config = dataclasses.replace(config, storage="int8")
         self.config = config
         self.seed, self.calls = seed, 0
         count = -(-self.padded // _PART)
