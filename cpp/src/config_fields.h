@@ -176,7 +176,7 @@ void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
   visit(field<Rounding>("gw_rounding", HOT_GET(gw_rounding), &hot_spec::gw_rounding, in_none,
                         roundings, "rounding of g_y for g_w"));
   visit(field<Storage>(
-      "storage", HOT_GET(storage), &hot_spec::storage, in_saved | in_weight, storages,
+      "storage", HOT_GET(storage), &hot_spec::storage, in_saved, storages,
       "how x is kept until backward; \"int4\" takes basis \"full\""));
   visit(field<bool>("equalize_tokens", HOT_GET(equalize_tokens), &hot_spec::equalize_tokens,
                     in_saved, "",

@@ -188,7 +188,7 @@ inline std::vector<ForwardPlanCase> forward_plan_cases() {
        {"rows_kernel", "rows_kernel", "wgmma 128x128"}},
       {"unaligned rows of y",
        {6000, 770, 512},
-       16,
+       64,
        DType::bf16,
        DType::f32,
        false,
@@ -247,9 +247,9 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
       {"rows16_kernel", "columns_one_pass_kernel"}, hot::recipe("fast"));
   add("INT8, more tokens than a cluster holds", {40000, 64, 768}, DType::bf16,
       {"memset", "rows_column_amax_kernel", codes}, hot::recipe("fast"));
-  add("INT8 of all tokens", {16501, 64, 64}, DType::f16,
+  add("INT8 of all tokens", {16501, 64, 64}, DType::bf16,
       {"memset", "rows_column_amax_kernel", codes},
-      changed("accurate", [](auto& spec) { spec.storage = hot::Storage::int8; }));
+      hot::recipe("accurate"));
   add("INT8, one scale, the other block", {8399, 64, 208}, DType::bf16,
       {"memset", "rows_column_amax_kernel", codes}, hot::recipe("paper"), 16);
   add("INT8 of fp32", {40000, 64, 64}, DType::f32,

@@ -94,16 +94,11 @@ TEST(BackwardLinear, golden_compress_activation) {
                  GoldenOutput::check_memory(one.arrays.at("exponents"),
                                             saved.data + saved.layout.exponent_offset, "exponents");
                }
-               if (one.arrays.count("back") == 0) return;
-               GoldenOutput back(one.arrays.at("back"));
-               hot::decompress_activation(context, saved.view, 0, x.view.shape[0], spec, back.view);
-               back.check("back");
              });
 }
 
 TEST(BackwardLinear, golden) {
   for_golden("backward_linear", "gb", check_golden);
-  for_golden("one_code", "stored", check_golden);
 }
 
 TEST(BackwardLinear, same_bits_on_every_path) {
@@ -112,7 +107,6 @@ TEST(BackwardLinear, same_bits_on_every_path) {
         {any_size(), any_size(), any_size()}, {600, 130, 70}, {3, 5, 4200}};
     for (const Granularity gw_scale :
          {Granularity::channel, Granularity::tensor, Granularity::token}) {
-      if (name.substr(0, 5) == "token" && gw_scale != Granularity::token) continue;
       spec.gw_scale = gw_scale;
       for (const auto& size : sizes) {
         Layer layer(size[0], size[1], size[2], spec);
@@ -164,7 +158,7 @@ TEST(BackwardLinear, each_output_alone) {
                          {nullptr, &vw, nullptr, false}, for_gw.workspace());
     hot::backward_linear(cpu(), gy.view(), nothing, {}, all.spec, {nullptr, nullptr, &vb, false},
                          {});
-    expect_error(hot::ErrorCode::invalid_argument, {"backward_linear", "out wants nothing"},
+    expect_error(hot::ErrorCode::invalid_argument, {"backward_linear", "out requests no gradient"},
                  [&] { hot::backward_linear(cpu(), gy.view(), nothing, {}, all.spec, {}, {}); });
     EXPECT_EQ(gx.values(), all.gx.values());
     EXPECT_EQ(gw.values(), all.gw.values());

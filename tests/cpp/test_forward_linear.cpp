@@ -50,7 +50,7 @@ struct Forward {
 
 Forward any_forward() {
   return {random_int(1, 70), random_int(1, 90), random_int(1, 200),
-          1 << static_cast<int>(random_int(0, 8))};
+          forward_block(random_int(0, 7))};
 }
 
 // Codes and scales of rows after the transform, by the stages of their own.
