@@ -79,11 +79,6 @@ struct Memory {
   GemmArgs product[2]{};                   // g_x, g_w
   void* scratch[2] = {nullptr, nullptr};   // of each
   const GemmTokenArgs* token = nullptr;
-  // Of the token storages: sizes of features, and what g_w needs.
-  const SizesJob* sizes = nullptr;
-  const TransposeJob* transpose = nullptr;
-  const ContributionsJob* contributions = nullptr;
-  const UndoJob* undo = nullptr;
   MatrixIn packed[2]{};     // INT4 operands
   MatrixOut unpacked[2]{};  // the same operands in INT8
 };
@@ -188,31 +183,6 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::groups:
     case Kernel::group_quads:
       return launch_groups(context, step, *memory.kept);
-    case Kernel::rotate:
-      return launch_rotate(context, step, *memory.kept);
-    case Kernel::sampled_tokens:
-    case Kernel::feature_sums:
-      return launch_feature_sizes(context, step, *memory.sizes);
-    case Kernel::token_rows: {
-      const auto& work = step.as<plan::TokenRowsStep>();
-      if (work.of == plan::RowsOf::x) {
-        return launch_kept_tokens(context, step, *memory.kept, memory.sizes->scratch.factors);
-      }
-      const bool sums = step.writes.has(plan::Buffer::sums);
-      return launch_token_rows(context, step, *memory.rows,
-                               sums ? static_cast<float*>(memory.sum->workspace) : nullptr);
-    }
-    case Kernel::draw_tokens:
-      return launch_draw_tokens(context, step, *memory.contributions);
-    case Kernel::token_transpose:
-      return launch_token_transpose(context, step, *memory.transpose);
-    case Kernel::token_amax:
-    case Kernel::token_contributions:
-      return launch_contributions(context, step, *memory.contributions);
-    case Kernel::undo_transforms:
-      return launch_undo_transforms(context, step, *memory.undo);
-    case Kernel::requantize_rotated:
-      return launch_requantize_rotated(context, step, *memory.groups);
     case Kernel::requantize:
       return launch_requantize(context, step, *memory.groups);
     case Kernel::partial_sum:
@@ -237,7 +207,6 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::wgmma_128x192:
     case Kernel::wgmma_128x256:
     case Kernel::wgmma_stream_k:
-    case Kernel::wgmma_rows:
       return run_wgmma(context, step, memory);
     case Kernel::mma_128x256x128:
     case Kernel::mma_256x128x128:
@@ -323,23 +292,11 @@ ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* works
 struct Kept {
   Zeroed zeroed{};
   ColumnsJob columns{};
-  std::optional<SizesJob> sizes{};  // of the token storages
   plan::CompressShape shape;
 
   Kept(const Context& context, const plan::DeviceFacts& facts, const CompressJob& job,
        void* workspace)
       : shape{plan::array_facts(job.x), job.x.rows, job.x.cols, *job.projection, job.spec} {
-    if (job.tokens) {
-      const TokenCodesOut& out = *job.tokens;
-      WorkspaceCursor cursor(workspace);
-      sizes = SizesJob{"compress_activation",
-                       job.x,
-                       take_features(cursor, out.layout.features, out.layout.padded),
-                       out.exponents(),
-                       nullptr,
-                       out.layout.padded,
-                       in_signs_key(out.storage, context.key())};
-    }
     if (job.spec.storage != Storage::int8) return;
     columns = with_amax(facts, activation_columns(context, job), workspace, zeroed);
   }
@@ -349,7 +306,6 @@ Memory memory_of(const CompressJob& job, const Kept& kept) {
   Memory memory;
   memory.zeroed = kept.zeroed;
   memory.activation = &kept.columns;
-  if (kept.sizes) memory.sizes = &*kept.sizes;
   memory.kept = &job;
   return memory;
 }
@@ -390,30 +346,23 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call, con
   const BackwardLinearSpec& spec = work.spec;
   const BackwardScratch s = plan::take_scratch(device.facts(), work, workspace.data);
   check.workspace(workspace, s.bytes);
-  const bool tokens = is_token_storage(spec.storage);
   const bool packed = work.gw && spec.storage != Storage::int8;
-  const bool by_token = spec.gw_scale == Granularity::token && !tokens;
-  // Of the token storages a weight that was quantised before has fixed signs and out features as
-  // they are.
-  const Key& sign_key = tokens && work.gx && !work.weight ? fixed_signs_key : context.key();
-
-  const RowsJob rows{call.gy, work.out_features.block, gradient_rows_quant(spec), s.rows,
-                     s.features.factors};
-  MatrixIn gradient = call.gy, sized = call.w;
+  const bool by_token = spec.gw_scale == Granularity::token;
+  const RowsJob rows{call.gy, work.out_features.block, gradient_rows_quant(spec), s.rows};
+  MatrixIn gradient = call.gy;
   gradient.exponents = call.exponents;
-  sized.exponents = s.exponents;
   const ColumnsJob columns{
       gradient, &work.tokens, Side::gradient, call.sketch_key, gradient_columns_quant(spec),
       s.columns};
-  const ColumnsJob weight{sized,    &work.out_features, Side::activation,
-                          sign_key, weight_quant(spec), s.weight};
+  const ColumnsJob weight{call.w,        &work.out_features, Side::activation,
+                          context.key(), weight_quant(spec), s.weight};
   const ColumnSum sum{call.gb, work.accumulate, s.sums};
   const ColumnSum sum_alone{call.gb, work.accumulate, s.sums_alone};
   const Operand& x = packed ? s.activation : call.saved;
   Memory memory;
   memory.zeroed = s.zeroed;
   memory.gy = call.gy;
-  if (work.gx || tokens) memory.rows = &rows;
+  if (work.gx) memory.rows = &rows;
   if (work.weight) memory.weight = &weight;
   if (work.gb) memory.sum = &sum;
   memory.sum_alone = &sum_alone;
@@ -427,32 +376,8 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call, con
   }
   GroupsJob groups = call.groups;
   groups.out = s.activation;
-  groups.key = call.sketch_key;
   GemmTokenArgs token{};
-  const SizesJob sizes{"backward_linear", call.gy,         s.features,
-                       s.exponents,       s.columns.scale, work.out_features.k_padded,
-                       sign_key};
-  memory.sizes = &sizes;
-  std::optional<TransposeJob> transpose;
-  std::optional<ContributionsJob> contributions;
-  std::optional<UndoJob> undo;
-  if (work.gw && tokens) {
-    const TokenCodesIn& in = *call.tokens;
-    const DeviceDrawn drawn{static_cast<std::int32_t*>(s.drawn), s.drawn_factor, work.tokens.k};
-    transpose = {s.rows, s.columns, drawn};
-    contributions = {&in, call.sketch_key, s.rows.scale, drawn, x};
-    undo = {s.product,       s.by_rows,          work.out_features.block,
-            in.layout.block, s.features.factors, in_signs_key(in.storage, call.sketch_key),
-            in.exponents(),  work.accumulate,    call.gw};
-    memory.transpose = &*transpose;
-    memory.contributions = &*contributions;
-    memory.undo = &*undo;
-    memory.product[1] = product(s.columns, x, 1, false, s.product);
-    if (s.by_rows) {
-      memory.product[1].a = s.rows.codes;
-      memory.product[1].lda = s.rows.k_padded;
-    }
-  } else if (work.gw) {
+  if (work.gw) {
     memory.columns = &columns;
     if (packed) memory.groups = &groups;
     const int divisor = work.tokens.divisor;

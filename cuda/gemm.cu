@@ -48,9 +48,8 @@ void launch_widen(const Context& context, const plan::Step& step, const MatrixIn
 
 void launch_wgmma(const Context& context, const plan::Step& step, const GemmArgs& args,
                   void* workspace) {
-  const Sm90Kernel kernel = step.kernel == plan::Kernel::wgmma_rows       ? Sm90Kernel::rows
-                            : step.kernel == plan::Kernel::wgmma_stream_k ? Sm90Kernel::stream_k
-                            : step.kernel == plan::Kernel::wgmma_128x192  ? Sm90Kernel::tile_128x192
+  const Sm90Kernel kernel = step.kernel == plan::Kernel::wgmma_stream_k  ? Sm90Kernel::stream_k
+                            : step.kernel == plan::Kernel::wgmma_128x192 ? Sm90Kernel::tile_128x192
                             : step.kernel == plan::Kernel::wgmma_128x256 ? Sm90Kernel::tile_128x256
                                                                          : Sm90Kernel::tile_128x128;
   const Sm90Output output = args.accumulate        ? Sm90Output::accumulate

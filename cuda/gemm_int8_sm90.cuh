@@ -12,7 +12,6 @@
 #include <cstddef>
 
 #include "cuda/gemm_int8_sm90.h"
-#include "cuda/gemm_int8_sm90_rows.cuh"
 #include "cuda/launch.h"
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -24,11 +23,10 @@
 
 namespace hot::detail {
 
-// `tile_n`: columns of a tile. The two CTAs of a cluster, neighbours along N or M, share
-// what both read. `by_k`: a is [K, M] (gemm_int8_sm90_rows.cuh).
+// `tile_n`: columns of a tile. The two CTAs of a cluster, neighbours along N or M, share what both
+// read.
 template <class Out, Sm90Output output, int tile_n, class ClusterShape, class MainloopSchedule,
-          class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler,
-          bool by_k = false>
+          class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
 struct Sm90Gemm {
   static constexpr bool accumulate = output == Sm90Output::accumulate;
   static constexpr bool bias = output == Sm90Output::bias;
@@ -60,14 +58,12 @@ struct Sm90Gemm {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       cutlass::epilogue::collective::EpilogueTileAuto, std::int32_t, float, Before, Layout,
       out_alignment, Out, Layout, out_alignment, EpilogueSchedule, Fusion>::CollectiveOp;
-  static constexpr int epilogue_bytes = static_cast<int>(sizeof(typename Epilogue::SharedStorage));
-  using Stages = cutlass::gemm::collective::StageCountAutoCarveout<epilogue_bytes>;
-  using Mainloop = typename std::conditional_t<
-      by_k, RowsMainloopBuilder<TileShape, ClusterShape, epilogue_bytes, MainloopSchedule>,
-      cutlass::gemm::collective::CollectiveBuilder<
-          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t,
-          cutlass::layout::RowMajor, 16, std::int8_t, cutlass::layout::ColumnMajor, 16,
-          std::int32_t, TileShape, ClusterShape, Stages, MainloopSchedule>>::CollectiveOp;
+  using Stages = cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+      sizeof(typename Epilogue::SharedStorage))>;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t, cutlass::layout::RowMajor,
+      16, std::int8_t, cutlass::layout::ColumnMajor, 16, std::int32_t, TileShape, ClusterShape,
+      Stages, MainloopSchedule>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                       Epilogue, Scheduler>;
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -82,12 +78,7 @@ struct Sm90Gemm {
                                               const Sm90Plan& plan) {
     const int m = static_cast<int>(args.m), n = static_cast<int>(args.n),
               k = static_cast<int>(args.k);
-    typename Mainloop::StrideA stride_a;
-    if constexpr (by_k) {
-      stride_a = cute::make_stride(cute::Int<1>{}, args.lda, std::int64_t{0});
-    } else {
-      stride_a = cute::make_stride(args.lda, cute::Int<1>{}, std::int64_t{0});
-    }
+    const auto stride_a = cute::make_stride(args.lda, cute::Int<1>{}, std::int64_t{0});
     const auto stride_b = cute::make_stride(args.ldb, cute::Int<1>{}, std::int64_t{0});
     const auto stride_d = cute::make_stride(args.out.row_stride, cute::Int<1>{}, std::int64_t{0});
     auto* out = static_cast<Out*>(args.out.data);
@@ -131,8 +122,7 @@ struct Sm90Gemm {
   }
 
   static constexpr Sm90Instance instance() {
-    constexpr Sm90Kernel kernel = by_k            ? Sm90Kernel::rows
-                                  : stream_k      ? Sm90Kernel::stream_k
+    constexpr Sm90Kernel kernel = stream_k        ? Sm90Kernel::stream_k
                                   : tile_n == 192 ? Sm90Kernel::tile_128x192
                                   : tile_n == 256 ? Sm90Kernel::tile_128x256
                                                   : Sm90Kernel::tile_128x128;
@@ -166,9 +156,4 @@ template <class Out, Sm90Output output>
 using StreamK =
     Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
              cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
-template <class Out, Sm90Output output>
-using Rows = Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                      cutlass::epilogue::TmaWarpSpecializedCooperative,
-                      cutlass::gemm::StreamKScheduler, true>;
-
 }  // namespace hot::detail

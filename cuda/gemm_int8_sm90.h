@@ -13,8 +13,7 @@
 
 namespace hot::detail {
 
-// `rows`: stream-K, of an a that is [K, M] (gemm_int8_sm90_rows.cuh).
-enum class Sm90Kernel : std::uint8_t { tile_128x128, tile_128x192, tile_128x256, stream_k, rows };
+enum class Sm90Kernel : std::uint8_t { tile_128x128, tile_128x192, tile_128x256, stream_k };
 
 // The order of the tiles of a product: along M or N, in stripes of `swizzle` tiles; for
 // stream-K in how many shares the contraction is divided, 1: as CUTLASS would.

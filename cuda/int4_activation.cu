@@ -7,6 +7,10 @@
 //
 // requantize_kernel: INT4 back to INT8.
 //   A CTA takes a channel. 1.53 bytes an element.
+//
+// token_exponents_kernel: exponents of tokens that are equalised, for every storage.
+//   A warp reads a token twice: the largest value, then the sum of integers that are relative to
+//   it, in any order. The second time the row is in the L1 or L2.
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -21,10 +25,10 @@
 namespace hot::detail {
 namespace {
 
-template <Rounding rounding, class Tag>
+template <class Tag>
 __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   begin_kernel();
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const DeviceOffset offset = warp_offset<Rounding::stochastic>(args.key);
   const std::int64_t tiles = (args.x.cols + 127) / 128;
   const std::int64_t col = blockIdx.x % tiles * 128 + threadIdx.x;
   const std::int64_t g = blockIdx.x / tiles;
@@ -57,28 +61,108 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   args.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    finish_half<rounding>(args, offset, col, g, half, scale,
-                          [&](int t) { return v[32 * half + t]; });
+    finish_half(args, offset, col, g, half, scale, [&](int t) { return v[32 * half + t]; });
   }
 }
 
 // The same for 16-bit types.
-template <Rounding rounding, class Tag>
+template <class Tag>
 __global__ void __launch_bounds__(128) group_quads_kernel(GroupsArgs args) {
   begin_kernel();
   const auto tiles = static_cast<unsigned>((args.x.cols + 127) / 128);
-  compress_quads<rounding, Tag>(args, threadIdx.x, std::int64_t{blockIdx.x % tiles} * 128,
+  compress_quads<Tag>(args, threadIdx.x, std::int64_t{blockIdx.x % tiles} * 128,
                                 blockIdx.x / tiles);
 }
 
-template <Rounding rounding>
 __global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, bool independent) {
   __shared__ std::uint32_t shared[32];
   begin_kernel(independent);
-  requantize_channel<rounding>(args, blockIdx.x, static_cast<int>(threadIdx.x),
+  requantize_channel(args, blockIdx.x, static_cast<int>(threadIdx.x),
                                static_cast<int>(blockDim.x),
                                [&](std::uint32_t v) { return block_max(v, shared); });
   end_kernel(independent);
+}
+
+// ---- exponents of tokens that are equalised ----------------------------------------------------
+
+// Calls four(words) for every 16 bytes of a row that a lane has, where rows are aligned, and one(v)
+// for the rest of its values.
+template <class Tag, class Four, class One>
+__device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::int64_t row,
+                                          const Four& four, const One& one) {
+  constexpr int vector = 16 / Tag::size;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto* const from = static_cast<const char*>(x.data) + row * x.row_stride * Tag::size;
+  const std::int64_t whole = aligned ? x.cols / vector : 0;
+#pragma unroll 4
+  for (std::int64_t i = lane; i < whole; i += 32) {
+    unsigned words[4];
+    load_words(from + i * 16, words);
+    four(words);
+  }
+  for (std::int64_t c = whole * vector + lane; c < x.cols; c += 32) {
+    one(Tag::load(from, c * x.col_stride));
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(32 * exponent_rows)
+    token_exponents_kernel(MatrixIn x, bool aligned, std::uint8_t* exponents) {
+  begin_kernel();
+  const std::int64_t row =
+      std::int64_t{blockIdx.x} * exponent_rows + static_cast<int>(threadIdx.x) / 32;
+  if (row >= x.rows) return;
+  // Patterns of magnitudes have the order of the values, two 16-bit ones in a word.
+  std::uint32_t most = 0, pairs = 0;
+  visit_row<Tag>(
+      x, aligned, row,
+      [&](const unsigned (&words)[4]) {
+#pragma unroll
+        for (const unsigned word : words) {
+          if constexpr (Tag::size == 2) {
+            pairs = __vmaxu2(pairs, word & 0x7fff7fffU);
+          } else {
+            most = max(most, word & 0x7fffffffU);
+          }
+        }
+      },
+      [&](float v) { most = max(most, abs_bits(v)); });
+  if constexpr (Tag::size == 2) {
+    const unsigned one[1] = {pairs};
+    float v[2];
+    Tag::unpack(one, v);
+    most = max(most, max(abs_bits(v[0]), abs_bits(v[1])));
+  }
+  const std::uint32_t largest = warp_max(most) >> 23;
+  if (largest < 27 || largest == 255) {
+    if (threadIdx.x % 32 == 0) {
+      exponents[row] = static_cast<std::uint8_t>(largest == 255 ? 127 : 27);
+    }
+    return;
+  }
+  const float unit = __uint_as_float((268U - largest) << 23);  // the largest becomes 2^14 to 2^15
+  const auto integer = [&](float v) {
+    return __float_as_uint(__fmaf_rn(fabsf(v), unit, __uint_as_float(integer_bits)));
+  };
+  unsigned long long sum = 0;
+  visit_row<Tag>(
+      x, aligned, row,
+      [&](const unsigned (&words)[4]) {
+        constexpr unsigned vector = 16 / Tag::size;
+        float v[vector];
+        Tag::unpack(words, v);
+        std::uint32_t part = 0U - vector * integer_bits;
+#pragma unroll
+        for (const float value : v) part += integer(value);
+        sum += part;
+      },
+      [&](float v) { sum += integer(v) - integer_bits; });
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, lanes);
+  if (threadIdx.x % 32 != 0) return;
+  const float mean = __fdiv_rn(__ull2float_rn(sum), __ll2float_rn(x.cols));
+  const int found = static_cast<int>(largest + (__float_as_uint(mean) >> 23)) - 141;
+  exponents[row] = static_cast<std::uint8_t>(min(max(found, 27), 227));
 }
 
 }  // namespace
@@ -99,23 +183,26 @@ void launch_groups(const Context& context, const plan::Step& step, const Compres
   const auto run = [&](auto kernel) {
     launch("compress_activation", context, kernel, step.shape, args);
   };
-  with_rounding(step.rounding, [&](auto r) {
-    constexpr Rounding mode = decltype(r)::value;
-    host_with_dtype(step.dtype, [&](auto tag) {
-      using Tag = decltype(tag);
-      if constexpr (Tag::size == 2) {
-        if (step.kernel == plan::Kernel::group_quads) return run(group_quads_kernel<mode, Tag>);
-      }
-      run(groups_kernel<mode, Tag>);
-    });
+  host_with_dtype(step.dtype, [&](auto tag) {
+    using Tag = decltype(tag);
+    if constexpr (Tag::size == 2) {
+      if (step.kernel == plan::Kernel::group_quads) return run(group_quads_kernel<Tag>);
+    }
+    run(groups_kernel<Tag>);
+  });
+}
+
+void launch_token_exponents(const Context& context, const plan::Step& step,
+                            const CompressJob& job) {
+  host_with_dtype(step.dtype, [&](auto tag) {
+    launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, job.x,
+           rows_aligned(job.x), job.exponents);
   });
 }
 
 void launch_requantize(const Context& context, const plan::Step& step, const GroupsJob& job) {
-  with_rounding(step.rounding, [&](auto r) {
-    launch("backward_linear", context, requantize_kernel<decltype(r)::value>, step.shape,
-           requantize_args(context, job), step.independent);
-  });
+  launch("backward_linear", context, requantize_kernel, step.shape, requantize_args(context, job),
+         step.independent);
 }
 
 }  // namespace hot::detail

@@ -41,7 +41,7 @@ __device__ inline GroupScale group_scale(std::uint32_t amax) {
 }
 
 // Rounds and writes half a group, 32 tokens of a channel, `value(t)` each: 16 bytes.
-template <Rounding rounding, class Value>
+template <class Value>
 __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, std::int64_t col,
                             std::int64_t g, int half, const GroupScale& scale, const Value& value) {
   const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
@@ -50,7 +50,7 @@ __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, 
   if (scale.keep) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      codes[i] = round_group_packed<rounding>(
+      codes[i] = round_group_packed(
           [&](int j) { return value(i * 16 + j); }, scale.inv, args.key, offset,
           static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i));
     }
@@ -63,10 +63,10 @@ __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, 
 // lane has 16 tokens of four columns as they are in memory, 32 words in registers; three lanes, 8
 // apart, have the group's other tokens. The largest values of two columns by one instruction
 // (patterns of |v| have the order of the values). Each of the four lanes makes one column's scale.
-template <Rounding rounding, class Tag>
+template <class Tag>
 __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned thread,
                                                std::int64_t first_column, std::int64_t g) {
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const DeviceOffset offset = warp_offset<Rounding::stochastic>(args.key);
   const unsigned eighth = thread % 8, quarter = thread / 8 % 4;
   const std::int64_t col = first_column + (thread / 32 * 32 + eighth * 4);
   const bool live = col < args.x.cols;  // all lanes take part in the shuffles
@@ -109,7 +109,7 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
     const float inv = __shfl_sync(0xffffffffU, scale.inv, static_cast<int>(eighth) + 8 * c);
-    uint2 codes = round_group_packed<rounding>(
+    uint2 codes = round_group_packed(
         [&](int t) { return value(c < 2 ? word[t].x : word[t].y, c % 2); }, inv, args.key, offset,
         static_cast<std::uint64_t>((col + c) * row_blocks + g * 4 + quarter));
     if ((kept >> (8 * c) & 1) == 0) codes = make_uint2(0, 0);
@@ -129,12 +129,12 @@ struct RequantizeArgs {
 };
 
 // Thread t of the T that share channel `row`; `all_max` returns the largest of their values.
-template <Rounding rounding, class AllMax>
+template <class AllMax>
 __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, std::int64_t row,
                                                    int t, int T, const AllMax& all_max) {
   const int row_blocks = static_cast<int>(args.out.k_padded / 16);
   const auto* from = reinterpret_cast<const uint2*>(args.packed + row * args.row_bytes);
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const DeviceOffset offset = warp_offset<Rounding::stochastic>(args.key);
   const std::uint16_t* const scales = args.scale + row * args.groups;
   std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
   for (std::int64_t g = t; g < args.groups; g += T) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
     if (s.keep) {
       const uint2 packed = from[b];
       const float factor = __uint_as_float(std::uint32_t{scales[b / 4]} << 16) * s.inv;
-      codes = round_group<rounding>([&](int j) { return nibble(packed, j); }, UniformScale{factor},
+      codes = round_group<Rounding::stochastic>([&](int j) { return nibble(packed, j); }, UniformScale{factor},
                                     args.key, offset, first + static_cast<std::uint64_t>(b), 8);
     }
     to[b] = codes;

@@ -33,59 +33,9 @@ struct GroupedJobs {
 };
 void launch_grouped(const Context&, const plan::Step&, const GroupedJobs&);
 // int4_activation.cu
+void launch_token_exponents(const Context&, const plan::Step&, const CompressJob&);
 void launch_groups(const Context&, const plan::Step&, const CompressJob&);
 void launch_requantize(const Context&, const plan::Step&, const GroupsJob&);
-// rotated_activation.cu
-void launch_token_exponents(const Context&, const plan::Step&, const CompressJob&);
-void launch_rotate(const Context&, const plan::Step&, const CompressJob&);
-void launch_requantize_rotated(const Context&, const plan::Step&, const GroupsJob&);
-// token_sizes.cu
-struct SizesJob {
-  const char* stage;
-  MatrixIn x;
-  FeatureScratch scratch;  // its sums and the first sampled exponents, the CTAs' ticket, are zeros
-  std::uint8_t* exponents;
-  float* ones;  // as many as there are factors; null: not wanted
-  std::int64_t padded;
-  Key signs;
-};
-void launch_feature_sizes(const Context&, const plan::Step&, const SizesJob&);
-// token_rows.cu; `sums`: null: not wanted
-void launch_token_rows(const Context&, const plan::Step&, const RowsJob&, float* sums);
-void launch_kept_tokens(const Context&, const plan::Step&, const CompressJob&,
-                        const float* factors);
-// token_gradient.cu
-// The tokens that g_w takes, by slots: all, or a share.
-struct DeviceDrawn {
-  std::int32_t* token;  // null: slot and token are the same; -1: an empty slot
-  float* factor;        // what a slot's contribution is multiplied by
-  std::int64_t slots;
-};
-struct TransposeJob {
-  Operand from, to;
-  DeviceDrawn drawn;
-};
-struct ContributionsJob {
-  const TokenCodesIn* x;
-  Key key;                   // that x is kept with
-  const float* token_scale;  // of g_y's tokens
-  DeviceDrawn drawn;
-  Operand out;
-};
-struct UndoJob {
-  MatrixOut product;  // fp32 [O', I']
-  bool by_rows;       // its rows in the order of product_row
-  int out_block, in_block;
-  const float* out_factors;
-  Key in_key;
-  const std::uint8_t* in_exponents;
-  bool accumulate;
-  MatrixOut out;
-};
-void launch_draw_tokens(const Context&, const plan::Step&, const ContributionsJob&);
-void launch_token_transpose(const Context&, const plan::Step&, const TransposeJob&);
-void launch_contributions(const Context&, const plan::Step&, const ContributionsJob&);
-void launch_undo_transforms(const Context&, const plan::Step&, const UndoJob&);
 // bias.cu
 void launch_partial_sum(const Context&, const plan::Step&, const MatrixIn& x, void* sums);
 void launch_final_sum(const Context&, const plan::Step&, const ColumnSum&);

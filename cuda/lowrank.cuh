@@ -38,14 +38,9 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
   std::int64_t k = begin * p.rank;
   const DeviceOffset offset = offset_of(p.sketch);
   for (std::int64_t block = begin; block < end; ++block) {
-    const std::uint64_t negative =
-        p.signs ? rotation_signs(p.sketch, offset, static_cast<std::uint64_t>(block * p.block / 64))
-                : 0;
     for (int t = 0; t < p.block; ++t) {
       const std::int64_t position = block * p.block + t;
-      const float value =
-          position < p.body_tokens ? load_scaled(x, p.order.body(position), col) : 0.0F;
-      v[t] = (negative >> (position & 63) & 1U) != 0 ? -value : value;
+      v[t] = position < p.body_tokens ? load_scaled(x, p.order.body(position), col) : 0.0F;
     }
     int length = p.block;
     if (p.basis == Basis::sketch && p.folds > 0) {

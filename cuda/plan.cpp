@@ -65,20 +65,10 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"finish_scales_kernel", "quantize.cu", false},
     {"quantize_grouped_kernel, amax", "quantize_grouped.cu", false},
     {"quantize_grouped_kernel", "quantize_grouped.cu", false},
-    {"token_exponents_kernel", "rotated_activation.cu", false},
+    {"token_exponents_kernel", "int4_activation.cu", false},
     {"groups_kernel", "int4_activation.cu", false},
     {"group_quads_kernel", "int4_activation.cu", false},
-    {"rotate_kernel", "rotated_activation.cu", false},
-    {"sampled_tokens_kernel", "token_sizes.cu", false},
-    {"feature_sums_kernel", "token_sizes.cu", false},
-    {"token_rows_kernel", "token_rows.cu", false},
-    {"draw_tokens_kernel", "token_gradient.cu", false},
-    {"token_transpose_kernel", "token_gradient.cu", false},
-    {"token_amax_kernel", "token_gradient.cu", false},
-    {"token_contributions_kernel", "token_gradient.cu", false},
-    {"undo_transforms_kernel", "token_gradient.cu", false},
     {"requantize_kernel", "int4_activation.cu", true},
-    {"requantize_rotated_kernel", "rotated_activation.cu", true},
     {"partial_sum_kernel", "bias.cu", false},
     {"final_sum_kernel", "bias.cu", true},
     {"fill_zero_kernel", "bias.cu", false},
@@ -90,7 +80,6 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"wgmma 128x192", "gemm_int8_sm90.cuh", false},
     {"wgmma 128x256", "gemm_int8_sm90.cuh", false},
     {"wgmma stream-K", "gemm_int8_sm90.cuh", false},
-    {"wgmma rows", "gemm_int8_sm90_rows.cuh", false},
     {"tile_kernel 128x256x128", "gemm_sm80.cuh", false},
     {"tile_kernel 256x128x128", "gemm_sm80.cuh", false},
     {"tile_kernel 128x256x64", "gemm_sm80.cuh", false},
@@ -135,19 +124,13 @@ constexpr const char* buffer_names[buffer_count] = {
     "quantised x",
     "quantised w",
     "bias as fp32",
-    "sums of features",
-    "sizes of features",
-    "g_y codes (transposed)",
-    "g_w, transformed",
-    "drawn tokens",
 };
 
 constexpr Buffers scratch = Buffer::gy_rows | Buffer::columns | Buffer::weight |
                             Buffer::activation | Buffer::rows_amax | Buffer::columns_amax |
                             Buffer::weight_amax | Buffer::sums | Buffer::broadcast_a |
                             Buffer::broadcast_b | Buffer::stream_k | Buffer::x_rows |
-                            Buffer::weight_rows | Buffer::wide_bias | Buffer::sizes |
-                            Buffer::features | Buffer::transposed | Buffer::product | Buffer::drawn;
+                            Buffer::weight_rows | Buffer::wide_bias;
 
 }  // namespace
 
@@ -248,16 +231,13 @@ std::int64_t rows_amax_words(const OperandQuant& quant) {
 }  // namespace
 
 AmaxWords amax_words(const DeviceFacts& facts, const BackwardWork& work) {
-  const bool tokens = is_token_storage(work.spec.storage);
   AmaxWords words;
   if (work.gx) words.rows = rows_amax_words(gradient_rows_quant(work.spec));
   if (work.weight) {
     words.weight = columns_amax_words(facts, work.shape.in_features, work.out_features,
                                       weight_quant(work.spec));
   }
-  if (work.gw && tokens) {
-    words.columns = TokenCodesLayout(work.shape.tokens, work.shape.in_features, work.spec).padded;
-  } else if (work.gw) {
+  if (work.gw) {
     words.columns = columns_amax_words(facts, work.shape.out_features, work.tokens,
                                        gradient_columns_quant(work.spec));
   }
@@ -278,7 +258,6 @@ ColumnsShape weight_shape(const ArrayFacts& w, std::int64_t cols, const Projecti
 Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
                    const BackwardArrays& arrays) {
   const BackwardLinearSpec& spec = work.spec;
-  if (is_token_storage(spec.storage)) return plan_token_backward(facts, work, arrays);
   const LinearShape& shape = work.shape;
   const std::int64_t kx = work.out_features.k_padded, kw = work.tokens.k_padded;
   const bool packed = work.gw && spec.storage != Storage::int8;
@@ -304,8 +283,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
                              work.accumulate};
   const ColumnsShape weight = weight_shape(arrays.w, shape.in_features, work.out_features,
                                            weight_quant(spec), shape.in_features, Buffer::weight);
-  const GroupsShape groups{shape.in_features, kw, requantize_rounding(spec),
-                           spec.storage == Storage::rht2};
+  const GroupsShape groups{shape.in_features, kw};
   OperandShapes operands;
   if (work.gx) operands.rows = &rows;
   if (work.gw) operands.columns = &columns;
@@ -320,7 +298,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   if (work.gw && !by_token) {
     ProductShape& p = products.add(1, shape.out_features, shape.in_features, kw, arrays.gw,
                                    {Buffer::columns, x, Buffer::gw});
-    p.one_scale_b = p.one_scale_b || (!packed && spec.x_scale == Granularity::tensor);
+    p.one_scale_b = p.one_scale_b || (!packed && activation_quant(spec).per_tensor);
     p.accumulate = work.accumulate;
   }
   add_products(plan, facts, products);
@@ -371,7 +349,7 @@ ColumnsShape activation_shape(const CompressShape& kept) {
 
 void add_token_exponents(Plan& plan, const CompressShape& kept) {
   if (!kept.spec.equalize_tokens) return;
-  constexpr int warps = rotated::exponent_rows;
+  constexpr int warps = exponent_rows;
   plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
   note_loads(plan, Kernel::token_exponents, not_vectors(kept.x.rows_aligned, kept.cols));
   plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
@@ -385,20 +363,12 @@ void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressSha
 }
 
 void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
-  if (is_token_storage(kept.spec.storage)) return add_kept_tokens(plan, facts, kept);
   if (kept.spec.storage == Storage::int8) {
     add_columns(plan, facts, activation_shape(kept));
     return;
   }
   Buffers reads = Buffer::x;
   if (kept.spec.equalize_tokens) reads |= Buffer::exponents;
-  if (kept.spec.storage == Storage::rht2) {
-    plan.add(Kernel::rotate,
-             {ceil_div(kept.cols, rotated::threads) * kept.p.blocks, rotated::threads}, reads,
-             Buffer::saved)
-        .dtype = kept.x.dtype;
-    return;
-  }
   const bool two_bytes = dtype_size(kept.x.dtype) == 2;
   const Kernel kernel =
       plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
@@ -410,7 +380,7 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
   const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
   Step& step = plan.add(kernel, {blocks, 128}, reads, Buffer::saved);
   step.dtype = kept.x.dtype;
-  step.rounding = kept.spec.x_rounding;
+  step.rounding = Rounding::stochastic;
 }
 
 }  // namespace
@@ -548,21 +518,16 @@ ProductShape product_shape(const GemmArgs& args) {
 // ---- workspaces --------------------------------------------------------------------------------
 
 BackwardScratch take_scratch(const DeviceFacts& facts, const BackwardWork& work, void* workspace) {
-  const auto [L, O, I] = work.shape;
-  const bool tokens = is_token_storage(work.spec.storage), any = work.gx || work.gw;
-  // Of g_b on its own nothing else is alive. A partial sum for every 128 tokens, or those of
-  // rows_column_amax_kernel.
+  const std::int64_t L = work.shape.tokens, O = work.shape.out_features;
+  // If only g_b is computed, its partial sums may use the whole workspace. There is a partial sum
+  // for every 128 tokens, or those of rows_column_amax_kernel.
   const std::int64_t runs = std::max(sum_runs(L), rows_column_amax_sums(facts, L));
   DeviceScratch device{amax_words(facts, work)};
   if (work.gb) device.sums_alone = runs * O;
-  if (!tokens && work.gw) device.sums = runs * O;
-  if (tokens && any && work.gb) {
-    device.sums = token_row_sums(facts, L, work.out_features.k_padded) * O;
-  }
-  device.by_rows = tokens && work.gw && !why_transposed(facts, work);
+  if (work.gw) device.sums = runs * O;
   return take_backward_scratch(workspace, work, &device,
-                               [&](std::int64_t m, std::int64_t n, std::int64_t k, bool by_rows) {
-                                 return gemm_workspace(facts, m, n, k, by_rows);
+                               [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+                                 return gemm_workspace(facts, m, n, k);
                                });
 }
 

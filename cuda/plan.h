@@ -23,8 +23,8 @@ namespace hot::detail {
 
 enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 
-// A lane of rows16_kernel holds at most 6 blocks of 16: 96 registers.
-inline constexpr int rows16_max_blocks = 6;
+// A lane of rows16_kernel holds 2 to 6 blocks of 16: at most 96 registers.
+inline constexpr int rows16_min_blocks = 2, rows16_max_blocks = 6;
 inline constexpr int rows16_max_lanes = 512;
 
 // Rows of x in INT8, of a transform in such blocks, and x in INT4 from one read.
@@ -36,13 +36,10 @@ constexpr int max_threads(int lane_blocks) { return lane_blocks <= 3 ? 256 : row
 
 namespace columns {
 
-// What becomes of 16 tokens of a column: as they are, an FWHT of all 16 rows, or the 8 rows that a
-// basis keeps. Times signs and powers of two: as they are (factored), or an FWHT of 64 (rotated).
-enum class ColumnTransform { full, hadamard, sketch8, lowpass8, sequency8, factored, rotated };
+// Transform of each group of 16 tokens in a column: none, a 16-point FWHT, the 8 rows of it that a
+// basis keeps, or a power of two for each token.
+enum class ColumnTransform { full, hadamard, projected, factored };
 enum class Pass { both, amax, codes };
-constexpr bool has_factors(ColumnTransform transform) {
-  return transform == ColumnTransform::factored || transform == ColumnTransform::rotated;
-}
 
 // A column tile is 64 bytes of every token. A warp takes a token tile of it, 128 tokens.
 constexpr int tile_row_bytes = 64, tile_tokens = 128, tile_bytes = tile_tokens * tile_row_bytes;
@@ -59,26 +56,26 @@ constexpr int two_pass_warps = 4;
 
 // Tokens that a k16 is made from.
 constexpr int k16_tokens(ColumnTransform transform) {
-  return transform == ColumnTransform::full || transform == ColumnTransform::hadamard ||
-                 has_factors(transform)
-             ? 16
-             : 32;
+  return transform == ColumnTransform::projected ? 32 : 16;
 }
-// Bytes that a warp notes of a token tile: a block's folds, or a factor, a bf16, for each token.
+// Bytes of a warp's notes on a token tile: the fold of each block, or a factor (bf16) of each token.
 constexpr int tile_notes(ColumnTransform transform) {
-  return has_factors(transform) ? 2 * tile_tokens : tile_blocks;
+  return transform == ColumnTransform::factored ? 2 * tile_tokens : tile_blocks;
 }
 // Steps of a warp through a token tile, 4 k16 each.
 constexpr int tile_steps(ColumnTransform transform) {
   return tile_tokens / (warp_k16s * k16_tokens(transform));
 }
 
-// Row i of those that a basis keeps at rank 8, ascending; why_not_block16 compares them with the
-// caller's.
-constexpr int kept_row(ColumnTransform transform, int i) {
-  constexpr int lowpass[8] = {0, 1, 2, 3, 4, 8, 10, 12};
-  return transform == ColumnTransform::lowpass8 ? lowpass[i] : 2 * i;
+// How `projected` makes its 8 rows. Bases whose rows are a subgroup (`sketch`, `sequency`) fold each
+// block first: token t is added to token t ^ a, then an 8-point FWHT follows. `lowpass` takes a
+// 16-point FWHT and keeps these of its rows.
+constexpr int lowpass_row(int i) {
+  constexpr int rows[8] = {0, 1, 2, 3, 4, 8, 10, 12};
+  return rows[i];
 }
+// The fold of `sequency`, whose 8 rows are the even ones.
+inline constexpr int sequency_fold = 1;
 
 inline std::int64_t token_tiles(const Projection& p, ColumnTransform transform) {
   return ceil_div(p.k_padded, k16 * warp_k16s * tile_steps(transform));
@@ -99,9 +96,9 @@ constexpr int sm_ctas(ColumnTransform transform, int dtype_size, Pass pass, Roun
   if (pass == Pass::both) {
     const bool few = fits_in_place(transform, dtype_size) ||
                      (transform == ColumnTransform::full && dtype_size == 2);
-    return (nearest && !has_factors(transform)) || few ? 3 : 2;
+    return nearest || few ? 3 : 2;
   }
-  if (has_factors(transform)) return pass == Pass::amax ? 5 : 4;  // 64 tokens of a lane
+  if (transform == ColumnTransform::factored) return pass == Pass::amax ? 5 : 4;
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
@@ -122,10 +119,12 @@ namespace rows_column_amax {
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 constexpr unsigned tiles_a_sum = 32;
 
-// Transforms of rows that have instances: g_y's, and the forward pass's of x, rounded to nearest.
+// Transforms of rows that have instances, all of bf16: g_y's, rounded stochastically, and the
+// forward pass's of x, rounded to nearest.
 inline constexpr int gradient_block = 16, input_block = 64;
 constexpr bool can(int block, Rounding rounding) {
-  return block == gradient_block || (block == input_block && rounding == Rounding::nearest);
+  return block == (rounding == Rounding::stochastic ? gradient_block : input_block) &&
+         rounding != Rounding::pseudo_stochastic;
 }
 
 // Shared memory: two tiles; largest values and sums of the columns; for each tile the offsets that
@@ -161,48 +160,8 @@ constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps
 
 }  // namespace grouped
 
-// x as rht2.
-namespace rotated {
-
-constexpr int threads = 128;  // columns of a CTA of rotate_kernel, each a block of tokens
-// requantize_rotated_kernel: channels of a CTA (one warp each), and its k16 steps.
-constexpr int channels = 8, k16s = 256;
-constexpr int exponent_rows = 8;  // of a CTA of token_exponents_kernel, a warp each
-
-}  // namespace rotated
-
-// The token storages.
-namespace token {
-
-// feature_sums_kernel: lanes that share a token, each with 16 bytes of it; tokens of a CTA.
-constexpr int size_threads = 256, strip_lanes = 8, strip_tokens = 128;
-// token_rows_kernel: elements of a thread; threads and rows of a CTA at most; pairs of columns that
-// a thread adds up.
-constexpr int item = 64, max_row_threads = 256, max_rows = 32, max_column_vectors = 2;
-// Its shared memory: two buffers of rows, in pieces of 64 elements, and the features' factors, both
-// with 16 bytes between so that pieces start in different banks; the dither of two tiles of 16
-// rows.
-constexpr int factor_pitch = 2 * item + 16;
-struct RowsLayout {
-  int pieces, pitch, buffer, factors, dither, bytes;
-  constexpr RowsLayout(int blocks, int rows, int dtype_size, bool packed)
-      : pieces(blocks < 4 ? 1 : (blocks + 3) / 4),
-        pitch(item * dtype_size + 16),
-        buffer(rows * pieces * pitch),
-        factors(2 * buffer),
-        dither(factors + pieces * factor_pitch),
-        bytes(dither + (packed ? 2 * 16 * blocks : 0)) {}
-};
-// Tokens and features of a warp of the kernels of g_w, and warps of a CTA, each with its tokens.
-constexpr int tile = 64, tile_warps = 8;
-// The product that takes q as it lies (gemm_int8_sm90_rows.cuh): rows that it puts into another
-// order.
-constexpr int product_rows = 128;
-// token_transpose_kernel: tokens and channels of a CTA.
-constexpr int transpose_tile = 128, transpose_threads = 256;
-constexpr int draw_threads = 1024;
-
-}  // namespace token
+// token_exponents_kernel: tokens of a CTA, a warp each.
+inline constexpr int exponent_rows = 8;
 
 // Partial sums of g_b on its own: a thread adds up 8 blocks of 16 tokens.
 namespace bias {
@@ -312,19 +271,7 @@ enum class Kernel : std::uint8_t {
   token_exponents,
   groups,
   group_quads,
-  rotate,
-  // the token storages
-  sampled_tokens,
-  feature_sums,
-  token_rows,
-  draw_tokens,
-  token_transpose,
-  token_amax,
-  token_contributions,
-  undo_transforms,
-  // x
   requantize,
-  requantize_rotated,
   // g_b
   partial_sum,
   final_sum,
@@ -338,7 +285,6 @@ enum class Kernel : std::uint8_t {
   wgmma_128x192,
   wgmma_128x256,
   wgmma_stream_k,
-  wgmma_rows,
   mma_128x256x128,  // mma.sync: the tiles of gemm_sm80_plan.h, in their order
   mma_256x128x128,
   mma_128x256x64,
@@ -395,13 +341,8 @@ enum class Buffer : std::uint8_t {
   forward_x,    // x as quantize_forward_input and
   forward_w,    // w as quantize_forward_weight kept it
   wide_bias,    // the bias as fp32
-  sizes,        // sums that the sizes of features come from,
-  features,     // and those sizes, with signs
-  transposed,   // codes of g_y for g_w
-  product,      // g_w before its transforms are undone
-  drawn,        // tokens of a share
 };
-inline constexpr int buffer_count = static_cast<int>(Buffer::drawn) + 1;
+inline constexpr int buffer_count = static_cast<int>(Buffer::wide_bias) + 1;
 static_assert(buffer_count <= 64);  // bits of a Set
 const char* buffer_name(Buffer buffer);
 
@@ -439,11 +380,10 @@ enum class Job : std::uint8_t { gradient_columns, weight, activation };
 // What rows are made of.
 enum class RowsOf : std::uint8_t { gy, x, weight };
 
-// Transforms that rows16_kernel has instances of; all but the first to nearest alone.
-inline constexpr int rows16_blocks[] = {16, 64, 128};
+// Transforms that rows16_kernel has instances of: g_y's and the forward pass's.
 inline bool rows16_can(int block, Rounding rounding) {
-  return block == rows16_blocks[0] || (rounding == Rounding::nearest &&
-                                       (block == rows16_blocks[1] || block == rows16_blocks[2]));
+  return rounding == Rounding::stochastic ? block == 16
+                                          : rounding == Rounding::nearest && block == 64;
 }
 
 struct RowsStep {
@@ -491,19 +431,6 @@ struct GroupedStep {
   int weight_amax_slots, gradient_amax_slots;  // words that the previous launch wrote
   int row_lanes_log2;
 };
-struct SizesStep {
-  RowsOf of;            // g_y or x
-  std::int64_t tokens;  // of the sample; 0: all sizes are 1
-};
-struct TokenRowsStep {
-  RowsOf of;
-  int rows;  // that a CTA takes at a time; 0: a row is gone over twice
-  std::int64_t cta_rows;
-};
-struct ContributionsStep {
-  std::int64_t tiles;    // of a warp
-  bool by_rows = false;  // tokens in the order of product_token
-};
 struct SumsStep {
   std::int64_t runs;  // partial sums of a column
 };
@@ -541,9 +468,8 @@ struct Step {
   Rounding rounding{};                            // of the kernel's instance
   std::uint8_t first_passed = 0, end_passed = 0;  // Plan::passed
   std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
-               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SizesStep, TokenRowsStep,
-               ContributionsStep, SumsStep, ZeroStep, BroadcastScaleStep, UnpackStep, SmallGemmStep,
-               ProductStep>
+               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep,
+               BroadcastScaleStep, UnpackStep, SmallGemmStep, ProductStep>
       work{};
 
   template <class T>
@@ -650,7 +576,6 @@ struct ProductShape {
   bool one_scale_a = false, one_scale_b = false;
   bool accumulate = false;
   bool bias = false;
-  bool by_rows = false;  // a is [K, M]
   OutFacts out{};
 };
 ProductShape product_shape(const GemmArgs&);
@@ -680,8 +605,7 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Projection&,
                                 const OperandQuant&);
-std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k,
-                           bool by_rows = false);
+std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
 
 // Gives the size (without memory) and the pointers, so they cannot disagree.
 BackwardScratch take_scratch(const DeviceFacts&, const BackwardWork&, void* workspace);

@@ -63,10 +63,6 @@ struct WgmmaChoice {
   Sm90Plan plan;
 };
 
-std::int64_t wgmma_tiles(std::int64_t m, std::int64_t n) {
-  return ceil_div(m, wgmma_tile) * ceil_div(n, wgmma_tile);
-}
-
 // With a third of a wave of tiles or less, equal shares of the contraction beat CUTLASS's own
 // division.
 Sm90Plan stream_k_plan(const DeviceFacts& facts, std::int64_t tiles) {
@@ -127,7 +123,6 @@ bool has_large(const ProductShape& p) {
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
-  if (p.by_rows) return {Kernel::wgmma_rows, stream_k_plan(facts, wgmma_tiles(p.m, p.n))};
   const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p), has_large(p));
   // Without a stream-K instance the tiles keep its order.
   if (choice.kernel == Kernel::wgmma_stream_k && !has_stream_k(p)) {
@@ -196,7 +191,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
     }
     const WgmmaChoice choice = wgmma_choice(facts, p);
     work.wgmma = choice.plan;
-    if (choice.kernel == Kernel::wgmma_stream_k || p.by_rows) writes |= Buffer::stream_k;
+    if (choice.kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
     // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own
     // shape).
     return add(choice.kernel, {facts.sm_count, 384, 0, 2});
@@ -312,16 +307,6 @@ void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
 
 }  // namespace
 
-Reason why_not_rows(const DeviceFacts& facts, const Products& products) {
-  const ProductShape& p = products.shapes[products.count - 1];
-  if (const Reason why = why_not_wgmma(facts, p)) return why;
-  if (p.m % token::product_rows != 0) return {"out_features %n are no multiple of 128", p.m};
-  if (!why_not_one_launch(facts, products)) return {"one launch takes the products"};
-  const std::int64_t tiles = wgmma_tiles(p.m, p.n);
-  if (tiles >= std::int64_t{2} * facts.sm_count) return {"%n tiles fill the GPU", tiles};
-  return {};
-}
-
 void add_gx(Plan& plan, Products& products, const BackwardWork& work, const OutFacts& out) {
   const LinearShape& shape = work.shape;
   if (work.gx) {
@@ -395,8 +380,7 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
 
 // wgmma: single scales as vectors, and stream-K's partial sums.
 // mma.sync: the sums of tiles that CTAs share.
-std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
-                           bool by_rows) {
+std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
   const bool wgmma = facts.kernels.has(Feature::wgmma);
   if (!wgmma || k > int32_safe_k) {
     if (m <= 0 || n <= 0 || !may_share(facts, m, n, k)) return 0;
@@ -405,9 +389,7 @@ std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_
   }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
   if (m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX) {
-    const WgmmaChoice choice =
-        by_rows ? WgmmaChoice{Kernel::wgmma_stream_k, stream_k_plan(facts, wgmma_tiles(m, n))}
-                : wgmma_choice(facts, m, n, k, false, false);
+    const WgmmaChoice choice = wgmma_choice(facts, m, n, k, false, false);
     if (choice.kernel == Kernel::wgmma_stream_k) {
       bytes += facts.queries->stream_k_workspace(m, n, k, choice.plan);
     }

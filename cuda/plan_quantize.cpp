@@ -13,9 +13,9 @@ namespace hot::detail::plan {
 RowShare row_share(std::int64_t blocks, int most_per_lane) {
   RowShare best{};
   std::int64_t best_cost = 0;
-  for (int per_lane = 1; per_lane <= most_per_lane; ++per_lane) {
+  for (int per_lane = rows16_min_blocks; per_lane <= most_per_lane; ++per_lane) {
     std::int64_t lanes = ceil_div(blocks, per_lane);
-    if (lanes > rows16_max_lanes || (per_lane > 1 && lanes < 8)) continue;
+    if (lanes > rows16_max_lanes || (per_lane > rows16_min_blocks && lanes < 8)) continue;
     if (lanes > 32) {
       lanes = round_up(lanes, 32);
     } else {
@@ -43,7 +43,11 @@ using columns::token_tiles;
 
 constexpr Reason one_scale{"it has one scale"}, empty{"it is empty"},
     token_grid{"tokens lie in a token_grid"}, fits_cluster{"its columns fit in a cluster"},
-    dtypes{"operands of several types"}, roundings{"operands of several roundings"};
+    dtypes{"operands of several types"};
+
+Reason other_rounding(const OperandQuant& quant) {
+  return {"rounding is %s", 0, rounding_name(quant.rounding)};
+}
 
 const char* block_name(const RowsShape& job) {
   return job.of == RowsOf::gy ? "hadamard_block" : "forward's hadamard_block";
@@ -55,10 +59,13 @@ Reason not_16(const RowsShape& job) {
   return {"%f %n is not a multiple of 16", job.cols};
 }
 
-Reason why_not_rows16(const RowsShape& job, Rounding rounding) {
+Reason why_not_rows16(const RowsShape& job) {
+  const Rounding rounding = job.quant.rounding;
   if (!rows16_can(job.hadamard_block, rounding)) {
-    return {rounding != Rounding::nearest ? "%s is %n, where 16 has a fast kernel"
-                                          : "%s is %n, where 16, 64 and 128 have a fast kernel",
+    if (rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
+    return {rounding == Rounding::nearest
+                ? "%s is %n, where 64 has a fast kernel that rounds to nearest"
+                : "%s is %n, where 16 has a fast kernel",
             job.hadamard_block, block_name(job)};
   }
   return row_share(job.k_padded / 16).lanes > 0 ? Reason{} : too_long(job.cols);
@@ -66,7 +73,7 @@ Reason why_not_rows16(const RowsShape& job, Rounding rounding) {
 
 void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
-  const Rounding rounding = pass == RowsPass::amax ? Rounding::nearest : job.quant.rounding;
+  const Rounding rounding = job.quant.rounding;
   Buffers reads = job.from, writes = job.codes;
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // by atomicMax
@@ -75,7 +82,7 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
     reads |= Buffer::rows_amax;
   }
   const Kernel kernel = plan.choose(
-      {{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job, rounding)},
+      {{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job)},
        {Kernel::rows}});
   const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // of a CTA
   LaunchShape shape{job.rows, 256};
@@ -107,54 +114,61 @@ namespace {
 
 // ---- columns -----------------------------------------------------------------------------------
 
-bool keeps_rows(const Projection& p, ColumnTransform transform) {
-  if (p.rows.size() != 8) return false;
-  for (int i = 0; i < 8; ++i) {
-    if (p.rows[static_cast<std::size_t>(i)] != columns::kept_row(transform, i)) return false;
-  }
-  return true;
+// Whether `projected` makes these 8 rows of 16: those of a sketch, or lists that it knows.
+bool projects(const Projection& p) {
+  if (p.block != 16 || p.rank != 8) return false;
+  if (p.basis == Basis::sketch) return true;
+  const auto keeps = [&](auto row_at) {
+    for (int i = 0; i < 8; ++i) {
+      if (p.rows[static_cast<std::size_t>(i)] != row_at(i)) return false;
+    }
+    return p.rows.size() == 8;
+  };
+  return keeps(columns::lowpass_row) || keeps([](int i) { return 2 * i; });
 }
 
 // Why quantize_columns.cu has no kernels for a projection; where it has, of which transform.
-Reason why_not_block16(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
+Reason why_not_block16(const Projection& p, const OperandQuant& quant,
+                       ColumnTransform& transform) {
   const bool full = p.basis == Basis::full;
-  if (p.equalized && !p.signs && !full) {  // no other transform has factors of tokens
+  if (p.equalized && !full) {  // no other transform has factors of tokens
     return {"equalize_tokens with basis %s, where full has a fast kernel", 0, basis_name(p.basis)};
   }
   if (quant.per_contraction) return scales_by_token;
   if (p.order.prefix_rows() > 0) return {"there are prefix tokens"};
-  if (quant.rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
-  if (p.signs) {
-    transform = ColumnTransform::rotated;
-    return p.block == rotated_block ? Reason{}
-                                    : Reason{"blocks of %n, where 64 has a fast kernel", p.block};
-  }
   if (full) {
     transform = p.equalized ? ColumnTransform::factored : ColumnTransform::full;
-    return {};
+  } else if (p.block != 16) {
+    return {"blocks of %n, where 16 has a fast kernel", p.block};
+  } else if (p.rank == 16 && p.basis != Basis::sketch) {
+    transform = ColumnTransform::hadamard;
+  } else if (projects(p)) {
+    transform = ColumnTransform::projected;
+  } else {
+    return {"basis %s keeps %n of 16 rows, where its own 8 have a fast kernel", p.rank,
+            basis_name(p.basis)};
   }
-  if (p.block != 16) return {"blocks of %n, where 16 has a fast kernel", p.block};
-  transform = p.basis == Basis::sketch                   ? ColumnTransform::sketch8
-              : p.rank == 16                             ? ColumnTransform::hadamard
-              : keeps_rows(p, ColumnTransform::lowpass8) ? ColumnTransform::lowpass8
-                                                         : ColumnTransform::sequency8;
-  const bool has = transform == ColumnTransform::sketch8     ? p.rank == 8
-                   : transform == ColumnTransform::sequency8 ? keeps_rows(p, transform)
-                                                             : true;
-  if (has) return {};
-  return {"basis %s keeps %n of 16 rows, where its own 8 have a fast kernel", p.rank,
-          basis_name(p.basis)};
+  return {};
+}
+
+// The same, also where it has none of this rounding.
+Reason why_not_columns(const Projection& p, const OperandQuant& quant,
+                       ColumnTransform& transform) {
+  if (const Reason why = why_not_block16(p, quant, transform)) return why;
+  const Rounding rounding =
+      transform == ColumnTransform::hadamard ? Rounding::nearest : Rounding::stochastic;
+  return quant.rounding == rounding ? Reason{} : other_rounding(quant);
 }
 
 // Why no cluster that the device can run holds a column tile.
 Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
                         const OperandQuant& quant, ColumnTransform& transform) {
-  if (const Reason why = why_not_block16(p, quant, transform)) return why;
+  if (const Reason why = why_not_columns(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
   const Thresholds& t = thresholds(facts);
   const bool one_read =
-      quant.purpose == Purpose::gradient_columns && !columns::has_factors(transform) &&
+      quant.purpose == Purpose::gradient_columns && transform != ColumnTransform::factored &&
       cols >= t.rows_column_amax_min_columns && cols <= t.rows_column_amax_max_columns;
   const int ctas = one_read ? columns::max_portable_cluster : columns::max_cluster;
   if (token_tiles(p, transform) <= ctas * columns::max_warps) return {};
@@ -198,12 +212,9 @@ LaunchShape column_shape(ColumnTransform transform, std::int64_t tiles, const Cl
           std::max(1, cluster)};
 }
 
-// What the columns of a matrix read: the powers of its tokens, too, or of w's rows, but where w is
-// quantised ahead.
+// Buffers read by a column quantiser: the matrix, and token exponents if they were equalised.
 Buffers columns_read(const ColumnsShape& job) {
-  if (job.p.equalized) return job.from | Buffer::exponents;
-  return job.p.signs && job.codes == Buffer::weight ? job.from | Buffer::features
-                                                    : Buffers(job.from);
+  return job.p.equalized ? job.from | Buffer::exponents : Buffers(job.from);
 }
 
 Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
@@ -295,7 +306,7 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
   switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
                         why_not_one_pass(facts, job.cols, job.p, job.quant, transform)},
                        {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
-                        why_not_block16(job.p, job.quant, transform)},
+                        why_not_columns(job.p, job.quant, transform)},
                        {Kernel::generic_amax}})) {
     case Kernel::generic_amax:
       add_generic_columns(plan, job);
@@ -321,9 +332,12 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
                                 const ColumnsShape& columns, RowsColumnAmaxStep& work,
                                 LaunchShape& shape) {
   if (rows.cols == 0 || rows.rows == 0) return empty;
-  if (const Reason why = why_not_block16(columns.p, columns.quant, work.transform)) return why;
+  if (const Reason why =
+          why_not_columns(columns.p, columns.quant, work.transform)) {
+    return why;
+  }
   if (const Reason why = why_not(facts, Feature::bulk_copy)) return why;
-  if (dtype_size(rows.x.dtype) != 2) return of_dtype;
+  if (rows.x.dtype != DType::bf16) return of_dtype;
   if (!rows.x.rows_aligned) return not_vectors(false, rows.cols);
   if (rows.cols % rows.hadamard_block != 0) {
     return {"%f %n is not a multiple of the transform's blocks", rows.cols};
@@ -331,11 +345,8 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
   if (!rows_column_amax::can(rows.hadamard_block, rows.quant.rounding)) {
     return {"%s is %n, which does not come with columns", rows.hadamard_block, block_name(rows)};
   }
-  if (!rows.quant.per_tensor && rows.quant.rounding == Rounding::pseudo_stochastic) {
-    return pseudo_stochastic;
-  }
   if (columns.p.order.samples != 0) return token_grid;
-  if (columns::has_factors(work.transform)) return equalized;
+  if (work.transform == ColumnTransform::factored) return equalized;
   const RowShare share = row_share(rows.k_padded / 16);
   if (share.lanes == 0 || share.lanes > 32) return too_long(rows.cols);
   work.of = rows.of;
@@ -362,8 +373,7 @@ void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape&
   if (columns.sum) writes |= Buffer::sums;
   Step& step = plan.add(Kernel::rows_column_amax, shape, reads, writes);
   step.dtype = rows.x.dtype;
-  step.rounding =
-      rows.quant.rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
+  step.rounding = rows.quant.rounding;
   step.work = work;
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
@@ -414,7 +424,6 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
     return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
   }
   if (!rows.x.quads_aligned) return not_fours(rows.cols);
-  if (kept.spec.x_rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
   if (rows.rows == 0 || rows.cols == 0) return empty;
   if (!fits(share)) return too_long(rows.cols);
   const int cta_rows = std::max(1, rows_groups_threads / share.lanes);
@@ -426,7 +435,7 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
                         {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
                         rows.from, rows.codes | Buffer::saved);
   step.dtype = rows.x.dtype;
-  step.rounding = kept.spec.x_rounding;
+  step.rounding = Rounding::stochastic;
   step.work = work;
   return {};
 }
@@ -471,17 +480,20 @@ class GroupedOperands {
     if (const ColumnsShape* job = of_.weight) {
       ColumnTransform transform{};
       if (const Reason why = add(*job, transform, weight_tiles_)) return why;
-      if (job->quant.rounding != Rounding::nearest) return roundings;
+      if (job->x.dtype == DType::f16) return of_dtype;
       if (transform != ColumnTransform::hadamard) return {"hadamard_block is %n", job->p.block};
     }
     if (const ColumnsShape* job = of_.columns) {
       if (const Reason why = add(*job, transform_, gradient_tiles_)) return why;
-      if (!rounds(job->quant.rounding)) return roundings;
+      if (job->x.dtype == DType::f16) return of_dtype;
+      if (transform_ == ColumnTransform::hadamard) return {"a transform of all rows"};
+      if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
     }
     if (const RowsShape* job = of_.rows) {
       const std::int64_t groups = job->k_padded / 16;
       if (!dtype_.add(job->x.dtype)) return dtypes;
-      if (!rounds(job->quant.rounding)) return roundings;
+      if (job->x.dtype == DType::f16) return of_dtype;
+      if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
       if (job->hadamard_block != 16) return {"hadamard_block is %n", job->hadamard_block};
       if (groups == 0) return empty;
       if (groups > grouped::row_blocks * grouped::threads) return too_long(job->cols);
@@ -489,8 +501,6 @@ class GroupedOperands {
       rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
     }
     if (of_.groups != nullptr) {
-      if (!rounds(of_.groups->rounding)) return roundings;
-      if (of_.groups->rotated) return {"storage is %s", 0, storage_name(Storage::rht2)};
       groups_blocks_ = ceil_div(of_.groups->channels, grouped::threads / 32);
     }
     if (cluster_ > 1) {
@@ -591,7 +601,7 @@ class GroupedOperands {
           columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_), cluster_};
       Step& added = plan.add(kernel, shape, reads_, writes_);
       added.dtype = dtype;
-      added.rounding = of_.rounding_.or_else(Rounding::nearest);
+      added.rounding = Rounding::stochastic;
       added.work = step;
     }
 
@@ -602,9 +612,6 @@ class GroupedOperands {
     Buffers reads_, writes_;
   };
 
-  bool rounds(Rounding rounding) {
-    return rounding != Rounding::pseudo_stochastic && rounding_.add(rounding);
-  }
   static int cta_tiles_of(const ColumnsShape& job) {
     return grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype)));
   }
@@ -612,7 +619,7 @@ class GroupedOperands {
     if (!dtype_.add(job.x.dtype)) return dtypes;
     if (job.p.k_padded == 0) return empty;
     if (const Reason why = why_not_block16(job.p, job.quant, transform)) return why;
-    if (columns::has_factors(transform)) return equalized;
+    if (transform == ColumnTransform::factored) return equalized;
     token_tile_count = token_tiles(job.p, transform);
     const std::int64_t needed = ceil_div(token_tile_count, cta_tiles_of(job));
     if (needed > columns::max_portable_cluster) {
@@ -632,7 +639,6 @@ class GroupedOperands {
   const DeviceFacts& facts_;
   const OperandShapes& of_;
   Common<DType> dtype_;
-  Common<Rounding> rounding_;
   ColumnTransform transform_ = ColumnTransform::full;
   int cluster_ = 1, lanes_log2_ = 0;
   std::int64_t weight_tiles_ = 0, gradient_tiles_ = 0;
@@ -660,14 +666,8 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
   if (const GroupsShape* job = operands.groups) {
-    const std::int64_t tiles = ceil_div(job->channels, rotated::channels) *
-                               ceil_div(job->k_padded / columns::k16, rotated::k16s);
-    Step& step =
-        job->rotated
-            ? plan.add(Kernel::requantize_rotated, {tiles, 32 * rotated::channels}, Buffer::saved,
-                       Buffer::activation)
-            : plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation);
-    step.rounding = job->rounding;
+    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation).rounding =
+        Rounding::stochastic;
   }
   return summed;
 }

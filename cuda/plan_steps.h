@@ -99,8 +99,6 @@ struct ColumnsShape {
 
 struct GroupsShape {
   std::int64_t channels, k_padded;
-  Rounding rounding;
-  bool rotated;  // rht2, otherwise INT4
 };
 
 // How lanes share a row in registers.
@@ -140,16 +138,6 @@ inline void note_sum_again(Plan& plan, const Reason& why) {
 }
 void add_sum_alone(Plan&, const LinearShape&, const ArrayFacts& gy, bool accumulate);
 
-// ---- the token storages (plan_tokens.cpp) ------------------------------------------------------
-
-Plan plan_token_backward(const DeviceFacts&, const BackwardWork&, const BackwardArrays&);
-// Partial sums of a column that token_rows_kernel makes at most.
-std::int64_t token_row_sums(const DeviceFacts&, std::int64_t rows, std::int64_t padded);
-// Why g_w's product does not take rows of g_y as they lie, but a transposed copy.
-Reason why_transposed(const DeviceFacts&, const BackwardWork&);
-AmaxWords amax_words(const DeviceFacts&, const BackwardWork&);
-void add_kept_tokens(Plan&, const DeviceFacts&, const CompressShape&);
-
 // ---- products (plan_gemm.cpp) ------------------------------------------------------------------
 
 struct ProductBuffers {
@@ -180,9 +168,6 @@ struct Products {
   }
 };
 
-// Why the last product, g_w's, does not take its a as [K, M]. With many tiles a transposed copy is
-// as fast (docs/dev/tried.md).
-Reason why_not_rows(const DeviceFacts&, const Products&);
 // g_x = g_y w, or zeros.
 void add_gx(Plan&, Products&, const BackwardWork&, const OutFacts& out);
 // Zeros, where they are g_w.

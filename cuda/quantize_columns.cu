@@ -49,8 +49,11 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.x = job.x;
   args.order = p.order;
   args.body_tokens = p.body_tokens;
+  args.fold = p.basis == Basis::sketch    ? drawn_fold
+              : p.rows.size() > 1 && p.rows[1] == 2 ? sequency_fold
+                                          : 0;
   args.sketch_weight = job.side == Side::gradient ? p.sketch_weight : 1.0F;
-  args.sketch = device_key(job.sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
+  args.sketch = device_key(job.sketch_key, Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);
   args.codes = job.out.codes;
   args.scale = job.out.scale;
@@ -88,13 +91,13 @@ __global__ void __launch_bounds__(32 * max_warps,
   constexpr bool in_place = fits_in_place(transform, Tag::size);
   const Place place = place_in_cluster(args, blockIdx.x);
   const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
-  tile.draw_offsets();
+  tile.draw_folds();
   // All CTAs must have started before any writes to another's shared memory.
   if (args.cluster > 1) arrive_cluster();
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
-  tile.draw_factors();
+  tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding>(args.key);
   const unsigned step = gridDim.x / static_cast<unsigned>(args.ctas);
   const auto column_tiles = static_cast<unsigned>(args.column_tiles);
@@ -128,11 +131,11 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, blockIdx.x);
   const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
-  tile.draw_offsets();
+  tile.draw_folds();
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
-  tile.draw_factors();
+  tile.load_factors();
   tile.wait_loaded();
   tile.template accumulate_tile<false>();
   const ColumnTotal total = tile.total(tile.reduce(0, 0), 0);
@@ -154,11 +157,11 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, gridDim.x - 1 - blockIdx.x);
   const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
-  tile.draw_offsets();
+  tile.draw_folds();
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
-  tile.draw_factors();
+  tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding>(args.key);
   tile.wait_loaded();
   std::uint32_t amax = 0;
@@ -171,33 +174,33 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   end_kernel(args.independent);
 }
 
+// Calls call(transform, rounding, type tag) with types for an instance of a kernel: those that
+// why_not_columns (plan_quantize.cpp) allows.
 template <class Call>
-void with_any_transform(ColumnTransform transform, const Call& call) {
-  if (transform == ColumnTransform::factored)
-    return call(std::integral_constant<ColumnTransform, ColumnTransform::factored>{});
-  if (transform == ColumnTransform::rotated)
-    return call(std::integral_constant<ColumnTransform, ColumnTransform::rotated>{});
-  with_transform(transform, call);
-}
-
-// Calls call(transform, rounding, type tag) with types for an instance of a kernel.
-template <class Call>
-void with_instance(ColumnTransform transform, Rounding rounding, DType dtype, const Call& call) {
-  with_any_transform(transform, [&](auto k) {
-    host_with_dtype(dtype, [&](auto tag) {
-      if (rounding == Rounding::nearest) {
-        call(k, std::integral_constant<Rounding, Rounding::nearest>{}, tag);
-      } else {
-        call(k, std::integral_constant<Rounding, Rounding::stochastic>{}, tag);
-      }
-    });
-  });
+void with_instance(ColumnTransform transform, DType dtype, const Call& call) {
+  const auto with = [&](auto k, auto r) {
+    host_with_dtype(dtype, [&](auto tag) { call(k, r, tag); });
+  };
+  using Stochastic = std::integral_constant<Rounding, Rounding::stochastic>;
+  using Nearest = std::integral_constant<Rounding, Rounding::nearest>;
+  switch (transform) {
+    case ColumnTransform::full:
+      return with(std::integral_constant<ColumnTransform, ColumnTransform::full>{}, Stochastic{});
+    case ColumnTransform::hadamard:
+      return with(std::integral_constant<ColumnTransform, ColumnTransform::hadamard>{}, Nearest{});
+    case ColumnTransform::projected:
+      return with(std::integral_constant<ColumnTransform, ColumnTransform::projected>{},
+                  Stochastic{});
+    case ColumnTransform::factored:
+      return with(std::integral_constant<ColumnTransform, ColumnTransform::factored>{},
+                  Stochastic{});
+  }
 }
 
 // Calls call(kernel) with the instance for one read of x.
 template <class Call>
-void with_one_pass(ColumnTransform transform, Rounding rounding, DType dtype, const Call& call) {
-  with_instance(transform, rounding, dtype, [&](auto k, auto r, auto tag) {
+void with_one_pass(ColumnTransform transform, DType dtype, const Call& call) {
+  with_instance(transform, dtype, [&](auto k, auto r, auto tag) {
     call(columns_one_pass_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
   });
 }
@@ -207,7 +210,7 @@ void with_one_pass(ColumnTransform transform, Rounding rounding, DType dtype, co
 std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
                               const LaunchShape& shape) {
   std::int64_t clusters = 0;
-  with_one_pass(of.transform, of.rounding, of.dtype, [&](auto kernel) {
+  with_one_pass(of.transform, of.dtype, [&](auto kernel) {
     clusters = clusters_at_once("backward_linear", context, kernel, shape);
   });
   return clusters;
@@ -223,19 +226,11 @@ void launch_columns(const Context& context, const plan::Step& step, const Column
   const auto run = [&](auto kernel) {
     launch("backward_linear", context, kernel, step.shape, args);
   };
-  if (work.pass == Pass::both) {
-    with_one_pass(work.transform, step.rounding, step.dtype, run);
-  } else if (work.pass == Pass::amax) {
-    with_any_transform(work.transform, [&](auto k) {
-      host_with_dtype(step.dtype, [&](auto tag) {
-        run(column_amax_kernel<decltype(k)::value, decltype(tag)>);
-      });
-    });
-  } else {
-    with_instance(work.transform, step.rounding, step.dtype, [&](auto k, auto r, auto tag) {
-      run(column_codes_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
-    });
-  }
+  if (work.pass == Pass::both) return with_one_pass(work.transform, step.dtype, run);
+  with_instance(work.transform, step.dtype, [&](auto k, auto r, auto tag) {
+    if (work.pass == Pass::amax) return run(column_amax_kernel<decltype(k)::value, decltype(tag)>);
+    run(column_codes_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
+  });
 }
 
 }  // namespace hot::detail

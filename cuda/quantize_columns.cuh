@@ -21,6 +21,9 @@
 
 namespace hot::detail::columns {
 
+// Tokens that a lane of `factored` holds at a time.
+inline constexpr int factored_block = 64;
+
 // The bits of an address that the swizzle turns, by the number of the k16. 8 lanes read 32 bytes of
 // a token in 16-bit types, four k16 at once, and 64 bytes in fp32, two at once.
 template <class Tag>
@@ -28,10 +31,15 @@ __device__ int swizzle(int number) {
   return Tag::size == 2 ? (number & 3) << 5 : (number & 1) << 6;
 }
 
+inline constexpr int drawn_fold = -1;
+
 struct Args {
   MatrixIn x;
   TokenOrder order;
   std::int64_t body_tokens;
+  // `projected`: the fold of every block, `drawn_fold` if each block draws its own, 0 for none
+  // (lowpass).
+  int fold;
   float sketch_weight;
   DeviceKey sketch, key;
   std::int8_t* codes;
@@ -128,7 +136,7 @@ struct LaneK16 {
                     v[1][t]);
     }
   }
-  // The fold of a sketch: value i is token t plus token t ^ a, t being i with a 0 put in at the
+  // A folded block: value i is token t plus token t ^ a, t being i with a 0 put in at the
   // place of a's top bit: the bits of i below it, those of 2i above it.
   template <class Tag>
   __device__ void load_folded(int first_token, int a, float (&v)[2][8]) const {
@@ -168,39 +176,40 @@ struct LaneK16 {
   }
 };
 
-// The k16 of two neighbouring columns. `notes`: the tokens that a sketch folds by.
+// The k16 of two neighbouring columns. `notes`: the folds of their blocks.
 template <ColumnTransform transform, class Tag>
-__device__ void project(const LaneK16& from, const std::uint8_t* notes, float sketch_weight,
+__device__ void project(const Args& args, const LaneK16& from, const std::uint8_t* notes,
                         float (&v)[2][k16]) {
-  if constexpr (transform == ColumnTransform::full || transform == ColumnTransform::hadamard) {
+  if constexpr (transform != ColumnTransform::projected) {
     from.load<Tag>(0, v);
     if constexpr (transform == ColumnTransform::hadamard) {
       butterfly<1, 16>(v[0]);
       butterfly<1, 16>(v[1]);
     }
+  } else if (args.fold != 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float folded[2][8];
+      from.load_folded<Tag>(16 * half, notes[half], folded);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        butterfly<1, 8>(folded[c]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          v[c][8 * half + i] = i == 0 ? folded[c][i] : folded[c][i] * args.sketch_weight;
+        }
+      }
+    }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (transform == ColumnTransform::sketch8) {
-        float folded[2][8];
-        from.load_folded<Tag>(16 * half, notes[half], folded);
+      float block[2][16];
+      from.load<Tag>(16 * half, block);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          butterfly<1, 8>(folded[c]);
+      for (int c = 0; c < 2; ++c) {
+        butterfly<1, 16>(block[c]);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            v[c][8 * half + i] = i == 0 ? folded[c][i] : folded[c][i] * sketch_weight;
-          }
-        }
-      } else {
-        float block[2][16];
-        from.load<Tag>(16 * half, block);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          butterfly<1, 16>(block[c]);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) v[c][8 * half + i] = block[c][kept_row(transform, i)];
-        }
+        for (int i = 0; i < 8; ++i) v[c][8 * half + i] = block[c][lowpass_row(i)];
       }
     }
   }
@@ -232,14 +241,6 @@ struct Partial {
     if (sum_wanted) sum += static_cast<Sum>(total);
   }
 
-  // Of a block of 64, transformed up to its last stage. The sum is of the tokens themselves: the
-  // caller's.
-  __device__ void rotated(const float (&v)[rotated_block]) {
-    constexpr int half = static_cast<int>(rotated_block) / 2;
-#pragma unroll
-    for (int k = 0; k < half; ++k) add(largest[0], fabsf(v[k]) + fabsf(v[k + half]));
-  }
-
   __device__ void folded(float (&v)[8], bool sum_wanted) {
     butterfly<1, 4>(v);
     const float total = v[0] + v[4];
@@ -250,10 +251,10 @@ struct Partial {
     if (sum_wanted) sum += static_cast<Sum>(total);
   }
 
-  __device__ void rows(float (&v)[16], bool sum_wanted) {
+  __device__ void lowpass(float (&v)[16], bool sum_wanted) {
     butterfly<1, 16>(v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) add(largest[0], v[kept_row(transform, i)]);
+    for (int i = 0; i < 8; ++i) add(largest[0], v[lowpass_row(i)]);
     if (sum_wanted) sum += static_cast<Sum>(v[0]);
   }
 
@@ -280,27 +281,29 @@ struct Partial {
 };
 
 template <ColumnTransform transform, class Tag>
-__device__ void accumulate(const LaneK16& from, const std::uint8_t* notes, bool sum_wanted,
+__device__ void accumulate(const Args& args, const LaneK16& from, const std::uint8_t* notes,
                            Partial<transform> (&partial)[2]) {
-  if constexpr (transform == ColumnTransform::full || transform == ColumnTransform::hadamard) {
+  const bool sum_wanted = args.sum_wanted;
+  if constexpr (transform != ColumnTransform::projected) {
     float v[2][16];
     from.load<Tag>(0, v);
     partial[0].tokens(v[0], sum_wanted);
     partial[1].tokens(v[1], sum_wanted);
+  } else if (args.fold != 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float v[2][8];
+      from.load_folded<Tag>(16 * half, notes[half], v);
+      partial[0].folded(v[0], sum_wanted);
+      partial[1].folded(v[1], sum_wanted);
+    }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (transform == ColumnTransform::sketch8) {
-        float v[2][8];
-        from.load_folded<Tag>(16 * half, notes[half], v);
-        partial[0].folded(v[0], sum_wanted);
-        partial[1].folded(v[1], sum_wanted);
-      } else {
-        float v[2][16];
-        from.load<Tag>(16 * half, v);
-        partial[0].rows(v[0], sum_wanted);
-        partial[1].rows(v[1], sum_wanted);
-      }
+      float v[2][16];
+      from.load<Tag>(16 * half, v);
+      partial[0].lowpass(v[0], sum_wanted);
+      partial[1].lowpass(v[1], sum_wanted);
     }
   }
 }
@@ -316,7 +319,7 @@ static_assert(sizeof(Partials) == partials_bytes);
 struct SharedMemory {
   Partials* cluster;    // [2][cluster]: a CTA may be one column tile ahead of another
   Partials* warp;       // [warps]
-  std::uint8_t* notes;  // [warps][tile_notes]: which tokens a sketch folds; factors of tokens
+  std::uint8_t* notes;  // [warps][tile_notes]: folds of blocks, or factors of tokens
   __device__ SharedMemory(char* tiles, int tile_count, int warps, int cluster_size)
       : cluster(reinterpret_cast<Partials*>(tiles + tile_count * tile_bytes)),
         warp(cluster + 2 * max(1, cluster_size)),
@@ -390,39 +393,33 @@ class WarpTile {
                                                            number_ * tile_steps(transform))));
   }
 
-  // Draws which tokens a sketch folds. First of all: the previous kernel may write the counter, so
-  // it waits for that one.
-  __device__ __forceinline__ void draw_offsets() const {
-    if (transform == ColumnTransform::sketch8 && args_.sketch.counter != nullptr &&
-        !args_.independent) {
-      wait_for_previous_kernel();
-    }
-    if (transform == ColumnTransform::sketch8 && lane_ < tile_blocks) {
+  // Writes the fold of each block. Drawn ones come first of all: the previous kernel may write the
+  // key's counter, so they wait for that kernel.
+  __device__ __forceinline__ void draw_folds() const {
+    if constexpr (transform == ColumnTransform::projected) {
+      const bool drawn = args_.fold == drawn_fold;
+      if (drawn && args_.sketch.counter != nullptr && !args_.independent) {
+        wait_for_previous_kernel();
+      }
+      if (lane_ >= tile_blocks) return;
       const auto token_block = static_cast<std::uint64_t>(number_ * tile_blocks + lane_);
-      const RandomWords words = random_words(args_.sketch, offset_of(args_.sketch), token_block);
-      notes_[lane_] = static_cast<std::uint8_t>(sketch_draw(words, 0, 16));
+      const int fold =
+          drawn ? sketch_draw(random_words(args_.sketch, offset_of(args_.sketch), token_block), 0, 16)
+                : args_.fold;
+      notes_[lane_] = static_cast<std::uint8_t>(fold);
     }
   }
 
-  // Draws the signs of the tokens and reads their exponents, after the wait for the previous
-  // kernel: x may have been compressed, and the counter written, right before.
-  __device__ __forceinline__ void draw_factors() const {
-    if constexpr (has_factors(transform)) {
+  // Reads the exponents of the tokens, after the wait for the previous kernel, which may have
+  // compressed x.
+  __device__ __forceinline__ void load_factors() const {
+    if constexpr (transform == ColumnTransform::factored) {
       auto* const factors = reinterpret_cast<std::uint16_t*>(notes_);
-      const DeviceOffset offset = offset_of(args_.sketch);
-      constexpr int blocks = tile_tokens / static_cast<int>(rotated_block);
-#pragma unroll 1
-      for (int b = 0; b < blocks; ++b) {
-        const auto block = static_cast<std::uint64_t>(number_ * blocks + b);
-        const std::uint64_t negative =
-            transform == ColumnTransform::rotated ? rotation_signs(args_.sketch, offset, block) : 0;
 #pragma unroll
-        for (int i = lane_; i < rotated_block; i += 32) {
-          const std::int64_t token = static_cast<std::int64_t>(block) * rotated_block + i;
-          const unsigned power = token < args_.body_tokens ? row_power(args_.x, token) : 0U;
-          const auto sign = static_cast<unsigned>(negative >> i & 1U);
-          factors[b * rotated_block + i] = static_cast<std::uint16_t>(sign << 15 | power);
-        }
+      for (int i = lane_; i < tile_tokens; i += 32) {
+        const std::int64_t token = std::int64_t{number_} * tile_tokens + i;
+        factors[i] =
+            static_cast<std::uint16_t>(token < args_.body_tokens ? row_power(args_.x, token) : 0U);
       }
     }
   }
@@ -444,7 +441,7 @@ class WarpTile {
   // tokens were, for write_codes.
   template <bool in_place>
   __device__ __forceinline__ void accumulate_tile() const {
-    if constexpr (has_factors(transform)) {
+    if constexpr (transform == ColumnTransform::factored) {
       accumulate_factored();
     } else {
       accumulate_k16s<in_place>();
@@ -463,18 +460,18 @@ class WarpTile {
         const LaneK16 from = lane_k16(step, half);
         if constexpr (in_place) {
           float v[2][k16];
-          project<transform, Tag>(from, lane_offsets(), args_.sketch_weight, v);
+          project<transform, Tag>(args_, from, lane_folds(), v);
           from.store(v);
           partial[0].projected(v[0], args_.sum_wanted);
           partial[1].projected(v[1], args_.sum_wanted);
         } else {
-          accumulate<transform, Tag>(from, lane_offsets(), args_.sum_wanted, partial);
+          accumulate<transform, Tag>(args_, from, lane_folds(), partial);
         }
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float largest = partial[c].largest[0];
-        if constexpr (transform == ColumnTransform::sketch8 && !in_place) {
+        if constexpr (transform == ColumnTransform::projected && !in_place) {
           largest = max_magnitude(largest, partial[c].largest[1] * args_.sketch_weight);
         }
 #pragma unroll
@@ -497,17 +494,12 @@ class WarpTile {
     Partial<transform> partial;
 #pragma unroll 1
     for (int step = first_block(); step < steps_; step += step_blocks) {
-      float v[rotated_block];
+      float v[factored_block];
       load_block(step, v);
       if (args_.sum_wanted) partial.sum += static_cast<double>(partial.tree_sum(v));
       apply_factors(step, v);
-      if constexpr (transform == ColumnTransform::rotated) {
-        butterfly<1, static_cast<int>(rotated_block) / 2>(v);
-        partial.rotated(v);
-      } else {
 #pragma unroll
-        for (int t = 0; t < rotated_block; ++t) partial.add(partial.largest[0], v[t]);
-      }
+      for (int t = 0; t < factored_block; ++t) partial.add(partial.largest[0], v[t]);
     }
     __syncwarp();
     if constexpr (step_blocks == 2) {
@@ -588,7 +580,7 @@ class WarpTile {
   template <bool in_place, Rounding rounding>
   __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
-    if constexpr (has_factors(transform)) {
+    if constexpr (transform == ColumnTransform::factored) {
       write_factored<rounding>(column_tile, scale, offset);
     } else {
       write_k16s<in_place, rounding>(column_tile, scale, offset);
@@ -617,7 +609,7 @@ class WarpTile {
         if constexpr (in_place) {
           lane_k16(step, half).load_stored(v);
         } else {
-          project<transform, Tag>(lane_k16(step, half), lane_offsets(), args_.sketch_weight, v);
+          project<transform, Tag>(args_, lane_k16(step, half), lane_folds(), v);
         }
         if (k >= k16_count_) continue;
 #pragma unroll
@@ -645,11 +637,9 @@ class WarpTile {
 #pragma unroll 1
     for (int first = 0; first < steps_; first += step_blocks) {
       const int step = first + first_block();
-      float v[rotated_block];
+      float v[factored_block];
       load_block(step, v);
       apply_factors(step, v);
-      if constexpr (transform == ColumnTransform::rotated)
-        butterfly<1, static_cast<int>(rotated_block)>(v);
       const int k = (number_ * tile_steps(transform) + step) * warp_k16s;
 #pragma unroll
       for (int pair = 0; pair < warp_k16s; pair += 2) {
@@ -694,20 +684,20 @@ class WarpTile {
 
   // A lane's column of a block of 64 tokens. The swizzle turns bits of the address by the number of
   // the k16: the half of a token, and tokens of even and odd number.
-  __device__ __forceinline__ void load_block(int step, float (&v)[rotated_block]) const {
-    const char* const block = tile_ + step * static_cast<int>(rotated_block) * tile_row_bytes;
+  __device__ __forceinline__ void load_block(int step, float (&v)[factored_block]) const {
+    const char* const block = tile_ + step * factored_block * tile_row_bytes;
     const int place = lane_ % columns * Tag::size;
 #pragma unroll
-    for (int t = 0; t < rotated_block; ++t) {
+    for (int t = 0; t < factored_block; ++t) {
       const int turned = swizzle<Tag>(t / k16), parity = turned & tile_row_bytes;
       const char* const token = block + ((t * tile_row_bytes) ^ parity);
       v[t] = Tag::load(token + (place ^ (turned - parity)), 0);
     }
   }
-  __device__ __forceinline__ void apply_factors(int step, float (&v)[rotated_block]) const {
-    const std::uint8_t* const factors = notes_ + step * static_cast<int>(rotated_block) * 2;
+  __device__ __forceinline__ void apply_factors(int step, float (&v)[factored_block]) const {
+    const std::uint8_t* const factors = notes_ + step * factored_block * 2;
 #pragma unroll
-    for (int t = 0; t < rotated_block; t += 8) {
+    for (int t = 0; t < factored_block; t += 8) {
       unsigned words[4];
       load_words(factors + 2 * t, words);
       float factor[8];
@@ -721,7 +711,7 @@ class WarpTile {
   __device__ int last_half() const { return tile_warps == 1 ? halves : first_half() + 1; }
   // Lanes 8 i to 8 i + 7 take k16 number i of a step, two columns each.
   __device__ int pair() const { return lane_ % 8; }
-  __device__ const std::uint8_t* lane_offsets() const { return notes_ + 2 * (lane_ / 8); }
+  __device__ const std::uint8_t* lane_folds() const { return notes_ + 2 * (lane_ / 8); }
 
   __device__ __forceinline__ LaneK16 lane_k16(int step, int half) const {
     // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.
@@ -743,26 +733,6 @@ class WarpTile {
 };
 
 // ---- host (quantize_columns.cu)
-
-// Of the transforms that grouped operands have as well.
-template <class Call>
-void with_transform(ColumnTransform transform, const Call& call) {
-  switch (transform) {
-    case ColumnTransform::full:
-      return call(std::integral_constant<ColumnTransform, ColumnTransform::full>{});
-    case ColumnTransform::hadamard:
-      return call(std::integral_constant<ColumnTransform, ColumnTransform::hadamard>{});
-    case ColumnTransform::sketch8:
-      return call(std::integral_constant<ColumnTransform, ColumnTransform::sketch8>{});
-    case ColumnTransform::lowpass8:
-      return call(std::integral_constant<ColumnTransform, ColumnTransform::lowpass8>{});
-    case ColumnTransform::sequency8:
-      return call(std::integral_constant<ColumnTransform, ColumnTransform::sequency8>{});
-    case ColumnTransform::factored:
-    case ColumnTransform::rotated:
-      return;  // quantize_columns.cu
-  }
-}
 
 // All but how the work is divided: ctas, cluster. `sum`: g_b, null: not wanted.
 Args make_args(const Context&, const ColumnsJob&, ColumnTransform, const ColumnSum* sum);

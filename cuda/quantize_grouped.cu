@@ -67,7 +67,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   const columns::Args& args = of.args;
   const columns::Place place = columns::place_in_cluster(args, block);
   const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
-  tile.draw_offsets();
+  tile.draw_folds();
   // The second of two launches copies before it waits for the first: the first has waited for what
   // makes x, and this one reads the slots later.
   const bool waits_late = of.pass == Pass::codes;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   tile.template write_codes<false, rounding>(place.column_tile, scale, offset);
 }
 
-template <Rounding rounding, class Tag>
+template <class Tag>
 __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned block,
                                            std::uint32_t* shared) {
   const int T = 1 << args.row_lanes_log2, thread = static_cast<int>(threadIdx.x);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
   if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in columns_block
   const std::int64_t row =
       std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
-  quantize_row16<rounding, 16, row_blocks, Tag>(
+  quantize_row16<Rounding::stochastic, 16, row_blocks, Tag>(
       rows, row, thread & (T - 1), T, [&](std::uint32_t& amax) {
         if (rows.pass == RowsPass::amax) {
           amax = block_max(amax, shared);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
       });
 }
 
-template <ColumnTransform transform, Rounding rounding, class Tag>
+template <ColumnTransform transform, class Tag>
 __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_warps)
     quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
   extern __shared__ __align__(1024) char memory[];
@@ -140,17 +140,17 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
   }
   block -= args.weight.range.end;
   if (block < args.gradient.range.end) {
-    return columns_block<transform, rounding, Tag>(args.gradient, block, memory);
+    return columns_block<transform, Rounding::stochastic, Tag>(args.gradient, block, memory);
   }
   block -= args.gradient.range.end;
-  if (block < args.rows_range.end) return rows_block<rounding, Tag>(args, block, shared);
+  if (block < args.rows_range.end) return rows_block<Tag>(args, block, shared);
   block -= args.rows_range.end;
   begin_kernel();
   const std::int64_t channel =
       std::int64_t{block} * (threads / 32) + static_cast<int>(threadIdx.x) / 32;
   if (channel >= args.groups.out.rows) return;
-  requantize_channel<rounding>(args.groups, channel, static_cast<int>(threadIdx.x) % 32, 32,
-                               [](std::uint32_t v) { return warp_max(v); });
+  requantize_channel(args.groups, channel, static_cast<int>(threadIdx.x) % 32, 32,
+                     [](std::uint32_t v) { return warp_max(v); });
 }
 
 }  // namespace
@@ -181,17 +181,15 @@ void launch_grouped(const Context& context, const plan::Step& step, const Groupe
   args.gradient.amax_slots = work.gradient_amax_slots;
   args.gradient.args.ctas = work.gradient_ctas;
   args.gradient.args.cluster = work.gradient_cluster;
-  columns::with_transform(work.transform, [&](auto transform) {
-    host_with_dtype(step.dtype, [&](auto tag) {
-      using Tag = decltype(tag);
-      constexpr ColumnTransform k = decltype(transform)::value;
-      launch("backward_linear", context,
-             step.rounding == Rounding::nearest
-                 ? quantize_grouped_kernel<k, Rounding::nearest, Tag>
-                 : quantize_grouped_kernel<k, Rounding::stochastic, Tag>,
-             step.shape, args);
-    });
-  });
+  const auto run = [&](auto tag) {
+    using Tag = decltype(tag);
+    launch("backward_linear", context,
+           work.transform == ColumnTransform::projected
+               ? quantize_grouped_kernel<ColumnTransform::projected, Tag>
+               : quantize_grouped_kernel<ColumnTransform::full, Tag>,
+           step.shape, args);
+  };
+  step.dtype == DType::f32 ? run(F32{}) : run(BF16{});
 }
 
 }  // namespace hot::detail

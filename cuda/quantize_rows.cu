@@ -1,6 +1,6 @@
 // Stage: rows after an FWHT: g_y for g_x, x and w for the forward product.
 //
-// rows16_kernel: the hot path (Hadamard block 16; 64 and 128 with neighbouring lanes).
+// rows16_kernel: the hot path (Hadamard block 16, stochastic; 64 with neighbouring lanes, nearest).
 //   T lanes share a row, at best within one warp. A lane holds B blocks of 16 neighbouring elements
 //   in registers: one read of g_y (32 B bytes in flight for a lane in fp16), butterfly, largest
 //   value by shuffles, one write of 16 codes a block. With one scale for the whole tensor it runs
@@ -12,7 +12,6 @@
 //
 // Operand::amax holds the bit patterns of the largest values between two kernels.
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
@@ -103,52 +102,15 @@ __global__ void rows_kernel(RowsArgs args) {
   if (args.pass == RowsPass::amax && t == 0) atomic_max(args.amax, amax);
 }
 
-template <int value>
-using Constant = std::integral_constant<int, value>;
+using KernelOf = void (*)(RowsArgs);
 
-template <class Call>
-void with_lane_blocks(int blocks, const Call& call) {
-  switch (blocks) {
-    case 1:
-      return call(Constant<1>{});
-    case 2:
-      return call(Constant<2>{});
-    case 3:
-      return call(Constant<3>{});
-    case 4:
-      return call(Constant<4>{});
-    case 5:
-      return call(Constant<5>{});
-    default:
-      static_assert(rows16_max_blocks == 6);
-      return call(Constant<6>{});
-  }
-}
-
-// Calls call(block): of the transforms that have instances. Longer ones than 16 are the forward
-// pass's, whose codes are rounded to nearest.
-template <Rounding rounding, class Call>
-void with_hadamard(int block, const Call& call) {
-  if constexpr (rounding == Rounding::nearest) {
-    if (block == plan::rows16_blocks[1]) return call(Constant<plan::rows16_blocks[1]>{});
-    if (block == plan::rows16_blocks[2]) return call(Constant<plan::rows16_blocks[2]>{});
-  }
-  call(Constant<plan::rows16_blocks[0]>{});
-}
-
-// Calls call(kernel) with the kernel of an instance.
-template <class Call>
-void with_rows16(Rounding rounding, int hadamard, DType dtype, int lane_blocks, const Call& call) {
-  with_rounding(rounding, [&](auto r) {
-    host_with_dtype(dtype, [&](auto tag) {
-      with_lane_blocks(lane_blocks, [&](auto b) {
-        with_hadamard<decltype(r)::value>(hadamard, [&](auto h) {
-          call(rows16_kernel<decltype(r)::value, decltype(h)::value, decltype(b)::value,
-                             decltype(tag)>);
-        });
-      });
-    });
-  });
+template <Rounding rounding, int hadamard, class Tag>
+KernelOf kernel_of(int lane_blocks) {
+  constexpr KernelOf kernels[] = {
+      rows16_kernel<rounding, hadamard, 2, Tag>, rows16_kernel<rounding, hadamard, 3, Tag>,
+      rows16_kernel<rounding, hadamard, 4, Tag>, rows16_kernel<rounding, hadamard, 5, Tag>,
+      rows16_kernel<rounding, hadamard, 6, Tag>};
+  return kernels[lane_blocks - rows16_min_blocks];
 }
 
 }  // namespace
@@ -162,7 +124,12 @@ void launch_rows(const Context& context, const plan::Step& step, const RowsJob& 
   if (step.kernel == plan::Kernel::rows) {
     with_rounding(step.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
   } else {
-    with_rows16(step.rounding, job.hadamard_block, step.dtype, work.lane_blocks, run);
+    host_with_dtype(step.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      run(step.rounding == Rounding::stochastic
+              ? kernel_of<Rounding::stochastic, 16, Tag>(work.lane_blocks)
+              : kernel_of<Rounding::nearest, 64, Tag>(work.lane_blocks));
+    });
   }
 }
 

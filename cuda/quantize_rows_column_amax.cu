@@ -50,7 +50,7 @@ struct RowsColumnAmaxArgs {
   unsigned tiles, sums;
 };
 
-// Starts the copies of a tile, and writes which tokens a sketch folds there, as offsets: token i of
+// Starts the copies of a tile, and writes which tokens are folded there, as offsets: token i of
 // the lower half at 2 i, the one that is added to it at 2 i + 1.
 [[maybe_unused]] __device__ void start_tile(const RowsColumnAmaxArgs& args, const Layout& layout,
                                             unsigned tile, char* to, int* folds, unsigned barrier) {
@@ -72,12 +72,17 @@ struct RowsColumnAmaxArgs {
   for (int i = real * layout.row_bytes + 16 * thread; i < layout.tile_bytes; i += 16 * threads) {
     *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
   }
-  if (args.transform != ColumnTransform::sketch8 || thread >= args.token_blocks * token_block)
+  if (args.transform != ColumnTransform::projected || args.columns.fold == 0 ||
+      thread >= args.token_blocks * token_block) {
     return;
+  }
   const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
                      static_cast<unsigned>(thread / token_block);
-  const int a = sketch_draw(
-      random_words(args.columns.sketch, offset_of(args.columns.sketch), block), 0, token_block);
+  const int a = args.columns.fold == columns::drawn_fold
+                    ? sketch_draw(random_words(args.columns.sketch, offset_of(args.columns.sketch),
+                                               block),
+                                  0, token_block)
+                    : args.columns.fold;
   // i / 2 with a 0 put in at the place of a's top bit.
   const int top = 1 << (31 - __clz(a)), i = thread % token_block / 2;
   const int token = (i & (top - 1)) | (2 * i & ~(2 * top - 1));
@@ -126,7 +131,8 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
     const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
     columns::Partial<transform, float> partial[2];
-    if constexpr (transform == ColumnTransform::sketch8) {
+    const bool folds_blocks = transform == ColumnTransform::projected && args.columns.fold != 0;
+    if (folds_blocks) {
       const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
       float v[2][8];
 #pragma unroll
@@ -152,9 +158,8 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if constexpr (transform == ColumnTransform::lowpass8 ||
-                      transform == ColumnTransform::sequency8) {
-          partial[c].rows(v[c], true);
+        if constexpr (transform == ColumnTransform::projected) {
+          partial[c].lowpass(v[c], true);
         } else {
           partial[c].tokens(v[c], args.columns.sum_wanted);
         }
@@ -164,7 +169,7 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float value = partial[c].largest[0];
-      if constexpr (transform == ColumnTransform::sketch8) {
+      if constexpr (transform == ColumnTransform::projected) {
         value = max_magnitude(value, partial[c].largest[1] * args.columns.sketch_weight);
       }
       amax[c] = abs_bits(value);
@@ -189,17 +194,10 @@ __device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout&
     case ColumnTransform::hadamard:
       return accumulate_columns<ColumnTransform::hadamard, Tag>(args, layout, tokens, folds,
                                                                 largest, sums);
-    case ColumnTransform::sketch8:
-      return accumulate_columns<ColumnTransform::sketch8, Tag>(args, layout, tokens, folds, largest,
-                                                               sums);
-    case ColumnTransform::lowpass8:
-      return accumulate_columns<ColumnTransform::lowpass8, Tag>(args, layout, tokens, folds,
-                                                                largest, sums);
-    case ColumnTransform::sequency8:
-      return accumulate_columns<ColumnTransform::sequency8, Tag>(args, layout, tokens, folds,
+    case ColumnTransform::projected:
+      return accumulate_columns<ColumnTransform::projected, Tag>(args, layout, tokens, folds,
                                                                  largest, sums);
     case ColumnTransform::factored:
-    case ColumnTransform::rotated:
       return;  // in no plan
   }
 }
@@ -292,25 +290,12 @@ using KernelOf = void (*)(RowsColumnAmaxArgs);
 
 template <Rounding rounding, int hadamard, class Tag>
 KernelOf kernel_of(int lane_blocks) {
-  constexpr KernelOf kernels[rows16_max_blocks] = {
-      rows_column_amax_kernel<rounding, hadamard, 1, Tag>,
-      rows_column_amax_kernel<rounding, hadamard, 2, Tag>,
-      rows_column_amax_kernel<rounding, hadamard, 3, Tag>,
-      rows_column_amax_kernel<rounding, hadamard, 4, Tag>,
-      rows_column_amax_kernel<rounding, hadamard, 5, Tag>,
-      rows_column_amax_kernel<rounding, hadamard, 6, Tag>};
-  return kernels[lane_blocks - 1];
-}
-
-template <class Tag>
-KernelOf kernel_of(Rounding rounding, int hadamard, int lane_blocks) {
-  using rows_column_amax::gradient_block;
-  using rows_column_amax::input_block;
-  if (rounding == Rounding::stochastic) {
-    return kernel_of<Rounding::stochastic, gradient_block, Tag>(lane_blocks);
-  }
-  return hadamard == gradient_block ? kernel_of<Rounding::nearest, gradient_block, Tag>(lane_blocks)
-                                    : kernel_of<Rounding::nearest, input_block, Tag>(lane_blocks);
+  constexpr KernelOf kernels[] = {rows_column_amax_kernel<rounding, hadamard, 2, Tag>,
+                                  rows_column_amax_kernel<rounding, hadamard, 3, Tag>,
+                                  rows_column_amax_kernel<rounding, hadamard, 4, Tag>,
+                                  rows_column_amax_kernel<rounding, hadamard, 5, Tag>,
+                                  rows_column_amax_kernel<rounding, hadamard, 6, Tag>};
+  return kernels[lane_blocks - rows16_min_blocks];
 }
 
 }  // namespace
@@ -327,14 +312,13 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   args.token_blocks = work.token_blocks;
   args.tiles = work.tiles;
   args.sums = work.sums;
-  host_with_dtype(step.dtype, [&](auto tag) {
-    using Tag = decltype(tag);
-    if constexpr (Tag::size == 2) {
-      launch(work.of == plan::RowsOf::gy ? "backward_linear" : "quantize_forward_input", context,
-             kernel_of<Tag>(step.rounding, rows.hadamard_block, work.lane_blocks), step.shape,
-             args);
-    }
-  });
+  const KernelOf kernel =
+      step.rounding == Rounding::stochastic
+          ? kernel_of<Rounding::stochastic, rows_column_amax::gradient_block, BF16>(
+                work.lane_blocks)
+          : kernel_of<Rounding::nearest, rows_column_amax::input_block, BF16>(work.lane_blocks);
+  launch(work.of == plan::RowsOf::gy ? "backward_linear" : "quantize_forward_input", context, kernel,
+         step.shape, args);
 }
 
 }  // namespace hot::detail

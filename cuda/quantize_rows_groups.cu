@@ -34,7 +34,7 @@ inline constexpr int min_ctas = B <= 2   ? 4
                                 : B == 3 ? 3
                                          : 1;
 
-template <Rounding rounding, int B, class Tag>
+template <int B, class Tag>
 __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
     rows_groups_kernel(const __grid_constant__ RowsGroupsArgs args) {
   __shared__ std::uint32_t shared[rows16_max_lanes / 32];
@@ -55,20 +55,19 @@ __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
         });
   } else {
     const unsigned threads = blockDim.x * blockDim.y;
-    compress_quads<rounding, Tag>(args.groups, threadIdx.y * blockDim.x + threadIdx.x,
+    compress_quads<Tag>(args.groups, threadIdx.y * blockDim.x + threadIdx.x,
                                   std::int64_t{cta - args.row_ctas} * threads, chunk);
   }
 }
 
 using KernelOf = void (*)(RowsGroupsArgs);
 
-template <Rounding rounding, class Tag>
+template <class Tag>
 KernelOf kernel_of(int lane_blocks) {
-  constexpr KernelOf kernels[rows16_max_blocks] = {
-      rows_groups_kernel<rounding, 1, Tag>, rows_groups_kernel<rounding, 2, Tag>,
-      rows_groups_kernel<rounding, 3, Tag>, rows_groups_kernel<rounding, 4, Tag>,
-      rows_groups_kernel<rounding, 5, Tag>, rows_groups_kernel<rounding, 6, Tag>};
-  return kernels[lane_blocks - 1];
+  constexpr KernelOf kernels[] = {rows_groups_kernel<2, Tag>, rows_groups_kernel<3, Tag>,
+                                  rows_groups_kernel<4, Tag>, rows_groups_kernel<5, Tag>,
+                                  rows_groups_kernel<6, Tag>};
+  return kernels[lane_blocks - rows16_min_blocks];
 }
 
 }  // namespace
@@ -81,11 +80,7 @@ void launch_rows_groups(const Context& context, const plan::Step& step, const Ro
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
-      launch("quantize_forward_input", context,
-             step.rounding == Rounding::stochastic
-                 ? kernel_of<Rounding::stochastic, Tag>(work.lane_blocks)
-                 : kernel_of<Rounding::nearest, Tag>(work.lane_blocks),
-             step.shape, args);
+      launch("quantize_forward_input", context, kernel_of<Tag>(work.lane_blocks), step.shape, args);
     }
   });
 }

@@ -31,77 +31,17 @@ namespace {
 
 constexpr const char* backward_name = "backward_linear";
 
-// The token storages have one form of most settings, and these are its names.
-void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
-  const std::string with = std::string(" with storage ") + storage_name(spec.storage);
-  const auto refuse = [&](const char* field, const std::string& value, const char* expected) {
-    detail::invalid(call, field + (" is " + value) + with + "; expected " + expected);
-  };
-  if (spec.hadamard_block != 16 && spec.hadamard_block != 32 && spec.hadamard_block != 64) {
-    refuse("hadamard_block", std::to_string(spec.hadamard_block), "16, 32 or 64");
-  }
-  if (spec.gx_bits != 8) refuse("gx_bits", std::to_string(spec.gx_bits), "8");
-  if (spec.gx_scale != Granularity::token) {
-    refuse("gx_scale", granularity_name(spec.gx_scale), "row (per token)");
-  }
-  if (spec.weight_scale != Granularity::channel) {
-    refuse("weight_scale", granularity_name(spec.weight_scale), "channel");
-  }
-  if (spec.gw_scale != Granularity::token) {
-    refuse("gw_scale", granularity_name(spec.gw_scale), "token");
-  }
-  if (spec.gx_rounding == Rounding::pseudo_stochastic) {
-    refuse("gx_rounding", rounding_name(spec.gx_rounding), "nearest or stochastic");
-  }
-  if (spec.gw_rounding == Rounding::pseudo_stochastic) {
-    refuse("gw_rounding", rounding_name(spec.gw_rounding), "nearest or stochastic");
-  }
-  if (spec.x_scale != Granularity::channel) {
-    refuse("x_scale", granularity_name(spec.x_scale), "row (per channel)");
-  }
-  if (spec.storage != Storage::token8 && spec.x_rounding != Rounding::stochastic) {
-    refuse("x_rounding", rounding_name(spec.x_rounding), "stochastic");
-  }
-  if (spec.x_rounding == Rounding::pseudo_stochastic) {
-    refuse("x_rounding", rounding_name(spec.x_rounding), "nearest or stochastic");
-  }
-  if (spec.equalize_tokens)
-    refuse("equalize_tokens", "true", "false: tokens have their own scales");
-  const TokenLayout& layout = spec.low_rank.layout;
-  if (detail::draws_tokens(spec) && (layout.grid_h != 0 || layout.prefix_tokens != 0)) {
-    refuse("token_grid", "given", "none: tokens are drawn, not projected");
-  }
-}
-
-// Of a token storage whose tokens are drawn; elsewhere any number will do.
-void check_drawn(const char* call, std::int64_t tokens, const BackwardLinearSpec& spec) {
-  if (detail::draws_tokens(spec) && tokens > detail::max_drawn_tokens) {
-    detail::unsupported(call, std::to_string(tokens) + " tokens with storage " +
-                                  storage_name(spec.storage) +
-                                  " and basis sketch; expected fewer than 2^31");
-  }
-}
-
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_hadamard_block(call, spec.hadamard_block);
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
     detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
   }
   detail::check_choices(call, spec);
-  const std::string storage = storage_name(spec.storage);
-  if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full &&
-      !detail::draws_tokens(spec)) {
-    detail::invalid(call, "storage is " + storage + " with basis " +
-                              basis_name(spec.low_rank.basis) +
-                              (detail::is_token_storage(spec.storage)
-                                   ? "; expected basis full or sketch"
-                                   : "; expected basis full (what else has to be INT8)"));
+  if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full) {
+    detail::invalid(call, std::string("storage is ") + storage_name(spec.storage) +
+                              " with basis " + basis_name(spec.low_rank.basis) +
+                              "; expected basis full (other bases require storage int8)");
   }
-  if (spec.storage == Storage::rht2 && spec.x_rounding != Rounding::stochastic) {
-    detail::invalid(call, "x_rounding is " + std::string(rounding_name(spec.x_rounding)) +
-                              " with storage " + storage + "; expected stochastic");
-  }
-  if (detail::is_token_storage(spec.storage)) check_token_spec(call, spec);
   detail::check_low_rank(spec.low_rank);
 }
 
@@ -113,26 +53,16 @@ detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayo
           saved.in_features, layout.k_padded, layout.scales};
 }
 
-detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLayout& layout,
-                               const BackwardLinearSpec& spec) {
+detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLayout& layout) {
   const auto* bytes = static_cast<const char*>(saved.data);
   return {static_cast<const std::uint8_t*>(saved.data),
           layout.row_bytes,
           reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
           saved.tokens,
-          detail::requantize_rounding(spec),
-          {},
-          spec.storage == Storage::rht2};
+          {}};
 }
 
-std::optional<detail::TokenCodesIn> saved_tokens(const ConstSavedActivation& saved,
-                                                 const BackwardLinearSpec& spec) {
-  if (saved.data == nullptr || !detail::is_token_storage(spec.storage)) return std::nullopt;
-  return detail::TokenCodesIn{detail::TokenCodesLayout(saved.tokens, saved.in_features, spec),
-                              spec.storage, static_cast<const std::uint8_t*>(saved.data)};
-}
-
-// Of the tokens' sizes; null where they were not equalised.
+// Exponents of the token sizes, or null if tokens were not equalised.
 const std::uint8_t* saved_exponents(const ConstSavedActivation& saved, const SavedLayout& layout,
                                     const BackwardLinearSpec& spec) {
   if (!spec.equalize_tokens) return nullptr;
@@ -145,27 +75,14 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
   layout.channels = in_features;
   layout.k = p.k;
   layout.k_padded = p.k_padded;
-  if (detail::is_token_storage(spec.storage)) {
-    const detail::TokenCodesLayout of(p.tokens, in_features, spec);
-    layout.row_bytes = of.row_bytes;
-    layout.scales = p.tokens;
-    layout.scale_offset = of.scale_offset;
-    layout.exponent_offset = of.exponent_offset;
-    layout.bytes = of.bytes;
-    return layout;
-  }
   std::size_t scale_bytes;
-  if (spec.storage == Storage::rht2) {
-    layout.row_bytes = p.k / 4;
-    layout.scales = in_features * p.blocks;
-    scale_bytes = sizeof(std::uint16_t);
-  } else if (spec.storage == Storage::int4) {
+  if (spec.storage == Storage::int4) {
     layout.row_bytes = detail::round_up(p.tokens, detail::int4_k_alignment) / 2;
     layout.scales = in_features * detail::ceil_div(p.tokens, detail::int4_group);
     scale_bytes = sizeof(std::uint16_t);
   } else {
     layout.row_bytes = p.k_padded;
-    layout.scales = spec.x_scale == Granularity::tensor ? 1 : in_features;
+    layout.scales = detail::activation_quant(spec).per_tensor ? 1 : in_features;
     scale_bytes = sizeof(float);
   }
   // Rows are whole multiples of 16 bytes, so the scales that follow are aligned.
@@ -191,7 +108,6 @@ Support supported(const Context& context, const LinearShape& shape,
   return detail::answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
-    check_drawn("backward_linear", shape.tokens, spec);
     detail::token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
@@ -202,11 +118,11 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   check_spec("saved_format", spec);
   // Fields that the bytes do not depend on get one value.
   BackwardLinearSpec kept = spec;
-  const bool tokens = detail::is_token_storage(spec.storage);
-  if (spec.storage != Storage::int8) kept.x_scale = {};
-  // The token storages keep x itself, whatever share of its tokens backward takes.
-  if (!tokens) kept.hadamard_block = 0;
-  if (tokens || spec.low_rank.basis == Basis::full) kept.low_rank = {};
+  kept.hadamard_block = 0;
+  const bool one_scale =
+      spec.storage == Storage::int8 && detail::activation_quant(spec).per_tensor;
+  kept.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
+  if (spec.low_rank.basis == Basis::full) kept.low_rank = {};
   if (!kept.low_rank.rows.empty()) kept.low_rank.rank = 0;
   Fingerprint print;
   detail::add_fields(print.add('x'), kept, detail::in_saved);
@@ -215,10 +131,8 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
 
 std::uint64_t weight_format(const BackwardLinearSpec& spec) {
   check_spec("weight_format", spec);
-  BackwardLinearSpec kept = spec;
-  kept.storage = detail::is_token_storage(spec.storage) ? Storage::token8 : Storage::int8;
   Fingerprint print;
-  detail::add_fields(print.add('w'), kept, detail::in_weight);
+  detail::add_fields(print.add('w'), spec, detail::in_weight);
   return print.value();
 }
 
@@ -233,12 +147,6 @@ namespace {
 
 std::size_t compress_workspace(const Context& context, std::int64_t in_features,
                                const Projection& p, const BackwardLinearSpec& spec) {
-  if (detail::is_token_storage(spec.storage)) {
-    detail::WorkspaceCursor cursor;
-    detail::take_features(cursor, in_features,
-                          detail::TokenCodesLayout(p.tokens, in_features, spec).padded);
-    return cursor.bytes();
-  }
   if (spec.storage != Storage::int8) return 0;
   return backend_of(context).columns_workspace(context, in_features, p,
                                                detail::activation_quant(spec));
@@ -278,9 +186,6 @@ detail::CompressCall::CompressCall(const Checker& check, const char* call, const
                           bytes,
                           layout.row_bytes,
                           reinterpret_cast<std::uint16_t*>(scales)});
-  if (is_token_storage(spec.storage)) {
-    job->tokens = TokenCodesOut{TokenCodesLayout(rows.rows, rows.cols, spec), spec.storage, bytes};
-  }
 }
 
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
@@ -303,7 +208,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   const char* const call = "decompress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
-  if (spec.low_rank.basis != Basis::full && !detail::is_token_storage(spec.storage)) {
+  if (spec.low_rank.basis != Basis::full) {
     detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
                                   ", which keeps projected rows and not x; expected basis full");
   }
@@ -335,8 +240,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   backend_of(context).decompress(
       context,
       {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
-       spec.storage, scale_step, first, rows, saved_exponents(saved, layout, spec), saved.key,
-       saved_tokens(saved, spec)});
+       spec.storage, scale_step, first, rows, saved_exponents(saved, layout, spec)});
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -376,10 +280,8 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   const ConstQuantizedWeight quantized{out.data, out.bytes, weight.rows, weight.cols,
                                        weight_format(spec)};
   if (weight.cols == 0) return quantized;
-  // Signs of a weight that outlives the call are fixed: every call's backward has to know them.
-  const Key& key = p.signs ? detail::fixed_signs_key : context.key();
   backend.quantize_weight(context,
-                          {weight, &p, Side::activation, key, quant,
+                          {weight, &p, Side::activation, context.key(), quant,
                            detail::weight_operand(out.data, weight.cols, p.k_padded)},
                           workspace.data);
   return quantized;
@@ -389,7 +291,6 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  check_drawn("backward_linear_workspace", shape.tokens, spec);
   const Projection tokens = detail::token_projection(shape.tokens, spec);
   const Projection out_features = detail::out_feature_projection(shape.out_features, spec);
   detail::BackwardWork work{spec, shape, tokens, out_features, need_gx, need_gw, need_gx};
@@ -429,8 +330,7 @@ void run_backward(const BackwardArguments& given, const Checker& check,
   call.w = given.w;
   call.quantized = given.quantized.value_or(detail::Operand{});
   call.saved = saved_operand(given.saved, given.layout);
-  call.groups = saved_groups(given.saved, given.layout, given.spec);
-  call.tokens = saved_tokens(given.saved, given.spec);
+  call.groups = saved_groups(given.saved, given.layout);
   call.sketch_key = given.saved.key;
   call.exponents = saved_exponents(given.saved, given.layout, given.spec);
   call.gx = given.gx;
@@ -469,14 +369,13 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
-    detail::invalid(backward_name, "out wants nothing; expected gx, gw or gb, one at least");
+    detail::invalid(backward_name, "out requests no gradient; set at least one of gx, gw, gb");
   }
   check.input("gy", gy, float_dtypes, 2, max_dims);
   BackwardArguments call{context, spec, saved, out.accumulate};
   call.gy = check.collapsed("gy", gy);
   LinearShape& shape = call.shape;
   shape.tokens = call.gy.rows;
-  check_drawn(backward_name, shape.tokens, spec);
   shape.out_features = call.gy.cols;
   call.out_features = detail::out_feature_projection(shape.out_features, spec);
 

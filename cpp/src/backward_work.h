@@ -30,8 +30,7 @@ struct BackwardCall {
   Operand quantized{};  // w, if it comes quantised
   Operand saved{};      // x, INT8
   GroupsJob groups{};   // x, packed; `out` and `offsets` are the backend's
-  std::optional<TokenCodesIn> tokens = std::nullopt;  // x of the token storages
-  Key sketch_key{};  // x was projected, rotated or dithered with it
+  Key sketch_key{};     // x was projected with it
   MatrixOut gx{}, gw{}, gb{};
   const std::uint8_t* exponents = nullptr;  // of x's tokens, where they were equalised
 };
@@ -43,7 +42,7 @@ inline OperandQuant gradient_rows_quant(const BackwardLinearSpec& spec) {
           Purpose::gradient_rows};
 }
 inline OperandQuant weight_quant(const BackwardLinearSpec& spec) {
-  return {spec.gx_bits, spec.weight_scale == Granularity::tensor, false, Rounding::nearest,
+  return {spec.gx_bits, spec.gx_scale == Granularity::tensor, false, Rounding::nearest,
           Purpose::weight};
 }
 inline OperandQuant gradient_columns_quant(const BackwardLinearSpec& spec) {
@@ -51,12 +50,8 @@ inline OperandQuant gradient_columns_quant(const BackwardLinearSpec& spec) {
           spec.gw_rounding, Purpose::gradient_columns};
 }
 inline OperandQuant activation_quant(const BackwardLinearSpec& spec) {
-  return {8, spec.x_scale == Granularity::tensor, false, spec.x_rounding, Purpose::activation};
-}
-// Rounding of x from INT4 to INT8. Pseudo-stochastic rounding needs low bits, which codes on a grid
-// do not have: everything but stochastic rounds to nearest.
-inline Rounding requantize_rounding(const BackwardLinearSpec& spec) {
-  return spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
+  return {8, spec.gw_scale != Granularity::channel, false, Rounding::stochastic,
+          Purpose::activation};
 }
 
 // w [O, I] transformed along O: a projection that keeps all rows of its blocks.
@@ -71,32 +66,9 @@ inline Projection hadamard_projection(std::int64_t out_features, int block) {
   return p;
 }
 
-// The same for the token storages or not: those have the block that fits the width, and signs.
 inline Projection out_feature_projection(std::int64_t out_features,
                                          const BackwardLinearSpec& spec) {
-  const bool token = is_token_storage(spec.storage);
-  Projection p = hadamard_projection(
-      out_features, token ? feature_block(out_features, spec.hadamard_block) : spec.hadamard_block);
-  p.signs = token;
-  return p;
-}
-
-// What the sizes of features are found in, and the factors that come of them.
-struct FeatureScratch {
-  std::int64_t* sums;               // [features]
-  std::uint8_t* sampled_exponents;  // [size_sample], of tokens
-  std::uint32_t* ticket;            // of the CUDA backend: which CTA ends last
-  float* factors;                   // [padded]
-};
-inline FeatureScratch take_features(WorkspaceCursor& cursor, std::int64_t features,
-                                    std::int64_t padded) {
-  return {cursor.take<std::int64_t>(features), cursor.take<std::uint8_t>(size_sample),
-          cursor.take<std::uint32_t>(1), cursor.take<float>(padded)};
-}
-
-// Whether g_w takes a share of the tokens of a token storage.
-inline bool draws_tokens(const BackwardLinearSpec& spec) {
-  return is_token_storage(spec.storage) && spec.low_rank.basis == Basis::sketch;
+  return hadamard_projection(out_features, spec.hadamard_block);
 }
 
 // Largest values, zeroed before kernels update them (CUDA).
@@ -108,7 +80,7 @@ inline Zeroed take_zeroed(WorkspaceCursor& cursor, std::int64_t words) {
   auto* const at = cursor.take<std::uint32_t>(words);
   return {at, static_cast<std::size_t>(words) * sizeof *at};
 }
-// Words of Operand::amax; columns: of the token storages x's.
+// Words of Operand::amax.
 struct AmaxWords {
   std::int64_t rows = 0, weight = 0, columns = 0;
   std::int64_t all() const { return rows + weight + columns; }
@@ -117,96 +89,58 @@ struct AmaxWords {
 // What the workspace of the CUDA backend has beyond that of the CPU.
 struct DeviceScratch {
   AmaxWords amax{};
-  std::int64_t sums = 0, sums_alone = 0;  // floats: of g_b beside codes, and on its own
-  bool by_rows = false;  // the token storages' g_w takes rows, not a transposed copy
+  std::int64_t sums = 0, sums_alone = 0;  // floats: of g_b beside codes, and alone
 };
 
 // The arrays of a backward in its workspace; null: not in this call.
 struct BackwardScratch {
-  Operand rows{}, weight{};         // for g_x; of the token storages rows serve g_w, too
+  Operand rows{}, weight{};         // for g_x
   Operand columns{}, activation{};  // for g_w; activation: from packed codes
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
-  float* offsets = nullptr;  // of the codes of rht2 (CPU)
-  // Of the token storages: sizes of g_y's features, the tokens drawn, by slots (64 bits each on the
-  // CPU, 32 on CUDA), and g_w before its transforms are undone (CUDA).
-  FeatureScratch features{};
-  std::uint8_t* exponents = nullptr;
-  void* drawn = nullptr;
-  float* drawn_factor = nullptr;
-  MatrixOut product{};
   // CUDA
-  bool by_rows = false;
   char *sums = nullptr, *sums_alone = nullptr;
   Zeroed zeroed{};        // every Operand::amax
   std::size_t bytes = 0;  // of the workspace
 };
 
-// Without memory it only counts. `device`: null on the CPU; gemm_bytes(m, n, k, by_rows): of the
-// backend's product.
+// Without memory it only counts. `device`: null on the CPU; gemm_bytes(m, n, k): of the backend's
+// product.
 template <class GemmBytes>
 BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
                                       const DeviceScratch* device, const GemmBytes& gemm_bytes) {
   const BackwardLinearSpec& spec = work.spec;
-  const LinearShape& shape = work.shape;
-  const bool tokens = is_token_storage(spec.storage);
+  const auto [L, O, I] = work.shape;
   const std::int64_t kx = work.out_features.k_padded, kw = work.tokens.k_padded;
-  const std::int64_t outs = tokens ? kx : shape.out_features;
-  const std::int64_t ins =
-      tokens ? TokenCodesLayout(shape.tokens, shape.in_features, spec).padded : shape.in_features;
   WorkspaceCursor cursor(workspace), alone(workspace);
-  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k, bool by_rows) {
-    return cursor.take<char>(static_cast<std::int64_t>(gemm_bytes(m, n, k, by_rows)));
+  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return cursor.take<char>(static_cast<std::int64_t>(gemm_bytes(m, n, k)));
   };
   // Scales that are written and read. Kernels of CUDA write one for all to many places.
-  const auto places = [&](Granularity scale, std::int64_t many) {
-    return device == nullptr && scale == Granularity::tensor ? 1 : many;
-  };
+  const auto places = [&](bool one, std::int64_t many) { return device == nullptr && one ? 1 : many; };
   BackwardScratch s;
   if (device != nullptr) {
-    s.by_rows = device->by_rows;
     s.zeroed = take_zeroed(cursor, device->amax.all());
     s.sums = cursor.take<char>(device->sums * static_cast<std::int64_t>(sizeof(float)));
     s.sums_alone = alone.take<char>(device->sums_alone * static_cast<std::int64_t>(sizeof(float)));
   }
-  if (tokens && (work.gx || work.gw)) {
-    s.features = take_features(cursor, shape.out_features, kx);
-    s.exponents = cursor.take<std::uint8_t>(shape.out_features);
-  }
-  if (work.gx || (tokens && work.gw)) {
-    // Of a product by rows: tokens of its last 16 that are none meet zeros.
-    s.rows = take_operand(cursor, s.by_rows ? kw : shape.tokens, kx,
-                          places(spec.gx_scale, shape.tokens));
-    s.rows.rows = shape.tokens;
-  }
   if (work.gx) {
+    s.rows = take_operand(cursor, L, kx, places(gradient_rows_quant(spec).per_tensor, L));
     if (work.weight) {
-      s.weight =
-          take_operand(cursor, shape.in_features, kx, places(spec.weight_scale, shape.in_features));
+      s.weight = take_operand(cursor, I, kx, places(weight_quant(spec).per_tensor, I));
     }
-    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, kx, false);
+    s.gx_gemm = take_gemm(L, I, kx);
   }
   if (work.gw) {
-    const bool by_token = spec.gw_scale == Granularity::token && !tokens;
-    // Of the token storages all are 1.
-    const std::int64_t scales =
-        by_token ? kw : places(tokens ? Granularity::tensor : spec.gw_scale, outs);
-    s.columns = take_operand(cursor, outs, s.by_rows ? 0 : kw, scales);
-    s.columns.k_padded = kw;
-    if (spec.storage != Storage::int8) s.activation = take_operand(cursor, ins, kw, ins);
-    if (device == nullptr && spec.storage == Storage::rht2) s.offsets = cursor.take<float>(kw);
-    if (draws_tokens(spec)) {
-      s.drawn = cursor.take<char>(work.tokens.k * (device == nullptr ? 8 : 4));
-      s.drawn_factor = cursor.take<float>(work.tokens.k);
-    }
-    if (device != nullptr && tokens) {
-      s.product = {cursor.take<float>(outs * ins), DType::f32, outs, ins, ins, 1};
-    }
-    s.gw_gemm = take_gemm(outs, ins, kw, s.by_rows);
+    const OperandQuant quant = gradient_columns_quant(spec);
+    s.columns =
+        take_operand(cursor, O, kw, quant.per_contraction ? kw : places(quant.per_tensor, O));
+    if (spec.storage != Storage::int8) s.activation = take_operand(cursor, I, kw, I);
+    s.gw_gemm = take_gemm(O, I, kw);
   }
   if (s.zeroed.words != nullptr) {
     s.rows.amax = s.zeroed.words;
     s.weight.amax = s.rows.amax + device->amax.rows;
-    (tokens ? s.activation : s.columns).amax = s.weight.amax + device->amax.weight;
+    s.columns.amax = s.weight.amax + device->amax.weight;
   }
   s.bytes = std::max(cursor.bytes(), alone.bytes());
   return s;
@@ -214,10 +148,7 @@ BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
 
 // What is done to g_y and x along the tokens for g_w.
 inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
-  const bool rotated = spec.storage == Storage::rht2;
-  Projection p =
-      rotated ? hadamard_projection(tokens, rotated_block) : make_projection(tokens, spec.low_rank);
-  p.signs = rotated;
+  Projection p = make_projection(tokens, spec.low_rank);
   p.equalized = spec.equalize_tokens;
   return p;
 }

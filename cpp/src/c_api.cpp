@@ -76,7 +76,7 @@ constexpr std::size_t first_size = 0;
 template <>
 constexpr std::size_t first_size<hot_tensor> = 96;
 template <>
-constexpr std::size_t first_size<hot_spec> = 88;
+constexpr std::size_t first_size<hot_spec> = 80;
 template <>
 constexpr std::size_t first_size<hot_saved_layout> = 64;
 template <>
@@ -182,17 +182,13 @@ constexpr bool same(const hot::detail::Choice<E> (&choices)[n], const int (&cons
 }
 static_assert(same(hot::detail::granularities,
                    {HOT_SCALE_TENSOR, HOT_SCALE_TOKEN, HOT_SCALE_CHANNEL}) &&
-              same(hot::detail::gx_scales, {HOT_SCALE_TOKEN, HOT_SCALE_TENSOR}) &&
-              same(hot::detail::weight_scales, {HOT_SCALE_CHANNEL, HOT_SCALE_TENSOR}) &&
-              same(hot::detail::x_scales, {HOT_GW_SCALE_CHANNEL, HOT_GW_SCALE_TENSOR}));
+              same(hot::detail::gx_scales, {HOT_SCALE_TOKEN, HOT_SCALE_TENSOR}));
 static_assert(same(hot::detail::roundings, {HOT_STOCHASTIC, HOT_NEAREST, HOT_PSEUDO_STOCHASTIC}));
 static_assert(same(hot::detail::bases,
                    {HOT_BASIS_FULL, HOT_BASIS_LOWPASS, HOT_BASIS_SEQUENCY, HOT_BASIS_SKETCH}));
 static_assert(same(hot::detail::gw_scales,
                    {HOT_GW_SCALE_CHANNEL, HOT_GW_SCALE_TENSOR, HOT_GW_SCALE_TOKEN}));
-static_assert(same(hot::detail::storages,
-                   {HOT_STORAGE_INT8, HOT_STORAGE_INT4, HOT_STORAGE_RHT2, HOT_STORAGE_TOKEN8,
-                    HOT_STORAGE_TOKEN4, HOT_STORAGE_TOKEN2}));
+static_assert(same(hot::detail::storages, {HOT_STORAGE_INT8, HOT_STORAGE_INT4}));
 
 const hot::Context& context_of(const char* call, const hot_context* context) {
   if (context == nullptr) {

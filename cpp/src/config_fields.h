@@ -58,8 +58,7 @@ inline constexpr Choice<Basis> bases[] = {{Basis::full, "full"},
                                           {Basis::sequency, "sequency"},
                                           {Basis::sketch, "sketch"}};
 inline constexpr Choice<Storage> storages[] = {
-    {Storage::int8, "int8"},     {Storage::int4, "int4"},     {Storage::rht2, "rht2"},
-    {Storage::token8, "token8"}, {Storage::token4, "token4"}, {Storage::token2, "token2"}};
+    {Storage::int8, "int8"}, {Storage::int4, "int4"}};
 
 // Every enumerator, for names.
 template <class E>
@@ -70,14 +69,10 @@ inline constexpr Choices<Granularity> all_choices<Granularity>{granularities};
 // Those that a field takes.
 inline constexpr Choice<Granularity> gx_scales[] = {{Granularity::token, "token"},
                                                     {Granularity::tensor, "tensor"}};
-inline constexpr Choice<Granularity> weight_scales[] = {{Granularity::channel, "channel"},
-                                                        {Granularity::tensor, "tensor"}};
-// Of g_w's operands, which have numbers of their own in the C ABI.
+// These have numbers of their own in the C ABI.
 inline constexpr Choice<Granularity> gw_scales[] = {{Granularity::channel, "channel", 1},
                                                     {Granularity::tensor, "tensor", 0},
                                                     {Granularity::token, "token", 2}};
-inline constexpr Choice<Granularity> x_scales[] = {{Granularity::channel, "channel", 1},
-                                                   {Granularity::tensor, "tensor", 0}};
 
 template <class E>
 const char* name_of(Choices<E> choices, E value) noexcept {
@@ -153,11 +148,10 @@ void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
                    "block of the Hadamard transform along O"));
   visit(field<int>("gx_bits", HOT_GET(gx_bits), &hot_spec::gx_bits, in_weight, "4 or 8",
                    "bits of both operands of g_x = g_y w"));
-  visit(field<Granularity>("gx_scale", HOT_GET(gx_scale), &hot_spec::gx_scale, in_none, gx_scales,
-                           "what shares a scale of g_y there"));
-  visit(field<Granularity>("weight_scale", HOT_GET(weight_scale), &hot_spec::weight_scale,
-                           in_weight, weight_scales,
-                           "what shares a scale of w there: an input channel, or all"));
+  visit(field<Granularity>(
+      "gx_scale", HOT_GET(gx_scale), &hot_spec::gx_scale, in_weight, gx_scales,
+      "what shares a scale of g_y there; w has a scale for each input channel, or one with "
+      "\"tensor\""));
   visit(field<Rounding>("gx_rounding", HOT_GET(gx_rounding), &hot_spec::gx_rounding, in_none,
                         roundings, "rounding of g_y there; w is rounded to nearest"));
   visit(field<Basis>("basis", HOT_GET(low_rank.basis), &hot_spec::basis, in_saved, bases,
@@ -175,19 +169,15 @@ void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
   visit(field<int>("prefix_tokens", HOT_GET(low_rank.layout.prefix_tokens),
                    &hot_spec::prefix_tokens, in_saved, "0 or more",
                    "class tokens in front of every sample's grid; they are added exactly"));
-  visit(field<Granularity>("gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_none, gw_scales,
-                           "what shares a scale of g_y for g_w; \"token\" is slower"));
+  visit(field<Granularity>(
+      "gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_saved, gw_scales,
+      "what shares a scale of g_y for g_w; an INT8 x has a scale for each channel with \"channel\", "
+      "otherwise one. \"token\" is LQS's, and slower"));
   visit(field<Rounding>("gw_rounding", HOT_GET(gw_rounding), &hot_spec::gw_rounding, in_none,
                         roundings, "rounding of g_y for g_w"));
   visit(field<Storage>(
-      "storage", HOT_GET(storage), &hot_spec::storage, in_saved | in_weight, storages,
-      "how x is kept until backward; all but \"int8\" take basis \"full\", the token storages "
-      "also \"sketch\", hadamard_block 16, 32 or 64 and gw_scale \"token\""));
-  visit(field<Granularity>("x_scale", HOT_GET(x_scale), &hot_spec::x_scale, in_saved, x_scales,
-                           "what shares a scale of an INT8 x"));
-  visit(field<Rounding>("x_rounding", HOT_GET(x_rounding), &hot_spec::x_rounding, in_saved,
-                        roundings,
-                        "rounding of x; \"stochastic\" alone for rht2, token4 and token2"));
+      "storage", HOT_GET(storage), &hot_spec::storage, in_saved, storages,
+      "how x is kept until backward; \"int4\" takes basis \"full\""));
   visit(field<bool>("equalize_tokens", HOT_GET(equalize_tokens), &hot_spec::equalize_tokens,
                     in_saved, "",
                     "divide every token of x by a power of two of about its size before it is "

@@ -142,7 +142,6 @@ class ByBuffer {
 // Bytes of the buffers of a call, and operations of the products that write them.
 struct Amounts {
   ByBuffer bytes, operations;
-  std::int64_t tokens = 0;
 };
 
 std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
@@ -160,15 +159,11 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   const ExplainOptions& options = layer.options;
   const std::int64_t size = size_of(options.dtype), k = detail::forward_k(I, options.forward);
   const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
-  const bool one_code = detail::is_token_storage(spec.storage);
-  const bool by_token = spec.gw_scale == Granularity::token && !one_code;
+  const bool by_token = spec.gw_scale == Granularity::token;
   const bool backward = call == "backward_linear", forward = call == "forward_linear";
-  // In features as g_w takes them.
-  const std::int64_t ins = one_code ? detail::TokenCodesLayout(L, I, spec).padded : I;
   Amounts all;
-  all.tokens = L;
   all.operations[Buffer::gx] = 2 * L * I * kx;
-  all.operations[Buffer::gw] = all.operations[Buffer::product] = 2 * O * I * kw;
+  all.operations[Buffer::gw] = 2 * O * I * kw;
   all.operations[Buffer::y] = 2 * L * O * k;
   ByBuffer& bytes = all.bytes;  // the partial sums of stream-K stay in the L2
   bytes[Buffer::gy] = bytes[Buffer::y] = L * O * size;
@@ -186,20 +181,12 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   bytes[Buffer::activation] = size_of(scratch.activation);
   bytes[Buffer::x_rows] = bytes[Buffer::forward_x] = L * (k + 4);
   bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
-  bytes[Buffer::transposed] = scratch.columns.rows * scratch.columns.k_padded;
-  bytes[Buffer::product] = 4 * scratch.product.rows * scratch.product.cols;
-  bytes[Buffer::drawn] = 8 * layer.tokens.k;
-  bytes[Buffer::sizes] = 8 * (one_code && !backward ? I : O);
-  bytes[Buffer::features] = one_code && !backward ? 4 * I : 4 * kx + O;
   bytes[Buffer::rows_amax] = 4;
-  bytes[Buffer::weight_amax] = spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
+  bytes[Buffer::weight_amax] = detail::weight_quant(spec).per_tensor ? 4 : 4 * I;
   // Largest values of columns are g_y's in a backward, x's where that is kept.
   const bool one_scale =
       backward ? spec.gw_scale == Granularity::tensor : detail::activation_quant(spec).per_tensor;
-  bytes[Buffer::columns_amax] = one_scale   ? 4
-                                : !backward ? 4 * I
-                                : one_code  ? 4 * ins
-                                            : 4 * (by_token ? kw : O);
+  bytes[Buffer::columns_amax] = one_scale ? 4 : 4 * (!backward ? I : by_token ? kw : O);
   bytes[Buffer::broadcast_a] = 4 * (forward ? L : std::max(L, O));
   bytes[Buffer::broadcast_b] = 4 * (forward ? O : I);
   for (const Step& step : plan) {
@@ -210,17 +197,8 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   return all;
 }
 
-// Whether a step reads a sample of the tokens.
-bool samples(const Step& step) {
-  return step.kernel == Kernel::sampled_tokens || step.kernel == Kernel::feature_sums;
-}
-
-// How often a quantiser of rows goes over them. The sizes of features come from a sample.
+// How often a quantiser of rows goes over them.
 int row_passes_of(const Step& step) {
-  if (samples(step)) return 0;
-  if (step.kernel == Kernel::token_rows) {
-    return step.as<detail::plan::TokenRowsStep>().rows == 0 ? 2 : 1;
-  }
   const bool twice = step.kernel == Kernel::rows &&
                      step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales;
   return twice ? 2 : 1;
@@ -229,9 +207,7 @@ int row_passes_of(const Step& step) {
 // How often a step reads its part of g_y.
 int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
-  if (step.kernel == Kernel::rows || samples(step) || step.kernel == Kernel::token_rows) {
-    return row_passes_of(step);
-  }
+  if (step.kernel == Kernel::rows) return row_passes_of(step);
   if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
     const auto& small = step.as<detail::plan::GroupedStep>();
     return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
@@ -256,7 +232,7 @@ struct Names {
 Names names_of(const Step& step) {
   if (step.writes.has(Buffer::y)) return {"y", "out_features", "in_features"};
   if (step.writes.has(Buffer::gx)) return {"g_x", "in_features", "out_features"};
-  if (step.writes.has(Buffer::gw) || step.writes.has(Buffer::product)) {
+  if (step.writes.has(Buffer::gw)) {
     return {"g_w", "in_features", "rows of tokens"};
   }
   if (step.writes.has(Buffer::out)) return {"out", "N", "K"};
@@ -341,11 +317,6 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
         e.bytes_written += bytes;
         if (multiplies(step)) e.operations += of.operations[buffer];
       }
-    }
-    if (samples(step)) {
-      const auto& sizes = step.as<detail::plan::SizesStep>();
-      const Buffer array = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
-      if (of.tokens > 0) e.bytes_read += of.bytes[array] / of.tokens * sizes.tokens;
     }
     if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the one scale of an operand
     if (step.kernel == Kernel::zero) {

@@ -24,6 +24,9 @@ constexpr const char* forward_name = "forward_linear";
 
 void check_spec(const char* call, const ForwardLinearSpec& spec) {
   detail::check_hadamard_block(call, spec.hadamard_block);
+  if (spec.hadamard_block == 128) {  // 64 was never worse, 256 is what ConvRot's weights have
+    detail::invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
+  }
 }
 
 void check_shape(const char* call, const LinearShape& shape) {

@@ -14,7 +14,6 @@
 #include "hot/quantize.h"
 #include "hot/tensor.h"
 #include "operands.h"
-#include "token_codes.h"
 
 namespace hot::detail {
 
@@ -38,7 +37,6 @@ struct RowsJob {
   int hadamard_block;
   OperandQuant quant;
   Operand out;
-  const float* factors = nullptr;  // of the columns, before the transform
 };
 // P x for x [L, C], transposed and quantised: [C, Kp].
 struct ColumnsJob {
@@ -55,26 +53,21 @@ struct GroupsJob {
   std::int64_t row_bytes;
   const std::uint16_t* scale;
   std::int64_t tokens;
-  Rounding rounding;
   Operand out;
-  bool rotated = false;            // codes of rht2, otherwise of INT4
-  const float* offsets = nullptr;  // CPU, rht2: dither offsets added to decoded values, [k_padded]
-  Key key{};                       // CUDA, rht2: the key of that dither
 };
 
-// x [L, C] as it is kept for backward, by the key of the context: with storage int8 as `out`,
-// otherwise as packed codes and bf16 scales.
+// x [L, C] as it is kept for backward, by the key of the context: with storage int8 as `out`, with
+// int4 as packed codes and bf16 scales.
 struct CompressJob {
   MatrixIn x;
   // Where its tokens are equalised: their sizes, to be found first. x is then divided by them.
   std::uint8_t* exponents;
   const BackwardLinearSpec& spec;
-  const Projection* projection;  // P; of rht2 all rows of blocks of 64, with signs
+  const Projection* projection;  // P
   Operand out;
   std::uint8_t* packed;
   std::int64_t row_bytes;
   std::uint16_t* scale;
-  std::optional<TokenCodesOut> tokens = std::nullopt;  // of the token storages, in place of these
   // The view of x that is compressed.
   MatrixIn equalized() const {
     MatrixIn made = x;
@@ -94,8 +87,6 @@ struct DecompressJob {
   std::int64_t first;
   MatrixOut out;                            // [tokens, channels], not empty
   const std::uint8_t* exponents = nullptr;  // of all tokens, where they were equalised
-  Key key{};                                // of the signs and the dither of rht2, or of token4
-  std::optional<TokenCodesIn> tokens = std::nullopt;  // the token storages
 };
 
 struct FwhtArgs {

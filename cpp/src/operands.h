@@ -22,7 +22,6 @@ enum class Purpose : std::uint32_t {
   gradient_columns = 4,
   sketch = 5,
   requantize = 6,
-  signs = 7,
 };
 
 // Reads the key's counter from CPU memory, if it has one (CUDA kernels read theirs in
@@ -85,9 +84,6 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-  // Each row times a random sign before the transform: tokens (rht2), out features of w (the token
-  // storages).
-  bool signs = false;
   bool equalized = false;  // each token times a power of two (MatrixIn::exponents)
 };
 
@@ -115,7 +111,6 @@ inline std::int64_t blocks_per_cut(int rank) {
 
 inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row starts aligned
 inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
-inline constexpr std::int64_t rotated_block = 64;     // the same of rht2
 inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
 inline constexpr std::int64_t int32_safe_k = 131071;  // 128^2 * K <= 2^31 - 1
 

@@ -26,19 +26,12 @@ constexpr Recipe recipes[] = {
      [](BackwardLinearSpec& spec) {
        spec.gx_bits = 4;
        spec.gx_scale = Granularity::tensor;
-       spec.weight_scale = Granularity::tensor;
        spec.low_rank.basis = Basis::lowpass;
        spec.low_rank.rank = 8;
        spec.gw_scale = Granularity::tensor;
        spec.storage = Storage::int8;
-       spec.x_scale = Granularity::tensor;
      }},
     {"accurate", [](BackwardLinearSpec& spec) { spec.storage = Storage::int8; }},
-    {"compact",
-     [](BackwardLinearSpec& spec) {
-       spec.storage = Storage::rht2;
-       spec.equalize_tokens = true;
-     }},
 };
 
 }  // namespace

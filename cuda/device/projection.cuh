@@ -17,8 +17,7 @@ struct DeviceProjection {
   std::int64_t body_tokens, blocks;
   TokenOrder order;
   std::uint8_t rows[64];
-  bool signs;
-  DeviceKey sketch;  // or of the signs
+  DeviceKey sketch;
 };
 
 inline DeviceProjection device_projection(const Projection& p, Side side, const Key& sketch_key) {
@@ -35,8 +34,7 @@ inline DeviceProjection device_projection(const Projection& p, Side side, const 
   for (std::size_t i = 0; i < p.rows.size() && p.rank < p.block; ++i) {
     d.rows[i] = static_cast<std::uint8_t>(p.rows[i]);
   }
-  d.signs = p.signs;
-  d.sketch = device_key(sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
+  d.sketch = device_key(sketch_key, Purpose::sketch);
   return d;
 }
 

@@ -114,13 +114,6 @@ __device__ inline RandomWords random_words(const DeviceKey& key, const DeviceOff
   return {{c0, c1, c2, c3}};
 }
 
-// Bit t: whether token t of a block of 64 is negated (rht2). `key`: of Purpose::signs.
-__device__ inline std::uint64_t rotation_signs(const DeviceKey& key, const DeviceOffset& offset,
-                                               std::uint64_t block) {
-  const RandomWords draw = random_words(key, offset, block);
-  return draw.word[0] | std::uint64_t{draw.word[1]} << 32;
-}
-
 // Byte B of four words as one word, the first lowest.
 template <int B>
 __device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1, std::uint32_t w2,
@@ -194,12 +187,11 @@ __device__ inline std::uint32_t pack_nibbles(std::uint32_t even, std::uint32_t o
   return (even & 0x0f0f0f0fU) | (odd << 4 & 0xf0f0f0f0U);
 }
 
-// The same as INT4, packed: code i in nibble i.
-template <Rounding rounding, class Value>
+// The same as INT4, rounded stochastically and packed: code i in nibble i.
+template <class Value>
 __device__ inline uint2 round_group_packed(const Value& value, float inv, const DeviceKey& key,
                                            const DeviceOffset& offset, std::uint64_t blk) {
-  RandomWords random{};
-  if constexpr (rounding == Rounding::stochastic) random = random_words(key, offset, blk);
+  const RandomWords random = random_words(key, offset, blk);
   std::uint32_t packed[2];
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
@@ -207,17 +199,10 @@ __device__ inline uint2 round_group_packed(const Value& value, float inv, const 
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int i = 8 * w + j;
-      if constexpr (rounding == Rounding::nearest) {
-        sum[j] = nearest_sum(value(i), inv);
-      } else if constexpr (rounding == Rounding::stochastic) {
-        sum[j] = stochastic_sum(value(i), inv, random.word[i / 4], i % 4);
-      } else {
-        sum[j] = static_cast<std::uint32_t>(round_pseudo_stochastic(value(i) * inv, 4));
-      }
+      sum[j] = stochastic_sum(value(i), inv, random.word[i / 4], i % 4);
     }
-    constexpr int byte = rounding == Rounding::stochastic ? 1 : 0;
-    const std::uint32_t even = gather_bytes<byte>(sum[0], sum[2], sum[4], sum[6]);
-    const std::uint32_t odd = gather_bytes<byte>(sum[1], sum[3], sum[5], sum[7]);
+    const std::uint32_t even = gather_bytes<1>(sum[0], sum[2], sum[4], sum[6]);
+    const std::uint32_t odd = gather_bytes<1>(sum[1], sum[3], sum[5], sum[7]);
     packed[w] = pack_nibbles(even, odd);
   }
   return make_uint2(packed[0], packed[1]);

@@ -184,22 +184,14 @@ inline hot::BackwardLinearSpec golden_spec(const GoldenCase& one) {
   spec.hadamard_block = one.number("hadamard_block");
   spec.gx_bits = one.number("gx_bits");
   spec.gx_scale = one.text("gx_scale") == "tensor" ? Granularity::tensor : Granularity::token;
-  spec.weight_scale =
-      one.text("weight_scale") == "tensor" ? Granularity::tensor : Granularity::channel;
   spec.gx_rounding = golden_rounding(one.text("gx_rounding"));
   spec.low_rank = golden_low_rank(one);
   spec.gw_scale = one.text("gw_scale") == "tensor"    ? hot::Granularity::tensor
                   : one.text("gw_scale") == "channel" ? hot::Granularity::channel
                                                       : hot::Granularity::token;
   spec.gw_rounding = golden_rounding(one.text("gw_rounding"));
-  for (const hot::Storage storage :
-       {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2, hot::Storage::token8,
-        hot::Storage::token4, hot::Storage::token2}) {
-    if (one.text("storage") == hot::storage_name(storage)) spec.storage = storage;
-  }
+  spec.storage = one.text("storage") == "int4" ? hot::Storage::int4 : hot::Storage::int8;
   spec.equalize_tokens = one.number("equalize_tokens") != 0;
-  spec.x_scale = one.text("x_scale") == "tensor" ? Granularity::tensor : Granularity::channel;
-  spec.x_rounding = golden_rounding(one.text("x_rounding"));
   return spec;
 }
 

@@ -295,37 +295,19 @@ class RandomBatch {
     }
     const hot::Rounding roundings[] = {hot::Rounding::nearest, hot::Rounding::stochastic,
                                        hot::Rounding::pseudo_stochastic};
-    if (r.one_in(3)) {
-      hot::BackwardLinearSpec spec = token_spec(r.of(token_storages));
-      spec.hadamard_block = 16 << r.from(0, 2);
-      spec.gx_rounding = roundings[r.from(0, 1)];
-      spec.gw_rounding = roundings[r.from(0, 1)];
-      if (spec.storage == hot::Storage::token8) spec.x_rounding = roundings[r.from(0, 1)];
-      if (r.one_in(3)) {
-        spec.low_rank.basis = hot::Basis::sketch;
-        spec.low_rank.rank = 16 >> r.from(0, 3);
-      }
-      return spec;
-    }
     using hot::Granularity;
     hot::BackwardLinearSpec spec;
     spec.low_rank = some_low_rank(tokens);
     spec.hadamard_block = r.one_in(2) ? 16 : 1 << r.from(0, 8);
     spec.gx_bits = r.one_in(2) ? 4 : 8;
     spec.gx_scale = r.one_in(2) ? Granularity::token : Granularity::tensor;
-    spec.weight_scale = r.one_in(2) ? Granularity::channel : Granularity::tensor;
     spec.gw_scale = static_cast<hot::Granularity>(r.from(0, 2));
-    spec.x_scale = r.one_in(2) ? Granularity::channel : Granularity::tensor;
     spec.gx_rounding = r.of(roundings);
     spec.gw_rounding = r.of(roundings);
-    spec.x_rounding = r.of(roundings);
-    if (r.one_in(2))
-      spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[r.from(0, 1)];
+    if (r.one_in(2)) spec.gw_rounding = spec.gx_rounding = roundings[r.from(0, 1)];
     spec.storage = hot::Storage::int8;
     if (spec.low_rank.basis == hot::Basis::full) {
-      const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
-      spec.storage = r.of(forms);
-      if (spec.storage == hot::Storage::rht2) spec.x_rounding = hot::Rounding::stochastic;
+      spec.storage = r.one_in(2) ? hot::Storage::int4 : hot::Storage::int8;
     }
     spec.equalize_tokens = r.one_in(4);
     return spec;
@@ -399,7 +381,7 @@ class RandomBatch {
     const Place codes = take(1, quantized ? static_cast<std::int64_t>(weight_bytes) : 0, DType::i8);
     // x also for a forward product, by the same call.
     const bool forward_too = r.one_in(3);
-    const hot::ForwardLinearSpec forward_spec{r.one_in(4) ? 1 << r.from(0, 8) : 64};
+    const hot::ForwardLinearSpec forward_spec{r.one_in(4) ? forward_block(r.from(0, 7)) : 64};
     const std::size_t input_bytes = forward_too ? hot::forward_input_bytes(L, I, forward_spec) : 0;
     const Place input = take(1, static_cast<std::int64_t>(input_bytes), DType::i8);
     const hot::Key key = some_key();
@@ -410,7 +392,7 @@ class RandomBatch {
          << (spec.equalize_tokens ? " equalised" : "") << ", g_w scale "
          << hot::granularity_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
          << spec.gx_bits << ", rounding " << hot::rounding_name(spec.gx_rounding) << " "
-         << hot::rounding_name(spec.gw_rounding) << " " << hot::rounding_name(spec.x_rounding)
+         << hot::rounding_name(spec.gw_rounding)
          << ", arch " << arch << (accumulate ? ", accumulating" : "")
          << (quantized ? ", w quantised before" : "");
     if (forward_too) text << ", and x for a forward product, n " << forward_spec.hadamard_block;
@@ -457,7 +439,7 @@ class RandomBatch {
     Random& r = *random_;
     const hot::LinearShape shape{tokens(), size(), size()};
     const std::int64_t L = shape.tokens, O = shape.out_features, I = shape.in_features;
-    const hot::ForwardLinearSpec spec{r.one_in(2) ? 64 : 1 << r.from(0, 8)};
+    const hot::ForwardLinearSpec spec{r.one_in(2) ? 64 : forward_block(r.from(0, 7))};
     const std::int64_t gap = r.one_in(3) ? r.from(0, 2) : 0;
     const DType dtype = some_float();
     const Place x = filled(L, I, dtype, gap), w = filled(O, I, r.one_in(2) ? dtype : some_float());
@@ -620,14 +602,9 @@ class RandomBatch {
     Random& r = *random_;
     const std::int64_t L = size(), I = size();
     hot::BackwardLinearSpec spec;
-    if (r.one_in(2)) {
-      spec = token_spec(r.of(token_storages));
-      spec.hadamard_block = 16 << r.from(0, 2);
-    } else {
-      spec.storage = r.one_in(2) ? hot::Storage::int4 : hot::Storage::int8;
-      spec.x_scale = spec.storage == hot::Storage::int8 && r.one_in(2) ? hot::Granularity::tensor
-                                                                       : hot::Granularity::channel;
-    }
+    spec.storage = r.one_in(2) ? hot::Storage::int4 : hot::Storage::int8;
+    spec.gw_scale = r.one_in(2) ? hot::Granularity::tensor : hot::Granularity::channel;
+    spec.equalize_tokens = r.one_in(3);
     const std::int64_t first = r.one_in(2) ? 0 : r.from(0, L), last = r.from(first, L);
     const Place x = filled(L, I, some_float());
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);

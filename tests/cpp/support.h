@@ -245,27 +245,13 @@ struct Layer {
   }
 };
 
-inline constexpr hot::Storage token_storages[] = {hot::Storage::token8, hot::Storage::token4,
-                                                  hot::Storage::token2};
+// Blocks of the forward's transform, by numbers from 0 to 7.
+inline int forward_block(std::int64_t number) { return number == 7 ? 256 : 1 << number; }
 
-// A token storage, to nearest where that is allowed, in the widest blocks.
-inline hot::BackwardLinearSpec token_spec(hot::Storage storage) {
-  hot::BackwardLinearSpec spec;
-  spec.hadamard_block = 64;
-  spec.gx_rounding = hot::Rounding::nearest;
-  spec.gw_scale = hot::Granularity::token;
-  spec.storage = storage;
-  if (storage == hot::Storage::token8) spec.x_rounding = hot::Rounding::nearest;
-  return spec;
-}
-
-// Every recipe and every token storage, by name.
-inline std::vector<std::pair<std::string, hot::BackwardLinearSpec>> named_specs() {
+// Every recipe, by name.
+inline std::vector<std::pair<std::string, hot::BackwardLinearSpec>> recipes() {
   std::vector<std::pair<std::string, hot::BackwardLinearSpec>> specs;
   for (const std::string& name : recipe_names()) specs.emplace_back(name, recipe(name));
-  for (const hot::Storage storage : token_storages) {
-    specs.emplace_back(hot::storage_name(storage), token_spec(storage));
-  }
   return specs;
 }
 

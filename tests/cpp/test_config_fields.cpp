@@ -92,7 +92,7 @@ TEST(ConfigFields, texts) {
   spec.low_rank.rows = {0, 3, 5};
   spec.low_rank.layout = {14, 7, 2};
   spec.equalize_tokens = true;
-  spec.storage = hot::Storage::token2;
+  spec.storage = hot::Storage::int4;
   spec.hadamard_block = 64;
   const auto copy = [&] {
     hot::detail::for_each_field(
@@ -105,7 +105,7 @@ TEST(ConfigFields, texts) {
   copy();
   EXPECT_EQ(back.low_rank.rows, spec.low_rank.rows);
   EXPECT_EQ(back.low_rank.layout.grid_w, 7);
-  EXPECT_EQ(back.storage, hot::Storage::token2);
+  EXPECT_EQ(back.storage, hot::Storage::int4);
   spec = {};
   copy();  // no rows and no grid
   EXPECT_TRUE(back.low_rank.rows.empty());

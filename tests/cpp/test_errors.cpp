@@ -215,41 +215,11 @@ TEST(Errors, compress_activation) {
        {{"compress_activation", "saved", "bytes"}, [](Arguments& t) { t.saved_bytes = 10; }},
        {{"compress_activation", "saved", "16 bytes"}, [](Arguments& t) { t.saved_data += 4; }},
        {{"compress_activation", "storage", "int4", "lowpass"},
-        [](Arguments& t) { t.spec.low_rank.basis = hot::Basis::lowpass; }},
-       {{"compress_activation", "storage", "rht2", "lowpass"},
-        [](Arguments& t) {
-          t.spec.storage = hot::Storage::rht2;
-          t.spec.low_rank.basis = hot::Basis::lowpass;
-        }},
-       {{"compress_activation", "x_rounding", "nearest", "rht2", "stochastic"},
-        [](Arguments& t) {
-          t.spec.storage = hot::Storage::rht2;
-          t.spec.x_rounding = hot::Rounding::nearest;
-        }},
-       {{"compress_activation", "x_scale"},
-        [](Arguments& t) { t.spec.x_scale = hot::Granularity::token; }}},
+        [](Arguments& t) { t.spec.low_rank.basis = hot::Basis::lowpass; }}},
       [](Arguments& t) {
         hot::compress_activation(t.context, t.w, t.spec, {t.saved_data, t.saved_bytes}, {});
       });
 
-  const std::vector<float> values = normal(100 * 12);
-  const auto x = hot::matrix(static_cast<const void*>(values.data()), DType::f32, 100, 12);
-  hot::BackwardLinearSpec spec{};
-  spec.storage = hot::Storage::token4;
-  spec.gw_scale = hot::Granularity::token;
-  const std::size_t needed = hot::compress_activation_workspace(cpu(), 100, 12, spec);
-  const std::size_t bytes = hot::saved_layout(100, 12, spec).bytes;
-  const std::size_t size = hot::forward_input_bytes(100, 12, {});
-  alignas(16) static char saved[1 << 14], codes[1 << 14];
-  ASSERT_TRUE(0 < needed && needed < sizeof(codes) && bytes + needed < sizeof(saved));
-  expect_error(invalid, {"compress_activation", "workspace overlaps saved"}, [&] {
-    hot::compress_activation(cpu(), x, spec, {saved, bytes}, {saved + bytes - 1, needed});
-  });
-  EXPECT_NO_THROW(
-      hot::compress_activation(cpu(), x, spec, {saved, bytes}, {saved + bytes, needed}));
-  expect_error(invalid, {"quantize_forward_input", "workspace overlaps out"}, [&] {
-    hot::quantize_forward_input(cpu(), x, {}, {codes, size}, spec, {saved, bytes}, {codes, needed});
-  });
 }
 
 TEST(Errors, decompress_activation) {
@@ -261,7 +231,7 @@ TEST(Errors, decompress_activation) {
        {{"decompress_activation", "saved.tokens is -1"}, [](Arguments& t) { t.saved_tokens = -1; }},
        {{"decompress_activation", "saved.format", "0"}, [](Arguments& t) { t.saved_format = 0; }},
        {{"decompress_activation", "saved was made", "another spec"},
-        [](Arguments& t) { t.spec.x_rounding = hot::Rounding::nearest; }},
+        [](Arguments& t) { t.spec.equalize_tokens = true; }},
        {{"decompress_activation", "out", "int8"}, [](Arguments& t) { t.part.dtype = DType::i8; }},
        {{"decompress_activation", "out", "cuda:0"},
         [](Arguments& t) { t.part.device = {hot::Device::Type::cuda, 0}; }},
@@ -289,8 +259,6 @@ TEST(Errors, backward_linear) {
        {{"backward_linear", "gx_bits", "6"}, [](Arguments& t) { t.spec.gx_bits = 6; }},
        {{"backward_linear", "gx_scale"},
         [](Arguments& t) { t.spec.gx_scale = hot::Granularity::channel; }},
-       {{"backward_linear", "weight_scale"},
-        [](Arguments& t) { t.spec.weight_scale = hot::Granularity::token; }},
        {{"backward_linear", "saved", "19 tokens"}, [](Arguments& t) { t.saved_tokens = 19; }},
        {{"backward_linear", "saved", "13 in_features"},
         [](Arguments& t) { t.saved_features = 13; }},
@@ -298,7 +266,7 @@ TEST(Errors, backward_linear) {
        {{"backward_linear", "saved", "0 bytes"}, [](Arguments& t) { t.saved_data = nullptr; }},
        {{"backward_linear", "saved.format", "0"}, [](Arguments& t) { t.saved_format = 0; }},
        {{"backward_linear", "saved was made", "another spec"},
-        [](Arguments& t) { t.spec.x_rounding = hot::Rounding::nearest; }},
+        [](Arguments& t) { t.spec.equalize_tokens = true; }},
        {{"backward_linear", "gx", "(20, 11)"}, [](Arguments& t) { t.gx.shape[1] = 11; }},
        {{"backward_linear", "gw", "int8"}, [](Arguments& t) { t.gw.dtype = DType::i8; }},
        {{"backward_linear", "gw", "overlaps gx"},
@@ -419,9 +387,6 @@ TEST(Errors, unknown_enumerations) {
     EXPECT_FALSE(hot::supported(t.context, {20, 10, 12}, t.spec).ok) << name;
   };
   refused("gx_scale", [](Arguments& t) { t.spec.gx_scale = static_cast<hot::Granularity>(9); });
-  refused("weight_scale",
-          [](Arguments& t) { t.spec.weight_scale = static_cast<hot::Granularity>(9); });
-  refused("x_scale", [](Arguments& t) { t.spec.x_scale = static_cast<hot::Granularity>(9); });
   refused("gw_scale", [](Arguments& t) { t.spec.gw_scale = static_cast<hot::Granularity>(9); });
   for (const int value : {2, 9}) {  // 2 was rht4
     refused("storage", [&](Arguments& t) { t.spec.storage = static_cast<hot::Storage>(value); });
@@ -432,7 +397,6 @@ TEST(Errors, unknown_enumerations) {
   });
   refused("gx_rounding", [](Arguments& t) { t.spec.gx_rounding = static_cast<hot::Rounding>(9); });
   refused("gw_rounding", [](Arguments& t) { t.spec.gw_rounding = static_cast<hot::Rounding>(9); });
-  refused("x_rounding", [](Arguments& t) { t.spec.x_rounding = static_cast<hot::Rounding>(9); });
 
   check_table({{{"quantize", "scale", "unknown"},
                 [](Arguments& t) { t.quant.scale = static_cast<hot::Granularity>(9); }}},

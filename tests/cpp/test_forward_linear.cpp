@@ -50,7 +50,7 @@ struct Forward {
 
 Forward any_forward() {
   return {random_int(1, 70), random_int(1, 90), random_int(1, 200),
-          1 << static_cast<int>(random_int(0, 8))};
+          forward_block(random_int(0, 7))};
 }
 
 // Codes and scales of rows after the transform, by the stages of their own.
@@ -290,16 +290,11 @@ TEST(ForwardLinear, an_input_that_is_kept_has_the_bits_of_both_calls) {
       hot::BackwardLinearSpec spec = recipe(name);
       if (round % 3 == 1) spec.equalize_tokens = !spec.equalize_tokens;
       if (spec.low_rank.basis == hot::Basis::full && round % 2 == 0) {
-        const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
-        spec.storage = forms[round / 2 % 3];
-        spec.x_scale = hot::Granularity::channel;
-        spec.x_rounding = round % 4 == 0 || spec.storage == hot::Storage::rht2
-                              ? hot::Rounding::stochastic
-                              : hot::Rounding::nearest;
+        spec.storage = round % 4 == 0 ? hot::Storage::int8 : hot::Storage::int4;
       }
       const Input input(tokens[random_int(0, 10)], features[random_int(0, 9)],
                         dtypes[random_int(0, 2)], random_int(0, 3),
-                        1 << static_cast<int>(random_int(0, 8)), spec);
+                        forward_block(random_int(0, 7)), spec);
       input.check(cpu(static_cast<int>(random_int(1, 3)))
                       .with_isa(isas()[static_cast<std::size_t>(
                           random_int(0, static_cast<std::int64_t>(isas().size()) - 1))]));

@@ -177,9 +177,8 @@ class StagesCuda : public CudaTest {
 
   // A form of storage that the basis can have.
   static void any_storage(hot::BackwardLinearSpec& spec) {
-    constexpr hot::Storage full[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
-    spec.storage = spec.low_rank.basis == Basis::full ? full[random_int(0, 2)] : hot::Storage::int8;
-    if (spec.storage == hot::Storage::rht2) spec.x_rounding = Rounding::stochastic;
+    const bool packed = spec.low_rank.basis == Basis::full && random_int(0, 2) > 0;
+    spec.storage = packed ? hot::Storage::int4 : hot::Storage::int8;
     spec.equalize_tokens = random_int(0, 2) == 0;
   }
 
@@ -217,12 +216,9 @@ class StagesCuda : public CudaTest {
 TEST_F(StagesCuda, decompress_activation_equals_cpu) {
   for (int round = 0; round < 120; ++round) {
     hot::BackwardLinearSpec spec;
-    constexpr hot::Storage storages[] = {hot::Storage::int4, hot::Storage::int8,
-                                         hot::Storage::rht2};
-    spec.storage = storages[round % 3];
-    spec.equalize_tokens = round % 6 >= 3;
-    spec.x_scale =
-        random_int(0, 2) == 0 && round % 2 != 0 ? Granularity::tensor : Granularity::channel;
+    spec.storage = round % 2 == 0 ? hot::Storage::int4 : hot::Storage::int8;
+    spec.equalize_tokens = round % 4 >= 2;
+    if (random_int(0, 2) == 0) spec.gw_scale = Granularity::tensor;
     const std::int64_t L = round < 100 ? any_size() : random_int(0, 5000), I = any_size();
     const std::int64_t first = random_int(0, 2) == 0 ? 0 : random_int(0, L);
     const std::int64_t last = random_int(0, 2) == 0 ? L : random_int(first, L);
@@ -355,15 +351,12 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       spec.hadamard_block = random_int(0, 1) == 0 ? 16 : 1 << random_int(0, 8);
       spec.gx_bits = random_int(0, 1) == 0 ? 4 : 8;
       spec.gx_scale = random_int(0, 1) == 0 ? Granularity::token : Granularity::tensor;
-      spec.weight_scale = random_int(0, 1) == 0 ? Granularity::channel : Granularity::tensor;
       spec.gw_scale = static_cast<Granularity>(random_int(0, 2));
-      spec.x_scale = random_int(0, 1) == 0 ? Granularity::channel : Granularity::tensor;
       spec.gx_rounding = roundings[random_int(0, 2)];
       spec.gw_rounding = roundings[random_int(0, 2)];
-      spec.x_rounding = roundings[random_int(0, 2)];
       if (round % 2 == 0) {  // as quantize_grouped.cu needs them
         spec.hadamard_block = 16;
-        spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[random_int(0, 1)];
+        spec.gw_rounding = spec.gx_rounding = Rounding::stochastic;
       }
       any_storage(spec);
     }
@@ -389,21 +382,17 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
   }
 }
 
-// x as rht2 and equalised tokens, in every form: blocks of 64 that are whole, short or
-// missing, tokens of unlike size, arrays that no vector load fits.
-TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
+// Equalised tokens, in every form: groups of 64 that are whole, short or missing, tokens of unlike
+// size, arrays that no vector load fits.
+TEST_F(StagesCuda, equalised_storage_equals_cpu) {
   const std::int64_t lengths[] = {1, 5, 63, 64, 65, 127, 128, 129, 200, 391, 1000, 2048};
-  const hot::Storage storages[] = {hot::Storage::rht2, hot::Storage::rht2, hot::Storage::rht2,
-                                   hot::Storage::int4, hot::Storage::int8};
   for (int round = 0; round < 120; ++round) {
     if (!in_part(round)) continue;
     hot::BackwardLinearSpec spec;
-    spec.storage = storages[round % 5];
-    const bool rotated = round % 5 < 3;
+    spec.storage = round % 3 == 0 ? hot::Storage::int8 : hot::Storage::int4;
     std::int64_t L = lengths[random_int(0, 11)];
-    if (!rotated) spec.x_rounding = roundings[random_int(0, 2)];
-    if (round % 5 == 4 && round % 2 == 0) spec.low_rank = any_low_rank(L);
-    spec.equalize_tokens = !rotated || random_int(0, 1) == 0;
+    if (round % 6 == 0) spec.low_rank = any_low_rank(L);
+    spec.equalize_tokens = true;
     spec.gw_rounding = roundings[random_int(0, 5) % 3 == 2 ? 2 : random_int(0, 1)];
     if (random_int(0, 3) == 0) spec.gw_scale = static_cast<Granularity>(random_int(0, 2));
     const std::int64_t O = random_int(0, 5) == 0 ? random_int(1000, 3000) : any_size();
@@ -425,11 +414,10 @@ TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
   for (const std::int64_t L : {3000, 8200, 16384, 16500, 20000}) {
     for (const char* const scale : {"channel", "tensor"}) {
       if (!in_part(round++)) continue;
-      hot::BackwardLinearSpec spec = recipe("compact");
-      spec.storage = storages[random_int(0, 4)];
+      hot::BackwardLinearSpec spec;
+      spec.storage = random_int(0, 1) == 0 ? hot::Storage::int8 : hot::Storage::int4;
       if (std::string(scale) == "tensor") spec.gw_scale = Granularity::tensor;
-      const bool plain = spec.storage == hot::Storage::int4 || spec.storage == hot::Storage::int8;
-      spec.equalize_tokens = plain || random_int(0, 3) > 0;
+      spec.equalize_tokens = true;
       spec.gw_rounding = roundings[random_int(0, 1)];
       BackwardWork work{"long", spec, {L, random_int(1, 130), random_int(1, 70)}, any_float()};
       work.outlier = true;
@@ -440,12 +428,12 @@ TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
 
 // A lone outlier, exact ties of the rounding, blocks of equal values, subnormals, numbers near the
 // largest, NaN and Inf: what a kept x is at the edges.
-TEST_F(StagesCuda, rotated_storage_at_the_edges_equals_cpu) {
+TEST_F(StagesCuda, equalised_storage_at_the_edges_equals_cpu) {
   const float tiny = 1e-40F, huge = 2e38F, infinity = std::numeric_limits<float>::infinity();
   const float levels[] = {0.0F, 1.0F, -1.0F, 0.5F, 3.0F, 7.5F, 1e-31F, tiny, huge, -huge, infinity};
   for (int round = 0; round < 60; ++round) {
-    hot::BackwardLinearSpec spec = recipe("compact");
-    spec.equalize_tokens = round % 4 < 2;
+    hot::BackwardLinearSpec spec;
+    spec.equalize_tokens = round % 4 < 3;
     const std::int64_t L = random_int(1, 150), I = 40;
     std::vector<float> values(static_cast<std::size_t>(L * I));
     for (std::int64_t c = 0; c < I; ++c) {  // a column is of one level, or of two

@@ -363,34 +363,14 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   spec.hadamard_block = 1 << input.from(0, 8);
   spec.gx_bits = input.flip() ? 4 : 8;
   spec.gx_scale = input.flip() ? hot::Granularity::token : hot::Granularity::tensor;
-  spec.weight_scale = input.flip() ? hot::Granularity::channel : hot::Granularity::tensor;
   spec.gx_rounding = static_cast<hot::Rounding>(input.from(0, 2));
   spec.gw_rounding = static_cast<hot::Rounding>(input.from(0, 2));
-  spec.x_rounding = static_cast<hot::Rounding>(input.from(0, 2));
   spec.gw_scale = static_cast<hot::Granularity>(input.from(0, 2));
   hot::LowRank& p = spec.low_rank;
   p.basis = static_cast<hot::Basis>(input.from(0, 3));
-  constexpr hot::Storage forms[] = {hot::Storage::int8,   hot::Storage::int4,
-                                    hot::Storage::rht2,   hot::Storage::token8,
-                                    hot::Storage::token4, hot::Storage::token2};
-  spec.storage = forms[p.basis == hot::Basis::full ? input.from(0, 5) : 0];
-  if (p.basis == hot::Basis::sketch && input.flip()) spec.storage = forms[input.from(3, 5)];
-  if (spec.storage == hot::Storage::rht2) spec.x_rounding = hot::Rounding::stochastic;
+  const bool packed = p.basis == hot::Basis::full && input.flip();
+  spec.storage = packed ? hot::Storage::int4 : hot::Storage::int8;
   spec.equalize_tokens = input.flip();
-  const bool token = spec.storage >= hot::Storage::token8;
-  if (token) {
-    spec.hadamard_block = 16 << input.from(0, 2);
-    spec.gx_bits = 8;
-    spec.gx_scale = hot::Granularity::token;
-    spec.weight_scale = hot::Granularity::channel;
-    spec.gw_scale = hot::Granularity::token;
-    const hot::Rounding two[] = {hot::Rounding::nearest, hot::Rounding::stochastic};
-    spec.gw_rounding = two[input.from(0, 1)];
-    spec.x_rounding = two[spec.storage == hot::Storage::token8 ? input.from(0, 1) : 1];
-    spec.equalize_tokens = false;
-  }
-  spec.x_scale = spec.storage == hot::Storage::int8 && input.flip() ? hot::Granularity::tensor
-                                                                    : hot::Granularity::channel;
   const int bits = input.from(1, 6);
   p.block = 1 << bits;
   p.rank = p.basis == hot::Basis::sketch ? 1 << input.from(std::max(1, bits - 4), bits)
@@ -415,7 +395,7 @@ inline hot::BackwardLinearSpec some_spec(Input& input) {
   if (!input.rarely(10)) return spec;
   hot::LowRank& p = spec.low_rank;
   const auto number = [&] { return input.any<std::uint8_t>(); };
-  switch (input.from(0, 14)) {
+  switch (input.from(0, 11)) {
     case 0:
       spec.hadamard_block = input.wild_int();
       break;
@@ -426,40 +406,31 @@ inline hot::BackwardLinearSpec some_spec(Input& input) {
       spec.gx_scale = static_cast<hot::Granularity>(number());
       break;
     case 3:
-      spec.weight_scale = static_cast<hot::Granularity>(number());
-      break;
-    case 4:
       spec.gx_rounding = static_cast<hot::Rounding>(number());
       break;
-    case 5:
+    case 4:
       p.basis = static_cast<hot::Basis>(number());
       break;
-    case 6:
+    case 5:
       p.block = input.wild_int();
       break;
-    case 7:
+    case 6:
       p.rank = input.wild_int();
       break;
-    case 8:
+    case 7:
       for (int i = input.from(0, 70); i > 0; --i) p.rows.push_back(input.from(-1, 66));
       break;
-    case 9:
+    case 8:
       p.layout = {input.wild_int(), input.wild_int(), input.flip() ? input.wild_int() : 0};
       break;
-    case 10:
+    case 9:
       spec.gw_scale = static_cast<hot::Granularity>(number());
       break;
-    case 11:
+    case 10:
       spec.gw_rounding = static_cast<hot::Rounding>(number());
       break;
-    case 12:
-      spec.storage = static_cast<hot::Storage>(number());
-      break;
-    case 13:
-      spec.x_scale = static_cast<hot::Granularity>(number());
-      break;
     default:
-      spec.x_rounding = static_cast<hot::Rounding>(number());
+      spec.storage = static_cast<hot::Storage>(number());
   }
   return spec;
 }

@@ -360,7 +360,6 @@ class CApi {
     s.hadamard_block = spec.hadamard_block;
     s.gx_bits = spec.gx_bits;
     s.gx_scale = static_cast<int>(spec.gx_scale);
-    s.weight_scale = static_cast<int>(spec.weight_scale);
     s.gx_rounding = static_cast<int>(spec.gx_rounding);
     s.basis = static_cast<int>(p.basis);
     s.block = p.block;
@@ -376,8 +375,6 @@ class CApi {
     s.gw_scale = gw_scale(spec.gw_scale);
     s.gw_rounding = static_cast<int>(spec.gw_rounding);
     s.storage = static_cast<int>(spec.storage);
-    s.x_scale = gw_scale(spec.x_scale);
-    s.x_rounding = static_cast<int>(spec.x_rounding);
     s.equalize_tokens = spec.equalize_tokens ? 1 : 0;
     return s;
   }
@@ -401,7 +398,7 @@ class CApi {
           refused_ = "more rows than there can be were taken";
           break;
         default:
-          s.x_rounding = -1;
+          s.gw_rounding = -1;
           refused_ = "a rounding of -1 was taken";
       }
     }

@@ -301,7 +301,6 @@ def gemm_stage() -> Cases:
 def compress_activation_stage() -> Cases:
     """A Saved: int8: codes [I, Kp], scale. Others: packed, scale (bf16 bits), and what backward
     makes of them with the param key: codes8 [I, Kp], scale8. Where tokens are equalised: exponents.
-    Of rht2 also what comes back: back [L, I].
     """
     cases: Cases = {f"x_{n}": {"x": special((10, n), 40 + n).T} for n in (21, 37, 70)}
     cases["x_197"] = {"x": layer_input((197, 3), 44).astype(np.float16)}
@@ -309,21 +308,19 @@ def compress_activation_stage() -> Cases:
     layout = {"token_grid": (5, 7), "prefix_tokens": 2}
     for name, source, config in (
         ("int8_full_21", "x_21", ref.recipe("accurate")),
-        ("int8_full_tensor_197", "x_197", ref.recipe("accurate", x_scale="tensor")),
-        ("int8_paper_197", "x_197", ref.recipe("paper", x_rounding="pseudo_stochastic")),
+        ("int8_full_tensor_197", "x_197", ref.recipe("accurate", gw_scale="tensor")),
+        ("int8_paper_197", "x_197", ref.recipe("paper")),
         ("int8_lowpass_37", "x_37", ref.recipe("fast", basis="lowpass", rank=3, block=8, **layout)),
         ("int8_lowpass_197", "x_197", ref.recipe("fast", basis="lowpass", **grid)),
-        ("int8_sequency_37", "x_37", ref.recipe("fast", basis="sequency", x_rounding="nearest")),
+        ("int8_sequency_37", "x_37", ref.recipe("fast", basis="sequency")),
         ("int8_sketch_21", "x_21", ref.recipe("fast")),
         ("int8_sketch_197", "x_197", ref.recipe("fast", rank=4, **grid)),
         ("int4_21", "x_21", ref.recipe("default")),
-        ("int4_37", "x_37", ref.recipe("default", x_rounding="nearest")),
-        ("int4_70", "x_70", ref.recipe("default", x_rounding="pseudo_stochastic")),
+        ("int4_37", "x_37", ref.recipe("default")),
+        ("int4_70", "x_70", ref.recipe("default")),
         ("int4_197", "x_197", ref.recipe("default")),
         ("int8_equalized_21", "x_21", ref.recipe("accurate", equalize_tokens=True)),
         ("int4_equalized_37", "x_37", ref.recipe("default", equalize_tokens=True)),
-        ("rht2_70", "x_70", ref.recipe("default", storage="rht2")),
-        ("rht2_equalized_21", "x_21", ref.recipe("compact")),
     ):
         saved = ref.compress_activation(cases[source]["x"], config, key=KEY)
         case = {"input": source, "key": KEY, **config_params(config), "scale": saved.scales}
@@ -334,8 +331,6 @@ def compress_activation_stage() -> Cases:
             case["codes8"], case["scale8"] = ref.requantize(saved)
         if saved.exponents is not None:
             case["exponents"] = saved.exponents
-        if config.storage == "rht2":
-            case["back"] = ref.decompress_activation(saved)
         cases[name] = case
     return cases
 
@@ -362,8 +357,9 @@ def backward_linear_stage() -> Cases:
     broken["x"][6, 1] = -np.inf
     cases["layer_broken"] = broken
     grid = {"token_grid": (14, 14), "prefix_tokens": 1}
-    pseudo = {f"{name}_rounding": "pseudo_stochastic" for name in ("gx", "gw", "x")}
+    pseudo = {f"{name}_rounding": "pseudo_stochastic" for name in ("gx", "gw")}
     every, weight = ("gx", "gw", "gb"), ("gw", "gb")
+    equalized = ref.recipe("default", equalize_tokens=True)
     for name, source, config, need, dtype in (
         ("default_21", "layer_21", ref.recipe("default"), every, "float32"),
         ("fast_37", "layer_37", ref.recipe("fast"), every, "float32"),
@@ -379,9 +375,8 @@ def backward_linear_stage() -> Cases:
         ("block_1_37", "layer_37", ref.recipe("accurate", hadamard_block=1), every, "bfloat16"),
         ("broken", "layer_broken", ref.recipe("default"), every, "float32"),
         ("broken_fast", "layer_broken", ref.recipe("fast"), every, "float32"),
-        ("rht2_197", "layer_197", ref.recipe("default", storage="rht2"), weight, "float32"),
         ("fast_equal_21", "layer_21", ref.recipe("fast", equalize_tokens=True), weight, "float32"),
-        ("broken_compact", "layer_broken", ref.recipe("compact"), every, "float32"),
+        ("broken_equal", "layer_broken", equalized, every, "float32"),
     ):
         gy, w, _ = layer = [cases[source][part] for part in ("gy", "w", "x")]
         before = 60 if name in ("token_37", "block_32_21", "block_1_37") else None
@@ -445,7 +440,7 @@ def forward_linear_stage() -> Cases:
         ("values", "values", 1, "float32", True),
         ("block_16", "values", 16, "float16", True),
         ("block_64", "values", 64, "bfloat16", True),
-        ("block_128", "values", 128, "float32", False),
+        ("block_256", "values", 256, "float32", False),
         ("special", "special", 64, "float32", True),
     ):
         x, w = arrays[kind]
@@ -460,120 +455,6 @@ def forward_linear_stage() -> Cases:
             case["bias"] = bell((w.shape[0],), 65)
         y = ref.forward_linear(x, w, case.get("bias"), config=config, out_dtype=dtype)
         cases[name] = case | {"y": typed(y, dtype)}
-    return cases
-
-
-def sized(x: np.ndarray) -> np.ndarray:
-    """x with two features of other sizes, so that their exponents are not 0."""
-    x = x.copy()
-    x[:, 1] *= f32(2.0**6)
-    x[:, -2] *= f32(2.0**-7)
-    return x
-
-
-def one_code_stage() -> Cases:
-    """Token storages: gx, gw, gb of (gy, w, x), x kept with the param saved_key.
-
-    stored: the bytes that keep x. Of small cases also back [L, I], what decompress_activation makes
-    of them, and the integers on the way: gx_a [L, O'], gx_b [I, O'] and their scales are the
-    operands of g_x; gx_a transposed and gw_b [I', Kp] those of g_w. quantized_weight: 1 where w
-    counts as quantised beforehand (signs of the key 0, no sizes of out features). Params and
-    gw_before, gb_before as for backward_linear.
-    """
-    cases: Cases = {}
-    for tokens, outs, ins in ((1, 3, 40), (35, 12, 61), (48, 58, 5), (100, 7, 18), (197, 3, 7)):
-        if tokens == 1:
-            gy, x = bell((tokens, outs), 71), bell((tokens, ins), 72)
-        else:
-            gy = sized(layer_input((tokens, outs), 70 + tokens)) * f32(2.0**-9)
-            x = sized(layer_input((tokens, ins), 72 + tokens))
-        cases[f"layer_{tokens}"] = {"gy": gy, "w": bell((outs, ins), 71 + tokens), "x": x}
-    for name in ("layer_48", "layer_100", "layer_197"):
-        cases[name] = {k: v.astype(np.float16) for k, v in cases[name].items()}
-    cases["layer_35"]["x"][10, 32:] = 0  # a group of zeros where blocks have 32 features
-    # More tokens than the sizes of features are found from.
-    shapes = {"gy": (530, 2), "w": (2, 3), "x": (530, 3)}
-    cases["layer_530"] = {
-        name: bell(shape, 75 + i).astype(np.float16)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
-    cases["layer_530"]["x"][:, 2] *= np.float16(2.0**8)
-    tiny = {"gy": bell((20, 4), 78), "w": bell((4, 18), 79), "x": special((20, 18), 80)}
-    tiny["x"][5, 3] = tiny["x"][6, 4] = tiny["x"][6, 5] = 1
-    tiny["x"][4] *= f32(2.0**-40)
-    tiny["x"][10] = 0
-    tiny["x"][10, :16] = bell((16,), 81)  # with a block of zeros
-    tiny["x"][11] *= f32(2.0**-50)
-    tiny["gy"][11] *= f32(2.0**-60)
-    tiny["gy"][12] = 0
-    cases["layer_tiny"] = tiny
-    cases["layer_tiny_products"] = {  # contributions below 2**-100
-        "gy": bell((5, 3), 82) * f32(2.0**-60),
-        "w": bell((3, 4), 83),
-        "x": bell((5, 4), 84) * f32(2.0**-60),
-    }
-    for name, row in (("x", 6), ("gy", 5)):
-        broken = {"gy": bell((17, 6), 85), "w": bell((6, 5), 86), "x": bell((17, 5), 87)}
-        broken[name][row, 3] = -np.inf if name == "x" else np.nan
-        broken["w"][4, 2] = np.inf
-        cases[f"layer_broken_{name}"] = broken
-    stochastic, nearest = {"gx_rounding": "stochastic"}, {"x_rounding": "nearest"}
-    every, weight = ("gx", "gw", "gb"), ("gw", "gb")
-    for name, source, fields, need, dtype in (
-        ("token4_1", "layer_1", {}, every, "float32"),
-        ("token8_1", "layer_1", {}, every, "float32"),
-        ("token4_35", "layer_35", {}, every, "float32"),
-        ("token8_35", "layer_35", stochastic, every, "bfloat16"),
-        ("token4_35_32", "layer_35", {"hadamard_block": 32}, weight, "float32"),
-        ("token8_35_16", "layer_35", {"hadamard_block": 16}, weight, "float32"),
-        (
-            "token4_48",
-            "layer_48",
-            {"gw_rounding": "nearest", "hadamard_block": 32},
-            every,
-            "float32",
-        ),
-        ("token4_48_weight", "layer_48", stochastic, every, "float32"),
-        ("token8_48_weight", "layer_48", nearest, every, "float16"),
-        ("token4_100", "layer_100", stochastic, weight, "float32"),
-        ("token8_100", "layer_100", nearest, weight, "float32"),
-        ("token4_197", "layer_197", {}, weight, "float32"),
-        ("token8_197", "layer_197", {}, weight, "float32"),
-        ("token4_530", "layer_530", {}, weight, "float32"),
-        ("token4_tiny", "layer_tiny", {}, every, "float32"),
-        ("token8_tiny", "layer_tiny", {}, every, "float32"),
-        ("token4_tiny_products", "layer_tiny_products", {}, every, "float32"),
-        ("token8_tiny_products", "layer_tiny_products", {}, every, "float32"),
-        ("token4_broken_x", "layer_broken_x", {}, every, "float32"),
-        ("token8_broken_x", "layer_broken_x", {}, every, "float32"),
-        ("token4_broken_gy", "layer_broken_gy", {}, every, "float32"),
-        ("token8_broken_gy", "layer_broken_gy", {}, every, "float32"),
-        ("token2_1", "layer_1", {}, every, "float32"),  # with a group of 16 at the end
-        ("token2_35", "layer_35", {}, every, "float32"),
-        ("token2_35_zero_groups", "layer_35", {"hadamard_block": 32}, weight, "float32"),
-        ("token2_100", "layer_100", stochastic, weight, "float32"),
-        ("token2_tiny", "layer_tiny", {}, every, "float32"),
-        ("token2_broken_x", "layer_broken_x", {}, every, "float32"),
-    ):
-        gy, w, x = layer = [cases[source][part] for part in ("gy", "w", "x")]
-        usual = {"hadamard_block": 64, "gx_rounding": "nearest", "gw_scale": "token"}
-        config = ref.Config(storage=name[:6], **{**usual, **fields})
-        quantized_weight = name.endswith("_weight")
-        before = 88 if name in ("token4_35", "token8_35", "token8_48_weight") else None
-        saved, case, grads = backward_case(
-            layer, config, need, dtype, before, quantized_weight=quantized_weight
-        )
-        case["stored"] = ref.saved_bytes_of(saved)
-        if x.size <= 300:
-            case["back"] = ref.decompress_activation(saved)
-        if x.size <= 360 and "broken" not in name:
-            factors = ref.out_factors(gy, KEY, quantized_weight=quantized_weight)
-            case["gx_a"], scales = ref.quantize_token_gradient(gy, factors, config, KEY)
-            case["gx_b"], case["gx_b_scale"] = ref.quantize_token_weight(w, factors, config)
-            added = ref.contributions(saved, scales)
-            case["gw_b"], case["gw_b_scale"] = ref.requantize_contributions(added, config, KEY)
-            case["gx_a_scale"] = scales
-        cases[name] = {"input": source, **case, **grads}
     return cases
 
 
@@ -604,7 +485,6 @@ STAGES: dict[str, Callable[[], Cases]] = {
     "compress_activation": compress_activation_stage,
     "backward_linear": backward_linear_stage,
     "forward_linear": forward_linear_stage,
-    "one_code": one_code_stage,
 }
 
 # -------------------------------------------------------------------------------------------- Files

@@ -19,16 +19,6 @@ namespace hot {
 enum class Storage : std::uint8_t {
   int8,  // codes of P x, one scale per channel or one for all
   int4,  // basis `full` only: packed codes of x, groups of 64 tokens per channel
-  // Basis `full` only, x_rounding stochastic: packed codes of 2 bits of blocks of 64 tokens after
-  // random signs and a Hadamard transform, one scale per block and channel. 2 was a form that is
-  // gone; buffers and callers of the C ABI keep this number.
-  rht2 = 3,
-  // Codes of every token's own row, in 8, 4 or 2 bits, after signs and a Hadamard transform along
-  // the features. g_y then has one code a value for both products (docs/numerics.md, "One code a
-  // value").
-  token8 = 4,
-  token4 = 5,
-  token2 = 6,
 };
 
 HOT_API const char* storage_name(Storage storage) noexcept;
@@ -37,28 +27,28 @@ struct BackwardLinearSpec {
   int hadamard_block = 16;  // block of the transform along O; power of two, 1 to 256
 
   // g_x = g_y w
-  int gx_bits = 8;                                  // 8 or 4
-  Granularity gx_scale = Granularity::token;        // of g_y: token or tensor
-  Granularity weight_scale = Granularity::channel;  // of w: channel (of I) or tensor
+  int gx_bits = 8;  // 8 or 4
+  // Scales of g_y: token, with a scale for each input channel of w, or tensor, with one of w.
+  Granularity gx_scale = Granularity::token;
   Rounding gx_rounding = Rounding::stochastic;
 
   // g_w = g_y^T x
   LowRank low_rank{};
-  // Of g_y. `token`: along the contraction, so that the product runs in fp32: slower by design.
+  // Scales of g_y: channel, with a scale for each channel of an INT8 x, or tensor, with one of x.
+  // `token`, which the paper's LQS chooses, has them along the contraction, and one of x: the
+  // product runs in fp32, slower by design.
   Granularity gw_scale = Granularity::channel;
   Rounding gw_rounding = Rounding::stochastic;
 
   // x between forward and backward
   Storage storage = Storage::int4;
-  Granularity x_scale = Granularity::channel;  // storage int8: channel or tensor
-  Rounding x_rounding = Rounding::stochastic;
   // Every token of x is divided by a power of two of about its size before it is kept, and that of
   // g_y is multiplied by it for g_w: exact, and no token drowns the others.
   bool equalize_tokens = false;
 };
 
-/// A published set of these fields, by name: "default", "fast", "paper", "accurate" or
-/// "compact". Throws `invalid_argument` for any other name. docs/recipes.md compares them.
+/// A published set of these fields, by name: "default", "fast", "paper" or
+/// "accurate". Throws `invalid_argument` for any other name. docs/recipes.md compares them.
 HOT_API BackwardLinearSpec recipe(std::string_view name);
 
 /// The names that `recipe` knows, "default" first.
@@ -79,27 +69,25 @@ struct Support {
 HOT_API Support supported(const Context& context, const LinearShape& shape,
                           const BackwardLinearSpec& spec) noexcept;
 
-/// Layout of a compressed activation, one buffer of `bytes` bytes. Rows of q are channels, for the
-/// token storages tokens.
+/// Layout of a compressed activation, one buffer of `bytes` bytes. Rows of q are channels.
 struct SavedLayout {
   std::size_t bytes = 0;
   std::int64_t channels = 0;     // I
   std::int64_t k = 0;            // contraction length without padding
   std::int64_t k_padded = 0;     // Kp: columns of q as INT8
   std::int64_t row_bytes = 0;    // bytes of a row of q
-  std::int64_t scales = 0;       // number of scales: 1, I, I * groups, or L
-  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8 and token8, otherwise bf16
-  // Bytes from the start, one byte for each token where they are equalised, for each channel with
-  // the token storages: exponent + 127 of the power of two that it was divided by. Otherwise
-  // `bytes`.
+  std::int64_t scales = 0;       // number of scales: 1, I, or I * groups
+  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8, bf16 for int4
+  // Bytes from the start, one byte for each token where they are equalised: exponent + 127 of the
+  // power of two that it was divided by. Otherwise `bytes`.
   std::size_t exponent_offset = 0;
 };
 
 HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                                  const BackwardLinearSpec& spec);
 
-/// Identifies the format of a compressed activation: a hash of `low_rank`, `storage`, `x_scale`,
-/// `x_rounding` and `equalize_tokens`, as far as the bytes depend on them. Never 0. Backward
+/// Identifies the format of a compressed activation: a hash of `low_rank`, `storage`, `gw_scale`
+/// and `equalize_tokens`, as far as the bytes depend on them. Never 0. Backward
 /// refuses any other format.
 HOT_API std::uint64_t saved_format(const BackwardLinearSpec& spec);
 
@@ -115,7 +103,7 @@ struct ConstSavedActivation {
   std::size_t bytes = 0;
   std::int64_t tokens = 0;
   std::int64_t in_features = 0;
-  Key key{};                 // backward draws the same subspaces (`sketch`) and signs from it
+  Key key{};                 // backward draws the same subspaces (`sketch`) from it
   std::uint64_t format = 0;  // saved_format of the spec it was made with
 };
 
@@ -144,7 +132,7 @@ HOT_API void decompress_activation(const Context& context, const ConstSavedActiv
                                    const BackwardLinearSpec& spec, const TensorView& out);
 
 /// Identifies the format of a quantised weight: a hash of `hadamard_block`, `gx_bits` and
-/// `weight_scale`. Never 0.
+/// `gx_scale`. Never 0.
 HOT_API std::uint64_t weight_format(const BackwardLinearSpec& spec);
 
 /// w [O, I] prepared for g_x: transformed along O, quantised, transposed. It does not depend on g_y
@@ -171,8 +159,7 @@ HOT_API std::size_t quantize_weight_workspace(const Context& context, std::int64
 
 /// Quantises w (f32, f16, bf16, any strides) once for several calls of backward_linear with the
 /// same spec. They give the same bits as with w itself: w is rounded to nearest, without random
-/// numbers. (With the token storages they do not: such calls have fixed signs, and out features
-/// keep their sizes.) Returns the argument of backward_linear.
+/// numbers. Returns the argument of backward_linear.
 HOT_API ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
                                              const BackwardLinearSpec& spec,
                                              const QuantizedWeight& out,

@@ -145,16 +145,9 @@ HOT_API int32_t hot_context_threads(const hot_context* context);
 enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_TOKEN = 1, HOT_SCALE_CHANNEL = 2 };
 enum { HOT_NEAREST = 0, HOT_STOCHASTIC = 1, HOT_PSEUDO_STOCHASTIC = 2 };
 enum { HOT_BASIS_FULL = 0, HOT_BASIS_LOWPASS = 1, HOT_BASIS_SEQUENCY = 2, HOT_BASIS_SKETCH = 3 };
-/* Of g_w's operands, gw_scale and x_scale. */
+/* gw_scale. */
 enum { HOT_GW_SCALE_TENSOR = 0, HOT_GW_SCALE_CHANNEL = 1, HOT_GW_SCALE_TOKEN = 2 };
-enum {
-  HOT_STORAGE_INT8 = 0,
-  HOT_STORAGE_INT4 = 1,
-  HOT_STORAGE_RHT2 = 3,
-  HOT_STORAGE_TOKEN8 = 4,
-  HOT_STORAGE_TOKEN4 = 5,
-  HOT_STORAGE_TOKEN2 = 6
-};
+enum { HOT_STORAGE_INT8 = 0, HOT_STORAGE_INT4 = 1 };
 enum { HOT_SIDE_ACTIVATION = 0, HOT_SIDE_GRADIENT = 1 };
 
 /* hot::BackwardLinearSpec, its LowRank included. Filled by hot_spec_recipe; then change fields. */
@@ -162,8 +155,7 @@ typedef struct hot_spec {
   size_t struct_size;
   int32_t hadamard_block;
   int32_t gx_bits;
-  int32_t gx_scale;     /* HOT_SCALE_TOKEN or HOT_SCALE_TENSOR */
-  int32_t weight_scale; /* HOT_SCALE_CHANNEL or HOT_SCALE_TENSOR */
+  int32_t gx_scale; /* HOT_SCALE_TOKEN or HOT_SCALE_TENSOR */
   int32_t gx_rounding;
   int32_t basis;
   int32_t block;
@@ -174,15 +166,13 @@ typedef struct hot_spec {
   int32_t gw_scale;                      /* HOT_GW_SCALE_* */
   int32_t gw_rounding;
   int32_t storage;
-  int32_t x_scale; /* storage INT8: HOT_GW_SCALE_CHANNEL or HOT_GW_SCALE_TENSOR */
-  int32_t x_rounding;
   int32_t equalize_tokens; /* 0 or 1 */
   int32_t reserved;        /* 0 */
 } hot_spec;
 
-#define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+#define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 
-/* The recipe of that name: "default", "fast", "paper", "accurate", "compact".
+/* The recipe of that name: "default", "fast", "paper", "accurate".
  * spec->struct_size is read. */
 HOT_API hot_status hot_spec_recipe(const char* name, hot_spec* spec);
 

@@ -53,7 +53,6 @@ class CpuBackend final : public Backend {
 // The stages of compress_activation; `x` is equalised where that is wanted.
 void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents);  // quantize.cpp
 void compress_groups(const Context&, const MatrixIn& x, const CompressJob&);       // quantize.cpp
-void compress_rotated(const Context&, const MatrixIn& x, const CompressJob&);      // lowrank.cpp
 
 // Stages whose parts join the phases of a backward pass. Each adds its tasks to a phase; what a
 // part needs has to have been run in a phase before. The single scale of a whole operand is its
@@ -147,7 +146,7 @@ class QuantizeColumns {
 
   const SimdKernels& simd_;
   ColumnsJob job_;
-  RandomKey random_;  // of the sketch, or of the signs
+  RandomKey random_;  // of the sketch
   Rounder rounder_;
   StripTasks tasks_;
   std::int64_t scales_;
@@ -176,22 +175,15 @@ class Product {
   void add_panels(Phase&) const;
   void add_bias(Phase&) const;
   void add_tiles(Phase&) const;
-  // In place of the tiles: a block, which begins at a whole panel, for whoever needs it. fp32.
-  void block(std::int64_t row, std::int64_t col, const MatrixOut& out) const;
-  std::int64_t rows() const { return args_.m; }
-  std::int64_t cols() const { return args_.n; }
 
  private:
-  struct Place {
-    std::int64_t row, col;
-  };
   struct Range {
     std::int64_t begin, end;
   };
   void pack(std::int64_t task) const;
   void find_bias(std::int64_t task) const;
   void multiply(std::int64_t task) const;
-  void tiles(const GemmArgs& to, Place origin, Range rows, Range panels) const;
+  void tiles(Range rows, Range panels) const;
   char* panel_at(std::int64_t panel, std::int64_t chunk) const;
   std::int64_t chunk_length(std::int64_t chunk) const;
 
@@ -203,122 +195,9 @@ class Product {
   std::int32_t* bias_ = nullptr;
 };
 
-// The sizes of features, from a sample of tokens. token_codes.cpp
-class FeatureSizes {
- public:
-  FeatureSizes(const Context&, const MatrixIn& x, const FeatureScratch&, std::uint8_t* exponents);
-  void add_tokens(Phase&) const;
-  void add_sums(Phase&) const;
-  void finish() const;  // writes the exponents
-
- private:
-  static constexpr std::int64_t tokens_at_once = 16;
-  void tokens(std::int64_t task) const;
-  void sums(std::int64_t task) const;
-
-  const SimdKernels& simd_;
-  MatrixIn x_;
-  FeatureScratch scratch_;
-  std::uint8_t* exponents_;
-  std::int64_t count_;
-};
-
-// sign * 2^exponent (divide: 2^-exponent) * scale of features [first, first + count).
-// token_codes.cpp
-void feature_factors(const Key& key, const std::uint8_t* exponents, bool divide, float scale,
-                     std::int64_t first, std::int64_t count, float* factors);
-
-// The tokens that g_w takes, by slots: all, or a share drawn by size.
-struct DrawnTokens {
-  const std::int64_t* token;  // null: slot and token are the same; -1: an empty slot
-  const float* factor;        // what a slot's contribution is multiplied by
-  std::int64_t slots;
-};
-// Draws as many as there are slots; `gradient_scale`: of g_y's tokens. token_codes.cpp
-void draw_tokens(const Context&, const TokenCodesIn& x, const float* gradient_scale,
-                 std::int64_t slots, std::int64_t* token, float* factor);
-
-// Codes of g_y's rows as g_w takes them, zeros behind the last token. Rows of `from` are whole
-// multiples of 16 bytes, those of `to` too. token_codes.cpp
-class TransposeCodes {
- public:
-  TransposeCodes(const Operand& from, const DrawnTokens& drawn, const Operand& to)
-      : from_(from), drawn_(drawn), to_(to) {}
-  void add_codes(Phase&) const;
-
- private:
-  static constexpr std::int64_t block = 64;
-  void codes(std::int64_t task) const;
-
-  Operand from_;
-  DrawnTokens drawn_;
-  Operand to_;
-};
-
-// x of the token storages times the scales of g_y's tokens, transposed, with a scale for each
-// channel. `key`: that x was kept with. token_codes.cpp
-class Contributions {
- public:
-  Contributions(const Context&, const TokenCodesIn&, const Key& key, const float* gradient_scale,
-                const DrawnTokens&, Rounding, const Operand& out);
-  void add_largest(Phase&) const;  // of whole strips the codes, too
-  void add_codes(Phase&) const;
-  void finish() const;
-
- private:
-  class Writer;
-  void largest(std::int64_t task) const;
-  void codes(std::int64_t task) const;
-  void whole(std::int64_t task) const;
-  std::int64_t first_column(std::int64_t task) const;
-  int columns(std::int64_t task) const;
-  template <class Visit>
-  void tiles(std::int64_t task, const Visit& visit) const;
-  std::uint32_t* amax() const;
-
-  const SimdKernels& simd_;
-  TokenCodesIn codes_;
-  Key key_;
-  const float* gradient_scale_;
-  DrawnTokens drawn_;
-  bool stochastic_;
-  RandomKey random_;
-  Operand out_;
-  std::int64_t strips_, tiles_per_task_, ranges_;
-  bool whole_;
-};
-
-// g_w from the product of transformed operands [O', I'], a block at a time: the product is nowhere
-// as a whole. token_codes.cpp
-class UndoTransforms {
- public:
-  UndoTransforms(const Context&, const Product&, int out_block, int in_block, const Key& out_key,
-                 const std::uint8_t* out_exponents, const Key& in_key,
-                 const std::uint8_t* in_exponents, bool accumulate, const MatrixOut& out);
-  void add_tiles(Phase&) const;
-
- private:
-  void tiles(std::int64_t task) const;
-  void tile_of(std::int64_t row, std::int64_t col) const;
-
-  const SimdKernels& simd_;
-  const Product& product_;
-  int out_block_, in_block_;
-  Key out_key_, in_key_;
-  const std::uint8_t *out_exponents_, *in_exponents_;
-  bool accumulate_;
-  MatrixOut out_;
-  std::int64_t strips_, slices_;
-};
-
-void compress_tokens(const Context&, const CompressJob&, void* workspace);  // token_codes.cpp
-void decompress_tokens(const Context&, const DecompressJob&);               // token_codes.cpp
-
 // Stages by themselves.
 void quantize_rows(const Context&, const RowsJob&);
 void quantize_columns(const Context&, const ColumnsJob&);
-// Offsets added to decoded rht2 values, per block. quantize.cpp
-void dither_offsets(const Context&, const Key&, std::int64_t blocks, float* offsets);
 void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp
 // Codes as nibbles, the lower first; the last upper one is 0 where the count is odd. pack.cpp

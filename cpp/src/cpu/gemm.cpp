@@ -181,35 +181,23 @@ void Product::find_bias(std::int64_t task) const {
 
 void Product::multiply(std::int64_t task) const {
   const std::int64_t m = task / slices_ * task_rows, slice = task % slices_;
-  tiles(args_, {0, 0}, {m, std::min(args_.m, m + task_rows)},
+  tiles({m, std::min(args_.m, m + task_rows)},
         {panels_ * slice / slices_, panels_ * (slice + 1) / slices_});
 }
 
-void Product::block(std::int64_t row, std::int64_t col, const MatrixOut& out) const {
-  GemmArgs part = args_;
-  part.a_scale += row * part.a_scale_step;
-  part.b_scale += col * part.b_scale_step;
-  part.out = out;
-  part.n = out.cols;
-  const std::int64_t nr = simd_.gemm.nr;
-  tiles(part, {row, col}, {row, row + out.rows}, {col / nr, ceil_div(col + out.cols, nr)});
-}
-
-// Of rows and panels; `to`: results and scales, which begin at `origin`.
-void Product::tiles(const GemmArgs& to, Place origin, Range rows, Range panels) const {
-  const Epilogue epilogue{simd_, to};
+void Product::tiles(Range rows, Range panels) const {
+  const Epilogue epilogue{simd_, args_};
   alignas(64) std::int32_t acc[max_tile];
   const TaskRegisters registers(simd_.gemm, static_cast<int>(rows.end - rows.begin));
   for (std::int64_t panel = panels.begin; panel < panels.end; ++panel) {
-    const std::int64_t n = panel * simd_.gemm.nr - origin.col;
-    const auto cols = static_cast<int>(std::min<std::int64_t>(simd_.gemm.nr, to.n - n));
+    const std::int64_t n = panel * simd_.gemm.nr;
+    const auto cols = static_cast<int>(std::min<std::int64_t>(simd_.gemm.nr, args_.n - n));
     for (std::int64_t row = rows.begin; row < rows.end; row += simd_.gemm.mr) {
       const auto count = static_cast<int>(std::min<std::int64_t>(simd_.gemm.mr, rows.end - row));
-      const std::int64_t m = row - origin.row;
       if (chunks_ == 1) {
         simd_.gemm.tile(args_.a + row * args_.lda, args_.lda, count, args_.k, panel_at(panel, 0),
                         bias_ + row, acc);
-        epilogue.tile(m, n, count, cols, acc);
+        epilogue.tile(row, n, count, cols, acc);
         continue;
       }
       std::int64_t total[max_tile] = {};
@@ -219,7 +207,7 @@ void Product::tiles(const GemmArgs& to, Place origin, Range rows, Range panels) 
                         acc);
         for (int i = 0; i < count * simd_.gemm.nr; ++i) total[i] += acc[i];
       }
-      for (int i = 0; i < count; ++i) epilogue.long_row(m + i, n, cols, total + i * simd_.gemm.nr);
+      for (int i = 0; i < count; ++i) epilogue.long_row(row + i, n, cols, total + i * simd_.gemm.nr);
     }
   }
 }

@@ -5,7 +5,6 @@
 // second cache; otherwise it makes two passes over x: computing the rows twice costs less traffic
 // than storing them.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "backward_work.h"
@@ -36,12 +35,6 @@ class Strip {
   }
 
   int cols() const { return static_cast<int>(x_.count()); }
-
-  // The rows of P x of one block; good until the next call.
-  float* block(std::int64_t block) {
-    project(block, rows_);
-    return rows_;
-  }
 
   // Calls visit(k, rows) for every `group` rows of P x, starting at row k, of blocks [begin, end).
   // The last range of blocks also covers the prefix rows and the padding.
@@ -81,11 +74,6 @@ class Strip {
 
  private:
   void load_block(std::int64_t block, float* to) {
-    std::uint64_t negative = 0;  // signs come with blocks of at most 64
-    if (p_.signs) {
-      const std::int64_t first = block * p_.block;
-      negative = rotation_signs(random_, first / 64) >> (first % 64);
-    }
     for (int t = 0; t < p_.block; ++t) {
       const std::int64_t position = block * p_.block + t;
       float* row = to + t * strip_columns;
@@ -93,7 +81,6 @@ class Strip {
         x_.load(p_.order.body(position), row);
         const std::int64_t soon = position + group;
         if (soon < p_.body_tokens) x_.prefetch(p_.order.body(soon));
-        if ((negative >> (t & 63) & 1U) != 0) simd_.scale_row(row, -1.0F);
       } else {
         std::memset(row, 0, strip_columns * sizeof(float));
       }
@@ -146,7 +133,7 @@ class Strip {
   const SimdKernels& simd_;
   const Projection& p_;
   Side side_;
-  RandomKey random_;  // of the sketch, or of the signs
+  RandomKey random_;  // of the sketch
   ColumnStrip x_;
   alignas(64) float raw_[max_strip_block * strip_columns];
   alignas(64) float folded_[32 * strip_columns];  // half of the largest low-rank block
@@ -198,7 +185,7 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
 QuantizeColumns::QuantizeColumns(const Context& context, const ColumnsJob& job)
     : simd_(simd_kernels(context.isa())),
       job_(job),
-      random_(random_key(job.sketch_key, job.projection->signs ? Purpose::signs : Purpose::sketch)),
+      random_(random_key(job.sketch_key, Purpose::sketch)),
       rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
       tasks_(context, job.x, *job.projection, !job.quant.per_tensor && !job.quant.per_contraction),
       scales_(job.quant.per_tensor ? 1 : job.out.scales) {
@@ -325,78 +312,6 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
   phase.run();
   columns.add_finish(phase);
   phase.run();
-}
-
-namespace {
-
-// Codes and scales of the blocks of rht2, docs/numerics.md: a block of 64 tokens of a
-// strip of columns at a time.
-class RotatedBlock {
- public:
-  RotatedBlock(const SimdKernels& simd, const CompressJob& job, const RandomKey& dither)
-      : simd_(simd), job_(job), dither_(dither) {}
-
-  void compress(std::int64_t block, std::int64_t col, int cols, float* rows) {
-    std::uint8_t u[rotated_block];
-    dither_bytes(dither_, block, u);
-    std::uint32_t amax[strip_columns] = {};
-    simd_.amax_strip(rows, rotated_block, amax);
-    for (int c = 0; c < strip_columns; ++c) {
-      const bool used =
-          c < cols && amax[c] < float_infinity_bits && float_from_bits(amax[c]) >= 0x1p-100F;
-      keep_[c] = used ? ~0U : 0U;
-      scale_[c] = amax[c] >= float_infinity_bits ? bf16_nan : std::uint16_t{0};
-      inv_[c] = 0.0F;
-    }
-    float power[strip_columns] = {};  // brings the largest value to between 2 and 4
-    for (int c = 0; c < cols; ++c) {
-      if (keep_[c] != 0) power[c] = float_from_bits((255U - (amax[c] >> 23)) << 23);
-    }
-    simd_.scale_columns(rows, power);
-    float squares[strip_columns], products[strip_columns];
-    simd_.dot_columns(rows, rows, squares);
-    for (int c = 0; c < cols; ++c) {
-      if (keep_[c] == 0) continue;
-      const float spread = std::sqrt(squares[c] / 64.0F);
-      inv_[c] = 1.5F / std::min(float_from_bits(amax[c]) * power[c], 1.75F * spread);
-    }
-    std::uint8_t* const packed = job_.packed + col * job_.row_bytes + block * rotated_block / 4;
-    simd_.dither_strip(rows, cols, inv_, keep_, u, values_, packed, job_.row_bytes);
-    simd_.dot_columns(rows, values_, products);
-    for (int c = 0; c < cols; ++c) {
-      if (keep_[c] == 0) continue;
-      const float back = float_from_bits(((amax[c] >> 23) - 1U) << 23);  // 1 / power
-      scale_[c] = float_to_bf16(squares[c] / products[c] * back);
-    }
-    const std::int64_t blocks = job_.projection->blocks;
-    for (int c = 0; c < cols; ++c) job_.scale[(col + c) * blocks + block] = scale_[c];
-  }
-
- private:
-  const SimdKernels& simd_;
-  const CompressJob& job_;
-  RandomKey dither_;
-  std::uint32_t keep_[strip_columns] = {};
-  std::uint16_t scale_[strip_columns] = {};
-  float inv_[strip_columns] = {};
-  alignas(64) float values_[rotated_block * strip_columns] = {};
-};
-
-}  // namespace
-
-void compress_rotated(const Context& context, const MatrixIn& x, const CompressJob& job) {
-  const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey dither = random_key(context.key(), Purpose::activation);
-  const RandomKey signs = random_key(context.key(), Purpose::signs);
-  const StripTasks tasks(context, x, *job.projection);
-  context.pool()->run(tasks.count(), [&](std::int64_t task) {
-    const auto [col, begin, end] = tasks[task];
-    Strip strip(simd, x, *job.projection, Side::activation, signs, col);
-    RotatedBlock rotated(simd, job, dither);
-    for (std::int64_t block = begin; block < end; ++block) {
-      rotated.compress(block, col, strip.cols(), strip.block(block));
-    }
-  });
 }
 
 void CpuBackend::quantize_weight(const Context& context, const ColumnsJob& job, void*) const {

@@ -12,14 +12,6 @@ namespace {
 constexpr std::int64_t chunk = Row::chunk;
 constexpr std::int64_t group = 16;  // elements of one block of random bits
 constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-constexpr float rht2_values[16] = {-2, -1, 0, 1};  // before the dither comes off
-
-// Values of packed codes of rht2; offsets: [count].
-void expand_rotated(const SimdKernels& simd, const std::uint8_t* packed, std::int64_t count,
-                    const float* offsets, float* values) {
-  simd.expand_int2(packed, count, rht2_values, values);
-  for (std::int64_t i = 0; i < count; ++i) values[i] += offsets[i];
-}
 
 void write_codes(const SimdKernels& simd, const float* v, std::int64_t count, const Scale& scale,
                  const Rounder& rounder, std::uint64_t blk, std::int8_t* out) {
@@ -146,7 +138,7 @@ void QuantizeRows::add_largest(Phase& phase) const {
 void QuantizeRows::add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_, *this); }
 
 void QuantizeRows::largest(std::int64_t task) const {
-  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded, nullptr, job_.factors);
+  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded);
   std::uint32_t best = 0;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     best = row.amax(r, best);
@@ -160,8 +152,8 @@ void QuantizeRows::codes(std::int64_t task) const {
   const OperandQuant& quant = job_.quant;
   std::uint32_t columns[chunk];
   if (columns_ != nullptr) std::fill_n(columns, job_.x.cols, 0U);
-  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded, columns_ == nullptr ? nullptr : columns,
-          job_.factors);
+  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded,
+          columns_ == nullptr ? nullptr : columns);
   const std::int64_t row_blocks = out.k_padded / group;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     const Scale s = make_scale(
@@ -195,7 +187,7 @@ void quantize_rows(const Context& context, const RowsJob& job) {
 // A task holds a group of 64 tokens of 64 channels: one pass over x.
 void compress_groups(const Context& context, const MatrixIn& x, const CompressJob& job) {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const Rounder rounder{job.spec.x_rounding, 4, random_key(context.key(), Purpose::activation)};
+  const Rounder rounder{Rounding::stochastic, 4, random_key(context.key(), Purpose::activation)};
   const std::int64_t groups = ceil_div(x.rows, int4_group);
   const std::int64_t strips = ceil_div(x.cols, strip_columns);
   const std::int64_t row_blocks = round_up(x.rows, group) / group;
@@ -275,70 +267,9 @@ void token_exponents(const Context& context, const MatrixIn& x, std::uint8_t* ex
   });
 }
 
-void dither_offsets(const Context& context, const Key& key, std::int64_t blocks, float* offsets) {
-  const RandomKey dither = random_key(key, Purpose::activation);
-  constexpr std::int64_t per_task = 256;
-  context.pool()->run(ceil_div(blocks, per_task), [&](std::int64_t task) {
-    std::uint8_t u[rotated_block];
-    for (std::int64_t b = task * per_task; b < std::min(blocks, (task + 1) * per_task); ++b) {
-      dither_bytes(dither, b, u);
-      for (int i = 0; i < rotated_block; ++i) offsets[b * rotated_block + i] = dither_offset(u[i]);
-    }
-  });
-}
-
-namespace {
-
-// A task holds a block of 64 tokens of 64 channels, as in CpuBackend::decompress.
-void decompress_rotated(const Context& context, const DecompressJob& job) {
-  const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey dither = random_key(job.key, Purpose::activation);
-  const RandomKey signs = random_key(job.key, Purpose::signs);
-  const MatrixOut& out = job.out;
-  const std::int64_t strips = ceil_div(out.cols, strip_columns);
-  const std::int64_t end = job.first + out.rows;
-  const std::int64_t first_block = job.first / rotated_block;
-  const std::int64_t blocks = ceil_div(end, rotated_block) - first_block;
-  context.pool()->run(strips * blocks, [&](std::int64_t task) {
-    const std::int64_t col = task % strips * strip_columns;
-    const std::int64_t cols = std::min<std::int64_t>(strip_columns, out.cols - col);
-    const std::int64_t b = first_block + task / strips;
-    std::uint8_t u[rotated_block];
-    float offsets[rotated_block], values[rotated_block];
-    dither_bytes(dither, b, u);
-    for (int i = 0; i < rotated_block; ++i) offsets[i] = dither_offset(u[i]);
-    alignas(64) float rows[rotated_block * strip_columns] = {};
-    for (std::int64_t c = 0; c < cols; ++c) {
-      const auto* const codes = static_cast<const std::uint8_t*>(job.codes) +
-                                (col + c) * job.row_bytes + b * rotated_block / 4;
-      const float scale = bf16_to_float(
-          static_cast<const std::uint16_t*>(job.scale)[(col + c) * job.scale_step + b]);
-      expand_rotated(simd, codes, rotated_block, offsets, values);
-      for (int i = 0; i < rotated_block; ++i) rows[i * strip_columns + c] = values[i] * scale;
-    }
-    simd.fwht_strip(rows, rotated_block);
-    const std::uint64_t negative = rotation_signs(signs, b);
-    for (std::int64_t t = 0; t < rotated_block; ++t) {
-      const std::int64_t token = b * rotated_block + t;
-      if (token < job.first || token >= end) continue;
-      float* const row = rows + t * strip_columns;
-      simd.scale_row(row, (negative >> t & 1U) != 0 ? -0x1p-6F : 0x1p-6F);
-      if (job.exponents != nullptr) {
-        simd.scale_row(row,
-                       float_from_bits(static_cast<std::uint32_t>(job.exponents[token]) << 23));
-      }
-      store_row(simd, row, token - job.first, col, cols, out);
-    }
-  });
-}
-
-}  // namespace
-
 // A task holds a group of 64 tokens of 64 channels: codes are contiguous along the tokens, rows of
 // the result along the channels.
 void CpuBackend::decompress(const Context& context, const DecompressJob& job) const {
-  if (job.tokens) return decompress_tokens(context, job);
-  if (job.storage == Storage::rht2) return decompress_rotated(context, job);
   const SimdKernels& simd = simd_kernels(context.isa());
   const MatrixOut& out = job.out;
   const std::int64_t strips = ceil_div(out.cols, strip_columns);
@@ -383,7 +314,7 @@ void CpuBackend::decompress(const Context& context, const DecompressJob& job) co
 RequantizeGroups::RequantizeGroups(const Context& context, const GroupsJob& job)
     : simd_(simd_kernels(context.isa())),
       job_(job),
-      rounder_{job.rounding, 8, random_key(context.key(), Purpose::requantize)},
+      rounder_{Rounding::stochastic, 8, random_key(context.key(), Purpose::requantize)},
       per_task_(rows_per_task(context, job.out.rows, job.out.k_padded)) {}
 
 void RequantizeGroups::add_codes(Phase& phase) const {
@@ -393,7 +324,6 @@ void RequantizeGroups::add_codes(Phase& phase) const {
 void RequantizeGroups::codes(std::int64_t task) const {
   const Operand& out = job_.out;
   const std::int64_t groups = ceil_div(job_.tokens, int4_group);
-  const float largest_value = job_.rotated ? 2.0F : 7.0F;
   const std::int64_t row_blocks = out.k_padded / group;
   float values[chunk], inv[chunk];
   for (std::int64_t r = task * per_task_; r < std::min(out.rows, (task + 1) * per_task_); ++r) {
@@ -401,7 +331,7 @@ void RequantizeGroups::codes(std::int64_t task) const {
     const std::uint16_t* const group_scale = job_.scale + r * groups;
     std::uint16_t largest = 0;  // scales are positive or NaN: the pattern orders them
     for (std::int64_t g = 0; g < groups; ++g) largest = std::max(largest, group_scale[g]);
-    const float amax = largest_value * bf16_to_float(largest);
+    const float amax = 7.0F * bf16_to_float(largest);
     const Scale s = make_scale(float_bits(amax) & 0x7fffffffU, 8);
     out.scale[r] = s.scale;
     for (std::int64_t start = 0; start < out.k_padded; start += chunk) {
@@ -416,11 +346,7 @@ void RequantizeGroups::codes(std::int64_t task) const {
         const float factor = bf16_to_float(group_scale[(start + i) / int4_group]) * s.inv;
         std::fill(inv + i, inv + i + part, factor);
       }
-      if (job_.rotated) {
-        expand_rotated(simd_, packed + start / 4, count, job_.offsets + start, values);
-      } else {
-        simd_.expand_int4(packed + start / 2, count, int4_values, values);
-      }
+      simd_.expand_int4(packed + start / 2, count, int4_values, values);
       simd_.quantize_row(values, count, inv, true, rounder_,
                          static_cast<std::uint64_t>(r * row_blocks + start / group), to);
     }

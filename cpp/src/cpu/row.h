@@ -19,10 +19,9 @@ class Row {
   static constexpr std::int64_t chunk = 4096;  // floats on the stack; a multiple of any transform
 
   // `columns`: patterns of the columns' largest values so far, before the transform; may be null.
-  // `factors`: of the columns, before the transform; may be null.
   Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded,
-      std::uint32_t* columns = nullptr, const float* factors = nullptr)
-      : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns), factors_(factors) {}
+      std::uint32_t* columns = nullptr)
+      : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns) {}
 
   // Values [start, start + count) of row; start is a multiple of chunk.
   const float* values(std::int64_t row, std::int64_t start, std::int64_t count) {
@@ -31,7 +30,6 @@ class Row {
         std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
     load_row(simd_, x_, row, start, real, values_);
     if (columns_ != nullptr) simd_.amax_columns(values_, real, columns_ + start);
-    if (factors_ != nullptr) simd_.multiply(values_, real, factors_ + start);
     std::fill(values_ + real, values_ + count, 0.0F);
     if (block_ > 1) simd_.fwht_row(values_, transformed(start, count), block_);
     row_ = row;
@@ -65,7 +63,6 @@ class Row {
   int block_;
   std::int64_t padded_;
   std::uint32_t* columns_;
-  const float* factors_;
   std::int64_t row_ = -1, start_ = -1;
   alignas(64) float values_[chunk];
 };

@@ -98,21 +98,6 @@ inline Philox philox_block(const RandomKey& key, std::uint64_t blk) {
                     key.offset_low, key.offset_high, key.seed_low, key.seed_high);
 }
 
-// Bit t: whether row t of 64 is negated: tokens (rht2) or features (the token storages).
-inline std::uint64_t rotation_signs(const RandomKey& key, std::int64_t block) {
-  const Philox draw = philox_block(key, static_cast<std::uint64_t>(block));
-  return draw.word[0] | static_cast<std::uint64_t>(draw.word[1]) << 32;
-}
-// The random bytes of the rows of a transformed block of 64.
-inline void dither_bytes(const RandomKey& key, std::int64_t block, std::uint8_t* out) {
-  for (int part = 0; part < 4; ++part) {
-    const Philox draw = philox_block(key, static_cast<std::uint64_t>(block * 4 + part));
-    std::memcpy(out + 16 * part, draw.word, sizeof draw.word);  // lowest byte first
-  }
-}
-// What is added to the value of a code of rht2: its dither comes off again.
-inline float dither_offset(std::uint8_t u) { return static_cast<float>(511 - 2 * u) / 512.0F; }
-
 // The scale and its inverse from the bit pattern of amax; `keep` is 0 where codes must be 0 because
 // values are not finite.
 struct Scale {

@@ -68,14 +68,6 @@ struct SimdKernels {
   // out[t] = in[t] + in[t ^ a] for the t without a's top bit, rows of strip_columns floats.
   void (*fold_strip)(const float* in, int length, int a, float* out);
   void (*scale_row)(float* row, float factor);  // strip_columns floats
-  void (*multiply)(float* v, std::int64_t count, const float* factors);
-  // out[r * ld + c] = (v[r][c] * columns[c]) * each[r], for rows of strip_columns floats.
-  void (*scale_tile)(const float* v, std::int64_t rows, const float* columns, const float* each,
-                     float* out, std::int64_t ld);
-  // Of 64 rows of strip_columns floats: v[k][c] *= factor[c]; out[c] = the sum of a[k][c] *
-  // b[k][c], neighbours first.
-  void (*scale_columns)(float* v, const float* factor);
-  void (*dot_columns)(const float* a, const float* b, float* out);
 
   // Bit pattern of the largest |v|; NaN wins.
   std::uint32_t (*amax)(const float* v, std::int64_t count, std::uint32_t start);
@@ -98,34 +90,12 @@ struct SimdKernels {
                               const Rounder&, const std::uint64_t* blk, std::int8_t* out,
                               std::int64_t ld);
 
-  // As quantize_strip, to nearest or, where u is given, stochastic by u[c] and the reversed bits of
-  // k (docs/numerics.md, "One code a value").
-  void (*quantize_tile)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                        const std::uint8_t* u, std::int8_t* out, std::int64_t ld);
-
-  // Packed codes of token4 (4 bits) or token2 (2) and back: 1 / Delta (0: codes are 0), Delta times
-  // a factor (0: values are 0), and the random byte for each 16 features; count is a multiple of
-  // 16. values: what the codes stand for, in units of the scale, where inv is not 0; may be null.
-  void (*dither_row)(int bits, const float* v, std::int64_t count, const float* inv,
-                     const std::uint8_t* u, float* values, std::uint8_t* out);
-  void (*undither_row)(int bits, const std::uint8_t* packed, std::int64_t count,
-                       const float* factor, const std::uint8_t* u, float* out);
-  // Packed codes of 64 rows (k) x cols columns of blocks of rht2, 16 bytes at out + c * ld. inv and
-  // keep as above, u: a random byte for each row. values: what the codes stand for, 64 rows of
-  // strip_columns, in units of the scale.
-  void (*dither_strip)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                       const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld);
-  // total[c] += RN(min(2^24 (v unit)^2, 2^44)) for strip_columns values.
-  void (*add_squares)(const float* v, float unit, double* total);
   // Sum of |v| * unit to the nearest integers; unit is a power of two, every one at most 2^15 and
   // count at most 2^16.
   std::uint32_t (*sum_magnitudes)(const float* v, std::int64_t count, float unit);
 
   // out[i] = table[nibble i], low nibble first; count even.
   void (*expand_int4)(const std::uint8_t* packed, std::int64_t count, const float* table,
-                      float* out);
-  // The same for codes of 2 bits; count a multiple of 4.
-  void (*expand_int2)(const std::uint8_t* packed, std::int64_t count, const float* table,
                       float* out);
 
   void (*dequantize)(const SumsTile&);

@@ -32,24 +32,12 @@ struct V {
   static I load_i8(const std::int8_t* p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static I code_places(int bits) {
-    return _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
-  }
-  // Packed codes from number `first` on, a multiple of the width: the lowest bits of a byte first.
-  template <int bits>
-  static I load_codes(const std::uint8_t* p, std::int64_t first) {
-    std::uint32_t word = 0;
-    std::memcpy(&word, p + first * bits / 8, bits);
-    return bit_and(_mm256_srlv_epi32(seti(word), code_places(bits)), seti((1U << bits) - 1));
-  }
-  template <int bits>
-  static void store_codes(std::uint8_t* p, std::int64_t first, I codes) {
-    const I placed = _mm256_sllv_epi32(codes, code_places(bits));
-    const __m128i four =
-        _mm_or_si128(_mm256_castsi256_si128(placed), _mm256_extracti128_si256(placed, 1));
-    const __m128i two = _mm_or_si128(four, _mm_unpackhi_epi64(four, four));
-    const int word = _mm_cvtsi128_si32(_mm_or_si128(two, _mm_srli_epi64(two, 32)));
-    std::memcpy(p + first * bits / 8, &word, bits);
+  // Packed codes from number `first` on, a multiple of the width, the lower nibble first.
+  static I load_int4(const std::uint8_t* p, std::int64_t first) {
+    std::uint32_t word;
+    std::memcpy(&word, p + first / 2, sizeof word);
+    const I shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    return bit_and(_mm256_srlv_epi32(seti(word), shifts), seti(15));
   }
   static void store_i8(std::int8_t* p, I v) {
     const __m128i words =
@@ -77,7 +65,6 @@ struct V {
   static F and_bits(F v, I mask) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask)); }
 
   static I max_u(I a, I b) { return _mm256_max_epu32(a, b); }
-  static I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
   static I min_i(I a, I b) { return _mm256_min_epi32(a, b); }
   static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
   static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }

@@ -35,32 +35,10 @@ struct V {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   // Packed codes from number `first` on, a multiple of the width: the lowest bits of a byte first.
-  template <int bits>
-  static I load_codes(const std::uint8_t* p, std::int64_t first) {
-    const std::uint8_t* const from = p + first * bits / 8;
-    if constexpr (bits == 4) {
-      const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-      const __m128i all = _mm_unpacklo_epi8(pairs, _mm_srli_epi16(pairs, 4));
-      return bit_and(_mm512_cvtepu8_epi32(all), seti(15));
-    } else {
-      std::uint32_t word;
-      std::memcpy(&word, from, sizeof word);
-      const I shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-      return bit_and(_mm512_srlv_epi32(seti(word), shifts), seti(3));
-    }
-  }
-  template <int bits>
-  static void store_codes(std::uint8_t* p, std::int64_t first, I codes) {
-    std::uint8_t* const to = p + first * bits / 8;
-    const __m128i bytes = _mm512_cvtepi32_epi8(codes);
-    const __m128i pairs = _mm_or_si128(bytes, _mm_srli_epi16(bytes, 8 - bits));
-    if constexpr (bits == 4) {
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_cvtepi16_epi8(pairs));
-    } else {
-      const __m128i fours = _mm_or_si128(pairs, _mm_srli_epi32(pairs, 12));
-      const int word = _mm_cvtsi128_si32(_mm_cvtepi32_epi8(fours));
-      std::memcpy(to, &word, sizeof word);
-    }
+  static I load_int4(const std::uint8_t* p, std::int64_t first) {
+    const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + first / 2));
+    const __m128i all = _mm_unpacklo_epi8(pairs, _mm_srli_epi16(pairs, 4));
+    return bit_and(_mm512_cvtepu8_epi32(all), seti(15));
   }
   static void store_i8(std::int8_t* p, I v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
@@ -88,7 +66,6 @@ struct V {
   }
 
   static I max_u(I a, I b) { return _mm512_max_epu32(a, b); }
-  static I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
   static I min_i(I a, I b) { return _mm512_min_epi32(a, b); }
   static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
   static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }

@@ -142,47 +142,6 @@ void scale_row(float* row, float factor) {
   for (int c = 0; c < strip_columns; c += W) V::store(row + c, V::mul(V::load(row + c), f));
 }
 
-void multiply(float* v, std::int64_t count, const float* factors) {
-  std::int64_t i = 0;
-  for (; i + W <= count; i += W) V::store(v + i, V::mul(V::load(v + i), V::load(factors + i)));
-  for (; i < count; ++i) v[i] *= factors[i];
-}
-
-void scale_tile(const float* v, std::int64_t rows, const float* columns, const float* each,
-                float* out, std::int64_t ld) {
-  F factors[strip_vectors];
-  for (int i = 0; i < strip_vectors; ++i) factors[i] = V::load(columns + i * W);
-  for (std::int64_t r = 0; r < rows; ++r, v += strip_columns, out += ld) {
-    const F factor = V::set(each[r]);
-    for (int i = 0; i < strip_vectors; ++i) {
-      V::store(out + i * W, V::mul(V::mul(V::load(v + i * W), factors[i]), factor));
-    }
-  }
-}
-
-void scale_columns(float* v, const float* factor) {
-  for (int c = 0; c < strip_columns; c += W) {
-    const F f = V::load(factor + c);
-    float* p = v + c;
-    for (int k = 0; k < 64; ++k, p += strip_columns) V::store(p, V::mul(V::load(p), f));
-  }
-}
-
-template <int rows>
-inline F sum_of_products(const float* a, const float* b) {
-  if constexpr (rows == 1) {
-    return V::mul(V::load(a), V::load(b));
-  } else {
-    constexpr int half = rows / 2;
-    return V::add(sum_of_products<half>(a, b),
-                  sum_of_products<half>(a + half * strip_columns, b + half * strip_columns));
-  }
-}
-
-void dot_columns(const float* a, const float* b, float* out) {
-  for (int c = 0; c < strip_columns; c += W) V::store(out + c, sum_of_products<64>(a + c, b + c));
-}
-
 // ---- amax -------------------------------------------------------------------------------------
 
 std::uint32_t amax(const float* v, std::int64_t count, std::uint32_t start) {
@@ -340,14 +299,7 @@ void quantize_row_as(const float* v, std::int64_t count, const float* inv, bool 
   }
 }
 
-// 16 times the reversed bits of 0 to 15: what sets the random bytes of neighbours apart.
-constexpr std::uint32_t byte_offsets[16] = {0,  128, 64, 192, 32, 160, 96,  224,
-                                            16, 144, 80, 208, 48, 176, 112, 240};
-
-inline I spread_byte(I byte, I offsets) { return V::bit_and(V::addi(byte, offsets), V::seti(255)); }
-
-// Random bytes of 16 rows (k) of a strip, from column c: none; of the columns' blocks; a column's
-// one byte.
+// Random bytes of 16 rows (k) of a strip, from column c: none, or those of the columns' blocks.
 struct NoBytes {
   struct Bytes {
     I operator()(int) const { return V::seti(0); }
@@ -375,15 +327,6 @@ struct BlockBytes {
   const RandomKey& key;
   const std::uint64_t* blk;
 };
-struct ColumnBytes {
-  struct Bytes {
-    I base;
-    I operator()(int k) const { return spread_byte(base, V::seti(byte_offsets[k])); }
-  };
-  Bytes operator()(int c) const { return {V::load_u8(u + c)}; }
-  const std::uint8_t* u;
-};
-
 template <bool by_k, Rounding rounding, int bits, class Source>
 void quantize_strip_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                        const Source& random, std::int8_t* out, std::int64_t ld) {
@@ -454,133 +397,7 @@ void quantize_strip(const float* v, int cols, const float* inv, const std::uint3
   });
 }
 
-void quantize_tile(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                   const std::uint8_t* u, std::int8_t* out, std::int64_t ld) {
-  if (u == nullptr) {
-    quantize_strip_as<false, Rounding::nearest, 8>(v, cols, inv, keep, NoBytes{}, out, ld);
-  } else {
-    quantize_strip_as<false, Rounding::stochastic, 8>(v, cols, inv, keep, ColumnBytes{u}, out, ld);
-  }
-}
-
-// ---- dither that comes off again --------------------------------------------------------------
-
-// Codes 0 to 2^bits - 1 of value * unit / 256 with a random byte each, and what they stand for.
-template <int bits>
-inline I dithered_code(F value, F unit, I byte) {
-  constexpr std::uint32_t half = 128 * ((1 << bits) - 1);  // 256ths of the largest value
-  I m = rounded_product(value, unit, V::set(integer_float));
-  if constexpr (bits == 2) m = V::max_i(V::min_i(m, V::seti(half)), V::seti(0U - half));
-  return V::shift_right(V::addi(m, V::addi(byte, V::seti(half))), 8);
-}
-
-// `dither`: what comes off, in `parts` of a step.
-template <int bits, int parts>
-inline F dithered_value(I code, I dither) {
-  static_assert(parts == 256 || parts == 512);
-  const I low = V::addi(dither, V::seti(parts * ((1U << (bits - 1)) - 1)));
-  const I whole = V::subi(V::shift_left(code, parts == 256 ? 8 : 9), low);
-  return V::mul(V::to_float(whole), V::set(1.0F / parts));
-}
-
-// Codes of 4 bits are stored as two's complement: 8 less, which turns their upper bit.
-template <int bits>
-constexpr std::uint32_t turned_bit = bits == 4 ? 8 : 0;
-
-// Of a random byte of token4 and token2 the upper half comes off, and half a 16th: 256ths.
-constexpr std::uint32_t coarse_mask = 0xf0, coarse_half = 8;
-
-// Vectors have at most 16 lanes.
-template <int bits>
-void dither_row_as(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
-                   float* values, std::uint8_t* out) {
-  for (std::int64_t t = 0; t < count / 16; ++t, out += 2 * bits) {
-    if (inv[t] == 0) {
-      std::memset(out, 0, 2 * bits);
-      continue;
-    }
-    const F unit = V::set(inv[t] * 256.0F);
-    for (int i = 0; i < 16; i += W) {
-      const I byte = spread_byte(V::seti(u[t]), V::loadi(byte_offsets + i));
-      const I code = dithered_code<bits>(V::load(v + 16 * t + i), unit, byte);
-      V::store_codes<bits>(out, i, V::bit_xor(code, V::seti(turned_bit<bits>)));
-      if (values != nullptr) {
-        const I off = V::bit_or(V::bit_and(byte, V::seti(coarse_mask)), V::seti(coarse_half));
-        V::store(values + 16 * t + i, dithered_value<bits, 256>(code, off));
-      }
-    }
-  }
-}
-
-void dither_row(int bits, const float* v, std::int64_t count, const float* inv,
-                const std::uint8_t* u, float* values, std::uint8_t* out) {
-  if (bits == 4) return dither_row_as<4>(v, count, inv, u, values, out);
-  dither_row_as<2>(v, count, inv, u, values, out);
-}
-
-template <int bits>
-void undither_row_as(const std::uint8_t* packed, std::int64_t count, const float* factor,
-                     const std::uint8_t* u, float* out) {
-  for (std::int64_t t = 0; t < count / 16; ++t, packed += 2 * bits) {
-    if (factor[t] == 0) {
-      std::memset(out + 16 * t, 0, 16 * sizeof(float));
-      continue;
-    }
-    const F scale = V::set(factor[t]);
-    const I first = V::seti((u[t] & coarse_mask) + coarse_half);
-    for (int i = 0; i < 16; i += W) {
-      const I off = spread_byte(first, V::loadi(byte_offsets + i));
-      const I code = V::bit_xor(V::load_codes<bits>(packed, i), V::seti(turned_bit<bits>));
-      V::store(out + 16 * t + i, V::mul(dithered_value<bits, 256>(code, off), scale));
-    }
-  }
-}
-
-void undither_row(int bits, const std::uint8_t* packed, std::int64_t count, const float* factor,
-                  const std::uint8_t* u, float* out) {
-  if (bits == 4) return undither_row_as<4>(packed, count, factor, u, out);
-  undither_row_as<2>(packed, count, factor, u, out);
-}
-
-// Codes of blocks of rht2: docs/numerics.md, "x kept as rht2".
-void dither_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                  const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld) {
-  constexpr int bits = 2, block = 64, each = 32 / bits, words = block / each;
-  for (int c = 0; c < cols; c += W) {
-    const F unit = V::mul(V::load(inv + c), V::set(256.0F));
-    const I mask = V::loadi(keep + c);
-    std::uint32_t packed[words][W];
-    for (int w = 0; w < words; ++w) {
-      I word = V::seti(0);
-      for (int j = 0; j < each; ++j) {
-        const int k = w * each + j;
-        const I byte = V::seti(u[k]), off = V::seti(2U * u[k] + 1);
-        const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
-        const I code = dithered_code<bits>(x, unit, byte);
-        word = V::bit_or(word, V::shift_left(code, bits * j));
-        V::store(values + k * strip_columns + c, dithered_value<bits, 512>(code, off));
-      }
-      V::storei(packed[w], V::bit_and(word, mask));
-    }
-    const int lanes = cols - c < W ? cols - c : W;
-    for (int i = 0; i < lanes; ++i) {
-      std::uint32_t codes[words];
-      for (int w = 0; w < words; ++w) codes[w] = packed[w][i];
-      std::memcpy(out + (c + i) * ld, codes, sizeof codes);
-    }
-  }
-}
-
-void add_squares(const float* v, float unit, double* total) {
-  for (int c = 0; c < strip_columns; ++c) {
-    const float z = v[c] * unit;
-    const float scaled = z * z * 0x1p24F;
-    const float square = scaled < 0x1p44F ? scaled : 0x1p44F;
-    // From 2^23 on there is nothing to round.
-    const float whole = square < 0x1p23F ? square + 0x1p23F - 0x1p23F : square;
-    total[c] += static_cast<double>(whole);
-  }
-}
+// ---- sums and tables --------------------------------------------------------------------------
 
 std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
   I sums = V::seti(0);
@@ -599,23 +416,10 @@ std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
   return total;
 }
 
-template <int bits>
-void expand(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
-  std::int64_t i = 0;
-  for (; i + W <= count; i += W) {
-    V::store(out + i, V::lookup16(V::load_codes<bits>(packed, i), table));
-  }
-  constexpr int each = 8 / bits;
-  for (; i < count; ++i) {
-    out[i] = table[packed[i / each] >> (i % each * bits) & ((1 << bits) - 1)];
-  }
-}
-
 void expand_int4(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
-  expand<4>(packed, count, table, out);
-}
-void expand_int2(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
-  expand<2>(packed, count, table, out);
+  std::int64_t i = 0;
+  for (; i + W <= count; i += W) V::store(out + i, V::lookup16(V::load_int4(packed, i), table));
+  for (; i < count; ++i) out[i] = table[packed[i / 2] >> (i % 2 * 4) & 15];
 }
 
 // ---- products ---------------------------------------------------------------------------------
@@ -680,24 +484,14 @@ SimdKernels kernels_with(const GemmKernels& gemm) {
       fwht_strip,
       fold_strip,
       scale_row,
-      multiply,
-      scale_tile,
-      scale_columns,
-      dot_columns,
       amax,
       amax_strip,
       amax_columns,
       quantize_row,
       quantize_strip<false>,
       quantize_strip<true>,
-      quantize_tile,
-      dither_row,
-      undither_row,
-      dither_strip,
-      add_squares,
       sum_magnitudes,
       expand_int4,
-      expand_int2,
       dequantize,
       axpy,
       gemm,

@@ -27,17 +27,8 @@ struct V {
   static I load_i8(const std::int8_t* p) { return unsigned_of(*p); }
   // Packed codes from number `first` on, a multiple of the width, in ascending order: the lowest
   // bits of a byte first.
-  template <int bits>
-  static I load_codes(const std::uint8_t* p, std::int64_t first) {
-    constexpr int each = 8 / bits;
-    return p[first / each] >> (first % each * bits) & ((1U << bits) - 1);
-  }
-  template <int bits>
-  static void store_codes(std::uint8_t* p, std::int64_t first, I codes) {
-    constexpr int each = 8 / bits;
-    const std::int64_t place = first % each;
-    const I before = place == 0 ? 0U : p[first / each];
-    p[first / each] = static_cast<std::uint8_t>(before | codes << (place * bits));
+  static I load_int4(const std::uint8_t* p, std::int64_t first) {
+    return p[first / 2] >> (first % 2 * 4) & 15U;
   }
   static void store_i8(std::int8_t* p, I v) { *p = static_cast<std::int8_t>(signed_of(v)); }
   static F load_bf16(const std::uint16_t* p) { return bf16_to_float(*p); }
@@ -53,7 +44,6 @@ struct V {
   static F and_bits(F v, I mask) { return float_from_bits(float_bits(v) & mask); }
 
   static I max_u(I a, I b) { return a > b ? a : b; }
-  static I max_i(I a, I b) { return signed_of(a) > signed_of(b) ? a : b; }
   static I min_i(I a, I b) { return signed_of(a) < signed_of(b) ? a : b; }
   static I addi(I a, I b) { return a + b; }
   static I subi(I a, I b) { return a - b; }
