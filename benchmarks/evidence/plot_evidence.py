@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -179,21 +178,6 @@ def plot_gaps(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def plot_ways(report: Mapping[str, Any], path: Path) -> None:
-    """Last validation loss by way, the mean of the seeds; no point where one diverged."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    ways = tables.ways_of(report)
-    for name, color in {"bf16": PLAIN, **CONTENDERS}.items():
-        means = [
-            statistics.mean(found.get(name, {"": math.nan}).values()) for found in ways.values()
-        ]
-        finite = [mean if math.isfinite(mean) else math.nan for mean in means]
-        axes.plot(list(ways), finite, "o-", color=color, label=name)
-    title = f"GPT, {tables.tokens_of(report):,} tokens a step"
-    label(axes, title, "factor of the size's learning rate", "validation loss")
-    save(figure, path)
-
-
 def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
     """Step -> mean loss of the seeds that kept their curves."""
     by_step = zip(*(run["curve"] for run in runs.values() if "curve" in run), strict=True)
@@ -315,13 +299,12 @@ def plot_all(results: Path, out: Path) -> list[str]:
         "cuda-gpt-10M-20": lambda found: plot_gaps(
             {**found, "runs": tables.in_whole_seeds(found["runs"])}, out / "gaps-10M.svg"
         ),
-        "cuda-gpt-10M-rates": lambda found: plot_ways(found, out / "rates-10M.svg"),
     }
     if tables.gaps_by_size(results):
         plot_scaling(results, out / "scaling.svg")
     for name, draw in figures.items():
         if (results / f"{name}.json").exists():
-            draw(json.loads((results / f"{name}.json").read_text()))
+            draw(tables.report_of(results, f"{name}.json"))
     wanted = dict.fromkeys([*figures, *(f"cuda-gpt-{size}" for size in tables.GPT_SIZES)])
     return [f"{name}.json" for name in wanted if not (results / f"{name}.json").exists()]
 

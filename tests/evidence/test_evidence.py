@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
@@ -738,38 +737,3 @@ def test_evidence_names_scripts_and_contenders() -> None:
                     words[words.index("--methods") + 1],
                     table=words[words.index("--table") + 1] if "--table" in words else "rivals",
                 )
-
-
-def test_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script on a model of its kind and a few molecules of its own."""
-    from evidence import bench_pretrained as script
-
-    mend_torchvision()
-    transformers = pytest.importorskip("transformers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "C", "c", "(", ")", "=", "O", "Cl", "1"]
-    monkeypatch.setattr(script, "FOLDER", tmp_path)
-    monkeypatch.setattr(script, "BATCH", 4)
-    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    for part in ("train", "test"):
-        with gzip.open(tmp_path / f"{part}.csv.gz", "wt") as file:
-            file.write("SMILES\n" + "".join(f"C{'c' * (i % 40)}(Cl)=O,x\n" for i in range(90)))
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = transformers.AlbertConfig(
-        vocab_size=len(words), embedding_size=32, num_attention_heads=2, **sizes
-    )
-    config.save_pretrained(tmp_path)
-    model = transformers.AlbertForMaskedLM(config)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    script.vocabulary.cache_clear()
-    first = script.rows("train", 90, 0)[0]
-    assert first[0] == 2 and 3 in first.tolist() and 11 in first.tolist()  # Cl is one token
-    inputs, targets = next(script.batches(script.rows("train", 8, 0), 1))
-    assert ((inputs == 4) == (targets != script.IGNORED)).all() and (targets != 0).all()
-    script.main(["--quick", "--json", str(tmp_path / "out.json")])
-    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert set(runs) == {"fp32/0", "bf16/0", "default/0"}
-    losses = [run["validation_loss"] for run in runs.values()]
-    assert len(set(losses)) == 3 and max(losses) < 1.02 * min(losses)
-    assert runs["fp32/0"]["curve"][0] == runs["default/0"]["curve"][0]  # the plain forward
-    assert losses[0] < runs["fp32/0"]["curve"][0][1]
-    script.vocabulary.cache_clear()
