@@ -731,16 +731,6 @@ def config_fields(results: Path) -> Lines:
 # ---- all kinds ----
 
 
-def planned(results: Path, *words: str) -> Lines:
-    """Another table, or that its report is not there yet."""
-    try:
-        yield from table(" ".join(words), results).splitlines()
-    except Unknown as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        yield "*Planned, not run.*"
-
-
 def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
     return {make.__name__.replace("_", "-"): (file, make) for make in makes}
 
@@ -771,7 +761,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-memory.json", TABLES.memory),
     **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
-    **_of("", TABLES.quality, TABLES.decided, planned),
+    **_of("", TABLES.quality, TABLES.decided),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 DATED = ("gradient-quality", "latency", "breakdown", "memory")

@@ -656,9 +656,9 @@ def test_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     plot_evidence.main(["--results", str(tmp_path), "--out", str(out)])
     names = {path.name for path in out.iterdir()}
     assert names == {"training-vit.svg", "training-gpt.svg", "ablations-vit.svg",
-                     "ablations-gpt.svg", "latency.svg", "memory.svg", "scaling.svg"}  # fmt: skip
+                     "ablations-gpt.svg", "latency.svg", "memory.svg"}  # fmt: skip
     said = capsys.readouterr().out
-    assert "finetune.json is not there" in said and "cuda-gpt-91M.json is not there" in said
+    assert "finetune.json is not there" in said
 
 
 # ---- the runner ----

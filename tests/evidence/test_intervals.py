@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from evidence import evidence_tables, intervals, plot_evidence  # noqa: E402
+from evidence import evidence_tables, intervals  # noqa: E402
 
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 12: 2.1788, 30: 2.0423}
 """Degrees of freedom -> the printed 97.5 % points."""
@@ -126,5 +126,3 @@ def test_the_gap_along_a_run(tmp_path: Path) -> None:
     assert "| 0.90 | below" not in ours and ours.endswith("| 0.90 | 0.90 |")
     assert "differs by more than the margin" in fast and fast.endswith("| 0.80 | 0.84 |")
     assert "2.50 passes over 4,000 tokens of 2 packages (torch, jax, …)" in text
-    plot_evidence.plot_gaps(report, tmp_path / "gaps.svg")
-    assert "tokens a parameter" in (tmp_path / "gaps.svg").read_text()
