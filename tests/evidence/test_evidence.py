@@ -699,27 +699,6 @@ def test_evidence_runs_its_parts(
     assert capsys.readouterr().out.count("left out, no time left") == 3
 
 
-def test_parts_run_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each part waits for what the other one writes."""
-    (tmp_path / "script.py").write_text(
-        "import sys, time, pathlib\n"
-        "path = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
-        "path.write_text('')\n"
-        "ends = time.monotonic() + 5\n"
-        "while not path.with_name(sys.argv[1]).exists():\n"
-        "    time.sleep(0.02)\n"
-        "    assert time.monotonic() < ends\n"
-    )
-    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
-    parts = [evidence.Part(one, 20, ("script.py", other), one) for one, other in ("ab", "ba")]
-    monkeypatch.setattr(evidence, "CALLS", {"a": tuple(parts)})
-    evidence.main(["--out", str(tmp_path / "out"), "--together"])
-    said = capsys.readouterr().out
-    assert "a: status 0" in said and "b: status 0" in said
-
-
 def test_evidence_names_scripts_and_contenders() -> None:
     """Every part's command is one that its script takes."""
     import bench_gpt
