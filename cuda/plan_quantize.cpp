@@ -19,7 +19,7 @@ RowShare row_share(std::int64_t blocks, int most_per_lane) {
     if (lanes > 32) {
       lanes = round_up(lanes, 32);
     } else {
-      std::int64_t power = 1;
+      std::int64_t power = 4;  // a block of 64 lies in 4 lanes
       while (power < lanes) power *= 2;
       lanes = power;
     }
