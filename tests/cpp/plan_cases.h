@@ -248,8 +248,7 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
   add("INT8, more tokens than a cluster holds", {40000, 64, 768}, DType::bf16,
       {"memset", "rows_column_amax_kernel", codes}, hot::recipe("fast"));
   add("INT8 of all tokens", {16501, 64, 64}, DType::bf16,
-      {"memset", "rows_column_amax_kernel", codes},
-      hot::recipe("accurate"));
+      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("accurate"));
   add("INT8, one scale", {8399, 64, 256}, DType::bf16, {"memset", "rows_column_amax_kernel", codes},
       hot::recipe("paper"));
   add("INT8, one scale, another block", {8399, 64, 208}, DType::bf16,
