@@ -248,10 +248,11 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
   add("INT8, more tokens than a cluster holds", {40000, 64, 768}, DType::bf16,
       {"memset", "rows_column_amax_kernel", codes}, hot::recipe("fast"));
   add("INT8 of all tokens", {16501, 64, 64}, DType::bf16,
-      {"memset", "rows_column_amax_kernel", codes},
-      hot::recipe("accurate"));
-  add("INT8, one scale, the other block", {8399, 64, 208}, DType::bf16,
-      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("paper"), 16);
+      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("accurate"));
+  add("INT8, one scale", {8399, 64, 256}, DType::bf16, {"memset", "rows_column_amax_kernel", codes},
+      hot::recipe("paper"));
+  add("INT8, one scale, another block", {8399, 64, 208}, DType::bf16,
+      {"memset", "rows_kernel", "column_amax_kernel", codes}, hot::recipe("paper"), 16);
   add("INT8 of fp32", {40000, 64, 64}, DType::f32,
       {"memset", "rows16_kernel", "column_amax_kernel", codes}, hot::recipe("fast"));
   add("INT8, a generic projection", {300, 64, 48}, DType::f16,

@@ -392,9 +392,8 @@ class RandomBatch {
          << (spec.equalize_tokens ? " equalised" : "") << ", g_w scale "
          << hot::granularity_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
          << spec.gx_bits << ", rounding " << hot::rounding_name(spec.gx_rounding) << " "
-         << hot::rounding_name(spec.gw_rounding)
-         << ", arch " << arch << (accumulate ? ", accumulating" : "")
-         << (quantized ? ", w quantised before" : "");
+         << hot::rounding_name(spec.gw_rounding) << ", arch " << arch
+         << (accumulate ? ", accumulating" : "") << (quantized ? ", w quantised before" : "");
     if (forward_too) text << ", and x for a forward product, n " << forward_spec.hadamard_block;
     named(text);
     one_->run = [=](const hot::Context& base, const Side& side) {

@@ -97,9 +97,7 @@ TEST(BackwardLinear, golden_compress_activation) {
              });
 }
 
-TEST(BackwardLinear, golden) {
-  for_golden("backward_linear", "gb", check_golden);
-}
+TEST(BackwardLinear, golden) { for_golden("backward_linear", "gb", check_golden); }
 
 TEST(BackwardLinear, same_bits_on_every_path) {
   for (auto& [name, spec] : recipes()) {
@@ -179,7 +177,7 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
     Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
     const hot::ConstQuantizedWeight quantized =
         hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
-    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));           // nothing past its end
+    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));       // nothing past its end
     if (layer.spec.gx_scale == hot::Granularity::tensor) {  // its scale in every place, as CUDA
       const auto* const scale = reinterpret_cast<const float*>(codes + bytes) - I;
       EXPECT_EQ(std::vector<float>(scale, scale + I),

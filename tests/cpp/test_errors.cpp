@@ -219,7 +219,6 @@ TEST(Errors, compress_activation) {
       [](Arguments& t) {
         hot::compress_activation(t.context, t.w, t.spec, {t.saved_data, t.saved_bytes}, {});
       });
-
 }
 
 TEST(Errors, decompress_activation) {

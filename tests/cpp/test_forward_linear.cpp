@@ -293,8 +293,8 @@ TEST(ForwardLinear, an_input_that_is_kept_has_the_bits_of_both_calls) {
         spec.storage = round % 4 == 0 ? hot::Storage::int8 : hot::Storage::int4;
       }
       const Input input(tokens[random_int(0, 10)], features[random_int(0, 9)],
-                        dtypes[random_int(0, 2)], random_int(0, 3),
-                        forward_block(random_int(0, 7)), spec);
+                        dtypes[random_int(0, 2)], random_int(0, 3), forward_block(random_int(0, 7)),
+                        spec);
       input.check(cpu(static_cast<int>(random_int(1, 3)))
                       .with_isa(isas()[static_cast<std::size_t>(
                           random_int(0, static_cast<std::int64_t>(isas().size()) - 1))]));
