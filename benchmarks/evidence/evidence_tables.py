@@ -265,7 +265,7 @@ def ratio(rows: Mapping[str, Any], name: str) -> str:
 
 
 LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 arrays",
-           "hotcore paper", "hotcore default", "hotcore fast", "hotcore compact",
+           "hotcore paper", "hotcore default", "hotcore fast",
            "torchao FP8")  # fmt: skip
 UNFUSED = (
     "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are "
