@@ -96,14 +96,3 @@ def test_the_report_is_of_these_plans() -> None:
             code = rows[kernel]
             assert launch.threads <= code["threads"], (arch, kernel)
             assert launch.shared <= code["shared"], (arch, kernel)
-
-
-def test_tables_of_gpus_that_are_not_here() -> None:
-    from evidence import doc_tables
-
-    row = {"registers": 40, "stack": 8, "threads": 128, "shared": 36096, "resident": 2}
-    report = {"limits": {"sm_86": {"a_kernel": row}, "sm_120": {"b_kernel": row}}}
-    assert list(doc_tables.limits(report, "sm_86", "sm_120"))[2:] == [
-        "| `a_kernel` | 128 | 36,096 | 40, 8, 2 |  |",
-        "| `b_kernel` | 128 | 36,096 |  | 40, 8, 2 |",
-    ]

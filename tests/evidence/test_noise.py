@@ -16,7 +16,7 @@ pytest.importorskip("tokenizers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_gpt  # noqa: E402  (after the path)
-from evidence import doc_tables, evidence_tables, rivals  # noqa: E402  (after the path)
+from evidence import rivals  # noqa: E402  (after the path)
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")
 
@@ -88,28 +88,6 @@ def test_noise_is_measured_beside_a_run(
 # ---- ways to train ----
 
 
-@pytest.mark.long
-def test_a_diverged_run_is_a_row(tmp_path: Path, cache: Path) -> None:
-    runs = trained(tmp_path, cache, "--rates", "1", "1e7", "--contenders", "bf16",
-                   "default int8-forward", "fast", "FP8 tensorwise")  # fmt: skip
-    diverged = {key for key, run in runs.items() if "diverged" in run}
-    assert {"bf16 @ rate 1/0", "default int8-forward @ rate 1e+07/0"} <= set(runs)
-    assert diverged == {key for key in runs if "rate 1e+07" in key}
-    for key in diverged:
-        assert runs[key]["diverged"] == f"loss is nan at step {len(runs[key]['curve'])}"
-        assert "validation_loss" not in runs[key]
-    assert "NaN" not in (tmp_path / "0.json").read_text()
-
-
-def test_a_loss_that_rises_has_diverged(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_gpt, "DIVERGED", -1.0)
-    run = trained(tmp_path, cache, "--contenders", "bf16")["bf16/0"]
-    last = run["curve"][-1][1]
-    assert run["diverged"] == f"loss is {last:.3f} after {min(v for _, v in run['curve']):.3f}"
-
-
 def test_accumulated_batches_are_one(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,31 +114,6 @@ def torchao_optimizer(*words: Any) -> Any:
         return bench_gpt.optimizer_of(*words)
     except rivals.TorchaoMissing as missing:
         pytest.skip(str(missing))  # third_party/torchao is fetched for GPU runs alone
-
-
-def test_optimizers_step_alike() -> None:
-    """By torch and by torchao: the same step, of states in 8 bits nearly."""
-    first = [torch.randn(64, 64), torch.randn(64)]
-    grads = [torch.randn_like(value) for value in first]
-    found = {}
-    for kind, dtype in bench_gpt.OPTIMIZERS.items():
-        weights = [torch.nn.Parameter(value.to(dtype, copy=True)) for value in first]
-        optimizer = torchao_optimizer(weights, kind, False)
-        for _ in range(3):
-            for weight, grad in zip(weights, grads, strict=True):
-                weight.grad = grad.to(dtype)
-            for group in optimizer.param_groups:
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(0.01)
-                else:
-                    group["lr"] = 0.01
-            optimizer.step()
-        assert all(weight.dtype == dtype for weight in weights)
-        found[kind] = [weight.detach().float() for weight in weights]
-    large, small = found["8-bit"]
-    torch.testing.assert_close(small, found["adamw"][1], rtol=1e-5, atol=1e-6)  # is not quantised
-    assert 0 < (large - found["adamw"][0]).abs().max() < 0.02
-    assert (found["8-bit-bf16"][0] - first[0]).abs().max() < 0.07
 
 
 @pytest.mark.long
@@ -194,55 +147,3 @@ def test_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 
 
 # ---- tables ----
-
-
-def written(folder: Path, runs: dict[str, Any], **settings: Any) -> None:
-    size = {"batch": 1, "context": 100}
-    report = {"runs": runs, "parameters": 1000, "date": "2026-01-02T03",
-              "settings": {"steps": 50, "size": size, **settings}}  # fmt: skip
-    (folder / "cuda-gpt-x.json").write_text(json.dumps(report))
-
-
-def test_table_of_ways(tmp_path: Path) -> None:
-    """Gaps to bf16 of the same way and seed; what diverged is counted."""
-    losses: dict[str, dict[str, list[float | None]]] = {
-        "rate 1": {"bf16": [3.0, 4.0], "default": [3.01, 4.03], "fast": [3.5, None]},
-        "rate 8": {"bf16": [None, 5.0], "default": [6.0, 5.5], "fast": [None, None]},
-    }
-    written(tmp_path, {
-        f"{name} @ {way}/{seed}": {"diverged": "x"} if loss is None else {"validation_loss": loss}
-        for way, of in losses.items() for name, each in of.items() for seed, loss in enumerate(each)
-    }, accumulate=3)  # fmt: skip
-    words = "planned ways cuda-gpt-x.json"
-    lines = doc_tables.table(words, tmp_path).splitlines()
-    of = "300 tokens a step, 50 steps, rate"
-    assert lines[0] == f"| validation loss less bf16's | {of} 1 | {of} 8 |"
-    assert lines[2:5] == [
-        "| bf16's loss | 3.5000 ± 0.7071 | 5.0000, 1 diverged |",
-        "| default | +0.0200 ± 0.0141 | +0.5000, 1 where bf16 diverged |",
-        "| fast | +0.5000, 1 diverged | diverged |",
-    ]
-    assert doc_tables.table("planned ways other.json", tmp_path) == "*Planned, not run.*\n"
-    with pytest.raises(doc_tables.Unknown, match="none of"):
-        doc_tables.table("planned no-such-kind other.json", tmp_path)
-    pytest.importorskip("matplotlib")
-    from evidence import plot_evidence
-
-    report = evidence_tables.report_of(tmp_path, "cuda-gpt-x.json")
-    plot_evidence.plot_ways(report, tmp_path / "rates.svg")
-    assert "300 tokens a step" in (tmp_path / "rates.svg").read_text()
-
-
-def test_table_of_noise(tmp_path: Path) -> None:
-    of = {"error": 0.5, "chance": 0.3, "noise": 0.4, "bias": 0.1}
-    noise = {
-        "tokens": 100, "batches": 4, "gradient": 0.5, "batch": 2.0, "noise_scale": 1600.0,
-        "contenders": {"fast": {**of, "accumulated": {"1": 0.5, "2": 0.3, "4": 0.25}}},
-    }  # fmt: skip
-    written(tmp_path, {"bf16/0": {"validation_loss": 3.0, "noise": {"25": noise}}})
-    lines = doc_tables.table("noise cuda-gpt-x.json", tmp_path).splitlines()
-    assert lines[0].startswith("| 2.50 tokens a parameter | noise at 100 tokens, of the batch's |")
-    assert lines[0].endswith("| error at 100 tokens, of the gradient | at 400 |")
-    assert lines[2] == "| the batch's own | 1 |  |  | 4.000 | 2.000 |"
-    assert lines[3] == "| fast | 0.200 | 0.150 | 0.200 | 1.000 | 0.500 |"
-    assert "alike at 1,600 tokens" in lines[5]

@@ -24,7 +24,6 @@ import hotcore  # noqa: E402
 import layers  # noqa: E402
 import timing  # noqa: E402
 from evidence import (  # noqa: E402
-    bench_cases,
     bench_examples,
     bench_fwht,
     bench_rule,
@@ -87,21 +86,6 @@ def test_contenders_take_turns() -> None:
     assert all(row["measurements"] == 24 for row in rows.values())
 
 
-def test_a_slow_contender_stops_early_and_counts_are_divided() -> None:
-    ticks = iter(range(1, 1000))
-    slow = {"slow": lambda: 100.0, "quick": lambda: 1.0}
-
-    def watch(call: Any) -> float:
-        next(ticks)
-        return float(call())
-
-    rows = timing.in_turns(slow, 20, "cpu", watch=watch, calls_in={"quick": 4}, budget_ms=1000.0)
-    assert rows["slow"]["measurements"] == 3 * timing.LEAST_ROUNDS
-    assert rows["quick"] == {
-        "median_ms": 0.25, "q1_ms": 0.25, "q3_ms": 0.25, "measurements": 60,
-    }  # fmt: skip
-
-
 def test_rows_that_are_not_steady_are_measured_again_and_are_no_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,22 +112,6 @@ def test_rows_that_are_not_steady_are_measured_again_and_are_no_figures(
 # ---- the arithmetic ----
 
 
-@pytest.mark.parametrize(
-    ("group", "passes", "wanted"),
-    [
-        ("ViT-B", 1, (141, 47, 188, 141)),
-        ("ViT-B", 2, (168, 56, 224, 150)),
-        ("Llama-3-8B", 1, (485, 323, 1132, 1064)),
-        ("Llama-3-8B", 2, (509, 339, 1186, 1079)),
-    ],
-)
-def test_floor(group: str, passes: int, wanted: tuple[int, ...]) -> None:
-    """The floors of the performance plan, in microseconds; it rounded some of them up."""
-    shapes = layers.CUDA_GROUPS[group].values()
-    found = [1e3 * layers.floor_ms(shape, "fast", passes) for shape in shapes]
-    assert found == pytest.approx(wanted, abs=1.0)
-
-
 def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
     shape = (48, 24, 32)
     gy, w, x = bench_backward.tensors(shape, "cpu", torch.float32)
@@ -167,16 +135,6 @@ def test_torchao_emulated() -> None:
             gx, gw = calls[name]()
         assert (gx - gy @ w).norm() < 0.1 * gx.norm()
         assert (gw - gy.t() @ x).norm() < 0.1 * gw.norm()
-
-
-def test_kernels_are_told_apart() -> None:
-    kernels = [
-        {"kernel": "void cutlass::device_kernel<...>", "us": 5.0},
-        {"kernel": "hot::gemm_int8_sm80_kernel", "us": 2.0},
-        {"kernel": "void hot::detail::rows16_kernel<__nv_bfloat16>", "us": 4.0},
-        {"kernel": "Memset (Device)", "us": 1.0},
-    ]
-    assert bench_backward.split(kernels) == (7.0, 5.0)
 
 
 def test_shapes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,24 +245,6 @@ def test_stock_tiles_must_compute_the_same(rng: np.random.Generator) -> None:
     assert len(names) == bench_gemm.FINALISTS
     with pytest.raises(AssertionError, match="stock (small|large) 1x1, along"):
         bench_gemm.stock_finalists(StockGemm(float(rng.uniform(0.02, 0.5))), given, "cpu")
-
-
-def test_stock_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OSError, match="gone"):
-        rivals.StockGemm(tmp_path / "gone.so")
-    with pytest.raises(OSError, match="no libhot_stock_gemm"):
-        rivals.StockGemm(Path(hotcore._core.__file__))
-    with pytest.raises(SystemExit):
-        bench_gemm.main(["--stock", "any.so"])
-    assert "--stock" in capsys.readouterr().err
-
-
-def test_products_of_the_layers() -> None:
-    products = bench_gemm.cuda_products()
-    assert sum(map(len, products.values())) == 24
-    assert products["ViT-B g_w, r = 8"]["fc1"] == (3072, 768, 12608)
-    assert products["Llama-3-8B g_x"]["down"] == (8192, 14336, 4096)
-    assert all(set(names) <= set(products[group]) for group, names in targets.OF_STOCK.items())
 
 
 def test_bench_fwht(tmp_path: Path) -> None:
@@ -450,16 +390,6 @@ def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
             assert expected == pytest.approx(measured, abs=0.08)
 
 
-def test_convolutions_lose_in_the_rules_report() -> None:
-    content = json.loads((FOLDER.parent / gains.REPORT).read_text())
-    rows = [
-        row for n, case in content["grid"].items() if n.startswith("1x1") for row in case["rows"]
-    ]
-    for row in rows:
-        plain = row["times"].pop("plain")[0]
-        assert all(times[0] > 1.05 * plain for times in row["times"].values()), row["shape"]
-
-
 def test_bench_rule(tmp_path: Path) -> None:
     report = run(bench_rule, tmp_path / "out.json")
     for name, case in report["grid"].items():
@@ -480,12 +410,3 @@ def test_convolutions_in_channels_last(tmp_path: Path) -> None:
     wide, every = (rows[name] for name in chosen)
     assert 0 < wide["converted"] < every["converted"] and wide["of reference"]["step"] > 0
     assert every["how"]["settings"]["storage"] == "token4"
-
-
-def test_bench_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cases, "TOKENS", 256)
-    file = tmp_path / "recipe-cases.json"
-    bench_cases.main(["--keys", "1", "--json", str(file)])
-    gauss = json.loads(file.read_text())["cases"]["Gauss"]
-    assert list(gauss) == list(bench_cases.RECIPES)
-    assert gauss["accurate"] < gauss["token4"] < gauss["default"] < gauss["compact"] < gauss["fast"]

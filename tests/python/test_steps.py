@@ -132,29 +132,7 @@ def test_summary_of_kernels() -> None:
     }  # fmt: skip
 
 
-def test_memory_of_graphs() -> None:
-    segments = [
-        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 10},
-        {"segment_pool_id": (0, 1), "total_size": 64, "allocated_size": 24},
-        {"segment_pool_id": (0, 2), "total_size": 8, "allocated_size": 8},
-    ]
-    assert steps.unallocated_in_pools(segments) == 40
-
-
 # ---- contenders ----
-
-
-def test_contenders_by_importance() -> None:
-    names = [c.name for c in training.people(models.TASKS["vit_b"])]
-    assert names[0] == REFERENCE and len(set(names)) == len(names)
-    for wanted in ("fast reduce-overhead", "FP8 rowwise compiled", "bf16 compiled, budget 0.3",
-                   "bf16 checkpointed, compiled"):  # fmt: skip
-        assert wanted in names
-    whole = [c.name for c in training.people(models.TASKS["resnet50"])]
-    assert not [name for name in whole if "checkpointed" in name]
-    lora = training.people(models.TASKS["llama_lora"])
-    assert {c.recipe for c in lora} == {None, "default"}
-    assert not any(c.fp8 or c.int8_torchao for c in lora)
 
 
 def test_waves() -> None:
@@ -181,14 +159,6 @@ def test_waves() -> None:
     ]
     with pytest.raises(ValueError, match=r"\['bf17\*'\] fit none"):
         steps.waves_of(["vit_b"], ["bf16*", "bf17*"], {"vit_b": 0})
-
-
-def test_described() -> None:
-    assert steps.described(Contender("x")) == {}
-    contender = Contender("x", "fast", autocast=True, compiled="default", memory_budget=0.5)
-    assert steps.described(contender) == {
-        "recipe": "fast", "autocast": True, "compiled": "default", "memory_budget": 0.5,
-    }  # fmt: skip
 
 
 class Toy(torch.nn.Module):
@@ -375,15 +345,6 @@ def test_several_runs_are_one_row_with_their_range() -> None:
     assert steps.combined([alone]) == alone and "runs" not in alone["a"]
 
 
-def test_points_that_nothing_beats_are_bold() -> None:
-    rows = step_rows()
-    lines = list(doc_tables.points({"steps": {"x": {"title": "X", "rows": rows}}}, "x"))[2:]
-    bold = {words.split("**")[1] for words in lines if "**" in words}
-    assert bold == {"default compiled, budget 0.5", "default compiled, saved 8",
-                    "default reduce-overhead", "bf16 reduce-overhead"}  # fmt: skip
-    assert lines[0] == "| X | **default compiled, budget 0.5** | 60.0 | 1.50 | 2.00 | 0.22 |"
-
-
 @pytest.mark.long
 def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
     """One answers, one fails, one dies: the others still run."""
@@ -495,14 +456,6 @@ def test_marks_differ() -> None:
         assert len(set(marks)) == len(marks)
         for _, mark in marks:
             MarkerStyle(mark)  # raises for one that cannot be drawn
-
-
-def test_frontier() -> None:
-    pytest.importorskip("matplotlib")
-    import plot
-
-    points = [(2.0, 50.0), (1.0, 60.0), (3.0, 55.0), (4.0, 40.0), (2.0, 70.0)]
-    assert plot.frontier(points) == [(1.0, 60.0), (2.0, 50.0), (4.0, 40.0)]
 
 
 def test_tables_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
