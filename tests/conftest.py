@@ -66,14 +66,6 @@ def api() -> Iterator[Any]:
     made.close()
 
 
-@pytest.fixture(params=["binding", "C ABI"])
-def stages(request: pytest.FixtureRequest) -> Any:
-    """The stages' functions: hotcore's, or through the C ABI, which takes NumPy arrays alone."""
-    import hotcore
-
-    return hotcore if request.param == "binding" else request.getfixturevalue("api")
-
-
 # Of benchmarks, and of the reference's token storages: long as whole files.
 LONG = re.compile(r"test_(bench\w*|evidence|gpt|rivals|reference_one_code)\.py|evidence/")
 

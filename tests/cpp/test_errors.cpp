@@ -24,11 +24,16 @@ struct Arguments {
     std::istringstream words(line);
     std::string word;
     while (words >> word) set(word);
-    const std::int64_t tokens = numbers.count("tokens") != 0 ? numbers["tokens"] : 20;
-    const auto bytes = static_cast<std::int64_t>(hot::saved_layout(tokens, 12, spec).bytes);
+    const auto or_else = [&](const char* name, std::int64_t other) {
+      return numbers.count(name) != 0 ? numbers[name] : other;
+    };
+    const std::int64_t tokens = or_else("tokens", 20), features = or_else("in_features", 12);
+    const auto bytes = static_cast<std::int64_t>(hot::saved_layout(tokens, features, spec).bytes);
     set("saved=i8(" + std::to_string(bytes) + ")");
     set("workspace=i8(" + std::to_string(room) + ")");
     numbers.emplace("format", static_cast<std::int64_t>(hot::saved_format(spec)));
+    const hot::ForwardLinearSpec forward{static_cast<int>(or_else("block", 16))};
+    numbers.emplace("input_format", static_cast<std::int64_t>(hot::forward_input_format(forward)));
   }
 
   static DType dtype(const std::string& name) {
@@ -86,13 +91,11 @@ struct Arguments {
     }
   }
 
-  hot::Workspace workspace() {
-    return {views["workspace"].data, static_cast<std::size_t>(views["workspace"].shape[0])};
-  }
-  std::size_t saved_bytes() { return static_cast<std::size_t>(views["saved"].shape[0]); }
+  hot::Workspace workspace() { return {views["workspace"].data, bytes("workspace")}; }
+  std::size_t bytes(const char* name) { return static_cast<std::size_t>(views[name].shape[0]); }
   hot::ConstSavedActivation saved() {
     return {views["saved"].data,
-            saved_bytes(),
+            bytes("saved"),
             numbers["tokens"],
             numbers["in_features"],
             {},
@@ -125,10 +128,24 @@ void call(const std::string& name, Arguments& t) {
     hot::gemm_int4(context, v["a"], v["b"], t.numbers["k"], v["a_scale"], v["b_scale"],
                    {number("divisor")}, v["out"], t.workspace());
   } else if (name == "compress_activation") {
-    hot::compress_activation(context, v["x"], t.spec, {v["saved"].data, t.saved_bytes()}, {});
+    hot::compress_activation(context, v["x"], t.spec, {v["saved"].data, t.bytes("saved")}, {});
   } else if (name == "decompress_activation") {
     hot::decompress_activation(context, t.saved(), t.numbers["first"], t.numbers["last"], t.spec,
                                v["out"]);
+  } else if (name == "forward_linear") {
+    const hot::ForwardLinearSpec forward{number("block")};
+    if (v.count("codes") == 0) {
+      hot::forward_linear(context, v["x"], v["w"], v["bias"], forward, v["y"], t.workspace());
+      return;
+    }
+    const hot::ConstQuantizedInput x{v["codes"].data, t.bytes("codes"), t.numbers["tokens"],
+                                     t.numbers["in_features"],
+                                     static_cast<std::uint64_t>(t.numbers["input_format"])};
+    hot::forward_linear(context, x, v["w"], v["bias"], forward, v["y"], t.workspace());
+  } else if (name == "quantize_forward_input") {
+    hot::quantize_forward_input(context, v["x"], {number("block")},
+                                {v["codes"].data, t.bytes("codes")}, t.spec,
+                                {v["saved"].data, t.bytes("saved")}, t.workspace());
   } else {
     ASSERT_EQ(name, "backward_linear");
     hot::backward_linear(context, v["gy"], v["w"], t.saved(), t.spec,

@@ -79,12 +79,15 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
 
     for field in [field for field in given if field.startswith("spec.")]:
         set_spec(field, given.pop(field))
-    rows = given.get("tokens", 20)
+    rows, width = given.get("tokens", 20), given.get("in_features", 12)
     saved, layout = make("hot_saved"), make("hot_saved_layout")
-    api.call("hot_saved_layout_of", rows, 12, spec, layout)
+    api.call("hot_saved_layout_of", rows, width, spec, layout)
     room = {"saved": aligned(layout.bytes), "workspace": aligned(1 << 14)}
-    _, kept = api.compress_activation(np.ones((rows, 12), np.float32), spec)
+    _, kept = api.compress_activation(np.ones((rows, width), np.float32), spec)
     given.setdefault("format", kept.format)
+    forward = api.forward_spec(given.get("block", 16))
+    _, made, _, _ = api.quantize_forward_input(np.ones((1, 1), np.float32), forward)
+    given.setdefault("input_format", made.format)
     arrays = {n: v for n, v in given.items() if isinstance(v, np.ndarray)} | room
     views = {n: tensor(v.view(np.int8) if n in room else v) for n, v in arrays.items()}
     for change, value in arguments(broken).items():
@@ -109,7 +112,12 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
             numbers[int(part[-1])] = base + int(value)
     for field in ("tokens", "in_features", "format"):
         setattr(saved, field, given.get(field, 0))
+        if field != "format":
+            setattr(made, field, given.get(field, 0))
     saved.data, saved.bytes = views["saved"].data, views["saved"].shape[0]
+    forward.hadamard_block, made.format = given.get("block", 16), given["input_format"]
+    if "codes" in views:
+        made.data, made.bytes = views["codes"].data, views["codes"].shape[0]
     work = views["workspace"].data, views["workspace"].shape[0]
     v, g, before = views, given, [bytes(one) for one in arrays.values()]
     scales = [v[n] for n in ("a_scale", "b_scale") if n in v]
@@ -128,10 +136,20 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
             v["x"], spec, saved.data, saved.bytes, None, 0, make("hot_saved"),
         ),
         "decompress_activation": lambda: (saved, g["first"], g["last"], spec, v["out"]),
+        "forward_linear": lambda: (v["x"], v["w"], v["bias"], forward, v["y"], *work),
+        "forward_linear_input": lambda: (
+            made, v["w"], None, v["bias"], forward, v["y"], *work,
+        ),
+        "quantize_forward_input": lambda: (
+            *(v["x"], forward, made.data, made.bytes, make("hot_input"), spec),
+            *(saved.data, saved.bytes, *work, make("hot_saved")),
+        ),
         "backward_linear": lambda: (v["gy"], v["w"], saved, spec, gradients, *work),
     }  # fmt: skip
     parts = {n: ctypes.addressof(v[n]) for n in ("gx", "gw", "gb") if n in v}
     gradients = make("hot_gradients", **parts)
+    if name == "forward_linear" and "codes" in v:
+        name = "forward_linear_input"
     try:
         api.on(f"hot_{name}", *last[name]())
     except HotError:
