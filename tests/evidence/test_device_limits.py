@@ -73,19 +73,6 @@ def test_resident_thread_blocks(arch: str, code: Compiled, launch: Launch, expec
     assert resident(DEVICES[arch], code, launch) == expected
 
 
-def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_limits, "LAYERS", ((197, 768, 768),))
-    found = device_limits.launches("sm_86", device_limits.LAYERS)
-    assert {"rows16_kernel", "gemm_small_kernel"} <= found.keys()
-    with pytest.raises(ValueError, match="has no code for sm_86, only sm_90"):
-        device_limits.checked({"sm_90": {}}, ["sm_86"])
-    with pytest.raises(ValueError, match="for sm_86"):
-        device_limits.checked({"sm_86": {}}, ["sm_86"])
-    code = dict.fromkeys(device_limits.launches("sm_86"), Compiled(255, 0, 60000))
-    rows = device_limits.checked({"sm_86": code}, ["sm_86"])["sm_86"]
-    assert rows["gemm_small_kernel"]["resident"] == 0 and rows["rows16_kernel"]["resident"] == 1
-
-
 def test_the_report_is_of_these_plans() -> None:
     """A plan that takes more than it did wants the check again, with the library of today."""
     report = json.loads((RESULTS / "limits.json").read_text())["limits"]

@@ -33,11 +33,6 @@ GTEST = {
         }
     ]
 }
-JUNIT = """<testsuites><testsuite>
-<testcase name="grows" time="2.0"><properties><property name="steps" value="300"/></properties></testcase>
-<testcase name="broken" time="0.5"><failure>no memory</failure></testcase>
-<testcase name="left" time="0"><skipped/></testcase>
-</testsuite></testsuites>"""  # noqa: E501
 
 
 def test_reads_gtest(tmp_path: Path) -> None:
@@ -52,16 +47,6 @@ def test_reads_gtest(tmp_path: Path) -> None:
     }
     assert found["fast"]["figures"] == {"cases": 70, "word": "a"}
     assert found["bad"]["failures"] == ["case 3 differs"]
-
-
-def test_reads_pytest(tmp_path: Path) -> None:
-    path = tmp_path / "found.xml"
-    assert gpu_trust.pytest_results(path) == {}
-    path.write_text(JUNIT)
-    found = gpu_trust.pytest_results(path)
-    assert [row["result"] for row in found.values()] == ["passed", "failed", "skipped"]
-    assert found["grows"]["figures"] == {"steps": 300}
-    assert found["broken"]["failures"] == ["no memory"]
 
 
 def test_every_part_is_run_and_shown() -> None:
