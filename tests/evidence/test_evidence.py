@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,6 +178,37 @@ def test_the_formula_is_the_papers_figure() -> None:
 
 
 # ---- tables, claims and figures ----
+
+
+def test_what_to_switch_on(tmp_path: Path) -> None:
+    """By the rules of hot.advise; the first report that has a model counts."""
+    from evidence import doc_tables
+
+    def row(ms: float, gib: float) -> dict[str, Any]:
+        step = {"median_ms": ms, "q1_ms": ms, "q3_ms": ms}
+        return {"step": step, "peak_gib": gib, "of reference": {"step": ms / 10, "peak": gib / 10}}
+
+    rows = {
+        **{"bf16 compiled": row(10, 10), "bf16 compiled, budget 0.5": row(12, 5)},
+        **{"default compiled": row(8, 9), "default compiled, kept": row(14, 4)},
+        **{"default compiled, saved 8": row(5, 1), "default compiled, saved 8/4": row(1, 1)},
+        **{"fast compiled": row(5, 5), "FP8 tensorwise compiled": row(1, 1), "failed": {}},
+    }
+    other = {"bf16 compiled": row(10, 10)}
+    for name, found in (("a", {"m": rows}), ("b", {"m": other, "n": other})):
+        steps = {model: {"title": model.upper(), "rows": rows} for model, rows in found.items()}
+        report = {"date": "2026-11-24T01:02:03+00:00", "steps": steps}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    assert doc_tables.table("switch a.json b.json", tmp_path).splitlines()[2:] == [
+        "| M | time | default compiled | 0.80 | 0.90 | bf16 compiled | 1.00 | 1.00 |",
+        "|  | memory | default compiled, kept | 1.40 | 0.40 | bf16 compiled, budget 0.5 | 1.20 |"
+        " 0.50 |",
+        "|  | both | default compiled | 0.80 | 0.90 | bf16 compiled | 1.00 | 1.00 |",
+        "| N | time | bf16 compiled | 1.00 | 1.00 | bf16 compiled | 1.00 | 1.00 |",
+        "|  | memory | bf16 compiled | 1.00 | 1.00 | bf16 compiled | 1.00 | 1.00 |",
+        "|  | both | bf16 compiled | 1.00 | 1.00 | bf16 compiled | 1.00 | 1.00 |",
+        *("", "*Measured: a 2026-11-24, b 2026-11-24.*"),
+    ]
 
 
 def test_claims_point_to_what_is_there() -> None:
