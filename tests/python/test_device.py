@@ -19,30 +19,6 @@ RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
 PAIR = "80-real;90a-real"
 
 
-@pytest.mark.parametrize(
-    ("capability", "architectures", "wgmma", "level", "words"),
-    [
-        ((7, 5), RELEASE, True, "none", "need 8.0"),
-        ((8, 9), RELEASE, True, "full", "kernels of sm_89"),
-        ((9, 0), RELEASE, True, "full", "kernels of sm_90a, wgmma"),
-        ((9, 0), RELEASE, False, "slow", "fetch_cutlass.py"),
-        ((12, 1), RELEASE, True, "full", "kernels of sm_120"),
-        ((13, 0), RELEASE, True, "slow", "PTX of sm_120"),
-        ((10, 0), PAIR, True, "none", "kernels for 80-real;90a-real alone"),
-        ((9, 0), "80-real", False, "none", "CUDAARCHS=90a-real"),
-        ((10, 0), "80", False, "slow", "PTX of sm_80"),
-        ((10, 3), "100f-real", False, "full", "kernels of sm_100f"),
-        ((8, 0), "", False, "none", "no kernels"),
-    ],
-)
-def test_verdicts(
-    capability: tuple[int, int], architectures: str, wgmma: bool, level: str, words: str
-) -> None:
-    found, text = _core.judge_device(*capability, architectures, wgmma)
-    assert (found, words in text) == (level, True), text
-    assert text.startswith(f"compute capability {capability[0]}.{capability[1]}")
-
-
 def test_missing_devices() -> None:
     missing = "no CUDA backend.*HOT_CUDA=ON pip install.*hotcore.info"
     if _core.built_with_cuda():

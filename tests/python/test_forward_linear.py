@@ -19,8 +19,6 @@ from support import (
     array,
     data,
     equal_bits,
-    from_bits,
-    golden,
     poison,
     rounded,
     same_on_every_path,
@@ -51,34 +49,6 @@ def check_against_reference(x: object, w: object, bias: object, block: int, dtyp
         equal_bits(got, expected, f"block {block}, {dtype}")
 
 
-@pytest.mark.parametrize("name", golden("forward_linear"))
-def test_golden(name: str) -> None:
-    case = golden("forward_linear")[name]
-    config = HotConfig(forward_block=case["forward_block"])
-    expected = from_bits(case["y"])
-    operands = [case["x"], case["w"], case.get("bias")]
-    if not isinstance(expected, np.ndarray):
-        operands = [None if part is None else torch.from_numpy(part) for part in operands]
-    got = hotcore.forward_linear(*operands, config=config, out_dtype=expected.dtype)
-    equal_bits(got, expected)
-
-
-def test_equals_its_stages(rng: np.random.Generator) -> None:
-    for block, (tokens, outs, ins) in ((1, (5, 7, 33)), (64, (31, 12, 200)), (256, (9, 40, 300))):
-        x, w, bias = layer(rng, tokens, outs, ins)
-        codes, scales = [], []
-        for rows in (x, w):
-            padded = np.zeros((len(rows), -(-ins // block) * block), np.float32)
-            padded[:, :ins] = rows
-            transformed_rows = hotcore.fwht(padded, axis=1, block=block)
-            q, s = hotcore.quantize(transformed_rows, bits=8, scale="token", rounding="nearest")
-            codes.append(q)
-            scales.append(s)
-        product = hotcore.gemm_int8(*codes, *scales, divisor=block, out_dtype="float32")
-        got = hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=block))
-        equal_bits(got, product + bias)
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block", [1, 16, 64, 256])
 def test_equals_reference(rng: np.random.Generator, block: int, dtype: str) -> None:
@@ -102,15 +72,6 @@ def test_any_shape_equals_reference(
 ) -> None:
     x, w, bias = layer(np.random.default_rng(seed), tokens, outs, ins, kind)
     check_against_reference(x, w, bias if biased else None, block, "float32")
-
-
-def test_a_quantised_weight_gives_the_same_bits(rng: np.random.Generator) -> None:
-    _, w, bias = layer(rng, 1, 20, 70)
-    codes = hotcore.quantize_forward_weight(w, HotConfig(forward_block=32))
-    for tokens in (1, 7, 130):
-        x = data(rng, (tokens, 70))
-        got = hotcore.forward_linear(x, codes, bias)  # by the configuration of the codes
-        equal_bits(got, hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=32)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -352,15 +313,6 @@ def test_bad_inputs_are_named(rng: np.random.Generator) -> None:
         hotcore.forward_linear(codes, codes)
     with pytest.raises(TypeError, match=r"^x: "):
         hotcore.forward_linear(hotcore.compress_activation(x), w)
-
-
-def test_an_error_writes_nothing(rng: np.random.Generator) -> None:
-    x, w, bias = layer(rng, 8, 5, 7)
-    out = poison((8, 5), "float32")
-    before = out.copy()
-    with pytest.raises(ValueError, match="bias"):
-        hotcore.forward_linear(x, w, bias[:4], out=out)
-    equal_bits(out.view(np.uint32), before.view(np.uint32))
 
 
 def test_supported_says_why_not() -> None:

@@ -15,19 +15,13 @@ from hotcore import Key
 from hypothesis import given
 from hypothesis import strategies as st
 from support import (
-    FLOATS,
     KEY,
     KINDS,
-    SIZES,
-    array,
     data,
     equal_bits,
-    golden,
-    golden_options,
     parted_key,
     poison,
     rounded,
-    same_on_every_path,
     strided,
     widened,
 )
@@ -42,44 +36,10 @@ def projected(gy: np.ndarray, x: np.ndarray, **options: object) -> np.ndarray:
     return left.T @ hotcore.hla(x, key=3, **options) / options.get("block", 16)
 
 
-def test_basis_orders() -> None:
-    expected = [0, 8, 2, 12, 3, 10, 4, 1, 14, 11, 6, 9, 15, 7, 13, 5]
-    assert hotcore.basis_order("lowpass") == expected
-    assert hotcore.basis_order("lowpass", 8) == [0, 4, 2, 3, 6, 1, 7, 5]
-    expected = [0, 8, 12, 4, 6, 14, 10, 2, 3, 11, 15, 7, 5, 13, 9, 1]
-    assert hotcore.basis_order("sequency") == expected
-
-
 @pytest.mark.parametrize("basis", ["lowpass", "sequency"])
 @pytest.mark.parametrize("block", [2, 4, 8, 16, 32, 64])
 def test_order_equals_reference(basis: str, block: int) -> None:
     assert hotcore.basis_order(basis, block) == list(reference.basis_order(basis, block))
-
-
-@pytest.mark.parametrize("name", [name for name in golden("lowrank") if "_" in name])
-def test_golden(name: str, stages: Any) -> None:
-    case = golden("lowrank")[name]
-    if "order" in case:
-        assert stages.basis_order(case["basis"], case["block"]) == case["order"]
-    elif "out" in case:
-        names = ("basis", "rank", "block", "rows", "token_grid", "prefix_tokens", "side", "key")
-        equal_bits(stages.hla(case["x"], **golden_options(case, *names)), case["out"])
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("basis", BASES)
-def test_equals_reference(rng: np.random.Generator, basis: str, side: str, dtype: str) -> None:
-    for tokens in SIZES:
-        for rank in (1, 2, 4, 8, 16):
-            if basis == "sketch" and rank == 1:
-                continue
-            x = array(data(rng, (tokens, 19), "outliers"), dtype)
-            options = dict(rank=rank, basis=basis, side=side, key=KEY)
-            expected = reference.hla(widened(x), **options)
-            equal_bits(
-                widened(hotcore.hla(x, **options)), expected, f"{tokens} tokens, rank {rank}"
-            )
 
 
 @given(
@@ -249,14 +209,6 @@ def test_out(rng: np.random.Generator) -> None:
         out = poison((24, 10), dtype)
         assert hotcore.hla(x, key=9, out=out) is out
         equal_bits(widened(out), rounded(expected, dtype))
-
-
-@pytest.mark.parametrize("basis", BASES)
-def test_same_bits_on_every_path(rng: np.random.Generator, basis: str) -> None:
-    for dtype in FLOATS:
-        x = array(data(rng, (3 * 197, 35)), dtype)
-        for side in SIDES:
-            same_on_every_path(lambda x=x, side=side: hotcore.hla(x, basis=basis, side=side, key=4))
 
 
 def test_non_finite_values_stay_in_their_block(rng: np.random.Generator) -> None:

@@ -148,39 +148,6 @@ def test_output_rows_leave_their_gaps(rng: np.random.Generator) -> None:
     assert (big[:, :9] == 7).all() and (big[:, 41:] == 7).all()
 
 
-def test_dtype_sizes() -> None:
-    x = np.ones((2, 16), np.float32)
-    sizes = {name: hotcore.fwht(array(x, name)).itemsize for name in ("float32", "float16")}
-    assert sizes == {"float32": 4, "float16": 2}
-    q, scale = hotcore.quantize(x)
-    assert (q.dtype, scale.dtype) == (np.int8, np.float32)
-    packed, _ = hotcore.quantize(x, bits=4, packed=True)
-    assert (packed.dtype, packed.shape) == (np.uint8, (2, 8))
-    assert hotcore.gemm_int8(q, q).dtype == np.int32
-    assert hotcore.gemm_int8(q, q, scale, scale, out_dtype="float16").dtype == np.float16
-
-
-def test_views(rng: np.random.Generator) -> None:
-    q = rng.integers(-127, 128, (4, 40), dtype=np.int8)
-    rows = q[::2, 3:35]  # a matrix with a row stride of its own
-    equal_bits(hotcore.gemm_int8(rows, rows), hotcore.gemm_int8(rows.copy(), rows.copy()))
-
-
-def test_context() -> None:
-    assert _core.CoreContext(3).threads == 3
-    assert _core.CoreContext().threads >= 1
-    assert _core.CoreContext().isa == _core.best_isa()
-    assert _core.CoreContext(1, "plain").isa == "plain"
-    assert not _core.CoreContext(1).cuda
-    with pytest.raises(ValueError, match="threads.*-1"):
-        _core.CoreContext(-1)
-    known = "'plain', 'avx2', 'avx512', 'amx'"
-    with pytest.raises(ValueError, match=f"isa: 'sse' is not one of {known}"):
-        _core.CoreContext(1, "sse")
-    with pytest.raises(ValueError, match="8192"):
-        hotcore.hla(np.zeros((16, 4), np.float32), key=hotcore.Key(0, 0, 8192))
-
-
 def test_threads_and_isa_of_the_process() -> None:
     before = hotcore.num_threads()
     hotcore.set_num_threads(3)

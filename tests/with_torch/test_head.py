@@ -148,12 +148,11 @@ def test_loss_of_8_bit_logits() -> None:
     assert abs(hot.linear_cross_entropy(x, weight, target, bias, INT8) - exact) < 1e-4
 
 
-def test_a_vocabulary_longer_than_integer_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = tensors(300, 64, vocab=1001)
-    monkeypatch.setattr(head, "_PART", 300)
+def test_a_vocabulary_longer_than_integer_sums() -> None:
+    given = tensors(8, 16, vocab=50_000)
     got = results(hot.linear_cross_entropy, given, config="default")
     for ours, right in zip(got, results(reference, given, True), strict=True):
-        assert error(ours, right) < 0.008
+        assert error(ours, right) < 0.01
 
 
 def test_rounding_is_repeatable_and_new_in_every_chunk() -> None:
