@@ -489,11 +489,12 @@ def test_another_spec_is_refused(rng: np.random.Generator) -> None:
         ({"rows": (3, 0, 5, 6)}, False),
         ({"token_grid": (8, 8)}, False),
         ({"rank": 3}, True),  # which is not read beside rows
-        ({"gw_scale": "channel"}, True),  # only backward reads it
+        ({"gw_scale": "channel"}, False),  # then x has a scale for each channel
+        ({"gw_scale": "token"}, True),
     ):
         other = dataclasses.replace(paper, **change)
         assert (_core.saved_format(other.spec) == _core.saved_format(paper.spec)) == same, change
-    for change in ({"gx_bits": 4}, {"hadamard_block": 1}, {"weight_scale": "tensor"}):
+    for change in ({"gx_bits": 4}, {"hadamard_block": 1}, {"gx_scale": "tensor"}):
         other = dataclasses.replace(config, **change)
         assert _core.weight_format(other.spec) != _core.weight_format(config.spec)
         assert _core.saved_format(other.spec) == _core.saved_format(config.spec)

@@ -411,7 +411,7 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
         config = dataclasses.replace(HotConfig.recipe("accurate"), **change)
         api.backward_linear(gy, operand, saved, api.spec(config), in_features=5, need=need)
 
-    refused(lambda: run({}, need=()), "out wants nothing")
+    refused(lambda: run({}, need=()), "out requests no gradient")
     for change in (
         {"basis": "sketch"},
         {"gw_scale": "tensor"},
