@@ -413,11 +413,7 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
         api.backward_linear(gy, operand, saved, api.spec(config), in_features=5, need=need)
 
     refused(lambda: run({}, need=()), "out wants nothing")
-    for change in (
-        {"basis": "sketch"}, {"x_scale": "tensor"}, {"x_rounding": "nearest"},
-        {"equalize_tokens": True},
-    ):  # fmt: skip
-        refused(lambda c=change: run(c), "saved was made", "another spec")
+    refused(lambda: run({"equalize_tokens": True}), "saved was made", "another spec")
     refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), "w was made", "another spec")
     run({"gx_bits": 4})  # a field that x does not depend on
     saved.format = 0
