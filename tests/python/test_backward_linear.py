@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 import reference
 from bounds import gx_bound
-from hotcore import HotConfig, Key, _core, contexts
+from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -371,38 +369,6 @@ def test_outputs_are_written_whole_and_nothing_else(rng: np.random.Generator) ->
     equal_bits(gb, expected.gb)
     for margin in (slice(0, 4), slice(24, 30)):
         np.testing.assert_array_equal(memory.view(np.uint32)[:, margin], kept[:, margin])
-
-
-@pytest.mark.parametrize("calls", [0, 1, 3, 9])
-def test_an_executor_gives_the_same_bits(rng: np.random.Generator, calls: int) -> None:
-    """A stand-in for OpenMP's GOMP_parallel, with as many calls as threads, fewer or more."""
-    arrays = layer(rng, 197, 67, 40)
-    expected = hotcore.backward_linear(*arrays, need=ALL, key=1)
-    work_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    asked = []
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    def region(work: int, data: int, threads: int, flags: int) -> None:
-        asked.append((threads, flags))
-        others = [threading.Thread(target=work_type(work), args=(data,)) for _ in range(calls - 1)]
-        for other in others:
-            other.start()
-        if calls > 0:
-            work_type(work)(data)
-        for other in others:
-            other.join()
-
-    threads = hotcore.num_threads()
-    try:
-        hotcore.set_num_threads(3)
-        contexts.use_openmp(ctypes.cast(region, ctypes.c_void_p).value or 0)
-        got = hotcore.backward_linear(*arrays, need=ALL, key=1)
-    finally:
-        contexts.use_openmp(0)
-        hotcore.set_num_threads(0)
-    assert set(asked) == {(0, 0)}
-    assert hotcore.num_threads() == threads
-    same_bits(got, expected)
 
 
 def test_callers_come_and_go(rng: np.random.Generator) -> None:
