@@ -338,8 +338,8 @@ def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> Handle:
     return handle_of(settings(own, pointwise, tiles).json)
 
 
-def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Tensor:
-    """The kept pixels of x."""
+def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Pair:
+    """The kept pixels of x, and their seed."""
     rows, kept = _rows(x, config, window)
     return codes.compress_activation(rows, seed, kept)
 
@@ -496,7 +496,6 @@ def _eager(
         _pixels_key(config, window, dtype, x.is_cuda),
         weight,
         ctx,
-        seed,
         lambda: _compress(inner, seed, config, window),
     )
     return y, saved, saved_seed

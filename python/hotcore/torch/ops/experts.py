@@ -9,6 +9,7 @@ value"), so the order of the experts does not matter.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,9 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         order, each, seed, bits = call
         kept = any(ctx.needs_input_grad[1:3])
-        saved = codes.compress_activation(x, seed, _handle(bits)) if kept else None
+        saved = None
+        if kept:
+            saved, seed = codes.compress_activation(x, seed, _handle(bits))
         ctx.save_for_backward(weight, saved, scores, seed, ends, order)
         ctx.call = (each, bits, x.shape)
         rows = x if scores is not None else x[order // each]
@@ -161,21 +164,21 @@ class _Gated(torch.autograd.Function):
         saved: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[0]:  # a seed each, so that their roundings are independent
             handle = _handle(bits)
-            seeds = (seed, seed + 1)
-            saved = tuple(map(codes.compress_activation, factors, seeds, (handle, handle)))
-        ctx.save_for_backward(seed, *saved)
+            pairs = map(codes.compress_activation, factors, (seed, seed + 1), (handle, handle))
+            saved = tuple(itertools.chain(*pairs))
+        ctx.save_for_backward(*saved)
         ctx.call = (name, bits, factors[0].shape, rows.dtype)
         return GATES[name][0](factors[0]) * factors[1]
 
     @staticmethod
     @not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        seed, *saved = ctx.saved_tensors
+        saved, seeds = ctx.saved_tensors[::2], ctx.saved_tensors[1::2]
         name, bits, shape, dtype = ctx.call
         config = _handle(bits).json
         gate, up = (
             codes.decompress_activation(factor, own, config, *shape, dtype)
-            for factor, own in zip(saved, (seed, seed + 1), strict=True)
+            for factor, own in zip(saved, seeds, strict=True)
         )
         forward, backward = GATES[name]
         return torch.cat([backward(gy * up, gate), gy * forward(gate)], -1), None, None, None
