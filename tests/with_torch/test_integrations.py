@@ -256,6 +256,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert callback.loop.steps == 4 and no_trace(model)
     history = trainer.state.log_history
     assert [e["step"] for e in history if "hot/noise_gw/body.0" in e] == [1, 3]
+    assert [e["step"] for e in history if "loss" in e] == [1, 2, 3, 4]
 
 
 def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
@@ -384,6 +385,7 @@ def test_lightning(tmp_path: Path) -> None:
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
     assert ours == [(1, noise), (3, noise)]
+    assert sum("loss" in found for _, found in logged) == 4
 
 
 @pytest.mark.filterwarnings("ignore")
