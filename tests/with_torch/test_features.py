@@ -7,7 +7,9 @@ compiled mode. Behaviour of one kind alone is tested in that kind's own file.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -149,6 +151,37 @@ class Operators(TorchDispatchMode):
 
     def compressed(self) -> int:
         return sum(call.startswith("compress") for call in self.calls)
+
+
+# ---------------------------------------------------------------------------- Sizes of zero and one
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["default", INT8, dataclasses.replace(INT8, forward_in_eval=True)])
+@kinds()
+def test_sizes_of_zero_and_one(kind: str, recipe: Any, mode: str) -> None:
+    plain, module = pair(kind, recipe)
+    if kind == "frozen":
+        hot.freeze_int8(module)
+    shape = KINDS[kind][1]
+    axes = range(len(shape) - 1) if len(shape) == 3 else (0,)
+    sizes = [[*shape[:axis], size, *shape[axis + 1 :]] for axis in axes for size in (0, 1)]
+    cases = [*itertools.product(sizes, (True, False))]
+    for size, train in cases if mode == "eager" else cases[:1]:
+        found = []
+        for each in (plain.train(train), module.train(train)):
+            each.zero_grad()
+            x = torch.zeros(size, requires_grad=True)
+            call: Any = each
+            if mode != "eager":
+                torch._dynamo.reset()
+                call = torch.compile(each, backend=mode, fullgraph=True)
+            y = call(x)
+            y.square().sum().backward()
+            trained = [p.grad for p in each.parameters() if p.requires_grad]
+            found.append([y, x.grad, *trained])
+        for ours, theirs in zip(found[1], found[0], strict=True):
+            assert ours.shape == theirs.shape and bool(ours.any()) == bool(theirs.any())
 
 
 # -------------------------------------------------------------------- Plain where HOT has no part
