@@ -322,6 +322,40 @@ def codes() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, "hot") for kind in KINDS),
+        *(("linear", "frozen"), ("conv1d", "frozen"), ("linear", "custom")),
+    ],
+)
+def test_a_checkpoint_of_partitioned_parameters(kind: str, how: str) -> None:
+    """ZeRO-3 empties them after every forward pass, that of a recomputation included."""
+    plain, module = pair(kind)
+    if how == "custom":
+        module = hot.CustomBackward().convert(plain, lambda *_: True)
+    module.requires_grad_(False)
+    if how == "frozen":
+        hot.freeze_int8(module)
+    model, x = nn.Sequential(module, nn.Tanh()), inputs(kind)
+    expected = step(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
+    full = {p: p.detach().clone() for p in module.parameters()}
+
+    def gather(*_: Any) -> None:
+        for p, values in full.items():
+            p.data = values.clone()
+
+    def partition(*_: Any) -> None:
+        for p in full:
+            p.data = torch.empty(0, dtype=p.dtype)
+
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(partition)
+    module.register_full_backward_pre_hook(gather)
+    partition()
+    assert same(step(model, x, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["default", "fast", INT8], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "shared input", "codes"])

@@ -443,7 +443,8 @@ class Conv2d(torch.autograd.Function):
         else:
             ctx.seed = seed
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, config, window, keep)
-        ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
+        kept = core.kept_weight(weight, keep) if need_gx else None
+        ctx.save_for_backward(saved, saved_seed, kept)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
         ctx.products = _multiplies(window, config, x.is_cuda)

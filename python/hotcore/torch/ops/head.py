@@ -504,7 +504,8 @@ class Head(torch.autograd.Function):
         ctx.later = (config, options) if later else None
         ctx.set_materialize_grads(False)
         if later:
-            ctx.save_for_backward(x, weight, bias, target, factor, seed)
+            held = core.kept_weight(weight, needs[1])
+            ctx.save_for_backward(x, held, bias, target, factor, seed)
             return losses
         count = factor.sum() if reduction == "mean" else factor.new_ones(())
         ctx.save_for_backward(torch.where(count > 0, 1 / count, 0), *gradients)

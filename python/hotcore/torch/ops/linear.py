@@ -326,8 +326,8 @@ class Linear(torch.autograd.Function):
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         gathered = _gathered(weight)  # not saved: fully_shard frees and refills its memory
-        kept_weight = weight if need_gx and gathered is None else None
-        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept_weight)
+        kept = core.kept_weight(weight, need_gw) if need_gx and gathered is None else None
+        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, gathered, frozen)
