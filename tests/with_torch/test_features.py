@@ -157,7 +157,9 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
-@pytest.mark.parametrize("recipe", ["default", INT8, dataclasses.replace(INT8, forward_in_eval=True)])
+@pytest.mark.parametrize(
+    "recipe", ["default", INT8, dataclasses.replace(INT8, forward_in_eval=True)]
+)
 @kinds()
 def test_sizes_of_zero_and_one(kind: str, recipe: Any, mode: str) -> None:
     plain, module = pair(kind, recipe)
