@@ -236,7 +236,7 @@ def is_pointwise(module: nn.Conv2d) -> bool:
     return module.kernel_size == (1, 1) and unpadded and module.groups == 1
 
 
-_FORWARD, _OLD_FORWARD, _OWN = "forward", "_old_forward", "_hot_forward"
+_FORWARD, _OLD_FORWARD, _OWN = "forward", "_old_forward", "_hot_own_forward"
 
 
 class OwnForward:
@@ -279,7 +279,7 @@ class OwnForward:
 
 
 def _call_own(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return module._hot_forward(*args, **kwargs)
+    return module._hot_own_forward(*args, **kwargs)
 
 
 def own_forward(module: nn.Module) -> str:
