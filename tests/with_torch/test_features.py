@@ -7,7 +7,9 @@ A test is a feature; its parameters are the kinds of layers (:data:`KINDS`), and
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -152,6 +154,39 @@ class Operators(TorchDispatchMode):
         return sum(call.startswith("compress") for call in self.calls)
 
 
+# ---------------------------------------------------------------------------- Sizes of zero and one
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "recipe", ["default", INT8, dataclasses.replace(INT8, forward_in_eval=True)]
+)
+@kinds()
+def test_sizes_of_zero_and_one(kind: str, recipe: Any, mode: str) -> None:
+    plain, module = pair(kind, recipe)
+    if kind == "frozen":
+        hot.freeze_int8(module)
+    shape = KINDS[kind][1]
+    axes = range(len(shape) - 1) if len(shape) == 3 else (0,)
+    sizes = [[*shape[:axis], size, *shape[axis + 1 :]] for axis in axes for size in (0, 1)]
+    cases = [*itertools.product(sizes, (True, False))]
+    for size, train in cases if mode == "eager" else cases[:1]:
+        found = []
+        for each in (plain.train(train), module.train(train)):
+            each.zero_grad()
+            x = torch.zeros(size, requires_grad=True)
+            call: Any = each
+            if mode != "eager":
+                torch._dynamo.reset()
+                call = torch.compile(each, backend=mode, fullgraph=True)
+            y = call(x)
+            y.square().sum().backward()
+            trained = [p.grad for p in each.parameters() if p.requires_grad]
+            found.append([y, x.grad, *trained])
+        for ours, theirs in zip(found[1], found[0], strict=True):
+            assert ours.shape == theirs.shape and bool(ours.any()) == bool(theirs.any())
+
+
 # -------------------------------------------------------------------- Plain where HOT has no part
 
 
@@ -288,6 +323,40 @@ def codes() -> nn.Module:
     model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.3), nn.ReLU(inplace=True))
     saved.convert_saved(model)
     return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, "hot") for kind in KINDS),
+        *(("linear", "frozen"), ("conv1d", "frozen"), ("linear", "custom")),
+    ],
+)
+def test_a_checkpoint_of_partitioned_parameters(kind: str, how: str) -> None:
+    """ZeRO-3 empties them after every forward pass, that of a recomputation included."""
+    plain, module = pair(kind)
+    if how == "custom":
+        module = hot.CustomBackward().convert(plain, lambda *_: True)
+    module.requires_grad_(False)
+    if how == "frozen":
+        hot.freeze_int8(module)
+    model, x = nn.Sequential(module, nn.Tanh()), inputs(kind)
+    expected = step(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
+    full = {p: p.detach().clone() for p in module.parameters()}
+
+    def gather(*_: Any) -> None:
+        for p, values in full.items():
+            p.data = values.clone()
+
+    def partition(*_: Any) -> None:
+        for p in full:
+            p.data = torch.empty(0, dtype=p.dtype)
+
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(partition)
+    module.register_full_backward_pre_hook(gather)
+    partition()
+    assert same(step(model, x, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

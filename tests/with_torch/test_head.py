@@ -196,6 +196,11 @@ def test_all_ignored(config: Any) -> None:
         loss, *gradients = results(hot.linear_cross_entropy, given, config=config, **options)
         assert torch.equal(loss.nan_to_num(5), torch.tensor(expected).nan_to_num(5))
         assert not any(g.count_nonzero() for g in gradients)
+    for tokens in (40, 0):  # a loss of NaN, from which NaN comes back
+        given = (x[:tokens], weight, target[:tokens], bias)
+        loss = hot.linear_cross_entropy(*given, config=config, ignore_index=7)
+        gradients = torch.autograd.grad(loss.square(), (x, weight, bias))
+        assert loss.isnan() and not any(g.count_nonzero() for g in gradients)
 
 
 def test_strided_and_any_leading_dimensions() -> None:

@@ -552,7 +552,8 @@ def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | 
 
 
 def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float:
-    if is_frozen(module):
+    width = features_of(module)[0]
+    if is_frozen(module) or not width:
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
@@ -562,5 +563,4 @@ def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float
     elif config.token_grid is not None:
         sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
         tokens = max(1, tokens // sample) * sample
-    width = features_of(module)[0]
     return visited * saved_layout(tokens, width, config).bytes / (tokens * width)

@@ -335,8 +335,8 @@ def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> Handle:
     return handle_of(settings(own, pointwise, tiles).json)
 
 
-def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Tensor:
-    """The kept pixels of x."""
+def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Pair:
+    """The kept pixels of x, and their seed."""
     rows, kept = _rows(x, config, window)
     return codes.compress_activation(rows, seed, kept)
 
@@ -440,7 +440,8 @@ class Conv2d(torch.autograd.Function):
         else:
             ctx.seed = seed
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, config, window, keep)
-        ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
+        kept = core.kept_weight(weight, keep) if need_gx else None
+        ctx.save_for_backward(saved, saved_seed, kept)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
         ctx.products = _multiplies(window, config, x.is_cuda)
@@ -493,7 +494,6 @@ def _eager(
         _pixels_key(config, window, dtype, x.is_cuda),
         weight,
         ctx,
-        seed,
         lambda: _compress(inner, seed, config, window),
     )
     return y, saved, saved_seed

@@ -503,10 +503,11 @@ class Head(torch.autograd.Function):
         ctx.later = (config, options) if later else None
         ctx.set_materialize_grads(False)
         if later:
-            ctx.save_for_backward(x, weight, bias, target, factor, seed)
+            held = core.kept_weight(weight, needs[1])
+            ctx.save_for_backward(x, held, bias, target, factor, seed)
             return losses
         count = factor.sum() if reduction == "mean" else factor.new_ones(())
-        ctx.save_for_backward(1 / count.clamp(min=1), *gradients)
+        ctx.save_for_backward(torch.where(count > 0, 1 / count, 0), *gradients)
         return losses.sum() / count
 
     @staticmethod
@@ -520,7 +521,7 @@ class Head(torch.autograd.Function):
         owned = alone and not _compat.keeps_graph()
         if ctx.later is None:
             scale, *found = ctx.saved_tensors
-            scale = (scale * g).float()
+            scale = torch.where(scale > 0, scale * g, 0).float()  # the mean of no token is NaN
         else:
             config, options = ctx.later
             *tensors, factor, seed = ctx.saved_tensors
