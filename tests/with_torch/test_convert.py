@@ -281,7 +281,7 @@ def test_report_with_a_token_grid() -> None:
 def test_bad_config() -> None:
     with pytest.raises(TypeError, match="config: "):
         hot.convert(Model(), 3)
-    with pytest.raises(ValueError, match="recipe: 'quick'"):
+    with pytest.raises(ValueError, match="config: 'quick'"):
         hot.convert(Model(), "quick")
 
 
@@ -338,7 +338,7 @@ def names_of(block: str) -> list[str]:
         ({"blocks.0.qvk": "fast"}, ValueError, "'blocks.0.qvk' matches no layer; near it: .*0.qkv"),
         ({"zz": "fast"}, ValueError, "'zz' matches no layer; layers: blocks.0.qkv, blocks.0.proj"),
         ({"head": "fast"}, ValueError, r"only layers that stay plain: head \(the output head\)"),
-        ({"*.qkv": "quick"}, ValueError, "recipe: 'quick' is not one of"),
+        ({"*.qkv": "quick"}, ValueError, r"overrides\['\*.qkv'\]: 'quick' is not one of"),
         ({"*.qkv": 3}, TypeError, r"overrides\['\*.qkv'\]: expected a HotConfig or a recipe"),
         ({"*.qkv": {"bits": 4}}, ValueError, r"overrides\['\*.qkv'\]: HotConfig has no field bits"),
         ({"*.qkv": {"gx_bits": 5}}, ValueError, "gx_bits: 5; expected 4 or 8"),
