@@ -96,7 +96,9 @@ def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
     """Return ``key`` as a checked :class:`Key`; a bare int is a seed. Raises ValueError."""
     fields: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     try:
-        full = Key(*(operator.index("" if isinstance(one, bool) else one) for one in fields))
+        if bool in map(type, fields):  # True is an int
+            raise TypeError
+        full = Key(*map(operator.index, fields))
     except TypeError:
         raise TypeError(f"{name}: expected a Key or an int seed, got {key!r}") from None
     for field, value, bits in zip(full._fields, full, (64, 64, 13, 64), strict=True):

@@ -378,9 +378,7 @@ def test_what_is_no_tensor_is_refused(name: str, wrong: Any) -> None:
 )  # fmt: skip
 def test_options_of_another_type_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"^{next(iter(change))}: expected an? (number|int), got"):
-        hot.linear_cross_entropy(
-            torch.randn(8, 64), torch.randn(96, 64), torch.arange(8), **change
-        )
+        hot.linear_cross_entropy(torch.randn(8, 64), torch.randn(96, 64), torch.arange(8), **change)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
