@@ -10,8 +10,8 @@ set; default: this one), with the compiler of scripts/old_glibc.sh; --wheels tak
 cibuildwheel has made instead. --cuda adds wheels with CUDA (see cmake/cibuildwheel-cuda.toml): for
 CUDAARCHS, by default those of a release. --aarch64 adds one for aarch64 (CPU, Python 3.12 on, which
 one of the --python has to be), by aarch64-linux-gnu-g++ with this machine's cmake and ninja, tried
-under qemu; with --cuda one with CUDA, too (scripts/cuda_sbsa_root.sh). --system-compiler builds for this machine's glibc instead: the wheels say so and are no
-release.
+under qemu; with --cuda one with CUDA, too (scripts/cuda_sbsa_root.sh). --system-compiler builds for
+this machine's glibc instead: the wheels say so and are no release.
 
 What keeps a release from being made is listed at the end. Without --final that is all that happens
 (a dry run: the exit status is that of what was built); with it, it is an error.

@@ -180,11 +180,12 @@ def _cuda_archs() -> list[str]:
 
 
 def _cuda_tested() -> dict[str, str]:
-    # Architectures that make gpu-check runs on, and architectures that are only compiled.
+    # Architectures that make gpu-check runs on, and those of hotcore.selftest.
     tested = {"80": "its kernels tested on an H200"}
     tested["90a"] = "tested on an H200" if _core.cuda_wgmma() else "compiled only, without wgmma"
     archs = dict.fromkeys(arch.split("-")[0] for arch in _cuda_archs())
-    return {f"sm_{arch}": tested.get(arch, "compiled only") for arch in archs}
+    other = "compiled; tests itself at its first use"
+    return {f"sm_{arch}": tested.get(arch, other) for arch in archs}
 
 
 def _extension() -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import hotcore
 import numpy as np
 import pytest
-from hotcore import gpus, selftest
+from hotcore import gpus, info, selftest
 from support import isas
 
 
@@ -142,6 +145,21 @@ def test_a_class_waits_for_a_framework() -> None:
     assert not gate.admits(0, CLASS)
     del devices[0]
     assert gate.admits(0, CLASS)
+
+
+def test_a_framework_that_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy where torch is not imported; no module is imported for the test's sake."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    stream = types.SimpleNamespace(is_capturing=lambda: True)
+    cuda = types.SimpleNamespace(Device=nullcontext, get_current_stream=lambda: stream)
+    cupy = types.SimpleNamespace(asarray=np.asarray, asnumpy=np.asarray, cuda=cuda)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    found = selftest.way_of(0)
+    assert found is not None and found.name == "CuPy" and found.is_capturing()
+    assert selftest.mismatches(found.results(), selftest.results()) == []
+    monkeypatch.delitem(sys.modules, "cupy")
+    if not info.collect()["gpus"]:
+        assert selftest.way_of(0) is None
 
 
 def test_the_tests_own_calls_pass() -> None:
