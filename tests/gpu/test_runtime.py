@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
-from hotcore import _core, info  # noqa: E402
+from hotcore import _core, info, selftest  # noqa: E402
 from support_gpu import (  # noqa: E402
     RECIPES,
     assert_equal_backward,
@@ -140,6 +140,28 @@ def test_the_build_is_for_this_gpu() -> None:
         gpu = info.collect()["gpus"][index]
         assert (gpu["compute_capability"], gpu["level"]) == ([*capability], level)
         assert gpu["verdict"] == text
+
+
+def test_the_self_test() -> None:
+    """Passes on this GPU within 50 ms and leaves no memory behind; not inside of a capture."""
+    device = torch.cuda.current_device()
+    gate = selftest.Gate(lambda number: selftest.way_of(number))
+    unmeasured = (99, 0)
+    graph = torch.cuda.CUDAGraph()
+    words = "not be inside of a stream capture"
+    with pytest.raises(RuntimeError, match=words), torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")  # an empty graph is a warning
+        gate.admits(device, unmeasured)
+    assert gate.admits(device, unmeasured)
+    way = selftest.way_of(device)
+    assert way is not None
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    begin = time.perf_counter()
+    assert gate.mismatches(way)[0] == []
+    assert time.perf_counter() - begin < 0.05
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+    passed, lines = selftest.report([(device, "this GPU")])
+    assert passed and "passed (13 arrays" in lines[0]
 
 
 def test_a_device_that_is_not_there() -> None:

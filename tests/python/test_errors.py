@@ -392,7 +392,7 @@ CASES: dict[str, list[Case]] = {
             "32 tokens.*50",
         ),
         Case(lambda: compress(X, 8), "config: ", TypeError),
-        Case(lambda: compress(X, "best"), "recipe: 'best'"),
+        Case(lambda: compress(X, "best"), "config: 'best'"),
     ],
     "backward_linear": [
         Case(lambda: back(need=("gx", "gz")), "need: 'gz'"),

@@ -250,7 +250,7 @@ def test_bad_inputs_are_named(rng: np.random.Generator) -> None:
         ("x: shape", (x[None, None, None],), {}),
         ("x: dtype", (x.astype(np.float64),), {}),
         ("x: dtype", (x.astype(np.int8),), {"keep": True}),
-        ("recipe: .best. is not", (x, "best"), {}),
+        ("config: .best. is not", (x, "best"), {}),
         ("key: ", (x,), {"keep": True, "key": Key(1, 2, 8192)}),
     ):
         with pytest.raises(ValueError, match=f"^({match})"):

@@ -12,6 +12,7 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
+from hotcore import selftest
 from support import data, equal_bits, running, same_on_every_path
 
 try:
@@ -518,3 +519,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(jax.ffi, "register_ffi_target", refused)
         with pytest.raises(ImportError, match=r"does not take handlers for version 0\.\d"):
             imported_anew(patch)
+
+
+def test_the_self_test_by_xla() -> None:
+    """The bits of hotcore's; on CUDA selftest.way_of asks for these."""
+    found = calls.self_test("cpu")
+    assert len(found) == 8 and selftest.mismatches(found, selftest.results()) == []

@@ -173,7 +173,7 @@ def test_bad_arguments() -> None:
         hot.linear(x, weight[:, :20], bias)
     with pytest.raises(TypeError, match="config: "):
         hot.linear(x, weight, bias, None)
-    with pytest.raises(ValueError, match="recipe: 'best'"):
+    with pytest.raises(ValueError, match="config: 'best'"):
         hot.linear(x, weight, bias, "best")
     with pytest.raises(ValueError, match="10 tokens.*multiple of.*50"):
         hot.linear(x, weight, bias, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1))

@@ -157,6 +157,7 @@ def conv2d(
 
     Source: docs/numerics.md, with L = batch x output pixels; docs/torch/convolution.md.
     """
+    calls.check_tensors(bias, weight=weight)
     sizes = (stride, padding, dilation, padding_mode, groups)
     return conv2d_from_json(x, weight, bias, sizes, calls.config_json(config))
 

@@ -75,6 +75,7 @@ def linear(
 
     Source: docs/numerics.md.
     """
+    calls.check_tensors(bias, weight=weight)
     return linear_from_json(x, weight, bias, calls.config_json(config))
 
 
