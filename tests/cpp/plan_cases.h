@@ -1,5 +1,5 @@
 // A table of layers and the kernels that an H200 runs for them: together every kernel of a
-// backward. test_plan.cpp compares it with hot::explain, without a GPU; test_stages_cuda.cpp runs
+// backward. test_plan.cpp compares it with hot::explain, without a GPU; test_trust_cuda.cpp runs
 // each.
 #pragma once
 

@@ -71,21 +71,6 @@ def test_validation_text_is_apart(tmp_path: Path) -> None:
     assert torch.equal(again.training, text.training) and again.packages == text.packages
 
 
-def test_a_short_text_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as is allowed; a validation of fewer batches than wanted is refused, too."""
-    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT)
-    size = bench_gpt.QUICK
-    there = len(bench_gpt.tokens(size, 1, tmp_path).training)
-    with pytest.raises(ValueError, match=f"give {there} tokens, read 2 times at most"):
-        bench_gpt.tokens(size, 2 * there + 1, tmp_path, 2)
-    text = bench_gpt.tokens(size, 2 * there, tmp_path, 2)
-    a_pass = (there - 1) // size.context // size.batch
-    assert text.facts(size, 3 * a_pass)["epochs"] == 3
-    long = dataclasses.replace(size, validation_batches=1000)
-    with pytest.raises(ValueError, match="batches for validation; 1000 are wanted"):
-        bench_gpt.tokens(long, there // 2, tmp_path)
-
-
 def test_a_report_keeps_its_text_and_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
