@@ -1,9 +1,9 @@
 """Codes: an x compressed for backward, an x and a weight quantised for 8-bit products.
 
-A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``). The partitioner
-merges the calls of layers that take the same x and configuration. These layers round g_y with the
-same random numbers; every gradient is still unbiased. With ``forward="int8"`` it is ``input_of``, which
-also quantises x for the product, from the same read of x (``quantize_input``).
+A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``). The
+partitioner merges the calls of layers that take the same x and configuration. These layers round
+g_y with the same random numbers; every gradient is still unbiased. With ``forward="int8"`` it is
+``input_of``, which also quantises x for the product, from the same read (``quantize_input``).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`~.core.key_of`). Compiled and
 captured code draws it with the generator of x's device, where the kernels read it: a graph needs no
