@@ -69,8 +69,6 @@ def one_thread() -> Any:
          "hotcore's quantisers"),
         ("void hot::detail::(anonymous namespace)::quantize_grouped_kernel<...>",
          "hotcore's quantisers"),
-        ("_compress_signs_kernel", "hotcore's quantisers"),
-        ("_restore_signs_kernel", "hotcore's quantisers"),
         ("triton_per_fused__to_copy_native_layer_norm_0", "pointwise, reductions"),
         ("triton_poi_fused__scaled_dot_product_flash_attention_transpose_3",
          "pointwise, reductions"),
@@ -264,22 +262,6 @@ class Sevens(torch.nn.Module):
         self.first, self.head = torch.nn.Linear(64, 72), torch.nn.Linear(72, 10)
 
 
-class Signs(Toy):
-    """Its activation is a ReLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer[1] = torch.nn.ReLU()
-
-
-def test_what_else_is_kept() -> None:
-    """convert's ``saved`` reaches the model: ReLU keeps a bit a value."""
-    trainer = toy_trainer(Contender("x", "default", kept=8), Signs)
-    assert [type(layer[1]).__name__ for layer in trainer.model.layers] == ["SavedReLU"] * 2
-    trainer.step()
-
-
 # ---- the script ----
 
 
@@ -379,7 +361,7 @@ def test_points_that_nothing_beats_are_bold() -> None:
     rows = step_rows()
     lines = list(doc_tables.points({"steps": {"x": {"title": "X", "rows": rows}}}, "x"))[2:]
     bold = {words.split("**")[1] for words in lines if "**" in words}
-    assert bold == {"default compiled, budget 0.5", "default compiled, saved 8",
+    assert bold == {"default compiled, budget 0.5", "default compiled, kept",
                     "default reduce-overhead", "bf16 reduce-overhead"}  # fmt: skip
     assert lines[0] == "| X | **default compiled, budget 0.5** | 60.0 | 1.50 | 2.00 | 0.22 |"
 
@@ -431,7 +413,7 @@ def step_rows() -> Rows:
         "default compiled, budget 0.5": row(  # too slow
             default | compiled | {"memory_budget": 0.5}, 60, 40, 2
         ),
-        "default compiled, saved 8": row(default | compiled, 43, 34, 3.6),
+        "default compiled, kept": row(default | compiled, 43, 34, 3.6),
         "fast compiled": {"how": {"recipe": "fast"} | compiled, "error": "none"},
         "fp32 eager": row({}, 300, 30, 15),
     }
@@ -517,7 +499,7 @@ def test_tables_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     doc_tables.main(options)
     text = page.read_text()
     assert "old" not in text and text.startswith("before\n")
-    assert "| default compiled | 42.0 |" in text and "saved 8" not in text
+    assert "| default compiled | 42.0 |" in text
     assert "| fast compiled | failed |" in text
     bert = (
         "| BERT | 40.0 (9.00) |  |  | 1.05 (0.78) |  | failed | 0.95 (1.00) |  | 0.97 (0.78) |  |"
