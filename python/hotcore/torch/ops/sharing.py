@@ -52,7 +52,7 @@ class share_inputs:
             between two layers that take it. It costs the memory and the time of one compressed x
             per layer.
 
-    Source: docs/torch/accumulation.md, "Layers with one x".
+    Source: docs/torch/sharing.md, "Layers with one x".
     """
 
     enabled: ClassVar[bool] = True
