@@ -5,8 +5,6 @@
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 20 --graph \
         --validation-batches 50 --points 30 --devices 0                # docs/dev/evidence.md
-    python benchmarks/bench_gpt.py --device cuda --size 10M --steps 300 --graph --jobs 4 \
-        --tokens-per-step 8192 --rates 1 2 4 8                         # to divergence
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
 The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
@@ -20,10 +18,7 @@ whole step in a CUDA graph and compiles the loss: a step of a small model is mos
 passes over the logits. ``--jobs`` trains several runs side by side, spread over ``--devices``;
 where they share one, no times and no peaks are reported.
 
-``--rates`` and ``--optimizers`` train every contender in each of these ways. A run whose loss is
-no number, or ends 0.5 above its lowest, has diverged, and its row says so. ``--noise`` measures at
-shares of a run how far the gradients of some contenders, at its weights, are from fp32's, beside
-the noise that the batch has itself.
+A run whose loss is no number, or ends 0.5 above its lowest, has diverged, and its row says so.
 """
 
 from __future__ import annotations
@@ -48,7 +43,6 @@ import timing
 import torch
 import torch.nn.functional as F
 from evidence import doc_tables, rivals, side_by_side
-from evidence.evidence_tables import WAY
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
@@ -99,13 +93,6 @@ SIZES = {
     "311M": Size(1024, 24, 16, 512, 64, 8192, 3e-4, 60, 8),
 }
 """Rates fall with the width, as is usual."""
-OPTIMIZERS = {
-    "adamw": torch.float32,
-    "8-bit": torch.float32,
-    "8-bit-bf16": torch.bfloat16,
-}
-"""What the weights are held in: torch's fused AdamW, and torchao's with states of 8 bits, which
-rounds bf16 weights stochastically."""
 DIVERGED = 0.5
 """Nats that the last validation loss of a run that trains may be above its lowest."""
 QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
@@ -261,9 +248,6 @@ class How:
     timed: bool
     accumulate: int = 1
     """Batches of a step."""
-    noise: tuple[Contender, ...] = ()
-    noise_at: tuple[float, ...] = ()
-    """Shares of a run at which the gradients of ``noise`` are measured; the run stays the same."""
 
     def text(self) -> Text:
         wanted = (self.steps + 2) * self.size.batch * self.size.context * self.accumulate
@@ -276,33 +260,11 @@ class How:
         return found | {name: value for name, value in more.items() if value != DEFAULTS[name]}
 
 
-@dataclass(frozen=True)
-class Way:
-    """What else two runs of a contender and a seed may differ in."""
-
-    name: str = ""
-    """Of the options that were given."""
-    rate: float = 1.0
-    """Times the size's."""
-    optimizer: str = "adamw"
-
-
-def ways(rates: Sequence[float] | None, optimizers: Sequence[str] | None) -> list[Way]:
-    found = []
-    for factor in rates or [1.0]:
-        for optimizer in optimizers or ["adamw"]:
-            words = [f"rate {factor:g}"] if rates else []
-            words += [optimizer] if optimizers else []
-            found.append(Way(", ".join(words), factor, optimizer))
-    return found
-
-
 def model_of(
     size: Size,
     contender: Contender,
     device: str,
     backend: str | None,
-    dtype: torch.dtype = torch.float32,
 ) -> SmallGPT:
     """From torch's seed; on ``device``, converted and, with a ``backend``, compiled."""
     model = SmallGPT(size.vocabulary, size.width, size.depth, size.heads, size.context)
@@ -311,7 +273,7 @@ def model_of(
         for block in model.blocks:
             for layer in (block.proj, block.fc2):
                 layer.weight /= math.sqrt(2 * size.depth)
-    model.to(device, dtype).train()
+    model.to(device).train()
     if contender.recipe is not None:
         config = config_of(contender)
         report = hot.convert(model, config, in_blocks).hot_report
@@ -331,11 +293,9 @@ def model_of(
     return model
 
 
-def optimizer_of(weights: Sequence[Tensor], kind: str, graph: bool) -> torch.optim.Optimizer:
-    """One of ``OPTIMIZERS``; its learning rate is to be set."""
+def optimizer_of(weights: Sequence[Tensor], graph: bool) -> torch.optim.Optimizer:
+    """AdamW, whose learning rate is to be set."""
     options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-    if kind != "adamw":
-        return rivals.torchao_adamw(weights, 0.0, **options)
     # A graph reads its learning rate from memory.
     first = torch.zeros((), device=weights[0].device) if graph else 0.0
     fused = weights[0].is_cuda
@@ -391,15 +351,15 @@ class Captured:
         return self._loss
 
 
-def train(contender: Contender, seed: int, way: Way, how: How, text: Text) -> dict[str, Any]:
+def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, Any]:
     """One run: its curve, its last validation loss, time of a step, peak memory, noise."""
     size, steps, device = how.size, how.steps, how.device
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    model = model_of(size, contender, device, how.backend, OPTIMIZERS[way.optimizer])
+    model = model_of(size, contender, device, how.backend)
     torch.manual_seed(1000 + seed)  # for HOT's rounding; weights are already drawn
     weights = list(model.parameters())
-    optimizer = optimizer_of(weights, way.optimizer, how.graph)
+    optimizer = optimizer_of(weights, how.graph)
     criterion = torch.compile(cross_entropy, backend=how.backend) if how.graph else cross_entropy
 
     def loss_of(batch: Batch) -> Tensor:
@@ -433,8 +393,6 @@ def train(contender: Contender, seed: int, way: Way, how: How, text: Text) -> di
     curve: list[tuple[int, float]] = []
     losses: list[Tensor] = []
     times: list[float] = []
-    noise: dict[int, dict[str, Any]] = {}
-    noise_at = {round(share * steps) for share in how.noise_at} if how.noise else set()
     diverged = ""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -450,14 +408,9 @@ def train(contender: Contender, seed: int, way: Way, how: How, text: Text) -> di
             curve.append((step, loss_now))
             timing.synchronize(device)
             last = time.perf_counter()
-        if step in noise_at:
-            before = time.perf_counter()
-            with cleaned(device):
-                noise[step] = gradient_noise(weights, how, training, seed)
-            last += time.perf_counter() - before
         if step == steps:
             break
-        now = way.rate * size.learning_rate * rate(step, steps, size)
+        now = size.learning_rate * rate(step, steps, size)
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(now)
@@ -482,108 +435,17 @@ def train(contender: Contender, seed: int, way: Way, how: How, text: Text) -> di
     out |= {"diverged": diverged} if diverged else {"validation_loss": curve[-1][1]}
     if times:
         out["step_ms"] = statistics.median(times)
-    if noise:
-        out["noise"] = noise
     if device == "cuda":
         out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     return out
 
 
-# ---- noise of the gradient ----
-
-
-NOISE_BATCHES = 32
-"""Batches that gradients are measured on: of 32,768 tokens each, a million."""
-EXACT = Contender("fp32")
-
-
-def gradient_noise(
-    weights: Sequence[Tensor], how: How, training: Tensor, seed: int
-) -> dict[str, Any]:
-    """:func:`noise_of` the blocks' weights; torch's random numbers go on as if it had not been."""
-    order = torch.Generator().manual_seed(10_000 + seed)
-    taken = list(itertools.islice(batches(training, how.size, order), NOISE_BATCHES))
-
-    def drawn(contender: Contender, draws: int) -> Tensor:
-        """A gradient a batch and draw, in one row each."""
-        model = model_of(how.size, contender, how.device, None)
-        with torch.no_grad():
-            for mine, value in zip(model.parameters(), weights, strict=True):
-                mine.copy_(value)
-        of = [p for name, p in model.named_parameters() if "blocks" in name and p.dim() == 2]
-        torch.manual_seed(20_000 + seed)
-        values = sum(weight.numel() for weight in of)
-        rows = torch.empty(len(taken), draws, values, device=how.device)
-        for row, (inputs, targets) in zip(rows, taken, strict=True):
-            for gradient in row:
-                with torch.autocast(how.device, torch.bfloat16, enabled=contender != EXACT):
-                    logits = model(inputs)
-                found = torch.autograd.grad(cross_entropy(logits, targets), of)
-                torch.cat([part.flatten() for part in found], out=gradient)
-        return rows
-
-    with torch.random.fork_rng():
-        exact = drawn(EXACT, 1)[:, 0]
-        found = {contender.name: noise_of(exact, drawn(contender, 2)) for contender in how.noise}
-    return {**batch_noise(exact, how.size.batch * how.size.context), "contenders": found}
-
-
-def _square(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def batch_noise(exact: Tensor, tokens: int) -> dict[str, float]:
-    """What the batches do to exact gradients ``[batch, value]``; norms.
-
-    Returns:
-        "tokens" of a batch, how many "batches"; "gradient", the mean's norm without the noise
-        in it; "batch", the noise of one batch; "noise_scale", the tokens whose noise has the norm
-        of the gradient.
-    """
-    count = len(exact)
-    mean = exact.mean(0)
-    variance = sum(_square(row - mean) for row in exact) / (count - 1)
-    signal = max(_square(mean) - variance / count, 0.0)
-    scale = tokens * variance / signal if signal else math.inf
-    return {
-        "tokens": tokens, "batches": count, "gradient": signal**0.5, "batch": variance**0.5,
-        "noise_scale": scale,
-    }  # fmt: skip
-
-
-def noise_of(exact: Tensor, drawn: Tensor) -> dict[str, Any]:
-    """Errors of a contender's gradients ``[batch, draw, value]``, of two draws; norms.
-
-    Returns:
-        "error" of one batch; "chance", the part of it that another draw changes; "noise", the
-        part that differs from batch to batch, "chance" among it; "bias", the part that does not;
-        "accumulated", the error of the mean of so many batches' gradients, of one draw each.
-    """
-    count = len(exact)
-    errors = drawn - exact[:, None]
-    each = errors.mean(1)
-    total = _square(errors) / (2 * count)
-    chance = _square(drawn[:, 0] - drawn[:, 1]) / (2 * count)
-    # Products of the errors of different batches: their noise has no part in the mean of these.
-    products = _square(each.sum(0)) - sum(map(_square, each))
-    bias = max(products / (count * (count - 1)), 0.0)
-    accumulated = {}
-    for several in (2**power for power in range(count.bit_length())):
-        if count % several == 0:
-            groups = errors[:, 0].view(count // several, several, -1).mean(1)
-            accumulated[several] = (_square(groups) / len(groups)) ** 0.5
-    return {
-        "error": total**0.5, "chance": chance**0.5, "noise": max(total - bias, 0.0) ** 0.5,
-        "bias": bias**0.5, "accumulated": accumulated,
-    }  # fmt: skip
-
-
 # ---- all runs ----
 
 
-def one_run(contender: Contender, seed: int, way: Way, how: How) -> dict[str, Any]:
+def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
     """:func:`train` on the text in the cache."""
-    words = (contender, seed, way, how)
+    words = (contender, seed, how)
     with cleaned(how.device):  # other processes may share it
         run = side_by_side.or_left_out(how.device, lambda: train(*words, how.text()))
     if not how.timed:
@@ -602,11 +464,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, help="default: 900")
     add("--tokens-per-step", type=int, metavar="N",
         help="default: 32,768; fewer: a smaller batch; more: accumulated")  # fmt: skip
-    add("--rates", type=float, nargs="+", metavar="FACTOR", help="of the size's learning rate")
-    add("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), help="default: adamw")
-    add("--noise", nargs="+", metavar="PATTERN", help="contenders whose gradients are measured")
-    add("--noise-at", type=float, nargs="+", metavar="SHARE", default=[1.0],
-        help="of a run, where --noise measures (default: 1, its end)")  # fmt: skip
     add("--tokens-per-parameter", type=float, metavar="T", help="instead of --steps")
     add("--epochs", type=int, default=4, help="the text is read so often at most")
     add("--validation-batches", type=int, metavar="N", help="default: the size's")
@@ -616,7 +473,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--devices", type=int, default=1, help="GPUs to use; 0: all that are there")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, names, args.contenders)
-    args.noise = timing.fitting(parser, names, args.noise, "--noise") if args.noise else []
     cuda, there = args.device == "cuda", torch.cuda.device_count()
     args.devices = args.devices or max(1, there)
     args.jobs = args.devices if args.jobs is None else args.jobs
@@ -629,11 +485,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             args.tokens_per_parameter is not None and args.tokens_per_parameter <= 0
         ),
         "--graph needs --device cuda": args.graph and not cuda,
-        "--graph takes --optimizers adamw alone: torchao's counts steps on the host": (
-            args.graph and set(args.optimizers or ()) - {"adamw"}
-        ),
-        "--rates must be above 0": min(args.rates or [1.0]) <= 0,
-        "--noise-at: shares of a run, 0 to 1": not all(0 <= share <= 1 for share in args.noise_at),
         f"--devices: {args.devices} GPUs are not there": (
             args.devices > 1 and (not cuda or args.devices > there)
         ),
@@ -674,8 +525,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     how = How(
         min(args.steps, 4) if args.quick else args.steps, size, args.device, args.backend,
         args.cache, args.epochs, args.points, args.graph, args.jobs <= args.devices,
-        args.accumulate, tuple(c for c in CONTENDERS if c.name in args.noise),
-        tuple(args.noise_at),
+        args.accumulate,
     )  # fmt: skip
     name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
     path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
@@ -708,11 +558,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         timing.write(args, name, content)
 
     work = [
-        (key, one_run, (contender, seed, way, how))
+        (key, one_run, (contender, seed, how))
         for seed in args.seeds
-        for way in ways(args.rates, args.optimizers)
         for contender in chosen
-        if (key := f"{WAY.join(filter(None, (contender.name, way.name)))}/{seed}") not in runs
+        if (key := f"{contender.name}/{seed}") not in runs
     ]
     left_s = args.budget - (time.perf_counter() - begun)
     options = {"jobs": args.jobs, "devices": args.devices, "budget_s": left_s, "title": name}

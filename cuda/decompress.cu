@@ -11,7 +11,6 @@
 #include "cuda/backend.h"
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
-#include "cuda/device/packed_codes.cuh"
 #include "cuda/launch.h"
 
 namespace hot::detail {

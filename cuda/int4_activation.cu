@@ -15,7 +15,6 @@
 
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
-#include "cuda/device/packed_codes.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/int4_activation.cuh"
@@ -71,15 +70,14 @@ __global__ void __launch_bounds__(128) group_quads_kernel(GroupsArgs args) {
   begin_kernel();
   const auto tiles = static_cast<unsigned>((args.x.cols + 127) / 128);
   compress_quads<Tag>(args, threadIdx.x, std::int64_t{blockIdx.x % tiles} * 128,
-                                blockIdx.x / tiles);
+                      blockIdx.x / tiles);
 }
 
 __global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, bool independent) {
   __shared__ std::uint32_t shared[32];
   begin_kernel(independent);
-  requantize_channel(args, blockIdx.x, static_cast<int>(threadIdx.x),
-                               static_cast<int>(blockDim.x),
-                               [&](std::uint32_t v) { return block_max(v, shared); });
+  requantize_channel(args, blockIdx.x, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                     [&](std::uint32_t v) { return block_max(v, shared); });
   end_kernel(independent);
 }
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "cuda/device/matrix_io.cuh"
-#include "cuda/device/packed_codes.cuh"
 #include "cuda/device/rounding.cuh"
 #include "kernels.h"
 
@@ -26,6 +25,11 @@ struct GroupsArgs {
   std::uint16_t* scale;
   DeviceKey key;
 };
+
+// The smallest bf16 not below a positive finite value, as bits.
+__device__ inline std::uint16_t bf16_up(float v) {
+  return static_cast<std::uint16_t>((__float_as_uint(v) + 0xffffU) >> 16);
+}
 
 struct GroupScale {
   std::uint16_t bf16;
@@ -50,9 +54,9 @@ __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, 
   if (scale.keep) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      codes[i] = round_group_packed(
-          [&](int j) { return value(i * 16 + j); }, scale.inv, args.key, offset,
-          static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i));
+      codes[i] =
+          round_group_packed([&](int j) { return value(i * 16 + j); }, scale.inv, args.key, offset,
+                             static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i));
     }
   }
   *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
@@ -152,8 +156,9 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
     if (s.keep) {
       const uint2 packed = from[b];
       const float factor = __uint_as_float(std::uint32_t{scales[b / 4]} << 16) * s.inv;
-      codes = round_group<Rounding::stochastic>([&](int j) { return nibble(packed, j); }, UniformScale{factor},
-                                    args.key, offset, first + static_cast<std::uint64_t>(b), 8);
+      codes = round_group<Rounding::stochastic>([&](int j) { return nibble(packed, j); },
+                                                UniformScale{factor}, args.key, offset,
+                                                first + static_cast<std::uint64_t>(b), 8);
     }
     to[b] = codes;
   }

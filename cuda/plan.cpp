@@ -31,106 +31,26 @@ constexpr Thresholds h200 = {900,
                              8,
                              3};
 
-struct Measured {
-  int arch;
-  Thresholds thresholds;
-};
-constexpr Measured measured[] = {{90, h200}};  // docs: one H200
-
 }  // namespace
 
-// An architecture that was not measured takes the first one's.
-const Thresholds& thresholds(const DeviceFacts& facts) {
-  for (const Measured& of : measured) {
-    if (of.arch == facts.arch) return of.thresholds;
-  }
-  return measured[0].thresholds;
-}
+// Every architecture takes them: no other was measured.
+const Thresholds& thresholds(const DeviceFacts&) { return h200; }
 
 namespace {
 
 // ---- names -------------------------------------------------------------------------------------
 
-constexpr KernelInfo kernels[kernel_count] = {
-    {"memset", "backend.cpp", false},
-    {"rows16_kernel", "quantize_rows.cu", false},
-    {"rows_kernel", "quantize_rows.cu", false},
-    {"rows_column_amax_kernel", "quantize_rows_column_amax.cu", false},
-    {"rows_groups_kernel", "quantize_rows_groups.cu", false},
-    {"columns_one_pass_kernel", "quantize_columns.cu", true},
-    {"column_amax_kernel", "quantize_columns.cu", true},
-    {"column_codes_kernel", "quantize_columns.cu", true},
-    {"generic_columns_kernel, amax", "quantize_columns_generic.cu", false},
-    {"generic_columns_kernel, codes", "quantize_columns_generic.cu", false},
-    {"finish_scales_kernel", "quantize.cu", false},
-    {"quantize_grouped_kernel, amax", "quantize_grouped.cu", false},
-    {"quantize_grouped_kernel", "quantize_grouped.cu", false},
-    {"token_exponents_kernel", "int4_activation.cu", false},
-    {"groups_kernel", "int4_activation.cu", false},
-    {"group_quads_kernel", "int4_activation.cu", false},
-    {"requantize_kernel", "int4_activation.cu", true},
-    {"partial_sum_kernel", "bias.cu", false},
-    {"final_sum_kernel", "bias.cu", true},
-    {"fill_zero_kernel", "bias.cu", false},
-    {"broadcast_scale_kernel", "gemm.cu", false},
-    {"widen_kernel", "gemm.cu", false},
-    {"unpack_kernel", "pack.cu", false},
-    {"gemm_small_kernel", "gemm_small.cu", false},
-    {"wgmma 128x128", "gemm_int8_sm90.cuh", false},
-    {"wgmma 128x192", "gemm_int8_sm90.cuh", false},
-    {"wgmma 128x256", "gemm_int8_sm90.cuh", false},
-    {"wgmma stream-K", "gemm_int8_sm90.cuh", false},
-    {"tile_kernel 128x256x128", "gemm_sm80.cuh", false},
-    {"tile_kernel 256x128x128", "gemm_sm80.cuh", false},
-    {"tile_kernel 128x256x64", "gemm_sm80.cuh", false},
-    {"tile_kernel 128x128x64", "gemm_sm80.cuh", false},
-    {"tile_kernel 64x64x64", "gemm_sm80.cuh", false},
-    {"tile_kernel any", "gemm_sm80.cuh", false},
-    {"fixup_kernel", "gemm_sm80.cuh", false},
-    {"token_kernel", "gemm_sm80.cu", false},
-};
+#define HOT_KERNEL_INFO(name, function, file, overlaps) {function, file, overlaps},
+constexpr KernelInfo kernels[kernel_count] = {HOT_KERNELS(HOT_KERNEL_INFO)};
+#undef HOT_KERNEL_INFO
 
-constexpr const char* buffer_names[buffer_count] = {
-    "g_y",
-    "w",
-    "x",
-    "saved x",
-    "sizes of tokens",
-    "quantised w",
-    "g_x",
-    "g_w",
-    "g_b",
-    "a",
-    "b",
-    "out",
-    "g_y codes (rows)",
-    "g_y codes (columns)",
-    "w codes",
-    "x codes",
-    "largest of rows",
-    "largest of columns",
-    "largest of w",
-    "partial sums",
-    "partial sums",
-    "scales of a",
-    "scales of b",
-    "sums of shared tiles",
-    "a as INT8",
-    "b as INT8",
-    "bias",
-    "y",
-    "x codes (rows)",
-    "w codes (rows)",
-    "quantised x",
-    "quantised w",
-    "bias as fp32",
-};
+#define HOT_BUFFER_NAME(name, text, ...) text,
+constexpr const char* buffer_names[buffer_count] = {HOT_BUFFERS(HOT_BUFFER_NAME)};
+#undef HOT_BUFFER_NAME
 
-constexpr Buffers scratch = Buffer::gy_rows | Buffer::columns | Buffer::weight |
-                            Buffer::activation | Buffer::rows_amax | Buffer::columns_amax |
-                            Buffer::weight_amax | Buffer::sums | Buffer::broadcast_a |
-                            Buffer::broadcast_b | Buffer::stream_k | Buffer::x_rows |
-                            Buffer::weight_rows | Buffer::wide_bias;
+#define HOT_SCRATCH(name, text, in_workspace) (in_workspace ? Buffers(Buffer::name) : Buffers()) |
+constexpr Buffers scratch = HOT_BUFFERS(HOT_SCRATCH) Buffers();
+#undef HOT_SCRATCH
 
 }  // namespace
 

@@ -14,6 +14,7 @@
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/gemm_sm80_plan.h"
 #include "cuda/launch_shape.h"
+#include "cuda/plan_names.h"
 #include "forward_work.h"
 #include "kernels.h"
 
@@ -58,7 +59,8 @@ constexpr int two_pass_warps = 4;
 constexpr int k16_tokens(ColumnTransform transform) {
   return transform == ColumnTransform::projected ? 32 : 16;
 }
-// Bytes of a warp's notes on a token tile: the fold of each block, or a factor (bf16) of each token.
+// Bytes of a warp's notes on a token tile: the fold of each block, or a factor (bf16) of each
+// token.
 constexpr int tile_notes(ColumnTransform transform) {
   return transform == ColumnTransform::factored ? 2 * tile_tokens : tile_blocks;
 }
@@ -67,9 +69,9 @@ constexpr int tile_steps(ColumnTransform transform) {
   return tile_tokens / (warp_k16s * k16_tokens(transform));
 }
 
-// How `projected` makes its 8 rows. Bases whose rows are a subgroup (`sketch`, `sequency`) fold each
-// block first: token t is added to token t ^ a, then an 8-point FWHT follows. `lowpass` takes a
-// 16-point FWHT and keeps these of its rows.
+// How `projected` makes its 8 rows. Bases whose rows are a subgroup (`sketch`, `sequency`) fold
+// each block first: token t is added to token t ^ a, then an 8-point FWHT follows. `lowpass` takes
+// a 16-point FWHT and keeps these of its rows.
 constexpr int lowpass_row(int i) {
   constexpr int rows[8] = {0, 1, 2, 3, 4, 8, 10, 12};
   return rows[i];
@@ -98,7 +100,6 @@ constexpr int sm_ctas(ColumnTransform transform, int dtype_size, Pass pass, Roun
                      (transform == ColumnTransform::full && dtype_size == 2);
     return nearest || few ? 3 : 2;
   }
-  if (transform == ColumnTransform::factored) return pass == Pass::amax ? 5 : 4;
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
@@ -250,50 +251,8 @@ void set_features(DeviceFacts&, bool sm90, bool wgmma);
 
 // ---- steps -------------------------------------------------------------------------------------
 
-enum class Kernel : std::uint8_t {
-  zero,  // a memset
-  // rows of g_y, x and w
-  rows16,
-  rows,
-  rows_column_amax,  // rows, and the largest values of columns
-  rows_groups,       // rows of x, and x as INT4
-  // columns of P g_y and of w
-  columns_one_pass,
-  column_amax,
-  column_codes,
-  generic_amax,
-  generic_codes,
-  finish_scales,
-  // all operands of a small layer
-  grouped_amax,
-  grouped_codes,
-  // x
-  token_exponents,
-  groups,
-  group_quads,
-  requantize,
-  // g_b
-  partial_sum,
-  final_sum,
-  // products
-  fill_zero,
-  broadcast_scale,
-  widen,  // a bias
-  unpack,
-  gemm_small,
-  wgmma_128x128,
-  wgmma_128x192,
-  wgmma_128x256,
-  wgmma_stream_k,
-  mma_128x256x128,  // mma.sync: the tiles of gemm_sm80_plan.h, in their order
-  mma_256x128x128,
-  mma_128x256x64,
-  mma_128x128x64,
-  mma_64x64x64,
-  mma_any,
-  mma_fixup,  // adds up the sums of tiles that CTAs have shared
-  token,
-};
+#define HOT_ENUMERATOR(name, ...) name,
+enum class Kernel : std::uint8_t { HOT_KERNELS(HOT_ENUMERATOR) };
 inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
 static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma_128x256x128) ==
               mma_tile_count);
@@ -307,41 +266,8 @@ struct KernelInfo {
 const KernelInfo& info(Kernel kernel);
 
 // What steps read and write: arrays of the caller, and ranges of the workspace.
-enum class Buffer : std::uint8_t {
-  gy,
-  w,
-  x,
-  saved,        // x as it was kept
-  exponents,    // sizes of x's tokens, if they were equalised
-  quantized_w,  // w as quantize_weight kept it
-  gx,
-  gw,
-  gb,
-  a,  // operands and result of a product on its own
-  b,
-  out,
-  gy_rows,     // codes and scales of g_y for g_x
-  columns,     // codes and scales of P g_y for g_w
-  weight,      // codes and scales of w for g_x
-  activation,  // INT8 codes and scales of x for g_w, made from packed codes
-  rows_amax,   // largest values, between two kernels
-  columns_amax,
-  weight_amax,
-  sums,         // partial sums of g_b
-  all_scratch,  // partial sums of g_b alone, from the start of the workspace
-  broadcast_a,  // scales as vectors
-  broadcast_b,
-  stream_k,    // sums of tiles that CTAs share: stream-K's, and those of mma.sync
-  unpacked_a,  // INT4 operands as INT8
-  unpacked_b,
-  bias,  // of the forward product
-  y,
-  x_rows,       // codes and scales of x and
-  weight_rows,  // of w for it;
-  forward_x,    // x as quantize_forward_input and
-  forward_w,    // w as quantize_forward_weight kept it
-  wide_bias,    // the bias as fp32
-};
+enum class Buffer : std::uint8_t { HOT_BUFFERS(HOT_ENUMERATOR) };
+#undef HOT_ENUMERATOR
 inline constexpr int buffer_count = static_cast<int>(Buffer::wide_bias) + 1;
 static_assert(buffer_count <= 64);  // bits of a Set
 const char* buffer_name(Buffer buffer);

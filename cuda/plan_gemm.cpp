@@ -380,7 +380,8 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
 
 // wgmma: single scales as vectors, and stream-K's partial sums.
 // mma.sync: the sums of tiles that CTAs share.
-std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
+std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
+                           std::int64_t k) {
   const bool wgmma = facts.kernels.has(Feature::wgmma);
   if (!wgmma || k > int32_safe_k) {
     if (m <= 0 || n <= 0 || !may_share(facts, m, n, k)) return 0;

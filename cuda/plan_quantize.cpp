@@ -43,7 +43,7 @@ using columns::token_tiles;
 
 constexpr Reason one_scale{"it has one scale"}, empty{"it is empty"},
     token_grid{"tokens lie in a token_grid"}, fits_cluster{"its columns fit in a cluster"},
-    dtypes{"operands of several types"};
+    dtypes{"operands of several types"}, all_rows{"the transform keeps all rows"};
 
 Reason other_rounding(const OperandQuant& quant) {
   return {"rounding is %s", 0, rounding_name(quant.rounding)};
@@ -81,9 +81,9 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   } else if (pass == RowsPass::codes) {
     reads |= Buffer::rows_amax;
   }
-  const Kernel kernel = plan.choose(
-      {{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job)},
-       {Kernel::rows}});
+  const Kernel kernel =
+      plan.choose({{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job)},
+                   {Kernel::rows}});
   const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // of a CTA
   LaunchShape shape{job.rows, 256};
   if (kernel == Kernel::rows16) {
@@ -128,8 +128,7 @@ bool projects(const Projection& p) {
 }
 
 // Why quantize_columns.cu has no kernels for a projection; where it has, of which transform.
-Reason why_not_block16(const Projection& p, const OperandQuant& quant,
-                       ColumnTransform& transform) {
+Reason why_not_block16(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
   const bool full = p.basis == Basis::full;
   if (p.equalized && !full) {  // no other transform has factors of tokens
     return {"equalize_tokens with basis %s, where full has a fast kernel", 0, basis_name(p.basis)};
@@ -152,8 +151,7 @@ Reason why_not_block16(const Projection& p, const OperandQuant& quant,
 }
 
 // The same, also where it has none of this rounding.
-Reason why_not_columns(const Projection& p, const OperandQuant& quant,
-                       ColumnTransform& transform) {
+Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
   if (const Reason why = why_not_block16(p, quant, transform)) return why;
   const Rounding rounding =
       transform == ColumnTransform::hadamard ? Rounding::nearest : Rounding::stochastic;
@@ -332,8 +330,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
                                 const ColumnsShape& columns, RowsColumnAmaxStep& work,
                                 LaunchShape& shape) {
   if (rows.cols == 0 || rows.rows == 0) return empty;
-  if (const Reason why =
-          why_not_columns(columns.p, columns.quant, work.transform)) {
+  if (const Reason why = why_not_columns(columns.p, columns.quant, work.transform)) {
     return why;
   }
   if (const Reason why = why_not(facts, Feature::bulk_copy)) return why;
@@ -347,6 +344,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
   }
   if (columns.p.order.samples != 0) return token_grid;
   if (work.transform == ColumnTransform::factored) return equalized;
+  if (work.transform == ColumnTransform::hadamard) return all_rows;
   const RowShare share = row_share(rows.k_padded / 16);
   if (share.lanes == 0 || share.lanes > 32) return too_long(rows.cols);
   work.of = rows.of;
@@ -486,7 +484,7 @@ class GroupedOperands {
     if (const ColumnsShape* job = of_.columns) {
       if (const Reason why = add(*job, transform_, gradient_tiles_)) return why;
       if (job->x.dtype == DType::f16) return of_dtype;
-      if (transform_ == ColumnTransform::hadamard) return {"a transform of all rows"};
+      if (transform_ == ColumnTransform::hadamard) return all_rows;
       if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
     }
     if (const RowsShape* job = of_.rows) {

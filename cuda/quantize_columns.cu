@@ -49,9 +49,9 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.x = job.x;
   args.order = p.order;
   args.body_tokens = p.body_tokens;
-  args.fold = p.basis == Basis::sketch    ? drawn_fold
+  args.fold = p.basis == Basis::sketch              ? drawn_fold
               : p.rows.size() > 1 && p.rows[1] == 2 ? sequency_fold
-                                          : 0;
+                                                    : 0;
   args.sketch_weight = job.side == Side::gradient ? p.sketch_weight : 1.0F;
   args.sketch = device_key(job.sketch_key, Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);

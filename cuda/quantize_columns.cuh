@@ -21,9 +21,6 @@
 
 namespace hot::detail::columns {
 
-// Tokens that a lane of `factored` holds at a time.
-inline constexpr int factored_block = 64;
-
 // The bits of an address that the swizzle turns, by the number of the k16. 8 lanes read 32 bytes of
 // a token in 16-bit types, four k16 at once, and 64 bytes in fp32, two at once.
 template <class Tag>
@@ -176,7 +173,23 @@ struct LaneK16 {
   }
 };
 
-// The k16 of two neighbouring columns. `notes`: the folds of their blocks.
+// Multiplies the tokens of two columns by their factors, `notes`.
+__device__ inline void multiply_factors(const std::uint8_t* notes, float (&v)[2][k16]) {
+#pragma unroll
+  for (int t = 0; t < k16; t += 8) {
+    unsigned words[4];
+    load_words(notes + 2 * t, words);
+    float factor[8];
+    BF16::unpack(words, factor);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      v[0][t + i] *= factor[i];
+      v[1][t + i] *= factor[i];
+    }
+  }
+}
+
+// The k16 of two neighbouring columns. `notes`: WarpTile::lane_notes.
 template <ColumnTransform transform, class Tag>
 __device__ void project(const Args& args, const LaneK16& from, const std::uint8_t* notes,
                         float (&v)[2][k16]) {
@@ -185,6 +198,8 @@ __device__ void project(const Args& args, const LaneK16& from, const std::uint8_
     if constexpr (transform == ColumnTransform::hadamard) {
       butterfly<1, 16>(v[0]);
       butterfly<1, 16>(v[1]);
+    } else if constexpr (transform == ColumnTransform::factored) {
+      multiply_factors(notes, v);
     }
   } else if (args.fold != 0) {
 #pragma unroll
@@ -228,7 +243,7 @@ struct Partial {
 
   __device__ void tokens(float (&v)[k16], bool sum_wanted) {
     float total = 0.0F;
-    if constexpr (transform == ColumnTransform::full) {
+    if constexpr (transform != ColumnTransform::hadamard) {
 #pragma unroll
       for (int k = 0; k < k16; ++k) add(largest[0], v[k]);
       if (sum_wanted) total = tree_sum(v);
@@ -287,8 +302,15 @@ __device__ void accumulate(const Args& args, const LaneK16& from, const std::uin
   if constexpr (transform != ColumnTransform::projected) {
     float v[2][16];
     from.load<Tag>(0, v);
-    partial[0].tokens(v[0], sum_wanted);
-    partial[1].tokens(v[1], sum_wanted);
+    if constexpr (transform == ColumnTransform::factored) {
+      for (int c = 0; c < 2 && sum_wanted; ++c) {
+        partial[c].sum += static_cast<double>(partial[c].tree_sum(v[c]));
+      }
+      multiply_factors(notes, v);
+    }
+    const bool sums_left = sum_wanted && transform != ColumnTransform::factored;
+    partial[0].tokens(v[0], sums_left);
+    partial[1].tokens(v[1], sums_left);
   } else if (args.fold != 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -404,8 +426,9 @@ class WarpTile {
       if (lane_ >= tile_blocks) return;
       const auto token_block = static_cast<std::uint64_t>(number_ * tile_blocks + lane_);
       const int fold =
-          drawn ? sketch_draw(random_words(args_.sketch, offset_of(args_.sketch), token_block), 0, 16)
-                : args_.fold;
+          drawn
+              ? sketch_draw(random_words(args_.sketch, offset_of(args_.sketch), token_block), 0, 16)
+              : args_.fold;
       notes_[lane_] = static_cast<std::uint8_t>(fold);
     }
   }
@@ -441,17 +464,6 @@ class WarpTile {
   // tokens were, for write_codes.
   template <bool in_place>
   __device__ __forceinline__ void accumulate_tile() const {
-    if constexpr (transform == ColumnTransform::factored) {
-      accumulate_factored();
-    } else {
-      accumulate_k16s<in_place>();
-    }
-    __syncthreads();
-  }
-
- private:
-  template <bool in_place>
-  __device__ __forceinline__ void accumulate_k16s() const {
 #pragma unroll 1
     for (int half = first_half(); half < last_half(); ++half) {
       Partial<transform> partial[2];
@@ -460,12 +472,12 @@ class WarpTile {
         const LaneK16 from = lane_k16(step, half);
         if constexpr (in_place) {
           float v[2][k16];
-          project<transform, Tag>(args_, from, lane_folds(), v);
+          project<transform, Tag>(args_, from, lane_notes(step), v);
           from.store(v);
           partial[0].projected(v[0], args_.sum_wanted);
           partial[1].projected(v[1], args_.sum_wanted);
         } else {
-          accumulate<transform, Tag>(args_, from, lane_folds(), partial);
+          accumulate<transform, Tag>(args_, from, lane_notes(step), partial);
         }
       }
 #pragma unroll
@@ -486,34 +498,9 @@ class WarpTile {
         }
       }
     }
+    __syncthreads();
   }
 
-  // A lane takes a column of a block of 64 tokens: no exchange between lanes. In fp32 a column tile
-  // has 16 columns, and the halves of a warp take a block each.
-  __device__ __forceinline__ void accumulate_factored() const {
-    Partial<transform> partial;
-#pragma unroll 1
-    for (int step = first_block(); step < steps_; step += step_blocks) {
-      float v[factored_block];
-      load_block(step, v);
-      if (args_.sum_wanted) partial.sum += static_cast<double>(partial.tree_sum(v));
-      apply_factors(step, v);
-#pragma unroll
-      for (int t = 0; t < factored_block; ++t) partial.add(partial.largest[0], v[t]);
-    }
-    __syncwarp();
-    if constexpr (step_blocks == 2) {
-      partial.largest[0] = max_magnitude(partial.largest[0],
-                                         __shfl_xor_sync(0xffffffffU, partial.largest[0], columns));
-      partial.sum += __shfl_xor_sync(0xffffffffU, partial.sum, columns);
-    }
-    if (lane_ < columns) {
-      shared_.warp[warp_].amax[lane_] = abs_bits(partial.largest[0]);
-      shared_.warp[warp_].sum[lane_] = partial.sum;
-    }
-  }
-
- public:
   // Reduces the warps' partials, and gathers those of all CTAs in each: `cluster` of them, below 2:
   // this one alone. `turn`: of column tiles of this CTA. Sums go to CTA 0.
   __device__ __forceinline__ Partials* reduce(int cluster, int turn) const {
@@ -580,17 +567,6 @@ class WarpTile {
   template <bool in_place, Rounding rounding>
   __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
-    if constexpr (transform == ColumnTransform::factored) {
-      write_factored<rounding>(column_tile, scale, offset);
-    } else {
-      write_k16s<in_place, rounding>(column_tile, scale, offset);
-    }
-  }
-
- private:
-  template <bool in_place, Rounding rounding>
-  __device__ __forceinline__ void write_k16s(unsigned column_tile, const DeviceScale& scale,
-                                             const DeviceOffset& offset) const {
 #pragma unroll 1
     for (int half = first_half(); half < last_half(); ++half) {
       const int first = half * warp_columns + 2 * pair();
@@ -609,7 +585,7 @@ class WarpTile {
         if constexpr (in_place) {
           lane_k16(step, half).load_stored(v);
         } else {
-          project<transform, Tag>(args_, lane_k16(step, half), lane_folds(), v);
+          project<transform, Tag>(args_, lane_k16(step, half), lane_notes(step), v);
         }
         if (k >= k16_count_) continue;
 #pragma unroll
@@ -625,51 +601,6 @@ class WarpTile {
     }
   }
 
-  // Neighbouring lanes exchange half of their codes, so that the two write 32 contiguous bytes of a
-  // row, a whole sector.
-  template <Rounding rounding>
-  __device__ __forceinline__ void write_factored(unsigned column_tile, const DeviceScale& scale,
-                                                 const DeviceOffset& offset) const {
-    const float inv = __shfl_sync(0xffffffffU, scale.inv, lane_ % columns);
-    const bool keep = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), lane_ % columns) != 0;
-    const std::int64_t row = std::int64_t{column_tile} * columns + lane_ % columns;
-    const bool odd = lane_ % 2 != 0;
-#pragma unroll 1
-    for (int first = 0; first < steps_; first += step_blocks) {
-      const int step = first + first_block();
-      float v[factored_block];
-      load_block(step, v);
-      apply_factors(step, v);
-      const int k = (number_ * tile_steps(transform) + step) * warp_k16s;
-#pragma unroll
-      for (int pair = 0; pair < warp_k16s; pair += 2) {
-        uint4 codes[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          codes[i] = round_group<rounding>(
-              [&](int j) { return v[(pair + i) * k16 + j]; }, UniformScale{inv}, args_.key, offset,
-              static_cast<std::uint64_t>(row * k16_count_ + k + pair + i), args_.bits);
-          if (!keep) codes[i] = make_uint4(0, 0, 0, 0);
-        }
-        const uint4 mine = odd ? codes[1] : codes[0], theirs = odd ? codes[0] : codes[1];
-        uint4 got;
-        got.x = __shfl_xor_sync(0xffffffffU, theirs.x, 1);
-        got.y = __shfl_xor_sync(0xffffffffU, theirs.y, 1);
-        got.z = __shfl_xor_sync(0xffffffffU, theirs.z, 1);
-        got.w = __shfl_xor_sync(0xffffffffU, theirs.w, 1);
-        const int k_mine = k + pair + (odd ? 1 : 0);
-        if (k_mine >= k16_count_) continue;
-        const std::int64_t even_row = odd ? row - 1 : row;
-        std::int8_t* const to = args_.codes + even_row * args_.k_padded + k_mine * k16;
-        if (even_row < args_.x.cols) *reinterpret_cast<uint4*>(to) = odd ? got : mine;
-        if (even_row + 1 < args_.x.cols) {
-          *reinterpret_cast<uint4*>(to + args_.k_padded) = odd ? mine : got;
-        }
-      }
-    }
-  }
-
- public:
   __device__ int warp() const { return warp_; }
   __device__ int lane() const { return lane_; }
   __device__ int rank() const { return rank_; }
@@ -678,40 +609,15 @@ class WarpTile {
   static constexpr int halves = columns / warp_columns;
   static_assert(tile_warps == 1 || tile_warps == halves);
 
-  // Blocks of 64 that a warp takes at a time, of a step each.
-  static constexpr int step_blocks = 32 / columns;
-  __device__ int first_block() const { return lane_ / columns; }
-
-  // A lane's column of a block of 64 tokens. The swizzle turns bits of the address by the number of
-  // the k16: the half of a token, and tokens of even and odd number.
-  __device__ __forceinline__ void load_block(int step, float (&v)[factored_block]) const {
-    const char* const block = tile_ + step * factored_block * tile_row_bytes;
-    const int place = lane_ % columns * Tag::size;
-#pragma unroll
-    for (int t = 0; t < factored_block; ++t) {
-      const int turned = swizzle<Tag>(t / k16), parity = turned & tile_row_bytes;
-      const char* const token = block + ((t * tile_row_bytes) ^ parity);
-      v[t] = Tag::load(token + (place ^ (turned - parity)), 0);
-    }
-  }
-  __device__ __forceinline__ void apply_factors(int step, float (&v)[factored_block]) const {
-    const std::uint8_t* const factors = notes_ + step * factored_block * 2;
-#pragma unroll
-    for (int t = 0; t < factored_block; t += 8) {
-      unsigned words[4];
-      load_words(factors + 2 * t, words);
-      float factor[8];
-      BF16::unpack(words, factor);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[t + i] *= factor[i];
-    }
-  }
-
   __device__ int first_half() const { return tile_warps == 1 ? 0 : warp_ % tile_warps; }
   __device__ int last_half() const { return tile_warps == 1 ? halves : first_half() + 1; }
   // Lanes 8 i to 8 i + 7 take k16 number i of a step, two columns each.
   __device__ int pair() const { return lane_ % 8; }
-  __device__ const std::uint8_t* lane_folds() const { return notes_ + 2 * (lane_ / 8); }
+  // Notes on the tokens of a lane's k16: two folds, or a factor of each token.
+  __device__ const std::uint8_t* lane_notes(int step) const {
+    constexpr int bytes = tile_notes(transform) * k16_tokens(transform) / tile_tokens;
+    return notes_ + (step * warp_k16s + lane_ / 8) * bytes;
+  }
 
   __device__ __forceinline__ LaneK16 lane_k16(int step, int half) const {
     // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.

@@ -78,11 +78,11 @@ struct RowsColumnAmaxArgs {
   }
   const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
                      static_cast<unsigned>(thread / token_block);
-  const int a = args.columns.fold == columns::drawn_fold
-                    ? sketch_draw(random_words(args.columns.sketch, offset_of(args.columns.sketch),
-                                               block),
-                                  0, token_block)
-                    : args.columns.fold;
+  const int a =
+      args.columns.fold == columns::drawn_fold
+          ? sketch_draw(random_words(args.columns.sketch, offset_of(args.columns.sketch), block), 0,
+                        token_block)
+          : args.columns.fold;
   // i / 2 with a 0 put in at the place of a's top bit.
   const int top = 1 << (31 - __clz(a)), i = thread % token_block / 2;
   const int token = (i & (top - 1)) | (2 * i & ~(2 * top - 1));
@@ -187,18 +187,10 @@ template <class Tag>
 __device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout& layout,
                                    const char* tokens, const int* folds, uint2* largest,
                                    float2* sums) {
-  switch (args.transform) {
-    case ColumnTransform::full:
-      return accumulate_columns<ColumnTransform::full, Tag>(args, layout, tokens, folds, largest,
-                                                            sums);
-    case ColumnTransform::hadamard:
-      return accumulate_columns<ColumnTransform::hadamard, Tag>(args, layout, tokens, folds,
-                                                                largest, sums);
-    case ColumnTransform::projected:
-      return accumulate_columns<ColumnTransform::projected, Tag>(args, layout, tokens, folds,
-                                                                 largest, sums);
-    case ColumnTransform::factored:
-      return;  // in no plan
+  if (args.transform == ColumnTransform::full) {
+    accumulate_columns<ColumnTransform::full, Tag>(args, layout, tokens, folds, largest, sums);
+  } else {
+    accumulate_columns<ColumnTransform::projected, Tag>(args, layout, tokens, folds, largest, sums);
   }
 }
 
@@ -317,8 +309,8 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
           ? kernel_of<Rounding::stochastic, rows_column_amax::gradient_block, BF16>(
                 work.lane_blocks)
           : kernel_of<Rounding::nearest, rows_column_amax::input_block, BF16>(work.lane_blocks);
-  launch(work.of == plan::RowsOf::gy ? "backward_linear" : "quantize_forward_input", context, kernel,
-         step.shape, args);
+  launch(work.of == plan::RowsOf::gy ? "backward_linear" : "quantize_forward_input", context,
+         kernel, step.shape, args);
 }
 
 }  // namespace hot::detail

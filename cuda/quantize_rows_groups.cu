@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
   } else {
     const unsigned threads = blockDim.x * blockDim.y;
     compress_quads<Tag>(args.groups, threadIdx.y * blockDim.x + threadIdx.x,
-                                  std::int64_t{cta - args.row_ctas} * threads, chunk);
+                        std::int64_t{cta - args.row_ctas} * threads, chunk);
   }
 }
 

@@ -44,6 +44,8 @@ BUILT = (
 """HOT's own sources of the build."""
 LONGEST_TEST = "tests/gpu/test_cpp.py::test_consumer_of_a_static_library"
 """Starts first: it builds libhot once more."""
+OTHER_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_runtime.py::test_the_self_test")
+"""On other GPUs than an H100 or H200."""
 SIDE_BY_SIDE = ("-n", "12", "--dist", "worksteal")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
@@ -225,7 +227,7 @@ def test_all(
     of_all = (LONGEST_TEST, "tests/gpu", "tests/with_torch")
     code = run(
         sys.executable, "-m", "pytest", "-q",
-        *(of_all if arch == HOPPER else ("tests/gpu/test_cuda.py",)), "-m", "cuda",
+        *(of_all if arch == HOPPER else OTHER_TESTS), "-m", "cuda",
         "--durations=5",
         *(SIDE_BY_SIDE if importlib.util.find_spec("xdist") else ()),
         "--junit-xml", pytest_report, env=env, log=reports / "pytest.log",
@@ -250,7 +252,7 @@ def sanitize(build: Path, reports: Path) -> dict[str, str]:
         code = run(
             "compute-sanitizer", "--tool", tool, "--error-exitcode", "3",
             build / "tests/cpp/test_stages_cuda",
-            "--gtest_filter=*gemm_equals_cpu:*repeats*:*hla*:*quantize*", log=log,
+            "--gtest_filter=*gemm_equals_cpu:*repeats*", log=log,
         )  # fmt: skip
         said = [line for line in log.read_text().splitlines() if line.startswith("=====")]
         out[tool] = "clean" if code == 0 else f"exit {code}: " + "\n".join(said[:12] + said[-2:])

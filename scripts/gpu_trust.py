@@ -64,9 +64,6 @@ LONG = {
     "GemmMmaCuda.longer_contractions_are_exact": 6,
     "GemmMmaCuda.every_tile_equals_cpu": 6,
     "StagesCuda.every_replay_reads_the_counter": 9,
-    "StagesCuda.backward_linear_of_many_tokens_equals_cpu": 10,
-    "StagesCuda.backward_linear_equals_cpu": 5,
-    "StagesCuda.rotated_and_equalised_storage_equals_cpu": 5,
 }
 """Tests that no sanitizer ends in time, and how many parts run side by side (HOT_TEST_PART). They
 start first."""

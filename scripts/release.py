@@ -10,8 +10,8 @@ set; default: this one), with the compiler of scripts/old_glibc.sh; --wheels tak
 cibuildwheel has made instead. --cuda adds wheels with CUDA (see cmake/cibuildwheel-cuda.toml): for
 CUDAARCHS, by default those of a release. --aarch64 adds one for aarch64 (CPU, Python 3.12 on, which
 one of the --python has to be), by aarch64-linux-gnu-g++ with this machine's cmake and ninja, tried
-under qemu. --system-compiler builds for this machine's glibc instead: the wheels say so and are no
-release.
+under qemu; with --cuda one with CUDA, too (scripts/cuda_sbsa_root.sh). --system-compiler builds for
+this machine's glibc instead: the wheels say so and are no release.
 
 What keeps a release from being made is listed at the end. Without --final that is all that happens
 (a dry run: the exit status is that of what was built); with it, it is an error.
@@ -86,16 +86,25 @@ def blockers() -> tuple[str, list[str]]:
     return version, found
 
 
-def compiler(*processor: str) -> dict[str, str]:
+def path_of(script: str, *words: object) -> str:
+    """The path that a script prints."""
+    path = said("bash", ROOT / "scripts" / script, *words)
+    if not path:
+        sys.exit(f"release: scripts/{script} failed")
+    return path
+
+
+def compiler(*processor: str, cuda: bool = False) -> dict[str, str]:
     """Environment for wheels that run on an old glibc; ``processor``: "aarch64" or nothing."""
     folder = ROOT / "build" / "-".join(("old-glibc", *processor))
-    path = said("bash", ROOT / "scripts" / "old_glibc.sh", folder, *processor)
-    if not path:
-        sys.exit("release: scripts/old_glibc.sh failed; --system-compiler builds without it")
+    path = path_of("old_glibc.sh", folder, *processor)
     cross = {
         "CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64",
         "_PYTHON_HOST_PLATFORM": "linux-aarch64",  # the wheel's tag
     }
+    if processor and cuda:
+        toolkit = path_of("cuda_sbsa_root.sh", ROOT / "build" / "cuda-sbsa")
+        cross |= {"CUDACXX": f"{toolkit}/bin/nvcc", "CUDAFLAGS": "-target-dir sbsa-linux"}
     return {"CXX": path, "CUDAHOSTCXX": path} | (cross if processor else {})
 
 
@@ -172,7 +181,7 @@ def main() -> int:
     parser.add_argument("--python", action="append", help="a Python to build for; may be repeated")
     parser.add_argument("--wheels", type=Path, help="take the wheels of this folder, build none")
     parser.add_argument("--cuda", action="store_true", help="also wheels with CUDA")
-    parser.add_argument("--aarch64", action="store_true", help="also a wheel for aarch64, CPU")
+    parser.add_argument("--aarch64", action="store_true", help="also wheels for aarch64")
     parser.add_argument("--system-compiler", action="store_true", help="for this machine's glibc")
     parser.add_argument("--final", action="store_true", help="what blocks a release is an error")
     options = parser.parse_args()
@@ -200,14 +209,16 @@ def main() -> int:
         for cuda in (False, True) if options.cuda else (False,):
             wheels += [build(python, sdist, out, bin_, old, cuda) for python in pythons]
         if options.aarch64:
-            wheels.append(build(stable[0], sdist, out, bin_, compiler("aarch64"), False))
+            for cuda in (False, True) if options.cuda else (False,):
+                env = compiler("aarch64", cuda=cuda)
+                wheels.append(build(stable[0], sdist, out, bin_, env, cuda))
     if not wheels:
         sys.exit("release: no wheels")
 
     run(bin_ / "twine", "check", "--strict", sdist, *wheels)
     anywhere = ("--any-platform",) if options.system_compiler else ()
     run(sys.executable, ROOT / "scripts/check_wheel.py", *anywhere, *wheels)
-    for python, wheel in [] if options.wheels else zip(pythons * 3, wheels, strict=False):
+    for python, wheel in [] if options.wheels else zip(pythons * 4, wheels, strict=False):
         run(python, ROOT / "scripts/check_wheel.py", "--try", *anywhere, wheel)
     mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
     pinned = re.search(r"^nanobind==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE)

@@ -56,14 +56,9 @@ def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
     torch.set_num_threads(before[1])
 
 
-@pytest.fixture(params=["binding", "C ABI"])
-def stages(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The stages' functions: hotcore's, or through the C ABI, which takes NumPy arrays alone."""
-    if request.param == "binding":
-        import hotcore
-
-        yield hotcore
-        return
+@pytest.fixture
+def api() -> Iterator[Any]:
+    """The C ABI, with a context of its own."""
     from c_api import CApi
 
     made = CApi()

@@ -140,7 +140,7 @@ def gradients(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tens
     model.zero_grad()
     x = x.clone().requires_grad_()
     call(x).square().sum().backward()
-    return [x.grad, *(p.grad.clone() for p in model.parameters())]
+    return [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 def task_of(name: str, rng: np.random.Generator) -> tuple[nn.Module, models.Batch, models.Task]:

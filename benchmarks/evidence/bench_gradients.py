@@ -37,9 +37,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 KINDS = ("gx", "gw")
-MORE = (
-    *(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),
-)
+MORE = (*(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),)
 """Beside what trains in the rivals' table."""
 Capture = tuple[Tensor, Tensor, Tensor]
 """x, w, g_y of a layer."""

@@ -347,7 +347,7 @@ PLACES = {
     "training": ("[training](dev/rivals.md#training)", "bench_training.py"),
     "ablations": ("[ablations](dev/rivals.md#ablations)", f"{TABLES} ablations"),
     "fine-tuning": ("[fine-tuning](dev/rivals.md#fine-tuning)", f"{TABLES} finetune"),
-    "compute": ("[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    "compute": ("[compute](dev/rivals.md#compute)", ""),
     "text": ("[paper.md](paper.md#where-paper-falls-behind)", "bench_gpt.py --device cuda"),
     "ranks": ("[ablations](dev/rivals.md#ablations)",
               f"{TABLES} ablations; evidence.py --parts cuda-ranks-efficientformer"),

@@ -224,7 +224,7 @@ def gpt(report: Report) -> Lines:
     yield from header([*head, "peak, GiB", "of bf16's"])
     for title, row in report["runs"].items():
         name, seed = title.rsplit("/", 1)
-        plain = report["runs"].get(evidence_tables.partner_of(title), {})
+        plain = report["runs"].get(f"bf16/{seed}", {})
         losses = [run.get("validation_loss") for run in (row, plain)]
         figures = ["diverged" if losses[0] is None else f"{losses[0]:.3f}"]
         figures.append("" if None in losses else f"{losses[0] - losses[1]:+.3f}")
@@ -730,16 +730,6 @@ def config_fields(results: Path) -> Lines:
 # ---- all kinds ----
 
 
-def planned(results: Path, *words: str) -> Lines:
-    """Another table, or that its report is not there yet."""
-    try:
-        yield from table(" ".join(words), results).splitlines()
-    except Unknown as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        yield "*Planned, not run.*"
-
-
 def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
     return {make.__name__.replace("_", "-"): (file, make) for make in makes}
 
@@ -761,7 +751,6 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-lora.json", lora),
     **_of("cuda-8b.json", whole),
     **_of("cuda-examples.json", gallery),
-    **_of("pretrained.json", TABLES.pretrained),
     **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     **_of("recipe-cases.json", cases),
@@ -771,7 +760,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-memory.json", TABLES.memory),
     **_of("", pays, switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
-    **_of("", TABLES.quality, TABLES.decided, TABLES.ways, TABLES.noise, planned),
+    **_of("", TABLES.quality, TABLES.decided),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 DATED = ("gradient-quality", "latency", "breakdown", "memory")

@@ -4,12 +4,10 @@
     python -m benchmarks.evidence.evidence --call b --out FOLDER  # 1260 s: a larger GPT, images
     python -m benchmarks.evidence.evidence --call c --out FOLDER  # 1510 s: largest GPT and ViT
     python -m benchmarks.evidence.evidence --call d --out FOLDER  # 2530 s: more seeds, ranks
-    python -m benchmarks.evidence.evidence --call f --together --out FOLDER  # 330 s: noise
     python -m benchmarks.evidence.evidence --parts latency memory --out FOLDER
     python -m benchmarks.evidence.evidence --list    # parts, their commands and seconds
 
-The parts of a call run one after the other; --together: all at once, which is for losses and takes
-a part of a GPU each. Each has a limit, and writes its report after every
+The parts of a call run one after the other. Each has a limit, and writes its report after every
 run: a part that is stopped loses what it is at. Reports of the same name in FOLDER, or in
 benchmarks/results/, are gone on with. FOLDER gets the reports and a log of each part; copy the
 reports to benchmarks/results/, then run plot_evidence and doc_tables.
@@ -25,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +35,6 @@ EVERY = (*SCALE, "accurate", "paper",
          *(f"{name} int8-forward" for name in ("fast", "accurate", "paper")))  # fmt: skip
 SEEDS = "0 1 2 3 4"
 """Of every contender of a size, fixed here before a run (docs/dev/benchmarks.md)."""
-FEWER = tuple(name for name in SCALE if name != "default")
-SMALL_STEPS = ("--tokens-per-step", "8192", "--steps", "300", "--seeds", "0", "1", "--points", "5",
-               "--validation-batches", "10")  # fmt: skip
 GRACE_S = 15.0
 """Between a part's own budget and the time at which it is ended."""
 
@@ -79,11 +73,6 @@ def decides(size: str, seconds: float) -> Part:
     return gpt(f"{size}-20", seconds, SCALE, "--tokens-per-parameter", "20", "--graph",
                "--validation-batches", "50", "--points", "30", "--epochs", "8", "--devices", "0",
                "--seeds", "0", "1", "2", "3")  # fmt: skip
-
-
-def noise(name: str, jobs: int, contenders: Sequence[str], *more: str) -> Part:
-    """A part of "Where noise shows" (docs/dev/evidence.md); all of them share a GPU and a time."""
-    return gpt(f"10M-{name}", 330, contenders, "--jobs", str(jobs), *more)
 
 
 def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Part:
@@ -144,16 +133,6 @@ CALLS: dict[str, tuple[Part, ...]] = {
         scale("311M", 560, SEEDS, LARGEST, 2, more="-seeds"),
     ),
     "e": (decides("10M", 1100), decides("25M", 7500)),
-    "f": (
-        noise("late", 2, ["bf16"], "--graph", "--tokens-per-parameter", "5", "--noise", *SCALE,
-              "--noise-at", "0.02", "0.25", "1"),
-        noise("1M", 3, ["bf16", "default int8-forward", "fast"], "--graph", "--rates", "2",
-              "--tokens-per-step", "1048576", "--steps", "40"),
-        noise("rates", 4, FEWER, "--graph", *SMALL_STEPS, "--rates", "1", "2", "4", "8"),
-        noise("optimizers", 4, FEWER, *SMALL_STEPS, "--optimizers", "8-bit", "8-bit-bf16"),
-        noise("131k", 2, FEWER, "--graph", "--rates", "2", "--tokens-per-step", "131072",
-              "--steps", "100"),
-    ),
 }  # fmt: skip
 
 
@@ -199,7 +178,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=tuple(named), help="default: all of a call")
     parser.add_argument("--out", type=Path, help="where reports and logs go")
     parser.add_argument("--seconds", type=float, default=480, help="of this call, at most")
-    parser.add_argument("--together", action="store_true", help="all parts at once: no times")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args(argv)
     if args.list:
@@ -211,13 +189,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + args.seconds
     parts = [named[name] for name in args.parts] if args.parts else CALLS[args.call]
 
-    def reported(part: Part) -> None:
+    for part in parts:
         began = time.monotonic()
         status = run(part, args.out, deadline)
         print(f"{part.name}: {status}, {time.monotonic() - began:.0f} s", flush=True)
-
-    with ThreadPoolExecutor(len(parts) if args.together else 1) as pool:
-        list(pool.map(reported, parts))
 
 
 if __name__ == "__main__":

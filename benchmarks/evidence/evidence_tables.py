@@ -37,13 +37,14 @@ SHOWN = {
     "int4 int8-forward": "default int8-forward, g_x in INT4",
 }
 """Runs whose reports call them by a recipe that was removed -> what they are."""
-LEFT_OUT = re.compile(r"\bcompact\b|\bone code\b|\brht\d|\btoken[248]\b|, saved\b")
+LEFT_OUT = re.compile(
+    r"\bcompact\b|\bone code\b|\brht\d|\btoken[248]\b|, saved\b|^(feature_sums|sampled_tokens|"
+    r"(requantize_)?rotated?|token_(amax|contributions|rows|transpose)|undo_transforms)_kernel"
+)
 """Rows of reports that no table shows: what they measured was removed (docs/dev/tried.md)."""
 GPT_SIZES = ("10M", "25M", "91M", "311M")
 GPT_LONGER = ("10M-long", "10M-20", "25M-20")
 """Sizes with more text."""
-WAY = " @ "
-"""Between a contender and the way in which bench_gpt.py trains it, where there are several."""
 
 
 Make = Callable[..., Iterator[str]]
@@ -264,7 +265,7 @@ def ratio(rows: Mapping[str, Any], name: str) -> str:
 
 
 LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 arrays",
-           "hotcore paper", "hotcore default", "hotcore fast", "hotcore compact",
+           "hotcore paper", "hotcore default", "hotcore fast",
            "torchao FP8")  # fmt: skip
 UNFUSED = (
     "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are "
@@ -606,84 +607,11 @@ def decided(results: Path, size: str) -> Lines:
     yield from ("", dates_line(results, [file_of(size)]))
 
 
-def partner_of(key: str) -> str:
-    """bf16's run of the same way and seed."""
-    name, _, seed = key.rpartition("/")
-    return "/".join([WAY.join(["bf16", *name.split(WAY)[1:]]), seed])
-
-
-def ways_of(report: Report) -> dict[str, dict[str, dict[str, float]]]:
-    """Way -> contender -> seed -> validation loss; inf: diverged."""
-    out: dict[str, dict[str, dict[str, float]]] = {}
-    for key, run in report["runs"].items():
-        name, _, seed = key.rpartition("/")
-        name, _, way = name.partition(WAY)
-        loss = run.get("validation_loss", math.inf)
-        out.setdefault(way, {}).setdefault(name, {})[seed] = loss
-    return out
-
-
 def tokens_of(report: Report) -> int:
-    """Of a step."""
+    """Tokens of a step."""
     settings = report["settings"]
     size = settings["size"]
     return int(size["batch"] * size["context"] * settings.get("accumulate", 1))
-
-
-def ways(results: Path, *files: str) -> Lines:
-    """Every way of every report: the gap to bf16 of the same way, mean ± deviation of the seeds."""
-    columns = {
-        f"{tokens_of(report):,} tokens a step, {report['settings']['steps']} steps"
-        + (f", {way}" if way else ""): found
-        for report in (report_of(results, name) for name in files)
-        for way, found in ways_of(report).items()
-    }
-    yield from header(["validation loss less bf16's", *columns])
-    plain = [found.get("bf16", {}) for found in columns.values()]
-    yield line(["bf16's loss", *(plus_minus(list(losses.values()), 4, "") for losses in plain)])
-
-    def cell(mine: Mapping[str, float], plain: Mapping[str, float]) -> str:
-        pairs = [(loss, plain[seed]) for seed, loss in mine.items() if seed in plain]
-        alone = sum(math.isfinite(loss) and math.isinf(least) for loss, least in pairs)
-        gaps = [math.inf if math.isinf(loss) else loss - least for loss, least in pairs]
-        words = plus_minus([gap for gap in gaps if gap > -math.inf], 4)
-        return ", ".join(filter(None, (words, f"{alone} where bf16 diverged" if alone else "")))
-
-    for name in in_order(name for found in columns.values() for name in found):
-        mine = (found.get(name, {}) for found in columns.values())
-        yield line([shown(name), *map(cell, mine, plain)])
-    yield from ("", dates_line(results, files))
-
-
-def noise(results: Path, name: str, points: str = "all") -> Lines:
-    """Of bench_gpt.py --noise, bf16's first run: errors of the blocks' g_w by contender.
-
-    ``points``: of the run, "all" or the "last".
-    """
-    report = report_of(results, name)
-    run = next(run for run in report["runs"].values() if "noise" in run)
-    for step, found in [*run["noise"].items()][-1 if points == "last" else 0 :]:
-        tokens, last = found["tokens"], found["tokens"] * found["batches"]
-        norm, batch = found["gradient"], found["batch"]
-        trained = int(step) * tokens_of(report) / report["parameters"]
-        yield from header([
-            f"{trained:.2f} tokens a parameter", f"noise at {tokens:,} tokens, of the batch's",
-            "of it by chance", "bias, of the gradient",
-            f"error at {tokens:,} tokens, of the gradient",
-            f"at {last:,}",
-        ])  # fmt: skip
-        own = [f"{batch / several**0.5 / norm:.3f}" for several in (1, found["batches"])]
-        yield line(["the batch's own", "1", "", "", *own])
-        for contender, of in found["contenders"].items():
-            ends = (of["accumulated"][str(several)] / norm for several in (1, found["batches"]))
-            cells = [of["noise"] / batch, of["chance"] / batch, of["bias"] / norm, *ends]
-            yield line([shown(contender), *(f"{value:.3f}" for value in cells)])
-        yield from (
-            "",
-            f"*Noise and gradient are alike at {found['noise_scale']:,.0f} tokens.*",
-        )
-        yield ""
-    yield dates_line(results, [name])
 
 
 def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
@@ -807,20 +735,3 @@ def dates_line(results: Path, names: Iterable[str]) -> str:
         where = f" ({gpu.split()[0]})" if maker == "NVIDIA" else ""
         parts.append(f"{name.removesuffix('.json')} {days}{where}")
     return f"*Measured: {', '.join(parts)}.*"
-
-
-def pretrained(report: Report) -> Lines:
-    """Of bench_pretrained.py: losses less fp32's of the same seed."""
-    losses = {
-        name: {seed: run["validation_loss"] for seed, run in runs.items()}
-        for name, runs in runs_by_seed(report).items()
-    }
-    first = next(iter(report["runs"].values()))["curve"][0][1]
-    yield from header(["", "seeds", "loss", "less fp32's, by seed", "mean [95 %]"])
-    yield line(["before", "", f"{first:.4f}", "", ""])
-    for name, by_seed in losses.items():
-        gaps = [loss - losses["fp32"][seed] for seed, loss in by_seed.items()]
-        own = [", ".join(f"{gap:+.4f}" for gap in gaps), interval_words(gaps).rpartition(" (")[0]]
-        cells = own if name != "fp32" else ["", ""]
-        mean = f"{statistics.mean(by_seed.values()):.4f}"
-        yield line([shown(name), str(len(by_seed)), mean, *cells])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import plot
-from evidence import RESULTS, ROOT, intervals
+from evidence import RESULTS, ROOT
 from evidence import evidence_tables as tables
 from evidence.evidence_tables import shown
 from plot import COLORS, FP8, ON_ANY, PLAIN, label, plt, save
@@ -36,12 +35,6 @@ MEMORY = {
     "HOT paper": COLORS["default"],
     "HOT paper + LoRA": "#66ccee",
     "fp32, blocks recomputed": "#ee6677",
-}
-CONTENDERS = {
-    "default": COLORS["default"],
-    "default int8-forward": "#66ccee",
-    "fast": COLORS["fast"],
-    "FP8 tensorwise": FP8,
 }
 
 
@@ -90,107 +83,6 @@ def plot_memory(report: Mapping[str, Any], path: Path) -> None:
     title = f"Peak memory of a training step, {report['model']}, {report['device']}"
     once = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
     label(axes, title, "images of a batch", "GiB", 2, handles=once.values(), labels=once.keys())
-    save(figure, path)
-
-
-def plot_scaling(results: Path, path: Path) -> None:
-    """The gap to bf16 by parameters, of equal seeds: mean and 95 % interval; grey: the margin."""
-    found = tables.gaps_by_size(results)
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    millions = {size: float(size.removesuffix("M")) for size in found}
-    margin = tables.MARGIN
-    axes.axhspan(-margin, margin, color=PLAIN, alpha=0.25, label=f"within {margin}")
-    for index, (name, color) in enumerate(CONTENDERS.items()):
-        gaps = {size: of[name] for size, of in found.items() if of.get(name)}
-        known = [intervals.interval(values) for values in gaps.values()]
-        if gaps:
-            axes.errorbar(
-                [millions[size] * (1 + 0.015 * (index - 2)) for size in gaps],
-                [statistics.mean(values) for values in gaps.values()],
-                [0 if one is None else one.high - one.mean for one in known],
-                fmt="o-", color=color, capsize=3, label=name,
-            )  # fmt: skip
-    axes.axhline(0, color=ON_ANY, linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_xticks(list(millions.values()), list(millions))
-    axes.minorticks_off()
-    label(axes, "GPTs on text, 13.1 M tokens each", "parameters", "validation loss less bf16's", 1)
-    save(figure, path)
-
-
-CURVES = {
-    "bf16": (PLAIN, "-"),
-    "default": (COLORS["default"], "-"),
-    "default int8-forward": (COLORS["default"], "--"),
-    "fast": (COLORS["fast"], "-"),
-    "fast int8-forward": (COLORS["fast"], "--"),
-    "FP8 tensorwise": (FP8, "-"),
-    "paper": (COLORS["paper"], "-"),
-}
-"""Contenders of the learning curves: colour and style."""
-
-
-def plot_curves(results: Path, path: Path) -> None:
-    """Validation loss along training: the GPT of 91 M from scratch, ViT-B's blocks fine-tuned."""
-    by_seed = tables.runs_by_seed(tables.report_of(results, "cuda-gpt-91M.json"))
-    first = {name: {0: runs[0]} for name, runs in by_seed.items() if 0 in runs}
-    tuned = tables.of_task(tables.report_of(results, "cuda-finetune-vit-b.json"), "images-vit-b")
-    tuned["FP8 tensorwise"] = tuned.pop("torchao_fp8")
-    panels = {
-        "GPT, 91 M parameters, text, from scratch, seed 0": first,
-        "ViT-B's blocks, photographs, fine-tuned": tuned,
-    }
-    figure, rows = plt.subplots(2, len(panels), figsize=(6 * len(panels), 6), sharex="col",
-                                layout="constrained", height_ratios=(3, 2))  # fmt: skip
-    for (upper, lower), (title, found) in zip(rows.T, panels.items(), strict=True):
-        curves = {name: mean_curve(runs) for name, runs in found.items()}
-        for name, (color, style) in CURVES.items():
-            curve = curves.get(name, {})
-            options: dict[str, Any] = {"color": color, "label": name, "linewidth": 1.4}
-            if curve:
-                upper.plot(list(curve), list(curve.values()), style, **options)
-                gaps = [loss - curves["bf16"][step] for step, loss in curve.items()]
-                lower.plot(list(curve), gaps, style, **options)
-        label(upper, title, y="validation loss", columns=int(upper is rows[0][0]))
-        label(lower, x="step", y="less bf16's")
-        lower.set_ylim(-0.1, 0.15)
-    save(figure, path)
-
-
-def plot_gaps(report: Mapping[str, Any], path: Path) -> None:
-    """The gap to bf16 along the run: mean of the seeds, its 95 % interval; grey: the margin."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.axhspan(-tables.MARGIN, tables.MARGIN, color=PLAIN, alpha=0.25)
-    tokens = tables.tokens_of(report)
-    for name, color in CONTENDERS.items():
-        along = {step: gaps for step, gaps in tables.gaps_along(report, name).items() if step}
-        if not along:
-            continue
-        at = [step * tokens / report["parameters"] for step in along]
-        axes.plot(at, [statistics.mean(gaps) for gaps in along.values()], color=color, label=name)
-        known = [intervals.interval(gaps) for gaps in along.values()]
-        if all(known):
-            ends = [(one.low, one.high) for one in known if one is not None]
-            axes.fill_between(at, *zip(*ends, strict=True), color=color, alpha=0.15, linewidth=0)
-    axes.axhline(0, color=ON_ANY, linewidth=0.8)
-    axes.set_ylim(-0.05, 0.15)
-    millions = f"{report['parameters'] / 1e6:.0f} M parameters"
-    label(axes, f"GPT, {millions}, on text", "tokens a parameter", "validation loss less bf16's", 2)
-    save(figure, path)
-
-
-def plot_ways(report: Mapping[str, Any], path: Path) -> None:
-    """Last validation loss by way, the mean of the seeds; no point where one diverged."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    ways = tables.ways_of(report)
-    for name, color in {"bf16": PLAIN, **CONTENDERS}.items():
-        means = [
-            statistics.mean(found.get(name, {"": math.nan}).values()) for found in ways.values()
-        ]
-        finite = [mean if math.isfinite(mean) else math.nan for mean in means]
-        axes.plot(list(ways), finite, "o-", color=color, label=name)
-    title = f"GPT, {tables.tokens_of(report):,} tokens a step"
-    label(axes, title, "factor of the size's learning rate", "validation loss")
     save(figure, path)
 
 
@@ -311,19 +203,11 @@ def plot_all(results: Path, out: Path) -> list[str]:
         **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
         "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
-        "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
-        "cuda-gpt-10M-20": lambda found: plot_gaps(
-            {**found, "runs": tables.in_whole_seeds(found["runs"])}, out / "gaps-10M.svg"
-        ),
-        "cuda-gpt-10M-rates": lambda found: plot_ways(found, out / "rates-10M.svg"),
     }
-    if tables.gaps_by_size(results):
-        plot_scaling(results, out / "scaling.svg")
     for name, draw in figures.items():
         if (results / f"{name}.json").exists():
-            draw(json.loads((results / f"{name}.json").read_text()))
-    wanted = dict.fromkeys([*figures, *(f"cuda-gpt-{size}" for size in tables.GPT_SIZES)])
-    return [f"{name}.json" for name in wanted if not (results / f"{name}.json").exists()]
+            draw(tables.report_of(results, f"{name}.json"))
+    return [f"{name}.json" for name in figures if not (results / f"{name}.json").exists()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

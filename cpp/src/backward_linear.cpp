@@ -38,8 +38,8 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   }
   detail::check_choices(call, spec);
   if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full) {
-    detail::invalid(call, std::string("storage is ") + storage_name(spec.storage) +
-                              " with basis " + basis_name(spec.low_rank.basis) +
+    detail::invalid(call, std::string("storage is ") + storage_name(spec.storage) + " with basis " +
+                              basis_name(spec.low_rank.basis) +
                               "; expected basis full (other bases require storage int8)");
   }
   detail::check_low_rank(spec.low_rank);
@@ -119,8 +119,7 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   // Fields that the bytes do not depend on get one value.
   BackwardLinearSpec kept = spec;
   kept.hadamard_block = 0;
-  const bool one_scale =
-      spec.storage == Storage::int8 && detail::activation_quant(spec).per_tensor;
+  const bool one_scale = spec.storage == Storage::int8 && detail::activation_quant(spec).per_tensor;
   kept.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
   if (spec.low_rank.basis == Basis::full) kept.low_rank = {};
   if (!kept.low_rank.rows.empty()) kept.low_rank.rank = 0;
@@ -300,50 +299,12 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
 
 namespace {
 
-// The arguments of backward_linear, checked and resolved.
-struct BackwardArguments {
-  const Context& context;
-  const BackwardLinearSpec& spec;
-  const ConstSavedActivation& saved;
-  bool accumulate;
-  LinearShape shape{};
-  Projection tokens{}, out_features{};         // transforms for g_w and for g_x
-  SavedLayout layout{};                        // of `saved`, for g_w
-  MatrixIn gy{}, w{};                          // w has no rows if it was quantised before
-  std::optional<detail::Operand> quantized{};  // w, if it was quantised before
-  MatrixOut gx{}, gw{};                        // data is null: not wanted
-  std::optional<MatrixOut> gb{};
-};
-
-void run_backward(const BackwardArguments& given, const Checker& check,
-                  const Workspace& workspace) {
-  const LinearShape& shape = given.shape;
-  const bool gx = has_elements(given.gx) && shape.out_features > 0;
-  const bool gw = has_elements(given.gw) && shape.tokens > 0;
-  detail::BackwardCall call{
-      {given.spec, shape, given.tokens, given.out_features, gx, gw, gx && !given.quantized}};
-  call.work.gb = given.gb.has_value();
-  call.work.accumulate = given.accumulate;
-  call.work.clear_gx = !gx && has_elements(given.gx);
-  call.work.clear_gw = !gw && has_elements(given.gw) && !given.accumulate;
-  call.gy = given.gy;
-  call.w = given.w;
-  call.quantized = given.quantized.value_or(detail::Operand{});
-  call.saved = saved_operand(given.saved, given.layout);
-  call.groups = saved_groups(given.saved, given.layout);
-  call.sketch_key = given.saved.key;
-  call.exponents = saved_exponents(given.saved, given.layout, given.spec);
-  call.gx = given.gx;
-  call.gw = given.gw;
-  call.gb = given.gb.value_or(MatrixOut{});
-  backend_of(given.context).backward(given.context, call, check, workspace);
-}
-
-void resolve_saved(BackwardArguments& call, bool has_weight) {
-  LinearShape& shape = call.shape;
-  const ConstSavedActivation& saved = call.saved;
-  check_format(backward_name, "saved", "compress_activation", saved.format,
-               saved_format(call.spec));
+// Checks `saved` against the call's sizes and fills what g_w reads of it.
+void resolve_saved(detail::BackwardCall& call, Projection& tokens,
+                   const ConstSavedActivation& saved, bool has_weight) {
+  const BackwardLinearSpec& spec = call.work.spec;
+  LinearShape& shape = call.work.shape;
+  check_format(backward_name, "saved", "compress_activation", saved.format, saved_format(spec));
   if (has_weight && saved.in_features != shape.in_features) {
     detail::invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
                                        " in_features; expected w's, " +
@@ -356,9 +317,13 @@ void resolve_saved(BackwardArguments& call, bool has_weight) {
   }
   detail::check_key(backward_name, "saved.key", saved.key);
   check_shape("saved_layout", {saved.tokens, 0, saved.in_features});
-  call.tokens = detail::token_projection(shape.tokens, call.spec);
-  call.layout = layout_of(call.tokens, saved.in_features, call.spec);
-  check_bytes(backward_name, "saved", saved.data, saved.bytes, call.layout.bytes);
+  tokens = detail::token_projection(shape.tokens, spec);
+  const SavedLayout layout = layout_of(tokens, saved.in_features, spec);
+  check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
+  call.saved = saved_operand(saved, layout);
+  call.groups = saved_groups(saved, layout);
+  call.sketch_key = saved.key;
+  call.exponents = saved_exponents(saved, layout, spec);
 }
 
 void check_and_run(const Context& context, const ConstTensorView& gy,
@@ -372,26 +337,28 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
     detail::invalid(backward_name, "out requests no gradient; set at least one of gx, gw, gb");
   }
   check.input("gy", gy, float_dtypes, 2, max_dims);
-  BackwardArguments call{context, spec, saved, out.accumulate};
-  call.gy = check.collapsed("gy", gy);
-  LinearShape& shape = call.shape;
-  shape.tokens = call.gy.rows;
-  shape.out_features = call.gy.cols;
-  call.out_features = detail::out_feature_projection(shape.out_features, spec);
+  const MatrixIn rows = check.collapsed("gy", gy);
+  Projection tokens{};
+  const Projection out_features = detail::out_feature_projection(rows.cols, spec);
+  detail::BackwardCall call{{spec, {rows.rows, rows.cols, 0}, tokens, out_features}};
+  call.gy = rows;
+  detail::BackwardWork& work = call.work;
+  const LinearShape& shape = work.shape;
 
   ConstTensorView weight_memory{};
   if (out.gx != nullptr) {
     const detail::ResolvedWeight weight =
         detail::resolve_weight(check, w,
                                {backward_name, "quantize_weight", weight_format(spec), true,
-                                shape.out_features, "gy", call.out_features.k_padded},
+                                shape.out_features, "gy", out_features.k_padded},
                                gy.device);
     call.w = weight.matrix;
-    call.quantized = weight.quantized;
-    shape.in_features = weight.other_size;
+    call.quantized = weight.quantized.value_or(detail::Operand{});
+    work.weight = !weight.quantized;
+    work.shape.in_features = weight.other_size;
     weight_memory = weight.memory;
   }
-  if (out.gw != nullptr) resolve_saved(call, out.gx != nullptr);
+  if (out.gw != nullptr) resolve_saved(call, tokens, saved, out.gx != nullptr);
 
   const ConstTensorView saved_bytes = bytes_view(saved.data, saved.bytes, gy.device);
   if (out.gw != nullptr) check.uses("saved", saved_bytes);
@@ -430,8 +397,15 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
   // Unused without g_w; built only to check low_rank against the number of tokens.
-  if (out.gw == nullptr) call.tokens = detail::token_projection(shape.tokens, spec);
-  run_backward(call, check, workspace);
+  if (out.gw == nullptr) tokens = detail::token_projection(shape.tokens, spec);
+  work.gx = has_elements(call.gx) && shape.out_features > 0;
+  work.gw = has_elements(call.gw) && shape.tokens > 0;
+  work.weight = work.gx && work.weight;
+  work.gb = out.gb != nullptr;
+  work.accumulate = out.accumulate;
+  work.clear_gx = !work.gx && has_elements(call.gx);
+  work.clear_gw = !work.gw && has_elements(call.gw) && !out.accumulate;
+  backend_of(context).backward(context, call, check, workspace);
 }
 
 }  // namespace

@@ -17,8 +17,8 @@ struct BackwardWork {
   LinearShape shape;
   const Projection& tokens;        // of g_y and x for g_w
   const Projection& out_features;  // of g_y and w for g_x
-  bool gx, gw;                     // the products
-  bool weight;                     // whether w is to be quantised for g_x
+  bool gx = false, gw = false;     // the products
+  bool weight = false;             // whether w is to be quantised for g_x
   bool gb = false, accumulate = false;
   bool clear_gx = false, clear_gw = false;  // empty sums: only zeros
 };
@@ -116,7 +116,9 @@ BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
     return cursor.take<char>(static_cast<std::int64_t>(gemm_bytes(m, n, k)));
   };
   // Scales that are written and read. Kernels of CUDA write one for all to many places.
-  const auto places = [&](bool one, std::int64_t many) { return device == nullptr && one ? 1 : many; };
+  const auto places = [&](bool one, std::int64_t many) {
+    return device == nullptr && one ? 1 : many;
+  };
   BackwardScratch s;
   if (device != nullptr) {
     s.zeroed = take_zeroed(cursor, device->amax.all());

@@ -57,8 +57,7 @@ inline constexpr Choice<Basis> bases[] = {{Basis::full, "full"},
                                           {Basis::lowpass, "lowpass"},
                                           {Basis::sequency, "sequency"},
                                           {Basis::sketch, "sketch"}};
-inline constexpr Choice<Storage> storages[] = {
-    {Storage::int8, "int8"}, {Storage::int4, "int4"}};
+inline constexpr Choice<Storage> storages[] = {{Storage::int8, "int8"}, {Storage::int4, "int4"}};
 
 // Every enumerator, for names.
 template <class E>
@@ -169,15 +168,14 @@ void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
   visit(field<int>("prefix_tokens", HOT_GET(low_rank.layout.prefix_tokens),
                    &hot_spec::prefix_tokens, in_saved, "0 or more",
                    "class tokens in front of every sample's grid; they are added exactly"));
-  visit(field<Granularity>(
-      "gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_saved, gw_scales,
-      "what shares a scale of g_y for g_w; an INT8 x has a scale for each channel with \"channel\", "
-      "otherwise one. \"token\" is LQS's, and slower"));
+  visit(field<Granularity>("gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_saved, gw_scales,
+                           "what shares a scale of g_y for g_w; an INT8 x has a scale for each "
+                           "channel with \"channel\", "
+                           "otherwise one. \"token\" is LQS's, and slower"));
   visit(field<Rounding>("gw_rounding", HOT_GET(gw_rounding), &hot_spec::gw_rounding, in_none,
                         roundings, "rounding of g_y for g_w"));
-  visit(field<Storage>(
-      "storage", HOT_GET(storage), &hot_spec::storage, in_saved, storages,
-      "how x is kept until backward; \"int4\" takes basis \"full\""));
+  visit(field<Storage>("storage", HOT_GET(storage), &hot_spec::storage, in_saved, storages,
+                       "how x is kept until backward; \"int4\" takes basis \"full\""));
   visit(field<bool>("equalize_tokens", HOT_GET(equalize_tokens), &hot_spec::equalize_tokens,
                     in_saved, "",
                     "divide every token of x by a power of two of about its size before it is "

@@ -74,7 +74,7 @@ class Model final : public detail::plan::DeviceQueries {
         columns::max_warps * columns::sm_ctas(of.transform, static_cast<int>(detail_size(of.dtype)),
                                               columns::Pass::both, of.rounding);
     const std::int64_t blocks =
-        std::min<std::int64_t>(sm_blocks(shape, 0), warps / (shape.threads / 32));
+        std::min<std::int64_t>(sm_blocks(shape), warps / (shape.threads / 32));
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
   }
   // Tiles of 128 x 128 INT32 sums.
@@ -85,11 +85,10 @@ class Model final : public detail::plan::DeviceQueries {
 
  private:
   static std::size_t detail_size(DType dtype) { return dtype_size(dtype); }
-  std::int64_t sm_blocks(const detail::LaunchShape& shape, int registers) const {
+  std::int64_t sm_blocks(const detail::LaunchShape& shape) const {
     std::int64_t blocks = device_.sm_threads / shape.threads;
     blocks = std::min<std::int64_t>(
         blocks, device_.sm_shared_bytes / (static_cast<std::int64_t>(shape.shared_bytes) + 1024));
-    if (registers > 0) blocks = std::min<std::int64_t>(blocks, 65536 / (registers * shape.threads));
     return std::max<std::int64_t>(1, blocks);
   }
   const NamedDevice& device_;

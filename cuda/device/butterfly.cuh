@@ -39,11 +39,4 @@ __device__ void butterfly_lanes(float (&v)[Size], unsigned lane) {
   for (unsigned h = 1; h < Lanes; h *= 2) butterfly_lanes_at(v, lane, h);
 }
 
-// A transform of 16, 32 or 64 values, 16 of them a lane's.
-__device__ __forceinline__ void transform16(float (&v)[16], int block, unsigned lane) {
-  butterfly<1, 16>(v);
-  if (block >= 32) butterfly_lanes_at(v, lane, 1);
-  if (block >= 64) butterfly_lanes_at(v, lane, 2);
-}
-
 }  // namespace hot::detail

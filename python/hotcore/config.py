@@ -126,6 +126,8 @@ def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
     """Return ``key`` as a checked :class:`Key`; a bare int is a seed. Raises ValueError."""
     fields: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     try:
+        if bool in map(type, fields):  # True is an int
+            raise TypeError
         full = Key(*map(operator.index, fields))
     except TypeError:
         raise TypeError(f"{name}: expected a Key or an int seed, got {key!r}") from None
@@ -498,6 +500,13 @@ def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:
     return made.rows, made.token_grid, made.to_json()
 
 
+def _check_recipe(recipe: Any, name: str) -> None:
+    if not isinstance(recipe, str) or recipe not in RECIPES:
+        check_gone("recipe", recipe)
+        known = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"{name}: {recipe!r} is not one of {known}")
+
+
 def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     """The values of all fields of a recipe with overrides. Raises ValueError."""
     for field, _ in overrides:
@@ -506,12 +515,9 @@ def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...
             near = difflib.get_close_matches(field, _NAMES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(_NAMES)}"
             raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
-    if not isinstance(name, str) or name not in RECIPES:
-        check_gone("recipe", name)
-        known = ", ".join(map(repr, RECIPES))
-        if name is None:
-            raise ValueError(f"recipe: no name given; expected one of {known}")
-        raise ValueError(f"recipe: {name!r} is not one of {known}")
+    if name is None:
+        raise ValueError(f"recipe: no name given; expected one of {', '.join(map(repr, RECIPES))}")
+    _check_recipe(name, "recipe")
     return tuple({**_RECIPES[name], **dict(overrides)}.values())
 
 
@@ -529,9 +535,13 @@ RECIPE_TEXTS: dict[str, str] = {name: HotConfig.recipe(name).json for name in RE
 
 
 def as_config(config: HotConfig | str, name: str = "config") -> HotConfig:
-    """Return ``config``, or the recipe of that name. Raises TypeError for anything else."""
+    """Return ``config``, or the recipe of that name.
+
+    Raises ValueError for another name and TypeError for anything else, under the argument's name.
+    """
     if isinstance(config, HotConfig):
         return config
     if isinstance(config, str):
-        return HotConfig.recipe(config)  # type: ignore[arg-type]  # which says whether there is one
+        _check_recipe(config, name)
+        return HotConfig.recipe(config)  # type: ignore[arg-type]  # checked
     raise TypeError(f"{name}: expected a HotConfig or a recipe's name, got {type(config).__name__}")

@@ -7,12 +7,13 @@ bits for every setting.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 
-from . import _core
+from . import _core, selftest
 from .config import as_int
 
 _LIMIT = 16  # contexts in the cache; a CPU context owns its threads
@@ -22,7 +23,8 @@ _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict(
 _threads = 0
 _isa = ""
 _openmp = 0  # GOMP_parallel of a library of the process, whose threads are used; 0: own threads
-_checked: set[int] = set()  # CUDA devices that were checked for a warning
+_warned: set[int] = set()  # CUDA devices that were checked for a warning
+_admitted: set[int] = set()  # CUDA devices whose class needs no self-test, or has passed it
 
 
 def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
@@ -47,17 +49,28 @@ def cpu(threads: int | None = None) -> _core.CoreContext:
 def cuda(device: int, stream: int) -> _core.CoreContext:
     """Context of a CUDA device and stream.
 
-    Raises NotImplementedError in a build without CUDA or without kernels for that device, and
-    ValueError if there is no such device. Warns once per device if a better build would be faster.
+    Raises NotImplementedError in a build without CUDA or without kernels for that device, or if it
+    fails the self-test, which classes of devices that nobody measured have to pass at their first
+    use; ValueError if there is no such device; RuntimeError if that first use is inside of a stream
+    capture. Warns once per device if a better build would be faster.
     """
     context = _get(0, "", device, stream)
-    if device not in _checked:
-        _checked.add(device)
-        level, text = _core.cuda_device_verdict(device)
+    if device not in _admitted:
+        _admit(device)
+    return context
+
+
+def _admit(device: int) -> None:
+    level, text = _core.cuda_device_verdict(device)
+    if device not in _warned:
+        _warned.add(device)
         if level == "slow":
             message = f"hotcore: cuda:{device} is slower than it could be: {text}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-    return context
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+    capability = re.match(r"compute capability (\d+)\.(\d+)", text)
+    assert capability is not None, text
+    if selftest.gate.admits(device, (int(capability[1]), int(capability[2]))):
+        _admitted.add(device)
 
 
 def num_threads() -> int:

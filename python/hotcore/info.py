@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import _core, contexts, plans
+from . import _core, contexts, gpus, plans, selftest
 from .config import RECIPES, HotConfig
 
 Gpu = tuple[str, int, int]
@@ -37,7 +37,8 @@ def collect() -> dict[str, Any]:
     * ``cuda_error``: what the CUDA runtime says where it finds no GPU; None where it finds some,
       and without CUDA. ``driver``: whether there is a driver of NVIDIA's.
     * ``gpus``: a list of ``name``, ``compute_capability`` (two numbers), ``level`` ("none", "slow",
-      "full"), ``verdict`` (a sentence) and ``source`` ("torch" or "nvidia-smi").
+      "full"), ``verdict`` (a sentence), ``int8_ratio`` (the rate of INT8 products as a multiple of
+      bf16's; None: unknown), ``int8`` (a sentence) and ``source`` ("torch" or "nvidia-smi").
     * ``extension``, ``library``, ``cmake_dir``, ``python_executable``: paths; None for a library
       that is inside the extension and for an installation without a CMake package. ``platform``.
 
@@ -62,6 +63,7 @@ def table(facts: dict[str, Any]) -> dict[str, str]:
         if label == "GPUs" and not failed:
             for index, gpu in enumerate(facts["gpus"]):
                 rows[f"GPU {index}"] = f"{gpu['name']}: {_VERDICTS[gpu['level']]}: {gpu['verdict']}"
+                rows[f"GPU {index}, INT8"] = gpu["int8"]
     return rows
 
 
@@ -95,6 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cmake-dir", action="store_true", help="only the folder of its CMake package"
     )
     form.add_argument(
+        "--self-test",
+        action="store_true",
+        help="compare products and roundings of every GPU of this process with the CPU's bits",
+    )
+    form.add_argument(
         "--explain",
         nargs=3,
         type=int,
@@ -113,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _explain(parser, options)
     if options.device or options.recipe or options.forward:
         parser.error("--device, --recipe and --forward are for --explain")
+    if options.self_test:
+        return _self_test()
     if options.cmake_dir:
         folder = _cmake()
         if folder is None:
@@ -128,6 +137,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, text in rows.items():
         print(f"{label:<{width}}  {text}")
     return 0
+
+
+def _self_test() -> int:
+    found = _gpus()
+    usable = [(number, gpu) for number, gpu in enumerate(found) if gpu["level"] != "none"]
+    for gpu in found:
+        if gpu["level"] == "none":
+            print(f"{gpu['name']}: not tested: {gpu['verdict']}")
+    passed, lines = selftest.report((number, gpu["name"]) for number, gpu in usable)
+    print("\n".join(lines or ["no GPU to test"]))
+    return 0 if usable and passed else 1
 
 
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -160,11 +180,12 @@ def _cuda_archs() -> list[str]:
 
 
 def _cuda_tested() -> dict[str, str]:
-    # Architectures that make gpu-check runs on, and architectures that are only compiled.
+    # Architectures that make gpu-check runs on, and those of hotcore.selftest.
     tested = {"80": "its kernels tested on an H200"}
     tested["90a"] = "tested on an H200" if _core.cuda_wgmma() else "compiled only, without wgmma"
     archs = dict.fromkeys(arch.split("-")[0] for arch in _cuda_archs())
-    return {f"sm_{arch}": tested.get(arch, "compiled only") for arch in archs}
+    other = "compiled; tests itself at its first use"
+    return {f"sm_{arch}": tested.get(arch, other) for arch in archs}
 
 
 def _extension() -> str:
@@ -207,11 +228,21 @@ def _gpus() -> list[dict[str, Any]]:
     found, source = _gpus_of_torch(), "torch"
     if not found:
         found, source = _gpus_of_driver(), "nvidia-smi"
-    facts = ("name", "compute_capability", "level", "verdict", "source")
-    return [
-        dict(zip(facts, (name, [*version], *_judge(*version), source), strict=True))
-        for name, *version in found
-    ]
+    return [_gpu(*one, source) for one in found]
+
+
+def _gpu(name: str, major: int, minor: int, source: str) -> dict[str, Any]:
+    level, text = _judge(major, minor)
+    rate = gpus.int8_rate(name, major, minor)
+    return {
+        "name": name,
+        "compute_capability": [major, minor],
+        "level": level,
+        "verdict": text,
+        "int8_ratio": rate.ratio,
+        "int8": str(rate),
+        "source": source,
+    }
 
 
 def _gpus_of_torch() -> list[Gpu]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from . import _core, arrays
+from . import _core, arrays, gpus
 from .config import ConfigLike, HotConfig, as_config, check_ints, check_type
 
 Needed = Literal["y", "x", "gx", "gw", "gb"]
@@ -68,6 +69,8 @@ class Explanation:
     """The rates behind the floor."""
     slow: tuple[str, ...]
     """The reasons for slow steps, each once."""
+    int8: str
+    """The rate of INT8 products beside bf16's on this device, and its source (docs/gpus.md)."""
     text: str
 
     def __str__(self) -> str:
@@ -201,4 +204,17 @@ def _wgmma(wgmma: bool | None) -> bool:
 
 def _explanation(found: dict[str, Any]) -> Explanation:
     steps = tuple(Step(**step) for step in found.pop("steps"))
-    return Explanation(steps=steps, **found)
+    rate = str(_int8_rate(found["device"]))
+    text = f"{found.pop('text')}{rate}\n"
+    return Explanation(steps=steps, int8=rate, text=text, **found)
+
+
+def _int8_rate(device: str) -> gpus.Int8Rate:
+    """Of a device in libhot's words: "sm_86 (RTX 3090, 82 SMs)", "cuda:0, sm_90 (132 SMs)"."""
+    parts = re.fullmatch(r"(?:cuda:(\d+), )?sm_(\d+)(\d) \((?:(.+), )?\d+ SMs\)", device)
+    assert parts is not None, device
+    present, major, minor, modelled = parts.groups()
+    name = gpus.name_of(int(present)) if present else modelled
+    if not present and name.startswith("RTX"):  # libhot models GeForce cards alone
+        name = f"GeForce {name}"
+    return gpus.int8_rate(name, int(major), int(minor))

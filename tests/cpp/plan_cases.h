@@ -1,5 +1,5 @@
 // A table of layers and the kernels that an H200 runs for them: together every kernel of a
-// backward. test_plan.cpp compares it with hot::explain, without a GPU; test_stages_cuda.cpp runs
+// backward. test_plan.cpp compares it with hot::explain, without a GPU; test_trust_cuda.cpp runs
 // each.
 #pragma once
 
@@ -248,8 +248,7 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
   add("INT8, more tokens than a cluster holds", {40000, 64, 768}, DType::bf16,
       {"memset", "rows_column_amax_kernel", codes}, hot::recipe("fast"));
   add("INT8 of all tokens", {16501, 64, 64}, DType::bf16,
-      {"memset", "rows_column_amax_kernel", codes},
-      hot::recipe("accurate"));
+      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("accurate"));
   add("INT8, one scale", {8399, 64, 256}, DType::bf16, {"memset", "rows_column_amax_kernel", codes},
       hot::recipe("paper"));
   add("INT8, one scale, another block", {8399, 64, 208}, DType::bf16,

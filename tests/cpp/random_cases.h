@@ -105,10 +105,10 @@ class RandomBatch {
     return add_drawn(seed, [&] { draw(gpu_context); });
   }
 
-  // A layer with these sizes, as draw() makes them.
+  // A layer with these sizes and contiguous arrays of this type, as hot::explain takes them.
   bool add_layer(std::uint64_t seed, const hot::LinearShape& shape,
                  const hot::BackwardLinearSpec& spec, DType dtype, const std::string& name) {
-    return add_drawn(seed, [&] { layer(shape, spec, 0, dtype, name); });
+    return add_drawn(seed, [&] { layer(shape, spec, 0, dtype, name, true); });
   }
 
  private:
@@ -313,9 +313,22 @@ class RandomBatch {
     return spec;
   }
 
-  hot::Key some_key() {
+  // A key, with a counter in the batch's memory in one case of three.
+  struct DrawnKey {
+    hot::Key key;
+    Place counter;
+    hot::Key on(const Side& side) const {
+      hot::Key found = key;
+      if (counter.cols > 0) {
+        found.counter = reinterpret_cast<const std::uint64_t*>(side.base + counter.offset);
+      }
+      return found;
+    }
+  };
+  DrawnKey some_key() {
     Random& r = *random_;
-    return {r(), r(), static_cast<std::uint32_t>(r.from(0, 8191)), nullptr};
+    const hot::Key key{r(), r(), static_cast<std::uint32_t>(r.from(0, 8191)), nullptr};
+    return {key, take(1, r.one_in(3) ? 8 : 0, DType::i8)};
   }
 
   void draw(const hot::Context& gpu_context) {
@@ -350,6 +363,15 @@ class RandomBatch {
     }
   }
 
+  // The matrix, or its transpose.
+  static TensorView turned(TensorView view, bool transpose) {
+    if (transpose) {
+      std::swap(view.shape[0], view.shape[1]);
+      std::swap(view.stride[0], view.stride[1]);
+    }
+    return view;
+  }
+
   // An error of hot::Error's becomes the test's failure with the case's name.
   void named(const std::ostringstream& text) { one_->what = text.str(); }
 
@@ -360,31 +382,32 @@ class RandomBatch {
   }
 
   void layer(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec, int arch,
-             DType dtype, const std::string& name) {
+             DType dtype, const std::string& name, bool plain = false) {
     Random& r = *random_;
     const std::int64_t L = shape.tokens, O = shape.out_features, I = shape.in_features;
-    const std::int64_t gap = r.one_in(3) ? r.from(0, 3) : 0, shift = r.one_in(5) ? 1 : 0;
-    const Place gy = filled(L, O, dtype, gap, shift);
-    const Place w =
-        filled(O, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
-    const Place x =
-        filled(L, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
-    const Place gx = take(L, I, some_float(), r.one_in(3) ? 3 : 0);
-    const bool accumulate = r.one_in(3);
-    const DType gw_type = r.one_in(2) ? DType::f32 : some_float();
-    const Place gw = accumulate ? filled(O, I, gw_type) : take(O, I, gw_type, r.one_in(3) ? 1 : 0);
+    const auto chance = [&](std::int64_t n) { return r.one_in(n) && !plain; };
+    const auto gap = [&](std::int64_t most) { return chance(3) ? r.from(0, most) : 0; };
+    const auto type = [&](DType usual) { return chance(2) ? some_float() : usual; };
+    const Place gy = filled(L, O, dtype, gap(3), chance(5) ? 1 : 0);
+    const Place w = filled(O, I, type(dtype), gap(2));
+    const bool by_columns = chance(8);  // x lies column by column
+    const Place x = filled(by_columns ? I : L, by_columns ? L : I, type(dtype), gap(2));
+    const Place gx = take(L, I, type(dtype), gap(3));
+    const bool accumulate = chance(3);
+    const DType gw_type = type(DType::f32);
+    const Place gw = accumulate ? filled(O, I, gw_type) : take(O, I, gw_type, gap(1));
     const Place gb = accumulate ? filled(1, O, DType::f32) : take(1, O, DType::f32);
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
     const Place saved = take(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
     const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
-    const bool quantized = r.one_in(4);
+    const bool quantized = chance(4);
     const Place codes = take(1, quantized ? static_cast<std::int64_t>(weight_bytes) : 0, DType::i8);
     // x also for a forward product, by the same call.
-    const bool forward_too = r.one_in(3);
+    const bool forward_too = chance(3);
     const hot::ForwardLinearSpec forward_spec{r.one_in(4) ? forward_block(r.from(0, 7)) : 64};
     const std::size_t input_bytes = forward_too ? hot::forward_input_bytes(L, I, forward_spec) : 0;
     const Place input = take(1, static_cast<std::int64_t>(input_bytes), DType::i8);
-    const hot::Key key = some_key();
+    const DrawnKey key = some_key();
     std::ostringstream text;
     text << name << " L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
          << ", basis " << hot::basis_name(spec.low_rank.basis) << " block " << spec.low_rank.block
@@ -392,14 +415,13 @@ class RandomBatch {
          << (spec.equalize_tokens ? " equalised" : "") << ", g_w scale "
          << hot::granularity_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
          << spec.gx_bits << ", rounding " << hot::rounding_name(spec.gx_rounding) << " "
-         << hot::rounding_name(spec.gw_rounding)
-         << ", arch " << arch << (accumulate ? ", accumulating" : "")
-         << (quantized ? ", w quantised before" : "");
+         << hot::rounding_name(spec.gw_rounding) << ", arch " << arch
+         << (accumulate ? ", accumulating" : "") << (quantized ? ", w quantised before" : "");
     if (forward_too) text << ", and x for a forward product, n " << forward_spec.hadamard_block;
     named(text);
     one_->run = [=](const hot::Context& base, const Side& side) {
       const bool on_gpu = side.on_gpu;
-      hot::Context c = base.with_key(key);
+      hot::Context c = base.with_key(key.on(side));
       if (on_gpu && arch != 0) c = c.with_arch(arch);
       expect_room(std::max({hot::compress_activation_workspace(c, L, I, spec),
                             hot::backward_linear_workspace(c, shape, spec, true, true),
@@ -407,7 +429,7 @@ class RandomBatch {
                   side);
       const hot::Workspace scratch{side.scratch, side.scratch_bytes};
       const hot::SavedActivation kept{side.base + saved.offset, layout.bytes};
-      const ConstTensorView from = x.view(side.base, on_gpu);
+      const ConstTensorView from = turned(x.view(side.base, on_gpu), by_columns);
       const hot::ConstSavedActivation of_x =
           forward_too ? hot::quantize_forward_input(c, from, forward_spec,
                                                     {side.base + input.offset, input_bytes}, spec,
@@ -530,7 +552,7 @@ class RandomBatch {
     Random& r = *random_;
     std::int64_t L = size();
     const std::int64_t C = size();
-    const hot::Key key = some_key();
+    const DrawnKey key = some_key();
     if (r.one_in(2)) {
       const hot::LowRank spec = some_low_rank(L);
       const Place x = filled(L, C, some_float(), r.from(0, 2));
@@ -539,7 +561,7 @@ class RandomBatch {
       one_->what = std::string("hla ") + hot::basis_name(spec.basis) + " " + std::to_string(L) +
                    " x " + std::to_string(C);
       one_->run = [=](const hot::Context& c, const Side& side) {
-        hot::hla(c.with_key(key), x.view(side.base, side.on_gpu), spec, side_of,
+        hot::hla(c.with_key(key.on(side)), x.view(side.base, side.on_gpu), spec, side_of,
                  out.view(side.base, side.on_gpu));
       };
       one_->exact = {out};
@@ -570,14 +592,14 @@ class RandomBatch {
         take(R, packed ? (C + 1) / 2 : C, packed ? DType::i4x2 : DType::i8, r.from(0, 4));
     const Place scale = take(1, hot::scale_count(R, C, spec.scale), DType::f32);
     const Place back = take(R, C, some_float());
-    const hot::Key key = some_key();
+    const DrawnKey key = some_key();
     one_->what = "quantize " + std::to_string(R) + " x " + std::to_string(C) + ", " +
                  std::to_string(spec.bits) + " bits by " + hot::granularity_name(spec.scale) +
                  ", " + hot::rounding_name(spec.rounding);
     one_->run = [=](const hot::Context& c, const Side& side) {
       const TensorView vq = q.view(side.base, side.on_gpu);
       const TensorView vs = scale.flat(side.base, side.on_gpu);
-      hot::quantize(c.with_key(key), x.view(side.base, side.on_gpu), spec, vq, vs);
+      hot::quantize(c.with_key(key.on(side)), x.view(side.base, side.on_gpu), spec, vq, vs);
       hot::dequantize(c, vq, vs, spec.scale, back.view(side.base, side.on_gpu));
     };
     one_->exact = {scale, back};
@@ -609,18 +631,21 @@ class RandomBatch {
     const Place x = filled(L, I, some_float());
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
     const Place saved = take(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
-    const Place out = take(last - first, I, some_float(), r.from(0, 2));
-    const hot::Key key = some_key();
+    const bool by_columns = r.one_in(3);  // of the result
+    const std::int64_t rows = by_columns ? I : last - first, cols = by_columns ? last - first : I;
+    const Place out = take(rows, cols, some_float(), r.from(0, 2));
+    const DrawnKey key = some_key();
     one_->what = std::string("decompress ") + hot::storage_name(spec.storage) + " " +
                  std::to_string(L) + " x " + std::to_string(I) + " from " + std::to_string(first) +
                  " to " + std::to_string(last);
     one_->run = [=](const hot::Context& base, const Side& side) {
-      const hot::Context c = base.with_key(key);
+      const hot::Context c = base.with_key(key.on(side));
       expect_room(hot::compress_activation_workspace(c, L, I, spec), side);
       const hot::ConstSavedActivation of_x = hot::compress_activation(
           c, x.view(side.base, side.on_gpu), spec, {side.base + saved.offset, layout.bytes},
           {side.scratch, side.scratch_bytes});
-      hot::decompress_activation(c, of_x, first, last, spec, out.view(side.base, side.on_gpu));
+      hot::decompress_activation(c, of_x, first, last, spec,
+                                 turned(out.view(side.base, side.on_gpu), by_columns));
     };
     one_->exact = {out};
     one_->integers = {saved};

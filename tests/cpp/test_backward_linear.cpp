@@ -97,9 +97,7 @@ TEST(BackwardLinear, golden_compress_activation) {
              });
 }
 
-TEST(BackwardLinear, golden) {
-  for_golden("backward_linear", "gb", check_golden);
-}
+TEST(BackwardLinear, golden) { for_golden("backward_linear", "gb", check_golden); }
 
 TEST(BackwardLinear, same_bits_on_every_path) {
   for (auto& [name, spec] : recipes()) {
@@ -127,45 +125,6 @@ TEST(BackwardLinear, same_bits_on_every_path) {
   }
 }
 
-TEST(BackwardLinear, accumulates_on_request) {
-  for (const auto& [name, spec] : recipes()) {
-    Layer layer(33, 20, 18, spec);
-    layer.run(cpu());
-    const auto gw = layer.gw.values();
-    const auto gb = layer.gb;
-    layer.backward(cpu(), true);
-    for (std::size_t i = 0; i < gw.size(); ++i) EXPECT_EQ(layer.gw.values()[i], gw[i] + gw[i]);
-    for (std::size_t i = 0; i < gb.size(); ++i) EXPECT_EQ(layer.gb[i], gb[i] + gb[i]);
-  }
-}
-
-TEST(BackwardLinear, each_output_alone) {
-  for (const auto& [name, spec] : recipes()) {
-    Layer all(50, 21, 35, spec);
-    all.run(cpu());
-    const Floats &gy = all.gy, &w = all.w;
-    const ConstTensorView nothing{};
-    const auto workspace = [&](bool gx, bool gw) {
-      return Scratch(hot::backward_linear_workspace(cpu(), {50, 21, 35}, all.spec, gx, gw));
-    };
-    Floats gx(50, 35, DType::f32), gw(21, 35, DType::f32);
-    std::vector<float> gb(21);
-    const TensorView vx = gx.view(), vw = gw.view(), vb = as_vector(gb, DType::f32);
-    Scratch for_gx = workspace(true, false), for_gw = workspace(false, true);
-    hot::backward_linear(cpu(), gy.view(), w.view(), {}, all.spec, {&vx, nullptr, nullptr, false},
-                         for_gx.workspace());
-    hot::backward_linear(cpu(), gy.view(), nothing, all.saved_view(), all.spec,
-                         {nullptr, &vw, nullptr, false}, for_gw.workspace());
-    hot::backward_linear(cpu(), gy.view(), nothing, {}, all.spec, {nullptr, nullptr, &vb, false},
-                         {});
-    expect_error(hot::ErrorCode::invalid_argument, {"backward_linear", "out requests no gradient"},
-                 [&] { hot::backward_linear(cpu(), gy.view(), nothing, {}, all.spec, {}, {}); });
-    EXPECT_EQ(gx.values(), all.gx.values());
-    EXPECT_EQ(gw.values(), all.gw.values());
-    EXPECT_EQ(gb, all.gb);
-  }
-}
-
 TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
   for (const std::string& name : recipe_names()) {
     const std::int64_t O = any_size(), I = any_size();
@@ -179,7 +138,7 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
     Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
     const hot::ConstQuantizedWeight quantized =
         hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
-    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));           // nothing past its end
+    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));       // nothing past its end
     if (layer.spec.gx_scale == hot::Granularity::tensor) {  // its scale in every place, as CUDA
       const auto* const scale = reinterpret_cast<const float*>(codes + bytes) - I;
       EXPECT_EQ(std::vector<float>(scale, scale + I),
@@ -213,156 +172,6 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
   }
 }
 
-// Codes of one spec, read with another, would give wrong gradients without an error.
-TEST(BackwardLinear, another_spec_is_refused) {
-  using Change = std::function<void(hot::BackwardLinearSpec&)>;
-  const auto refused = [](Layer& layer, bool quantized, const Change& change,
-                          const std::string& words) {
-    Scratch scratch(1 << 20);
-    const TensorView vx = layer.gx.view(), vw = layer.gw.view();
-    const Floats &gy = layer.gy, &w = layer.w;
-    const std::size_t bytes = hot::quantized_weight_bytes(layer.O, layer.I, layer.spec);
-    std::vector<char> memory(bytes + 16);
-    char* const codes =
-        memory.data() + (16 - reinterpret_cast<std::uintptr_t>(memory.data()) % 16) % 16;
-    const hot::ConstQuantizedWeight weight =
-        hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, scratch.workspace());
-    hot::BackwardLinearSpec spec = layer.spec;
-    change(spec);
-    const auto run = [&] {
-      if (quantized) {
-        hot::backward_linear(cpu(), gy.view(), weight, {}, spec, {&vx, nullptr, nullptr, false},
-                             scratch.workspace());
-      } else {
-        hot::backward_linear(cpu(), gy.view(), ConstTensorView{}, layer.saved_view(), spec,
-                             {nullptr, &vw, nullptr, false}, scratch.workspace());
-      }
-    };
-    if (words.empty()) return run();
-    const auto gx = layer.gx.values(), gw = layer.gw.values();
-    expect_error(hot::ErrorCode::invalid_argument, {"backward_linear", words}, run);
-    EXPECT_EQ(layer.gx.values(), gx);
-    EXPECT_EQ(layer.gw.values(), gw);
-  };
-  const auto basis = [](hot::Basis to) { return [to](auto& s) { s.low_rank.basis = to; }; };
-  const std::string saved = "saved was made", w = "w was made";
-  {
-    Layer layer(64, 6, 5, recipe("accurate"));  // every change below keeps the sizes
-    layer.run(cpu());
-    for (const hot::Basis to : {hot::Basis::lowpass, hot::Basis::sequency, hot::Basis::sketch}) {
-      refused(layer, false, basis(to), saved);
-    }
-    refused(layer, false, [](auto& s) { s.gw_scale = hot::Granularity::tensor; }, saved);
-    refused(layer, false, [](auto& s) { s.equalize_tokens = true; }, saved);
-    // Fields that only backward reads may change between the two.
-    refused(layer, false, [](auto& s) { s.gx_bits = 4; }, "");
-    refused(layer, false, [](auto& s) { s.gx_scale = hot::Granularity::tensor; }, "");
-    refused(layer, false, [](auto& s) { s.low_rank.rank = 3; }, "");  // not read with basis full
-    refused(layer, true, [](auto& s) { s.gx_bits = 4; }, w);
-    refused(layer, true, [](auto& s) { s.hadamard_block = 1; }, w);
-    refused(layer, true, [](auto& s) { s.gx_scale = hot::Granularity::tensor; }, w);
-    refused(layer, true, [](auto& s) { s.storage = hot::Storage::int4; }, "");
-  }
-  {
-    hot::BackwardLinearSpec spec = recipe("paper");
-    spec.low_rank.rows = {0, 3, 5, 6};
-    Layer layer(64, 6, 5, spec);
-    layer.run(cpu());
-    refused(layer, false, [](auto& s) { s.low_rank.rows = {0, 3, 5, 7}; }, saved);
-    refused(layer, false, [](auto& s) { s.low_rank.rows = {3, 0, 5, 6}; }, saved);
-    refused(layer, false, [](auto& s) { s.low_rank.layout = {8, 8, 0}; }, saved);
-    refused(layer, false, [](auto& s) { s.gw_scale = hot::Granularity::channel; }, saved);
-    refused(layer, false, [](auto& s) { s.gw_scale = hot::Granularity::token; }, "");
-    refused(layer, false, [](auto& s) { s.low_rank.rank = 3; }, "");  // not read beside rows
-  }
-  Layer unknown(4, 3, 2, {});
-  refused(unknown, false, [](auto&) {}, "saved.format is 0");
-}
-
-TEST(BackwardLinear, empty_sizes) {
-  for (const auto& [name, spec] : recipes()) {
-    for (int which = 0; which < 3; ++which) {
-      Layer layer(which == 0 ? 0 : 5, which == 1 ? 0 : 6, which == 2 ? 0 : 7, spec);
-      layer.run(cpu());
-      for (const float value : layer.gx.values()) EXPECT_EQ(value, 0.0F);
-      for (const float value : layer.gw.values()) EXPECT_EQ(which == 0 ? value : 0.0F, 0.0F);
-      if (which == 0) {
-        EXPECT_EQ(layer.gb, std::vector<float>(6, 0.0F));
-      }
-    }
-    Layer featureless(5, 6, 0, spec);  // the single scale of `paper` is still written
-    featureless.compress(cpu());
-    if (featureless.layout.scales > 0) {
-      float scale;
-      std::memcpy(&scale, featureless.saved_data() + featureless.layout.scale_offset, 4);
-      EXPECT_EQ(scale, 0.0F);
-    }
-    // Nothing to add: the values there stay.
-    Layer kept(0, 4, 3, spec);
-    kept.compress(cpu());
-    kept.gw.fill(std::vector<float>(12, 2.0F));
-    kept.gb.assign(4, 3.0F);
-    kept.backward(cpu(), true);
-    EXPECT_EQ(kept.gw.values(), std::vector<float>(12, 2.0F));
-    EXPECT_EQ(kept.gb, std::vector<float>(4, 3.0F));
-  }
-}
-
-TEST(BackwardLinear, counter_is_added_to_the_offset) {
-  for (const auto& [name, spec] : recipes()) {
-    Layer layer(100, 33, 17, spec);
-    const CountedKey key;
-    layer.run(cpu().with_key(key.plain));
-    const std::vector<char> saved(layer.saved_data(), layer.saved_data() + layer.layout.bytes);
-    const auto gx = layer.gx.values(), gw = layer.gw.values();
-    layer.run(cpu().with_key(key.counted()));
-    EXPECT_TRUE(std::equal(saved.begin(), saved.end(), layer.saved_data())) << name;
-    EXPECT_EQ(layer.gx.values(), gx) << name;
-    EXPECT_EQ(layer.gw.values(), gw) << name;
-    layer.key = key.plain;  // the saved key and the call's own key each have a counter
-    layer.backward(cpu().with_key(key.counted()));
-    EXPECT_EQ(layer.gw.values(), gw) << name;
-  }
-}
-
-TEST(BackwardLinear, saved_bytes) {
-  const std::int64_t L = 197 * 16, I = 768;
-  const auto per_value = [&](const BackwardLinearSpec& spec) {
-    return static_cast<double>(hot::saved_layout(L, I, spec).bytes) / static_cast<double>(L * I);
-  };
-  EXPECT_LE(per_value(recipe("default")), 0.54);
-  EXPECT_LE(per_value(recipe("fast")), 0.5 * 1.01);
-  EXPECT_LE(per_value(recipe("paper")), 0.5 * 1.01);
-  EXPECT_LE(per_value(recipe("accurate")), 1.01);
-}
-
-// Token l of channel i, read from the bytes one at a time (docs/numerics.md, "INT4").
-float kept_value(Layer& layer, std::int64_t l, std::int64_t i) {
-  const hot::SavedLayout& layout = layer.layout;
-  const char* const row = layer.saved_data() + i * layout.row_bytes;
-  const char* const scales = layer.saved_data() + layout.scale_offset;
-  float scale = 0;
-  if (layer.spec.storage == Storage::int8) {
-    std::memcpy(&scale, scales + (layout.scales == 1 ? 0 : i) * 4, 4);
-    return static_cast<float>(static_cast<signed char>(row[l])) * scale;
-  }
-  std::uint16_t half = 0;
-  std::memcpy(&half, scales + (i * ((layer.L + 63) / 64) + l / 64) * 2, 2);
-  const std::uint32_t bits = std::uint32_t{half} << 16;
-  std::memcpy(&scale, &bits, 4);
-  const int nibble = (row[l / 2] >> (l % 2 * 4)) & 15;
-  return static_cast<float>(nibble > 7 ? nibble - 16 : nibble) * scale;
-}
-
-bool same_values(const std::vector<float>& a, const std::vector<float>& b) {
-  if (a.size() != b.size()) return false;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (std::isnan(a[i]) && std::isnan(b[i])) continue;
-    if (std::memcmp(&a[i], &b[i], sizeof a[i]) != 0) return false;
-  }
-  return true;
-}
-
 // Every configuration that keeps x itself.
 std::vector<BackwardLinearSpec> full_specs() {
   std::vector<BackwardLinearSpec> all;
@@ -374,52 +183,6 @@ std::vector<BackwardLinearSpec> full_specs() {
     all.push_back(spec);
   }
   return all;
-}
-
-TEST(BackwardLinear, decompresses_to_code_times_scale) {
-  for (const BackwardLinearSpec& spec : full_specs()) {
-    if (spec.equalize_tokens) continue;  // the goldens have it
-    for (const std::int64_t L : {1, 31, 64, 97, 197}) {
-      const std::int64_t I = any_size();
-      Layer layer(L, 1, I, spec);
-      if (L == 97) layer.x.at(70, I / 2) = std::numeric_limits<float>::quiet_NaN();
-      layer.compress(cpu());
-      const std::int64_t first = random_int(0, L);
-      const std::int64_t ranges[][2] = {{0, L}, {first, random_int(first, L)}, {L / 2, L / 2}};
-      for (const auto& [from, to] : ranges) {
-        std::vector<float> expected;
-        bool lost = false;
-        for (std::int64_t l = from; l < to; ++l) {
-          for (std::int64_t i = 0; i < I; ++i) {
-            expected.push_back(kept_value(layer, l, i));
-            lost = lost || std::isnan(expected.back());
-          }
-        }
-        // A NaN makes its group of 64 tokens NaN, or everything that shares its scale.
-        const bool reached = spec.storage == Storage::int8 || to > 64;
-        EXPECT_EQ(lost, L == 97 && to > from && reached);
-        for (const hot::Isa isa : isas()) {
-          for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-            Floats wide(to - from, I, DType::f32, 3);
-            Matrix<std::uint16_t> narrow(to - from, I, dtype, 5);
-            const bool exact = dtype == DType::f32;
-            const TensorView out = exact ? wide.view() : narrow.view();
-            hot::decompress_activation(cpu(3).with_isa(isa), layer.saved_view(), from, to, spec,
-                                       out);
-            EXPECT_TRUE(wide.margins_intact() && narrow.margins_intact());
-            if (exact) {
-              EXPECT_TRUE(same_values(wide.values(), expected)) << from << " " << to;
-              continue;
-            }
-            const Floats wanted = floats(to - from, I, expected);
-            Matrix<std::uint16_t> rounded(to - from, I, dtype);
-            hot::fwht(cpu(), wanted.view(), 1, 1, rounded.view());  // block 1 rounds alone
-            EXPECT_EQ(narrow.values(), rounded.values()) << hot::dtype_name(dtype);
-          }
-        }
-      }
-    }
-  }
 }
 
 TEST(BackwardLinear, decompresses_into_any_strides) {
@@ -462,21 +225,6 @@ TEST(BackwardLinear, strided_and_many_dimensional) {
                        scratch.workspace());
   EXPECT_EQ(gx.values(), layer.gx.values());
   EXPECT_EQ(gw.values(), layer.gw.values());
-}
-
-TEST(BackwardLinear, two_callers_share_a_context) {
-  const hot::Context context = cpu(2);
-  Layer a(64, 33, 40, recipe("default")), b(70, 20, 50, recipe("fast"));
-  a.run(context);
-  b.run(context);
-  const auto gw_a = a.gw.values(), gw_b = b.gw.values();
-  std::thread other([&] {
-    for (int i = 0; i < 50; ++i) a.run(context);
-  });
-  for (int i = 0; i < 50; ++i) b.run(context);
-  other.join();
-  EXPECT_EQ(a.gw.values(), gw_a);
-  EXPECT_EQ(b.gw.values(), gw_b);
 }
 
 // Threads of the program: as many calls as are asked for, fewer, or more than there are cores.

@@ -141,22 +141,6 @@ class ForwardLinearCuda : public CudaTest {
 
 }  // namespace
 
-TEST_F(ForwardLinearCuda, equals_cpu) {
-  for (int round = 0; round < 120; ++round) {
-    const hot::LinearShape shape{random_int(0, 9) == 0 ? random_int(0, 2) : any_size(), any_size(),
-                                 random_int(0, 9) == 0 ? random_int(0, 2) : any_size()};
-    const int block = forward_block(random_int(0, 7));
-    ForwardLayer layer(shape, block, any_float(), any_float(), any_float(), any_float(),
-                       random_int(0, 2));
-    const int arch = random_int(0, 2) == 0 ? 80 : 0;
-    equals_cpu(layer, random_int(0, 3) > 0, random_int(0, 1) == 0,
-               "round " + std::to_string(round) + ", " + std::to_string(shape.tokens) + " x " +
-                   std::to_string(shape.out_features) + " x " + std::to_string(shape.in_features) +
-                   ", block " + std::to_string(block) + ", arch " + std::to_string(arch),
-               arch);
-  }
-}
-
 TEST_F(ForwardLinearCuda, every_plan_equals_cpu) {
   for (const ForwardPlanCase& of : forward_plan_cases()) {
     hot::LinearShape shape = of.shape;
@@ -165,34 +149,6 @@ TEST_F(ForwardLinearCuda, every_plan_equals_cpu) {
       ForwardLayer layer(shape, of.hadamard_block, of.dtype, of.dtype, of.bias_dtype, of.dtype);
       equals_cpu(layer, with_bias, of.quantized_weight, of.name);
     }
-  }
-}
-
-TEST_F(ForwardLinearCuda, an_input_that_is_kept_equals_cpu) {
-  const std::vector<std::string> names = recipe_names();
-  for (int round = 0; round < 160; ++round) {
-    const bool whole = random_int(0, 1) == 0;  // blocks of 64, whose rows and INT4 are one read
-    const std::int64_t tokens = random_int(0, 9) == 0 ? random_int(0, 2) : any_size();
-    const std::int64_t ins = whole ? 64 * random_int(1, 40) : any_size();
-    const int block = whole || random_int(0, 1) == 0 ? 64 : forward_block(random_int(0, 7));
-    hot::BackwardLinearSpec spec = recipe(names[static_cast<std::size_t>(
-        random_int(0, static_cast<std::int64_t>(names.size()) - 1))]);
-    if (random_int(0, 3) == 0) spec.equalize_tokens = !spec.equalize_tokens;
-    if (spec.low_rank.basis == hot::Basis::full && random_int(0, 1) == 0) {
-      spec.storage = random_int(0, 1) == 0 ? hot::Storage::int8 : hot::Storage::int4;
-    }
-    const hot::Context cuda = hot::Context::cuda(0, stream_);
-    if (!hot::supported(cuda, {tokens, 1, ins}, spec).ok) continue;
-    const DType dtype = whole && random_int(0, 3) > 0 ? DType::bf16 : any_float();
-    KeptInput input(tokens, ins, dtype, block, spec, whole ? 0 : random_int(0, 2));
-    const int arch = random_int(0, 3) == 0 ? 80 : 0;
-    kept_equals_cpu(input, random_int(0, 7) > 0,
-                    "round " + std::to_string(round) + ", " + std::to_string(tokens) + " x " +
-                        std::to_string(ins) + " of " + hot::dtype_name(dtype) + ", block " +
-                        std::to_string(block) + ", x as " + hot::storage_name(spec.storage) +
-                        (spec.equalize_tokens ? " equalised" : "") + ", arch " +
-                        std::to_string(arch),
-                    arch);
   }
 }
 

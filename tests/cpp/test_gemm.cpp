@@ -66,48 +66,6 @@ TEST(Gemm, golden) {
   });
 }
 
-TEST(Gemm, longest_int32_contraction) {
-  const std::int64_t k = 131071;
-  const Bytes a = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), -128));
-  std::vector<std::int8_t> mixed(static_cast<std::size_t>(2 * k), -128);
-  for (std::int64_t i = k; i < 2 * k; ++i) mixed[static_cast<std::size_t>(i)] = 127;
-  const Bytes b = bytes(2, k, mixed);
-  const auto largest = 128 * 128 * static_cast<std::int32_t>(k);
-  const auto least = -128 * 127 * static_cast<std::int32_t>(k);
-  for (const hot::Isa isa : isas()) {
-    Matrix<std::int32_t> out(2, 2, DType::i32);
-    run_gemm(cpu().with_isa(isa), a, b, no_scale, no_scale, {}, out.view());
-    EXPECT_EQ(out.values(), (std::vector<std::int32_t>{largest, least, largest, least}));
-  }
-  expect_error(hot::ErrorCode::invalid_argument, {"a", "131072", "131071"}, [&] {
-    const Bytes longer =
-        bytes(1, k + 1, std::vector<std::int8_t>(static_cast<std::size_t>(k + 1), -128));
-    Matrix<std::int32_t> bare(1, 1, DType::i32);
-    run_gemm(cpu(), longer, longer, no_scale, no_scale, {}, bare.view());
-  });
-}
-
-TEST(Gemm, contraction_beyond_int32) {
-  const std::int64_t k = 400001;
-  const std::vector<float> one{1.0F};
-  const Bytes a = bytes(1, k, std::vector<std::int8_t>(static_cast<std::size_t>(k), 127));
-  Bytes b = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), 127));
-  for (std::int64_t i = 0; i < k; ++i)
-    b.at(1, i) = static_cast<std::int8_t>(i % 2 == 0 ? 127 : -126);
-  const std::vector<std::int64_t> expected = sums(a, b);
-  for (const hot::Isa isa : isas()) {
-    Floats out(1, 2, DType::f32);
-    run_gemm(cpu().with_isa(isa), a, b, as_vector(one, DType::f32), as_vector(one, DType::f32), {},
-             out.view());
-    EXPECT_EQ(out.at(0, 0), static_cast<float>(expected[0])) << hot::isa_name(isa);
-    EXPECT_EQ(out.at(0, 1), static_cast<float>(expected[1])) << hot::isa_name(isa);
-  }
-  expect_error(hot::ErrorCode::invalid_argument, {"a", "400001", "131071"}, [&] {
-    Matrix<std::int32_t> bare(1, 2, DType::i32);
-    run_gemm(cpu(), a, b, no_scale, no_scale, {}, bare.view());
-  });
-}
-
 TEST(Gemm, strided_output) {
   const Bytes a = bytes(6, 33, codes(6 * 33, 127)), b = bytes(5, 33, codes(5 * 33, 127));
   const std::vector<float> one{1.0F};

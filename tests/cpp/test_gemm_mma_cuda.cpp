@@ -138,27 +138,6 @@ TEST_F(GemmMmaCuda, every_tile_equals_cpu) {
   }
 }
 
-TEST_F(GemmMmaCuda, shortest_contractions) {
-  for (int tile = 0; tile < mma_tile_count; ++tile) {
-    for (const std::int64_t k : {1, 2, 15, 16, 17, 32, 63, 64, 65, 128, 192}) {
-      Options options;
-      options.dtype = DType::f32;
-      expect_as_cpu(65, 72, k, options, tile);
-    }
-  }
-}
-
-TEST_F(GemmMmaCuda, any_rows_and_outputs_equal_cpu) {
-  const int tile = hot::detail::mma_tile("any");
-  for (int round = 0; round < 30; ++round) {
-    Options options = any_options(round % 5 == 4 && int4_here());
-    options.layout = layouts[random_int(0, 4)];
-    options.aligned = options.int4 || round % 3 == 0;
-    const std::int64_t k = options.int4 ? 2 * random_int(1, 700) : random_int(1, 1500);
-    expect_as_cpu(any_size(), random_int(1, 300), k, options, tile);
-  }
-}
-
 TEST_F(GemmMmaCuda, longest_contraction_is_exact) {
   // 128 * 128 * K is the largest sum that 32 bits hold.
   for (int tile = 0; tile < mma_tile_count; ++tile) {

@@ -205,16 +205,6 @@ TEST_F(HadamardCuda, more_transforms_than_fit_the_device) {
   }
 }
 
-TEST_F(HadamardCuda, in_place) {
-  for (int block = 1; block <= hot::max_fwht_block; block *= 2) {
-    for (const DType dtype : float_types) {
-      compare_in_place(contiguous({(20000 / block) | 1, block}), dtype, 1, block);
-      compare_in_place(contiguous({block, (20000 / block) | 1}), dtype, 0, block);
-      compare_in_place(scattered(random_shape(3, 1, block, 20000)), dtype, 1, block);
-    }
-  }
-}
-
 TEST_F(HadamardCuda, offsets_past_32_bits) {
   const std::int64_t rows = 2, cols = 8192;
   const std::int64_t stride = (std::int64_t{1} << 32) + 8;
@@ -271,26 +261,6 @@ TEST_F(HadamardCuda, values_that_are_not_numbers) {
       if (std::isnan(expected[i]) && std::isnan(got[i])) continue;
       ASSERT_EQ(std::memcmp(&got[i], &expected[i], sizeof(float)), 0)
           << "block " << block << " element " << i << ": " << got[i] << ", CPU " << expected[i];
-    }
-  }
-}
-
-TEST_F(HadamardCuda, captured_in_a_graph) {
-  for (const int block : {16, 4096, 32768}) {
-    const std::int64_t count = 3 * block;
-    DeviceMemory x(static_cast<std::size_t>(count) * 4), out(static_cast<std::size_t>(count) * 4);
-    const Graph graph(stream_, [&] {
-      hot::fwht(cuda(), hot::vector(x.data(), DType::f32, count, gpu), 0, block,
-                hot::vector(out.data(), DType::f32, count, gpu));
-    });
-    for (int replay = 0; replay < 2; ++replay) {
-      const std::vector<char> input = memory_of(normal(count), DType::f32);
-      std::vector<char> expected(input.size());
-      hot::fwht(cpu(), hot::vector(static_cast<const void*>(input.data()), DType::f32, count), 0,
-                block, hot::vector(expected.data(), DType::f32, count));
-      upload(input, x.data());
-      graph.replay();
-      EXPECT_TRUE(download(out.data(), expected.size()) == expected) << "block " << block;
     }
   }
 }

@@ -302,7 +302,8 @@ TEST(Plan, slow_paths_say_why) {
   EXPECT_EQ(
       reasons("sm_90", large, spec, options),
       "x is read first for its tokens' sizes: tokens are equalised; x is read one column a thread: "
-      "tokens are equalised; g_y is read again for its rows: tokens are equalised; g_y is read twice for its columns: a column of 25216 codes "
+      "tokens are equalised; g_y is read again for its rows: tokens are equalised; g_y is read "
+      "twice for its columns: a column of 25216 codes "
       "is too long for a cluster; ");
   spec = hot::recipe("fast");
   spec.equalize_tokens = true;

@@ -47,29 +47,6 @@ TEST(Quantize, golden) {
   });
 }
 
-TEST(Quantize, same_key_same_bits) {
-  const Floats x = floats(9, 131, normal(9 * 131));
-  const QuantSpec spec{4, Granularity::token, Rounding::stochastic};
-  const auto first = run_quantize(cpu(), x, spec).codes;
-  EXPECT_EQ(run_quantize(cpu(8), x, spec).codes, first);
-  EXPECT_NE(run_quantize(cpu().with_key({1, 2, 3}), x, spec).codes, first);
-  EXPECT_NE(run_quantize(cpu().with_key({0x123456789ABCDEFULL, 8, 5}), x, spec).codes, first);
-  EXPECT_NE(run_quantize(cpu().with_key({0x123456789ABCDEFULL, 7, 6}), x, spec).codes, first);
-}
-
-TEST(Quantize, counter_is_added_to_the_offset) {
-  const Floats x = floats(9, 131, normal(9 * 131));
-  const QuantSpec spec{4, Granularity::token, Rounding::stochastic};
-  for (int round = 0; round < 8; ++round) {
-    CountedKey key;
-    const hot::Context counting = cpu().with_key(key.counted());
-    const auto expected = run_quantize(cpu().with_key(key.plain), x, spec).codes;
-    EXPECT_EQ(run_quantize(counting, x, spec).codes, expected);
-    ++key.counter;  // is read at each call
-    EXPECT_NE(run_quantize(counting, x, spec).codes, expected);
-  }
-}
-
 TEST(Quantize, same_bits_on_every_path) {
   for (const int bits : {4, 8}) {
     for (const Granularity scale : granularities) {
@@ -86,25 +63,4 @@ TEST(Quantize, same_bits_on_every_path) {
       }
     }
   }
-}
-
-TEST(Quantize, packed_codes) {
-  for (const std::int64_t C : {1, 2, 33, 4096, 4099}) {
-    const Floats x = floats(3, C, normal(3 * C));
-    const QuantSpec spec{4, Granularity::token, Rounding::stochastic};
-    const Quantised q = run_quantize(cpu(), x, spec);
-    Bytes packed(3, (C + 1) / 2, DType::i4x2), back(3, C, DType::i8);
-    std::vector<float> scale(3);
-    hot::quantize(cpu(), x.view(), spec, packed.view(), as_vector(scale, DType::f32));
-    const Bytes& input = packed;
-    hot::unpack_int4(cpu(), input.view(), back.view());
-    EXPECT_EQ(back.values(), q.codes);
-    EXPECT_EQ(scale, q.scale);
-  }
-}
-
-TEST(Quantize, empty) {
-  EXPECT_TRUE(run_quantize(cpu(), Floats(0, 5, DType::f32), {8, Granularity::token}).codes.empty());
-  EXPECT_EQ(run_quantize(cpu(), Floats(4, 0, DType::f32), {8, Granularity::token}).scale,
-            std::vector<float>(4, 0.0F));
 }

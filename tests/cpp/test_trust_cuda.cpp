@@ -16,6 +16,7 @@
 #include <fstream>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "plan_cases.h"
@@ -306,6 +307,41 @@ TEST_F(TrustCuda, random_cases_equal_cpu) {
               static_cast<long long>(found.cases), static_cast<long long>(found.integers),
               static_cast<long long>(found.floats), clock.seconds());
   EXPECT_EQ(found.cases, wanted);
+  report(found);
+}
+
+// Every plan of the table of test_plan.cpp, whatever this device makes of it; an H200 with the
+// wgmma kernels runs every kernel of the table.
+TEST_F(TrustCuda, every_plan_equals_cpu) {
+  std::set<std::string> expected, reached;
+  Findings found;
+  Bench bench(std::size_t{192} << 20, std::size_t{256} << 20, Sizes::spread);
+  std::int64_t index = 0;
+  for (const PlanCase& layer : plan_cases()) {
+    hot::ExplainOptions options;
+    options.dtype = layer.dtype;
+    for (const auto& step : hot::explain("cuda:0", layer.shape, layer.spec, options).steps) {
+      reached.insert(step.kernel);
+    }
+    expected.insert(layer.kernels.begin(), layer.kernels.end());
+    bench.batch.clear();
+    ASSERT_TRUE(bench.batch.add_layer(mixed(run_seed(), index++), layer.shape, layer.spec,
+                                      layer.dtype, layer.name));
+    const RandomCase& one = bench.batch.cases.front();
+    bench.push();
+    const bool queued = ran(one, bench.context, bench.gpu_side(), found);
+    bench.pull();
+    bench.pushed();
+    if (!queued || !ran(one, hot::Context::cpu(4), bench.cpu_side(), found)) continue;
+    bench.pulled();
+    compare(one, bench.host(), bench.back(), found);
+  }
+  int sm_count = 0, major = 0;
+  check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  if (major == 9 && sm_count == 132 && hot::cuda_wgmma()) {
+    EXPECT_EQ(reached, expected);
+  }
   report(found);
 }
 

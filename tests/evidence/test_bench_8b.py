@@ -125,18 +125,3 @@ def test_memory_that_does_not_suffice_is_no_figure(tmp_path: Path) -> None:
 def _arguments(folder: Path) -> Any:
     words = ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
     return bench_8b.arguments(words)
-
-
-def test_plot_of_a_whole_model(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    import plot
-
-    row = {
-        "how": {"recipe": "default", "forward": "int8"}, "step": {"median_ms": 1.0},
-        "largest": {"tokens": 8192, "tokens_per_s": 1e4}, "joules_per_token": 0.05,
-        "tokens_per_s": 9e3, "peak_gib": 49.1,
-    }  # fmt: skip
-    rows = {"a": row, "b": {**row, "how": {}}, "c": {"how": {}, "error": "x"}}
-    plot.plot_whole({"whole": rows, "device": "toy"}, tmp_path / "whole.svg")
-    assert "joules a token" in (tmp_path / "whole.svg").read_text()
-    assert plot.plot_report({"whole": rows, "device": "toy"}, tmp_path) == 1

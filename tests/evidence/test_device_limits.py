@@ -73,19 +73,6 @@ def test_resident_thread_blocks(arch: str, code: Compiled, launch: Launch, expec
     assert resident(DEVICES[arch], code, launch) == expected
 
 
-def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_limits, "LAYERS", ((197, 768, 768),))
-    found = device_limits.launches("sm_86", device_limits.LAYERS)
-    assert {"rows16_kernel", "gemm_small_kernel"} <= found.keys()
-    with pytest.raises(ValueError, match="has no code for sm_86, only sm_90"):
-        device_limits.checked({"sm_90": {}}, ["sm_86"])
-    with pytest.raises(ValueError, match="for sm_86"):
-        device_limits.checked({"sm_86": {}}, ["sm_86"])
-    code = dict.fromkeys(device_limits.launches("sm_86"), Compiled(255, 0, 60000))
-    rows = device_limits.checked({"sm_86": code}, ["sm_86"])["sm_86"]
-    assert rows["gemm_small_kernel"]["resident"] == 0 and rows["rows16_kernel"]["resident"] == 1
-
-
 def test_the_report_is_of_these_plans() -> None:
     """A plan that takes more than it did wants the check again, with the library of today."""
     report = json.loads((RESULTS / "limits.json").read_text())["limits"]
@@ -96,14 +83,3 @@ def test_the_report_is_of_these_plans() -> None:
             code = rows[kernel]
             assert launch.threads <= code["threads"], (arch, kernel)
             assert launch.shared <= code["shared"], (arch, kernel)
-
-
-def test_tables_of_gpus_that_are_not_here() -> None:
-    from evidence import doc_tables
-
-    row = {"registers": 40, "stack": 8, "threads": 128, "shared": 36096, "resident": 2}
-    report = {"limits": {"sm_86": {"a_kernel": row}, "sm_120": {"b_kernel": row}}}
-    assert list(doc_tables.limits(report, "sm_86", "sm_120"))[2:] == [
-        "| `a_kernel` | 128 | 36,096 | 40, 8, 2 |  |",
-        "| `b_kernel` | 128 | 36,096 |  | 40, 8, 2 |",
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from evidence import evidence_tables, intervals, plot_evidence  # noqa: E402
+from evidence import evidence_tables, intervals  # noqa: E402
 
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 12: 2.1788, 30: 2.0423}
 """Degrees of freedom -> the printed 97.5 % points."""
@@ -78,53 +77,3 @@ def test_steps_to_a_loss() -> None:
     assert evidence_tables.steps_to(curve, 4.5) == 110
     assert evidence_tables.steps_to(curve, 3.9) is None
     assert evidence_tables.steps_to(curve, 9.5) == 0
-
-
-def test_equal_seeds() -> None:
-    """A seed that one of several lacks is in nobody's mean."""
-    gaps = {"a": {0: 1.0, 1: 2.0, 2: 3.0}, "b": {1: 4.0, 2: 5.0, 4: 6.0}, "alone": {7: 8.0}}
-    found = evidence_tables.of_equal_seeds(gaps)
-    assert found == {"a": {1: 2.0, 2: 3.0}, "b": {1: 4.0, 2: 5.0}, "alone": {7: 8.0}}
-
-
-def test_days_of_a_report() -> None:
-    runs = {"a/0": {"date": "2026-03-02"}, "a/1": {"date": "2026-03-01"}, "a/2": {}}
-    assert evidence_tables.days_of({"runs": runs}) == ["2026-03-01", "2026-03-02"]
-    assert evidence_tables.days_of({"date": "2026-03-03T04:05", "runs": {}}) == ["2026-03-03"]
-    assert evidence_tables.days_of({"part": {"date": "2026-03-04T00"}}) == ["2026-03-04"]
-    assert evidence_tables.days_of({"settings": {}, "runs": {"a": {}}}) == []
-
-
-def test_the_gap_along_a_run(tmp_path: Path) -> None:
-    """By seed and step, of equal seeds; the table says what the report shows; the figure."""
-    curves = {
-        "bf16": ([(0, 9.0), (50, 5.0), (100, 4.0)], [(0, 9.2), (50, 5.2), (100, 4.2)]),
-        "default": ([(0, 9.0), (50, 5.002), (100, 4.001)], [(0, 9.2), (50, 5.204), (100, 4.202)]),
-        "fast": ([(0, 9.0), (50, 5.1), (100, 4.1)], [(0, 9.2), (50, 5.3), (100, 4.3)]),
-    }
-    runs = {
-        f"{name}/{seed}": {"curve": curve, "validation_loss": curve[-1][1], "date": "2026-11-25"}
-        | {"step_ms": {"bf16": 10.0, "default": 9.0, "fast": 8.0}[name]}
-        for name, of in curves.items()
-        for seed, curve in enumerate(of)
-    }
-    size = {"batch": 1, "context": 100, "validation_batches": 50}
-    report = {
-        "device": "NVIDIA H100", "date": "2026-11-25", "parameters": 500, "runs": runs,
-        "settings": {"steps": 100, "size": size},
-        "text": {"training": 4000, "epochs": 2.5, "packages": {"torch": 9, "jax": 4}},
-    }  # fmt: skip
-    along = evidence_tables.gaps_along(report, "default")
-    assert list(along) == [0, 50, 100]
-    assert along[50] == pytest.approx([0.002, 0.004])
-    assert along[100] == pytest.approx([0.001, 0.002])
-    assert list(evidence_tables.decided(tmp_path, "10M-20")) == ["*Planned, not run.*"]
-    (tmp_path / "cuda-gpt-10M-20.json").write_text(json.dumps(report))
-    text = "\n".join(evidence_tables.decided(tmp_path, "10M-20"))
-    ours, fast = (line for line in text.splitlines() if line.startswith(("| default", "| fast")))
-    assert "| default | 2 | +0.0015 [-0.0049, +0.0079] | 0.019 | equivalent |" in ours
-    assert "| 0.90 | below" not in ours and ours.endswith("| 0.90 | 0.90 |")
-    assert "differs by more than the margin" in fast and fast.endswith("| 0.80 | 0.84 |")
-    assert "2.50 passes over 4,000 tokens of 2 packages (torch, jax, …)" in text
-    plot_evidence.plot_gaps(report, tmp_path / "gaps.svg")
-    assert "tokens a parameter" in (tmp_path / "gaps.svg").read_text()

@@ -6,9 +6,7 @@ import copy
 import json
 import math
 import re
-import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
-import models  # noqa: E402
 import reference  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-import training  # noqa: E402
 from evidence import ROOT, rivals  # noqa: E402
 from evidence.rivals import quantizers  # noqa: E402
 from evidence.rivals.conversion import taken_by_hotcore  # noqa: E402
@@ -194,18 +190,6 @@ def _signs(*shape: int) -> Tensor:
     return torch.randint(0, 2, shape) * 2.0 - 1
 
 
-def test_frozen_weights_keep_nothing() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    rivals.convert(model, "luq", everything)
-    model[0].weight.requires_grad_(False)
-    x = torch.randn(2, 16, 64, requires_grad=True)
-    with saved_tensors(leaves=True) as kept:
-        y = model(x)
-    assert [tuple(t.shape) for t in kept] == [(64, 64)]
-    y.sum().backward()
-    assert model[0].weight.grad is None and x.grad is not None
-
-
 def test_same_layers_as_hotcore() -> None:
     """The default filter's choice; kinds that a rival has no product for are named."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
@@ -233,14 +217,6 @@ def test_same_layers_as_hotcore() -> None:
         rivals.convert(nn.Sequential(nn.Conv2d(64, 64, 3, padding="same")), "luq", everything)
 
 
-def test_torchao_compiles_without_hotcore() -> None:
-    """scripts/gpu_check.py starts compile_torchao.py while hotcore is being built."""
-    code = "import sys; sys.modules['hotcore'] = None; import evidence.compile_torchao"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
-    script = ROOT / "scripts/gpu_check.py"
-    assert "benchmarks.evidence.compile_torchao" in script.read_text()
-
-
 # ---- INT4 ----
 
 
@@ -253,18 +229,6 @@ def test_naive_int4() -> None:
     wq, xq = quantizers.int_values(w, 4), codes * scale
     unbiased(lambda: gradients("naive_int4", x, w, gy)[0], gy @ wq, 300)
     unbiased(lambda: gradients("naive_int4", x, w, gy)[1], torch.einsum("bto,bti->oi", gy, xq), 300)
-
-
-def test_one_outlier_drowns_naive_int4() -> None:
-    """What a Hadamard transform and a scale a token are for."""
-    x, w, gy = operands(outs=64)
-    gy[0, 0, 0] = 1000
-    exact = gy @ w
-    rest = (slice(None), slice(1, None))
-    naive = gradients("naive_int4", x, w, gy)[0]
-    ours = gradients("default", x, w, gy, gx_bits=4)[0]
-    error = [float((g - exact)[rest].norm() / exact[rest].norm()) for g in (naive, ours)]
-    assert error[0] > 5 * error[1]
 
 
 # ---- LUQ ----
@@ -282,17 +246,6 @@ def test_luq_values_are_fp4() -> None:
     assert (quantizers.luq_values(torch.zeros(5)) == 0).all()
     exact = alpha * 2.0 ** torch.arange(7)  # a value that has a code keeps it
     assert (quantizers.luq_values(exact) == exact).all()
-
-
-def test_luq_is_unbiased() -> None:
-    """Below alpha, between the powers of two, and the largest; not so to the nearest power."""
-    x = torch.cat([torch.randn(256), 0.01 * torch.randn(256), torch.tensor([4.0, -4.0])])
-    for part in (slice(0, 256), slice(256, 512), slice(512, 514)):
-        unbiased(lambda part=part: quantizers.luq_values(x)[part], x[part], 2000)
-    exponents = torch.floor(torch.log2(x.abs() * 16) + 0.5)
-    nearest = (2**exponents / 16 * x.sign())[:256]
-    with pytest.raises(AssertionError):
-        unbiased(lambda: nearest + 0.5 * torch.randn(256), x[:256], 2000)
 
 
 def test_luq_products() -> None:
@@ -315,16 +268,6 @@ def test_luq_products() -> None:
         torch.testing.assert_close(kept.eval()(x), xq @ wq.t())
     with pytest.raises(ValueError, match="in_eval"):
         rivals.method_of("luq", in_eval=True)
-
-
-def test_sawb_clips_a_normal_distribution() -> None:
-    x = torch.randn(1 << 18)
-    assert float(quantizers.sawb_clip(x)) == pytest.approx(
-        12.1 - 12.2 * math.sqrt(2 / math.pi), 0.02
-    )
-    constant = torch.full((64,), 3.0)
-    assert quantizers.sawb_clip(constant) < 0  # so it is not trusted where it is not needed
-    torch.testing.assert_close(quantizers.sawb_values(constant), constant)
 
 
 # ---- LBP-WHT ----
@@ -360,40 +303,6 @@ def test_lbp_wht_tiles(prefix: int) -> None:
     full = gradients("lbp_wht", x, w, gy, **{**settings, "rank": 16})
     torch.testing.assert_close(full[0], gy @ w, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(full[1], torch.einsum("bto,bti->oi", gy, x), rtol=1e-4, atol=1e-3)
-
-
-def test_lbp_wht_reflects_at_the_border() -> None:
-    """7 x 7 is taken as 8 x 8 with its second row and column in front, as LBP-WHT's code does."""
-    x, w, gy = operands(samples=1, tokens=49)
-    gx, gw = gradients("lbp_wht", x, w, gy, rank=16)
-    torch.testing.assert_close(gx, gy @ w, rtol=1e-4, atol=1e-4)
-    index = [1, *range(7)]
-
-    def padded(v: Tensor) -> Tensor:
-        return v.reshape(7, 7, -1)[index][:, index].flatten(0, 1)
-
-    torch.testing.assert_close(gw, padded(gy).t() @ padded(x), rtol=1e-4, atol=1e-3)
-    small = operands(samples=1, tokens=1)  # a grid too small to reflect: zeros, nothing twice
-    assert gradients("lbp_wht", *small, rank=16)[1].allclose(
-        small[2][0].t() @ small[0][0], 1e-4, 1e-4
-    )
-
-
-def test_lbp_wht_flat() -> None:
-    """Sixteen tokens in a row, samples end to end, as hotcore's lowpass basis has them."""
-    x, w, gy = operands(samples=3, tokens=25)
-    gx, gw = gradients("lbp_wht_flat", x, w, gy)
-    low_x, low_gy = (
-        hotcore.hla(v.flatten(0, 1), rank=8, basis="lowpass", block=16) for v in (x, gy)
-    )
-    torch.testing.assert_close(gw, low_gy.t() @ low_x / 16, rtol=1e-4, atol=1e-3)
-    rank_of_gx = torch.linalg.matrix_rank(gx.flatten(0, 1)[:16])
-    assert rank_of_gx <= 8 < torch.linalg.matrix_rank((gy @ w).flatten(0, 1)[:16])
-    twice = gradients("lbp_wht_flat", x, w, gx @ torch.linalg.pinv(w))[0]  # a projection
-    whole = slice(0, 64)  # of 75 tokens: what was padding in the last block is cut off
-    torch.testing.assert_close(
-        twice.flatten(0, 1)[whole], gx.flatten(0, 1)[whole], rtol=1e-3, atol=1e-3
-    )
 
 
 def test_lbp_wht_is_biased_and_keeps_half() -> None:
@@ -477,28 +386,6 @@ def test_authors_gx() -> None:
 # ---- ActNN's two bits ----
 
 
-def test_two_bits() -> None:
-    """A quarter byte a value, two bfloat16 a group; levels inside the group's bounds; no bias."""
-    x = torch.randn(3, 50, 40) + 5  # 6000 values: the last group is not full
-    kept = quantizers.pack_two_bits(x)
-    assert tuple(kept.codes.shape) == (24, 64) and kept.codes.dtype == torch.uint8
-    values = quantizers.unpack_two_bits(kept, x.shape)
-    assert values.shape == x.shape
-    flat, groups = values.flatten(), x.flatten().split(256)
-    for i, group in enumerate(groups):
-        low, step = kept.low[i].float(), kept.step[i].float()
-        assert low <= group.min() and low + 3 * step >= group.max()
-        assert low >= group.min() - 0.01 * group.abs().max() and 3 * step <= 1.1 * (
-            group.max() - low
-        )
-        levels = (flat[256 * i : 256 * i + len(group)] - low) / step
-        assert (levels - levels.round()).abs().max() < 1e-4
-    unbiased(lambda: quantizers.unpack_two_bits(quantizers.pack_two_bits(x), x.shape), x, 400)
-    constant = torch.full((2, 300), 1.7)
-    again = quantizers.unpack_two_bits(quantizers.pack_two_bits(constant), constant.shape)
-    assert (again - constant).abs().max() < 0.02
-
-
 def test_actnn_layer() -> None:
     x, w, gy = operands(samples=4, ins=32)
     groups = x.numel() // 256
@@ -523,31 +410,6 @@ def near(found: tuple[Tensor, ...], x: Tensor, w: Tensor, gy: Tensor, bound: flo
         assert 1e-4 < (mine - exact).norm() / exact.norm() < bound
 
 
-def test_bf16_keeps_half() -> None:
-    x, w, gy = operands()
-    assert kept_bytes("bf16", x, w) == 2 * x.numel()
-    near(gradients("bf16", x, w, gy), x, w, gy, 0.01)
-
-
-def test_lora() -> None:
-    """Plain layers' weights are frozen, adapters train, everything else as before; same forward."""
-    models.mend_torchvision()
-    pytest.importorskip("peft")
-    model = Net()
-    plain = copy.deepcopy(model)
-    done = rivals.convert(model, "lora", lambda m, n: n != "conv", rank=4)
-    assert done.names == ("up", "down")
-    x = torch.randn(4, 3, 8, 8)
-    torch.testing.assert_close(model(x), plain(x))  # the adapters begin at zero
-    model(x).sum().backward()
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {
-        "conv.weight", "conv.bias", "norm.weight", "norm.bias",
-        *(f"{layer}.lora_{part}.default.weight" for layer in ("up", "down") for part in "AB"),
-    }  # fmt: skip
-    assert model.up.lora_A["default"].weight.shape == (4, 64)
-
-
 @pytest.mark.parametrize("method", ["torchao_fp8", "torchao_int8"])
 def test_torchao(method: str) -> None:
     x, w, gy = operands(samples=2, ins=32, outs=48)
@@ -559,18 +421,3 @@ def test_torchao(method: str) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 24), nn.Conv2d(8, 8, 1))
     done = rivals.convert(model, method, everything)
     assert done.names == (("0",) if method == "torchao_fp8" else ("0", "1")) and "2" in done.left
-
-
-@pytest.mark.parametrize("head", [False, True])
-def test_liger_takes_a_head_s_loss_alone(head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks without a head ended in an error: its loss looks for the model inside of theirs."""
-    asked: list[dict[str, Any]] = []
-    package = types.SimpleNamespace(
-        _apply_liger_kernel_to_instance=lambda **options: asked.append(options)
-    )
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
-    model = nn.Module()
-    if head:
-        model.lm_head = nn.Linear(2, 2)
-    training.liger_converted(model)
-    assert asked == [{"model": model, "fused_linear_cross_entropy": head}]

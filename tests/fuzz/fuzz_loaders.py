@@ -48,9 +48,7 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
         if len(data) < 6:
             return False
         tokens, features = data[0] % 70, data[1] % 9
-        settings = HotConfig.recipe(
-            ("default", "fast", "paper", "accurate")[data[2] % 4]
-        )
+        settings = HotConfig.recipe(("default", "fast", "paper", "accurate")[data[2] % 4])
         kept = np.frombuffer(data[6:], np.uint8)
         if data[3] % 2 and tokens * features:  # as long as it has to be
             size = saved_layout(tokens, features, settings).bytes

@@ -165,16 +165,6 @@ def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) ->
     assert_falls_alike(trained(model, images, labels), losses)
 
 
-def test_compiled_step_under_autocast(images: Tensor, labels: Tensor) -> None:
-    """bf16 rounds, too: less than INT4 and INT8 do, so that HOT's noise is what shows."""
-    plain = build("vit")
-    model, exact = converted(plain, "fast"), gradients(plain, images, labels)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        eager = draws_of(lambda: gradients(model, images, labels))
-        model.compile(fullgraph=True)
-        assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
-
-
 # ---- reduce-overhead ----
 
 
@@ -192,31 +182,6 @@ def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Te
     assert counters["inductor"]["cudagraph_skips"] == 0, "a region was compiled without a graph"
     assert_as_in_eager(draws, eager, exact)
     assert_falls_alike(trained(model, images, labels), losses)
-
-
-def test_max_autotune_step(images: Tensor, labels: Tensor) -> None:
-    """Graphs as above, and kernels chosen by timing; HOT's own are what they are."""
-    plain = build("mlp")
-    model, exact = converted(plain, "default"), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    model.compile(mode="max-autotune")
-    for _ in range(3):
-        gradients(model, images, labels)
-    draws = draws_of(lambda: gradients(model, images, labels))
-    assert_as_in_eager(draws, eager, exact)
-
-
-def test_reduce_overhead_block_by_block(images: Tensor, labels: Tensor) -> None:
-    plain = build("vit")
-    model, exact = converted(plain, "default"), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    for block in model.blocks:
-        block.compile(mode="reduce-overhead")
-    for _ in range(3):
-        gradients(model, images, labels)
-    draws = draws_of(lambda: gradients(model, images, labels))
-    assert counters["inductor"]["cudagraph_skips"] == 0, "a region was compiled without a graph"
-    assert_as_in_eager(draws, eager, exact)
 
 
 # ---- captured ----

@@ -21,10 +21,8 @@ import bench_backward  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
 import hotcore  # noqa: E402
-import layers  # noqa: E402
 import timing  # noqa: E402
 from evidence import (  # noqa: E402
-    bench_cases,
     bench_examples,
     bench_fwht,
     bench_rule,
@@ -87,61 +85,7 @@ def test_contenders_take_turns() -> None:
     assert all(row["measurements"] == 24 for row in rows.values())
 
 
-def test_a_slow_contender_stops_early_and_counts_are_divided() -> None:
-    ticks = iter(range(1, 1000))
-    slow = {"slow": lambda: 100.0, "quick": lambda: 1.0}
-
-    def watch(call: Any) -> float:
-        next(ticks)
-        return float(call())
-
-    rows = timing.in_turns(slow, 20, "cpu", watch=watch, calls_in={"quick": 4}, budget_ms=1000.0)
-    assert rows["slow"]["measurements"] == 3 * timing.LEAST_ROUNDS
-    assert rows["quick"] == {
-        "median_ms": 0.25, "q1_ms": 0.25, "q3_ms": 0.25, "measurements": 60,
-    }  # fmt: skip
-
-
-def test_rows_that_are_not_steady_are_measured_again_and_are_no_figures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Quartiles more than 5 % of the median apart."""
-    spreads = {"quiet": [0.01], "calms": [0.2, 0.3, 0.04], "shaky": [0.3, 0.2, 0.4, 0.3, 0.3]}
-    asked: list[list[str]] = []
-
-    def in_turns(contenders: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
-        asked.append(list(contenders))
-        return {
-            name: {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0 + spreads[name].pop(0)}
-            for name in contenders
-        }
-
-    monkeypatch.setattr(timing, "in_turns", in_turns)
-    rows = timing.steadied(dict.fromkeys(spreads, lambda: None), 5, "cuda")
-    assert asked == [["quiet", "calms", "shaky"], ["calms", "shaky"], ["calms", "shaky"], ["shaky"]]
-    assert [name for name, row in rows.items() if row.get("unsteady")] == ["shaky"]
-    assert rows["calms"]["q3_ms"] == 1.04 and rows["shaky"]["q3_ms"] == 1.2
-    assert timing.summed([rows, rows]) == {"quiet": 2.0, "calms": 2.0}
-    assert timing.steady({"median_ms": 1.0})  # a difference has no quartiles
-
-
 # ---- the arithmetic ----
-
-
-@pytest.mark.parametrize(
-    ("group", "passes", "wanted"),
-    [
-        ("ViT-B", 1, (141, 47, 188, 141)),
-        ("ViT-B", 2, (168, 56, 224, 150)),
-        ("Llama-3-8B", 1, (485, 323, 1132, 1064)),
-        ("Llama-3-8B", 2, (509, 339, 1186, 1079)),
-    ],
-)
-def test_floor(group: str, passes: int, wanted: tuple[int, ...]) -> None:
-    """The floors of the performance plan, in microseconds; it rounded some of them up."""
-    shapes = layers.CUDA_GROUPS[group].values()
-    found = [1e3 * layers.floor_ms(shape, "fast", passes) for shape in shapes]
-    assert found == pytest.approx(wanted, abs=1.0)
 
 
 def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
@@ -153,30 +97,6 @@ def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
         assert (theirs - ours).norm() < 0.05 * theirs.norm()
     int8 = rivals.int8_products(*shape, "cpu")()
     assert [tuple(result.shape) for result in int8] == [(48, 32), (24, 32)]
-
-
-def test_torchao_emulated() -> None:
-    gy, w, x = bench_backward.tensors((64, 48, 32), "cpu", torch.float32)
-    try:
-        calls, version = rivals.torchao_calls(gy, w, x, emulate=True)
-    except rivals.TorchaoMissing as error:
-        pytest.skip(str(error))
-    assert version.endswith("no timing")
-    for name in ("torchao both", "torchao backward"):
-        for _ in range(2):  # the retained graph serves again
-            gx, gw = calls[name]()
-        assert (gx - gy @ w).norm() < 0.1 * gx.norm()
-        assert (gw - gy.t() @ x).norm() < 0.1 * gw.norm()
-
-
-def test_kernels_are_told_apart() -> None:
-    kernels = [
-        {"kernel": "void cutlass::device_kernel<...>", "us": 5.0},
-        {"kernel": "hot::gemm_int8_sm80_kernel", "us": 2.0},
-        {"kernel": "void hot::detail::rows16_kernel<__nv_bfloat16>", "us": 4.0},
-        {"kernel": "Memset (Device)", "us": 1.0},
-    ]
-    assert bench_backward.split(kernels) == (7.0, 5.0)
 
 
 def test_shapes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,32 +201,6 @@ def test_stock_tiles_of_a_product() -> None:
     assert (row["measured"], row["must"], row["aim"]) == (share, 1.0, 1.1)
 
 
-def test_stock_tiles_must_compute_the_same(rng: np.random.Generator) -> None:
-    given = bench_gemm.operands((16, 32, 48), "cpu")
-    names, _ = bench_gemm.stock_finalists(StockGemm(2**-8), given, "cpu")  # the last bit may differ
-    assert len(names) == bench_gemm.FINALISTS
-    with pytest.raises(AssertionError, match="stock (small|large) 1x1, along"):
-        bench_gemm.stock_finalists(StockGemm(float(rng.uniform(0.02, 0.5))), given, "cpu")
-
-
-def test_stock_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OSError, match="gone"):
-        rivals.StockGemm(tmp_path / "gone.so")
-    with pytest.raises(OSError, match="no libhot_stock_gemm"):
-        rivals.StockGemm(Path(hotcore._core.__file__))
-    with pytest.raises(SystemExit):
-        bench_gemm.main(["--stock", "any.so"])
-    assert "--stock" in capsys.readouterr().err
-
-
-def test_products_of_the_layers() -> None:
-    products = bench_gemm.cuda_products()
-    assert sum(map(len, products.values())) == 24
-    assert products["ViT-B g_w, r = 8"]["fc1"] == (3072, 768, 12608)
-    assert products["Llama-3-8B g_x"]["down"] == (8192, 14336, 4096)
-    assert all(set(names) <= set(products[group]) for group, names in targets.OF_STOCK.items())
-
-
 def test_bench_fwht(tmp_path: Path) -> None:
     words = ("--n", "16", "--n", "256", "--elements", "4096")
     report = run(bench_fwht, tmp_path / "out.json", *words)
@@ -318,122 +212,18 @@ def test_bench_fwht(tmp_path: Path) -> None:
 # ---- targets and plots ----
 
 
-def cuda_report() -> dict[str, Any]:
-    """The report of bench_backward.py on a GPU, with invented times."""
-    names = ["fp32 products", "tf32 products", "bf16 products", "torchao both - forward"]
-    faster = dict(zip(names, (21.0, 4.5, 2.2, 1.4), strict=True))
-    rows = {name: {"median_ms": 1.0} for name in names}
-    rows |= {f"hotcore {recipe}": {"median_ms": 0.5 + 0.1 * i} for i, recipe in enumerate(RECIPES)}
-    stages = {stage: 10.0 + i for i, stage in enumerate(("quantise g_y, g_b", "quantise w"))}
-    stages |= dict.fromkeys(("unpack x", "product g_x", "product g_w", "between kernels"), 20.0)
-    recipe = {"faster than": faster, "compress of a copy": 1.2, "sum_ms": 1.0}
-    return {
-        "device": "a GPU",
-        "recipes": list(RECIPES),
-        "layers": {
-            group: {
-                "layers": {name: {"rows": rows} for name in shapes},
-                "recipes": dict.fromkeys(RECIPES, recipe),
-            }
-            for group, shapes in layers.CUDA_GROUPS.items()
-        },
-        "stages": {
-            "ViT-B": {"fc1": {"recipes": {name: {"stages": stages} for name in RECIPES}}},
-            "Llama-3-8B": {"up": {"recipes": {name: {"stages": stages} for name in RECIPES}}},
-        },
-        "paper": {
-            "rotating": {
-                "means": {"hotcore paper": {"geomean": 1.9, "worst": 1.4}},
-                "published geomean": 2.1,
-            }
-        },
-        "forward": {"ViT-B": {"extra": {"fast": 0.04}}},
-        "host": {
-            "rows": {
-                "adapter backward fast": {"median_ms": 0.07},
-                "inside adapter backward fast": {"median_ms": 0.05},
-                "adapter forward fast": {"median_ms": 0.05},
-                "HotLinear fast, forward and backward": {"median_ms": 0.2, "of nn.Linear": 1.3},
-            }
-        },
-    }
-
-
-def test_targets() -> None:
-    fwht = {
-        "n": {"16": {"hotcore": {"of the copy": 0.9}}, "32": {"hotcore": {"of the copy": 0.99}}}
-    }
-    share = {"rows": {"hotcore": {"of the best stock tile": 2.0}}}
-    gemm = {
-        "products": {
-            "ViT-B g_w, r = 8": {"proj": share, "fc1": {"rows": {"hotcore": {}}}},
-            "given": {"1,1,1": share},
-        }
-    }
-    found = {row["work"]: row for row in targets.rows(cuda_report(), fwht, gemm)}
-    reached = {work: row["reached"] for work, row in found.items()}
-    assert reached["Llama-3-8B sum, fast faster than bf16 products"] == "must"
-    assert reached["ViT-B sum, fast faster than bf16 products"] == "aim"
-    assert reached["ViT-B sum, paper faster than fp32 products"] == "must"
-    assert reached["ViT-B, compress fast, copies of x"] == "must"
-    work = "the paper's layers, arrays rotating, paper faster than fp32"
-    assert reached[f"{work}: geometric mean"] == "missed"
-    assert reached[f"{work}: worst row"] == "must"
-    assert reached["ViT-B, forward fast, extra time"] == "aim"
-    assert reached["host, adapter backward fast, us"] == "missed"
-    assert reached["host, inside adapter backward fast, us"] == "aim"
-    assert "host, adapter forward fast, us" not in reached
-    assert reached["host, HotLinear fast, forward and backward, of nn.Linear"] == "missed"
-    assert found["fwht, slowest n, share of the copy"]["measured"] == 0.9
-    products = {work: verdict for work, verdict in reached.items() if "INT8" in work}
-    assert products == {"INT8 product, ViT-B g_w, r = 8 proj, of the best stock tile": "must"}
-    assert targets.rows({}, {}, {}) == []
-
-
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import plot
 
-    report = tmp_path / "check.json"
-    report.write_text(json.dumps({"bench_backward": cuda_report()}))
-    plot.main([str(report), "--out", str(tmp_path)])
-    for name, words in (
-        ("speedup_by_layer.svg", ("Llama-3-8B", "fc2", "default")),
-        ("breakdown.svg", ("quantise w", "product g_x")),
-    ):
-        text = (tmp_path / name).read_text()
-        assert text.startswith("<?xml")
-        assert all(word in text for word in words)
+    for name in ("gpu-check", "cuda-steps", "cuda-8b"):
+        plot.main([str(FOLDER / f"results/{name}.json"), "--out", str(tmp_path)])
+    text = (tmp_path / "speedup_by_layer.svg").read_text()
+    assert text.startswith("<?xml") and all(word in text for word in ("Llama-3-8B", "default"))
+    assert (tmp_path / "steps.svg").stat().st_size > 5000
 
 
 # ---- the rule of what is slower on CUDA ----
-
-
-def test_the_rules_fit_finds_the_costs_that_made_the_times() -> None:
-    costs = {"plain": (7e-3, 1.5, 1.8, 4e3), "accurate": (5e-3, 2.4, 2.6, 3e3)}
-    costs |= {"default": (5e-3, 2.5, 2.8, 3e3), "fast": (4e-3, 2.5, 2.9, 3e3)}
-
-    def times(ins: int, outs: int) -> dict[str, list[float]]:
-        sizes = (ins * outs, ins, outs, 1)
-        tokens = bench_rule.FIT_TOKENS
-        return {n: [tokens * float(np.dot(c, sizes)) / 1e9, 0, 0, 0] for n, c in costs.items()}
-
-    rows = [
-        {"shape": f"Linear {o} x {i}, x [16384, {i}] bfloat16", "times": times(i, o)}
-        for i, o in bench_rule.FEATURES
-    ]
-    few = [{"shape": "Linear 512 x 512, x [4096, 512] bfloat16", "times": times(1, 1)}]
-    cases = {"linear, 4096 tokens": few, "linear, 16384 tokens": rows}
-    content = {"grid": {name: {"rows": found} for name, found in cases.items()}}
-    fitted = bench_rule.fit(content)
-    for name, expected in costs.items():
-        assert fitted[name]["ps"] == pytest.approx(expected)
-        assert fitted[name]["worst error"] < 1e-6
-    sizes = (768 * 3072, 768, 3072, 1)
-    ratio = np.dot(costs["fast"], sizes) / np.dot(costs["plain"], sizes)
-    (found,) = (r for r in fitted["fast"]["ratios"] if r[:2] == [768, 3072])
-    assert found[2:] == pytest.approx([ratio, ratio])
-    assert bench_rule.fit(content, weight_trained=False) == {}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -448,16 +238,6 @@ def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
             expected = gains.expected_time(gains.Facts(None, ins, outs, config, "cuda", frozen))
             assert expected == pytest.approx(ratio, abs=0.002)
             assert expected == pytest.approx(measured, abs=0.08)
-
-
-def test_convolutions_lose_in_the_rules_report() -> None:
-    content = json.loads((FOLDER.parent / gains.REPORT).read_text())
-    rows = [
-        row for n, case in content["grid"].items() if n.startswith("1x1") for row in case["rows"]
-    ]
-    for row in rows:
-        plain = row["times"].pop("plain")[0]
-        assert all(times[0] > 1.05 * plain for times in row["times"].values()), row["shape"]
 
 
 def test_bench_rule(tmp_path: Path) -> None:
@@ -479,12 +259,3 @@ def test_convolutions_in_channels_last(tmp_path: Path) -> None:
     assert list(rows) == ["bf16 compiled", "default eager", "default eager, k x k alone"]
     wide, every = (rows[name] for name in chosen)
     assert 0 < wide["converted"] < every["converted"] and wide["of reference"]["step"] > 0
-
-
-def test_bench_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cases, "TOKENS", 256)
-    file = tmp_path / "recipe-cases.json"
-    bench_cases.main(["--keys", "1", "--json", str(file)])
-    gauss = json.loads(file.read_text())["cases"]["Gauss"]
-    assert list(gauss) == list(bench_cases.RECIPES)
-    assert gauss["accurate"] < gauss["default"] < gauss["fast"]

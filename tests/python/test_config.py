@@ -332,6 +332,8 @@ def test_as_config() -> None:
     assert as_config(config) is config
     with pytest.raises(TypeError, match="config: "):
         as_config(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^head: 'nope' is not one of 'default'"):
+        as_config("nope", "head")
 
 
 def test_keys() -> None:
@@ -340,7 +342,7 @@ def test_keys() -> None:
     for bad in (Key(-1), Key(1 << 64), Key(0, -1), Key(0, 1 << 64), Key(0, 0, 8192), Key(0, 0, -1)):
         with pytest.raises(ValueError, match=r"key: (seed|offset|stream) = "):
             as_key(bad)
-    for wrong in ("1", 1.5, None, (1, "2"), (1, 2, 3, 8, 5)):
+    for wrong in ("1", 1.5, None, (1, "2"), (1, 2, 3, 8, 5), True, Key(True), Key(0, False)):
         with pytest.raises(TypeError):
             as_key(wrong)  # type: ignore[arg-type]
 

@@ -12,35 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
+import numpy as np
 import pytest
-from hotcore import _core, contexts, info
+from hotcore import _core, contexts, info, selftest
 
 RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
 PAIR = "80-real;90a-real"
-
-
-@pytest.mark.parametrize(
-    ("capability", "architectures", "wgmma", "level", "words"),
-    [
-        ((7, 5), RELEASE, True, "none", "need 8.0"),
-        ((8, 9), RELEASE, True, "full", "kernels of sm_89"),
-        ((9, 0), RELEASE, True, "full", "kernels of sm_90a, wgmma"),
-        ((9, 0), RELEASE, False, "slow", "fetch_cutlass.py"),
-        ((12, 1), RELEASE, True, "full", "kernels of sm_120"),
-        ((13, 0), RELEASE, True, "slow", "PTX of sm_120"),
-        ((10, 0), PAIR, True, "none", "kernels for 80-real;90a-real alone"),
-        ((9, 0), "80-real", False, "none", "CUDAARCHS=90a-real"),
-        ((10, 0), "80", False, "slow", "PTX of sm_80"),
-        ((10, 3), "100f-real", False, "full", "kernels of sm_100f"),
-        ((8, 0), "", False, "none", "no kernels"),
-    ],
-)
-def test_verdicts(
-    capability: tuple[int, int], architectures: str, wgmma: bool, level: str, words: str
-) -> None:
-    found, text = _core.judge_device(*capability, architectures, wgmma)
-    assert (found, words in text) == (level, True), text
-    assert text.startswith(f"compute capability {capability[0]}.{capability[1]}")
 
 
 def test_missing_devices() -> None:
@@ -66,7 +43,9 @@ class FakeCore(types.SimpleNamespace):
         self.cuda_architectures = lambda: architectures
         self.cuda_wgmma = lambda: wgmma
         self.judge_device = _core.judge_device
-        self.CoreContext = lambda threads, isa, device, stream, openmp: object()
+        self.CoreContext = lambda threads, isa, device, stream, openmp: _core.CoreContext(
+            threads, isa, -1, 0, openmp
+        )
 
     def cuda_device_verdict(self, device: int) -> tuple[str, str]:
         archs, wgmma = self.cuda_architectures(), self.cuda_wgmma()
@@ -77,7 +56,8 @@ class FakeCore(types.SimpleNamespace):
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "_cache", OrderedDict())
-    monkeypatch.setattr(contexts, "_checked", set())
+    monkeypatch.setattr(contexts, "_warned", set())
+    monkeypatch.setattr(contexts, "_admitted", set())
 
 
 @pytest.mark.usefixtures("fresh")
@@ -92,6 +72,17 @@ def test_a_slow_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
         contexts.cuda(1, 0)  # full speed
     with pytest.warns(RuntimeWarning, match="cuda:2 is slower"):
         contexts.cuda(2, 0)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_unmeasured_gpu_is_tested_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = selftest.Way("test", lambda: False, lambda: {"g_x of 325 tokens": np.zeros(1)})
+    monkeypatch.setattr(contexts, "_core", FakeCore([(9, 0), (8, 0)], PAIR, wgmma=True))
+    monkeypatch.setattr(selftest, "gate", selftest.Gate(lambda device: wrong))
+    contexts.cuda(0, 0)  # measured
+    for stream in (0, 7):
+        with pytest.raises(NotImplementedError, match=r"cuda:1: compute capability 8\.0 fails"):
+            contexts.cuda(1, stream)
 
 
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int = 0) -> None:
@@ -117,6 +108,8 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert facts["GPU 0"].startswith("NVIDIA H200: ok: ") and "wgmma" in facts["GPU 0"]
     assert facts["GPU 1"].startswith("Tesla T4: cannot be used: ")
     assert facts["GPU 2"].startswith("NVIDIA L4: ok: ")
+    assert facts["GPU 0, INT8"].startswith("INT8 at 2 times bf16's rate (measured: ")
+    assert facts["GPU 2, INT8"].startswith("INT8 at 2 times bf16's rate (derived: no GeForce")
     assert facts["CUDA architectures"] == "80-real, 90a-real"
     assert facts["wgmma kernels"] == "yes" and "sm_90a: tested on an H200" in facts["of these"]
 
@@ -158,6 +151,16 @@ def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_torch_gpus")
+def test_info_without_a_gpu_to_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smi(tmp_path, monkeypatch, ["Tesla T4, 7.5"])
+    assert info.main(["--self-test"]) == 1
+    said = capsys.readouterr().out
+    assert "Tesla T4: not tested: " in said and "no GPU to test" in said
+
+
+@pytest.mark.usefixtures("no_torch_gpus")
 def test_info_prints_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, ["NVIDIA H200, 9.0"])
     code = (
@@ -168,6 +171,7 @@ def test_info_prints_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (gpu,) = facts["gpus"]
     assert (gpu["name"], gpu["compute_capability"]) == ("NVIDIA H200", [9, 0])
     assert (gpu["source"], gpu["level"]) == ("nvidia-smi", "full" if _core.cuda_wgmma() else "none")
+    assert gpu["int8_ratio"] == 2 and "measured" in gpu["int8"]
     rows = info.table(facts)
     assert rows["GPUs"] == "1, by nvidia-smi"
     assert rows["GPU 0"] == f"NVIDIA H200: {info.verdict(9, 0)}"

@@ -33,11 +33,6 @@ GTEST = {
         }
     ]
 }
-JUNIT = """<testsuites><testsuite>
-<testcase name="grows" time="2.0"><properties><property name="steps" value="300"/></properties></testcase>
-<testcase name="broken" time="0.5"><failure>no memory</failure></testcase>
-<testcase name="left" time="0"><skipped/></testcase>
-</testsuite></testsuites>"""  # noqa: E501
 
 
 def test_reads_gtest(tmp_path: Path) -> None:
@@ -52,16 +47,6 @@ def test_reads_gtest(tmp_path: Path) -> None:
     }
     assert found["fast"]["figures"] == {"cases": 70, "word": "a"}
     assert found["bad"]["failures"] == ["case 3 differs"]
-
-
-def test_reads_pytest(tmp_path: Path) -> None:
-    path = tmp_path / "found.xml"
-    assert gpu_trust.pytest_results(path) == {}
-    path.write_text(JUNIT)
-    found = gpu_trust.pytest_results(path)
-    assert [row["result"] for row in found.values()] == ["passed", "failed", "skipped"]
-    assert found["grows"]["figures"] == {"steps": 300}
-    assert found["broken"]["failures"] == ["no memory"]
 
 
 def test_every_part_is_run_and_shown() -> None:
@@ -79,11 +64,6 @@ def test_every_part_is_run_and_shown() -> None:
             assert variable in sources
 
 
-def test_cores_are_shared() -> None:
-    assert gpu_trust.shares([0, 1, 4, 5, 6], 2) == [[0, 4, 6], [1, 5]]
-    assert gpu_trust.shares([2, 3], 3) == [[2], [3], [2]]
-
-
 @pytest.fixture
 def trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_trust.Trust:
     """Of a build with one program of tests."""
@@ -92,29 +72,6 @@ def trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_trust.Trust:
     program.touch()
     monkeypatch.setattr(gpu_trust.shutil, "which", lambda name: name)
     return gpu_trust.Trust(tmp_path, {}, time.monotonic() + 60)
-
-
-def test_sanitizer_goes_on(trust: gpu_trust.Trust, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "tests_in", lambda program: ["A.a", "A.b", "A.c"])
-    called: list[tuple[str, str]] = []
-
-    def sanitize(
-        tool: str, program: Path, test: str, seconds: float, cores: list[int], part: int
-    ) -> str | None:
-        assert cores and part == 0
-        called.append((tool, test))
-        return {"A.b": "said", "A.c": None}.get(test, "clean")
-
-    monkeypatch.setattr(trust, "sanitize", sanitize)
-    first = trust.sanitizer(2, 5, {})
-    assert first["result"] == "failed"
-    assert len(called) == 3 * len(gpu_trust.TOOLS)
-    row = {"clean": ["A.a"], "errors": {"A.b": "said"}, "not finished": ["A.c"]}
-    assert first["tools"] == dict.fromkeys(gpu_trust.TOOLS, row)
-    called.clear()
-    again = trust.sanitizer(2, 5, {tool: {"clean": ["A.a", "gone"]} for tool in gpu_trust.TOOLS})
-    assert again["tools"] == first["tools"]
-    assert {test for _, test in called} == {"A.b", "A.c"}
 
 
 def test_long_tests_run_in_parts(trust: gpu_trust.Trust, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,28 +115,3 @@ def with_parts(source: str) -> list[tuple[str, str]]:
     """Tests of a file that ask which part they are."""
     tests = re.split(r"^TEST_F\((\w+), (\w+)\)", source, flags=re.MULTILINE)
     return [(a, b) for a, b, body in zip(*[iter(tests[1:])] * 3, strict=True) if "in_part(" in body]
-
-
-def test_tables(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    path.write_text(json.dumps(GTEST))
-    tests = gpu_trust.gtest_results(path)
-    tools = {
-        "memcheck": {
-            "clean": [str(i) for i in range(7)],
-            "errors": {"A.b": "said"},
-            "not finished": ["C.d"],
-        }
-    }
-    report = {
-        "parts": {
-            "random": {"result": "failed", "seconds": 3.2, "tests": tests},
-            "sanitizer": {"result": "failed", "seconds": 9, "tests": 9, "tools": tools},
-        }
-    }
-    lines = list(doc_tables.trust(report))
-    assert "| failed | 3 | `fast`: 70 cases; `gone` skipped; `bad` failed |" in lines[2]
-    assert lines[3].count("not run") == 1
-    assert "memcheck 7 of 9 clean" in lines[-1]
-    assert list(doc_tables.sanitizer(report))[2] == "| memcheck | 7 | `A.b` | `C.d` |"
-    assert list(doc_tables.sanitizer({"parts": {}}))[2].startswith("| not run |")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import hotcore
 import numpy as np
@@ -17,11 +16,7 @@ from support import (
     array,
     data,
     equal_bits,
-    from_bits,
-    golden,
     isas,
-    poison,
-    rounded,
     running,
     same_on_every_path,
     strided,
@@ -37,34 +32,6 @@ def matrix(order: int) -> np.ndarray:
     index = np.arange(order)
     parity = np.array([bin(i).count("1") & 1 for i in range(order)])
     return 1.0 - 2.0 * parity[index[:, None] & index[None, :]]
-
-
-def test_one_to_sixteen() -> None:
-    expected = [136, -8, -16, 0, -32, 0, 0, 0, -64, 0, 0, 0, 0, 0, 0, 0]
-    assert hotcore.fwht(np.arange(1, 17, dtype=np.float32)).tolist() == expected
-
-
-@pytest.mark.parametrize("name", golden("hadamard"))
-def test_golden(name: str, stages: Any) -> None:
-    case = golden("hadamard")[name]
-    x, expected = from_bits(case["x"]), from_bits(case["out"])
-    if not isinstance(expected, np.ndarray) and isinstance(x, np.ndarray):
-        x = torch.from_numpy(x)
-    if stages is not hotcore and not isinstance(x, np.ndarray):
-        pytest.skip("NumPy has no bfloat16")
-    out = poison(expected.shape, str(expected.dtype).removeprefix("torch."))
-    equal_bits(stages.fwht(x, axis=case["axis"], block=case["block"], out=out), expected)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_equals_reference(rng: np.random.Generator, block: int, dtype: str) -> None:
-    x = array(data(rng, (3, block * (3 if block < 1000 else 1)), "wide"), dtype)
-    expected = reference.fwht(widened(x), block=block)
-    wide = x.float() if dtype == "bfloat16" else x.astype(np.float32)
-    equal_bits(hotcore.fwht(wide, block=block), expected, f"block {block}")
-    if dtype != "float16":  # which would overflow
-        equal_bits(widened(hotcore.fwht(x, block=block)), rounded(expected, dtype), f"{block}")
 
 
 @given(
@@ -101,20 +68,6 @@ def test_matches_float64_on_every_axis(rng: np.random.Generator, block: int, axi
     got = np.moveaxis(out, axis, -1).reshape(blocks.shape)
     bound = math.log2(block) * 2.0**-24 * np.abs(blocks).sum(-1, keepdims=True) * (1 + 1e-6)
     assert (np.abs(got - exact) <= bound).all()
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_in_place_and_strided(rng: np.random.Generator, axis: int) -> None:
-    x = data(rng, (32, 37) if axis == 0 else (7, 48))
-    expected = hotcore.fwht(x, axis=axis)
-    again = x.copy()
-    assert hotcore.fwht(again, axis=axis, out=again) is again
-    equal_bits(again, expected)
-    turned = np.ascontiguousarray(x[::-1].T).T[::-1]
-    equal_bits(hotcore.fwht(turned, axis=axis), expected)
-    out = poison(x.shape[::-1], "float32").T
-    hotcore.fwht(strided(x), axis=axis, out=out)
-    equal_bits(out, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

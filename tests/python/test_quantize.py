@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import hotcore
 import numpy as np
 import pytest
@@ -13,19 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import (
     FLOATS,
-    KEY,
     KINDS,
-    array,
     data,
     equal_bits,
     given_as,
-    golden,
-    golden_options,
     keys,
     numpy_of,
     parted_key,
     rounded,
-    same_on_every_path,
     strided,
     widened,
 )
@@ -37,37 +30,6 @@ ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
     """Scales as they broadcast against the matrix."""
     return scale[:, None] if granularity == "token" else scale[None, :]
-
-
-@pytest.mark.parametrize("name", [n for n, c in golden("quantize").items() if "codes" in c])
-def test_golden(name: str, stages: Any) -> None:
-    case = golden("quantize")[name]
-    options = golden_options(case, "bits", "rounding", "key")
-    q, s = stages.quantize(case["x"], scale=case["scale_of"], **options)
-    equal_bits(q, case["codes"])
-    equal_bits(s, case["scale"])
-    if "value" in case:
-        equal_bits(stages.dequantize(q, s, granularity=case["scale_of"]), case["value"])
-    if "packed" in case:
-        packed, _ = stages.quantize(case["x"], scale=case["scale_of"], packed=True, **options)
-        equal_bits(packed, case["packed"])
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_equals_reference(
-    rng: np.random.Generator, rounding: str, scale: str, bits: int, dtype: str
-) -> None:
-    for kind in KINDS:
-        shape = (int(rng.integers(1, 40)), int(rng.integers(1, 90)))
-        x = array(data(rng, shape, "normal" if dtype == "float16" else kind), dtype)
-        options = dict(bits=bits, scale=scale, rounding=rounding, key=KEY)
-        q, s = hotcore.quantize(x, **options)
-        expected_q, expected_s = reference.quantize(widened(x), **options)
-        equal_bits(s, expected_s, kind)
-        equal_bits(q, expected_q, kind)
 
 
 @given(
@@ -171,16 +133,6 @@ def test_same_key_same_bits(rng: np.random.Generator) -> None:
     equal_bits(codes(Key(1, 2, 3)), base)
     for other in (Key(2, 2, 3), Key(1, 3, 3), Key(1, 2, 4), Key(1 << 40, 2, 3), Key(1, 1 << 40, 3)):
         assert (codes(other) != base).any()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_same_bits_on_every_path(rng: np.random.Generator, scale: str, rounding: str) -> None:
-    for bits in (4, 8):
-        for dtype in FLOATS:
-            x = array(data(rng, (int(rng.integers(1, 60)), int(rng.integers(1, 500)))), dtype)
-            options = dict(bits=bits, scale=scale, rounding=rounding, key=8)
-            same_on_every_path(lambda x=x, options=options: hotcore.quantize(x, **options))
 
 
 @pytest.mark.parametrize("columns", [0, 1, 2, 33, 4096, 4099])

@@ -94,13 +94,6 @@ def test_the_search_finds(text: str) -> None:
     assert list(findings(ast.parse(text)))
 
 
-@pytest.mark.parametrize(
-    "text", ["torch.load(path, weights_only=True)", "from .code import x", "model.eval()"]
-)
-def test_the_search_lets_pass(text: str) -> None:
-    assert not list(findings(ast.parse(text)))
-
-
 def test_the_package_runs_no_data_and_reaches_no_network() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 30
@@ -243,16 +236,6 @@ def test_no_network_at_run_time(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done"]
-
-
-def test_the_guard_sees_a_connection(tmp_path: Path) -> None:
-    script = tmp_path / "connects.py"
-    guard = TRAINING.split("import numpy")[0]
-    script.write_text(guard + "socket.create_connection(('localhost', 9))")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False
-    )
-    assert "RuntimeError: network: socket." in done.stderr
 
 
 SYSTEM_CALLS = {

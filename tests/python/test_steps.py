@@ -21,7 +21,7 @@ import models  # noqa: E402
 import steps  # noqa: E402
 import timing  # noqa: E402
 import training  # noqa: E402
-from evidence import doc_tables, targets  # noqa: E402
+from evidence import doc_tables  # noqa: E402
 from kernel_classes import Event  # noqa: E402
 from training import REFERENCE, Contender  # noqa: E402
 
@@ -54,11 +54,8 @@ def one_thread() -> Any:
     ("name", "kind"),
     [
         ("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tuple", "products"),
-        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "products"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "products"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
-        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "products"),
-        ("triton_tem_fused_mm_2", "products"),
         ("void hot::detail::(anonymous namespace)::tile_kernel<hot::Mma, true>", "products"),
         ("void hot::detail::(anonymous namespace)::gemm_small_kernel<...>(Args)", "products"),
         (
@@ -67,21 +64,12 @@ def one_thread() -> Any:
         ),
         ("hot::detail::(anonymous namespace)::final_sum_kernel(float const*, long)",
          "hotcore's quantisers"),
-        ("void hot::detail::(anonymous namespace)::quantize_grouped_kernel<...>",
-         "hotcore's quantisers"),
         ("triton_per_fused__to_copy_native_layer_norm_0", "pointwise, reductions"),
-        ("triton_poi_fused__scaled_dot_product_flash_attention_transpose_3",
-         "pointwise, reductions"),
         ("triton_red_fused__scaled_mm_abs_max_1", "pointwise, reductions"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
-         "pointwise, reductions"),
-        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>",
-         "pointwise, reductions"),
         ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16>", "pointwise, reductions"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::half>",
          "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::...)", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6", "attention"),
         ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*)", "attention"),
         ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized>", "products"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMath>",
@@ -130,29 +118,7 @@ def test_summary_of_kernels() -> None:
     }  # fmt: skip
 
 
-def test_memory_of_graphs() -> None:
-    segments = [
-        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 10},
-        {"segment_pool_id": (0, 1), "total_size": 64, "allocated_size": 24},
-        {"segment_pool_id": (0, 2), "total_size": 8, "allocated_size": 8},
-    ]
-    assert steps.unallocated_in_pools(segments) == 40
-
-
 # ---- contenders ----
-
-
-def test_contenders_by_importance() -> None:
-    names = [c.name for c in training.people(models.TASKS["vit_b"])]
-    assert names[0] == REFERENCE and len(set(names)) == len(names)
-    for wanted in ("fast reduce-overhead", "FP8 rowwise compiled", "bf16 compiled, budget 0.3",
-                   "bf16 checkpointed, compiled"):  # fmt: skip
-        assert wanted in names
-    whole = [c.name for c in training.people(models.TASKS["resnet50"])]
-    assert not [name for name in whole if "checkpointed" in name]
-    lora = training.people(models.TASKS["llama_lora"])
-    assert {c.recipe for c in lora} == {None, "default"}
-    assert not any(c.fp8 or c.int8_torchao for c in lora)
 
 
 def test_waves() -> None:
@@ -179,14 +145,6 @@ def test_waves() -> None:
     ]
     with pytest.raises(ValueError, match=r"\['bf17\*'\] fit none"):
         steps.waves_of(["vit_b"], ["bf16*", "bf17*"], {"vit_b": 0})
-
-
-def test_described() -> None:
-    assert steps.described(Contender("x")) == {}
-    contender = Contender("x", "fast", autocast=True, compiled="default", memory_budget=0.5)
-    assert steps.described(contender) == {
-        "recipe": "fast", "autocast": True, "compiled": "default", "memory_budget": 0.5,
-    }  # fmt: skip
 
 
 class Toy(torch.nn.Module):
@@ -357,15 +315,6 @@ def test_several_runs_are_one_row_with_their_range() -> None:
     assert steps.combined([alone]) == alone and "runs" not in alone["a"]
 
 
-def test_points_that_nothing_beats_are_bold() -> None:
-    rows = step_rows()
-    lines = list(doc_tables.points({"steps": {"x": {"title": "X", "rows": rows}}}, "x"))[2:]
-    bold = {words.split("**")[1] for words in lines if "**" in words}
-    assert bold == {"default compiled, budget 0.5", "default compiled, kept",
-                    "default reduce-overhead", "bf16 reduce-overhead"}  # fmt: skip
-    assert lines[0] == "| X | **default compiled, budget 0.5** | 60.0 | 1.50 | 2.00 | 0.22 |"
-
-
 @pytest.mark.long
 def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
     """One answers, one fails, one dies: the others still run."""
@@ -390,132 +339,23 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
 # ---- targets ----
 
 
-def step_rows() -> Rows:
-    """What a GPU's report holds of ViT-B, with invented figures."""
-
-    def row(how: dict[str, Any], step: float, host: float, peak: float) -> dict[str, Any]:
-        return {
-            "how": how,
-            "step": {"median_ms": step, "q1_ms": step, "q3_ms": step},
-            "host": {"median_ms": host, "q1_ms": host, "q3_ms": host},
-            "peak_gib": peak,
-            "between_steps_gib": 1.3,
-        }
-
-    default, compiled = {"recipe": "default", "slower": False}, {"compiled": "default"}
-    graphs = {"compiled": "reduce-overhead"}
-    rows = {
-        REFERENCE: row(compiled, 40, 28, 9),
-        "default compiled": row(default | compiled, 42, 33.6, 7),
-        "bf16 reduce-overhead": row(graphs, 38, 2, 9),
-        "default reduce-overhead": row(default | graphs, 39, 2.1, 7),
-        "bf16 eager": row({}, 50, 30, 9.5),
-        "default compiled, budget 0.5": row(  # too slow
-            default | compiled | {"memory_budget": 0.5}, 60, 40, 2
-        ),
-        "default compiled, kept": row(default | compiled, 43, 34, 3.6),
-        "fast compiled": {"how": {"recipe": "fast"} | compiled, "error": "none"},
-        "fp32 eager": row({}, 300, 30, 15),
-    }
-    steps.compare(rows)
-    return rows
-
-
-def test_targets_of_the_step() -> None:
-    report = {"steps": {"vit_b": {"title": "ViT-B/16", "rows": step_rows()}}}
-    found = {row["work"]: row for row in targets.rows({}, {}, {}, report)}
-    graphs = found.pop("ViT-B step, default, reduce-overhead: host, of bf16's")
-    assert (graphs["measured"], graphs["reached"]) == (pytest.approx(1.05), "must")
-    compiled = found.pop("ViT-B step, default compiled: host, of bf16's")
-    assert (compiled["measured"], compiled["reached"]) == (pytest.approx(1.2), "must")
-    least = found.pop("ViT-B, compiled: least peak at 1.1 of compiled bf16's time, of its peak")
-    assert (least["measured"], least["reached"]) == (pytest.approx(0.4), "must")
-    assert not found
-
-
 # ---- plots and pages ----
 
 
-def written(folder: Path) -> Path:
-    """A report of two models."""
-    entry = {"title": "ViT-B/16", "rows": step_rows()}
-    path = folder / "cuda-steps.json"
-    path.write_text(json.dumps({"steps": {"vit_b": entry, "bert": entry | {"title": "BERT"}}}))
-    return path
-
-
-def test_plot_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every contender with figures is in the legend; what is not drawn is said."""
-    pytest.importorskip("matplotlib")
-    import plot
-
-    path = written(tmp_path)
-    plot.main([str(path), "--out", str(tmp_path)])
-    text = (tmp_path / "steps.svg").read_text()
-    for name, row in step_rows().items():
-        drawn = "step" in row and name != "fp32 eager"
-        assert (f">{name}</text>" in text) == drawn, name
-    for words in ("ViT-B/16", "BERT", "fp32 eager: 300 ms, 15.0 GiB; 1 without figures"):
-        assert words in text
-    assert "fill: #ffffff" not in text  # the page's own background
-    empty = tmp_path / "empty.json"
-    empty.write_text(json.dumps({"steps": {"vit_b": {"title": "x", "rows": {}}}}))
-    with pytest.raises(SystemExit):
-        plot.main([str(empty), "--out", str(tmp_path)])
-    assert "nor steps" in capsys.readouterr().err
-
-
-def test_marks_differ() -> None:
-    """No two contenders of a model look alike."""
-    pytest.importorskip("matplotlib")
-    import plot
-    from matplotlib.markers import MarkerStyle
-
-    for name in ("vit_b", "resnet50", "llama_blocks_2k", "llama_lora", "gpt2"):
-        hows = [steps.described(c) for c in training.people(models.TASKS[name])]
-        marks = [(plot.color_of(how), plot.marker_of(how)) for how in hows]
-        assert len(set(marks)) == len(marks)
-        for _, mark in marks:
-            MarkerStyle(mark)  # raises for one that cannot be drawn
-
-
-def test_frontier() -> None:
-    pytest.importorskip("matplotlib")
-    import plot
-
-    points = [(2.0, 50.0), (1.0, 60.0), (3.0, 55.0), (4.0, 40.0), (2.0, 70.0)]
-    assert plot.frontier(points) == [(1.0, 60.0), (2.0, 50.0), (4.0, 40.0)]
-
-
-def test_tables_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path)
+def test_tables_of_a_page(tmp_path: Path) -> None:
+    """A stale block is named, and written anew between its marks."""
     page = tmp_path / "page.md"
-    blocks = "before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n<!-- table: summary -->\n<!-- end -->\n"  # noqa: E501
-    page.write_text(blocks)
-    options = [str(page), "--results", str(tmp_path)]
+    page.write_text("before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n")
     with pytest.raises(SystemExit, match="stale: .*page.md"):
-        doc_tables.main([*options, "--check"])
-    assert page.read_text() == blocks
-    doc_tables.main(options)
+        doc_tables.main([str(page), "--check"])
+    doc_tables.main([str(page)])
     text = page.read_text()
-    assert "old" not in text and text.startswith("before\n")
-    assert "| default compiled | 42.0 |" in text
-    assert "| fast compiled | failed |" in text
-    bert = (
-        "| BERT | 40.0 (9.00) |  |  | 1.05 (0.78) |  | failed | 0.95 (1.00) |  | 0.97 (0.78) |  |"
-    )
-    assert bert in text
-    doc_tables.main([*options, "--check"])
-    for words, said in (
-        ("steps bart", "no bart"),
-        ("stops vit_b", "'stops' is none of"),
-        ("steps", "missing 1 required positional argument"),
-        ("losses", "cuda-models-table.json is not there"),
-        ("points", "a report's name is not there"),
-    ):
+    assert "old" not in text and text.startswith("before\n") and "| default compiled |" in text
+    doc_tables.main([str(page), "--check"])
+    for words, said in (("steps bart", "no bart"), ("stops vit_b", "'stops' is none of")):
         page.write_text(f"<!-- table: {words} -->\n<!-- end -->\n")
         with pytest.raises(SystemExit, match=said):
-            doc_tables.main(options)
+            doc_tables.main([str(page)])
 
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)

@@ -9,7 +9,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import _core, arrays
-from support import FLOATS, array, data, equal_bits, numpy_of, strided, torch
+from support import FLOATS, array, data, equal_bits, numpy_of, torch
 
 needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
@@ -45,17 +45,6 @@ def test_same_kind_and_dtype_out(rng: np.random.Generator, dtype: str) -> None:
     assert type(out) is type(x)
     assert out.dtype == x.dtype
     assert out.shape == x.shape
-
-
-@needs_torch
-def test_torch_and_numpy_agree(rng: np.random.Generator) -> None:
-    x = data(rng, (5, 32))
-    equal_bits(hotcore.fwht(torch.from_numpy(x)), hotcore.fwht(x))
-    for got, wanted in zip(
-        hotcore.quantize(torch.from_numpy(x), key=3), hotcore.quantize(x, key=3), strict=True
-    ):
-        assert isinstance(got, torch.Tensor)
-        equal_bits(got, wanted)
 
 
 def test_any_dlpack_array(rng: np.random.Generator) -> None:
@@ -115,15 +104,6 @@ def test_capsules(rng: np.random.Generator) -> None:
         _core.fwht(context, used, -1, 16, to_dlpack(out))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_strided_views(rng: np.random.Generator, dtype: str) -> None:
-    x = array(data(rng, (6, 32)), dtype)
-    equal_bits(hotcore.fwht(strided(x)), hotcore.fwht(x))
-    out = strided(x)
-    assert hotcore.fwht(x, out=out) is out
-    equal_bits(out, hotcore.fwht(x))
-
-
 def test_a_file_mapped_read_only(rng: np.random.Generator, tmp_path: Path) -> None:
     x = data(rng, (4, 32))
     x.tofile(tmp_path / "x")
@@ -131,54 +111,6 @@ def test_a_file_mapped_read_only(rng: np.random.Generator, tmp_path: Path) -> No
     equal_bits(hotcore.fwht(mapped), hotcore.fwht(x))
     with pytest.raises(ValueError, match="out: the array is read-only"):
         hotcore.fwht(x, out=mapped)
-
-
-def test_up_to_four_dimensions(rng: np.random.Generator) -> None:
-    x = data(rng, (2, 3, 4, 16))
-    equal_bits(hotcore.fwht(x), hotcore.fwht(x.reshape(-1, 16)).reshape(x.shape))
-    with pytest.raises(ValueError, match="x: 5 dimensions"):
-        hotcore.fwht(x[None])
-
-
-def test_output_rows_leave_their_gaps(rng: np.random.Generator) -> None:
-    x = data(rng, (5, 32))
-    big = np.full((5, 50), 7.0, np.float32)
-    hotcore.fwht(x, out=big[:, 9:41])
-    equal_bits(np.ascontiguousarray(big[:, 9:41]), hotcore.fwht(x))
-    assert (big[:, :9] == 7).all() and (big[:, 41:] == 7).all()
-
-
-def test_dtype_sizes() -> None:
-    x = np.ones((2, 16), np.float32)
-    sizes = {name: hotcore.fwht(array(x, name)).itemsize for name in ("float32", "float16")}
-    assert sizes == {"float32": 4, "float16": 2}
-    q, scale = hotcore.quantize(x)
-    assert (q.dtype, scale.dtype) == (np.int8, np.float32)
-    packed, _ = hotcore.quantize(x, bits=4, packed=True)
-    assert (packed.dtype, packed.shape) == (np.uint8, (2, 8))
-    assert hotcore.gemm_int8(q, q).dtype == np.int32
-    assert hotcore.gemm_int8(q, q, scale, scale, out_dtype="float16").dtype == np.float16
-
-
-def test_views(rng: np.random.Generator) -> None:
-    q = rng.integers(-127, 128, (4, 40), dtype=np.int8)
-    rows = q[::2, 3:35]  # a matrix with a row stride of its own
-    equal_bits(hotcore.gemm_int8(rows, rows), hotcore.gemm_int8(rows.copy(), rows.copy()))
-
-
-def test_context() -> None:
-    assert _core.CoreContext(3).threads == 3
-    assert _core.CoreContext().threads >= 1
-    assert _core.CoreContext().isa == _core.best_isa()
-    assert _core.CoreContext(1, "plain").isa == "plain"
-    assert not _core.CoreContext(1).cuda
-    with pytest.raises(ValueError, match="threads.*-1"):
-        _core.CoreContext(-1)
-    known = "'plain', 'avx2', 'avx512', 'amx'"
-    with pytest.raises(ValueError, match=f"isa: 'sse' is not one of {known}"):
-        _core.CoreContext(1, "sse")
-    with pytest.raises(ValueError, match="8192"):
-        hotcore.hla(np.zeros((16, 4), np.float32), key=hotcore.Key(0, 0, 8192))
 
 
 def test_threads_and_isa_of_the_process() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
-from hotcore import contexts
+from hotcore import selftest
 from support import data, equal_bits, running, same_on_every_path
 
 try:
@@ -311,36 +310,6 @@ def test_explicit_axes_are_refused(rng: np.random.Generator) -> None:
         gradients(gy, jax.device_put(x, parted), w, b, key_of(1))
 
 
-def test_a_program_for_cuda_has_scratch(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where JAX has CUDA devices, a call brings as much scratch as the device asks for."""
-    arrays = layer(rng, 30)
-    wanted = gradients(*arrays, key_of(3))
-
-    def scratch() -> int:
-        gradient = jax.jit(jax.grad(lambda *a: weighted(*a)[0], 2)).trace(*arrays, key_of(3))
-        text = gradient.lower(lowering_platforms=("cuda",)).as_text()
-        (line,) = [line for line in text.splitlines() if "@hotcore_backward_linear" in line]
-        return int(re.findall(r"tensor<(\d+)xui8>", line)[-1])
-
-    assert scratch() == 0
-    context = contexts.cpu(1)  # in place of a device's
-    monkeypatch.setattr(calls, "_cuda_context", lambda: context)
-    spec = hotcore.HotConfig().spec
-    needed = calls._core.backward_linear_workspace(context, 30, 40, 48, spec, False, True)
-    assert scratch() == needed > 0
-    for got, expected in zip(gradients(*arrays, key_of(3)), wanted, strict=True):
-        equal_bits(np.asarray(got), np.asarray(expected))
-    config = hotcore.HotConfig(forward="int8")
-    product = jax.jit(functools.partial(hot.linear, key=key_of(3), config=config))
-    text = product.trace(*arrays[1:]).lower(lowering_platforms=("cuda",)).as_text()
-    (line,) = [line for line in text.splitlines() if "@hotcore_forward_linear" in line]
-    sizes = (30, 40, 48, config.forward_spec, False, False)
-    needed = calls._core.forward_linear_workspace(context, *sizes)
-    assert int(re.findall(r"tensor<(\d+)xui8>", line)[-1]) == needed > 0
-
-
 def test_threads_and_instruction_sets(rng: np.random.Generator) -> None:
     arrays = layer(rng, 130)
     step = jax.jit(jax.grad(lambda *a: weighted(*a)[0], (1, 2, 3)))
@@ -361,18 +330,6 @@ def test_threads_are_those_of_hotcore(rng: np.random.Generator) -> None:
         six = threads()
     with running(1):  # hotcore keeps the six for its own calls; those of XLA's calls have gone
         assert threads() <= six - 5
-
-
-def test_followers_hear_of_every_change() -> None:
-    calls: list[tuple[int, str]] = []
-    stop = contexts.follow_cpu(lambda threads, isa: calls.append((threads, isa)))
-    with running(3, "plain"):
-        assert calls[-2:] == [(3, ""), (3, "plain")]
-    assert calls[-1][1] == ""
-    stop()
-    count = len(calls)
-    with running(2):
-        assert len(calls) == count
 
 
 def test_grid_of_tokens(rng: np.random.Generator) -> None:
@@ -400,13 +357,6 @@ def test_no_tokens(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     assert not gw.any() and gw.shape == w.shape and not gb.any()
     alone = jax.jit(jax.grad(lambda x: weighted(gy, x, w, b, key_of(3))[0]))(x)
     assert alone.shape == shape
-
-
-def test_one_vector(rng: np.random.Generator) -> None:
-    gy, x, w, b = layer(rng, 1)
-    alone, row = gradients(gy[0], x[0], w, b, key_of(3)), gradients(gy, x, w, b, key_of(3))
-    for got, wanted in zip(alone, row, strict=True):
-        equal_bits(np.asarray(got).ravel(), np.asarray(wanted).ravel())
 
 
 X, W, B = np.zeros((5, 8), np.float32), np.zeros((6, 8), np.float32), np.zeros(6, np.float32)
@@ -569,3 +519,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(jax.ffi, "register_ffi_target", refused)
         with pytest.raises(ImportError, match=r"does not take handlers for version 0\.\d"):
             imported_anew(patch)
+
+
+def test_the_self_test_by_xla() -> None:
+    """The bits of hotcore's; on CUDA selftest.way_of asks for these."""
+    found = calls.self_test("cpu")
+    assert len(found) == 8 and selftest.mismatches(found, selftest.results()) == []

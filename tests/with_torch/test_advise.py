@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import importlib
 import json
@@ -53,19 +52,8 @@ def x() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH)
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps: for what is not about time."""
-    monkeypatch.setattr(advising, "_TIMED_MS", 0.0)
-    monkeypatch.setattr(advising, "_VISITS", 1)
-
-
 def advise(*args: Any, **options: Any) -> Any:
     return hot.advise(*args, progress=False, **options)
-
-
-def trial(model: nn.Module, x: torch.Tensor) -> Any:
-    return advising._Trial(model, x, None, None, torch.device("cpu"), None, False, 1)
 
 
 def names(advice: Any) -> list[str]:
@@ -79,10 +67,20 @@ EAGER = [
 ]
 
 
+@pytest.fixture(scope="module")
+def every() -> Any:
+    """The advice on all settings, with the model that it is for, and its inputs."""
+    before = hotcore.num_threads(), torch.get_num_threads()
+    hotcore.set_num_threads(1), torch.set_num_threads(1)
+    model, x = Net(), torch.randn(BATCH, WIDTH)
+    yield advise(model, x), model, x
+    hotcore.set_num_threads(before[0]), torch.set_num_threads(before[1])
+
+
 # ---- what is tried, and what stays ----
 
 
-def test_the_optimizer_is_as_before(x: torch.Tensor, quick: None) -> None:
+def test_the_optimizer_is_as_before(x: torch.Tensor) -> None:
     """And the model, of which test_measuring.py has the rest; its hooks run in all settings."""
     model = Net()
     calls: list[int] = []
@@ -91,16 +89,14 @@ def test_the_optimizer_is_as_before(x: torch.Tensor, quick: None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer.state[model.head.weight]["own"] = own = torch.ones(3)
     state = copy.deepcopy(model.state_dict())
-    advice = advise(model, x, step=optimizer.step)
-    assert names(advice) == EAGER and not any(row.note.startswith("not") for row in advice.rows)
-    assert all(row.measured for row in advice.rows)
+    advise(model, x, allow=["default"], goal="time", step=optimizer.step)
     assert calls and [module._forward_hooks for module in model.modules()] == hooks
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert list(optimizer.state) == [model.head.weight]
     assert optimizer.state[model.head.weight] == {"own": own}
 
 
-def test_steps_are_training_steps(x: torch.Tensor, quick: None) -> None:
+def test_steps_are_training_steps(x: torch.Tensor) -> None:
     """Each has one update, with gradients, and the next begins without."""
     model, seen = Net(), []
 
@@ -115,10 +111,10 @@ def test_steps_are_training_steps(x: torch.Tensor, quick: None) -> None:
     assert torch.equal(model.head.weight, before)
 
 
-def test_what_is_kept(x: torch.Tensor, quick: None) -> None:
+def test_what_is_kept(every: Any) -> None:
     """The bytes of memory_report, and the less the further it goes."""
-    model = Net()
-    advice = advise(model, x)
+    advice, model, x = every
+    assert names(advice) == EAGER and all(row.measured for row in advice.rows)
     assert advice.memory == "kept"
     kept = {row.name: row.measured.kept_bytes for row in advice.rows}
     report = hot.memory_report(model, x, hot.HotConfig.recipe("default", forward="int8"))
@@ -129,13 +125,13 @@ def test_what_is_kept(x: torch.Tensor, quick: None) -> None:
     assert "attention" in plain.note  # what the figure lacks
 
 
-def test_goal_time_tries_less(x: torch.Tensor, quick: None) -> None:
+def test_goal_time_tries_less(x: torch.Tensor) -> None:
     advice = advise(Net(), x, goal="time", allow=["fast", hot.HotConfig(gx_bits=4)])
     assert names(advice) == ["plain", "fast", "custom 1"]
     assert [row.noisy for row in advice.rows] == [False, True, False]
 
 
-def test_autocast(x: torch.Tensor, quick: None) -> None:
+def test_autocast(x: torch.Tensor) -> None:
     kinds = set()
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +145,7 @@ def test_autocast(x: torch.Tensor, quick: None) -> None:
     assert kinds == {torch.bfloat16}
 
 
-def test_no_cast_of_another_weight_stays(x: torch.Tensor, quick: None) -> None:
+def test_no_cast_of_another_weight_stays(x: torch.Tensor) -> None:
     """Autocast keeps a weight's cast until its context ends: not that of a trial's update."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
@@ -160,49 +156,46 @@ def test_no_cast_of_another_weight_stays(x: torch.Tensor, quick: None) -> None:
         assert torch.equal(found, model(x))
 
 
-def test_a_layer_alone(x: torch.Tensor, quick: None) -> None:
+def test_a_layer_alone(x: torch.Tensor) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     advice = advise(layer, x)
     assert type(layer) is nn.Linear
     assert names(advice) == [name for name in EAGER if "recompute" not in name]  # no blocks
 
 
-def test_batch_norms_are_not_recomputed(x: torch.Tensor, quick: None) -> None:
+def test_batch_norms_are_not_recomputed(x: torch.Tensor) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
                             for _ in range(2)))  # fmt: skip
-    advice = advise(model, x, filter_fn=lambda module, name: True)
+    advice = advise(model, x, allow=["default"], filter_fn=lambda module, name: True)
     assert not any("recompute" in name for name in names(advice))
-    assert trial(model, x).code(advising._Contender("plain", way={})) == "model.compile()"
 
 
 # ---- failures ----
 
 
-def test_failures_are_rows(x: torch.Tensor, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = advising.convert
-
-    def convert(model: nn.Module, config: Any, *args: Any, **options: Any) -> nn.Module:
+def test_failures_are_rows(x: torch.Tensor) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        config = getattr(model.blocks[0].up, "config", None)
         if config == hot.HotConfig():
             raise RuntimeError("no luck\nat all")
         if config == hot.HotConfig.recipe("fast"):
             model.blocks[0].up = nn.Linear(WIDTH, 256)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(model, config, *args, **options)
+        return model(x).square().mean()
 
-    monkeypatch.setattr(advising, "convert", convert)
     model = Net()
     up = model.blocks[0].up
-    advice = advise(model, x)
+    advice = advise(model, x, loss, goal="time", allow=["default", "fast", "accurate"])
     notes = {row.name: row.note for row in advice.rows}
     assert notes["default"] == "RuntimeError: no luck at all"
     assert notes["fast"] == "out of memory"
     assert model.blocks[0].up is up
-    assert sum(row.measured is not None for row in advice.rows) == len(EAGER) - 2
+    assert [row.name for row in advice.rows if row.measured] == ["plain", "accurate"]
     assert "out of memory" in str(advice)
     json.loads(advice.to_json())
 
 
-def test_a_plain_model_without_memory(x: torch.Tensor, quick: None) -> None:
+def test_a_plain_model_without_memory(x: torch.Tensor) -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(model.blocks[0].up, hot.HotLinear):
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -226,28 +219,6 @@ def test_errors_of_the_model_itself_are_raised(x: torch.Tensor) -> None:
         advise(Net(), x[:, :100])
 
 
-def test_layers_that_would_be_slower(
-    x: torch.Tensor, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    selection = importlib.import_module("hotcore.torch.selection")
-    slow = {f"blocks.{i}.{name}": "slow" for i in range(2) for name in ("up", "down")}
-    monkeypatch.setattr(selection, "why_slow", lambda *_: slow)
-    advice = advise(Net(), x)
-    notes = {row.name: row.note for row in advice.rows}
-    assert "no layer converted: all would be slower (slower=True)" in notes["default"]
-    assert not notes["plain"]
-    every = next(row for row in advice.rows if row.name == "default+int8, all layers")
-    assert every.measured and "slower=True)" in every.code
-    few = {"blocks.0.up": "slow"}
-    monkeypatch.setattr(selection, "why_slow", lambda *_: few)
-    advice = advise(Net(), x, goal="time", allow=["default"])
-    assert names(advice) == ["plain", "default", "default, all layers"]
-    assert all(row.measured for row in advice.rows)
-    monkeypatch.setattr(selection, "why_slow", lambda *_: slow)
-    advice = advise(Net(), x, slower=True, goal="time", allow=["default"])
-    assert advice.rows[1].measured and "'default', slower=True)" in advice.rows[1].code
-
-
 def test_bad_arguments(x: torch.Tensor) -> None:
     model = Net()
     for options, message in (
@@ -255,7 +226,7 @@ def test_bad_arguments(x: torch.Tensor) -> None:
         ({"budget": 0}, "budget: 0 seconds; expected more than 0"),
         ({"budget": float("nan")}, "budget: nan seconds"),
         ({"allow": []}, "allow: empty"),
-        ({"allow": ["quick"]}, "recipe: 'quick' is not one of"),
+        ({"allow": ["quick"]}, r"allow\[0\]: 'quick' is not one of"),
         ({"compiled": 3}, "compiled: 3; expected True, False, a mode"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -273,36 +244,10 @@ def test_bad_arguments(x: torch.Tensor) -> None:
 # ---- time ----
 
 
-def test_budget(x: torch.Tensor, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 s each: the fourth would end after the 35th."""
-    clock = iter(range(0, 1000, 5))  # read before and after each that runs, once for others
-    monkeypatch.setattr(advising, "_now", lambda: float(next(clock)))
-    advice = advise(Net(), x, budget=25)
-    done = [row.name for row in advice.rows if row.measured]
-    assert done == EAGER[: len(done)] and 1 < len(done) < len(EAGER)
-    assert {row.note for row in advice.rows[len(done) :]} == {"not tried: the budget of 25 s"}
-    advice = advise(Net(), x, budget=1e-9)
+def test_budget(x: torch.Tensor) -> None:
+    advice = advise(Net(), x, allow=["default"], budget=1e-9)
     assert [row.name for row in advice.rows if row.measured] == ["plain"]
-
-
-def test_turns_in_eager_mode(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every setting is visited as often; a budget that ends between visits takes no figure away."""
-    monkeypatch.setattr(advising, "_TIMED_MS", 0.0)
-    visits: list[str] = []
-    original = advising._Trial.measure
-
-    def measure(self: Any, contender: Any) -> None:
-        visits.append(contender.name)
-        original(self, contender)
-
-    monkeypatch.setattr(advising._Trial, "measure", measure)
-    advise(Net(), x, goal="time", allow=["default"])
-    assert visits == ["plain", "default"] * advising._VISITS
-    times = collections.deque([0, 0, 1, 1, 2, 999, 999, 999, 999])
-    monkeypatch.setattr(advising, "_now", lambda: float(times.popleft()))
-    advice = advise(Net(), x, goal="time", allow=["default"], budget=100)
-    assert all(row.measured and not row.note for row in advice.rows)
-    assert len(visits) == 6 + 2 and not times
+    assert {row.note for row in advice.rows[1:]} == {"not tried: the budget of 1e-09 s"}
 
 
 # ---- choosing, and what is printed ----
@@ -370,7 +315,6 @@ def test_table_and_json() -> None:
 def test_progress(
     has_tqdm: bool,
     x: torch.Tensor,
-    quick: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -380,7 +324,7 @@ def test_progress(
         monkeypatch.setitem(sys.modules, "tqdm", None)
     hot.advise(Net(), x, goal="time", allow=["default"])
     error = capsys.readouterr().err
-    expected = "2/2" if has_tqdm else "advise 1/2: plain\nadvise 2/2: default\n"
+    expected = "6/6" if has_tqdm else "advise 1/6: plain\nadvise 2/6: default\n"
     assert expected in error
     advise(Net(), x, goal="time", allow=["default"])
     out = capsys.readouterr()
@@ -396,9 +340,10 @@ def run(code: str, model: nn.Module, **names: Any) -> nn.Module:
     return space["model"]
 
 
-def test_the_code_runs(x: torch.Tensor, quick: None) -> None:
+def test_the_code_runs(every: Any) -> None:
     """Each row's, and it makes the model that was measured."""
-    for row in advise(Net(), x).rows:
+    advice, _, x = every
+    for row in advice.rows:
         model = run(row.code, Net())
         model(x).mean().backward()
         assert isinstance(model.blocks[0].up, hot.HotLinear) != row.plain
@@ -411,10 +356,10 @@ def test_the_code_runs(x: torch.Tensor, quick: None) -> None:
                 forward="int8" if "int8" in row.name else "plain",
             )
             assert {layer.config for layer in report.converted} == {config}
-    assert advise(Net(), x).rows[0].code == ""
+    assert advice.rows[0].code == ""
 
 
-def test_names_of_blocks(x: torch.Tensor, quick: None) -> None:
+def test_names_of_blocks(x: torch.Tensor) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -428,24 +373,23 @@ def test_names_of_blocks(x: torch.Tensor, quick: None) -> None:
         return row.name == "plain, recompute"
 
     model = Two()
-    (row,) = filter(taken, advise(model, x).rows)
+    rows = advise(model, x, allow=["default"]).rows
+    (row,) = filter(taken, rows)
     assert row.code == ("hot.recompute([*model.first.blocks, *model.get_submodule('stages.a-b')])")
     run(row.code, model)
     assert all("forward" in vars(block) for block in model.modules() if type(block) is Block)
-    half = next(row for row in advise(Two(), x).rows if row.name == "plain, recompute half")
+    half = next(row for row in rows if row.name == "plain, recompute half")
     assert half.code == (
         "hot.recompute([*model.first.blocks[:1], *model.get_submodule('stages.a-b')[:1]])"
     )
     run(half.code, Two())
-    (row,) = filter(taken, advise(nn.Sequential(Block(), Block()), x).rows)
+    (row,) = filter(taken, advise(nn.Sequential(Block(), Block()), x, allow=["default"]).rows)
     assert row.code == "hot.recompute(model)"
-    few = nn.Sequential(nn.Sequential(Block(), Block()), *(nn.Linear(4, 4) for _ in range(5)))
-    assert list(trial(few[:4], x).lists) == ["0"] and not trial(few, x).lists
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("blocks", [True, False])
-def test_compiled(blocks: bool, x: torch.Tensor, quick: None) -> None:
+def test_compiled(blocks: bool, x: torch.Tensor) -> None:
     """Settings run compiled, each from nothing, and leave nothing behind."""
     model: nn.Module = Net() if blocks else Block()
     before = [set(vars(module)) for module in model.modules()]
@@ -471,38 +415,7 @@ def test_compiled(blocks: bool, x: torch.Tensor, quick: None) -> None:
 
 
 @pytest.mark.long
-def test_a_budget_of_the_compiler_keeps_less(x: torch.Tensor, quick: None) -> None:
-    runs = trial(Net(), x)
-    for budget in (None, 0.3):
-        runs.measure(advising._Contender(f"budget {budget}", way={}, budget=budget))
-    assert 0 < runs.sizes["budget 0.3"] < runs.sizes["budget None"]
-
-
-def test_ways() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    graphs = {"mode": "reduce-overhead"}
-    assert advising._ways(None, cpu) == [None] and advising._ways(None, cuda) == [{}, graphs]
-    assert advising._ways(True, cpu) == [{}] and advising._ways(False, cuda) == [None]
-    assert advising._ways("reduce-overhead", cpu) == [graphs]
-
-
-def test_two_ways_take_turns(x: torch.Tensor) -> None:
-    """As by default on CUDA."""
-    ways = advising._ways(None, torch.device("cuda"))
-    found = (one := trial(Net(), x)).contenders("both", {"default": hot.HotConfig()}, ways)
-    assert [c.name for c in found[:5]] == [
-        *("plain", "plain, reduce-overhead", "default", "default, reduce-overhead"),
-        "plain, budget 0.5",
-    ]
-    assert one.code(found[3]).splitlines()[1:] == [
-        "for block in model.blocks:",
-        "    block.compile(mode='reduce-overhead')",
-    ]
-    assert sum(c.budget is not None for c in found) == 4
-
-
-@pytest.mark.long
-def test_head_of_transformers(quick: None) -> None:
+def test_head_of_transformers() -> None:
     with without_broken_torchvision():
         pytest.importorskip("transformers", minversion="5")
     model = causal("GPT2", vocab_size=512, n_embd=128)
@@ -524,7 +437,7 @@ def test_head_of_transformers(quick: None) -> None:
     )  # its logits are used
 
 
-def test_one_line_of_convert_is_enough(x: torch.Tensor, quick: None) -> None:
+def test_one_line_of_convert_is_enough(x: torch.Tensor) -> None:
     """With the caller's filter."""
 
     def keep(module: nn.Module, name: str) -> bool:

@@ -87,6 +87,28 @@ def test_without_bias_and_with_other_features() -> None:
     compare(plain, module, inputs("apart", True, 72, 80))
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("sizes", [(0, 5, 3), (2, 0, 3), (2, 5, 0), (0, 0, 0), (1, 1, 1)], ids=str)
+def test_sizes_of_zero_and_one(
+    sizes: tuple[int, int, int], need_weights: bool, batch_first: bool
+) -> None:
+    plain, module = pair(batch_first=batch_first)
+    samples, *tokens = sizes
+    query, key = (
+        torch.randn(*((samples, n) if batch_first else (n, samples)), WIDTH, requires_grad=True)
+        for n in tokens
+    )
+    for given in ([query, key, key], [query, query, query]):
+        call = lambda m, given=given: m(*given, need_weights=need_weights)  # noqa: E731
+        got, expected = gradients(module, call, given), gradients(plain, call, given)
+        for ours, theirs in zip(got, expected, strict=True):
+            if theirs is None or not all(x.numel() for x in given):
+                torch.testing.assert_close(ours, theirs)
+            else:
+                assert ours.shape == theirs.shape
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("floating", [True, False])
 @pytest.mark.parametrize("which", ["attn", "heads", "padding", "both"])

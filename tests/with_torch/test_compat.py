@@ -277,25 +277,6 @@ def test_an_overflow_inside_reaches_every_gradient_behind_it() -> None:
 # ------------------------------------------------------------------- State, copies, devices, dtypes
 
 
-@pytest.mark.parametrize("average", ["equal", "ema"])
-def test_averaged_model(average: str) -> None:
-    swa = torch.optim.swa_utils
-    model = converted()
-    options = {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9)} if average == "ema" else {}
-    ema = swa.AveragedModel(model, **options)
-    assert type(ema.module.q) is hot.HotLinear and ema.module.q.weight is not model.q.weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    first = model.q.weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(images()).square().mean().backward()
-        optimizer.step()
-        ema.update_parameters(model)
-    assert not torch.equal(ema.module.q.weight, first)
-    assert not torch.equal(ema.module.q.weight, model.q.weight)
-    assert ema.eval()(images()).isfinite().all()
-
-
 def test_meta_device() -> None:
     with torch.device("meta"):
         model = converted()

@@ -11,6 +11,7 @@ import re
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +297,7 @@ def test_report_with_a_token_grid() -> None:
 def test_bad_config() -> None:
     with pytest.raises(TypeError, match="config: "):
         hot.convert(Model(), 3)
-    with pytest.raises(ValueError, match="recipe: 'quick'"):
+    with pytest.raises(ValueError, match="config: 'quick'"):
         hot.convert(Model(), "quick")
 
 
@@ -353,7 +354,7 @@ def names_of(block: str) -> list[str]:
         ({"blocks.0.qvk": "fast"}, ValueError, "'blocks.0.qvk' matches no layer; near it: .*0.qkv"),
         ({"zz": "fast"}, ValueError, "'zz' matches no layer; layers: blocks.0.qkv, blocks.0.proj"),
         ({"head": "fast"}, ValueError, r"only layers that stay plain: head \(the output head\)"),
-        ({"*.qkv": "quick"}, ValueError, "recipe: 'quick' is not one of"),
+        ({"*.qkv": "quick"}, ValueError, r"overrides\['\*.qkv'\]: 'quick' is not one of"),
         ({"*.qkv": 3}, TypeError, r"overrides\['\*.qkv'\]: expected a HotConfig or a recipe"),
         ({"*.qkv": {"bits": 4}}, ValueError, r"overrides\['\*.qkv'\]: HotConfig has no field bits"),
         ({"*.qkv": {"gx_bits": 5}}, ValueError, "gx_bits: 5; expected 4 or 8"),
@@ -833,7 +834,7 @@ def test_convolutions_stay_plain_on_cuda() -> None:
     assert reasons["conv"].startswith("slower on CUDA: x is compressed and restored")
     assert reasons["down"].startswith("slower on CUDA: ")
     assert reasons["depthwise"] == f"fewer than {MIN_FEATURES} features"  # not expected to be slow
-    assert "3 layers stay plain as slower on CUDA, by one H200" in str(report)
+    assert "3 layers stay plain: slower on CUDA, by one H200" in str(report)
     # Asked for in three ways.
     assert len(hot.convert(ConvNet(), device="cuda:0", slower=True).hot_report.converted) == 3
     assert len(hot.convert(ConvNet(), device="cpu").hot_report.converted) == 3
@@ -879,6 +880,61 @@ def test_frozen_layers_on_cuda() -> None:
     assert [layer.in_features for layer in report.converted] == [2048, 4096]  # g_x alone
     trained = hot.convert(linears((4096, 4096)), device="cuda").hot_report
     assert report.converted[-1].expected_time > trained.converted[0].expected_time
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes torch name a GPU."""
+
+    def is_here(name: str, *capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    return is_here
+
+
+def test_the_rule_takes_the_devices_rate(gpu: Callable[..., None]) -> None:
+    sizes = ((512, 512), (768, 768), (4096, 14336))
+    times = {}
+    for name, capability, kept in (
+        ("NVIDIA H200", (9, 0), 2), ("NVIDIA L40S", (8, 9), 2), ("GeForce RTX 4090", (8, 9), 3),
+    ):  # fmt: skip
+        gpu(name, *capability)
+        report = hot.convert(linears(*sizes), device="cuda:0").hot_report
+        assert len(report.converted) == kept
+        said = re.search(r"by one H200, bf16, 16384 tokens(.*) \(hotcore", str(report))[1]
+        assert said.startswith(", and INT8 at " if name != "NVIDIA H200" else "")
+        assert ("derived: " in said) == (name != "NVIDIA H200")
+        times[name] = report.expected_time
+    assert times["NVIDIA H200"] == times["NVIDIA L40S"]
+    assert times["GeForce RTX 4090"] < 0.8 * times["NVIDIA H200"]
+    report = hot.convert(linears(*sizes), device="cuda").hot_report  # another process's GPU
+    assert "4 times" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "why"),
+    [
+        ("NVIDIA B200", (10, 0), "tcgen05 alone"),
+        ("NVIDIA B300 SXM6 AC", (10, 3), "GB300: 157 TOPS"),
+        ("NVIDIA Rubin", (10, 7), "Rubin"),
+        ("NVIDIA X1", (13, 0), "NVIDIA X1 of sm_130 is not known"),
+    ],
+)
+def test_a_device_without_fast_int8(
+    gpu: Callable[..., None], name: str, capability: tuple[int, int], why: str
+) -> None:
+    gpu(name, *capability)
+    reason = "device has no fast INT8"
+    with pytest.warns(UserWarning, match=rf"no layer is converted.* \({reason}\).*slower=True"):
+        report = hot.convert(linears((4096, 4096), (768, 3072)), device="cuda").hot_report
+    assert {row.reason for row in report.skipped} == {reason}
+    assert why in report.notes[0] and "stay plain: no fast INT8" in report.notes[0]
+    every = hot.convert(linears((64, 96)), filter_fn=lambda *_: True, device="cuda").hot_report
+    assert [row.note for row in every.converted] == [reason]  # a filter overrules
+    assert hot.convert(linears((64, 96)), device="cuda", slower=True).hot_report.converted
+    assert hot.convert(linears((64, 96)), device="cpu").hot_report.converted
 
 
 @pytest.mark.skipif(hotcore._core.built_with_cuda(), reason="built with CUDA")

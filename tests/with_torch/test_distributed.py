@@ -253,12 +253,12 @@ def test_a_layer_whose_codes_are_gathered(mesh: Any, seeded: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
     config = hot.HotConfig.recipe("default", forward="int8")
-    layer = nn.ModuleList([hot.HotLinear(72, 48, config=config)])
+    layer = nn.ModuleList([hot.HotLinear(64, 48, config=config)])
     frozen, ordinary = copy.deepcopy(layer), copy.deepcopy(layer)
     hot.freeze_int8(frozen)
     assert gathered.gather_codes(layer) is layer
     fully_shard(layer[0], mesh=mesh)
-    x, gy = torch.randn(40, 72), torch.randn(40, 48)
+    x, gy = torch.randn(40, 64), torch.randn(40, 48)
     found = []
     for each in (layer[0], ordinary[0], frozen[0]):
         own = x.clone().requires_grad_()
@@ -272,7 +272,7 @@ def test_a_layer_whose_codes_are_gathered(mesh: Any, seeded: None) -> None:
     for name in ("y", "weight", "bias"):
         assert torch.equal(coded[name], plain[name]), name
     assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
-    layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=256)
+    layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=32)
     with pytest.raises(RuntimeError, match="forward_block has changed"):
         layer[0](x)
     layer[0].config = "default"

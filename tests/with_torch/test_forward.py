@@ -8,17 +8,15 @@ from typing import Any
 
 import hotcore
 import pytest
-from hotcore.config import RECIPES, HotConfig
+from hotcore.config import HotConfig
 from support import without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
-from hotcore.torch.ops import linear  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_graphs import Graphs, Mlp, every, same  # noqa: E402
+from torch_graphs import Mlp, every, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,20 +42,6 @@ def conv1d(ins: int, outs: int) -> nn.Module:
 
 def converted(model: nn.Module, config: Any) -> nn.Module:
     return hot.convert(model, config, every)
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each 8-bit product: the values of w."""
-    seen: list[int] = []
-    original = linear.int8_linear
-
-    def noted(x: Any, weight: Any, bias: Any, config: Any, codes: Any = None) -> torch.Tensor:
-        seen.append(weight.numel())
-        return original(x, weight, bias, config, codes)
-
-    monkeypatch.setattr(linear, "int8_linear", noted)
-    return seen
 
 
 # ---------------------------------------------------------------------------------------- The bits
@@ -129,19 +113,21 @@ def test_transformers_conv1d() -> None:
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_attention(batch_first: bool, products: list[int]) -> None:
-    plain = nn.MultiheadAttention(64, 4, dropout=0.5, batch_first=batch_first)
+def test_attention(batch_first: bool) -> None:
+    plain = nn.MultiheadAttention(64, 4, batch_first=batch_first)
     layer = converted(copy.deepcopy(plain), int8(forward_in_eval=True)).eval()
     x = torch.randn(3, 20, 64)
-    y = layer(x, x, x, need_weights=False)[0].detach()
-    wanted = plain.eval()(x, x, x, need_weights=False)[0].detach()
-    assert 0 < float((y - wanted).norm() / wanted.norm()) < 0.02  # no dropout
-    assert len(products) == 2
+
+    def error() -> float:
+        y, wanted = (each(x, x, x, need_weights=False)[0].detach() for each in (layer, plain))
+        return float((y - wanted).norm() / wanted.norm())
+
+    plain.eval()
+    assert 1e-3 < error() < 0.02
     layer.config = INT8
-    layer(x, x, x)
-    assert len(products) == 2  # plain in eval mode
-    layer.train()(x, x, x)
-    assert len(products) == 4
+    assert error() < 1e-6  # plain in eval mode
+    layer.train()
+    assert 1e-3 < error() < 0.02
 
 
 # ----------------------------------------------------------------------------------- The gradients
@@ -155,7 +141,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["default", "accurate"])
 def test_gradients_are_those_of_the_plain_forward(recipe: str, kind: str) -> None:
     make, shape = LAYERS[kind]
     plain, x = make(), torch.randn(shape)
@@ -206,20 +192,19 @@ def test_eval_mode_is_plain_unless_it_is_kept() -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
-    fast: bool, products: list[int]
-) -> None:
-    model = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(fast: bool) -> None:
+    model, x = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), torch.randn(2, 10, 64)
+    plain = copy.deepcopy(model).eval()
     report = hot.convert(model, int8(forward_in_eval=True), every).hot_report
     assert any("set_fastpath_enabled(False)" in note for note in report.notes)
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(fast)
     try:
         with torch.no_grad():
-            model.eval()(torch.randn(2, 10, 64))
+            error = float((model.eval()(x) - plain(x)).norm())
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-    assert len(products) == (0 if fast else 4)
+    assert (error > 1e-2) != fast
     hot.revert(model)
     assert not any("fastpath" in note for note in hot.convert(model, INT8, every).hot_report.notes)
 
@@ -280,39 +265,6 @@ def test_what_the_plain_layer_refuses(compiled: bool) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["linear", "1x1"])
-def test_a_reentrant_checkpoint_of_an_evaluated_layer(kind: str) -> None:
-    """What is random behind it is the same in both passes, of which one has no gradients."""
-    make, shape = LAYERS[kind]
-    layer = converted(make(), int8("accurate", forward_in_eval=True)).eval()
-    region = nn.Sequential(layer, nn.Dropout(0.5).train())
-    found = []
-    for reentrant in (True, False):
-        torch.manual_seed(3)
-        x = torch.randn(shape, requires_grad=True)
-        y = checkpoint(region, x, use_reentrant=reentrant)
-        y.sum().backward()
-        found.append((y.detach(), x.grad))
-    assert same(*found)
-
-
-@pytest.mark.parametrize("kind", ["linear", "1x1"])
-@pytest.mark.parametrize("training", [True, False])
-def test_transforms_are_refused(training: bool, kind: str) -> None:
-    """Also where nothing is differentiated by autograd: a result without its tangent is wrong."""
-    make, shape = LAYERS[kind]
-    layer = converted(make(), int8(forward_in_eval=True)).train(training).requires_grad_(False)
-    x = torch.randn(shape)
-    with pytest.raises(NotImplementedError, match="forward mode are not supported"):
-        torch.func.jvp(layer, (x,), (x,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x)
-        with pytest.raises(NotImplementedError, match="forward mode are not supported"):
-            layer(dual)
-    with pytest.raises(NotImplementedError, match="torch.func transforms"):
-        torch.vmap(layer)(x[None])
-
-
 # ------------------------------------------------------------------------------------ The compiler
 
 
@@ -347,45 +299,7 @@ def test_compiled_for_any_number_of_tokens() -> None:
     assert torch.equal(compiled(x), model(x))
 
 
-@pytest.mark.long
-def test_inductor() -> None:
-    layer = hot.HotLinear(70, 48, config=INT8)
-    compiled = torch.compile(lambda x: layer(x).relu(), fullgraph=True)
-    x = torch.randn(50, 70)
-    y = compiled(x)
-    assert torch.equal(y, expected(x, layer.weight, layer.bias).relu())
-    y.sum().backward()
-    assert layer.weight.grad.isfinite().all()
-
-
-def test_the_graph_has_one_product_a_layer() -> None:
-    graphs = Graphs().run(converted(Mlp(), INT8), torch.randn(96, 64))
-    assert graphs.count("forward", "product") == graphs.count("forward", "quantize_input") == 2
-    assert graphs.count("backward", "product") == 0
-    assert graphs.calls["forward"]["aten.addmm.default"] == 0
-
-
-def test_fx_in_eval_mode() -> None:
-    layer = hot.HotLinear(70, 48, config=int8(forward_in_eval=True))
-    model, x = nn.Sequential(layer, nn.ReLU()), torch.randn(50, 70)
-    y = model(x)
-    assert torch.equal(torch.fx.symbolic_trace(model.eval())(x), y)
-
-
 # ------------------------------------------------------------------------- Checkpoints and policies
-
-
-def test_recompute_of_compiled_blocks(products: list[int]) -> None:
-    model = converted(Mlp(), INT8)
-    x = torch.randn(96, 64, requires_grad=True)
-    wanted = model(x)
-    hot.recompute(model)
-    products.clear()
-    y = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-    assert torch.equal(y, wanted)
-    y.sum().backward()
-    assert 2 < len(products) <= 4  # made again; what nothing needs is not
-    assert x.grad.isfinite().all()
 
 
 # --------------------------------------------------------- Nothing of a weight stays between calls
@@ -435,20 +349,6 @@ def test_a_written_weight_is_read(write: Callable[[hot.HotLinear], None], frozen
         torch.manual_seed(5)
         found.append(torch.autograd.grad(each(x).square().sum(), x)[0])
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_every_frozen_layer_reads_its_weight(kind: str, compiled: bool) -> None:
-    make, shape = LAYERS[kind]
-    layer = converted(make(), INT8)
-    layer.weight.requires_grad_(False)
-    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
-    x = torch.randn(shape, requires_grad=True)
-    first = call(x)
-    layer.weight.data.mul_(2)
-    assert not torch.equal(call(x), first)
-    assert torch.equal(call(x), copy.deepcopy(layer)(x))
 
 
 def test_relora() -> None:
@@ -504,24 +404,3 @@ def test_overrides_and_plans_take_the_fields() -> None:
     schedule = paper.PrecisionSchedule(model, 0)
     assert model[1].config == int8("fast", gx_bits=4, forward_block=16)
     schedule.close()
-
-
-@pytest.mark.cuda
-def test_a_captured_step_on_cuda() -> None:
-    layer = hot.HotLinear(70, 48, device="cuda", config=INT8)
-    x = torch.randn(50, 70, device="cuda", requires_grad=True)
-    wanted = layer(x).detach()
-    assert torch.equal(wanted.cpu(), expected(x.cpu(), layer.weight.cpu(), layer.bias.cpu()))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            torch.autograd.grad(layer(x).sum(), layer.weight)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer(x)
-        torch.autograd.grad(y.sum(), layer.weight)
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    graph.replay()
-    assert torch.equal(y, layer(x))

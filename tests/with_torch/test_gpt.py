@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,21 +71,6 @@ def test_validation_text_is_apart(tmp_path: Path) -> None:
     assert torch.equal(again.training, text.training) and again.packages == text.packages
 
 
-def test_a_short_text_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as is allowed; a validation of fewer batches than wanted is refused, too."""
-    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT)
-    size = bench_gpt.QUICK
-    there = len(bench_gpt.tokens(size, 1, tmp_path).training)
-    with pytest.raises(ValueError, match=f"give {there} tokens, read 2 times at most"):
-        bench_gpt.tokens(size, 2 * there + 1, tmp_path, 2)
-    text = bench_gpt.tokens(size, 2 * there, tmp_path, 2)
-    a_pass = (there - 1) // size.context // size.batch
-    assert text.facts(size, 3 * a_pass)["epochs"] == 3
-    long = dataclasses.replace(size, validation_batches=1000)
-    with pytest.raises(ValueError, match="batches for validation; 1000 are wanted"):
-        bench_gpt.tokens(long, there // 2, tmp_path)
-
-
 def test_a_report_keeps_its_text_and_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +91,42 @@ def test_a_report_keeps_its_text_and_points(
     assert "--graph needs --device cuda" in capsys.readouterr().err
 
 
+def trained(folder: Path, *words: str) -> Any:
+    """The report's runs at toy size."""
+    path = folder / f"{len(list(folder.glob('*.json')))}.json"
+    base = ["--quick", "--backend", "eager", "--threads", "1", "--cache", str(folder)]
+    bench_gpt.main([*base, "--json", str(path), *words])
+    return json.loads(path.read_text())["runs"]
+
+
+def test_accumulated_batches_are_one(
+    seeded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches of four train as one of eight does, and a smaller one is another batch."""
+    toy, clip, norms = bench_gpt.QUICK, torch.nn.utils.clip_grad_norm_, []
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *words: norms.append(float(clip(*words)))
+    )
+    twice = trained(tmp_path, "--tokens-per-step", "256", "--contenders", "bf16")["bf16/0"]
+    settings = json.loads((tmp_path / "0.json").read_text())["settings"]
+    assert settings["accumulate"] == 2 and settings["size"]["batch"] == toy.batch == 4
+    monkeypatch.setattr(bench_gpt, "QUICK", dataclasses.replace(toy, batch=8))
+    once = trained(tmp_path, "--contenders", "bf16")["bf16/0"]
+    assert once["training"] == pytest.approx(twice["training"], rel=2e-3)
+    assert len(norms) == 8 and norms[4:] == pytest.approx(norms[:4], rel=0.02)
+    smaller = trained(tmp_path, "--tokens-per-step", "128", "--contenders", "bf16")["bf16/0"]
+    settings = json.loads((tmp_path / "2.json").read_text())["settings"]
+    assert settings["size"]["batch"] == 4 and "accumulate" not in settings
+    assert smaller["training"][0] != pytest.approx(once["training"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", ["33", "160"])
+def test_batches_are_whole(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_gpt.main(["--quick", "--tokens-per-step", tokens])
+    assert "--tokens-per-step must be a multiple of 32, above 128" in capsys.readouterr().err
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
@@ -114,8 +136,7 @@ def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
         path = tmp_path / f"report{len(more)}.json"
         bench_gpt.main(["--quick", "--device", "cuda", "--backend", "aot_eager", "--points", "4",
                         "--json", str(path), "--cache", str(tmp_path), "--tokens-per-step", "256",
-                        "--noise", "default", "--noise-at", "0.75", "--contenders", "bf16",
-                        "default", *more])  # fmt: skip
+                        "--contenders", "bf16", "default", *more])  # fmt: skip
         reports.append(json.loads(path.read_text())["runs"])
     for name, run in reports[0].items():
         assert reports[1][name]["training"] == pytest.approx(run["training"], rel=1e-2), name

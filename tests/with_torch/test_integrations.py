@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +17,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.integrations import HotLoop, scalar_logger  # noqa: E402
 from torch import nn  # noqa: E402
+from torch_graphs import causal  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # models.py
 
@@ -210,6 +213,44 @@ def test_accelerate(tmp_path: Path) -> None:
     assert logged == [1, 3] and no_trace(model)
 
 
+@pytest.mark.parametrize("what", ["head", "recompute"])
+def test_accelerate_unwraps_what_was_set_on_a_model(what: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = causal("Llama", use_cache=False)
+    signature = inspect.signature(model.forward)
+    hot.convert(model, "default", lambda *_: True, head=what == "head")
+    handle = hot.recompute(model) if what == "recompute" else None
+    ids = torch.randint(1, 101, (2, 40))
+
+    def loss_of(each: Any) -> torch.Tensor:
+        return each(input_ids=ids, labels=ids).loss.detach()
+
+    def same_as_before(each: Any) -> None:
+        """A copy runs its own weights, whose change it alone sees."""
+        assert inspect.signature(each.forward) == signature
+        twin = copy.deepcopy(each)
+        before = loss_of(each)
+        with torch.no_grad():
+            twin.lm_head.weight.zero_()
+        assert loss_of(each) == before
+        torch.testing.assert_close(loss_of(twin), torch.tensor(101.0).log())
+
+    same_as_before(pickle.loads(pickle.dumps(model)))
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.native_amp = True  # as with mixed_precision, which a process chooses once
+    for _ in range(2):
+        prepared = accelerator.prepare_model(model)
+        same_as_before(prepared)
+        assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+        same_as_before(model)
+    if handle is not None:
+        handle.remove()
+    hot.revert(model)
+    same_as_before(model)
+    left = {"forward", "_hot_own_forward", "_loss_function"}
+    assert not left & {*vars(model), *vars(model.lm_head)}
+
+
 # ---- transformers ----
 
 
@@ -245,6 +286,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert callback.loop.steps == 4 and no_trace(model)
     history = trainer.state.log_history
     assert [e["step"] for e in history if "hot/noise_gw/body.0" in e] == [1, 3]
+    assert [e["step"] for e in history if "loss" in e] == [1, 2, 3, 4]
 
 
 def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
@@ -375,6 +417,7 @@ def test_lightning(tmp_path: Path) -> None:
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
     assert ours == [(1, noise), (3, noise)]
+    assert sum("loss" in found for _, found in logged) == 4
 
 
 @pytest.mark.filterwarnings("ignore")

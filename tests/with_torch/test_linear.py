@@ -173,7 +173,7 @@ def test_bad_arguments() -> None:
         hot.linear(x, weight[:, :20], bias)
     with pytest.raises(TypeError, match="config: "):
         hot.linear(x, weight, bias, None)
-    with pytest.raises(ValueError, match="recipe: 'best'"):
+    with pytest.raises(ValueError, match="config: 'best'"):
         hot.linear(x, weight, bias, "best")
     with pytest.raises(ValueError, match="10 tokens.*multiple of.*50"):
         hot.linear(x, weight, bias, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1))
@@ -196,7 +196,7 @@ def test_opcheck_compress_activation() -> None:
 def test_opcheck_linear() -> None:
     for x, seed, config in examples():
         weight, bias = torch.randn(12, 20).to(x.dtype), torch.randn(12).to(x.dtype)
-        saved = codes.compress_activation(x, seed, core.handle_of(config))
+        saved, _ = codes.compress_activation(x, seed, core.handle_of(config))
         for b, kept in ((bias, saved), (None, None)):
             torch.library.opcheck(torch.ops.hotcore.linear, (x, weight, b, kept, seed, config))
             torch.library.opcheck(torch.ops.hotcore.product, (x, weight, b, kept, seed, config))
@@ -219,7 +219,7 @@ def test_opcheck_draw_seed() -> None:
 
 def test_opcheck_backward_linear() -> None:
     for x, seed, config in examples():
-        saved = codes.compress_activation(x, seed, core.handle_of(config))
+        saved, _ = codes.compress_activation(x, seed, core.handle_of(config))
         gy, weight = torch.randn(37, 12).to(x.dtype), torch.randn(12, 20).to(x.dtype)
         f = torch.float32
         for arguments in (

@@ -52,15 +52,13 @@ OPERANDS = pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
 
 @OPERANDS
 @pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 20, 64), (64,)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_linear(
-    device: str, dtype: torch.dtype, forward: str, operand: str, shape: tuple[int, ...]
-) -> None:
+def test_linear(device: str, forward: str, operand: str, shape: tuple[int, ...]) -> None:
     shapes = {"x": shape, "weight": (48, 64), "bias": (48,), "gy": (*shape[:-1], 48)}
-    kind = {"device": device, "dtype": dtype}
-    check(lambda *given: hot.linear(*given, without_chance(forward)), operand, kind, **shapes)
+    for dtype in (torch.float32, torch.bfloat16):
+        kind = {"device": device, "dtype": dtype}
+        check(lambda *given: hot.linear(*given, without_chance(forward)), operand, kind, **shapes)
 
 
 @OPERANDS

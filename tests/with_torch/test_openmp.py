@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hotcore import contexts  # noqa: E402  (after the skip)
 from hotcore.torch import openmp  # noqa: E402
 from support import output_of  # noqa: E402
 
@@ -63,18 +61,3 @@ def test_the_adapter_takes_torchs_threads(tmp_path: Path, monkeypatch: pytest.Mo
     assert (shared, status) == (1, 0)
     own = run(tmp_path, monkeypatch, "1")
     assert own == (0, threads + 2, 0, bits)
-
-
-def test_a_library_that_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert openmp.parallel_region() != 0
-    monkeypatch.setattr(openmp, "LIBRARIES", ("libnothing",))
-    assert openmp.parallel_region() == 0
-    before = contexts._openmp
-    try:
-        monkeypatch.setenv(openmp.OWN_THREADS, "0")
-        openmp.share()
-        assert contexts._openmp == 0
-        assert contexts.num_threads() >= 1
-    finally:
-        contexts.use_openmp(before)
-    assert os.environ[openmp.OWN_THREADS] == "0"

@@ -15,7 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
-from hotcore.config import RECIPES  # noqa: E402
 from hotcore.torch.ops import registry  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
@@ -70,11 +69,10 @@ def test_flops_of_the_operators_of_a_graph() -> None:
 # ----------------------------------------------------------------------------- Sharing and keeping
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_layers_with_one_x_compress_it_once(recipe: str, autocast: bool) -> None:
-    model = converted(Attention(), recipe)
+@pytest.mark.parametrize("config", ["default", INT8], ids=str)
+def test_layers_with_one_x_compress_it_once(config: Any, autocast: bool) -> None:
+    model = converted(Attention(), config)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -82,11 +80,52 @@ def test_layers_with_one_x_compress_it_once(recipe: str, autocast: bool) -> None
 
     graphs = Graphs().run(call, torch.randn(256, 64))
     assert graphs.count("forward", "product") == 4
-    assert graphs.count("forward", "compress") == 2  # x of q, k and v; x of o
+    # x of q, k and v; x of o
+    of = {name: graphs.count("forward", name) for name in ("compress", "quantize_input")}
+    assert of == ({"compress": 0, "quantize_input": 2} if config is INT8 else
+                  {"compress": 2, "quantize_input": 0})  # fmt: skip
+    assert graphs.count("forward", "forward_input") == 0
     assert graphs.count("backward", "backward_linear") == 4
-    assert sum("compress" in name for name in graphs.calls["backward"]) == 0
+    assert sum("compress" in n or "quantize" in n for n in graphs.calls["backward"]) == 0
     codes = [t for t in graphs.kept if t.dtype == torch.uint8]
     assert len(codes) == 2
+
+
+def test_codes_where_x_is_not_compressed_in_the_same_place() -> None:
+    """Where the compiler decides when x is compressed, and where the weights are frozen."""
+    frozen = converted(Attention(), INT8)
+    hot.freeze_int8(frozen)
+    for model in (converted(Attention(), INT8, defer=True), frozen):
+        graphs = Graphs().run(model, torch.randn(96, 64).requires_grad_())
+        assert graphs.count("forward", "forward_input") == 2
+        assert graphs.count("forward", "quantize_input") == 0
+        assert graphs.count("forward", "product") == 4
+
+
+@pytest.mark.parametrize("policy", ["keep_codes", "keep_products"])
+def test_a_policy_keeps_no_codes_of_the_forward(policy: str) -> None:
+    keep, sizes = getattr(hot.policies, policy), []
+    for config in ("fast", INT8):
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+        model, x = converted(Attention(), config), torch.randn(96, 64).requires_grad_()
+        call = functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
+        graphs = Graphs().run(call, x)
+        sizes.append(sum(t.nbytes for t in graphs.kept if isinstance(t.numel(), int)))
+        assert graphs.count("forward", "quantize_input") == 0
+    assert sizes[1] <= sizes[0]
+
+
+def test_opcheck_of_the_codes() -> None:
+    text = INT8.json
+    for x in (torch.randn(50, 70), torch.randn(2, 3, 65).bfloat16(), torch.randn(8, 60).t()):
+        torch.library.opcheck(torch.ops.hotcore.forward_input.default, (x, text))
+        tests = ("test_schema", "test_faketensor")  # random: its values differ from run to run
+        rows = x.contiguous()
+        call = (rows, text)
+        torch.library.opcheck(torch.ops.hotcore.quantize_input.default, call, test_utils=tests)
+        for keep in (False, True):
+            call = (rows, text, keep)
+            torch.library.opcheck(torch.ops.hotcore.input_of.default, call, test_utils=tests)
 
 
 def test_another_configuration_compresses_for_itself() -> None:
@@ -210,9 +249,7 @@ def test_a_memory_budget_knows_what_a_product_costs(budget: float) -> None:
 
 @pytest.mark.parametrize("config", ["fast", INT8], ids=str)
 @pytest.mark.parametrize(("policy", "products"), [("keep_products", 0), ("keep_codes", 2)])
-def test_selective_checkpoints(
-    policy: str, products: int, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selective_checkpoints(policy: str, products: int, config: Any) -> None:
     model = converted(Mlp(), config)
     keep = getattr(hot.policies, policy)
     contexts = functools.partial(create_selective_checkpoint_contexts, keep)
@@ -222,17 +259,12 @@ def test_selective_checkpoints(
 
     x = torch.randn(256, 64)
     expected = gradients(model, model, x)
-    # Eager: what is compressed and multiplied, the recomputation counted.
-    compressed: list[object] = []
-    compress = hot.ops.codes.compress
-    monkeypatch.setattr(hot.ops.codes, "compress", lambda *a: compressed.append(a) or compress(*a))
+    # Eager: what is multiplied, the recomputation counted.
     with FlopCounterMode(display=False) as counter:
         assert same(gradients(model, call, x), expected)
-    assert len(compressed) == 2
     forward = 2 * 256 * 64 * 256
     assert counter.get_total_flops() == (2 * 3 + products) * forward
-    # Compiled: the same by operators.
-    monkeypatch.undo()
+    # Compiled: by operators, what is compressed, too.
     graphs = Graphs().run(call, x.requires_grad_())
     assert graphs.count("forward", "compress") == 2
     assert graphs.count("backward", "compress") == 0
@@ -304,3 +336,10 @@ def test_a_schema_comes_from_annotations() -> None:
         "ScalarType? gb_dtype, int block=0, int rows=0, int columns=0, ScalarType? dtype=None) "
         "-> (Tensor, Tensor, Tensor)"
     )
+
+
+def test_sizes_of_fakes() -> None:
+    for tokens, width, block in ((0, 8, 64), (5, 0, 64), (7, 65, 16), (33, 100, 1), (2, 7, 256)):
+        config = hot.HotConfig(forward="int8", forward_block=block)
+        size = torch.ops.hotcore.forward_input(torch.randn(tokens, width), config.json).numel()
+        assert hot.ops.codes.symbolic_input_bytes(tokens, width, config) == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hotcore.torch import policies
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch_graphs import Graphs, causal, converted, gradients, same
 
 SDPA = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -56,6 +58,80 @@ def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None
     handle.remove()
     assert not any("forward" in m.__dict__ or getattr(m, "defer", False) for m in model.modules())
     equal(gradients(model, model, x), expected)
+
+
+class Mixed(nn.Module):
+    """One layer of each kind in ``recipe``, a frozen one, and a head in chunks."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.linear, self.attention = nn.Linear(64, 64), nn.MultiheadAttention(64, 4)
+        self.wide, self.point = nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 1)
+        hot.convert(self, recipe, lambda module, name: True)
+        self.frozen = hot.HotLinear(64, 64)
+        hot.freeze_int8(self, lambda module, name: name == "frozen")
+        self.head = nn.Parameter(torch.randn(70, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.linear(x))
+        y = self.attention(y, y, y, need_weights=False)[0].reshape(4, 64, 8, 8)
+        y = self.point(nn.functional.gelu(self.wide(y))).flatten(2)
+        target = torch.arange(4 * 64).view(4, 64) % 70
+        return hot.linear_cross_entropy(self.frozen(y), self.head, target, config="default")
+
+
+def own_list() -> list[Any]:
+    return [torch.ops.hotcore.compress_activation.default, torch.ops.hotcore.compress.default]
+
+
+def nearly_equal(ours: Any, theirs: Any) -> None:
+    for got, wanted in zip(ours, theirs, strict=True):
+        cosine = nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), dim=0)
+        assert cosine > 0.99
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+@pytest.mark.parametrize("policy", [*POLICIES[2:], own_list], ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("mode", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_kept_codes_keep_their_seed(
+    x: torch.Tensor, mode: str, policy: Any, preserve: bool
+) -> None:
+    """Sketches of two seeds are nearly orthogonal to each other."""
+    model = Mixed("fast")
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, policy() if policy is own_list else policy
+    )
+    options = {"context_fn": contexts, "preserve_rng_state": preserve, "use_reentrant": False}
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, x, **options)
+
+    calls: tuple[Any, Any] = (kept, model)
+    if mode != "eager":
+        torch._dynamo.reset()
+        calls = tuple(torch.compile(call, backend=mode, fullgraph=True) for call in calls)
+    with hot.share_inputs(False):  # a policy's mode hides that layers share an x
+        nearly_equal(*(gradients(model, call, x) for call in calls))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_a_model_of_transformers_keeps_seeds(kind: str, seeded: None) -> None:
+    model = causal(kind)
+    hot.convert(model, "fast")
+    tokens = torch.randint(96, (2, 64))
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        with hot.share_inputs(False):
+            model(tokens, labels=tokens).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = step()
+    contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_products)
+    options = {"context_fn": contexts, "preserve_rng_state": False, "use_reentrant": False}
+    model.gradient_checkpointing_enable(options)
+    nearly_equal(step(), expected)
 
 
 @pytest.mark.long

@@ -186,6 +186,13 @@ def test_no_tensor_is_an_error_that_says_so() -> None:
         hot.linear(torch.randn(4, 64).numpy(), weight)
     with pytest.raises(TypeError, match=r"x: list; expected a torch\.Tensor"):
         hot.conv2d([1.0], weight)
+    x = torch.randn(2, 4, 8, 8)
+    for call, given in ((hot.linear, (x[..., :4], x[0, 0])), (hot.conv2d, (x, x[:, :, :1, :1]))):
+        for name, arguments in (("weight", (given[0], None)), ("bias", (*given, [0.0]))):
+            with pytest.raises(
+                TypeError, match=rf"^{name}: expected a torch\.Tensor, got (None|l)"
+            ):
+                call(*arguments)
 
 
 @every_layer

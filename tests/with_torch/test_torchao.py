@@ -93,7 +93,7 @@ def test_a_filter_by_name_meets_containers_and_activations() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="recipe: 'fest' is not one of"):
+    with pytest.raises(ValueError, match="config: 'fest' is not one of"):
         HotTrainingConfig("fest")
 
     class Mine(nn.Linear):

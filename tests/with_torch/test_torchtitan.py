@@ -34,6 +34,7 @@ from torch.utils.checkpoint import (  # noqa: E402
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch_graphs import gradients, same  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 OURS = "hotcore.integrations.torchtitan"
@@ -236,25 +237,29 @@ class Counts(TorchDispatchMode):
 @pytest.mark.skipif(
     "early_stop" not in inspect.signature(checkpoint).parameters, reason="torchtitan needs it"
 )
+@pytest.mark.parametrize("preserve", [True, False])
 @pytest.mark.parametrize("with_ours", [False, True])
-def test_selective_checkpoints_compress_once(titan: Any, with_ours: bool) -> None:
+def test_selective_checkpoints_compress_once(titan: Any, with_ours: bool, preserve: bool) -> None:
     """The stock policy runs HOT's compression again in backward; ours saves its result."""
     config = titan.Linear.Config(in_features=64, out_features=64)
     block = nn.Sequential(
-        replaced(titan, "hot_linear", config).build(), nn.GELU(),
-        replaced(titan, "hot_linear", config).build(),
+        replaced(titan, "hot_linear", config, recipe="fast").build(), nn.GELU(),
+        replaced(titan, "hot_linear", config, recipe="fast").build(),
     )  # fmt: skip
-    model = nn.Module()
-    model.layers = nn.ModuleDict({"0": block})
     for layer in (block[0], block[2]):
         layer.init_states()
-    policy = titan.SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])
+    x = torch.randn(32, 64)
+    expected = gradients(block, block, x)
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": block})
+    policy = titan.SelectiveAC.Config(
+        force_recompute_mm_shapes_by_fqns=[], preserve_rng_state=preserve
+    )
     if with_ours:
         policy = replaced(titan, "hot_selective_ac", policy)
     policy.build().apply(model)
-    x = torch.randn(32, 64, requires_grad=True)
     with Counts() as counts:
-        model.layers["0"](x).square().mean().backward()
+        found = gradients(block, model.layers["0"], x)
     compressed = sum(n for name, n in counts.found.items() if "hotcore.compress" in name)
     assert compressed == (2 if with_ours else 4)
-    assert x.grad is not None
+    assert not with_ours or same(found, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -81,20 +80,6 @@ def test_saved_bytes(short: tuple[str, Path]) -> None:
             assert run["total_saved_bytes"] < plain["total_saved_bytes"]
 
 
-def test_report(short: tuple[str, Path]) -> None:
-    printed, folder = short
-    lines = printed.splitlines()
-    head = next(line for line in lines if line.startswith("task"))
-    for column in ("recipe", "val loss", "accuracy", "Linear saved", "all saved", "step"):
-        assert column in head
-    for (task, recipe), result in results_of(folder).items():
-        row = next(line.split() for line in lines if line.split()[:2] == [task, recipe])
-        assert row[2] == f"{result['val_loss']:.3f}"
-    assert (folder / "train.png").read_bytes().startswith(b"\x89PNG")
-    assert "scikit-learn's digits" in printed
-    assert os.path.dirname(os.__file__) in printed  # which text was read
-
-
 def test_same_seed_same_run(tmp_path: Path) -> None:
     losses = []
     options = ("--task", "gpt", "--recipe", "fast", "--steps", 2, "--out", tmp_path)
@@ -130,13 +115,6 @@ def test_bad_option(options: list[str], message: str) -> None:
     done = train(*options)
     assert done.returncode == 2
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_absent_device(tmp_path: Path) -> None:
-    done = train("--device", "cuda:99", "--steps", 1, "--out", tmp_path)
-    assert done.returncode == 1
-    assert "train: error: --device cuda" in done.stderr
     assert "Traceback" not in done.stderr
 
 

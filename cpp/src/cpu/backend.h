@@ -82,12 +82,6 @@ class QuantizeRows {
   std::uint32_t* columns_ = nullptr;
 };
 
-// Of a token whose largest value has the biased exponent `largest`, 27 to 254: that of the power of
-// two at or below its mean magnitude. quantize.cpp
-class Row;
-std::uint8_t token_exponent(const SimdKernels&, Row&, std::int64_t token, int largest,
-                            std::int64_t cols);
-
 // x as packed codes to INT8. quantize.cpp
 class RequantizeGroups {
  public:

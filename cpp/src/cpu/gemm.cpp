@@ -207,7 +207,8 @@ void Product::tiles(Range rows, Range panels) const {
                         acc);
         for (int i = 0; i < count * simd_.gemm.nr; ++i) total[i] += acc[i];
       }
-      for (int i = 0; i < count; ++i) epilogue.long_row(row + i, n, cols, total + i * simd_.gemm.nr);
+      for (int i = 0; i < count; ++i)
+        epilogue.long_row(row + i, n, cols, total + i * simd_.gemm.nr);
     }
   }
 }

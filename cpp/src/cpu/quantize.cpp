@@ -239,6 +239,10 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
   });
 }
 
+namespace {
+
+// Biased exponent of the power of two at or below the mean magnitude of a token whose largest value
+// has the biased exponent `largest`, 27 to 254.
 std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t token, int largest,
                             std::int64_t cols) {
   const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
@@ -250,6 +254,8 @@ std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t toke
   const int found = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
   return static_cast<std::uint8_t>(std::clamp(found, 27, 227));
 }
+
+}  // namespace
 
 void token_exponents(const Context& context, const MatrixIn& x, std::uint8_t* exponents) {
   const SimdKernels& simd = simd_kernels(context.isa());

@@ -178,7 +178,9 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
         """Log the step's measurements; the Trainer has already counted the step."""
         scalars, self._pending = self._pending, {}
         if scalars and self._send is not None:
+            should_log = control.should_log
             self._send(scalars)
+            control.should_log = should_log  # Trainer.log clears it before the loss is logged
         elif scalars:
             state.log_history.append({**scalars, "step": state.global_step})
 

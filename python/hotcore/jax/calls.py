@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _core, _jax_ffi, contexts
+from .. import _core, _jax_ffi, contexts, selftest
 from ..config import HotConfig
 
 Array = Any
@@ -145,6 +145,28 @@ def _call(
     return pcast_to_varying(call(*pcast_to_varying(operands, axes), **attribute)[:-1], axes)
 
 
+def self_test(platform: str = "cuda") -> dict[str, Any]:
+    """Arrays of :func:`hotcore.selftest.results`, by XLA on the first device of a platform."""
+    config = selftest.CONFIG
+    found: dict[str, Any] = {}
+
+    def layer(x: Array, w: Array, gy: Array, seed: Array) -> dict[str, Array]:
+        saved = compress_activation(x, seed, config)
+        dtypes = (x.dtype, w.dtype, None)
+        gx, gw, _ = backward_linear(gy, w, saved, seed, config, x.shape[1], dtypes)
+        y = forward_linear(x, w, None, config)
+        return {"compress_activation": saved, "g_x": gx, "g_w": gw, "forward_linear": y}
+
+    seed = np.array([selftest.KEY.offset, 0], np.uint32)
+    for sizes in selftest.SIZES:
+        given = jax.device_put(
+            (*selftest.layer(*sizes), seed), jax.local_devices(backend=platform)[0]
+        )
+        for name, array in jax.jit(layer)(*given).items():
+            found[f"{name} of {sizes[0]} tokens"] = np.asarray(array)
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def _text(config: HotConfig) -> str:
     """The fields of a backward as the one attribute of a call."""
@@ -162,10 +184,14 @@ def _text(config: HotConfig) -> str:
 @functools.lru_cache(maxsize=1)
 def _cuda_context() -> _core.CoreContext | None:
     """A context for sizes of scratch; None if JAX or this build of hotcore has no CUDA."""
-    if not _core.built_with_cuda():
+    if not (_core.built_with_cuda() and has_cuda()):
         return None
+    return contexts.cuda(jax.local_devices(backend="cuda")[0].local_hardware_id, 0)
+
+
+def has_cuda() -> bool:
+    """Whether JAX has a CUDA device."""
     try:
-        device = jax.local_devices(backend="cuda")[0]
+        return bool(jax.local_devices(backend="cuda"))
     except RuntimeError:
-        return None
-    return contexts.cuda(device.local_hardware_id, 0)
+        return False

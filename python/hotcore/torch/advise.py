@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from . import _compat
+from . import _compat, gains
 from .clocks import Clock, Measured, Step, device_name, spread, whole
 from .convert import convert, decide
 from .head import attach, detach
@@ -29,7 +29,7 @@ from .modules import HotModule
 from .probe import LossFn, check_training, loss_of, preserve_state
 from .recompute import recompute
 from .report import REPORT, aligned, listed
-from .selection import Filter, candidates
+from .selection import Filter, candidates, rate_of
 
 _PLAIN = "plain"
 _GOALS = {
@@ -235,6 +235,8 @@ def advise(
                 took = _now() - start
     words = "eager" if ways == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
     machine = f"{device_name(device)}, torch {torch.__version__}, {words}"
+    if device.type == "cuda":
+        machine += f"; {rate_of(device)}"
     memory = "peak" if device.type == "cuda" else "kept"
     return Advice(tuple(map(trial.row, contenders)), goal, memory, machine)
 
@@ -402,7 +404,9 @@ class _Trial:
                 model = convert(model, contender.config or "default", only, **how)
                 report = vars(model)[REPORT]
                 if not report.converted and not contender.options:
-                    raise ValueError("no layer converted: all would be slower (slower=True)")
+                    no_int8 = any(row.reason == gains.NO_INT8 for row in report.skipped)
+                    why = gains.NO_INT8 if no_int8 else "all would be slower"
+                    raise ValueError(f"no layer converted: {why} (slower=True)")
             if contender.recomputed:
                 some = [block for own in self.recomputed(contender) for block in own]
                 stack.callback(recompute(some).remove)

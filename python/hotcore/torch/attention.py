@@ -113,7 +113,8 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         found: list[Tensor] = []
         for x, w, b in zip(inputs, weights, biases, strict=True):
             y = self._product(x, w, b)
-            heads = y.view(*y.shape[:-1], -1, self.num_heads, self.head_dim)
+            parts = w.shape[0] // width  # no -1, which is ambiguous without elements
+            heads = y.view(*y.shape[:-1], parts, self.num_heads, self.head_dim)
             found += heads.permute(2, samples, 3, tokens, 4).unbind(0)
         return found
 

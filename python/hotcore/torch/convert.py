@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .. import _core, contexts
+from .. import _core, contexts, gpus
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config, refuse_arguments
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
@@ -69,10 +69,10 @@ def convert(
             leaves out the output head (:data:`HEAD_NAMES`), the first convolution, layers with
             fewer than :data:`MIN_FEATURES` in or out features, layers whose weight is an
             embedding's, peft's adapters, and on CUDA layers that are expected to be slower than
-            plain torch (:mod:`hotcore.torch.gains`). With any filter these stay plain, because they
-            cannot be converted: subclasses of supported layers (their additions would be lost),
-            computed, wrapped or sparse weights, unsupported dtypes, and layers whose weight is used
-            without the layer.
+            plain torch (:mod:`hotcore.torch.gains`), which all are on a GPU without fast INT8. With
+            any filter these stay plain, because they cannot be converted: subclasses of supported
+            layers (their additions would be lost), computed, wrapped or sparse weights, unsupported
+            dtypes, and layers whose weight is used without the layer.
         overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
             HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
             stay plain. If several patterns match, the last one counts. A layer that is named in
@@ -81,8 +81,8 @@ def convert(
             forward pass without gradients then finds layers that never run, token grids that do not
             fit, and the share of multiply-adds. Without inputs, the source code of the layers'
             parents is searched for uses of a layer's weight. Model and random state do not change.
-        device: the device of training, if it is not that of the first weight. Its type selects the
-            rule by which layers are slower.
+        device: the device of training, if it is not that of the first weight. It selects the rule
+            by which layers are slower: on CUDA by INT8's rate on this GPU (docs/gpus.md).
         slower: also convert layers that are expected to be slower than plain torch.
         head: True: a causal LM model of transformers, called with labels in training, computes its
             loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
@@ -161,8 +161,9 @@ def decide(
     configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     left = [fqn for fqn, own in configs.items() if own is None]
     reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
-    target = _device(model, device)
-    slowly = selection.why_slow(layers, configs, target)
+    where = _device(model, device)
+    target, rate = where.type, selection.rate_of(where)
+    slowly = selection.why_slow(layers, configs, target, rate)
     anyway = slowly if slower or filter_fn is not None else {*reasons, *(overrides or {})}
     slow = {fqn: why for fqn, why in slowly.items() if fqn not in anyway}
     twice = [fqn for fqn, m in layers if isinstance(m, HotModule) and fqn not in {*reasons, *slow}]
@@ -184,7 +185,7 @@ def decide(
     for fqn, module in layers:
         own = configs[fqn]
         about = (fqn, kind_of(module), *features_of(module))
-        measures = _measures(module, fqn, own or base, uses, target, counted)
+        measures = _measures(module, fqn, own or base, uses, target, rate, counted)
         if fqn in reasons:
             rows.append(Skipped(*about, reasons[fqn], **measures))
         else:
@@ -210,10 +211,12 @@ def decide(
         macs=total,
         in_eval_mode=in_eval_mode,
     )
-    report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
+    report.notes += _notes(report, model, layers, reasons, slow, target, rate, filter_fn is None)
     warning = ""
     if not converted and (slow or chosen):
         why = "expected to be slower than plain torch's" if slow else "left out by overrides"
+        if gains.NO_INT8 in slow.values():
+            why += f" ({gains.NO_INT8})"
         warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}" + (
             " on CUDA; slower=True converts them anyway, for memory" if slow else ""
         )
@@ -365,11 +368,11 @@ def _check_grid(
             )
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> str:
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device).type
+        return torch.device(device)
     first = next(model.parameters(), None)
-    return "cpu" if first is None else first.device.type
+    return torch.device("cpu") if first is None else first.device
 
 
 def _measures(
@@ -378,6 +381,7 @@ def _measures(
     config: HotConfig,
     uses: Mapping[str, probe.LayerUse],
     device: str,
+    rate: gpus.Int8Rate,
     counted: set[int],
 ) -> dict[str, Any]:
     """The numbers of a report row. Tied Parameters count once."""
@@ -392,7 +396,7 @@ def _measures(
         "macs": uses[fqn].macs if fqn in uses else None,
         "expected_time": None
         if is_8bit(module)  # not measured
-        else gains.expected_time(facts_of(module, config, device)),
+        else gains.expected_time(facts_of(module, config, device, rate)),
     }
 
 
@@ -451,6 +455,7 @@ def _notes(
     reasons: Mapping[str, str],
     slow: Mapping[str, str],
     device: str,
+    rate: gpus.Int8Rate,
     default_filter: bool,
 ) -> list[str]:
     notes = []
@@ -463,7 +468,7 @@ def _notes(
         gain = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
         notes.append(
             f"expected on CUDA: the converted layers' forward and backward take {gain} time than "
-            f"plain torch's; by {gains.SOURCE}"
+            f"plain torch's; by {gains.source(rate)}"
             + ("" if report.config.forward == "plain" else "; with a plain forward")
         )
     kept = any(layer.config.forward_in_eval for layer in report.converted)
@@ -473,9 +478,10 @@ def _notes(
             "plain: torch.backends.mha.set_fastpath_enabled(False) keeps their 8-bit forward"
         )
     if slow:
+        why = f"slower on CUDA, by {gains.source(rate)}" if rate.fast else str(rate)
         notes.append(
-            f"{len(slow)} layers stay plain as slower on CUDA, by {gains.SOURCE}; slower=True, or "
-            "their full names in overrides, convert them"
+            f"{len(slow)} layers stay plain: {why}; slower=True, or their full names in overrides, "
+            "convert them"
         )
     if device == "cuda" and not _core.built_with_cuda():
         notes.append(
@@ -542,7 +548,8 @@ def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | 
 
 
 def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float:
-    if is_frozen(module):
+    width = features_of(module)[0]
+    if is_frozen(module) or not width:
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
@@ -552,5 +559,4 @@ def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float
     elif config.token_grid is not None:
         sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
         tokens = max(1, tokens // sample) * sample
-    width = features_of(module)[0]
     return visited * saved_layout(tokens, width, config).bytes / (tokens * width)

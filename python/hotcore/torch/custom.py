@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .modules import HotModule, carry_forward, unwrapped
+from .ops import core
 from .probe import autocast_dtype
 from .report import REPORT
 from .selection import Filter, candidates, why_plain
@@ -307,7 +308,7 @@ class _Backward(torch.autograd.Function):
             ctx.shape = source.shape
             # x itself, where that is what is kept, and no copy of it: others may keep it, too.
             kept = (image,) if _keeps_x(method) else method.keep(_wide(source))
-        ctx.save_for_backward(w, *kept)
+        ctx.save_for_backward(core.kept_weight(w, ctx.needs_input_grad[1]), *kept)
         ctx.image = image.shape
         return y
 

@@ -7,12 +7,15 @@ The fit holds for many tokens in bf16. With few tokens the host limits the speed
 
 Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, part grid
 (each time within 8 %). ``benchmarks/evidence/bench_rule.py --fit`` prints them; a test compares.
+Another GPU's integer products are scaled by its rate beside bf16's (:mod:`hotcore.gpus`). Passes
+over memory keep the H200's proportion to bf16 products: ``a I O`` is all that is derived.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from .. import gpus
 from ..config import HotConfig
 
 SLOWER = 1.05
@@ -26,7 +29,16 @@ plain torch's time), but take less time than the host needs to queue them; in ea
 needs 1.2 to 1.3 times plain torch's time (gpu-check's host rows)."""
 
 REPORT = "benchmarks/results/cuda-rule.json"
-SOURCE = "one H200, bf16, 16384 tokens (hotcore.torch.advise tries yours)"
+NO_INT8 = "device has no fast INT8"
+"""Why the default filter leaves every layer plain on some GPUs."""
+
+
+def source(rate: gpus.Int8Rate) -> str:
+    """Origin of the rule for a GPU, in words."""
+    fitted = "one H200, bf16, 16384 tokens"
+    if rate.source != "measured":
+        fitted += f", and {rate}"
+    return f"{fitted} (hotcore.torch.advise tries yours)"
 
 
 class _Fit(NamedTuple):
@@ -68,24 +80,34 @@ class Facts(NamedTuple):
     """Type of the training's device; only ``"cuda"`` has a fit."""
     frozen: bool = False
     """Whether the weight is not trained."""
+    rate: gpus.Int8Rate = gpus.H200
+    """INT8's rate on the device of the training."""
 
 
 def expected_time(layer: Facts) -> float | None:
     """Time of forward and backward, HOT over plain torch; None without a fit."""
-    if layer.device != "cuda" or layer.products is not None:
+    ratio = layer.rate.ratio
+    if layer.device != "cuda" or layer.products is not None or ratio is None:
         return None
     config, sizes = layer.config, (layer.in_features, layer.out_features)
     name = "fast" if config.basis != "full" else "default"
     if name == "default" and config.storage == "int8":
         name = "accurate"
     fits = _FROZEN if layer.frozen else _TRAINED
-    return fits[name].per_token(*sizes) / fits["plain"].per_token(*sizes)
+    plain, hot = fits["plain"], fits[name]
+    # The forward product stays bf16's: one of two products, or of three with g_w.
+    forward = plain.products / (2 if layer.frozen else 3)
+    integers = (hot.products - forward) * (gpus.H200.ratio or 1) / ratio
+    hot = hot._replace(products=forward + integers)
+    return hot.per_token(*sizes) / plain.per_token(*sizes)
 
 
 def why_slow(layer: Facts) -> str:
     """Why the default filter leaves the layer plain on this device; empty if it does not."""
     if layer.device != "cuda":
         return ""
+    if not layer.rate.fast:
+        return NO_INT8
     if layer.products is False:  # by what it does, whatever the time
         return "slower on CUDA: x is compressed and restored, and the products stay torch's own"
     if layer.products:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128

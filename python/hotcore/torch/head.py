@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
 from . import _compat
-from .modules import HotLinear
+from .modules import HotLinear, OwnForward
 from .ops.head import linear_cross_entropy
 
 _FORWARD = "forward"
@@ -98,7 +98,7 @@ class HeadForward:
         return input.new_empty((*input.shape[:-1], 0))
 
 
-class AttachedLoss:
+class AttachedLoss(OwnForward):
     """The forward of a causal LM model.
 
     In training, with labels, the head keeps its x in place of logits, and the model's own
@@ -113,9 +113,8 @@ class AttachedLoss:
         """The thread that runs the model, as ``thread``; no lock: models are copied."""
         head = getattr(model, name)
         self.head = HeadForward(head)
-        self.before = {name: vars(model).get(name) for name in (_FORWARD, _LOSS)}
-        self.plain_loss = model.loss_function
-        functools.update_wrapper(self, model.forward)  # trainers read the signature
+        self.forward, self.plain_loss = model.forward, model.loss_function
+        self.before = {name: vars(model).get(name) for name in (*self.installed(), _LOSS)}
         self.names = [*inspect.signature(model.forward).parameters]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +129,7 @@ class AttachedLoss:
         labels = dict(zip(self.names, args, strict=False)).get("labels", kwargs.get("labels"))
         self.head.keeps = self.model.training and labels is not None and not self._needs_logits()
         try:
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # by update_wrapper
+            return self.forward(*args, **kwargs)
         finally:
             self.head.keeps, self.head.x = False, None
             self.inside.pop("thread", None)
@@ -233,7 +232,7 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
         return why
     state = AttachedLoss(found, names[0], config, capped)
     vars(head)[_FORWARD] = state.head
-    vars(found).update({_FORWARD: state, _LOSS: state.loss})
+    vars(found).update({**state.installed(), _LOSS: state.loss})
     return ""
 
 
@@ -242,9 +241,9 @@ def detach(model: nn.Module) -> None:
 
     Raises ValueError where the model's forward was wrapped afterwards, so that it would stay.
     """
-    found = {module: vars(module).get(_FORWARD) for module in model.modules()}
-    states = {m: forward for m, forward in found.items() if isinstance(forward, AttachedLoss)}
-    heads = {m for m, forward in found.items() if isinstance(forward, HeadForward)}  # copies, too
+    found = {module: OwnForward.of(module) for module in model.modules()}
+    states = {m: own for m, own in found.items() if isinstance(own, AttachedLoss)}
+    heads = set(filter(is_attached, found))  # copies, too
     if heads - {model} and not states:
         raise ValueError(
             "model: the forward of the model whose head has its loss in chunks was wrapped "

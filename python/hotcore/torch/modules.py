@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -234,7 +236,50 @@ def is_pointwise(module: nn.Conv2d) -> bool:
     return module.kernel_size == (1, 1) and unpadded and module.groups == 1
 
 
-_FORWARD, _OLD_FORWARD = "forward", "_old_forward"
+_FORWARD, _OLD_FORWARD, _OWN = "forward", "_old_forward", "_hot_own_forward"
+
+
+class OwnForward:
+    """Base of the callables that stand in a module's ``__dict__`` as its forward.
+
+    Wrappers such as accelerate's take a bound method apart and bind its function again, to the
+    module or to a copy of it; :attr:`__func__` is that function.
+    """
+
+    forward: Callable[..., Any]
+    """The forward that it calls."""
+
+    @staticmethod
+    def of(module: nn.Module) -> OwnForward | None:
+        """The one that calls of a module run first; None where something is around it."""
+        found = vars(module).get(_FORWARD)
+        if isinstance(found, OwnForward):
+            return found
+        code = getattr(getattr(found, "__func__", None), "__code__", None)
+        return vars(module).get(_OWN) if code is _call_own.__code__ else None
+
+    def installed(self) -> dict[str, Any]:
+        """What to put into the module's ``__dict__``."""
+        return {_FORWARD: self, _OWN: self}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of :attr:`forward`, which trainers read."""
+        return inspect.signature(self.forward)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function of the bound method that it stands for."""
+        function: Any = types.FunctionType(_call_own.__code__, globals(), _FORWARD)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        with contextlib.suppress(TypeError, ValueError):  # a built-in has no signature
+            bound = self.__signature__
+            function.__signature__ = bound.replace(parameters=[own, *bound.parameters.values()])
+        return cast(Callable[..., Any], function)
+
+
+def _call_own(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module._hot_own_forward(*args, **kwargs)
 
 
 def own_forward(module: nn.Module) -> str:

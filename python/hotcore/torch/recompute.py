@@ -17,11 +17,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from .modules import HotModule
+from .modules import HotModule, OwnForward
 from .policies import keep_attention, keeps_codes
 
 Policy = Callable[..., CheckpointPolicy]
-_NAME = "forward"
 
 
 class Recomputed:
@@ -98,11 +97,14 @@ def recompute(
     handle = Recomputed()
     defer = policy is None or not keeps_codes(policy)
     for block in found:
-        if _NAME in block.__dict__:
-            handle._undo.callback(block.__dict__.__setitem__, _NAME, block.__dict__[_NAME])
-        else:
-            handle._undo.callback(block.__dict__.pop, _NAME)
-        block.__dict__[_NAME] = _Checkpointed(block, block.forward, options)
+        content = vars(block)
+        made = _Checkpointed(block, block.forward, options).installed()
+        for name in made:
+            if name in content:
+                handle._undo.callback(content.__setitem__, name, content[name])
+            else:
+                handle._undo.callback(content.pop, name, None)
+        content.update(made)
         for layer in block.modules():
             if defer and isinstance(layer, HotModule):
                 handle._undo.callback(setattr, layer, "defer", layer.defer)
@@ -123,10 +125,10 @@ def _blocks(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _is_recomputed(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get(_NAME), _Checkpointed)
+    return isinstance(OwnForward.of(module), _Checkpointed)
 
 
-class _Checkpointed:
+class _Checkpointed(OwnForward):
     """A block's forward under ``torch.utils.checkpoint``."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], options: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from .. import gpus
 from ..config import HotConfig
 from . import _compat, bitsandbytes, gains
 from .attention import HotMultiheadAttention
@@ -242,20 +243,33 @@ def _adapters(model: nn.Module) -> set[int]:
 
 
 def why_slow(
-    layers: list[tuple[str, nn.Module]], configs: Mapping[str, HotConfig | None], device: str
+    layers: list[tuple[str, nn.Module]],
+    configs: Mapping[str, HotConfig | None],
+    device: str,
+    rate: gpus.Int8Rate,
 ) -> dict[str, str]:
     """Why layers are expected to be slower than plain torch's."""
     found = {}
     for fqn, module in layers:
         own = configs[fqn]
-        if own is None or isinstance(module, HotModule) or is_8bit(module):
+        if own is None or isinstance(module, HotModule):
+            continue
+        if is_8bit(module) and rate.fast:
             continue  # the time of 8-bit layers was not measured; they gain memory
-        if why := gains.why_slow(facts_of(module, own, device)):
+        if why := gains.why_slow(facts_of(module, own, device, rate)):
             found[fqn] = why
     return found
 
 
-def facts_of(module: nn.Module, config: HotConfig, device: str) -> gains.Facts:
+def facts_of(module: nn.Module, config: HotConfig, device: str, rate: gpus.Int8Rate) -> gains.Facts:
     """What the time of a layer depends on."""
     sizes = (products_of(module, config, device), *features_of(module))
-    return gains.Facts(*sizes, config, device, is_frozen(module))
+    return gains.Facts(*sizes, config, device, is_frozen(module), rate)
+
+
+def rate_of(device: torch.device) -> gpus.Int8Rate:
+    """INT8's rate on a CUDA device; where torch sees none, that of an H200."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return gpus.ABSENT
+    name = torch.cuda.get_device_name(device)
+    return gpus.int8_rate(name, *torch.cuda.get_device_capability(device))

@@ -44,6 +44,15 @@ def handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) -
     return output
 
 
+def check_tensors(bias: object = None, **tensors: object) -> None:
+    """Refuse what is no tensor by its name; there need not be a bias."""
+    if bias is not None:
+        tensors["bias"] = bias
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) and not has_torch_function((tensor,)):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
 _OPEN: AbstractContextManager[Any] = nullcontext()
 
 

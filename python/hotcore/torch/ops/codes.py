@@ -160,17 +160,25 @@ def _fake_saved(x: Tensor, seed: Tensor | None, config: str) -> Tensor:
     return _bytes(saved_bytes(tokens, in_features, parsed(config)), x)
 
 
-@operator(fake=_fake_saved)
-def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
-    return compress(x, parsed(config), core.key_of(seed))
+def _fake_kept(x: Tensor, seed: Tensor, config: str) -> Pair:
+    return _fake_saved(x, seed, config), torch.empty_like(seed)
 
 
-def compress_activation(x: Tensor, seed: Tensor, handle: Handle) -> Tensor:
-    """x ``[..., I]`` compressed, by the operator or directly, with the same result."""
+@operator(fake=_fake_kept)
+def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Pair:
+    return compress(x, parsed(config), core.key_of(seed)), seed.clone()
+
+
+def compress_activation(x: Tensor, seed: Tensor, handle: Handle) -> Pair:
+    """Codes of x ``[..., I]`` and their seed, by the operator or directly, with the same result.
+
+    Backward takes the seed from here: a selective checkpoint that keeps the codes of the forward
+    pass keeps their seed with them, while the recomputation draws another ``seed``.
+    """
     if bypasses_dispatcher(x):
-        return compress(x, handle.config, core.key_of(seed))
-    saved: Tensor = _compress_activation(flat(x), seed, handle.json)
-    return saved
+        return compress(x, handle.config, core.key_of(seed)), seed
+    pair: Pair = _compress_activation(flat(x), seed, handle.json)
+    return pair
 
 
 def _fake_restored(
@@ -317,16 +325,16 @@ def forms_of(
     entry, key = cache.entry_of(x), (inner.dtype, config.forward_block)
     codes = None if entry is None else entry.quantized_for(key)
 
-    def compress() -> Tensor:
+    def compress() -> Pair:
         nonlocal codes
         if codes is not None:
             return compress_activation(inner, seed, handle)
         codes, saved = quantize_forward_input(inner, config, core.key_of(seed))
-        return saved
+        return saved, seed
 
     saved, saved_seed = None, seed
     if keep is not None:
-        saved, saved_seed = cache.compressed(entry, keep, weight, node, seed, compress)
+        saved, saved_seed = cache.compressed(entry, keep, weight, node, compress)
     if entry is not None:
         if codes is None:
             codes = quantize_forward_input(inner, config)[0]

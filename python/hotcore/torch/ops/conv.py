@@ -157,6 +157,7 @@ def conv2d(
 
     Source: docs/numerics.md, with L = batch x output pixels; docs/torch/convolution.md.
     """
+    calls.check_tensors(bias, weight=weight)
     sizes = (stride, padding, dilation, padding_mode, groups)
     return conv2d_from_json(x, weight, bias, sizes, calls.config_json(config))
 
@@ -335,8 +336,8 @@ def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> Handle:
     return handle_of(settings(own, pointwise, tiles).json)
 
 
-def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Tensor:
-    """The kept pixels of x."""
+def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Pair:
+    """The kept pixels of x, and their seed."""
     rows, kept = _rows(x, config, window)
     return codes.compress_activation(rows, seed, kept)
 
@@ -435,7 +436,8 @@ class Conv2d(torch.autograd.Function):
         else:
             ctx.seed = seed
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, config, window, keep)
-        ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
+        kept = core.kept_weight(weight, keep) if need_gx else None
+        ctx.save_for_backward(saved, saved_seed, kept)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
         ctx.products = _multiplies(window, config, x.is_cuda)
@@ -488,7 +490,6 @@ def _eager(
         _pixels_key(config, window, dtype, x.is_cuda),
         weight,
         ctx,
-        seed,
         lambda: _compress(inner, seed, config, window),
     )
     return y, saved, saved_seed

@@ -146,6 +146,15 @@ def lend(tensor: Tensor, name: str) -> object:
         ) from error
 
 
+def kept_weight(weight: Tensor, trained: bool) -> Tensor:
+    """A weight for ``save_for_backward``: an alias of it if it is not trained, as a plain layer's.
+
+    A checkpoint checks shapes after it has recomputed a region. By then ZeRO-3 has emptied the
+    region's Parameters again. Torch makes an alias only of a tensor that requires gradients.
+    """
+    return weight if trained else weight.detach()
+
+
 def flat(x: Tensor) -> Tensor:
     """``[..., I]`` as ``[L, I]``."""
     if x.dim() == 2:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import _core
-from ...config import ConfigLike, HotConfig, Key
+from ...config import ConfigLike, HotConfig, Key, as_int
 from .. import _compat
 from . import calls, codes, core, linear, sharded
 from .codes import Frozen
@@ -112,6 +113,7 @@ def linear_cross_entropy(
     json = "" if config is None else calls.config_json(config)
     _check(x, weight, target, bias, json, reduction)
     options = _options(label_smoothing, softcap, lse_square_scale, chunk)
+    ignore_index = as_int(ignore_index, "ignore_index", 64)
     calls.check_transforms(_NAME, x, weight, bias)
     dtype, seed = calls.autocast_dtype(x), None
     calls.check_dtypes(x, weight.dtype, bias, dtype)
@@ -131,6 +133,7 @@ def _check(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, config: str, reduction: str
 ) -> None:
     """Refuse what does not fit, by name."""
+    calls.check_tensors(bias, x=x, weight=weight, target=target)
     for name, tensor in (("x", x), ("weight", weight), ("target", target), ("bias", bias)):
         if sharded.is_dtensor(tensor):
             raise NotImplementedError(
@@ -159,6 +162,13 @@ def _check(
 
 
 def _options(smoothing: float, softcap: float | None, scale: float, chunk: int | None) -> Options:
+    given = (("label_smoothing", smoothing), ("softcap", softcap), ("lse_square_scale", scale))
+    for name, value in given:
+        optional = name == "softcap" and value is None
+        if not optional and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise TypeError(f"{name}: expected a number, got {value!r}")
+    if chunk is not None:
+        chunk = as_int(chunk, "chunk", 64)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"label_smoothing: {smoothing} is outside 0 to 1")
     if softcap is not None and not 0 < softcap < math.inf:
@@ -503,10 +513,11 @@ class Head(torch.autograd.Function):
         ctx.later = (config, options) if later else None
         ctx.set_materialize_grads(False)
         if later:
-            ctx.save_for_backward(x, weight, bias, target, factor, seed)
+            held = core.kept_weight(weight, needs[1])
+            ctx.save_for_backward(x, held, bias, target, factor, seed)
             return losses
         count = factor.sum() if reduction == "mean" else factor.new_ones(())
-        ctx.save_for_backward(1 / count.clamp(min=1), *gradients)
+        ctx.save_for_backward(torch.where(count > 0, 1 / count, 0), *gradients)
         return losses.sum() / count
 
     @staticmethod
@@ -520,7 +531,7 @@ class Head(torch.autograd.Function):
         owned = alone and not _compat.keeps_graph()
         if ctx.later is None:
             scale, *found = ctx.saved_tensors
-            scale = (scale * g).float()
+            scale = torch.where(scale > 0, scale * g, 0).float()  # the mean of no token is NaN
         else:
             config, options = ctx.later
             *tensors, factor, seed = ctx.saved_tensors

@@ -75,6 +75,7 @@ def linear(
 
     Source: docs/numerics.md.
     """
+    calls.check_tensors(bias, weight=weight)
     return linear_from_json(x, weight, bias, calls.config_json(config))
 
 
@@ -326,8 +327,8 @@ class Linear(torch.autograd.Function):
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         gathered = _gathered(weight)  # not saved: fully_shard frees and refills its memory
-        kept_weight = weight if need_gx and gathered is None else None
-        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept_weight)
+        kept = core.kept_weight(weight, need_gw) if need_gx and gathered is None else None
+        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.call = (handle, own_seed, x.shape, dtypes, cache, deferred, gathered, frozen)
@@ -346,7 +347,7 @@ class Linear(torch.autograd.Function):
         if cache is not None:
             cache.clear()
         if deferred:
-            saved = codes.compress_activation(saved, saved_seed, handle)
+            saved, saved_seed = codes.compress_activation(saved, saved_seed, handle)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
         gx, gw, gb = gradients(
             gy,
@@ -391,7 +392,7 @@ def _eager(
     if cache is not None:
         entry = cache.entry_of(x)
         compress = functools.partial(codes.compress_activation, inner, seed, handle)
-        saved, saved_seed = cache.compressed(entry, key, weight, ctx, seed, compress)
+        saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
     if handle.int8:
         return product(inner, weight, bias, handle.json), saved, saved_seed
     return F.linear(inner, matrix, plain_bias), saved, saved_seed

@@ -168,8 +168,7 @@ class Cache:
         key: Hashable,
         weight: Tensor,
         node: Any,
-        seed: Tensor,
-        compress: Callable[[], Tensor],
+        compress: Callable[[], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Codes of an entry's x and their seed: those that are there, or ``compress()``.
 
@@ -178,18 +177,17 @@ class Cache:
             key: everything beside x that the bytes depend on, except the seed.
             weight: the layer's weight; a layer that is called again compresses afresh.
             node: the layer's node in autograd's graph (``ctx``).
-            seed: the layer's own seed, from :func:`core.seed_for`.
-            compress: makes the codes.
+            compress: makes the codes; returns them and their seed.
         """
         if entry is None:
-            return compress(), seed
+            return compress()
         # No ids: Conv1D and attention pass a new view of their weight in every call.
         found, layer = entry.compressed, weight.data_ptr()
         if found is not None and entry.key == key and layer not in entry.weights:
             entry.weights.add(layer)
             return found
         entry.compressed = self.entry = found = None  # an error leaves nothing
-        entry.compressed = found = compress(), seed
+        entry.compressed = found = compress()
         entry.key, entry.weights = key, {layer}
         entry.node = weakref.ref(node, self._expire)
         self.entry = entry
