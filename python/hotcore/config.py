@@ -81,6 +81,7 @@ GONE = {
     "saved": "recompute some of the blocks, hot.recompute(model.blocks[:n]), or set torch's "
     "activation_memory_budget",
     "gradient_accumulation": _ADDED,
+    "gather_codes": "fully_shard gathers the bf16 weights; nothing else is needed",
     "accumulate": _ADDED,
 }
 """What was removed, an argument or ``argument=value`` -> what to do instead."""

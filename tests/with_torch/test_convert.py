@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import json
 import pickle
 import re
@@ -144,6 +145,10 @@ def test_what_was_removed_says_what_to_do() -> None:
         hot.convert(Model(), save=8)
     with pytest.raises(AttributeError, match=rf"gradient_accumulation: {REMOVED}; leave it out"):
         hot.gradient_accumulation  # noqa: B018  (the name is the test)
+    with pytest.raises(AttributeError, match=rf"gather_codes: {REMOVED}; fully_shard gathers the"):
+        hot.gather_codes  # noqa: B018
+    with pytest.raises(ImportError, match=rf"gather_codes: {REMOVED}; fully_shard gathers the"):
+        importlib.import_module("hotcore.torch.gathered")
     with pytest.raises(AttributeError, match="'hotcore.torch' has no attribute 'converted'"):
         hot.converted  # noqa: B018
 

@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import plans  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from hotcore.torch import gathered  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -245,66 +244,3 @@ def test_a_head_that_is_sharded_is_refused(mesh: Any) -> None:
         spread = {**given, name: distribute_tensor(tensor, mesh, [Replicate()])}
         with pytest.raises(NotImplementedError, match=f"{name}: a DTensor; leave the head out"):
             hot.linear_cross_entropy(**spread)
-
-
-@no_fsdp
-def test_a_layer_whose_codes_are_gathered(mesh: Any, seeded: None) -> None:
-    """y, g_w and g_b are the layer's, g_x is that of the codes: of a frozen weight."""
-    from torch.distributed.fsdp import fully_shard
-
-    config = hot.HotConfig.recipe("default", forward="int8")
-    layer = nn.ModuleList([hot.HotLinear(64, 48, config=config)])
-    frozen, ordinary = copy.deepcopy(layer), copy.deepcopy(layer)
-    hot.freeze_int8(frozen)
-    assert gathered.gather_codes(layer) is layer
-    fully_shard(layer[0], mesh=mesh)
-    x, gy = torch.randn(40, 64), torch.randn(40, 48)
-    found = []
-    for each in (layer[0], ordinary[0], frozen[0]):
-        own = x.clone().requires_grad_()
-        torch.manual_seed(4)
-        y = each(own)
-        y.backward(gy)
-        named = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
-        grads = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named.items()}
-        found.append({"y": y.detach(), "x": own.grad, **grads})
-    coded, plain, from_codes = found
-    for name in ("y", "weight", "bias"):
-        assert torch.equal(coded[name], plain[name]), name
-    assert torch.equal(coded["x"], from_codes["x"]) and not torch.equal(coded["x"], plain["x"])
-    layer[0].config = hot.HotConfig.recipe("default", forward="int8", forward_block=32)
-    with pytest.raises(RuntimeError, match="forward_block has changed"):
-        layer[0](x)
-    layer[0].config = "default"
-    with pytest.raises(RuntimeError, match="forward is 'plain' now"):  # y would be of the codes
-        layer[0](x)
-
-
-@no_fsdp
-def test_codes_are_gathered_of_weights_that_moved(mesh: Any, seeded: None) -> None:
-    """Casts, meta devices and writes reach the rows that codes are made of."""
-    from torch.distributed.fsdp import fully_shard
-
-    config, x = hot.HotConfig(forward="int8"), torch.randn(40, 72)
-
-    def made(device: str = "cpu") -> nn.Module:
-        model = nn.Sequential(hot.HotLinear(72, 48, config=config, device=device))
-        return gathered.gather_codes(model)
-
-    plain = nn.Sequential(hot.HotLinear(72, 48, config=config))
-    cast = made().bfloat16()
-    assert cast[0].weight.rows.dtype == torch.bfloat16
-    cast.load_state_dict(plain.state_dict())
-    fully_shard(cast, mesh=mesh)
-    empty = made("meta")
-    fully_shard(empty, mesh=mesh)
-    empty.to_empty(device="cpu")
-    for name, parameter in empty.named_parameters():
-        parameter.to_local().data.copy_(plain.state_dict()[name])
-    for model in (empty, cast):
-        dtype = model[0].bias.dtype
-        y = model(x.to(dtype))
-        assert type(model[0].weight) is gathered._Gathered
-        assert torch.equal(y, plain.to(dtype)(x.to(dtype)))
-    with pytest.raises(RuntimeError, match="would be lost; use copy_"):
-        made()[0].weight.data = torch.zeros(48, 72)

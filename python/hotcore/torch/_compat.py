@@ -176,13 +176,6 @@ def without_subclasses() -> AbstractContextManager[Any]:
     return disabled
 
 
-def wrapper(cls: Any, inner: torch.Tensor) -> Any:
-    """A tensor of a subclass, like ``inner`` but without memory; a name that libraries rely on."""
-    like = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
-    made: Any = torch.Tensor
-    return made._make_wrapper_subclass(cls, inner.shape, **like)
-
-
 def memory_budget(budget: float) -> AbstractContextManager[Any]:
     """torch's ``activation_memory_budget`` for what is compiled inside."""
     config: Any = importlib.import_module("torch._functorch.config")

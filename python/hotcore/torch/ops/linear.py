@@ -99,16 +99,10 @@ def linear_from_json(
             return _frozen(x, weight, bias, config_json)
         with calls.hide_from_modes(x, weight.codes):
             return _frozen(x, weight, bias, config_json)
-    if type(x) not in core.PLAIN_TYPES or type(weight) not in core.PLAIN_TYPES:
-        if sharded.is_dtensor(x) or sharded.is_dtensor(weight):
-            parts, layout = sharded.split(x, weight, bias)
-            y = linear_from_json(*parts, config_json, defer)
-            return sharded.joined(y, layout)
-        if _gathered(weight) is not None and not core.bypasses_dispatcher(x):
-            raise NotImplementedError(
-                "weight: its codes were gathered (gather_codes), while torch.compile, a dispatch "
-                "mode or a subclass of Tensor intercepts x; leave the layer out of gather_codes"
-            )
+    subclass = type(x) not in core.PLAIN_TYPES or type(weight) not in core.PLAIN_TYPES
+    if subclass and (sharded.is_dtensor(x) or sharded.is_dtensor(weight)):
+        parts, layout = sharded.split(x, weight, bias)
+        return sharded.joined(linear_from_json(*parts, config_json, defer), layout)
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):
@@ -251,11 +245,6 @@ def _for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
     return weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
 
 
-def _gathered(weight: Tensor) -> Frozen | None:
-    """The codes of a weight of which fully_shard has gathered nothing else (gathered.py)."""
-    return None if type(weight) in core.PLAIN_TYPES else getattr(weight, "frozen", None)
-
-
 def product(
     x: Tensor,
     weight: Tensor | Frozen,
@@ -270,8 +259,8 @@ def product(
     With the configuration as JSON; an empty one is a plain product. A graph makes ``saved`` and
     ``seed`` before it.
     """
-    found: Any = weight if isinstance(weight, Frozen) else _gathered(weight) or (weight,)
-    held, *fields = found
+    parts: Any = weight if isinstance(weight, Frozen) else (weight,)
+    held, *fields = parts
     if core.product_bypasses_dispatcher(x, held):
         return _multiply(x, _held(held, fields), bias, config, quantized)
     y: Tensor = _product(x, held, bias, saved, seed, config, quantized, *fields)
@@ -326,12 +315,11 @@ class Linear(torch.autograd.Function):
             own_seed = seed
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
-        gathered = _gathered(weight)  # not saved: fully_shard frees and refills its memory
-        kept = core.kept_weight(weight, need_gw) if need_gx and gathered is None else None
+        kept = core.kept_weight(weight, need_gw) if need_gx else None
         ctx.save_for_backward(saved if need_gw else None, saved_seed, kept)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (handle, own_seed, x.shape, dtypes, cache, deferred, gathered, frozen)
+        ctx.call = (handle, own_seed, x.shape, dtypes, cache, deferred, frozen)
         return without_base(y)
 
     @staticmethod
@@ -342,7 +330,7 @@ class Linear(torch.autograd.Function):
         if gy is None:
             return None, None, None, *others
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, deferred, gathered, frozen = ctx.call
+        handle, seed, x_shape, dtypes, cache, deferred, frozen = ctx.call
         of_gx, of_gw, of_gb = dtypes
         if cache is not None:
             cache.clear()
@@ -351,7 +339,7 @@ class Linear(torch.autograd.Function):
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
         gx, gw, gb = gradients(
             gy,
-            (_held(weight, frozen) if gathered is None else gathered) if need_gx else None,
+            _held(weight, frozen) if need_gx else None,
             saved if need_gw else None,
             saved_seed,
             saved_seed if seed is None else seed,
@@ -383,11 +371,9 @@ def _eager(
     key = None if cache is None else sharing.linear_key(handle, dtype)
     if handle.int8:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
-        gathered = _gathered(weight)
-        if gathered is not None or core.product_bypasses_dispatcher(inner, weight):
+        if core.product_bypasses_dispatcher(inner, weight):
             forms = codes.forms_of(x, inner, weight, ctx, seed, handle, key)
-            of_w = weight if gathered is None else gathered
-            return int8_linear(inner, of_w, bias, handle.config, forms[0]), *forms[1:]
+            return int8_linear(inner, weight, bias, handle.config, forms[0]), *forms[1:]
     saved, saved_seed = None, seed
     if cache is not None:
         entry = cache.entry_of(x)
