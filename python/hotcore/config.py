@@ -7,6 +7,7 @@ import difflib
 import functools
 import json as _json
 import operator
+import re
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import (
@@ -230,8 +231,17 @@ FIELDS = {row[0]: Field(*row) for row in _core.config_fields()}
 _FORMER = {"row": "token", "column": "channel"}  # former words for scales
 
 
-def _is_power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
+def _ask(call: Callable[..., Any], *arguments: Any, **names: str) -> None:
+    """Let libhot check fields. Raises its ValueError, which then begins with the field's name.
+
+    ``names``: the fields that libhot calls otherwise.
+    """
+    try:
+        call(*arguments)
+    except ValueError as error:
+        found = re.sub(r"^\w+: (\w+)(?:\[\d+\])? (?:is )?", r"\1: ", str(error))
+        field, _, text = found.partition(": ")
+        raise ValueError(f"{names.get(field, field)}: {text}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,19 +286,22 @@ class HotConfig:
     def _check(self) -> None:
         for name in _NAMES:
             self._check_type(FIELDS[name])
-        for name in ("hadamard_block", "forward_block"):
-            value = getattr(self, name)
-            if not (_is_power_of_two(value) and value <= 256):
-                raise ValueError(f"{name}: {value} is no power of two from 1 to 256")
+        if self.rows is not None:
+            object.__setattr__(self, "rows", as_ints(self.rows, "rows", "ints"))
+        if self.token_grid is not None:
+            grid = as_ints(self.token_grid, "token_grid", "(height, width)", 2)
+            if min(grid) < 1:
+                raise ValueError(f"token_grid: {grid}; both sides are at least 1")
+            object.__setattr__(self, "token_grid", grid)
+        if self.rows == ():  # libhot's spec takes it for none
+            raise ValueError("rows: an empty list")
         if self.forward_in_eval and self.forward == "plain":
             raise ValueError("forward_in_eval: needs forward='int8'; a plain forward is plain")
-        if self.gx_bits not in (4, 8):
-            raise ValueError(f"gx_bits: {self.gx_bits}; expected 4 or 8")
-        if not (_is_power_of_two(self.block) and 2 <= self.block <= 64):
-            raise ValueError(f"block: {self.block} is no power of two from 2 to 64")
-        self._check_rank()
-        self._check_layout()
-        self._check_storage()
+        _ask(_core.forward_input_bytes, 0, 0, self.forward_spec, hadamard_block="forward_block")
+        _ask(_core.saved_layout, 0, 0, self.spec)
+        if self.basis == "full":  # the fields of a low rank, which libhot then does not read
+            layout = (*(self.token_grid or (1, 1)), self.prefix_tokens)
+            _ask(_core.hla_rows, 0, "sequency", self.block, 1, (), *layout)
 
     def _check_type(self, field: Field) -> None:
         """Refuse a value of another type, or one that is no choice; lists are checked later."""
@@ -305,47 +318,6 @@ class HotConfig:
             former = _FORMER.get(value) if isinstance(value, str) else None
             hint = f"; {value!r} is now {former!r}" if former in field.choices else ""
             raise ValueError(f"{field.name}: {value!r} is not one of {known}{hint}")
-
-    def _check_storage(self) -> None:
-        if self.storage != "int8" and self.basis != "full":
-            raise ValueError(
-                f"storage: {self.storage!r} keeps x itself and requires basis='full', got "
-                f"{self.basis!r}; use storage='int8'"
-            )
-
-    def _check_rank(self) -> None:
-        if self.rows is not None:
-            if self.basis != "lowpass":
-                raise ValueError(f"rows: a row list needs basis 'lowpass', not {self.basis!r}")
-            rows = as_ints(self.rows, "rows", "ints")
-            if (
-                not rows
-                or len(set(rows)) != len(rows)
-                or not all(0 <= r < self.block for r in rows)
-            ):
-                raise ValueError(f"rows: {rows} are not distinct rows from 0 to {self.block - 1}")
-            object.__setattr__(self, "rows", rows)
-        elif self.basis in ("lowpass", "sequency"):
-            if not 1 <= self.rank <= self.block:
-                raise ValueError(f"rank: {self.rank} is outside 1 to block = {self.block}")
-        elif self.basis == "sketch" and not (
-            _is_power_of_two(self.rank) and 2 <= self.rank <= self.block <= 16 * self.rank
-        ):
-            raise ValueError(
-                f"rank: {self.rank}; a sketch of blocks of {self.block} takes a power of two from "
-                f"{max(2, self.block // 16)} to {self.block}"
-            )
-
-    def _check_layout(self) -> None:
-        if self.token_grid is not None:
-            grid = as_ints(self.token_grid, "token_grid", "(height, width)", 2)
-            if min(grid) < 1:
-                raise ValueError(f"token_grid: {grid}; both sides are at least 1")
-            object.__setattr__(self, "token_grid", grid)
-        if self.prefix_tokens < 0:
-            raise ValueError(f"prefix_tokens: {self.prefix_tokens} is negative")
-        if self.prefix_tokens and self.token_grid is None and self.basis != "full":
-            raise ValueError("prefix_tokens: needs token_grid, which says how long a sample is")
 
     @classmethod
     def recipe(

@@ -547,18 +547,11 @@ def forward_linear(
     else:
         source = _matrix(operand(x, "x"), at_least=True)
         x_shape, x_dtype = source.shape, source.dtype
-    weight, shape = _weight(w, QuantizedForwardWeight)
-    if weight.device != source.device:
-        raise ValueError("w: on another device than x")
-    tokens, in_features = math.prod(x_shape[:-1]), x_shape[-1]
-    if shape[1] != in_features:
-        raise ValueError(f"w: shape {shape}; x has {in_features} in features")
+    weight, shape = _weight(w, QuantizedForwardWeight, source)
+    if shape[1] != x_shape[-1]:
+        raise ValueError(f"w: shape {shape}; x has {x_shape[-1]} in features")
     added = None if bias is None else operand(bias, "bias")
-    if added is not None:
-        if added.shape != (shape[0],):
-            raise ValueError(f"bias: shape {added.shape}; expected {(shape[0],)}")
-        if added.device != source.device:
-            raise ValueError("bias: on another device than x")
+    tokens, in_features = math.prod(x_shape[:-1]), x_shape[-1]
     expected = (*x_shape[:-1], shape[0])
     if out is None:
         dtype = x_dtype if out_dtype is None else source.float_dtype(out_dtype, "out_dtype")
@@ -583,7 +576,8 @@ def forward_linear(
             in_features,
         )
     except (ValueError, NotImplementedError) as error:
-        raise _renamed(error, y="out") from None
+        names = {"y": "out", "quantized_weight": "w", "quantized_input": "x"}
+        raise _renamed(error, **names) from None
     return _result(source, target, out)
 
 
@@ -723,13 +717,11 @@ def backward_linear(
     quantized = isinstance(w, QuantizedWeight)
     in_features = saved.in_features if saved else 0
     if "gx" in wanted:
-        weight, shape = _weight(w, QuantizedWeight)
+        weight, shape = _weight(w, QuantizedWeight, grad)
         if isinstance(w, QuantizedWeight):
             check_fields(w, "w")
             if w.config != settings:
                 raise ValueError(f"w: quantised with {w.config}; expected {settings}")
-            if weight.device != grad.device:
-                raise ValueError("w: on another device than gy")
         if shape[0] != out_features:
             raise ValueError(f"w: shape {shape}; gy has {out_features} out features")
         if saved is not None and shape[1] != in_features:
@@ -758,9 +750,7 @@ def backward_linear(
             targets.append(grad.empty(shapes[name], dtype) if name in wanted else None)
 
     gx, gw, gb = (None if target is None else target.dlpack for target in targets)
-    kept = operand(saved.data, "saved_or_x.data", ("uint8",)) if saved and "gw" in wanted else None
-    if kept is not None and kept.device != grad.device:
-        raise ValueError("saved_or_x: on another device than gy")
+    kept = _bytes(saved.data, "saved_or_x", grad) if saved and "gw" in wanted else None
     workspace = grad.workspace(
         _core.backward_linear_workspace,
         tokens,
@@ -789,7 +779,8 @@ def backward_linear(
             weight.dlpack if weight and quantized else None,
         )
     except (ValueError, NotImplementedError) as error:
-        raise _renamed(error, gw="gw_out", gb="gb_out") from None
+        names = {"gw": "gw_out", "gb": "gb_out", "quantized_weight": "w"}
+        raise _renamed(error, **names) from None
     results = zip(targets, given.values(), strict=True)
     return Gradients(
         *(_result(grad, target, array) if target else None for target, array in results)
@@ -860,13 +851,21 @@ def _matrix(found: Operand, at_least: bool = False) -> Operand:
 
 
 def _weight(
-    w: Any, coded: type[QuantizedWeight | QuantizedForwardWeight]
+    w: Any, coded: type[QuantizedWeight | QuantizedForwardWeight], like: Operand
 ) -> tuple[Operand, tuple[int, ...]]:
     """A weight, or its codes of that class, and its shape ``[O, I]``."""
     if isinstance(w, coded):
-        return operand(w.data, "w.data", ("uint8",)), (w.out_features, w.in_features)
+        return _bytes(w.data, "w", like), (w.out_features, w.in_features)
     found = _matrix(operand(w, "w"))
     return found, found.shape
+
+
+def _bytes(data: Array, name: str, like: Operand) -> Operand:
+    """Codes of the argument ``name``, whose device libhot does not see."""
+    found = operand(data, f"{name}.data", ("uint8",))
+    if found.device != like.device:
+        raise ValueError(f"{name}: on another device than {like.name}")
+    return found
 
 
 def _columns(packed: Operand, columns: int | None) -> int:

@@ -221,15 +221,15 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
         ("w: shape", (x, w[0]), {}),
         ("w: shape", (x[:, :6], codes), {}),
         ("w: dtype", (x, w.astype(np.int8)), {}),
-        ("bias: shape", (x, w, bias[:4]), {}),
-        ("bias: shape", (x, w, bias[None]), {}),
+        ("forward_linear: bias has shape", (x, w, bias[:4]), {}),
+        ("forward_linear: bias has 2 dimensions", (x, w, bias[None]), {}),
         ("bias: dtype", (x, w, bias.astype(np.float64)), {}),
         ("out: shape", (x, w), {"out": np.empty((8, 6), np.float32)}),
         ("out: dtype", (x, w), {"out": np.empty((8, 5), np.float64)}),
         ("out_dtype: ", (x, w), {"out_dtype": "int8"}),
         ("w: quantised with forward_block = 64; expected 16", (x, codes),
          {"config": HotConfig(forward_block=16)}),
-        ("forward_block: 48 is no power of two", (x, w), {"config": {"forward_block": 48}}),
+        ("forward_block: 48; expected a power of two", (x, w), {"config": {"forward_block": 48}}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^({match})"):
             config = options.pop("config", None)
@@ -268,7 +268,7 @@ def test_bad_inputs_are_named(rng: np.random.Generator) -> None:
         ("w: quantised with forward_block = 16; expected 64",
          (codes, hotcore.quantize_forward_weight(w, HotConfig(forward_block=16))), {}),
         ("w: shape", (codes, w[:, :6]), {}),
-        ("bias: shape", (codes, w, bias[:4]), {}),
+        ("forward_linear: bias has shape", (codes, w, bias[:4]), {}),
         ("x.data: dtype", (floats, w), {}),
         ("out: shape", (codes, w), {"out": np.empty((7, 5), np.float32)}),
         ("forward_linear: x has .* bytes; expected", (short, w), {"out": out}),
