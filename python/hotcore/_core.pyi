@@ -35,17 +35,7 @@ class ForwardLinearSpec:
     @property
     def hadamard_block(self) -> int: ...
 
-def config_fields() -> list[
-    tuple[
-        str,
-        Literal["int", "bool", "choice", "ints", "grid"],
-        tuple[str, ...],
-        Any,
-        str,
-        str,
-        bool,
-    ]
-]: ...
+def config_fields() -> list[tuple[Any, ...]]: ...  # as config.Field
 def recipe(name: str) -> dict[str, Any]: ...
 def recipe_names() -> list[str]: ...
 def saved_format(spec: Spec) -> int: ...
@@ -215,11 +205,7 @@ def forward_linear(
     in_features: int = 0,
 ) -> None: ...
 def forward_supported(
-    context: CoreContext,
-    tokens: int,
-    out_features: int,
-    in_features: int,
-    spec: ForwardLinearSpec,
+    context: CoreContext, tokens: int, out_features: int, in_features: int, spec: ForwardLinearSpec
 ) -> tuple[bool, str]: ...
 def explain_devices() -> list[str]: ...
 def explain(
@@ -243,12 +229,5 @@ def explain(
     quantized_forward_weight: bool = False,
 ) -> dict[str, Any]: ...
 def explain_gemm(
-    device: str,
-    m: int,
-    n: int,
-    k: int,
-    out_dtype: str,
-    int4: bool,
-    accumulate: bool,
-    wgmma: bool,
+    device: str, m: int, n: int, k: int, out_dtype: str, int4: bool, accumulate: bool, wgmma: bool
 ) -> dict[str, Any]: ...

@@ -589,10 +589,7 @@ if TYPE_CHECKING:
     _Gb = TypeVar("_Gb")
 
     class Gradients(NamedTuple, Generic[_Gx, _Gw, _Gb]):
-        """What :func:`backward_linear` returns: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
-
-        None stands for what was not requested.
-        """
+        """Result of :func:`backward_linear`."""
 
         gx: _Gx
         gw: _Gw
@@ -607,16 +604,9 @@ if TYPE_CHECKING:
         accumulate: bool
 
 else:
-
-    class Gradients(NamedTuple):
-        """What :func:`backward_linear` returns: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
-
-        None stands for what was not requested.
-        """
-
-        gx: Array | None
-        gw: Array | None
-        gb: Array | None
+    Gradients = NamedTuple("Gradients", [(name, Any) for name in get_args(Need)])
+    Gradients.__doc__ = """What :func:`backward_linear` returns: gx ``[..., I]``, gw ``[O, I]``,
+    gb ``[O]``. None stands for what was not requested."""
 
 
 @overload

@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from .loop import HotLoop, checked_options, scalar_logger
+from .loop import LoopCallback, Scalars, scalar_logger
 
 
 def _callback_class() -> Any:
@@ -22,7 +22,7 @@ def _callback_class() -> Any:
         return importlib.import_module(names[1]).Callback
 
 
-class HotCallback(_callback_class()):  # type: ignore[misc]
+class HotCallback(LoopCallback, _callback_class()):  # type: ignore[misc]
     """:class:`hotcore.integrations.HotLoop` for Lightning's ``Trainer``.
 
     ::
@@ -41,21 +41,15 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
         TypeError: an option that HotLoop does not have.
     """
 
-    def __init__(self, **options: Any) -> None:
-        """Keep the options until training begins."""
-        self._options = checked_options(options)
-        self.loop: HotLoop | None = None
-        """The loop of the current training, or of the last one."""
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter the loop."""
-        options = dict(self._options)
-        options["start"] = trainer.global_step
-        if options.get("log") is None:
-            loggers = [scalar_logger(logger) for logger in trainer.loggers]
-            options["log"] = lambda scalars, step: [log(scalars, step) for log in loggers]
-        self.loop = HotLoop(pl_module, trainer.optimizers[0], **options)
-        self.loop.__enter__()
+        loggers = [scalar_logger(logger) for logger in trainer.loggers]
+
+        def log(scalars: Scalars, step: int) -> None:
+            for send in loggers:
+                send(scalars, step)
+
+        self._enter(pl_module, trainer.optimizers[0], trainer.global_step, log)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the loop."""
@@ -64,8 +58,3 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the loop."""
         self.close()
-
-    def close(self) -> None:
-        """Undo everything."""
-        if self.loop is not None:
-            self.loop.close()

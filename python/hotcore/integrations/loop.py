@@ -107,15 +107,37 @@ class HotLoop:
             self._noise.begin()
 
 
-def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """A callback's options: the loop's, except ``start``. Raises TypeError or ValueError."""
-    known = set(HotLoop.__init__.__kwdefaults__ or {}) - {"start"}
-    if unknown := sorted(set(options) - known):
-        for name in unknown:
-            check_gone(name)
-        expected = ", ".join(sorted(known))
-        raise TypeError(f"HotCallback: no option {', '.join(unknown)}; expected some of {expected}")
-    return options
+class LoopCallback:
+    """Base of the callbacks of trainers: holds the loop of a training."""
+
+    def __init__(self, **options: Any) -> None:
+        """Keep the loop's options, except ``start``. Raises TypeError or ValueError."""
+        known = set(HotLoop.__init__.__kwdefaults__ or {}) - {"start"}
+        if unknown := sorted(set(options) - known):
+            for name in unknown:
+                check_gone(name)
+            expected = ", ".join(sorted(known))
+            raise TypeError(
+                f"HotCallback: no option {', '.join(unknown)}; expected some of {expected}"
+            )
+        self._options = options
+        self.loop: HotLoop | None = None
+        """The loop of the current training, or of the last one."""
+
+    def _enter(
+        self, model: nn.Module, optimizer: Optimizer, start: int, log: Callable[..., object]
+    ) -> None:
+        """Enter a loop, which logs by ``log`` unless an option says otherwise."""
+        own = {**self._options, "start": start}
+        if own.get("log") is None:
+            own["log"] = log
+        self.loop = HotLoop(model, optimizer, **own)
+        self.loop.__enter__()
+
+    def close(self) -> None:
+        """Undo everything, also after a training that an error has ended."""
+        if self.loop is not None:
+            self.loop.close()
 
 
 def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:

@@ -16,7 +16,7 @@ import hotcore.torch as hot
 
 from ..config import ConfigLike, HotConfig, as_config
 from ..torch.selection import candidates
-from .loop import HotLoop, checked_options
+from .loop import LoopCallback
 
 # hotcore does not require transformers; the type checker runs without it.
 _TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
@@ -120,7 +120,7 @@ _quantizers.auto.register_quantization_config("hot")(HotQuantizationConfig)
 _quantizers.auto.register_quantizer("hot")(HotQuantizer)
 
 
-class HotCallback(_TrainerCallback):  # type: ignore[misc]
+class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]
     """:class:`hotcore.integrations.HotLoop` for a ``Trainer`` of transformers.
 
     ::
@@ -143,11 +143,9 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         """Keep the options until training begins."""
-        self._options = checked_options(options)
+        super().__init__(**options)
         self._send: Callable[[dict[str, float]], object] | None = None
         self._pending: dict[str, float] = {}
-        self.loop: HotLoop | None = None
-        """The loop of the current training, or of the last one."""
 
     @classmethod
     def add_to(cls, trainer: Any, **options: Any) -> HotCallback:
@@ -157,22 +155,14 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(callback)
         return callback
 
-    def close(self) -> None:
-        """Undo everything, after a training that an error has ended."""
-        if self.loop is not None:
-            self.loop.close()
-
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any
     ) -> None:
         """Enter the loop."""
         self.close()
-        options = dict(self._options)
-        options["start"] = state.global_step
-        if options.get("log") is None:
-            options["log"] = lambda scalars, step: self._pending.update(scalars)
-        self.loop = HotLoop(model, optimizer, **options)
-        self.loop.__enter__()
+        self._enter(
+            model, optimizer, state.global_step, lambda scalars, _: self._pending.update(scalars)
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the step's measurements; the Trainer has already counted the step."""

@@ -1,7 +1,7 @@
 """A backward of one's own in linear and convolution layers: :class:`CustomBackward`.
 
 Plain torch, for trying an idea: nothing here is fast. The rivals of the benchmarks
-(``benchmarks/rivals``) are such classes.
+(``benchmarks/evidence/rivals``) are such classes.
 """
 
 from __future__ import annotations

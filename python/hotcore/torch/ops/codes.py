@@ -49,18 +49,34 @@ Forms = tuple[Tensor, Tensor, Tensor]
 # ---- sizes ----
 
 
+# Graphs have symbolic sizes, for which libhot cannot be asked: for them it is arithmetic.
+
+
 def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``saved_layout(...).bytes``, also of symbolic sizes."""
     if type(tokens) is int and type(in_features) is int:
         return _saved_bytes(tokens, in_features, config.spec)
-    return symbolic_saved_bytes(tokens, in_features, config)
+    kept = tokens
+    if config.basis != "full":
+        body, prefix = tokens, 0
+        if config.token_grid is not None:
+            area = math.prod(config.token_grid)
+            samples = tokens // (area + config.prefix_tokens)
+            body, prefix = samples * area, samples * config.prefix_tokens
+        rank = len(config.rows) if config.rows else config.rank
+        kept = -(-body // config.block) * rank + prefix
+    row = _up(kept, 32) // 2 if config.storage == "int4" else _up(kept, 16)
+    scales = 4 * (in_features if config.gw_scale == "channel" else 1)
+    if config.storage == "int4":
+        scales = 2 * in_features * -(-tokens // 64)
+    return _up(in_features * row, 16) + scales + (tokens if config.equalize_tokens else 0)
 
 
 def input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``forward_input_bytes(...)``, also of symbolic sizes."""
     if type(tokens) is int and type(in_features) is int:
         return _input_bytes(tokens, in_features, config.forward_spec)
-    return symbolic_input_bytes(tokens, in_features, config)
+    return tokens * (_up(_up(in_features, config.forward_block), 16) + 4)
 
 
 @functools.lru_cache(maxsize=4096)  # a call takes microseconds
@@ -73,39 +89,8 @@ def _input_bytes(tokens: int, in_features: int, spec: _core.ForwardLinearSpec) -
     return _core.forward_input_bytes(tokens, in_features, spec)
 
 
-# The same in arithmetic, for sizes that libhot cannot be asked for: they are not numbers yet.
-
-
 def _up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
-
-
-def symbolic_saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
-    """:func:`saved_bytes` of symbolic sizes."""
-    if config.storage != "int8":
-        row = _up(tokens, 32) // 2
-        scales = 2 * in_features * ((tokens + 63) // 64)
-    else:
-        kept = tokens
-        if config.basis != "full":
-            rank = len(config.rows) if config.rows else config.rank
-            body = prefix = 0
-            if config.token_grid is None:
-                body = tokens
-            else:
-                area = config.token_grid[0] * config.token_grid[1]
-                samples = tokens // (area + config.prefix_tokens)
-                body, prefix = samples * area, samples * config.prefix_tokens
-            kept = (body + config.block - 1) // config.block * rank + prefix
-        row = _up(kept, 16)
-        scales = 4 * (in_features if config.gw_scale == "channel" else 1)
-    exponents = tokens if config.equalize_tokens else 0
-    return _up(in_features * row, 16) + scales + exponents
-
-
-def symbolic_input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
-    """:func:`input_bytes` of symbolic sizes."""
-    return tokens * (_up(_up(in_features, config.forward_block), 16) + 4)
 
 
 def _bytes(size: int, like: Tensor) -> Tensor:
@@ -130,7 +115,7 @@ def decompress(
 ) -> Tensor:
     """:func:`compress`'s x back, ``[tokens, I]``, rounded once to ``dtype``.
 
-    Only for basis ``"full"`` and the token storages, which keep x itself; ``key`` is the one of
+    Only for basis ``"full"``, which keeps x itself; ``key`` is the one of
     :func:`compress`.
     """
     out = torch.empty((tokens, in_features), dtype=dtype, device=saved.device)
