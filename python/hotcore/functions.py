@@ -719,9 +719,6 @@ def backward_linear(
         in_features = shape[1]
 
     given = {"gx": None, "gw": gw_out, "gb": gb_out}
-    for name, array in given.items():
-        if array is not None and name not in wanted:
-            raise ValueError(f"{name}_out: nothing would be written; need leaves {name!r} out")
     if accumulate and wanted == {"gx"}:
         raise ValueError("accumulate: nothing would be added; need leaves 'gw' and 'gb' out")
     dtype = grad.dtype if out_dtype is None else grad.float_dtype(out_dtype, "out_dtype")
@@ -733,6 +730,8 @@ def backward_linear(
     targets: list[Operand | None] = []
     for name, array in given.items():
         if array is not None:
+            if name not in wanted:
+                raise ValueError(f"{name}_out: nothing would be written; need leaves {name!r} out")
             targets.append(output(array, f"{name}_out", grad))
         elif accumulate and name != "gx" and name in wanted:
             raise ValueError(f"accumulate: there is no {name}_out to add to")

@@ -151,16 +151,9 @@ def _self_test() -> int:
 
 
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    tokens, out_features, in_features = options.explain
     try:
         config = HotConfig.recipe(options.recipe or "default", forward=options.forward or "plain")
-        explanation = plans.explain(
-            tokens,
-            out_features,
-            in_features,
-            config,
-            device=options.device or "sm_90",
-        )
+        explanation = plans.explain(*options.explain, config, device=options.device or "sm_90")
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     print(explanation.text, end="")
@@ -176,7 +169,7 @@ def _usable(isa: str) -> bool:
 
 
 def _cuda_archs() -> list[str]:
-    return [arch for arch in _core.cuda_architectures().split(";") if arch]
+    return list(filter(None, _core.cuda_architectures().split(";")))
 
 
 def _cuda_tested() -> dict[str, str]:

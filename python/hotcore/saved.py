@@ -108,29 +108,25 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizedWeight:
+class _Weight:
+    data: arrays.Array
+    out_features: int
+    in_features: int
+    config: HotConfig
+
+
+class QuantizedWeight(_Weight):
     """w quantised for the product of g_x: codes ``[I, Kp]`` and I scales in one uint8 vector.
 
     It is valid until w changes.
     """
 
-    data: arrays.Array
-    out_features: int
-    in_features: int
-    config: HotConfig
 
+class QuantizedForwardWeight(_Weight):
+    """w quantised for the product of y: codes of its rows and O scales in one uint8 vector.
 
-@dataclasses.dataclass(frozen=True)
-class QuantizedForwardWeight:
-    """w as the product of y takes it: codes of its rows and O scales, as one uint8 vector.
-
-    Good for as long as w keeps its values.
+    It is valid until w changes.
     """
-
-    data: arrays.Array
-    out_features: int
-    in_features: int
-    config: HotConfig
 
 
 @dataclasses.dataclass(frozen=True)

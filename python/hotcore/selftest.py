@@ -83,11 +83,11 @@ def results(put: Callable[[Any], Any] = np.asarray, get: Callable[[Any], Any] = 
 
 def mismatches(found: Results, expected: Results) -> list[str]:
     """Names of the arrays in ``found`` whose bits differ from those expected."""
-    return [name for name, array in found.items() if not _same(array, expected[name])]
 
+    def bits(array: Any) -> Any:
+        return array.dtype, array.shape, array.tobytes()
 
-def _same(a: Any, b: Any) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+    return [name for name, array in found.items() if bits(array) != bits(expected[name])]
 
 
 def way_of(device: int, start: bool = False) -> Way | None:
@@ -212,18 +212,13 @@ gate = Gate()
 """The one of this process."""
 
 
-def _start(device: int) -> Way | None:
-    return way_of(device, start=True)
-
-
 def report(
-    devices: Iterable[tuple[int, str]],
-    way: Callable[[int], Way | None] = _start,
+    devices: Iterable[tuple[int, str]], way: Callable[[int], Way | None] | None = None
 ) -> tuple[bool, list[str]]:
     """Test CUDA devices, given by number and name; whether all passed, and a line for each."""
     lines, passed = [], True
     for device, name in devices:
-        found = way(device)
+        found = way_of(device, start=True) if way is None else way(device)
         verdict = "not tested: no torch, CuPy or JAX that sees the GPU"
         if found is not None:
             try:
