@@ -367,17 +367,8 @@ def decompress_activation(
         target = source.empty((count, saved.in_features), source.float_dtype(dtype, "dtype"))
     else:
         target = output(out, "out", source)
-    _core.decompress_activation(
-        source.context(),
-        source.dlpack,
-        saved.tokens,
-        saved.in_features,
-        saved.key,
-        first,
-        end,
-        saved.config.spec,
-        target.dlpack,
-    )
+    about = (saved.tokens, saved.in_features, saved.key, first, end, saved.config.spec)
+    _core.decompress_activation(source.context(), source.dlpack, *about, target.dlpack)
     return _result(source, target, out)
 
 
@@ -740,15 +731,8 @@ def backward_linear(
 
     gx, gw, gb = (None if target is None else target.dlpack for target in targets)
     kept = _bytes(saved.data, "saved_or_x", grad) if saved and "gw" in wanted else None
-    workspace = grad.workspace(
-        _core.backward_linear_workspace,
-        tokens,
-        out_features,
-        in_features,
-        settings.spec,
-        "gx" in wanted,
-        "gw" in wanted,
-    )
+    sizes = (tokens, out_features, in_features, settings.spec, "gx" in wanted, "gw" in wanted)
+    workspace = grad.workspace(_core.backward_linear_workspace, *sizes)
     try:
         _core.backward_linear(
             grad.context(),

@@ -153,7 +153,8 @@ def _self_test() -> int:
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         config = HotConfig.recipe(options.recipe or "default", forward=options.forward or "plain")
-        explanation = plans.explain(*options.explain, config, device=options.device or "sm_90")
+        tokens, outs, ins = options.explain
+        explanation = plans.explain(tokens, outs, ins, config, device=options.device or "sm_90")
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     print(explanation.text, end="")

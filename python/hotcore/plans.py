@@ -134,28 +134,15 @@ def explain(
     wanted = arrays.needed(need, get_args(Needed))
     check_ints(64, tokens=tokens, out_features=out_features, in_features=in_features)
     check_type(bool, accumulate=accumulate, quantized_weight=quantized_weight)
+    dtypes = {"dtype": dtype, "gw_dtype": gw_dtype, "bias_dtype": bias_dtype or "float32"}
+    named = [arrays.dtype_name(one, name, arrays.FLOATS) for name, one in dtypes.items()]
     found = _core.explain(
-        _device(device),
-        tokens,
-        out_features,
-        in_features,
-        settings.spec,
-        arrays.dtype_name(dtype, "dtype", arrays.FLOATS),
-        arrays.dtype_name(gw_dtype, "gw_dtype", arrays.FLOATS),
-        "x" in wanted,
-        "gx" in wanted,
-        "gw" in wanted,
-        "gb" in wanted,
-        accumulate,
+        _device(device), tokens, out_features, in_features, settings.spec, named[0], named[1],
+        "x" in wanted, "gx" in wanted, "gw" in wanted, "gb" in wanted,
+        accumulate, quantized_weight, _wgmma(wgmma),
+        settings.forward_spec if "y" in wanted else None, bias_dtype is not None, named[2],
         quantized_weight,
-        _wgmma(wgmma),
-        settings.forward_spec if "y" in wanted else None,
-        bias_dtype is not None,
-        "float32"
-        if bias_dtype is None
-        else arrays.dtype_name(bias_dtype, "bias_dtype", arrays.FLOATS),
-        quantized_weight,
-    )
+    )  # fmt: skip
     return _explanation(found)
 
 
