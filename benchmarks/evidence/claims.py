@@ -332,7 +332,6 @@ def _against_fp8(results: Path) -> str:
 
 
 TABLES = "bench_training.py --table"
-CALL_A = "evidence.py --call a"
 LARGE_RANKS = "cuda-ranks-efficientformer.json"
 PUBLISHED = ("paper as published", "paper as published, LQS of g_x, too")
 IMAGENET = "no CIFAR, no ImageNet and no pre-trained weights here, nothing is downloaded"
@@ -341,19 +340,19 @@ PLACES = {
     "small": ("[small layers](#small-layers)", "bench_backward.py --device cuda"),
     "layers": ("[layers](#layers-on-a-gpu)", "bench_backward.py --device cuda"),
     "compiled": ("[compiled](#compiled)", "bench_models.py --device cuda"),
-    "latency": ("[the paper's table](#the-papers-latency-table)", CALL_A),
-    "Fig. 1": ("[Fig. 1](#the-papers-latency-table)", CALL_A),
-    "memory": ("[memory by batch](#memory-by-batch)", CALL_A),
+    "latency": ("[the paper's table](#the-papers-latency-table)", "bench_latency.py --device cuda"),
+    "Fig. 1": ("[Fig. 1](#the-papers-latency-table)", "bench_latency.py --device cuda"),
+    "memory": ("[memory by batch](#memory-by-batch)", "bench_memory.py --device cuda"),
     "training": ("[training](dev/rivals.md#training)", "bench_training.py"),
     "ablations": ("[ablations](dev/rivals.md#ablations)", f"{TABLES} ablations"),
     "fine-tuning": ("[fine-tuning](dev/rivals.md#fine-tuning)", f"{TABLES} finetune"),
     "compute": ("[compute](dev/rivals.md#compute)", ""),
     "text": ("[paper.md](paper.md#where-paper-falls-behind)", "bench_gpt.py --device cuda"),
     "ranks": ("[ablations](dev/rivals.md#ablations)",
-              f"{TABLES} ablations; evidence.py --parts cuda-ranks-efficientformer"),
+              f"{TABLES} ablations --tasks images-efficientformer"),
     "rounding": ("[ablations](dev/rivals.md#ablations), [paper.md](paper.md#what-differs-and-why)",
                  f"{TABLES} ablations"),
-    "size": ("[by size](#by-size)", f"{CALL_A}, b, c and d"),
+    "size": ("[by size](#by-size)", "bench_gpt.py --device cuda --size 10M"),
     "": ("", ""),
 }  # fmt: skip
 """Where the docs have a claim's figures, and the command that measures them."""

@@ -186,6 +186,14 @@ def test_sizes_of_zero_and_one(kind: str, recipe: Any, mode: str) -> None:
             assert ours.shape == theirs.shape and bool(ours.any()) == bool(theirs.any())
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (0, 0), (1, 1)])
+def test_layers_without_features(sizes: tuple[int, int]) -> None:
+    layer = converted(nn.Linear(*sizes))
+    gradients = step(layer, torch.randn(3, sizes[0]))
+    assert [tuple(g.shape) for g in gradients[1:3]] == [(3, sizes[0]), sizes[::-1]]
+
+
 # -------------------------------------------------------------------- Plain where HOT has no part
 
 
