@@ -167,7 +167,7 @@ def int8_linear(
     else:
         rows, tokens, in_features = x, math.prod(x.shape[:-1]), x.shape[-1]
     if isinstance(weight, Frozen):
-        matrix, frozen, out_features = None, weight.codes, weight.out_features
+        matrix, frozen, out_features = None, codes.body(weight), weight.out_features
     else:
         matrix, frozen, out_features = weight, None, weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
