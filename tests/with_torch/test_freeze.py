@@ -29,6 +29,7 @@ from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
 from hotcore.torch.frozen_codes import sealed_bytes  # noqa: E402
 from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch_graphs import Graphs, causal, every, same  # noqa: E402
@@ -397,6 +398,30 @@ def test_refused() -> None:
         hot.thaw(None)
     model.requires_grad_(False)
     assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("layers", [("up",), ("up", "down")])
+def test_pruning_is_refused(layers: tuple[str, ...]) -> None:
+    model = frozen()
+    state, x = model.state_dict(), torch.randn(3, 72)
+    y = model(x)
+    with pytest.raises(RuntimeError, match=r"up: weight_orig: the weight is frozen.*hot\.thaw"):
+        if len(layers) == 1:
+            prune.l1_unstructured(model.up, "weight", 0.5)
+        else:
+            pairs = [(getattr(model, name), "weight") for name in layers]
+            prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+    assert torch.equal(model(x), y) and list(model.state_dict()) == list(state)
+
+
+@pytest.mark.parametrize("convrot", [False, True])
+def test_a_sparse_weight_is_refused(convrot: bool) -> None:
+    model = of_format(64, convrot)
+    before, x = model.up.weight_codes.clone(), torch.randn(3, 64)
+    state = {"up.weight": torch.randn(96, 64).to_sparse()}
+    with pytest.raises(RuntimeError, match=r"loading up\.weight: .*layout torch\.sparse_coo"):
+        model.load_state_dict(state, strict=False)
+    assert torch.equal(model.up.weight_codes, before) and model(x).isfinite().all()
 
 
 def test_only_some_layers() -> None:

@@ -427,7 +427,7 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     dtype = calls.autocast_dtype(x)
     inner = calls.cast(x, dtype)
     if config_json or x.dtype != weight.dtype:
-        calls.check_dtypes(x, weight.dtype, bias, dtype)
+        _check_dtypes(x, weight, bias, dtype)
     if config_json:
         calls.check_transforms("linear", x, bias)
     elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
@@ -451,6 +451,20 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
         return traced
     y: Tensor = Linear.apply(inner, held, bias, seed, config_json, None, x_codes, *fields)  # type: ignore[no-untyped-call]  # so in torch
     return y
+
+
+def _check_dtypes(
+    x: Tensor, weight: Frozen, bias: Tensor | None, autocast: torch.dtype | None
+) -> None:
+    try:
+        calls.check_dtypes(x, weight.dtype, bias, autocast)
+    except ValueError as error:
+        if str(error).startswith("weight:"):
+            error.args = (
+                f"{error}. The weight is frozen in INT8: model.to(x.dtype) changes the dtype that "
+                "it stands for, where the mp_policy of fully_shard casts x alone",
+            )
+        raise
 
 
 # ---- the backward products ----
