@@ -351,7 +351,7 @@ class FrozenModule(HotModule, nn.Module):
         if not self._fits(codes):
             self.take_format(codes)
         weight = Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
-        # functional_call's; operators check codes that remember it.
+        # A tensor of functional_call. Operators check codes that remember it.
         if type(codes) is Tensor and not torch.compiler.is_compiling():
             check_codes(weight)
         return weight
@@ -423,7 +423,7 @@ class FrozenModule(HotModule, nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As of any module; refuses the parts that ``parallelize_module`` makes of a weight.
 
-        And the weight under another name, as torch's prune holds it.
+        Refuses the weight under another name, too, which torch's prune would keep.
         """
         if is_dtensor(param):
             raise NotImplementedError(

@@ -34,7 +34,7 @@ class Format(NamedTuple):
     """Whether they are of ``w D`` (:mod:`hotcore.torch.convrot`)."""
 
     def __str__(self) -> str:
-        """As errors name it."""
+        """Name in errors."""
         return f"ConvRot's groups of {self.block}" if self.convrot else f"blocks of {self.block}"
 
 
@@ -111,7 +111,7 @@ class FrozenCodes(nn.Parameter):
     """
 
     _hot_seen: Any = None
-    """What :func:`check` has found intact."""
+    """Version and address that :func:`check` has found intact."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenCodes:
         """The same memory."""
@@ -121,7 +121,9 @@ class FrozenCodes(nn.Parameter):
 
     def detach(self) -> FrozenCodes:
         """The same memory and version, guarded."""
-        return FrozenCodes(self)
+        made = FrozenCodes(self)
+        made._hot_seen = self._hot_seen
+        return made
 
     @property
     def data(self) -> Tensor:
@@ -178,7 +180,7 @@ def _refusal(name: str) -> Any:
 
 _KEEP = {"copy_", "detach_", "requires_grad_", "resize_", "set_", "share_memory_"}
 NO_WRITES = {"__index__", "__int__", "__invert__", "__init__", "__iter__", "__init_subclass__"}
-"""Methods whose names begin as those of ``+=`` and its like."""
+"""Methods whose names begin like those of ``+=``, and that write nothing."""
 for _name in {*dir(Tensor)} - _KEEP - NO_WRITES:
     _ends = _name.endswith("_") and not _name.endswith("__")
     if _ends or _name.startswith("__i") or _name in ("__setitem__", "__dlpack__"):
