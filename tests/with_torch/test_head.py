@@ -339,6 +339,11 @@ def test_what_is_refused(config: Any) -> None:
         ({"x": torch.randn(8, 64).double()}, "x: dtype float64"),
         ({"x": torch.randn(8, 64).bfloat16()}, "weight: dtype float32; x has bfloat16"),
         ({"bias": torch.randn(96).half()}, "bias: dtype float16"),
+        (
+            {"weight": torch.randn(96, 64).to_sparse()},
+            r"weight: layout torch\.sparse_coo; expected",
+        ),
+        ({"x": torch.randn(8, 64).to_sparse()}, r"x: layout torch\.sparse_coo; expected"),
         ({"bias": torch.randn(95)}, r"bias: shape \[95\]; expected \[96\]"),
         ({"target": torch.zeros(9, dtype=torch.int64)}, r"target: shape \[9\]; expected \[8\]"),
         ({"target": torch.zeros(8, dtype=torch.int32)}, "target: dtype int32; expected int64"),

@@ -181,7 +181,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def traces_parameters() -> bool:
-    """Whether torch.compile follows a subclass of Parameter with a ``__torch_function__``.
+    """Whether torch.compile follows a subclass of Parameter.
 
     It does in torch 2.13 and 2.15. In 2.6, 2.8, 2.10 and 2.12 tracing ends with an error.
     """

@@ -82,8 +82,8 @@ def freeze_int8(
         model: with layers that :func:`convert` made (linear ones, transformers' ``Conv1D``).
         filter_fn: ``filter_fn(module, fqn)`` says which of them; None: all, or where some of their
             weights do not require grad, those (peft's ``modules_to_save`` are trained beside them).
-        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes`` and
-            ``weight_block``, without a copy. They load into a model that is frozen alike.
+        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, without a copy.
+            They load into a model that is frozen alike.
         convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion
             trainers, with ``forward_block`` as group; ``state_dict()`` and ``load_state_dict`` have
             its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
@@ -219,8 +219,8 @@ def _trained(layers: Mapping[str, HotModule]) -> dict[str, str]:
 def _notes(layers: Iterable[HotModule]) -> Iterator[str]:
     if not _compat.traces_parameters():
         yield (
-            "torch before 2.13: weight_codes are ordinary Parameters. Averages of parameters (EMA, "
-            "SWA) must leave out those of torch.uint8; the average's eager forward raises otherwise"
+            "torch before 2.13: weight_codes are ordinary Parameters, and a write to their data is "
+            "not found; averages of parameters (EMA, SWA) must leave out those of torch.uint8"
         )
     configs = [layer.config for layer in layers]
     if any(config.forward == "plain" for config in configs):
