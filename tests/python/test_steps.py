@@ -64,8 +64,6 @@ def one_thread() -> Any:
         ),
         ("hot::detail::(anonymous namespace)::final_sum_kernel(float const*, long)",
          "hotcore's quantisers"),
-        ("_compress_signs_kernel", "hotcore's quantisers"),
-        ("_restore_signs_kernel", "hotcore's quantisers"),
         ("triton_per_fused__to_copy_native_layer_norm_0", "pointwise, reductions"),
         ("triton_red_fused__scaled_mm_abs_max_1", "pointwise, reductions"),
         ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16>", "pointwise, reductions"),

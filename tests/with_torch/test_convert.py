@@ -133,6 +133,21 @@ def test_filter_fn() -> None:
     model(torch.randint(50, (2, 20))).sum().backward()
 
 
+REMOVED = r"removed in hotcore 0\.1\.0 \(2026-11\)"
+
+
+def test_what_was_removed_says_what_to_do() -> None:
+    for value in (8, {"relu": 1}, None):
+        with pytest.raises(ValueError, match=rf"^saved: {REMOVED}; recompute .*_memory_budget$"):
+            hot.convert(Model(), saved=value)
+    with pytest.raises(TypeError, match=r"^convert\(\) got an unexpected keyword argument 'save'$"):
+        hot.convert(Model(), save=8)
+    with pytest.raises(AttributeError, match=rf"gradient_accumulation: {REMOVED}; leave it out"):
+        hot.gradient_accumulation  # noqa: B018  (the name is the test)
+    with pytest.raises(AttributeError, match="'hotcore.torch' has no attribute 'converted'"):
+        hot.converted  # noqa: B018
+
+
 def test_filter_that_matches_nothing() -> None:
     """The error lists the layers, and those that could be converted."""
     with pytest.raises(

@@ -932,14 +932,6 @@ def test_reports_count_frozen_layers() -> None:
     assert "hot/noise_gw/up" not in noise.scalars
 
 
-def test_gradient_accumulation_keeps_no_codes() -> None:
-    model, x = frozen(), torch.randn(9, 72)
-    alone = results(model, x, model)
-    with hot.gradient_accumulation():
-        inside = results(model, x, model)
-    assert same(alone, inside)
-
-
 def test_precision_schedule() -> None:
     model = frozen()
     schedule = paper.PrecisionSchedule(model, warmup=1)

@@ -31,7 +31,6 @@ _NAMES = (
     "_is_tracing",
     "_len_torch_dispatch_stack",
     "_len_torch_function_stack",
-    "_will_engine_execute_node",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
 )
@@ -119,11 +118,6 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return disabled
 
 
-def functional(x: torch.Tensor) -> bool:
-    """Whether x is a value of a graph that AOTAutograd is tracing."""
-    return isinstance(x, FunctionalTensor)
-
-
 def symbolic(x: torch.Tensor) -> bool:
     """Whether x has no values, as during compilation."""
     return isinstance(x, FunctionalTensor | FakeTensor)
@@ -152,18 +146,6 @@ def count_as_products(operators: Iterable[Any]) -> None:
 def jit_tracing() -> bool:
     """Whether ``torch.jit.trace`` is running; the public function takes three times as long."""
     return bool(_C._is_tracing())
-
-
-def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass adds to ``leaf.grad``.
-
-    ``backward()`` does; ``torch.autograd.grad`` does not, nor does ``backward(inputs=...)`` of
-    others.
-    """
-    try:
-        return bool(_C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
-    except RuntimeError:  # torch raises it for a leaf that autograd.grad returns
-        return False
 
 
 def keeps_graph() -> bool:

@@ -7,14 +7,14 @@ import difflib
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import _core, contexts, gpus
-from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
+from ..config import ConfigLike, HotConfig, HotConfigFields, as_config, refuse_arguments
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
 from .bitsandbytes import is_8bit
@@ -25,7 +25,6 @@ from .modules import HotModule, is_pointwise, own_forward, replace_layers, unwra
 from .ops import is_dtensor
 from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
-from .saved import convert_saved, revert_saved, saved_modules
 from .selection import (
     MIN_FEATURES,
     Filter,
@@ -55,8 +54,8 @@ def convert(
     inputs: Any = None,
     device: torch.device | str | None = None,
     slower: bool = False,
-    saved: int | Mapping[str, Any] | None = None,
     head: bool | ConfigLike = False,
+    **removed: NoReturn,
 ) -> _Model:
     """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
@@ -85,13 +84,11 @@ def convert(
         device: the device of training, if it is not that of the first weight. It selects the rule
             by which layers are slower: on CUDA by INT8's rate on this GPU (docs/gpus.md).
         slower: also convert layers that are expected to be slower than plain torch.
-        saved: 8: ReLUs keep one bit a value for backward, which is exact; or a mapping of name
-            patterns to 8 or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay
-            plain.
         head: True: a causal LM model of transformers, called with labels in training, computes its
             loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
             empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot. With
             ``filter_fn=lambda *_: False`` that is all that changes.
+        **removed: none; an argument of an earlier version is a ValueError that says what to do.
 
     Returns:
         ``model``, changed in place; if it is itself such a layer, the new layer. The attribute
@@ -103,22 +100,18 @@ def convert(
         TypeError: ``model`` is no module.
         ValueError: a layer is already converted, or sharded (``fully_shard`` comes after), no layer
             can be converted, a pattern matches no layer or no converted one, a ``token_grid`` does
-            not fit ``inputs``, ``saved`` finds nothing, or ``model`` is an ``nn.DataParallel``.
+            not fit ``inputs``, or ``model`` is an ``nn.DataParallel``.
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
+    refuse_arguments("convert", removed)
     products = None if isinstance(head, bool) else as_config(head, "head")
-    decision = decide(
-        *(model, config, filter_fn, overrides, inputs, device, slower),
-        saved=saved is not None,
-        head=head is not False,
-    )
-    if saved is not None:
-        decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
+    settings = (config, filter_fn, overrides, inputs, device, slower)
+    decision = decide(model, *settings, head=head is not False)
     new = replace_layers(model, decision.replacements)
     if head is not False:
         why = attach(new, products)
-        if why and not decision.replacements and saved is None:
+        if why and not decision.replacements:
             raise ValueError(f"head: {why}; and no layer is converted")
         done = f"loss in chunks, {products or 'torch products'}"
         decision.report.head = f"stays plain: {why}" if why else done
@@ -150,13 +143,12 @@ def decide(
     inputs: Any = None,
     device: torch.device | str | None = None,
     slower: bool = False,
-    saved: bool = False,
     head: bool = False,
 ) -> Decision:
     """Choose the layers of :func:`convert` and make the new ones; change nothing.
 
-    Arguments and errors are those of :func:`convert`; ``saved`` and ``head`` say whether it has its
-    own, so that a model without layers to convert is no error.
+    Arguments and errors are those of :func:`convert`; ``head`` says whether it has one, so that a
+    model without layers to convert is no error.
     """
     _check_model(model)
     _check_devices(model)
@@ -183,7 +175,7 @@ def decide(
     others = unconverted.matrices(model)
     chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by calibrate, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
-    if not slow and nothing and not saved and not head:
+    if not slow and nothing and not head:
         raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))
     reasons |= slow
     rows: list[Converted | Skipped] = []
@@ -221,7 +213,7 @@ def decide(
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, rate, filter_fn is None)
     warning = ""
-    if not converted and not saved and (slow or chosen):
+    if not converted and (slow or chosen):
         why = "expected to be slower than plain torch's" if slow else "left out by overrides"
         if gains.NO_INT8 in slow.values():
             why += f" ({gains.NO_INT8})"
@@ -244,10 +236,8 @@ def revert(model: nn.Module) -> nn.Module:
     found = unwrapped(
         model, HotModule, hot_class, lambda m: "" if is_attached(m) else own_forward(m)
     )
-    saved_modules(model)  # these two raise before anything is changed
-    custom_layers(model)
+    custom_layers(model)  # raises before anything is changed
     detach(model)
-    revert_saved(model)
     plain = {module: module.to_plain() for module in found}
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
     tie(frozen)

@@ -20,7 +20,6 @@ from .clocks import Step, whole
 from .convert import convert, revert
 from .probe import Kept, LossFn, check_training, loss_of, preserve_state
 from .report import aligned
-from .saved import SavedCodes
 from .selection import Filter
 
 _MIB = 2**20
@@ -151,10 +150,7 @@ def memory_report(
     Source: docs/torch/memory.md.
     """
     check_training(model, "memory_report")
-    converted = any(
-        isinstance(getattr(module, "config", None), HotConfig) or isinstance(module, SavedCodes)
-        for module in model.modules()
-    )
+    converted = any(isinstance(getattr(m, "config", None), HotConfig) for m in model.modules())
     if not converted and config is None:
         raise ValueError("config: None, and the model is plain: there is nothing to compare with")
     changes = "as converted"

@@ -18,7 +18,6 @@ from . import _compat
 from .frozen import FrozenModule
 from .modules import replace_layers
 from .report import REPORT
-from .saved import SavedCodes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
@@ -302,7 +301,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore .grad, buffers, submodules, their classes and torch's random state on leaving.
+    """Restore .grad, buffers, submodules and torch's random state on leaving.
 
     Inside, no parameter has a .grad. Hooks that run once a parameter's gradient is there (an
     optimizer in backward) are set aside.
@@ -314,7 +313,6 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     children = [(m, dict(m._modules)) for m in modules]
     report = vars(model).get(REPORT)
-    saved = [(m, type(m)) for m in modules if isinstance(m, SavedCodes)]
     with torch.random.fork_rng({p.device for p, _ in grads if p.is_cuda}):
         try:
             for parameter, _ in grads:
@@ -335,8 +333,6 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             vars(model).pop(REPORT, None)
             if report is not None:
                 vars(model)[REPORT] = report
-            for module, kind in saved:
-                module.__class__ = kind
             for parameter, grad in grads:
                 parameter.grad = grad
             for table, content in contents:  # self.buffer = self.buffer + 1

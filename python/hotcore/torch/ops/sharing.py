@@ -13,7 +13,7 @@ Only activations are shared: tensors with a ``grad_fn`` that are not views of a 
 that writes an activation the same way (NumPy, DLPack, ``.detach().data``, a replayed CUDA graph)
 goes unnoticed unless the tensor's memory moves; :class:`share_inputs` switches the cache off.
 
-While AOTAutograd traces a graph, :func:`once` does the same for every x of the graph.
+In compiled graphs the partitioner merges equal operators, and nothing here runs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _core
 from ...config import HotConfig
@@ -53,7 +52,7 @@ class share_inputs:
             between two layers that take it. It costs the memory and the time of one compressed x
             per layer.
 
-    Source: docs/torch/accumulation.md, "Layers with one x".
+    Source: docs/torch/sharing.md, "Layers with one x".
     """
 
     enabled: ClassVar[bool] = True
@@ -240,25 +239,3 @@ _threads = _Threads()
 def current() -> Cache:
     """The calling thread's cache."""
     return _threads.cache
-
-
-# ---- in a graph that is being traced ----
-
-_traced: Any = WeakTensorKeyDictionary()  # x -> (version, key) -> what was made of it
-_Made = TypeVar("_Made")
-
-
-def once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
-    """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
-
-    A composite operator runs during tracing, on symbolic tensors. The compiler does not merge
-    random operators, so this function gives each x only one.
-    """
-    if not _compat.functional(x):
-        return make()
-    made: dict[Hashable, Any] = _traced.setdefault(x, {})
-    versioned = (x._version, key)
-    if versioned not in made:
-        made[versioned] = make()
-    found: _Made = made[versioned]
-    return found
