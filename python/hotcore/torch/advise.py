@@ -414,7 +414,6 @@ class _Trial:
                 torch.compiler.reset()
                 stack.callback(torch.compiler.reset)
                 for module in blocks or [model]:
-                    stack.callback(_compat.forget_compiled, module)
                     module.compile(**way)
             step = whole(model, self.inputs, self.loss_fn, self.update)
             for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import HotConfig
 from . import frozen_codes
@@ -96,11 +96,11 @@ class HotConvRotLinear(HotFrozenLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._product(x * self.weight_signs, weight, bias)
 
-    def thaw(self, values: Tensor | None = None) -> None:
-        """Become the layer with a plain weight, in place; see ``FrozenModule``."""
-        super().thaw(values)
+    def thaw(self, weight: nn.Parameter, cls: type[nn.Module] | None = None) -> None:
+        """Become a layer with a plain weight, in place; see ``FrozenModule``."""
+        super().thaw(weight, cls)
         del self._buffers[_SIGNS]
-        # The set may be that of the layer of which this one is a copy (copy_thawed).
+        # A new set: preserve_state restores the old one.
         self._non_persistent_buffers_set = self._non_persistent_buffers_set - {_SIGNS}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

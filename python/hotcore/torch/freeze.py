@@ -13,13 +13,14 @@ from torch import nn
 from . import _compat, ops
 from .convrot import HotConvRotLinear
 from .convrot import why_not as why_no_convrot
-from .frozen import FrozenModule, HotFrozenLinear, freeze, tie
-from .modules import HotLinear, HotModule, own_forward
+from .frozen import FrozenModule, HotFrozenLinear, encoded, freeze, plain_weights
+from .frozen_codes import parameter
+from .modules import HotLinear, HotModule, held_forwards, own_forward, unwrapped
 from .report import listed
 from .selection import Filter, hot_class, kind_of
 
 _GIB = 2**30
-_REPORT = "freeze_report"
+FREEZE_REPORT = "freeze_report"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,9 @@ def freeze_int8(
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, HotModule)}
     why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot)
     reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn))}
+    plain: dict[str, nn.Module] = {fqn: m for fqn, m in layers.items() if fqn not in reasons}  # type: ignore[misc]
+    held = held_forwards(plain.values())
+    reasons |= {fqn: held[m] for fqn, m in plain.items() if m in held}
     reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
     if filter_fn is None:
         reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
@@ -116,14 +120,17 @@ def freeze_int8(
     uses = collections.Counter(owners.values())
     before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
     weights.clear()  # each is freed when its layer is done
+    for layer in chosen.values():  # a row each, before anything changes
+        encoded(layer, _frozen_class(layer, convrot), slice(1))
     made: dict[tuple[int, int, bool], nn.Parameter] = {}
     for fqn, layer in chosen.items():
         cls = _frozen_class(layer, convrot)
         key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
-        tied = uses[owners[fqn]] > 1
-        made[key] = freeze(layer, cls, save_codes, tied, made.get(key))
+        if key not in made:
+            made[key] = parameter(encoded(layer, cls))
+        freeze(layer, cls, save_codes, uses[owners[fqn]] > 1, made[key])
     after = sum(codes.nbytes for codes in made.values())
-    model.__dict__[_REPORT] = FreezeReport(
+    model.__dict__[FREEZE_REPORT] = FreezeReport(
         tuple(chosen), tuple(reasons.items()), before, after, tuple(_notes(chosen.values()))
     )
     return model
@@ -146,13 +153,11 @@ def thaw(model: nn.Module) -> int:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    frozen = [module for module in model.modules() if isinstance(module, FrozenModule)]
-    codes = [layer.weight_codes for layer in frozen]
-    for layer in frozen:
-        layer.thaw()
-    tie(zip(codes, frozen, strict=True))
+    frozen = unwrapped(model, FrozenModule, hot_class, "thaw()")
+    for layer, weight in plain_weights(frozen.values()).items():
+        layer.thaw(weight)
     for each in model.modules():
-        each.__dict__.pop(_REPORT, None)
+        each.__dict__.pop(FREEZE_REPORT, None)
     return len(frozen)
 
 

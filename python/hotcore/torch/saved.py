@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .modules import carry_forward, own_forward, unwrapped
+from .modules import become, own_forward, unwrapped
 from .ops import experts, is_dtensor
 from .ops.relu import relu
 from .report import SavedModule, SavedReport, listed
@@ -37,9 +37,6 @@ which stay torch's, in the dtype of the weights, and the two factors of the gate
 _GONE = ("activation", "norm", "attention", "product")
 _INSTEAD = "use hot.recompute(model.blocks[:n])"
 
-SAVED_FIELDS = ("saved_bits", "saved_gate")
-"""What a converted module has beside its class."""
-
 
 # ---- the classes ----
 
@@ -48,6 +45,7 @@ class SavedCodes:
     """Base of the classes that :func:`convert_saved` assigns to modules."""
 
     plain: ClassVar[type[nn.Module]]
+    hot_fields = ("saved_bits", "saved_gate")
     _hot_forward: ClassVar[str]
     saved_bits: int
 
@@ -333,20 +331,19 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
         if reason:
             continue
         module, note = model.get_submodule(name), ""
+        fields: dict[str, Any] = {"saved_bits": own}
         plain: Any = type(module)
         if kind == "experts":
             gate = _gate_name(module), module.act_fn
-            module.saved_gate = gate  # type: ignore[assignment]  # no Parameter, no submodule
+            fields["saved_gate"] = gate
             note = "; x of the grouped products, which stay torch's in the weights' dtype"
             note += ", and the gate's factors" if gate[0] else ", not the gate's factors"
-        module.saved_bits = own  # type: ignore[assignment]
-        carry_forward(module, module, _class(plain, forward))
-        module.__class__ = _class(plain, forward)
+        become(module, _class(plain, forward), fields)
         report.converted.append(SavedModule(name, plain.__name__, {kind: own}, note))
     return report
 
 
-def saved_modules(model: nn.Module) -> list[Any]:
+def saved_modules(model: nn.Module) -> dict[str, Any]:
     """Those that :func:`revert_saved` makes plain.
 
     Raises ValueError if a module has become a subclass in the meantime (a parametrisation,
@@ -357,8 +354,5 @@ def saved_modules(model: nn.Module) -> list[Any]:
 
 def revert_saved(model: nn.Module) -> None:
     """Restore every module's plain class. Raises as :func:`saved_modules`."""
-    for module in saved_modules(model):
-        carry_forward(module, module, module.plain)
-        module.__class__ = module.plain
-        for attribute in SAVED_FIELDS:
-            module.__dict__.pop(attribute, None)
+    for module in saved_modules(model).values():
+        become(module, module.plain)

@@ -12,7 +12,7 @@ from . import _compat, bitsandbytes, gains
 from .attention import HotMultiheadAttention
 from .bitsandbytes import is_4bit, is_8bit
 from .frozen import FrozenModule
-from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
+from .modules import HotConv2d, HotLinear, HotModule, held_forwards, is_pointwise, own_forward
 from .ops import DTYPES
 from .ops.conv import has_products
 from .ops.sharded import is_dtensor
@@ -138,6 +138,8 @@ def why_plain(
         reasons = _default_reasons(model, layers)
     # Reasons why a conversion is impossible come before reasons of choice.
     reasons |= {fqn: why for fqn, module in layers if (why := why_impossible(module))}
+    held = held_forwards(m for fqn, m in layers if fqn not in reasons)
+    reasons |= {fqn: held[module] for fqn, module in layers if module in held}
     # torch.compile's result calls the layer that it was given.
     called = {id(getattr(m, "_orig_mod", None)) for m in model.modules() if _compat.is_compiled(m)}
     compiled = [fqn for fqn, m in layers if id(m) in called and not isinstance(m, HotModule)]
