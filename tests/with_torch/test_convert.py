@@ -1023,19 +1023,17 @@ def hooked_and_patched(model: nn.Module) -> nn.Module:
 OWN_FORWARD = [patched, of_a_function, recomputed, hooked_and_patched]
 
 
-@pytest.mark.parametrize("change", [*OWN_FORWARD, compiled, wrapped])
+@pytest.mark.parametrize("change", OWN_FORWARD)
 def test_layers_that_would_go_on_plain_are_reported_so(change: Any, seeded: None) -> None:
     model = nn.ModuleDict({"changed": change(stack()), "other": nn.Linear(64, 64)})
     report = hot.convert(model, "fast", every).hot_report
     assert names(report) == ["other"]
     reasons = {layer.reason for layer in report.skipped}
-    expected = "compiled before" if change in (compiled, wrapped) else "a forward of its own"
-    assert len(report.skipped) == 2 and all(expected in reason for reason in reasons)
+    assert len(report.skipped) == 2 and all("a forward of its own" in why for why in reasons)
     if change is not of_a_function:  # it leaves out the bias
         assert trained_by(model["changed"]) == "plain"
-    if change not in (compiled, wrapped):
-        with pytest.raises(ValueError, match="module: it has a forward of its own"):
-            hot.HotLinear.from_linear(model["changed"][1])
+    with pytest.raises(ValueError, match="module: it has a forward of its own"):
+        hot.HotLinear.from_linear(model["changed"][1])
 
 
 @pytest.mark.parametrize("change", OWN_FORWARD)
@@ -1049,10 +1047,31 @@ def test_reverting_names_layers_that_would_go_on_as_hot(change: Any, seeded: Non
         hot.freeze_int8(model)
 
 
-def test_reverting_compiled_layers(seeded: None) -> None:
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("change", [compiled, wrapped, whole])
+def test_compiled_before_or_after(change: Any, seeded: None, compiled_afresh: None) -> None:
+    """Graphs are guarded by their layers' classes."""
+    for before in (True, False):
+        model = change(stack()) if before else change(hot.convert(stack(), "fast", every))
+        if before:
+            assert trained_by(model) == "plain"
+            assert len(hot.convert(model, "fast", every).hot_report.converted) == 2
+        assert trained_by(model) == "HOT"
+        hot.revert(model)
+        assert trained_by(model) == "plain"
+
+
+def test_the_text_of_layers_that_torchao_has_quantised() -> None:
+    """quantize_ keeps the layer's extra_repr, in a bound partial."""
     hot.convert(model := stack(), "fast", every)
-    assert trained_by(compiled(model)) == "HOT"
-    assert trained_by(hot.revert(model)) == "plain"
+    text = functools.partial(lambda own, layer: f"{own()}, more", model[1].extra_repr)
+    model[1].extra_repr = types.MethodType(text, model[1])
+    assert "config=fast, more" in repr(model)
+    hot.revert(model)
+    assert "Linear(in_features=64, out_features=64, bias=True, more)" in repr(model)
 
 
 Pair = collections.namedtuple("Pair", "layer")

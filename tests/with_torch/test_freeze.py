@@ -397,6 +397,37 @@ def test_refused() -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
+def half_averaged(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.down.weight_codes.mul_(0.999)
+
+
+def patched(model: nn.Module) -> None:
+    model.down.forward = lambda x: x
+
+
+@pytest.mark.parametrize("change", [pytest.param(half_averaged, marks=guarded), patched])
+@pytest.mark.parametrize("undo", [hot.thaw, hot.revert])
+def test_all_layers_are_thawed_or_none(
+    undo: Callable[[nn.Module], Any], change: Callable[[nn.Module], None]
+) -> None:
+    model = frozen()
+    change(model)
+    content = [(type(m), dict(vars(m)), dict(m._parameters)) for m in model.modules()]
+    with pytest.raises((ValueError, RuntimeError), match="(layer|model:) down: "):
+        undo(model)
+    assert content == [(type(m), dict(vars(m)), dict(m._parameters)) for m in model.modules()]
+
+
+def test_all_layers_are_frozen_or_none() -> None:
+    model = hot.convert(Net(), config(), every)
+    model.down.double()
+    with pytest.raises(ValueError, match="^layer down: .*dtype float64"):
+        hot.freeze_int8(model)
+    assert type(model.up) is type(model.down) is hot.HotLinear
+    assert hot.freeze_int8(model, lambda layer, name: name == "up").freeze_report.layers == ("up",)
+
+
 def test_only_some_layers() -> None:
     model = hot.convert(Net(), config(), every)
     report = hot.freeze_int8(model, lambda module, name: name == "up").freeze_report

@@ -169,6 +169,10 @@ def keeps_graph() -> bool:
     return bool(_C._autograd._get_current_graph_task_keep_graph())
 
 
+COMPILED_OF = "_torchdynamo_orig_callable"
+"""Attribute of a result of torch.compile: what was compiled. No call of the result runs it."""
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether this module, not its children, runs under ``torch.compile``.
 

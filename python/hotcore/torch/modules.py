@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
+from . import _compat
 from .ops.conv import conv2d_from_json
 from .ops.linear import linear_from_json
 
@@ -309,6 +310,8 @@ def _holder(value: Any, seen: set[int]) -> str:
     seen.add(id(referrers))
     for each in referrers:
         if id(each) in seen or isinstance(each, types.FrameType | types.GeneratorType):
+            continue
+        if type(each) is dict and each.get(_compat.COMPILED_OF) is value:
             continue
         seen.add(id(each))
         closure = isinstance(each, types.CellType | types.FunctionType | tuple)

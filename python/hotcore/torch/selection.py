@@ -139,11 +139,7 @@ def why_plain(
     # Reasons why a conversion is impossible come before reasons of choice.
     reasons |= {fqn: why for fqn, module in layers if (why := why_impossible(module))}
     held = held_forwards(m for fqn, m in layers if fqn not in reasons)
-    reasons |= {fqn: held[module] for fqn, module in layers if module in held}
-    # torch.compile's result calls the layer that it was given.
-    called = {id(getattr(m, "_orig_mod", None)) for m in model.modules() if _compat.is_compiled(m)}
-    compiled = [fqn for fqn, m in layers if id(m) in called and not isinstance(m, HotModule)]
-    return reasons | dict.fromkeys(compiled, "it was compiled before convert(), which comes first")
+    return reasons | {fqn: held[module] for fqn, module in layers if module in held}
 
 
 def why_impossible(module: nn.Module) -> str:
@@ -159,8 +155,6 @@ def why_impossible(module: nn.Module) -> str:
         return why
     if plain.forward.__module__ != plain.__module__:
         return f"the forward of {plain.__name__} was replaced by {plain.forward.__module__}'s"
-    if _compat.is_compiled(module):
-        return "it was compiled before convert(), which comes first"
     if isinstance(module, nn.MultiheadAttention) and (
         module.add_zero_attn or module.bias_k is not None
     ):
