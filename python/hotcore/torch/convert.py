@@ -246,11 +246,10 @@ def revert(model: nn.Module) -> nn.Module:
     detach(model)  # the last that may raise
     revert_saved(model)
     CustomBackward.revert(model)
+    for layer, weight in weights.items():
+        layer.thaw(weight)
     for module in found.values():
-        if module in weights:
-            module.thaw(weights[module], module.plain)
-        else:
-            become(module, module.plain)
+        become(module, module.plain)
     for each in model.modules():
         for name in (REPORT, FREEZE_REPORT):
             each.__dict__.pop(name, None)

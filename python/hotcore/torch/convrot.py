@@ -96,9 +96,9 @@ class HotConvRotLinear(HotFrozenLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._product(x * self.weight_signs, weight, bias)
 
-    def thaw(self, weight: nn.Parameter, cls: type[nn.Module] | None = None) -> None:
-        """Become a layer with a plain weight, in place; see ``FrozenModule``."""
-        super().thaw(weight, cls)
+    def thaw(self, weight: nn.Parameter) -> None:
+        """Become the layer with a plain weight, in place; see ``FrozenModule``."""
+        super().thaw(weight)
         del self._buffers[_SIGNS]
         # A new set: preserve_state restores the old one.
         self._non_persistent_buffers_set = self._non_persistent_buffers_set - {_SIGNS}

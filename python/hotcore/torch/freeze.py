@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -94,18 +95,18 @@ def freeze_int8(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: there is no such layer, or none that is not frozen already.
+        ValueError: there is no such layer, or none that is not frozen already, or a weight has no
+            codes (float64): the layer is named, and nothing has changed. Where memory runs out, the
+            layers before the named one are frozen, and another call goes on.
 
     Source: docs/torch/lora.md, "Frozen weights in a byte".
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, HotModule)}
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, HotModule)}
     why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot)
-    reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn))}
-    plain: dict[str, nn.Module] = {fqn: m for fqn, m in layers.items() if fqn not in reasons}  # type: ignore[misc]
-    held = held_forwards(plain.values())
-    reasons |= {fqn: held[m] for fqn, m in plain.items() if m in held}
+    held = held_forwards(layers.values())
+    reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
     reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
     if filter_fn is None:
         reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
@@ -150,6 +151,7 @@ def thaw(model: nn.Module) -> int:
 
     Raises:
         TypeError: ``model`` is no module.
+        ValueError: a layer cannot be thawed, for something is around it; nothing has changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

@@ -373,10 +373,10 @@ class FrozenModule(HotModule, nn.Module):
             raise ValueError(f"weight: shape {tuple(weight.shape)}; expected {expected}")
         return nn.Parameter(weight, requires_grad=False)
 
-    def thaw(self, weight: nn.Parameter, cls: type[nn.Module] | None = None) -> None:
-        """Become a layer of ``cls``, :attr:`thawed` by default, with this weight, in place."""
+    def thaw(self, weight: nn.Parameter) -> None:
+        """Become the layer with this :meth:`plain_weight`, in place."""
         _swap(self, _CODES, "weight", weight)
-        become(self, cls or self.thawed)
+        become(self, self.thawed)
 
     # ---- as a module ----
 
@@ -485,7 +485,9 @@ def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Param
     for layer in layers:
         codes = id(layer.weight_codes)
         try:
-            found[layer] = made[codes] = made.get(codes) or layer.plain_weight()
+            if codes not in made:
+                made[codes] = layer.plain_weight()
+            found[layer] = made[codes]
         except (ValueError, RuntimeError) as error:
             layer.prefix_layer_name(error)
             raise

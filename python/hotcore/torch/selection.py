@@ -137,9 +137,8 @@ def why_plain(
     else:
         reasons = _default_reasons(model, layers)
     # Reasons why a conversion is impossible come before reasons of choice.
-    reasons |= {fqn: why for fqn, module in layers if (why := why_impossible(module))}
-    held = held_forwards(m for fqn, m in layers if fqn not in reasons)
-    return reasons | {fqn: held[module] for fqn, module in layers if module in held}
+    held = held_forwards(module for _, module in layers if not isinstance(module, HotModule))
+    return reasons | {fqn: why for fqn, m in layers if (why := why_impossible(m) or held.get(m))}
 
 
 def why_impossible(module: nn.Module) -> str:
