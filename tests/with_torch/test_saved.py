@@ -256,7 +256,7 @@ def test_copies(how: str) -> None:
         other = torch.load(file, weights_only=False)
     assert [type(m) for m in other] == [type(m) for m in model]
     assert other[1].saved_bits == 1
-    saved.revert_saved(other)
+    hot.revert(other)
     assert type(other[1]) is nn.ReLU and isinstance(model[1], saved.SavedCodes)
 
 
@@ -347,7 +347,7 @@ def test_a_forward_of_its_own_is_named() -> None:
     handle = hot.recompute(model[0])
     assert "forward of its own" in saved.convert_saved(model).left["0"]
     handle.remove()
-    saved.revert_saved(model)
+    hot.revert(model)
     saved.convert_saved(model)
     handle = hot.recompute(model[0])
     with pytest.raises(ValueError, match="0: it has a forward of its own"):
@@ -363,5 +363,5 @@ def test_accelerate_s_hooks_stay() -> None:
     hooks.add_hook_to_module(model[0], hooks.ModelHook())
     saved.convert_saved(model)
     assert kept_bytes(lambda: model(x)) == 3 * 128
-    saved.revert_saved(model)
+    hot.revert(model)
     assert model(x).grad_fn.name().startswith("Relu")

@@ -29,7 +29,7 @@ from .modules import HotModule
 from .probe import LossFn, check_training, loss_of, preserve_state
 from .recompute import recompute
 from .report import REPORT, aligned, listed
-from .saved import revert_saved, saved_kind
+from .saved import saved_kind
 from .selection import Filter, candidates
 
 _PLAIN = "plain"
@@ -399,17 +399,14 @@ class _Trial:
                 stack.enter_context(_compat.memory_budget(contender.budget))
             blocks = [block for own in self.lists.values() for block in own]
             if contender.config is not None or contender.options:
-                stack.callback(revert_saved, model)
-                stack.callback(detach, model)
                 how: dict[str, Any] = {"slower": self.slower, **contender.options}
                 only = self.filter_fn if contender.config is not None else lambda *_: False
-                model = convert(model, contender.config or "default", only, **how)
+                convert(model, contender.config or "default", only, **how)
                 report = vars(model)[REPORT]
                 if not report.converted and not contender.options:
                     raise ValueError("no layer converted: all would be slower (slower=True)")
             if contender.recomputed:
-                some = [block for own in self.recomputed(contender) for block in own]
-                stack.callback(recompute(some).remove)
+                recompute([block for own in self.recomputed(contender) for block in own])
             if way is not None:
                 torch.compiler.reset()
                 stack.callback(torch.compiler.reset)

@@ -18,7 +18,6 @@ from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
 from .bitsandbytes import is_8bit
-from .custom import CustomBackward, custom_layers
 from .freeze import FREEZE_REPORT
 from .frozen import FrozenModule, plain_weights
 from .head import attach, detach, is_attached
@@ -26,7 +25,7 @@ from .modules import HotModule, become, is_pointwise, own_forward, unwrapped
 from .ops import is_dtensor
 from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
-from .saved import convert_saved, revert_saved, saved_modules
+from .saved import convert_saved
 from .selection import (
     MIN_FEATURES,
     Filter,
@@ -230,22 +229,16 @@ def decide(
 def revert(model: nn.Module) -> nn.Module:
     """Give every HOT module its plain class back, in place; return the model.
 
-    Layers with a :class:`CustomBackward` become plain, too, frozen ones get a plain weight;
-    ``hot_report`` goes, accelerate's hooks stay.
+    Modules of ``saved=`` and layers with a :class:`.CustomBackward` become plain, too, frozen ones
+    get a plain weight; ``hot_report`` goes, accelerate's hooks stay.
 
     Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``), or has got a ``forward`` of its own (``recompute`` of the layer itself, a
     patch), or something holds its bound ``forward``: undo that first. Nothing has changed then.
     """
-    found = unwrapped(
-        model, HotModule, hot_class, why=lambda m: "" if is_attached(m) else own_forward(m)
-    )
-    saved_modules(model)  # these two raise before anything is changed
-    custom_layers(model)
+    found = unwrapped(model, why=lambda m: "" if is_attached(m) else own_forward(m))
     weights = plain_weights(m for m in found.values() if isinstance(m, FrozenModule))
-    detach(model)  # the last that may raise
-    revert_saved(model)
-    CustomBackward.revert(model)
+    detach(model)  # the last that may raise, before it changes anything
     for layer, weight in weights.items():
         layer.thaw(weight)
     for module in found.values():

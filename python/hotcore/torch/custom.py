@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import HotModule, become, unwrapped
+from .modules import Changed, HotModule, become, unwrapped
 from .probe import autocast_dtype
 from .report import REPORT
 from .selection import Filter, candidates, why_plain
@@ -175,16 +175,15 @@ class CustomBackward:
 
         Raises ValueError as :func:`hotcore.torch.revert`.
         """
-        for layer in custom_layers(model).values():
+        for layer in unwrapped(model, _Custom).values():
             become(layer, layer.plain)
         model.__dict__.pop(REPORT, None)
         return model
 
 
-class _Custom:
+class _Custom(Changed):
     """Base of the layers that have a CustomBackward; ``method`` is in their ``__dict__``."""
 
-    plain: ClassVar[type[nn.Module]]
     hot_fields = ("method",)
     method: CustomBackward
 
@@ -236,11 +235,6 @@ class CustomConv2d(_Custom, nn.Conv2d):
 
 
 _MADE: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomConv2d}
-
-
-def custom_layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with a :class:`CustomBackward`. Raises ValueError where something is around one."""
-    return unwrapped(model, _Custom, lambda layer: _MADE[layer.plain])
 
 
 def _why_not(layer: nn.Module) -> str:

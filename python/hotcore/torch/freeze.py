@@ -155,7 +155,7 @@ def thaw(model: nn.Module) -> int:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    frozen = unwrapped(model, FrozenModule, hot_class, "thaw()")
+    frozen = unwrapped(model, FrozenModule, "thaw()")
     for layer, weight in plain_weights(frozen.values()).items():
         layer.thaw(weight)
     for each in model.modules():

@@ -261,6 +261,7 @@ class FrozenModule(HotModule, nn.Module):
     thawed: ClassVar[type[HotModule]]
     """The class with a plain weight."""
     hot_fields = (
+        *HotModule.hot_fields,
         *("weight_dtype", "weight_block", "weight_features", "save_codes", "weight_tied"),
     )
     transposed: ClassVar[bool] = False
@@ -532,7 +533,7 @@ def freeze(
     _swap(layer, "weight", _CODES, codes)
     features = tuple(reversed(weight.shape) if cls.transposed else weight.shape)
     values = (weight.dtype, layer.config.forward_block, features, save_codes, tied)
-    become(layer, cls, dict(zip(cls.hot_fields, values, strict=True)))
+    become(layer, cls, dict(zip(cls.hot_fields[-len(values) :], values, strict=True)))
     cls.on_frozen(layer)  # type: ignore[arg-type]  # it is of cls now
 
 

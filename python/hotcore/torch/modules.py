@@ -19,15 +19,21 @@ from .ops.linear import linear_from_json
 _Hot = TypeVar("_Hot", bound="HotModule")
 
 
-class HotModule:
-    """Base of the HOT modules: a configuration, and conversion from and to the plain class."""
+class Changed:
+    """Base of the classes that :func:`become` gives to modules."""
 
     plain: ClassVar[type[nn.Module]]
     """The class that this one replaces."""
+    hot_fields: ClassVar[tuple[str, ...]] = ()
+    """Attributes of an instance that the plain class does not have."""
+
+
+class HotModule(Changed):
+    """Base of the HOT modules: a configuration, and conversion from the plain class."""
+
     hot_fields: ClassVar[tuple[str, ...]] = (
         *("_config", "_config_json", "_plain_in_eval", "defer", "layer_name"),
     )
-    """Attributes of an instance that the plain class does not have (:func:`become`)."""
     defer: bool = False
     """For linear layers in compiled graphs. True lets the compiler decide when x is compressed: it
     keeps the codes, or has backward compress an x that is available there anyway (a norm of a kept
@@ -322,19 +328,18 @@ def _holder(value: Any, seen: set[int]) -> str:
 
 def unwrapped(
     model: nn.Module,
-    base: type[Any],
-    made: Callable[[Any], type[Any]],
+    base: type[Changed] = Changed,
     before: str = "revert()",
     why: Callable[[Any], str] = own_forward,
 ) -> dict[str, Any]:
-    """Names and modules of ``base``, whose classes were :func:`made`; their class can change.
+    """Names and modules of ``base``, whose class can change back.
 
     Raises ValueError where something that was put around one of them would stay.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, base)}
+    found: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, base)}
     held = held_forwards(found.values())
     for name, module in found.items():
-        if type(module) is not made(module):
+        if not {"plain", "thawed"} & vars(type(module)).keys():  # a subclass, made elsewhere
             raise ValueError(
                 f"model: {name or '(root)'} is now a {type(module).__name__}; undo what was "
                 f"wrapped around it (a parametrisation, fully_shard) before {before}"
@@ -350,11 +355,13 @@ def become(module: nn.Module, cls: type[Any], fields: Mapping[str, Any] | None =
     Args:
         module: keeps its id, Parameters, hooks and training mode.
         cls: its new class.
-        fields: what ``cls.hot_fields`` names. Fields of the old class alone go.
+        fields: what ``hot_fields`` names. Fields of the old class alone go.
     """
     content = vars(module)
-    for name in _fields(type(module)) - _fields(cls):
-        content.pop(name, None)
+    kept = getattr(cls, "hot_fields", ())
+    for name in getattr(type(module), "hot_fields", ()):
+        if name not in kept:
+            content.pop(name, None)
     content.update(fields or {})
     if _is_hooked(module):
         method = types.MethodType(cls.forward, module)
@@ -362,7 +369,3 @@ def become(module: nn.Module, cls: type[Any], fields: Mapping[str, Any] | None =
     else:
         content.pop(_FORWARD, None)
     module.__class__ = cls  # fully_shard and parametrisations do so, too
-
-
-def _fields(cls: type) -> set[str]:
-    return {name for base in cls.__mro__ for name in vars(base).get("hot_fields", ())}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .modules import become, own_forward, unwrapped
+from .modules import Changed, become, own_forward
 from .ops import experts, is_dtensor
 from .ops.relu import relu
 from .report import SavedModule, SavedReport, listed
@@ -41,10 +41,9 @@ _INSTEAD = "use hot.recompute(model.blocks[:n])"
 # ---- the classes ----
 
 
-class SavedCodes:
+class SavedCodes(Changed):
     """Base of the classes that :func:`convert_saved` assigns to modules."""
 
-    plain: ClassVar[type[nn.Module]]
     hot_fields = ("saved_bits", "saved_gate")
     _hot_forward: ClassVar[str]
     saved_bits: int
@@ -341,18 +340,3 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
         become(module, _class(plain, forward), fields)
         report.converted.append(SavedModule(name, plain.__name__, {kind: own}, note))
     return report
-
-
-def saved_modules(model: nn.Module) -> dict[str, Any]:
-    """Those that :func:`revert_saved` makes plain.
-
-    Raises ValueError if a module has become a subclass in the meantime (a parametrisation,
-    ``fully_shard``), or has got a ``forward`` of its own (``recompute``): undo that first.
-    """
-    return unwrapped(model, SavedCodes, lambda m: _class(m.plain, m._hot_forward))
-
-
-def revert_saved(model: nn.Module) -> None:
-    """Restore every module's plain class. Raises as :func:`saved_modules`."""
-    for module in saved_modules(model).values():
-        become(module, module.plain)
