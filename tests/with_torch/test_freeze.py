@@ -937,6 +937,20 @@ def peft() -> Any:
         return pytest.importorskip("peft")
 
 
+def test_modules_to_save_that_are_frozen(peft: Any) -> None:
+    """peft has wrapped other layers by then; the error says how to go on."""
+    model, lora = frozen(), {"target_modules": ["up"], "modules_to_save": ["down"]}
+    with pytest.raises(ValueError, match=r"modules_to_save names .* thaw that part and call get_"):
+        peft.get_peft_model(model, peft.LoraConfig(**lora))
+    hot.thaw(model.down)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a second time, says peft
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(**lora))
+    wrapped(torch.randn(9, 72)).sum().backward()
+    assert model.down.modules_to_save["default"].weight.grad is not None
+    assert type(model.up.base_layer) is HotFrozenLinear
+
+
 ORDERS = ("peft first", "frozen first")
 
 
