@@ -116,7 +116,7 @@ def freeze_int8(
     if not chosen:
         why = listed([f"{fqn or '(root)'} ({reasons[fqn]})" for fqn in layers])
         raise ValueError(f"model: no layer can be frozen: {why}")
-    weights = {fqn: _weight_of(m) for fqn, m in chosen.items()}
+    weights = {fqn: m._parameters["weight"] for fqn, m in chosen.items()}
     owners = {fqn: id(weight) for fqn, weight in weights.items()}
     uses = collections.Counter(owners.values())
     before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
@@ -163,13 +163,6 @@ def thaw(model: nn.Module) -> int:
     return len(frozen)
 
 
-def _weight_of(layer: HotModule) -> nn.Parameter:
-    assert isinstance(layer, nn.Module)
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    return weight
-
-
 def _frozen_class(layer: HotModule, convrot: bool) -> type[FrozenModule]:
     if isinstance(layer, HotLinear):
         return HotConvRotLinear if convrot else HotFrozenLinear
@@ -201,7 +194,7 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool
     return ""
 
 
-def _shared(model: nn.Module, layers: Mapping[str, HotModule]) -> dict[str, str]:
+def _shared(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, str]:
     """Layers whose weight is that of a module which stays as it is."""
     own = {id(layer) for layer in layers.values()}
     others = {
@@ -211,13 +204,13 @@ def _shared(model: nn.Module, layers: Mapping[str, HotModule]) -> dict[str, str]
         for parameter in module._parameters.values()
         if parameter is not None
     }
-    found = {fqn: others.get(id(_weight_of(layer))) for fqn, layer in layers.items()}
+    found = {fqn: others.get(id(m._parameters["weight"])) for fqn, m in layers.items()}
     return {fqn: f"its weight is that of {name}, too" for fqn, name in found.items() if name}
 
 
-def _trained(layers: Mapping[str, HotModule]) -> dict[str, str]:
+def _trained(layers: Mapping[str, Any]) -> dict[str, str]:
     """Layers whose weight is trained beside frozen ones: peft's ``modules_to_save``."""
-    trained = [fqn for fqn, layer in layers.items() if _weight_of(layer).requires_grad]
+    trained = [fqn for fqn, m in layers.items() if m._parameters["weight"].requires_grad]
     if len(trained) == len(layers):  # a model without adapters yet
         return {}
     return dict.fromkeys(trained, "its weight is trained, beside frozen ones; a filter_fn takes it")

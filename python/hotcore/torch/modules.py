@@ -76,10 +76,9 @@ class HotModule(Changed):
             raise ValueError(f"module: {why}")
         settings = as_config(config)
         become(module, cls)
-        new: Any = module
-        new.config = settings
-        assert isinstance(new, cls)
-        return new
+        assert isinstance(module, cls)
+        module.config = settings
+        return module
 
     @property
     def runs_plain(self) -> bool:
