@@ -310,19 +310,25 @@ def held_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _holder(value: Any, seen: set[int]) -> str:
-    """Type of an object that holds a value, directly or by a closure; empty if frames alone do."""
+    """An object that holds a value, directly or by a closure; empty if frames alone do."""
     referrers = gc.get_referrers(value)
     seen.add(id(referrers))
     for each in referrers:
         if id(each) in seen or isinstance(each, types.FrameType | types.GeneratorType):
             continue
-        if type(each) is dict and each.get(_compat.COMPILED_OF) is value:
-            continue
         seen.add(id(each))
+        if type(each) is dict:  # as a rule of an instance or of a module
+            if (key := _key_of(value, each)) != _compat.COMPILED_OF:
+                return f"dict ({key})"
+            continue
         closure = isinstance(each, types.CellType | types.FunctionType | tuple)
         if name := _holder(each, seen) if closure else type(each).__name__:
             return name
     return ""
+
+
+def _key_of(value: Any, table: dict[Any, Any]) -> str:
+    return next((str(key) for key, own in list(table.items()) if own is value), "")
 
 
 def unwrapped(
