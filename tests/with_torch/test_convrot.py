@@ -154,8 +154,6 @@ def test_plain_weights_thaw_and_revert() -> None:
     assert cosine(model[0].dequantized(), plain[0].weight) > 0.9999
     values = model[0].dequantized()
     assert torch.equal(model[0].weight + 0, values)
-    keys, copied = set(model.state_dict()), model[0].copy_thawed()
-    assert set(model.state_dict()) == keys and set(copied.state_dict()) == {"weight", "bias"}
     assert hot.thaw(model) == 1 and torch.equal(model[0].weight, values)
     assert set(model.state_dict()) == {"0.weight", "0.bias"} and not list(model.buffers())
     x = torch.randn(8, 128)

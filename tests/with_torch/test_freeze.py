@@ -421,6 +421,37 @@ def test_a_sparse_weight_is_refused(convrot: bool) -> None:
     assert torch.equal(model.up.weight_codes, before) and model(x).isfinite().all()
 
 
+def half_averaged(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.down.weight_codes.data.zero_()
+
+
+def patched(model: nn.Module) -> None:
+    model.down.forward = lambda x: x
+
+
+@pytest.mark.parametrize("change", [pytest.param(half_averaged, marks=guarded), patched])
+@pytest.mark.parametrize("undo", [hot.thaw, hot.revert])
+def test_all_layers_are_thawed_or_none(
+    undo: Callable[[nn.Module], Any], change: Callable[[nn.Module], None]
+) -> None:
+    model = frozen()
+    change(model)
+    content = [(type(m), dict(vars(m)), dict(m._parameters)) for m in model.modules()]
+    with pytest.raises((ValueError, RuntimeError), match="(layer|model:) down: "):
+        undo(model)
+    assert content == [(type(m), dict(vars(m)), dict(m._parameters)) for m in model.modules()]
+
+
+def test_all_layers_are_frozen_or_none() -> None:
+    model = hot.convert(Net(), config(), every)
+    model.down.double()
+    with pytest.raises(ValueError, match="^layer down: .*dtype float64"):
+        hot.freeze_int8(model)
+    assert type(model.up) is type(model.down) is hot.HotLinear
+    assert hot.freeze_int8(model, lambda layer, name: name == "up").freeze_report.layers == ("up",)
+
+
 def test_only_some_layers() -> None:
     model = hot.convert(Net(), config(), every)
     report = hot.freeze_int8(model, lambda module, name: name == "up").freeze_report
@@ -949,6 +980,20 @@ def peft() -> Any:
     with without_broken_torchvision():
         pytest.importorskip("transformers")
         return pytest.importorskip("peft")
+
+
+def test_modules_to_save_that_are_frozen(peft: Any) -> None:
+    """peft has wrapped other layers by then; the error says how to go on."""
+    model, lora = frozen(), {"target_modules": ["up"], "modules_to_save": ["down"]}
+    with pytest.raises(ValueError, match=r"modules_to_save names .* thaw that part and call get_"):
+        peft.get_peft_model(model, peft.LoraConfig(**lora))
+    hot.thaw(model.down)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a second time, says peft
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(**lora))
+    wrapped(torch.randn(9, 72)).sum().backward()
+    assert model.down.modules_to_save["default"].weight.grad is not None
+    assert type(model.up.base_layer) is HotFrozenLinear
 
 
 ORDERS = ("peft first", "frozen first")

@@ -543,6 +543,11 @@ def test_a_head_alone() -> None:
     with pytest.raises(ValueError, match="head: no model of transformers; and no layer is conv"):
         hot.convert(layers, filter_fn=lambda *_: False, head=True)
     assert type(layers[0]) is nn.Linear and not hasattr(layers, "hot_report")
+    head, model.lm_head = model.lm_head, nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="head: its head is a Sequential.*; and no layer is conv"):
+        hot.convert(model, filter_fn=lambda *_: False, head=True)
+    model.lm_head = head  # the loss is as it was
+    assert model(input_ids=ids, labels=ids).logits.shape[-1] == 0
 
 
 def test_models_that_are_not_met() -> None:

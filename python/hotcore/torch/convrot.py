@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import HotConfig
 from . import frozen_codes
@@ -109,11 +109,11 @@ class HotConvRotLinear(HotFrozenLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._product(x * self.weight_signs, weight, bias)
 
-    def thaw(self, values: Tensor | None = None) -> None:
+    def thaw(self, weight: nn.Parameter) -> None:
         """Become the layer with a plain weight, in place; see ``FrozenModule``."""
-        super().thaw(values)
+        super().thaw(weight)
         del self._buffers[_SIGNS]
-        # The set may be that of the layer of which this one is a copy (copy_thawed).
+        # A new set: preserve_state restores the old one.
         self._non_persistent_buffers_set = self._non_persistent_buffers_set - {_SIGNS}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, frozen_codes
 from .frozen_codes import NO_WRITES, Format, guard, refuse_gradients, version
-from .modules import HotLinear, HotModule, carry_forward, copy_content, own_forward
+from .modules import HotLinear, HotModule, become, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
 from .ops.codes import Frozen, check_codes, dequantized, quantize_forward_weight
 from .ops.linear import linear_from_json
@@ -238,7 +238,7 @@ class FrozenWeight(ReadOnly):
         if weight is None:
             if self._layer.weight_tied:
                 raise RuntimeError(f"weight: {_TIED}")
-            self._layer.thaw(values)
+            self._layer.thaw(self._layer.plain_weight(values))
             warnings.warn(_WRITTEN, stacklevel=3)
             weight = self._layer.weight
         elif weight.data_ptr() != values.data_ptr():
@@ -317,6 +317,10 @@ class FrozenModule(HotModule, nn.Module):
 
     thawed: ClassVar[type[HotModule]]
     """The class with a plain weight."""
+    hot_fields = (
+        *HotModule.hot_fields,
+        *("weight_dtype", "weight_block", "weight_features", "save_codes", "weight_tied"),
+    )
     transposed: ClassVar[bool] = False
     """Whether ``weight`` is ``[I, O]``."""
     convrot: ClassVar[bool] = False
@@ -440,11 +444,10 @@ class FrozenModule(HotModule, nn.Module):
         super().register_parameter(name, param)
         guard(param)
 
-    def thaw(self, values: Tensor | None = None) -> None:
-        """Become the layer with a plain weight, in place; the weight is not trained.
+    def plain_weight(self, values: Tensor | None = None) -> nn.Parameter:
+        """A plain weight, not trained, with ``values`` or those that the codes stand for.
 
-        Args:
-            values: of the weight; None: those that the codes stand for.
+        Raises ValueError where the layer cannot have it; nothing has changed.
         """
         if type(self.weight_codes) not in PLAIN_TYPES:
             found = type(self.weight_codes).__name__
@@ -455,22 +458,12 @@ class FrozenModule(HotModule, nn.Module):
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
             raise ValueError(f"weight: shape {tuple(weight.shape)}; expected {expected}")
-        _swap(self, _CODES, "weight", nn.Parameter(weight, requires_grad=False))
-        for name in _FIELDS:
-            del self.__dict__[name]
-        carry_forward(self, self, self.thawed)  # type: ignore[arg-type]  # a module
-        self.__class__ = self.thawed  # type: ignore[assignment]  # fully_shard does so, too
+        return nn.Parameter(weight, requires_grad=False)
 
-    def copy_thawed(self) -> HotModule:
-        """Another layer that :meth:`thaw` has been called on; the bias and hooks are shared."""
-        new: Any = copy_content(self, type(self))
-        new.thaw()
-        copied: HotModule = new
-        return copied
-
-    def to_plain(self) -> nn.Module:
-        """Make the plain module with the dequantised weight, and the same bias and hooks."""
-        return self.copy_thawed().to_plain()
+    def thaw(self, weight: nn.Parameter) -> None:
+        """Become the layer with this :meth:`plain_weight`, in place."""
+        _swap(self, _CODES, "weight", weight)
+        become(self, self.thawed)
 
     # ---- as a module ----
 
@@ -593,18 +586,23 @@ class FrozenModule(HotModule, nn.Module):
         return f"{super().extra_repr()}, weight=INT8"
 
 
-_FIELDS = ("weight_dtype", "weight_block", "weight_features", "save_codes", "weight_tied")
+def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Parameter]:
+    """A :meth:`~FrozenModule.plain_weight` for each layer; the same codes make the same one.
 
-
-def tie(layers: Iterable[tuple[nn.Parameter, nn.Module]]) -> None:
-    """Tie weights again that had the same codes.
-
-    Args:
-        layers: codes of a layer, and what was made of it, with a plain weight.
+    Errors begin with the layer's name.
     """
-    weights: dict[int, nn.Parameter | None] = {}
-    for codes, layer in layers:
-        layer._parameters["weight"] = weights.setdefault(id(codes), layer._parameters["weight"])
+    made: dict[int, nn.Parameter] = {}
+    found = {}
+    for layer in layers:
+        codes = id(layer.weight_codes)
+        try:
+            if codes not in made:
+                made[codes] = layer.plain_weight()
+            found[layer] = made[codes]
+        except (ValueError, RuntimeError) as error:
+            layer.prefix_layer_name(error)
+            raise
+    return found
 
 
 def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
@@ -617,13 +615,19 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
     layer._parameters.update(items)
 
 
+def encoded(layer: HotModule, cls: type[FrozenModule], rows: slice = slice(None)) -> Tensor:
+    """Codes of some rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
+    weight = layer._parameters["weight"].detach()  # type: ignore[attr-defined]  # a module has it
+    try:
+        return cls.encode((weight.t() if cls.transposed else weight)[rows], layer.config)
+    except (ValueError, RuntimeError) as error:
+        layer.prefix_layer_name(error)
+        raise
+
+
 def freeze(
-    layer: HotModule,
-    cls: type[FrozenModule],
-    save_codes: bool,
-    tied: bool,
-    codes: nn.Parameter | None,
-) -> nn.Parameter:
+    layer: HotModule, cls: type[FrozenModule], save_codes: bool, tied: bool, codes: nn.Parameter
+) -> None:
     """Make a HOT layer one of ``cls``, in place.
 
     Args:
@@ -631,23 +635,16 @@ def freeze(
         cls: its frozen class.
         save_codes: see :attr:`FrozenModule.save_codes`.
         tied: see :attr:`FrozenModule.weight_tied`.
-        codes: of its weight, where another layer has them; None: they are made.
-
-    Returns the codes.
+        codes: those of its weight.
     """
     assert isinstance(layer, nn.Module)
     weight = layer._parameters["weight"]
     assert weight is not None
-    rows = weight.detach().t() if cls.transposed else weight.detach()
-    if codes is None:
-        codes = frozen_codes.parameter(cls.encode(rows, layer.config))
     _swap(layer, "weight", _CODES, codes)
-    fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes, tied)
-    layer.__dict__.update(zip(_FIELDS, fields, strict=True))
-    carry_forward(layer, layer, cls)
-    layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too
+    features = tuple(reversed(weight.shape) if cls.transposed else weight.shape)
+    values = (weight.dtype, layer.config.forward_block, features, save_codes, tied)
+    become(layer, cls, dict(zip(cls.hot_fields[-len(values) :], values, strict=True)))
     cls.on_frozen(layer)  # type: ignore[arg-type]  # it is of cls now
-    return codes
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):

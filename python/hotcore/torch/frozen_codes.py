@@ -215,5 +215,6 @@ def refuse_gradients(requires_grad: bool = True) -> None:
     if requires_grad:
         raise ValueError(
             "requires_grad: the model has weights that are frozen in INT8; hot.thaw(model) makes "
-            "them plain Parameters, which can be trained"
+            "them plain Parameters, which can be trained. Where peft's modules_to_save names a "
+            "part of the model, thaw that part and call get_peft_model again"
         )
