@@ -32,6 +32,8 @@ Reason why_not_wgmma(const DeviceFacts& facts, const ProductShape& p) {
   if (const Reason why = why_not_vectors(p)) return why;
   if (p.k % 16 != 0) return {"%k %n is not a multiple of 16", p.k};
   if (!p.scaled) return {"bare INT32 sums"};
+  // No step is faster by such instances than by an addition of its own.
+  if (p.accumulate && p.out.dtype != DType::f32) return {"sums are added to %a in %t"};
   if (p.k == 0) return {"the contraction is empty"};
   if (p.k > int32_safe_k) return too_long_k(p.k);
   if (p.m >= INT32_MAX || p.n >= INT32_MAX) return {"a side is longer than 2^31 - 2"};
@@ -114,12 +116,10 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
 
 // Wide tiles serve g_x, stream-K serves g_w. There are none for fp16 outputs, which are rare: with
 // autocast g_w is fp32.
-bool has_wide(const ProductShape& p) {
-  return !p.accumulate && (p.out.dtype == DType::bf16 || (p.out.dtype == DType::f32 && !p.bias));
-}
 bool has_large(const ProductShape& p) {
   return p.out.dtype != DType::f16 && !(p.out.dtype == DType::f32 && p.bias);
 }
+bool has_wide(const ProductShape& p) { return has_large(p) && !p.accumulate; }
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
@@ -133,8 +133,8 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// Tiles are shared where gemm_workspace has room for that: on a device with wgmma only those of a
-// contraction that is longer than INT32 sums hold, which wgmma's kernels cannot do.
+// Tiles are shared where gemm_workspace has room for that. It does not know the output: with wgmma
+// there is room only where no output has a wgmma kernel, the contraction being too long.
 bool may_share(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
   return (!facts.kernels.has(Feature::wgmma) || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
 }
