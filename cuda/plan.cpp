@@ -10,34 +10,6 @@
 namespace hot::detail::plan {
 namespace {
 
-// ---- thresholds: every number that was measured, by device -------------------------------------
-
-constexpr Thresholds h200 = {900,
-                             6000,
-                             1500,
-                             2048,
-                             3072,
-                             4,
-                             std::int64_t{1} << 30,
-                             {{64, 1190, 400, 300, 1260, 140}, {128, 2240, 530, 730, 2520, 700}},
-                             4096,
-                             6,
-                             32,
-                             94,
-                             100,
-                             8192,
-                             106,
-                             140,
-                             8,
-                             3};
-
-}  // namespace
-
-// Every architecture takes them: no other was measured.
-const Thresholds& thresholds(const DeviceFacts&) { return h200; }
-
-namespace {
-
 // ---- names -------------------------------------------------------------------------------------
 
 #define HOT_KERNEL_INFO(name, function, file, overlaps) {function, file, overlaps},

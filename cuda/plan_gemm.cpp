@@ -71,14 +71,14 @@ Sm90Plan stream_k_plan(const DeviceFacts& facts, std::int64_t tiles) {
   const int sm_count = facts.sm_count;
   const int splits =
       tiles * 3 <= sm_count
-          ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, thresholds(facts).max_splits))
+          ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, thresholds.max_splits))
           : 1;
   return {sm_count, splits == 1, 1, splits};
 }
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
                          bool has_wide, bool has_large) {
-  const Thresholds& t = thresholds(facts);
+  const Thresholds& t = thresholds;
   const int sm_count = facts.sm_count;
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
   const std::int64_t tiles = tiles_m * tiles_n;
@@ -250,7 +250,7 @@ SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int
   const int max_shares[2] = {max_share(products[0]), count == 2 ? max_share(products[1]) : 1};
   SmallPlan best{};
   double least = 0;
-  for (const TileCost& cost : thresholds(facts).tile_costs) {
+  for (const TileCost& cost : thresholds.tile_costs) {
     for (int first = 1; first <= max_shares[0]; first *= 2) {
       for (int second = 1; second <= max_shares[1]; second *= 2) {
         const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
@@ -291,14 +291,13 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
 
 namespace {
 
-Reason why_not_one_launch(const DeviceFacts& facts, const Products& products) {
+Reason why_not_one_launch(const Products& products) {
   std::int64_t work = 0;
   for (int i = 0; i < products.count; ++i) {
     work += products.shapes[i].m * products.shapes[i].n * products.shapes[i].k;
   }
-  return work > thresholds(facts).small_gemm_work
-             ? Reason{"%n multiply-adds hide a launch each", work}
-             : why_not_small_gemms(products.shapes, products.count);
+  return work > thresholds.small_gemm_work ? Reason{"%n multiply-adds hide a launch each", work}
+                                           : why_not_small_gemms(products.shapes, products.count);
 }
 
 void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
@@ -325,7 +324,7 @@ void add_no_gw(Plan& plan, const BackwardWork& work) {
 void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
   const auto& [shapes, buffers, index, count] = products;
   if (count == 0) return;
-  if (!plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(facts, products)})) {
+  if (!plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(products)})) {
     for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
     return;
   }

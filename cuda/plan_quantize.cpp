@@ -164,7 +164,7 @@ Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Proje
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
-  const Thresholds& t = thresholds(facts);
+  const Thresholds& t = thresholds;
   const bool one_read =
       quant.purpose == Purpose::gradient_columns && transform != ColumnTransform::factored &&
       cols >= t.rows_column_amax_min_columns && cols <= t.rows_column_amax_max_columns;
@@ -180,7 +180,7 @@ struct ClusterSplit {
 
 ClusterSplit cluster_split(const DeviceFacts& facts, std::int64_t token_tile_count,
                            std::int64_t tiles, std::int64_t warps_on_sm) {
-  const Thresholds& t = thresholds(facts);
+  const Thresholds& t = thresholds;
   const std::int64_t sm_count = facts.sm_count;
   ClusterSplit best;
   std::int64_t best_cycles = 0;
@@ -508,8 +508,8 @@ class GroupedOperands {
     gradient_ctas_ = ctas(of_.columns, gradient_tiles_);
     weight_blocks_ = column_tiles_of(of_.weight) * weight_ctas_;
     gradient_blocks_ = column_tiles_of(of_.columns) * gradient_ctas_;
-    const std::int64_t max_blocks = std::int64_t{thresholds(facts_).grouped_waves} *
-                                    columns::min_sm_warps / columns::max_warps * facts_.sm_count;
+    const std::int64_t max_blocks = std::int64_t{thresholds.grouped_waves} * columns::min_sm_warps /
+                                    columns::max_warps * facts_.sm_count;
     const std::int64_t blocks = weight_blocks_ + gradient_blocks_ + rows_blocks_ + groups_blocks_;
     if (std::max({weight_blocks_, gradient_blocks_, rows_blocks_}) <= grouped::max_amax_slots &&
         blocks <= max_blocks) {
