@@ -60,10 +60,12 @@ int swizzle_of(const Thresholds& t, std::int64_t tiles_m, std::int64_t tiles_n) 
   return 1;
 }
 
-struct WgmmaChoice {
-  Kernel kernel;
-  Sm90Plan plan;
-};
+static_assert(static_cast<int>(Kernel::wgmma_stream_k) - static_cast<int>(Kernel::wgmma_128x128) ==
+              static_cast<int>(Sm90Kernel::stream_k));
+Kernel kernel_of(const Sm90Plan& plan) {
+  return static_cast<Kernel>(static_cast<int>(Kernel::wgmma_128x128) +
+                             static_cast<int>(plan.kernel));
+}
 
 // With a third of a wave of tiles or less, equal shares of the contraction beat CUTLASS's own
 // division.
@@ -73,11 +75,11 @@ Sm90Plan stream_k_plan(const DeviceFacts& facts, std::int64_t tiles) {
       tiles * 3 <= sm_count
           ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, thresholds.max_splits))
           : 1;
-  return {sm_count, splits == 1, 1, splits};
+  return {Sm90Kernel::stream_k, sm_count, splits == 1, 1, splits};
 }
 
-WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
-                         bool has_wide, bool has_large) {
+Sm90Plan wgmma_plan(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
+                    bool has_wide, bool has_large) {
   const Thresholds& t = thresholds;
   const int sm_count = facts.sm_count;
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
@@ -98,20 +100,18 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   const std::int64_t least =
       shares ? tiles * wgmma_tile * t.large_gain_of_shared : usual * sm_count * t.large_gain_of;
   if (has_large && k >= t.large_min_k && time_of(wgmma_large_tile) * sm_count * 100 <= least) {
-    return {Kernel::wgmma_128x256, {sm_count, m < n, 2, 1}};
+    return {Sm90Kernel::tile_128x256, sm_count, m < n, 2, 1};
   }
-  if (shares) {
-    return {Kernel::wgmma_stream_k, stream_k_plan(facts, tiles)};
-  }
+  if (shares) return stream_k_plan(facts, tiles);
   // With a narrow operand (g_x of a ViT) stripes gain nothing. A wider tile gains where it does not
   // cost more waves than it saves.
   const std::int64_t wide = time_of(wgmma_wide_tile);
   if (has_wide && std::min(tiles_m, tiles_n) < t.narrow_tiles && m >= n &&
       wide * t.wide_gain <= usual * t.wide_gain_of) {
-    return {Kernel::wgmma_128x192, {sm_count, false, 1, 1}};
+    return {Sm90Kernel::tile_128x192, sm_count, false, 1, 1};
   }
   const int swizzle = swizzle_of(t, tiles_m, tiles_n);
-  return {Kernel::wgmma_128x128, {sm_count, swizzle > 1 || n > m, swizzle, 1}};
+  return {Sm90Kernel::tile_128x128, sm_count, swizzle > 1 || n > m, swizzle, 1};
 }
 
 // Wide tiles serve g_x, stream-K serves g_w. There are none for fp16 outputs, which are rare: with
@@ -122,13 +122,13 @@ bool has_large(const ProductShape& p) {
 bool has_wide(const ProductShape& p) { return has_large(p) && !p.accumulate; }
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
-WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
-  const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p), has_large(p));
+Sm90Plan wgmma_plan(const DeviceFacts& facts, const ProductShape& p) {
+  Sm90Plan plan = wgmma_plan(facts, p.m, p.n, p.k, has_wide(p), has_large(p));
   // Without a stream-K instance the tiles keep its order.
-  if (choice.kernel == Kernel::wgmma_stream_k && !has_stream_k(p)) {
-    return {Kernel::wgmma_128x128, choice.plan};
+  if (plan.kernel == Sm90Kernel::stream_k && !has_stream_k(p)) {
+    plan.kernel = Sm90Kernel::tile_128x128;
   }
-  return choice;
+  return plan;
 }
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
@@ -172,11 +172,6 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   Buffers writes = buffers.out;
   if (p.accumulate) reads |= buffers.out;
   ProductStep work{index};
-  const auto add = [&](Kernel kernel, const LaunchShape& shape) {
-    Step& step = plan.add(kernel, shape, reads, writes);
-    step.dtype = p.out.dtype;
-    step.work = work;
-  };
   const bool faster = facts.hardware.has(Feature::wgmma) || facts.hardware.has(Feature::tcgen05);
   if (plan.takes({Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
     if (p.one_scale_a) {
@@ -189,12 +184,14 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
           .work = BroadcastScaleStep{index, true};
       reads |= Buffer::broadcast_b;
     }
-    const WgmmaChoice choice = wgmma_choice(facts, p);
-    work.wgmma = choice.plan;
-    if (choice.kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
-    // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own
-    // shape).
-    return add(choice.kernel, {facts.sm_count, 384, 0, 2});
+    work.wgmma = wgmma_plan(facts, p);
+    const Kernel kernel = kernel_of(work.wgmma);
+    if (kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
+    // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own shape).
+    Step& step = plan.add(kernel, {facts.sm_count, 384, 0, 2}, reads, writes);
+    step.dtype = p.out.dtype;
+    step.work = work;
+    return;
   }
   add_mma(plan, facts, p, index, false, reads, writes);
 }
@@ -389,9 +386,9 @@ std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_
   }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
   if (m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX) {
-    const WgmmaChoice choice = wgmma_choice(facts, m, n, k, false, false);
-    if (choice.kernel == Kernel::wgmma_stream_k) {
-      bytes += facts.queries->stream_k_workspace(m, n, k, choice.plan);
+    const Sm90Plan plan = wgmma_plan(facts, m, n, k, false, false);
+    if (plan.kernel == Sm90Kernel::stream_k) {
+      bytes += facts.queries->stream_k_workspace(m, n, k, plan);
     }
   }
   return bytes;
