@@ -89,21 +89,18 @@ static_assert(std::is_trivially_copyable_v<Step> &&
 // A step that waits starts when all steps before it have ended. A step that does not wait starts
 // when every CTA of the previous one has started. So the last step that waited, and all since, may
 // still run. The first step of a call waits: it cannot know what runs before the call.
-Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes) {
+void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
+               const StepWork& work, DType dtype, Rounding rounding) {
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
-  Step& step = *::new (&steps_.at[count_]) Step{};
-  step.kernel = kernel;
-  step.shape = shape;
-  step.reads = reads;
-  step.writes = writes;
+  Step& step =
+      *::new (&steps_.at[count_]) Step{kernel, shape, reads, writes, work, dtype, rounding};
   if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // those only help the next
     step.first_passed = first_passed_;
     step.end_passed = first_passed_ = end_passed_;
   }
-  if (shape.blocks == 0 && kernel != Kernel::zero)
-    return step;  // no work: the next step takes its place
+  if (shape.blocks == 0 && kernel != Kernel::zero) return;  // the next step takes its place
   step.independent = info(kernel).can_overlap && last_waiting_ >= 0;
   for (int i = last_waiting_; step.independent && i < count_; ++i) {
     const Step& before = (*this)[i];
@@ -111,7 +108,6 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   }
   if (!step.independent && kernel != Kernel::zero) last_waiting_ = count_;
   ++count_;
-  return step;
 }
 
 namespace {
@@ -198,11 +194,8 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
     Buffers reads = Buffer::columns | x;
     if (work.accumulate) reads |= Buffer::gw;
     plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
-    Step& step =
-        plan.add(Kernel::token, {ceil_div(shape.out_features * shape.in_features, 256), 256}, reads,
-                 Buffer::gw);
-    step.dtype = arrays.gw.dtype;
-    step.work = ProductStep{1};
+    plan.add(Kernel::token, {ceil_div(shape.out_features * shape.in_features, 256), 256}, reads,
+             Buffer::gw, ProductStep{1}, arrays.gw.dtype);
   }
   add_no_gw(plan, work);
   if (work.gb && !summed && shape.out_features > 0) {
@@ -216,11 +209,9 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
 
 void add_sum_alone(Plan& plan, const LinearShape& shape, const ArrayFacts& gy, bool accumulate) {
   const std::int64_t runs = sum_runs(shape.tokens);
-  Step& step = plan.add(Kernel::partial_sum,
-                        {runs * ceil_div(shape.out_features, bias::sum_threads), bias::sum_threads},
-                        Buffer::gy, Buffer::all_scratch);
-  step.dtype = gy.dtype;
-  step.work = SumsStep{runs};
+  plan.add(Kernel::partial_sum,
+           {runs * ceil_div(shape.out_features, bias::sum_threads), bias::sum_threads}, Buffer::gy,
+           Buffer::all_scratch, SumsStep{runs}, gy.dtype);
   add_final_sum(plan, runs, shape.out_features, accumulate, Buffer::all_scratch);
 }
 
@@ -245,8 +236,7 @@ void add_token_exponents(Plan& plan, const CompressShape& kept) {
   plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
   note_loads(plan, Kernel::token_exponents, not_vectors(kept.x.rows_aligned, kept.cols));
   plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
-           Buffer::exponents)
-      .dtype = kept.x.dtype;
+           Buffer::exponents, {}, kept.x.dtype);
 }
 
 void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
@@ -270,9 +260,7 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
                                                 : Reason{}},
                    {Kernel::groups}});
   const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
-  Step& step = plan.add(kernel, {blocks, 128}, reads, Buffer::saved);
-  step.dtype = kept.x.dtype;
-  step.rounding = Rounding::stochastic;
+  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, kept.x.dtype, Rounding::stochastic);
 }
 
 }  // namespace

@@ -384,19 +384,21 @@ struct ProductStep {
   bool int4 = false;  // their operands
 };
 
+// What a kernel's launch needs beside its shape.
+using StepWork = std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
+                              RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep,
+                              BroadcastScaleStep, UnpackStep, SmallGemmStep, ProductStep>;
+
 struct Step {
   Kernel kernel{};
   LaunchShape shape{};
   Buffers reads{}, writes{};
+  StepWork work{};
+  DType dtype{};        // of what is read, or of a product's result
+  Rounding rounding{};  // of the kernel's instance
   // No data dependency on any kernel that may still run when it starts (derived).
   bool independent = false;
-  DType dtype{};                                  // of what is read, or of a product's result
-  Rounding rounding{};                            // of the kernel's instance
   std::uint8_t first_passed = 0, end_passed = 0;  // Plan::passed
-  std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
-               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep,
-               BroadcastScaleStep, UnpackStep, SmallGemmStep, ProductStep>
-      work{};
 
   template <class T>
   const T& as() const {
@@ -411,7 +413,8 @@ class Plan {
   const Step* end() const { return steps_.at + count_; }
   int size() const { return count_; }
   const Step& operator[](int i) const { return steps_.at[i]; }
-  Step& add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes);
+  void add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
+           const StepWork& work = {}, DType dtype = {}, Rounding rounding = {});
 
   // The kernels before a step's in its operand's list.
   Refusals passed(const Step& step) const {

@@ -146,22 +146,18 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
   ProductStep work{index, {}, mma_choose(mma_device(facts), mma_product(p, int4), share), int4};
   const MmaTileFacts& tile = mma_tiles[work.mma.tile];
   const bool shared = work.mma.shared > 0;
-  const auto add = [&](Kernel kernel, const LaunchShape& shape, Buffers from, Buffers to) {
-    Step& step = plan.add(kernel, shape, from, to);
-    step.dtype = p.out.dtype;
-    step.work = work;
-  };
   const auto kernel =
       static_cast<Kernel>(static_cast<int>(Kernel::mma_128x256x128) + work.mma.tile);
   if (kernel == Kernel::mma_any) {
     plan.takes({Kernel::mma_128x128x64, "mma.sync, a tile at half the speed", why_not_tiles(p)});
   }
-  add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
-      shared ? writes | Buffer::stream_k : writes);
+  plan.add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)},
+           reads, shared ? writes | Buffer::stream_k : writes, work, p.out.dtype);
   if (!shared) return;
   Buffers sums = Buffer::stream_k;  // the scales are older than the tiles' step
   if (p.accumulate) sums |= writes;
-  add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes);
+  plan.add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes, work,
+           p.out.dtype);
 }
 
 // Number `index` of a call's products.
@@ -171,29 +167,24 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   Buffers reads = buffers.a | buffers.b;
   Buffers writes = buffers.out;
   if (p.accumulate) reads |= buffers.out;
-  ProductStep work{index};
   const bool faster = facts.hardware.has(Feature::wgmma) || facts.hardware.has(Feature::tcgen05);
-  if (plan.takes({Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
-    if (p.one_scale_a) {
-      plan.add(Kernel::broadcast_scale, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::broadcast_a)
-          .work = BroadcastScaleStep{index, false};
-      reads |= Buffer::broadcast_a;
-    }
-    if (p.one_scale_b) {
-      plan.add(Kernel::broadcast_scale, {ceil_div(p.n, 256), 256}, buffers.b, Buffer::broadcast_b)
-          .work = BroadcastScaleStep{index, true};
-      reads |= Buffer::broadcast_b;
-    }
-    work.wgmma = wgmma_plan(facts, p);
-    const Kernel kernel = kernel_of(work.wgmma);
-    if (kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
-    // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own shape).
-    Step& step = plan.add(kernel, {facts.sm_count, 384, 0, 2}, reads, writes);
-    step.dtype = p.out.dtype;
-    step.work = work;
-    return;
+  if (!plan.takes(
+          {Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
+    return add_mma(plan, facts, p, index, false, reads, writes);
   }
-  add_mma(plan, facts, p, index, false, reads, writes);
+  const auto broadcast = [&](std::int64_t count, Buffers from, Buffer to, bool of_b) {
+    plan.add(Kernel::broadcast_scale, {ceil_div(count, 256), 256}, from, to,
+             BroadcastScaleStep{index, of_b});
+    reads |= to;
+  };
+  if (p.one_scale_a) broadcast(p.m, buffers.a, Buffer::broadcast_a, false);
+  if (p.one_scale_b) broadcast(p.n, buffers.b, Buffer::broadcast_b, true);
+  const Sm90Plan wgmma = wgmma_plan(facts, p);
+  const Kernel kernel = kernel_of(wgmma);
+  if (kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
+  // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own shape).
+  plan.add(kernel, {facts.sm_count, 384, 0, 2}, reads, writes, ProductStep{index, wgmma},
+           p.out.dtype);
 }
 
 std::int64_t small_tiles(const ProductShape& p, int tile_m) {
@@ -280,10 +271,8 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
   const int ring = work.stages * small_gemm::stage_bytes(by.tile_m);
   const int sums = by.tile_m * small_gemm::sum_row_bytes;
   const auto shared = static_cast<std::size_t>(shares ? ring + sums : std::max(ring, sums));
-  Step& step = plan.add(Kernel::gemm_small, {blocks, small_gemm::threads, shared, by.cluster},
-                        reads, writes);
-  step.dtype = products[0].out.dtype;
-  step.work = work;
+  plan.add(Kernel::gemm_small, {blocks, small_gemm::threads, shared, by.cluster}, reads, writes,
+           work, products[0].out.dtype);
 }
 
 namespace {
@@ -298,7 +287,7 @@ Reason why_not_one_launch(const Products& products) {
 }
 
 void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
-  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out).work = ProductStep{number};
+  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out, ProductStep{number});
 }
 
 }  // namespace
@@ -356,11 +345,11 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
     add_mma(plan, facts, shape, 0, true, reads, Buffer::out);
     return plan;
   }
-  plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a).work =
-      UnpackStep{false};
+  plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a,
+           UnpackStep{false});
   plan.passed_as_before();
-  plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b).work =
-      UnpackStep{true};
+  plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b,
+           UnpackStep{true});
   // With the scales of a and b.
   add_product(plan, facts, shape, 0,
               {Buffer::a | Buffer::unpacked_a, Buffer::b | Buffer::unpacked_b, Buffer::out});

@@ -73,7 +73,6 @@ Reason why_not_rows16(const RowsShape& job) {
 
 void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
-  const Rounding rounding = job.quant.rounding;
   Buffers reads = job.from, writes = job.codes;
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // by atomicMax
@@ -90,10 +89,8 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
     shape = {ceil_div(job.rows, rows), share.lanes, 0, 1, rows};
     note_loads(plan, kernel, not_16(job));
   }
-  Step& step = plan.add(kernel, shape, reads, writes);
-  step.dtype = job.x.dtype;
-  step.rounding = rounding;
-  step.work = RowsStep{job.of, pass, share.blocks};
+  plan.add(kernel, shape, reads, writes, RowsStep{job.of, pass, share.blocks}, job.x.dtype,
+           job.quant.rounding);
 }
 
 // After a pass for the largest value.
@@ -222,7 +219,7 @@ Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : B
 void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums) {
   Buffers reads = sum_reads(accumulate);
   if (runs > 0) reads |= sums;
-  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb).work = SumsStep{runs};
+  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb, SumsStep{runs});
 }
 
 namespace {
@@ -251,10 +248,9 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
     writes |= Buffer::gb;
   }
   note_column_loads(plan, Kernel::columns_one_pass, job);
-  Step& step = plan.add(Kernel::columns_one_pass, shape, reads, writes);
-  step.dtype = job.x.dtype;
-  step.rounding = job.quant.rounding;
-  step.work = ColumnsStep{job.job, transform, Pass::both, split.ctas, split.ctas};
+  plan.add(Kernel::columns_one_pass, shape, reads, writes,
+           ColumnsStep{job.job, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype,
+           job.quant.rounding);
 }
 
 // One of the two passes where a cluster cannot hold a column tile.
@@ -268,16 +264,15 @@ int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transfo
   if (amax && job.sum) writes |= Buffer::sums;
   const Kernel kernel = amax ? Kernel::column_amax : Kernel::column_codes;
   note_column_loads(plan, kernel, job);
-  Step& step = plan.add(kernel, shape, columns_read(job) | job.amax, writes);
-  step.dtype = job.x.dtype;
-  step.rounding = amax ? Rounding::nearest : job.quant.rounding;  // amax has none
-  step.work = ColumnsStep{job.job, transform, pass, split.ctas, 0};
+  plan.add(kernel, shape, columns_read(job) | job.amax, writes,
+           ColumnsStep{job.job, transform, pass, split.ctas, 0}, job.x.dtype,
+           amax ? Rounding::nearest : job.quant.rounding);  // amax has none
   return split.ctas;
 }
 
 void add_finish_scales(Plan& plan, const ColumnsShape& job) {
-  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax, job.codes).work =
-      FinishStep{job.job};
+  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax, job.codes,
+           FinishStep{job.job});
 }
 
 void add_generic_columns(Plan& plan, const ColumnsShape& job) {
@@ -285,10 +280,10 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
     if (!amax) plan.passed_as_before();
-    Step& step = plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
-                          columns_read(job) | job.amax, amax ? job.amax : job.codes);
-    step.rounding = amax ? Rounding::nearest : job.quant.rounding;
-    step.work = GenericColumnsStep{job.job, grid.run};
+    plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
+             columns_read(job) | job.amax, amax ? job.amax : job.codes,
+             GenericColumnsStep{job.job, grid.run}, {},
+             amax ? Rounding::nearest : job.quant.rounding);
   }
   add_finish_scales(plan, job);
 }
@@ -369,10 +364,7 @@ void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape&
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
   writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
   if (columns.sum) writes |= Buffer::sums;
-  Step& step = plan.add(Kernel::rows_column_amax, shape, reads, writes);
-  step.dtype = rows.x.dtype;
-  step.rounding = rows.quant.rounding;
-  step.work = work;
+  plan.add(Kernel::rows_column_amax, shape, reads, writes, work, rows.x.dtype, rows.quant.rounding);
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
@@ -429,12 +421,9 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
                             static_cast<int>(ceil_div(rows.cols, share.lanes * cta_rows))};
   const std::int64_t chunks = ceil_div(rows.rows, int4_group);
   note_loads(plan, Kernel::rows_groups, not_16(rows));
-  Step& step = plan.add(Kernel::rows_groups,
-                        {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
-                        rows.from, rows.codes | Buffer::saved);
-  step.dtype = rows.x.dtype;
-  step.rounding = Rounding::stochastic;
-  step.work = work;
+  plan.add(Kernel::rows_groups,
+           {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows}, rows.from,
+           rows.codes | Buffer::saved, work, rows.x.dtype, Rounding::stochastic);
   return {};
 }
 
@@ -446,8 +435,8 @@ void add_zero(Plan& plan, const AmaxWords& words) {
   if (words.rows > 0) writes |= Buffer::rows_amax;
   if (words.weight > 0) writes |= Buffer::weight_amax;
   if (words.columns > 0) writes |= Buffer::columns_amax;
-  plan.add(Kernel::zero, {}, {}, writes).work =
-      ZeroStep{static_cast<std::size_t>(words.all()) * sizeof(std::uint32_t)};
+  plan.add(Kernel::zero, {}, {}, writes,
+           ZeroStep{static_cast<std::size_t>(words.all()) * sizeof(std::uint32_t)});
 }
 
 namespace {
@@ -597,10 +586,7 @@ class GroupedOperands {
       const LaunchShape shape{
           blocks_, grouped::threads,
           columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_), cluster_};
-      Step& added = plan.add(kernel, shape, reads_, writes_);
-      added.dtype = dtype;
-      added.rounding = Rounding::stochastic;
-      added.work = step;
+      plan.add(kernel, shape, reads_, writes_, step, dtype, Rounding::stochastic);
     }
 
    private:
@@ -664,8 +650,8 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
   if (const GroupsShape* job = operands.groups) {
-    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation).rounding =
-        Rounding::stochastic;
+    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation, {}, {},
+             Rounding::stochastic);
   }
   return summed;
 }
