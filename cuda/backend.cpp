@@ -173,7 +173,8 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
       return launch_generic_columns(context, step,
                                     job_of(memory, step.as<plan::GenericColumnsStep>().job));
     case Kernel::finish_scales:
-      return launch_finish_scales(context, step, job_of(memory, step.as<plan::FinishStep>().job));
+      return launch_finish_scales(context, step,
+                                  job_of(memory, step.as<plan::GenericColumnsStep>().job));
     case Kernel::grouped_amax:
     case Kernel::grouped_codes:
       return launch_grouped(

@@ -90,12 +90,11 @@ static_assert(std::is_trivially_copyable_v<Step> &&
 // when every CTA of the previous one has started. So the last step that waited, and all since, may
 // still run. The first step of a call waits: it cannot know what runs before the call.
 void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
-               const StepWork& work, DType dtype, Rounding rounding) {
+               const StepWork& work, DType dtype) {
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
-  Step& step =
-      *::new (&steps_.at[count_]) Step{kernel, shape, reads, writes, work, dtype, rounding};
+  Step& step = *::new (&steps_.at[count_]) Step{kernel, shape, reads, writes, work, dtype};
   if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // those only help the next
     step.first_passed = first_passed_;
     step.end_passed = first_passed_ = end_passed_;
@@ -260,7 +259,7 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
                                                 : Reason{}},
                    {Kernel::groups}});
   const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
-  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, kept.x.dtype, Rounding::stochastic);
+  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, kept.x.dtype);
 }
 
 }  // namespace

@@ -89,8 +89,7 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
     shape = {ceil_div(job.rows, rows), share.lanes, 0, 1, rows};
     note_loads(plan, kernel, not_16(job));
   }
-  plan.add(kernel, shape, reads, writes, RowsStep{job.of, pass, share.blocks}, job.x.dtype,
-           job.quant.rounding);
+  plan.add(kernel, shape, reads, writes, RowsStep{job.of, pass, share.blocks}, job.x.dtype);
 }
 
 // After a pass for the largest value.
@@ -150,9 +149,7 @@ Reason why_not_block16(const Projection& p, const OperandQuant& quant, ColumnTra
 // The same, also where it has none of this rounding.
 Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
   if (const Reason why = why_not_block16(p, quant, transform)) return why;
-  const Rounding rounding =
-      transform == ColumnTransform::hadamard ? Rounding::nearest : Rounding::stochastic;
-  return quant.rounding == rounding ? Reason{} : other_rounding(quant);
+  return quant.rounding == columns::rounding_of(transform) ? Reason{} : other_rounding(quant);
 }
 
 // Why no cluster that the device can run holds a column tile.
@@ -233,14 +230,14 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
                           ColumnTransform transform) {
   const auto size = static_cast<int>(dtype_size(job.x.dtype));
   const std::int64_t tiles = column_tiles(job.cols, job.x.dtype);
-  const ClusterSplit split = cluster_split(
-      facts, token_tiles(job.p, transform), tiles,
-      columns::max_warps * columns::sm_ctas(transform, size, Pass::both, job.quant.rounding));
+  const ClusterSplit split =
+      cluster_split(facts, token_tiles(job.p, transform), tiles,
+                    columns::max_warps * columns::sm_ctas(transform, size, Pass::both));
   LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
   // So few column tiles surely fit half of the SMs: no query.
   if (2 * shape.blocks > facts.sm_count) {
-    const ColumnsOnePass instance{transform, job.quant.rounding, job.x.dtype};
-    shape.blocks = std::min(tiles, facts.queries->at_once(instance, shape)) * split.ctas;
+    const std::int64_t at_once = facts.queries->at_once({transform, job.x.dtype}, shape);
+    shape.blocks = std::min(tiles, at_once) * split.ctas;
   }
   Buffers reads = columns_read(job), writes = job.codes;
   if (job.sum) {
@@ -249,8 +246,7 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
   }
   note_column_loads(plan, Kernel::columns_one_pass, job);
   plan.add(Kernel::columns_one_pass, shape, reads, writes,
-           ColumnsStep{job.job, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype,
-           job.quant.rounding);
+           ColumnsStep{job.job, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
 }
 
 // One of the two passes where a cluster cannot hold a column tile.
@@ -265,14 +261,13 @@ int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transfo
   const Kernel kernel = amax ? Kernel::column_amax : Kernel::column_codes;
   note_column_loads(plan, kernel, job);
   plan.add(kernel, shape, columns_read(job) | job.amax, writes,
-           ColumnsStep{job.job, transform, pass, split.ctas, 0}, job.x.dtype,
-           amax ? Rounding::nearest : job.quant.rounding);  // amax has none
+           ColumnsStep{job.job, transform, pass, split.ctas, 0}, job.x.dtype);
   return split.ctas;
 }
 
 void add_finish_scales(Plan& plan, const ColumnsShape& job) {
   plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax, job.codes,
-           FinishStep{job.job});
+           GenericColumnsStep{job.job});
 }
 
 void add_generic_columns(Plan& plan, const ColumnsShape& job) {
@@ -282,8 +277,7 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
     if (!amax) plan.passed_as_before();
     plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
              columns_read(job) | job.amax, amax ? job.amax : job.codes,
-             GenericColumnsStep{job.job, grid.run}, {},
-             amax ? Rounding::nearest : job.quant.rounding);
+             GenericColumnsStep{job.job, grid.run});
   }
   add_finish_scales(plan, job);
 }
@@ -334,7 +328,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
   if (rows.cols % rows.hadamard_block != 0) {
     return {"%f %n is not a multiple of the transform's blocks", rows.cols};
   }
-  if (!rows_column_amax::can(rows.hadamard_block, rows.quant.rounding)) {
+  if (!rows16_can(rows.hadamard_block, rows.quant.rounding)) {
     return {"%s is %n, which does not come with columns", rows.hadamard_block, block_name(rows)};
   }
   if (columns.p.order.samples != 0) return token_grid;
@@ -364,7 +358,7 @@ void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape&
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
   writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
   if (columns.sum) writes |= Buffer::sums;
-  plan.add(Kernel::rows_column_amax, shape, reads, writes, work, rows.x.dtype, rows.quant.rounding);
+  plan.add(Kernel::rows_column_amax, shape, reads, writes, work, rows.x.dtype);
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
@@ -410,7 +404,7 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
   }
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
   if (kept.spec.equalize_tokens) return equalized;
-  if (rows.hadamard_block != rows_groups::hadamard_block) {
+  if (rows.hadamard_block != forward_block) {
     return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
   }
   if (!rows.x.quads_aligned) return not_fours(rows.cols);
@@ -423,7 +417,7 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
   note_loads(plan, Kernel::rows_groups, not_16(rows));
   plan.add(Kernel::rows_groups,
            {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows}, rows.from,
-           rows.codes | Buffer::saved, work, rows.x.dtype, Rounding::stochastic);
+           rows.codes | Buffer::saved, work, rows.x.dtype);
   return {};
 }
 
@@ -586,7 +580,7 @@ class GroupedOperands {
       const LaunchShape shape{
           blocks_, grouped::threads,
           columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_), cluster_};
-      plan.add(kernel, shape, reads_, writes_, step, dtype, Rounding::stochastic);
+      plan.add(kernel, shape, reads_, writes_, step, dtype);
     }
 
    private:
@@ -650,8 +644,7 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
   if (const GroupsShape* job = operands.groups) {
-    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation, {}, {},
-             Rounding::stochastic);
+    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation);
   }
   return summed;
 }

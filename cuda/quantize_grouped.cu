@@ -60,7 +60,7 @@ __device__ inline std::uint32_t slots_max(const std::uint32_t* slots, int count)
   return warp_max(amax);
 }
 
-template <ColumnTransform transform, Rounding rounding, class Tag>
+template <ColumnTransform transform, class Tag>
 __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned block,
                                               char* memory) {
   if (block >= of.range.blocks) return begin_kernel();  // it fills up the last cluster
@@ -78,7 +78,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
   if (waits_late) begin_kernel();
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const DeviceOffset offset = warp_offset<columns::rounding_of(transform)>(args.key);
   tile.wait_loaded();
   columns::ColumnTotal total;
   if (of.pass == Pass::codes) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   }
   const DeviceScale scale = device_scale(total.amax, args.bits);
   if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
-  tile.template write_codes<false, rounding>(place.column_tile, scale, offset);
+  tile.template write_codes<false>(place.column_tile, scale, offset);
 }
 
 template <class Tag>
@@ -111,7 +111,7 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
   if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in columns_block
   const std::int64_t row =
       std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
-  quantize_row16<Rounding::stochastic, 16, row_blocks, Tag>(
+  quantize_row16<gradient_block, row_blocks, Tag>(
       rows, row, thread & (T - 1), T, [&](std::uint32_t& amax) {
         if (rows.pass == RowsPass::amax) {
           amax = block_max(amax, shared);
@@ -135,12 +135,11 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
   __shared__ std::uint32_t shared[threads / 32];
   unsigned block = blockIdx.x;
   if (block < args.weight.range.end) {
-    return columns_block<ColumnTransform::hadamard, Rounding::nearest, Tag>(args.weight, block,
-                                                                            memory);
+    return columns_block<ColumnTransform::hadamard, Tag>(args.weight, block, memory);
   }
   block -= args.weight.range.end;
   if (block < args.gradient.range.end) {
-    return columns_block<transform, Rounding::stochastic, Tag>(args.gradient, block, memory);
+    return columns_block<transform, Tag>(args.gradient, block, memory);
   }
   block -= args.gradient.range.end;
   if (block < args.rows_range.end) return rows_block<Tag>(args, block, shared);

@@ -72,7 +72,7 @@ class Model final : public detail::plan::DeviceQueries {
     namespace columns = detail::columns;
     const int warps =
         columns::max_warps * columns::sm_ctas(of.transform, static_cast<int>(detail_size(of.dtype)),
-                                              columns::Pass::both, of.rounding);
+                                              columns::Pass::both);
     const std::int64_t blocks =
         std::min<std::int64_t>(sm_blocks(shape), warps / (shape.threads / 32));
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
