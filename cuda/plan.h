@@ -340,14 +340,17 @@ struct RowsGroupsStep {
 struct GroupedRange {
   unsigned blocks = 0, end = 0;
 };
+struct GroupedColumns {
+  GroupedRange range;
+  columns::Pass pass;
+  int ctas;     // of a column tile
+  int cluster;  // of them that reduce to one scale
+};
 struct GroupedStep {
-  columns::ColumnTransform transform;
-  GroupedRange weight, gradient, rows, groups;
-  columns::Pass weight_pass, gradient_pass;
+  columns::ColumnTransform transform;  // of the gradient's columns
+  GroupedColumns weight, gradient;
+  GroupedRange rows, groups;
   RowsPass rows_pass;
-  int weight_ctas, gradient_ctas;              // of a column tile
-  int weight_cluster, gradient_cluster;        // of them that reduce to one scale
-  int weight_amax_slots, gradient_amax_slots;  // words that the previous launch wrote
   int row_lanes_log2;
 };
 struct SumsStep {

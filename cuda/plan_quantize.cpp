@@ -1,6 +1,7 @@
 // Which kernels quantise the operands of a call.
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "cuda/plan_steps.h"
 
@@ -435,22 +436,6 @@ void add_zero(Plan& plan, const AmaxWords& words) {
 
 namespace {
 
-// A value that several operands must share.
-template <class T>
-class Common {
- public:
-  bool add(T value) {
-    if (!known_) value_ = value;
-    known_ = true;
-    return value_ == value;
-  }
-  T or_else(T value) const { return known_ ? value_ : value; }
-
- private:
-  T value_{};
-  bool known_ = false;
-};
-
 class GroupedOperands {
  public:
   GroupedOperands(const DeviceFacts& facts, const OperandShapes& operands)
@@ -459,21 +444,19 @@ class GroupedOperands {
   // Why the kernel cannot quantise these operands, or is not the faster way.
   Reason why_not() {
     if (const ColumnsShape* job = of_.weight) {
-      ColumnTransform transform{};
-      if (const Reason why = add(*job, transform, weight_tiles_)) return why;
-      if (job->x.dtype == DType::f16) return of_dtype;
-      if (transform != ColumnTransform::hadamard) return {"hadamard_block is %n", job->p.block};
+      if (const Reason why = add(*job, weight_)) return why;
+      if (weight_.transform != ColumnTransform::hadamard) {
+        return {"hadamard_block is %n", job->p.block};
+      }
     }
     if (const ColumnsShape* job = of_.columns) {
-      if (const Reason why = add(*job, transform_, gradient_tiles_)) return why;
-      if (job->x.dtype == DType::f16) return of_dtype;
-      if (transform_ == ColumnTransform::hadamard) return all_rows;
+      if (const Reason why = add(*job, gradient_)) return why;
+      if (gradient_.transform == ColumnTransform::hadamard) return all_rows;
       if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
     }
     if (const RowsShape* job = of_.rows) {
       const std::int64_t groups = job->k_padded / 16;
-      if (!dtype_.add(job->x.dtype)) return dtypes;
-      if (job->x.dtype == DType::f16) return of_dtype;
+      if (const Reason why = add(job->x.dtype)) return why;
       if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
       if (job->hadamard_block != 16) return {"hadamard_block is %n", job->hadamard_block};
       if (groups == 0) return empty;
@@ -487,14 +470,15 @@ class GroupedOperands {
     if (cluster_ > 1) {
       if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
     }
-    weight_ctas_ = ctas(of_.weight, weight_tiles_);
-    gradient_ctas_ = ctas(of_.columns, gradient_tiles_);
-    weight_blocks_ = column_tiles_of(of_.weight) * weight_ctas_;
-    gradient_blocks_ = column_tiles_of(of_.columns) * gradient_ctas_;
+    for (Columns* columns : {&weight_, &gradient_}) {
+      // A column tile that fits in one CTA keeps to it; another takes the whole cluster.
+      columns->ctas = columns->needed_ctas > 1 ? cluster_ : columns->needed_ctas;
+      columns->blocks = columns->tiles * columns->ctas;
+    }
     const std::int64_t max_blocks = std::int64_t{thresholds.grouped_waves} * columns::min_sm_warps /
                                     columns::max_warps * facts_.sm_count;
-    const std::int64_t blocks = weight_blocks_ + gradient_blocks_ + rows_blocks_ + groups_blocks_;
-    if (std::max({weight_blocks_, gradient_blocks_, rows_blocks_}) <= grouped::max_amax_slots &&
+    const std::int64_t blocks = weight_.blocks + gradient_.blocks + rows_blocks_ + groups_blocks_;
+    if (std::max({weight_.blocks, gradient_.blocks, rows_blocks_}) <= grouped::max_amax_slots &&
         blocks <= max_blocks) {
       return {};
     }
@@ -508,36 +492,33 @@ class GroupedOperands {
     const bool sum = of_.columns != nullptr && of_.columns->sum;
     const Buffers sum_read = sum ? sum_reads(of_.columns->accumulate) : Buffers();
     if (weight || rows || gradient) {
-      const bool shares = gradient && sum && gradient_ctas_ > 1;
-      Launch launch(*this, shares ? cluster_ : 1);
+      const bool shares = gradient && sum && gradient_.ctas > 1;
+      Launch launch(*this, RowsPass::amax, shares ? cluster_ : 1);
       GroupedStep& s = launch.step;
-      s.weight_pass = s.gradient_pass = Pass::amax;
-      s.rows_pass = RowsPass::amax;
-      s.gradient_cluster = shares ? gradient_ctas_ : 0;
-      if (weight) launch.add(s.weight, weight_blocks_, Buffer::w, Buffer::weight_amax);
-      if (gradient) launch.add(s.gradient, gradient_blocks_, Buffer::gy, Buffer::columns_amax);
-      if (gradient && sum) launch.also(sum_read, Buffer::gb);
+      if (weight) launch.add(s.weight, weight_, Pass::amax, 0, Buffer::w, Buffer::weight_amax);
+      if (gradient) {
+        launch.add(s.gradient, gradient_, Pass::amax, shares ? gradient_.ctas : 0, Buffer::gy,
+                   Buffer::columns_amax);
+        if (sum) launch.also(sum_read, Buffer::gb);
+      }
       if (rows) launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::rows_amax);
       launch.add_to(plan, Kernel::grouped_amax);
       plan.takes({Kernel::grouped_codes, "%a is read first for its scale", one_scale});
     }
-    const bool shares = (weight_ctas_ > 1 && !weight) || (gradient_ctas_ > 1 && !gradient);
-    Launch launch(*this, shares ? cluster_ : 1);
+    const bool shares = (weight_.ctas > 1 && !weight) || (gradient_.ctas > 1 && !gradient);
+    Launch launch(*this, rows ? RowsPass::codes : RowsPass::row_scales, shares ? cluster_ : 1);
     GroupedStep& s = launch.step;
-    s.weight_pass = weight ? Pass::codes : Pass::both;
-    s.gradient_pass = gradient ? Pass::codes : Pass::both;
-    s.rows_pass = rows ? RowsPass::codes : RowsPass::row_scales;
-    s.weight_amax_slots = static_cast<int>(weight_blocks_);
-    s.gradient_amax_slots = static_cast<int>(gradient_blocks_);
-    s.weight_cluster = weight ? 0 : weight_ctas_;
-    s.gradient_cluster = gradient ? 0 : gradient_ctas_;
+    const auto add = [&](GroupedColumns& to, const Columns& columns, bool known, Buffers reads,
+                         Buffers writes, Buffer amax) {
+      launch.add(to, columns, known ? Pass::codes : Pass::both, known ? 0 : columns.ctas, reads,
+                 writes);
+      if (known) launch.also(amax, {});
+    };
     if (of_.weight != nullptr) {
-      launch.add(s.weight, weight_blocks_, of_.weight->from, of_.weight->codes);
-      if (weight) launch.also(Buffer::weight_amax, {});
+      add(s.weight, weight_, weight, of_.weight->from, of_.weight->codes, Buffer::weight_amax);
     }
     if (of_.columns != nullptr) {
-      launch.add(s.gradient, gradient_blocks_, Buffer::gy, Buffer::columns);
-      if (gradient) launch.also(Buffer::columns_amax, {});
+      add(s.gradient, gradient_, gradient, Buffer::gy, Buffer::columns, Buffer::columns_amax);
       if (sum && !gradient) launch.also(sum_read, Buffer::gb);
     }
     if (of_.rows != nullptr) {
@@ -551,15 +532,22 @@ class GroupedOperands {
   }
 
  private:
+  // An operand of columns: its column tiles, and the CTAs of each.
+  struct Columns {
+    ColumnTransform transform{};
+    std::int64_t tiles = 0, blocks = 0;
+    int needed_ctas = 0, ctas = 0;
+  };
+
   // One launch: some of the operands, each in its pass. `cluster`: CTAs of the longest column tile
   // that reduces across CTAs.
   class Launch {
    public:
-    Launch(const GroupedOperands& of, int cluster) : of_(of), cluster_(cluster) {
-      step.transform = of.transform_;
+    Launch(const GroupedOperands& of, RowsPass rows_pass, int cluster)
+        : dtype_(of.dtype_.value_or(DType::f32)), cluster_(cluster) {
+      step.transform = of.gradient_.transform;
       step.row_lanes_log2 = of.lanes_log2_;
-      step.weight_ctas = of.weight_ctas_;
-      step.gradient_ctas = of.gradient_ctas_;
+      step.rows_pass = rows_pass;
     }
 
     GroupedStep step{};
@@ -570,58 +558,60 @@ class GroupedOperands {
       blocks_ += range.end;
       also(reads, writes);
     }
+    void add(GroupedColumns& to, const Columns& columns, Pass pass, int cluster, Buffers reads,
+             Buffers writes) {
+      to.pass = pass;
+      to.ctas = columns.ctas;
+      to.cluster = cluster;
+      add(to.range, columns.blocks, reads, writes);
+    }
     void also(Buffers reads, Buffers writes) {
       reads_ |= reads;
       writes_ |= writes;
     }
     void add_to(Plan& plan, Kernel kernel) const {
-      const DType dtype = of_.dtype_.or_else(DType::f32);
-      const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype)));
-      const LaunchShape shape{
-          blocks_, grouped::threads,
-          columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_), cluster_};
-      plan.add(kernel, shape, reads_, writes_, step, dtype);
+      const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype_)));
+      const std::size_t shared =
+          columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_);
+      plan.add(kernel, {blocks_, grouped::threads, shared, cluster_}, reads_, writes_, step,
+               dtype_);
     }
 
    private:
-    const GroupedOperands& of_;
+    DType dtype_;
     int cluster_;
     std::int64_t blocks_ = 0;
     Buffers reads_, writes_;
   };
 
-  static int cta_tiles_of(const ColumnsShape& job) {
-    return grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype)));
+  Reason add(DType dtype) {
+    if (dtype_.value_or(dtype) != dtype) return dtypes;
+    dtype_ = dtype;
+    return dtype == DType::f16 ? of_dtype : Reason{};
   }
-  Reason add(const ColumnsShape& job, ColumnTransform& transform, std::int64_t& token_tile_count) {
-    if (!dtype_.add(job.x.dtype)) return dtypes;
+  Reason add(const ColumnsShape& job, Columns& columns) {
+    if (const Reason why = add(job.x.dtype)) return why;
     if (job.p.k_padded == 0) return empty;
-    if (const Reason why = why_not_block16(job.p, job.quant, transform)) return why;
-    if (transform == ColumnTransform::factored) return equalized;
-    token_tile_count = token_tiles(job.p, transform);
-    const std::int64_t needed = ceil_div(token_tile_count, cta_tiles_of(job));
+    if (const Reason why = why_not_block16(job.p, job.quant, columns.transform)) return why;
+    if (columns.transform == ColumnTransform::factored) return equalized;
+    const std::int64_t needed =
+        ceil_div(token_tiles(job.p, columns.transform),
+                 grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype))));
     if (needed > columns::max_portable_cluster) {
       return {"a column of %n codes is too long for a cluster", job.p.k_padded};
     }
-    cluster_ = std::max(cluster_, static_cast<int>(needed));
+    columns.needed_ctas = static_cast<int>(needed);
+    columns.tiles = column_tiles(job.cols, job.x.dtype);
+    cluster_ = std::max(cluster_, columns.needed_ctas);
     return {};
-  }
-  // A column tile that fits in one CTA keeps to it; another takes the whole cluster.
-  int ctas(const ColumnsShape* job, std::int64_t token_tile_count) const {
-    return job == nullptr ? 0 : token_tile_count > cta_tiles_of(*job) ? cluster_ : 1;
-  }
-  static std::int64_t column_tiles_of(const ColumnsShape* job) {
-    return job == nullptr ? 0 : column_tiles(job->cols, job->x.dtype);
   }
 
   const DeviceFacts& facts_;
   const OperandShapes& of_;
-  Common<DType> dtype_;
-  ColumnTransform transform_ = ColumnTransform::full;
+  std::optional<DType> dtype_;
+  Columns weight_, gradient_;
   int cluster_ = 1, lanes_log2_ = 0;
-  std::int64_t weight_tiles_ = 0, gradient_tiles_ = 0;
-  int weight_ctas_ = 0, gradient_ctas_ = 0;
-  std::int64_t weight_blocks_ = 0, gradient_blocks_ = 0, rows_blocks_ = 0, groups_blocks_ = 0;
+  std::int64_t rows_blocks_ = 0, groups_blocks_ = 0;
 };
 
 }  // namespace

@@ -42,7 +42,6 @@ struct ColumnsRange {
   columns::Args args;
   Range range;
   Pass pass;
-  int amax_slots;  // that the first of two launches left
 };
 
 struct GroupedArgs {
@@ -82,7 +81,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   tile.wait_loaded();
   columns::ColumnTotal total;
   if (of.pass == Pass::codes) {
-    total.amax = slots_max(args.amax, of.amax_slots);
+    total.amax = slots_max(args.amax, static_cast<int>(of.range.blocks));
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
@@ -157,29 +156,24 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
 void launch_grouped(const Context& context, const plan::Step& step, const GroupedJobs& jobs) {
   const auto& work = step.as<plan::GroupedStep>();
   GroupedArgs args{};
-  if (jobs.weight != nullptr) {
-    args.weight.args =
-        columns::make_args(context, *jobs.weight, ColumnTransform::hadamard, nullptr);
-  }
-  if (jobs.columns != nullptr) {
-    args.gradient.args = columns::make_args(context, *jobs.columns, work.transform, jobs.sum);
-  }
+  const auto columns = [&](const ColumnsJob* job, const plan::GroupedColumns& part,
+                           ColumnTransform transform, const ColumnSum* sum) {
+    ColumnsRange of{};
+    if (job != nullptr) of.args = columns::make_args(context, *job, transform, sum);
+    of.args.ctas = part.ctas;
+    of.args.cluster = part.cluster;
+    of.range = part.range;
+    of.pass = part.pass;
+    return of;
+  };
+  args.weight = columns(jobs.weight, work.weight, ColumnTransform::hadamard, nullptr);
+  args.gradient = columns(jobs.columns, work.gradient, work.transform, jobs.sum);
   if (jobs.rows != nullptr) args.rows = rows_args(context, *jobs.rows);
   if (jobs.groups != nullptr) args.groups = requantize_args(context, *jobs.groups);
   args.row_lanes_log2 = work.row_lanes_log2;
   args.rows_range = work.rows;
   args.groups_range = work.groups;
   args.rows.pass = work.rows_pass;
-  args.weight.range = work.weight;
-  args.weight.pass = work.weight_pass;
-  args.weight.amax_slots = work.weight_amax_slots;
-  args.weight.args.ctas = work.weight_ctas;
-  args.weight.args.cluster = work.weight_cluster;
-  args.gradient.range = work.gradient;
-  args.gradient.pass = work.gradient_pass;
-  args.gradient.amax_slots = work.gradient_amax_slots;
-  args.gradient.args.ctas = work.gradient_ctas;
-  args.gradient.args.cluster = work.gradient_cluster;
   const auto run = [&](auto tag) {
     using Tag = decltype(tag);
     launch("backward_linear", context,

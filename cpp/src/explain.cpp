@@ -209,7 +209,7 @@ int gy_passes_of(const Step& step) {
   if (step.kernel == Kernel::rows) return row_passes_of(step);
   if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
     const auto& small = step.as<detail::plan::GroupedStep>();
-    return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
+    return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.range.blocks > 0 ? 1 : 0);
   }
   return 1;
 }
