@@ -78,9 +78,9 @@ struct Memory {
   const ColumnSum* sum_alone = nullptr;    // g_b on its own
   GemmArgs product[2]{};                   // g_x, g_w
   void* scratch[2] = {nullptr, nullptr};   // of each
-  const GemmTokenArgs* token = nullptr;
-  MatrixIn packed[2]{};     // INT4 operands
-  MatrixOut unpacked[2]{};  // the same operands in INT8
+  GemmArgs token{};                        // g_w with a scale for each token
+  MatrixIn packed[2]{};                    // INT4 operands
+  MatrixOut unpacked[2]{};                 // the same operands in INT8
 };
 
 const ColumnsJob& job_of(const Memory& memory, plan::Job job) {
@@ -219,7 +219,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::mma_fixup:  // with its tile's
       return;
     case Kernel::token:
-      return launch_token(context, step, *memory.token);
+      return launch_token(context, step, memory.token);
   }
 }
 
@@ -377,17 +377,11 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call, con
   }
   GroupsJob groups = call.groups;
   groups.out = s.activation;
-  GemmTokenArgs token{};
   if (work.gw) {
     memory.columns = &columns;
     if (packed) memory.groups = &groups;
-    const int divisor = work.tokens.divisor;
-    if (by_token) {
-      token = token_product(s.columns, x, divisor, work.accumulate, call.gw);
-      memory.token = &token;
-    } else {
-      memory.product[1] = product(s.columns, x, divisor, work.accumulate, call.gw);
-    }
+    (by_token ? memory.token : memory.product[1]) =
+        product(s.columns, x, work.tokens.divisor, work.accumulate, call.gw);
   }
   run(context,
       plan::plan_backward(device.facts(), work,

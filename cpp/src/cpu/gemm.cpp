@@ -242,7 +242,7 @@ void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::
 }
 
 // b is transposed first (workspace): each k of a result row then reads one contiguous row.
-void gemm_token(const Context& context, const GemmTokenArgs& args, void* workspace) {
+void gemm_token(const Context& context, const GemmArgs& args, void* workspace) {
   if (args.m == 0 || args.n == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
   auto* transposed = static_cast<std::int8_t*>(workspace);
@@ -262,7 +262,7 @@ void gemm_token(const Context& context, const GemmTokenArgs& args, void* workspa
     const std::int64_t count = std::min(width, args.n - n);
     float acc[width] = {}, before[width];
     for (std::int64_t k = 0; k < args.k; ++k) {
-      const float a = static_cast<float>(args.a[m * args.lda + k]) * args.k_scale[k];
+      const float a = static_cast<float>(args.a[m * args.lda + k]) * args.a_scale[k];
       simd.axpy(a, transposed + k * args.n + n, count, acc);
     }
     if (args.accumulate) {
