@@ -20,17 +20,6 @@ constexpr int tile_channels = 64, threads = 256, warps = threads / 32;
 constexpr int readers = threads / tile_channels;  // threads that read a channel
 static_assert(int4_group == 64 && readers == 4);
 
-struct DecompressArgs {
-  const void* codes;
-  std::int64_t row_bytes;
-  const void* scale;
-  std::int64_t scale_step;
-  std::int64_t first;
-  MatrixOut out;
-  const std::uint8_t* exponents;  // of all tokens, or null
-  bool pairs;                     // rows of `out` can be written by pairs of neighbouring columns
-};
-
 // 2 to the exponent of a token, by which it was divided before it was kept.
 __device__ float token_size(const std::uint8_t* exponents, std::int64_t token) {
   return __uint_as_float(unsigned{exponents[token]} << 23);
@@ -50,9 +39,10 @@ __device__ void store_pair(const MatrixOut& out, std::int64_t row, std::int64_t 
   }
 }
 
+// `pairs`: rows of the result can be written by pairs of neighbouring columns.
 template <bool int4, class Tag>
 __global__ void __launch_bounds__(threads)
-    decompress_kernel(const __grid_constant__ DecompressArgs args) {
+    decompress_kernel(const __grid_constant__ DecompressJob args, bool pairs) {
   constexpr int word_tokens = int4 ? 8 : 4;
   constexpr int words = int4_group / word_tokens;  // of a channel
   constexpr int reader_words = words / readers;    // 8 or 16 bytes
@@ -79,7 +69,7 @@ __global__ void __launch_bounds__(threads)
   }
   __syncthreads();
   const int lane = thread % 32;
-  const int channel[2] = {args.pairs ? 2 * lane : lane, args.pairs ? 2 * lane + 1 : lane + 32};
+  const int channel[2] = {pairs ? 2 * lane : lane, pairs ? 2 * lane + 1 : lane + 32};
   bool there[2];
   float scale[2] = {0.0F, 0.0F};
 #pragma unroll
@@ -111,7 +101,7 @@ __global__ void __launch_bounds__(threads)
         v[c] = static_cast<float>(code) * scale[c];
         if (args.exponents != nullptr) v[c] *= token_size(args.exponents, row + args.first);
       }
-      if (args.pairs) {
+      if (pairs) {
         if (there[1]) store_pair<Tag>(out, row, first_channel + channel[0], v);
         continue;
       }
@@ -126,19 +116,13 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Whether every row can be written by pairs of neighbouring columns.
-bool pairs_aligned(const MatrixOut& out) {
-  return detail::pairs_aligned(
-      MatrixIn{out.data, out.dtype, out.rows, out.cols, out.row_stride, out.col_stride});
-}
-
 }  // namespace
 
 void CudaBackend::decompress(const Context& context, const DecompressJob& job) const {
   const DeviceGuard guard(context.device().index, "decompress_activation");
   const MatrixOut& out = job.out;
-  const DecompressArgs args{job.codes, job.row_bytes, job.scale,     job.scale_step,
-                            job.first, out,           job.exponents, pairs_aligned(out)};
+  const bool pairs = out.col_stride == 1 && out.cols % 2 == 0 && out.row_stride % 2 == 0 &&
+                     reinterpret_cast<std::uintptr_t>(out.data) % (2 * dtype_size(out.dtype)) == 0;
   const std::int64_t groups = ceil_div(job.first + out.rows, int4_group) - job.first / int4_group;
   const LaunchShape shape{ceil_div(out.cols, tile_channels) * groups, threads};
   host_with_dtype(out.dtype, [&](auto tag) {
@@ -146,7 +130,7 @@ void CudaBackend::decompress(const Context& context, const DecompressJob& job) c
     launch(
         "decompress_activation", context,
         job.storage == Storage::int4 ? decompress_kernel<true, Tag> : decompress_kernel<false, Tag>,
-        shape, args);
+        shape, job, pairs);
   });
 }
 

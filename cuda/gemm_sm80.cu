@@ -27,7 +27,7 @@ __global__ void token_kernel(GemmArgs args) {
     acc += a * static_cast<float>(args.b[n * args.ldb + k]);
   }
   float v = acc * args.b_scale[n * args.b_scale_step] * args.inv_divisor;
-  if (args.accumulate) v = load_out(args.out, m, n) + v;
+  if (args.accumulate) v = load_element(args.out.contents(), m, n) + v;
   store_element(args.out, m, n, v);
 }
 

@@ -61,7 +61,7 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.token_tiles = token_tiles(p, transform);
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
-  args.contiguous = rows_aligned(job.x) && p.order.samples == 0;
+  args.contiguous = plan::array_facts(job.x).rows_aligned && p.order.samples == 0;
   args.sum_wanted = sum != nullptr;
   if (sum != nullptr) {
     args.sum = sum->out;

@@ -559,7 +559,8 @@ class WarpTile {
 
   __device__ __forceinline__ void write_sum(unsigned column_tile, double total) const {
     float sum = static_cast<float>(total);
-    if (args_.sum_accumulate) sum = load_out(args_.sum, 0, column(column_tile)) + sum;
+    if (args_.sum_accumulate)
+      sum = load_element(args_.sum.contents(), 0, column(column_tile)) + sum;
     store_element(args_.sum, 0, column(column_tile), sum);
   }
 

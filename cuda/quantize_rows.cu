@@ -136,7 +136,7 @@ RowsArgs rows_args(const Context& context, const RowsJob& job) {
           job.hadamard_block,
           device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
-          rows_aligned(job.x) && job.x.cols % 16 == 0};
+          plan::array_facts(job.x).rows_aligned && job.x.cols % 16 == 0};
 }
 
 }  // namespace hot::detail

@@ -52,6 +52,8 @@ struct MatrixOut {
   void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
+  // The output as an input: what it holds.
+  constexpr MatrixIn contents() const { return {data, dtype, rows, cols, row_stride, col_stride}; }
 };
 
 // The kept rows of a block, ascending.

@@ -75,7 +75,7 @@ struct Epilogue {
     tile.out_ld = simd.gemm.nr;
     if (args.accumulate) {
       for (int i = 0; i < rows; ++i) {
-        load_row(simd, current(), m + i, n, cols, values + i * simd.gemm.nr);
+        load_row(simd, out.contents(), m + i, n, cols, values + i * simd.gemm.nr);
       }
     }
     simd.dequantize(tile);
@@ -92,7 +92,7 @@ struct Epilogue {
       return tile(m, n, 1, cols, narrow);
     }
     float values[64], before[64];
-    if (args.accumulate) load_row(simd, current(), m, n, cols, before);
+    if (args.accumulate) load_row(simd, args.out.contents(), m, n, cols, before);
     const float a = args.a_scale[m * args.a_scale_step] * args.inv_divisor;
     for (int i = 0; i < cols; ++i) {
       const float b = args.b_scale[(n + i) * args.b_scale_step];
@@ -101,11 +101,6 @@ struct Epilogue {
       if (args.bias != nullptr) values[i] += args.bias[n + i];
     }
     store_row(simd, values, m, n, cols, args.out);
-  }
-
-  MatrixIn current() const {
-    return {args.out.data, args.out.dtype,      args.out.rows,
-            args.out.cols, args.out.row_stride, args.out.col_stride};
   }
 };
 
@@ -265,12 +260,7 @@ void gemm_token(const Context& context, const GemmArgs& args, void* workspace) {
       const float a = static_cast<float>(args.a[m * args.lda + k]) * args.a_scale[k];
       simd.axpy(a, transposed + k * args.n + n, count, acc);
     }
-    if (args.accumulate) {
-      load_row(simd,
-               {args.out.data, args.out.dtype, args.out.rows, args.out.cols, args.out.row_stride,
-                args.out.col_stride},
-               m, n, count, before);
-    }
+    if (args.accumulate) load_row(simd, args.out.contents(), m, n, count, before);
     for (std::int64_t i = 0; i < count; ++i) {
       const float value = acc[i] * args.b_scale[(n + i) * args.b_scale_step] * args.inv_divisor;
       acc[i] = args.accumulate ? before[i] + value : value;
