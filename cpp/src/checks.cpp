@@ -45,6 +45,11 @@ void check_sizes(const char* call, Names names, Sizes sizes) {
   }
 }
 
+void check_shape(const char* call, const LinearShape& shape) {
+  check_sizes(call, {"tokens", "out_features", "in_features"},
+              {shape.tokens, shape.out_features, shape.in_features});
+}
+
 void check_counted_sizes(const char* call, Names names, Sizes sizes) {
   check_sizes(call, names, sizes);
   std::int64_t most = max_operations;
@@ -360,8 +365,13 @@ MatrixIn Checker::collapsed(const char* name, const ConstTensorView& view) const
   return {view.data, view.dtype, leading(view), view.shape[last], row_stride, view.stride[last]};
 }
 
-MatrixOut Checker::collapsed_out(const char* name, const TensorView& view) const {
+MatrixOut Checker::collapsed_out(const char* name, const TensorView& view, std::int64_t rows,
+                                 std::int64_t cols) const {
   const MatrixIn m = collapsed(name, view);
+  if (m.rows != rows || m.cols != cols) {
+    invalid(call_, std::string(name) + " has shape " + shape_text(view) + "; expected " +
+                       shape_text({rows, cols}) + ", leading dimensions flattened");
+  }
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
 }
 
