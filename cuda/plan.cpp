@@ -131,15 +131,6 @@ AmaxWords amax_words(const DeviceFacts& facts, const BackwardWork& work) {
   return words;
 }
 
-namespace {
-
-ColumnsShape weight_shape(const ArrayFacts& w, std::int64_t cols, const Projection& p,
-                          const OperandQuant& quant, std::int64_t scales, Buffer codes) {
-  return {Job::weight, w, Buffer::w, codes, Buffer::weight_amax, cols, p, quant, scales};
-}
-
-}  // namespace
-
 // ---- whole calls -------------------------------------------------------------------------------
 
 Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
@@ -154,28 +145,25 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   // All operands are quantised before the products: g_y is read again while the L2 may still hold
   // it, and kernels overlap.
   const RowsShape rows{
-      RowsOf::gy,         Buffer::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens,
-      shape.out_features, spec.hadamard_block, gradient_rows_quant(spec), kx};
-  const OperandQuant columns_quant = gradient_columns_quant(spec);
-  const ColumnsShape columns{Job::gradient_columns,
-                             arrays.gy,
-                             Buffer::gy,
+      Source::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens, shape.out_features,
+      spec.hadamard_block, gradient_rows_quant(spec), kx};
+  const ColumnsShape columns{Source::gy,
                              Buffer::columns,
-                             Buffer::columns_amax,
+                             arrays.gy,
                              shape.out_features,
                              work.tokens,
-                             columns_quant,
+                             gradient_columns_quant(spec),
                              by_token ? kw : shape.out_features,
                              work.gb,
                              work.accumulate};
-  const ColumnsShape weight = weight_shape(arrays.w, shape.in_features, work.out_features,
-                                           weight_quant(spec), shape.in_features, Buffer::weight);
-  const GroupsShape groups{shape.in_features, kw};
+  const ColumnsShape weight{Source::w,         Buffer::weight,    arrays.w,
+                            shape.in_features, work.out_features, weight_quant(spec),
+                            shape.in_features};
   OperandShapes operands;
   if (work.gx) operands.rows = &rows;
   if (work.gw) operands.columns = &columns;
   if (work.weight) operands.weight = &weight;
-  if (packed) operands.groups = &groups;
+  if (packed) operands.packed_channels = shape.in_features;
   operands.zeroed = amax_words(facts, work);
   const bool summed = add_operands(plan, facts, operands);
 
@@ -218,15 +206,8 @@ namespace {
 
 ColumnsShape activation_shape(const CompressShape& kept) {
   const OperandQuant quant = activation_quant(kept.spec);
-  return {Job::activation,
-          kept.x,
-          Buffer::x,
-          Buffer::saved,
-          Buffer::columns_amax,
-          kept.cols,
-          kept.p,
-          quant,
-          quant.per_tensor ? 1 : kept.cols};
+  return {
+      Source::x, Buffer::saved, kept.x, kept.cols, kept.p, quant, quant.per_tensor ? 1 : kept.cols};
 }
 
 void add_token_exponents(Plan& plan, const CompressShape& kept) {
@@ -275,7 +256,7 @@ Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
 Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t cols,
                  const Projection& p, const OperandQuant& quant, std::int64_t scales) {
   Plan plan;
-  const ColumnsShape weight = weight_shape(w, cols, p, quant, scales, Buffer::quantized_w);
+  const ColumnsShape weight{Source::w, Buffer::quantized_w, w, cols, p, quant, scales};
   OperandShapes operands;
   operands.weight = &weight;
   operands.zeroed.weight = columns_amax_words(facts, cols, p, quant);
@@ -285,17 +266,9 @@ Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t col
 
 namespace {
 
-RowsShape forward_rows(RowsOf of, Buffer from, Buffer codes, const ArrayFacts& array,
-                       std::int64_t rows, std::int64_t cols, const ForwardLinearSpec& spec) {
-  return {of,
-          from,
-          codes,
-          array,
-          rows,
-          cols,
-          spec.hadamard_block,
-          forward_quant,
-          forward_k(cols, spec)};
+RowsShape forward_rows(Source of, Buffer codes, const ArrayFacts& array, std::int64_t rows,
+                       std::int64_t cols, const ForwardLinearSpec& spec) {
+  return {of, codes, array, rows, cols, spec.hadamard_block, forward_quant, forward_k(cols, spec)};
 }
 
 }  // namespace
@@ -304,12 +277,12 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
   const LinearShape& shape = work.shape;
   Plan plan;
   if (work.input) {
-    add_rows(plan, forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
+    add_rows(plan, forward_rows(Source::x, Buffer::x_rows, arrays.x, shape.tokens,
                                 shape.in_features, work.spec));
   }
   if (work.weight) {
-    add_rows(plan, forward_rows(RowsOf::weight, Buffer::w, Buffer::weight_rows, arrays.w,
-                                shape.out_features, shape.in_features, work.spec));
+    add_rows(plan, forward_rows(Source::w, Buffer::weight_rows, arrays.w, shape.out_features,
+                                shape.in_features, work.spec));
   }
   if (work.wide) {
     plan.add(Kernel::widen, {ceil_div(shape.out_features, 256), 256}, Buffer::bias,
@@ -330,7 +303,7 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
                         std::int64_t cols, const ForwardLinearSpec& spec,
                         const CompressShape* kept) {
   Plan plan;
-  const RowsShape job = forward_rows(RowsOf::x, Buffer::x, Buffer::forward_x, x, rows, cols, spec);
+  const RowsShape job = forward_rows(Source::x, Buffer::forward_x, x, rows, cols, spec);
   if (kept == nullptr) {
     add_rows(plan, job);
     return plan;
@@ -350,8 +323,7 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
 Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
                          int hadamard_block) {
   Plan plan;
-  add_rows(plan, forward_rows(RowsOf::weight, Buffer::w, Buffer::forward_w, w, rows, cols,
-                              {hadamard_block}));
+  add_rows(plan, forward_rows(Source::w, Buffer::forward_w, w, rows, cols, {hadamard_block}));
   return plan;
 }
 

@@ -302,30 +302,30 @@ struct Refusals {
   const Refusal* end() const { return last; }
 };
 
-// The operand that a step makes.
-enum class Job : std::uint8_t { gradient_columns, weight, activation };
-
-// What rows are made of.
-enum class RowsOf : std::uint8_t { gy, x, weight };
+// The matrix that an operand is made of.
+enum class Source : std::uint8_t { gy, w, x };
+constexpr Buffer buffer_of(Source source) {
+  return source == Source::gy ? Buffer::gy : source == Source::w ? Buffer::w : Buffer::x;
+}
 
 struct RowsStep {
-  RowsOf of;
+  Source of;
   RowsPass pass;
   int lane_blocks;  // rows16: blocks of 16 of a lane
 };
 struct ColumnsStep {
-  Job job;
+  Source of;
   columns::ColumnTransform transform;
   columns::Pass pass;
   int ctas;     // of a column tile
   int cluster;  // of them that reduce to one scale: all, or 0 for none
 };
 struct GenericColumnsStep {
-  Job job;
+  Source of;
   std::int64_t run = 0;  // blocks of one thread
 };
 struct RowsColumnAmaxStep {
-  RowsOf of;
+  Source of;
   RowsPass pass;
   columns::ColumnTransform transform;
   int lanes, lane_blocks;  // of a row

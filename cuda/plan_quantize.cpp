@@ -51,7 +51,7 @@ Reason other_rounding(const OperandQuant& quant) {
 }
 
 const char* block_name(const RowsShape& job) {
-  return job.of == RowsOf::gy ? "hadamard_block" : "forward's hadamard_block";
+  return job.of == Source::gy ? "hadamard_block" : "forward's hadamard_block";
 }
 
 // rows16_kernel loads 16 elements at once.
@@ -74,7 +74,7 @@ Reason why_not_rows16(const RowsShape& job) {
 
 void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
-  Buffers reads = job.from, writes = job.codes;
+  Buffers reads = buffer_of(job.of), writes = job.codes;
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // by atomicMax
     writes = Buffer::rows_amax;
@@ -207,7 +207,8 @@ LaunchShape column_shape(ColumnTransform transform, std::int64_t tiles, const Cl
 
 // Buffers read by a column quantiser: the matrix, and token exponents if they were equalised.
 Buffers columns_read(const ColumnsShape& job) {
-  return job.p.equalized ? job.from | Buffer::exponents : Buffers(job.from);
+  const Buffer from = buffer_of(job.of);
+  return job.p.equalized ? from | Buffer::exponents : Buffers(from);
 }
 
 Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
@@ -247,7 +248,7 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
   }
   note_column_loads(plan, Kernel::columns_one_pass, job);
   plan.add(Kernel::columns_one_pass, shape, reads, writes,
-           ColumnsStep{job.job, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
+           ColumnsStep{job.of, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
 }
 
 // One of the two passes where a cluster cannot hold a column tile.
@@ -257,18 +258,18 @@ int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transfo
       columns::two_pass_warps};
   const LaunchShape shape = column_shape(transform, column_tiles(job.cols, job.x.dtype), split, 0);
   const bool amax = pass == Pass::amax;
-  Buffers writes = amax ? job.amax : job.codes;
+  Buffers writes = amax ? job.amax() : job.codes;
   if (amax && job.sum) writes |= Buffer::sums;
   const Kernel kernel = amax ? Kernel::column_amax : Kernel::column_codes;
   note_column_loads(plan, kernel, job);
-  plan.add(kernel, shape, columns_read(job) | job.amax, writes,
-           ColumnsStep{job.job, transform, pass, split.ctas, 0}, job.x.dtype);
+  plan.add(kernel, shape, columns_read(job) | job.amax(), writes,
+           ColumnsStep{job.of, transform, pass, split.ctas, 0}, job.x.dtype);
   return split.ctas;
 }
 
 void add_finish_scales(Plan& plan, const ColumnsShape& job) {
-  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax, job.codes,
-           GenericColumnsStep{job.job});
+  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax(), job.codes,
+           GenericColumnsStep{job.of});
 }
 
 void add_generic_columns(Plan& plan, const ColumnsShape& job) {
@@ -277,8 +278,8 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
   for (const bool amax : {true, false}) {
     if (!amax) plan.passed_as_before();
     plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
-             columns_read(job) | job.amax, amax ? job.amax : job.codes,
-             GenericColumnsStep{job.job, grid.run});
+             columns_read(job) | job.amax(), amax ? job.amax() : job.codes,
+             GenericColumnsStep{job.of, grid.run});
   }
   add_finish_scales(plan, job);
 }
@@ -355,7 +356,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
 
 void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape& columns,
                           const RowsColumnAmaxStep& work, const LaunchShape& shape) {
-  Buffers reads = rows.from | columns.amax, writes = columns.amax;
+  Buffers reads = buffer_of(rows.of) | columns.amax(), writes = columns.amax();
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
   writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
   if (columns.sum) writes |= Buffer::sums;
@@ -417,8 +418,8 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
   const std::int64_t chunks = ceil_div(rows.rows, int4_group);
   note_loads(plan, Kernel::rows_groups, not_16(rows));
   plan.add(Kernel::rows_groups,
-           {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows}, rows.from,
-           rows.codes | Buffer::saved, work, rows.x.dtype);
+           {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
+           buffer_of(rows.of), rows.codes | Buffer::saved, work, rows.x.dtype);
   return {};
 }
 
@@ -464,9 +465,7 @@ class GroupedOperands {
       while ((grouped::row_blocks << lanes_log2_) < groups) ++lanes_log2_;
       rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
     }
-    if (of_.groups != nullptr) {
-      groups_blocks_ = ceil_div(of_.groups->channels, grouped::threads / 32);
-    }
+    groups_blocks_ = ceil_div(of_.packed_channels, grouped::threads / 32);
     if (cluster_ > 1) {
       if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
     }
@@ -515,7 +514,7 @@ class GroupedOperands {
       if (known) launch.also(amax, {});
     };
     if (of_.weight != nullptr) {
-      add(s.weight, weight_, weight, of_.weight->from, of_.weight->codes, Buffer::weight_amax);
+      add(s.weight, weight_, weight, Buffer::w, of_.weight->codes, Buffer::weight_amax);
     }
     if (of_.columns != nullptr) {
       add(s.gradient, gradient_, gradient, Buffer::gy, Buffer::columns, Buffer::columns_amax);
@@ -525,7 +524,7 @@ class GroupedOperands {
       launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::gy_rows);
       if (rows) launch.also(Buffer::rows_amax, {});
     }
-    if (of_.groups != nullptr) {
+    if (groups_blocks_ > 0) {
       launch.add(s.groups, groups_blocks_, Buffer::saved, Buffer::activation);
     }
     launch.add_to(plan, Kernel::grouped_codes);
@@ -633,8 +632,9 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
     summed = add_columns(plan, facts, *operands.columns);
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
-  if (const GroupsShape* job = operands.groups) {
-    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation);
+  if (operands.packed_channels > 0) {
+    plan.add(Kernel::requantize, {operands.packed_channels, 256}, Buffer::saved,
+             Buffer::activation);
   }
   return summed;
 }

@@ -76,8 +76,8 @@ inline void note_loads(Plan& plan, Kernel kernel, const Reason& why) {
 // ---- operands (plan_quantize.cpp) --------------------------------------------------------------
 
 struct RowsShape {
-  RowsOf of;
-  Buffer from, codes;
+  Source of;
+  Buffer codes;
   ArrayFacts x;
   std::int64_t rows, cols;
   int hadamard_block;
@@ -86,19 +86,15 @@ struct RowsShape {
 };
 
 struct ColumnsShape {
-  Job job;
+  Source of;
+  Buffer codes;
   ArrayFacts x;
-  Buffer from;
-  Buffer codes, amax;
   std::int64_t cols;
   const Projection& p;
   OperandQuant quant;
   std::int64_t scales;
   bool sum = false, accumulate = false;  // g_b
-};
-
-struct GroupsShape {
-  std::int64_t channels, k_padded;
+  Buffer amax() const { return of == Source::w ? Buffer::weight_amax : Buffer::columns_amax; }
 };
 
 // How lanes share a row in registers.
@@ -114,7 +110,7 @@ struct OperandShapes {
   const RowsShape* rows = nullptr;
   const ColumnsShape* columns = nullptr;
   const ColumnsShape* weight = nullptr;
-  const GroupsShape* groups = nullptr;
+  std::int64_t packed_channels = 0;  // of x, from packed codes to INT8
   AmaxWords zeroed{};
 };
 

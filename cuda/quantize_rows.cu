@@ -108,7 +108,7 @@ void launch_rows(const Context& context, const plan::Step& step, const RowsJob& 
   const auto& work = step.as<plan::RowsStep>();
   RowsArgs args = rows_args(context, job);
   args.pass = work.pass;
-  const char* const stage = work.of == plan::RowsOf::gy ? "backward_linear" : "forward_linear";
+  const char* const stage = work.of == plan::Source::gy ? "backward_linear" : "forward_linear";
   const auto run = [&](auto kernel) { launch(stage, context, kernel, step.shape, args); };
   if (step.kernel == plan::Kernel::rows) {
     with_rounding(job.quant.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });

@@ -289,7 +289,7 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   args.sums = work.sums;
   with_lane_blocks(work.lane_blocks, [&](auto b) {
     constexpr int B = decltype(b)::value;
-    launch(work.of == plan::RowsOf::gy ? "backward_linear" : "quantize_forward_input", context,
+    launch(work.of == plan::Source::gy ? "backward_linear" : "quantize_forward_input", context,
            rows.hadamard_block == gradient_block ? rows_column_amax_kernel<gradient_block, B>
                                                  : rows_column_amax_kernel<forward_block, B>,
            step.shape, args);
