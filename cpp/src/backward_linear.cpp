@@ -46,23 +46,6 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_low_rank(spec.low_rank);
 }
 
-// The saved INT8 x as the operand of g_w. An Operand is writable; this one is only read.
-detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
-  const auto* bytes = static_cast<const char*>(saved.data);
-  return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
-          const_cast<float*>(reinterpret_cast<const float*>(bytes + layout.scale_offset)),
-          saved.in_features, layout.k_padded, layout.scales};
-}
-
-detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLayout& layout) {
-  const auto* bytes = static_cast<const char*>(saved.data);
-  return {static_cast<const std::uint8_t*>(saved.data),
-          layout.row_bytes,
-          reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
-          saved.tokens,
-          {}};
-}
-
 // Exponents of the token sizes, or null if tokens were not equalised.
 const std::uint8_t* saved_exponents(const ConstSavedActivation& saved, const SavedLayout& layout,
                                     const BackwardLinearSpec& spec) {
@@ -316,8 +299,15 @@ void resolve_saved(detail::BackwardCall& call, Projection& tokens,
   tokens = detail::token_projection(shape.tokens, spec);
   const SavedLayout layout = layout_of(tokens, saved.in_features, spec);
   check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
-  call.saved = saved_operand(saved, layout);
-  call.groups = saved_groups(saved, layout);
+  auto* const codes = static_cast<std::uint8_t*>(const_cast<void*>(saved.data));  // only read
+  auto* const scales = codes + layout.scale_offset;
+  if (spec.storage == Storage::int8) {
+    call.saved = {reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(scales),
+                  saved.in_features, layout.k_padded, layout.scales};
+  } else {
+    call.groups = {
+        codes, layout.row_bytes, reinterpret_cast<std::uint16_t*>(scales), saved.tokens, {}};
+  }
   call.sketch_key = saved.key;
   call.exponents = saved_exponents(saved, layout, spec);
 }
