@@ -20,6 +20,10 @@ constexpr int tile_channels = 64, threads = 256, warps = threads / 32;
 constexpr int readers = threads / tile_channels;  // threads that read a channel
 static_assert(int4_group == 64 && readers == 4);
 
+struct DecompressArgs : DecompressJob {
+  bool pairs;  // rows of `out` can be written by pairs of neighbouring columns
+};
+
 // 2 to the exponent of a token, by which it was divided before it was kept.
 __device__ float token_size(const std::uint8_t* exponents, std::int64_t token) {
   return __uint_as_float(unsigned{exponents[token]} << 23);
@@ -39,10 +43,9 @@ __device__ void store_pair(const MatrixOut& out, std::int64_t row, std::int64_t 
   }
 }
 
-// `pairs`: rows of the result can be written by pairs of neighbouring columns.
 template <bool int4, class Tag>
 __global__ void __launch_bounds__(threads)
-    decompress_kernel(const __grid_constant__ DecompressJob args, bool pairs) {
+    decompress_kernel(const __grid_constant__ DecompressArgs args) {
   constexpr int word_tokens = int4 ? 8 : 4;
   constexpr int words = int4_group / word_tokens;  // of a channel
   constexpr int reader_words = words / readers;    // 8 or 16 bytes
@@ -69,7 +72,7 @@ __global__ void __launch_bounds__(threads)
   }
   __syncthreads();
   const int lane = thread % 32;
-  const int channel[2] = {pairs ? 2 * lane : lane, pairs ? 2 * lane + 1 : lane + 32};
+  const int channel[2] = {args.pairs ? 2 * lane : lane, args.pairs ? 2 * lane + 1 : lane + 32};
   bool there[2];
   float scale[2] = {0.0F, 0.0F};
 #pragma unroll
@@ -101,7 +104,7 @@ __global__ void __launch_bounds__(threads)
         v[c] = static_cast<float>(code) * scale[c];
         if (args.exponents != nullptr) v[c] *= token_size(args.exponents, row + args.first);
       }
-      if (pairs) {
+      if (args.pairs) {
         if (there[1]) store_pair<Tag>(out, row, first_channel + channel[0], v);
         continue;
       }
@@ -130,7 +133,7 @@ void CudaBackend::decompress(const Context& context, const DecompressJob& job) c
     launch(
         "decompress_activation", context,
         job.storage == Storage::int4 ? decompress_kernel<true, Tag> : decompress_kernel<false, Tag>,
-        shape, job, pairs);
+        shape, DecompressArgs{job, pairs});
   });
 }
 
