@@ -380,7 +380,7 @@ struct ProductStep {
   bool int4 = false;  // their operands
 };
 
-// What a kernel's launch needs beside its shape.
+// Arguments of a kernel beside the shape of its launch.
 using StepWork = std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep,
                               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep,
                               BroadcastScaleStep, UnpackStep, SmallGemmStep, ProductStep>;

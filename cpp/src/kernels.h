@@ -101,8 +101,8 @@ struct FwhtArgs {
   std::int64_t outer_shape[3], outer_stride_x[3], outer_stride_out[3];
 };
 
-// In a product by token (docs/numerics.md, "token": fp32, k ascending) a_scale has a scale for each
-// k.
+// A product by token (docs/numerics.md, "token") has a scale for each k in `a_scale` and adds in
+// fp32, k ascending.
 struct GemmArgs {
   const std::int8_t *a, *b;  // K contiguous
   std::int64_t m, n, k, lda, ldb;
