@@ -325,15 +325,6 @@ def golden(stage: str) -> dict[str, dict[str, Any]]:
     return cases
 
 
-def from_bits(values: np.ndarray) -> Any:
-    """A stored array as a caller would have it: uint16 bits become a bfloat16 tensor."""
-    if values.dtype != np.uint16:
-        return values
-    if torch is None:
-        pytest.skip("bfloat16 needs torch")
-    return torch.from_numpy(values.copy()).view(torch.bfloat16)
-
-
 def golden_options(case: dict[str, Any], *names: str) -> dict[str, Any]:
     """Params of a case as keyword arguments; empty rows and grids become None."""
     options = {name: case[name] for name in names}

@@ -102,6 +102,40 @@ def test_a_written_weight_is_read(frozen: bool) -> None:
         assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_averages_of_frozen_codes_are_found() -> None:
+    """An average that was cast back is an error of the next call; equal bytes are none."""
+    import hotcore.torch as hot
+
+    model = torch.nn.Sequential(torch.nn.LayerNorm(200), torch.nn.Linear(200, 96)).cuda()
+    hot.convert(model, hot.HotConfig(forward="int8"), lambda module, name: True)
+    hot.freeze_int8(model)
+    ema, x = copy.deepcopy(model), torch.randn(33, 200, device="cuda")
+    y, codes = model(x).detach(), model[1].weight_codes.detach()
+    with torch.no_grad():
+        ema[1].weight_codes.copy_(codes)
+        assert torch.equal(ema(x), y)
+        ema[1].weight_codes.copy_((0.9 * codes + 0.1 * codes).to(torch.uint8))
+    for call in (ema, torch.compile(ema)):
+        with pytest.raises(RuntimeError, match="weight_codes: these bytes are not codes"):
+            call(x)
+    for write in (lambda w: w[0].zero_(), lambda w: torch._foreach_mul_([w], 2)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="the weight is frozen in INT8"):
+            write(model[1].weight)
+    with pytest.raises(RuntimeError, match="__dlpack__"):
+        torch.from_dlpack(model[1].weight)
+    graph, still = torch.cuda.CUDAGraph(), copy.deepcopy(model)  # nothing has read these codes
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = still(x)
+    graph.replay()
+    assert torch.equal(captured, y)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            model(x).sum().backward()  # once read, codes are not summed again
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("recipe", ("default", "accurate"))
 @pytest.mark.parametrize("shape", ((3, 67, 768), (2, 65, 3072), (130, 704), (17000, 128)), ids=str)
 def test_layers_of_one_x_equal_cpu(recipe: str, shape: tuple[int, ...]) -> None:

@@ -215,7 +215,7 @@ def mesh(alone: None) -> Any:
 @pytest.mark.parametrize("each", [False, True])
 def test_convert_comes_before_sharding(mesh: Any, each: bool) -> None:
     """Sharded weights are refused by name; a model whose sharded layers are left out is taken."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -227,6 +227,10 @@ def test_convert_comes_before_sharding(mesh: Any, each: bool) -> None:
     frozen = nn.Sequential(nn.Linear(64, 64))
     hot.convert(frozen, filter_fn=lambda module, name: True)
     hot.freeze_int8(frozen)
+    mixed = copy.deepcopy(frozen)
+    fully_shard(mixed, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="x has bfloat16.*where the mp_policy of fully_shard"):
+        mixed(torch.randn(4, 64))
     fully_shard(frozen, mesh=mesh)
     with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
         hot.thaw(frozen)

@@ -67,7 +67,7 @@ def test_a_linear_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("last", [False, True])
 def test_a_1x1_convolution(stride: int, last: bool) -> None:
     plain = nn.Conv2d(70, 48, 1, stride=stride)
-    layer = hot.HotConv2d.from_conv(plain, INT8)
+    layer = hot.HotConv2d.from_conv(copy.deepcopy(plain), INT8)
     x = torch.randn(2, 70, 7, 5)
     x = x.to(memory_format=torch.channels_last) if last else x
     y = layer(x)
@@ -188,7 +188,7 @@ def test_eval_mode_is_plain_unless_it_is_kept() -> None:
     assert torch.equal(y, found)
     y.sum().backward()
     assert layer.weight.grad is not None  # HOT's
-    assert type(layer.to_plain()) is nn.Linear and "_plain_in_eval" not in vars(layer.to_plain())
+    assert type(hot.revert(layer)) is nn.Linear and "_plain_in_eval" not in vars(layer)
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -10,17 +10,15 @@ import importlib
 import operator
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-_Module = TypeVar("_Module", bound=torch.nn.Module)
 _C: Any = torch._C
 
 _NAMES = (
@@ -153,6 +151,10 @@ def keeps_graph() -> bool:
     return bool(_C._autograd._get_current_graph_task_keep_graph())
 
 
+COMPILED_OF = "_torchdynamo_orig_callable"
+"""Attribute of a result of torch.compile: what was compiled. No call of the result runs it."""
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether this module, not its children, runs under ``torch.compile``.
 
@@ -163,7 +165,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def traces_parameters() -> bool:
-    """Whether torch.compile follows a subclass of Parameter with a ``__torch_function__``.
+    """Whether torch.compile follows a subclass of Parameter.
 
     It does in torch 2.13 and 2.15. In 2.6, 2.8, 2.10 and 2.12 tracing ends with an error.
     """
@@ -183,27 +185,10 @@ def memory_budget(budget: float) -> AbstractContextManager[Any]:
     return patched
 
 
-def forget_compiled(module: torch.nn.Module) -> None:
-    """Undo ``module.compile()`` of a copy, whose compiled call is that of the original."""
-    vars(module).pop("_compiled_call_impl", None)
-
-
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:
     """Its hooks that run once ``.grad`` is there."""
     found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return found or {}
-
-
-def rebind_hooks(module: _Module) -> _Module:
-    """Give hooks of ``load_state_dict`` this module, a copy, in place of the one that it replaces.
-
-    They hold a weak reference to their module, and raise RuntimeError once it is gone.
-    """
-    hooks: dict[int, Any] = module._load_state_dict_pre_hooks
-    for hook in hooks.values():
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(module)
-    return module
 
 
 def batched(gradient: torch.Tensor) -> bool:

@@ -398,23 +398,20 @@ class _Trial:
                 stack.enter_context(_compat.memory_budget(contender.budget))
             blocks = [block for own in self.lists.values() for block in own]
             if contender.config is not None or contender.options:
-                stack.callback(detach, model)
                 how: dict[str, Any] = {"slower": self.slower, **contender.options}
                 only = self.filter_fn if contender.config is not None else lambda *_: False
-                model = convert(model, contender.config or "default", only, **how)
+                convert(model, contender.config or "default", only, **how)
                 report = vars(model)[REPORT]
                 if not report.converted and not contender.options:
                     no_int8 = any(row.reason == gains.NO_INT8 for row in report.skipped)
                     why = gains.NO_INT8 if no_int8 else "all would be slower"
                     raise ValueError(f"no layer converted: {why} (slower=True)")
             if contender.recomputed:
-                some = [block for own in self.recomputed(contender) for block in own]
-                stack.callback(recompute(some).remove)
+                recompute([block for own in self.recomputed(contender) for block in own])
             if way is not None:
                 torch.compiler.reset()
                 stack.callback(torch.compiler.reset)
                 for module in blocks or [model]:
-                    stack.callback(_compat.forget_compiled, module)
                     module.compile(**way)
             step = whole(model, self.inputs, self.loss_fn, self.update)
             for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs

@@ -157,13 +157,13 @@ def memory_report(
     with preserve_state(model):
         plain = revert(model) if converted else model
         before, peak_before = _measure(plain, inputs, loss_fn)
+        kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
     with preserve_state(model):
         changed = model
         if not converted and config is not None:
             changed = convert(model, config, filter_fn, overrides, slower=slower)
             changes = f"convert({as_config(config)!r})"
         after, peak_after = _measure(changed, inputs, loss_fn)
-    kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
     modules = tuple(
         ModuleMemory(name, kind, before.get(name, 0), after.get(name, 0))
         for name, kind in kinds.items()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ... import _core
 from ...config import HotConfig, Key
-from .. import _compat
+from .. import _compat, frozen_codes
 from . import core, sharing
 from .core import (
     DTYPES,
@@ -334,7 +334,8 @@ class Frozen(NamedTuple):
     """A weight that exists only as codes (:mod:`hotcore.torch.frozen`)."""
 
     codes: Tensor
-    """What :func:`quantize_forward_weight` makes: uint8, O rows of codes, then O fp32 scales."""
+    """uint8: O rows of codes, then O fp32 scales (:func:`quantize_forward_weight`), and of a frozen
+    layer the tail that says their format (:mod:`hotcore.torch.frozen_codes`)."""
     block: int
     """Of the transform along I (``forward_block``)."""
     out_features: int
@@ -357,6 +358,23 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
+def body(weight: Frozen) -> Tensor:
+    """The codes and scales, as libhot reads them. Raises RuntimeError: see :func:`check_codes`."""
+    codes, size = weight.codes, _body_bytes(weight.out_features, weight.in_features, weight.block)
+    if hasattr(codes, "_hot_seen"):
+        frozen_codes.check(codes, size)
+    return codes[:size]
+
+
+_body_bytes = functools.lru_cache(maxsize=4096)(frozen_codes.body_bytes)
+
+
+def check_codes(weight: Frozen) -> None:
+    """Raise RuntimeError where the bytes of a frozen layer are not codes."""
+    size = _body_bytes(weight.out_features, weight.in_features, weight.block)
+    frozen_codes.check(weight.codes, size)
+
+
 _CHUNK_VALUES = 1 << 24
 """Values of a weight that are dequantised at a time, by way of 64 MiB in fp32."""
 
@@ -366,7 +384,7 @@ def dequantize(weight: Frozen) -> Tensor:
 
     It is made in fp32 and rounded once, some rows at a time.
     """
-    codes, rows, columns = weight.codes, weight.out_features, weight.in_features
+    codes, rows, columns = body(weight), weight.out_features, weight.in_features
     made = weight.dtype if weight.dtype in DTYPES else torch.float32
     out = torch.empty((rows, columns), dtype=made, device=codes.device)
     if out.numel() and not codes.is_meta:

@@ -162,7 +162,7 @@ def int8_linear(
     else:
         rows, tokens, in_features = x, math.prod(x.shape[:-1]), x.shape[-1]
     if isinstance(weight, Frozen):
-        matrix, frozen, out_features = None, weight.codes, weight.out_features
+        matrix, frozen, out_features = None, codes.body(weight), weight.out_features
     else:
         matrix, frozen, out_features = weight, None, weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
@@ -413,7 +413,7 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     dtype = calls.autocast_dtype(x)
     inner = calls.cast(x, dtype)
     if config_json or x.dtype != weight.dtype:
-        calls.check_dtypes(x, weight.dtype, bias, dtype)
+        _check_dtypes(x, weight, bias, dtype)
     if config_json:
         calls.check_transforms("linear", x, bias)
     elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
@@ -437,6 +437,20 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
         return traced
     y: Tensor = Linear.apply(inner, held, bias, seed, config_json, None, x_codes, *fields)  # type: ignore[no-untyped-call]  # so in torch
     return y
+
+
+def _check_dtypes(
+    x: Tensor, weight: Frozen, bias: Tensor | None, autocast: torch.dtype | None
+) -> None:
+    try:
+        calls.check_dtypes(x, weight.dtype, bias, autocast)
+    except ValueError as error:
+        if str(error).startswith("weight:"):
+            error.args = (
+                f"{error}. The weight is frozen in INT8: model.to(x.dtype) changes the dtype that "
+                "it stands for, where the mp_policy of fully_shard casts x alone",
+            )
+        raise
 
 
 # ---- the backward products ----

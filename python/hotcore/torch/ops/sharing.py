@@ -75,7 +75,7 @@ class share_inputs:
         return f"share_inputs(enabled={share_inputs.enabled})"
 
 
-def _state(x: Tensor) -> Hashable | None:
+def _state(x: Tensor) -> tuple[Any, ...] | None:
     """What must be equal for a tensor to be the same x; None if x is not shared."""
     if x.grad_fn is None or not share_inputs.enabled or core.is_intercepted(x):
         return None
@@ -91,7 +91,8 @@ def _state(x: Tensor) -> Hashable | None:
     else:
         stream = None
     try:
-        return (x._version, x.data_ptr(), x.stride(), stream)  # x.data = x.data.t()
+        # The rest is for x.data = x.data.t(), which raises no version.
+        return (x._version, x.shape, x.data_ptr(), x.stride(), x.dtype, stream)
     except RuntimeError:  # inference-mode tensors have no version counter
         return None
 
@@ -110,7 +111,7 @@ class Entry:
 
     __slots__ = ("compressed", "key", "node", "quantized", "state", "weights", "x")
 
-    def __init__(self, x: _Ref, state: Hashable) -> None:
+    def __init__(self, x: _Ref, state: tuple[Any, ...]) -> None:
         """Begin without codes."""
         self.x, self.state = x, state
         self.compressed: tuple[Tensor, Tensor] | None = None
@@ -151,14 +152,22 @@ class Cache:
     def entry_of(self, x: Tensor) -> Entry | None:
         """The entry of x, a new one if the last is not x's; None: x is not shared.
 
-        A new one is kept once it has codes: by :meth:`compressed`, or by a caller.
+        A new one is kept once it has codes: by :meth:`compressed`, or by a caller. Raises
+        RuntimeError where ``x.data`` has another shape since the last layer.
         """
         state = _state(x)
         if state is None:
             return None
         entry, source = self.entry, _source(x)
-        if entry is not None and entry.x() is source and entry.state == state:
-            return entry
+        if entry is not None and entry.x() is source:
+            if entry.state == state:
+                return entry
+            if entry.state[0] == state[0] and entry.state[1] != state[1]:
+                raise RuntimeError(
+                    f"x: shape {list(state[1])}; the layer before had the same x with "
+                    f"{list(entry.state[1])}. x.data was replaced between them, which autograd "
+                    "does not see; pass another tensor"
+                )
         self.entry = None  # free the old codes before new ones are allocated
         return Entry(weakref.ref(source, self._expire), state)
 
