@@ -292,7 +292,7 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         for keep in (False, True):
             call = (x, config, keep, *window)
             torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
-        saved = conv._compress(x, seed, config, conv.Window.of(*window))
+        saved, _ = conv._compress(x, seed, config, conv.Window.of(*window))
         for bias, kept in ((None, saved), (torch.randn(16), None)):
             call = (x, weight, bias, kept, seed, config, *window)
             torch.library.opcheck(torch.ops.hotcore.conv2d, call)
