@@ -157,7 +157,7 @@ void call(const std::string& name, Arguments& t) {
 
 // Every row of the table fails with its words and leaves the memory as it was.
 TEST(Errors, table) {
-  std::ifstream file(HOT_GOLDEN_DIR "/../errors.txt");
+  std::ifstream file(HOT_ERRORS);
   std::string line, name, good;
   int rows = 0;
   while (std::getline(file, line)) {
