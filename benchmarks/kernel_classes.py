@@ -18,8 +18,6 @@ _NAMES: tuple[tuple[str, str], ...] = (
     # Inductor's names list fused operators: only the prefix identifies the kernel.
     (PRODUCTS, r"^triton_(tem|mm)_"),
     (POINTWISE, r"^triton_"),
-    # ops/relu_triton.py, called from eager
-    (QUANTISERS, r"^_(compress|restore)_signs_kernel"),
     # before the products: made from CUTLASS as well
     (ATTENTION, r"flash|fmha|sdpa|attention|cudnn::fusion"),
     (PRODUCTS, r"hot::.*\b(tile|fixup|token|gemm_small)_kernel"),

@@ -138,8 +138,6 @@ def marker_of(how: Mapping[str, Any]) -> str:
         return "H" if graphs else ">"
     if "checkpointed" in how:
         return "X" if "compiled" in how else "x"
-    if "kept" in how:
-        return "P" if graphs else "D"
     if "memory_budget" in how:
         if graphs:
             return f"${10 * how['memory_budget']:.0f}$"

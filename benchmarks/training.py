@@ -47,8 +47,6 @@ class Contender:
     """torchao's INT8 mixed-precision training (a prototype)."""
     liger: bool = False
     """Liger-Kernel's norms, rotary embedding, gated MLP, and head with loss."""
-    kept: int | None = None
-    """convert's ``saved``: ReLUs keep bits."""
     slower: bool = True
     """convert's ``slower``: HOT also where its default filter expects it to lose on CUDA."""
     forward: str = "plain"
@@ -87,11 +85,10 @@ def people(task: Task) -> list[Contender]:
 
     compiled: dict[str, Any] = {"compiled": "default"}
     graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
-    if task.channels_last:  # k x k alone; with ReLU's bits, x of the next convolution
+    if task.channels_last:
         kinds: dict[str, dict[str, Any]] = {
             "default {}": {},
             "default {}, k x k alone": {"wide": True},
-            "default {}, saved": {"kept": 8},
         }
         ways = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
         return [
@@ -218,7 +215,7 @@ def config_of(contender: Contender) -> hot.HotConfig:
 
 
 def convert(model: nn.Module, contender: Contender) -> nn.Module:
-    """HOT's layers, and its other modules if the contender asks for them."""
+    """HOT's layers, and its head if the contender asks for it."""
     head: bool | hot.HotConfig = contender.head == "torch"
     if contender.head and not head:
         head = hot.HotConfig.recipe(contender.head, forward="int8")
@@ -227,7 +224,7 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
     config = config_of(contender)
     only = _wide if contender.wide else None
     slower = contender.slower
-    model = hot.convert(model, config, only, slower=slower, saved=contender.kept, head=head)
+    model = hot.convert(model, config, only, slower=slower, head=head)
     if contender.frozen_int8:
         print(hot.freeze_int8(model).freeze_report)
     return model

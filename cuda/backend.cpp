@@ -58,42 +58,34 @@ void with_device_facts(const Context& context,
 namespace {
 
 using plan::Kernel;
+using plan::Source;
 using plan::Step;
+
+template <class Job>
+struct BySource {
+  const Job* jobs[3] = {};
+  const Job*& operator[](Source source) { return jobs[static_cast<int>(source)]; }
+  const Job* operator[](Source source) const { return jobs[static_cast<int>(source)]; }
+};
 
 // The memory of a call. A null pointer is in no step of its plan.
 struct Memory {
   Zeroed zeroed{};
   MatrixIn gy{};
-  const RowsJob* rows = nullptr;           // g_y for g_x
-  const RowsJob* x_rows = nullptr;         // x for the forward product
-  const RowsJob* weight_rows = nullptr;    // w for the forward product
-  MatrixIn bias{};                         // of the forward product
-  float* wide_bias = nullptr;              // the bias in fp32
-  const ColumnsJob* columns = nullptr;     // P g_y
-  const ColumnsJob* weight = nullptr;      // w
-  const ColumnsJob* activation = nullptr;  // P x
-  const CompressJob* kept = nullptr;       // x as it is kept
-  const GroupsJob* groups = nullptr;       // x from packed codes
-  const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y
-  const ColumnSum* sum_alone = nullptr;    // g_b on its own
-  GemmArgs product[2]{};                   // g_x, g_w
-  void* scratch[2] = {nullptr, nullptr};   // of each
-  const GemmTokenArgs* token = nullptr;
-  MatrixIn packed[2]{};     // INT4 operands
-  MatrixOut unpacked[2]{};  // the same operands in INT8
+  BySource<RowsJob> rows{};               // g_y for g_x; x and w for the forward product
+  MatrixIn bias{};                        // of the forward product
+  float* wide_bias = nullptr;             // the bias in fp32
+  BySource<ColumnsJob> columns{};         // P g_y, w, P x
+  const CompressJob* kept = nullptr;      // x as it is kept
+  const GroupsJob* groups = nullptr;      // x from packed codes
+  const ColumnSum* sum = nullptr;         // g_b beside the codes of g_y
+  const ColumnSum* sum_alone = nullptr;   // g_b on its own
+  GemmArgs product[2]{};                  // g_x, g_w
+  void* scratch[2] = {nullptr, nullptr};  // of each
+  GemmArgs token{};                       // g_w with a scale for each token
+  MatrixIn packed[2]{};                   // INT4 operands
+  MatrixOut unpacked[2]{};                // the same operands in INT8
 };
-
-const ColumnsJob& job_of(const Memory& memory, plan::Job job) {
-  return *(job == plan::Job::gradient_columns ? memory.columns
-           : job == plan::Job::weight         ? memory.weight
-                                              : memory.activation);
-}
-
-const RowsJob& job_of(const Memory& memory, plan::RowsOf of) {
-  return *(of == plan::RowsOf::gy  ? memory.rows
-           : of == plan::RowsOf::x ? memory.x_rows
-                                   : memory.weight_rows);
-}
 
 // Single scales as vectors in the workspace, and the rest of it.
 struct BroadcastScales {
@@ -151,33 +143,33 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
                         "backward_linear", "cudaMemsetAsync");
     case Kernel::rows16:
     case Kernel::rows:
-      return launch_rows(context, step, job_of(memory, step.as<plan::RowsStep>().of));
+      return launch_rows(context, step, *memory.rows[step.as<plan::RowsStep>().of]);
     case Kernel::rows_column_amax: {
-      const plan::RowsOf of = step.as<plan::RowsColumnAmaxStep>().of;
-      const bool gradient = of == plan::RowsOf::gy;
-      return launch_rows_column_amax(context, step, job_of(memory, of),
-                                     gradient ? *memory.columns : *memory.activation,
-                                     gradient ? memory.sum : nullptr);
+      const Source of = step.as<plan::RowsColumnAmaxStep>().of;
+      return launch_rows_column_amax(context, step, *memory.rows[of], *memory.columns[of],
+                                     of == Source::gy ? memory.sum : nullptr);
     }
     case Kernel::rows_groups:
-      return launch_rows_groups(context, step, *memory.x_rows, *memory.kept);
+      return launch_rows_groups(context, step, *memory.rows[Source::x], *memory.kept);
     case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
-      const plan::Job job = step.as<plan::ColumnsStep>().job;
-      return launch_columns(context, step, job_of(memory, job),
-                            job == plan::Job::gradient_columns ? memory.sum : nullptr);
+      const Source of = step.as<plan::ColumnsStep>().of;
+      return launch_columns(context, step, *memory.columns[of],
+                            of == Source::gy ? memory.sum : nullptr);
     }
     case Kernel::generic_amax:
     case Kernel::generic_codes:
       return launch_generic_columns(context, step,
-                                    job_of(memory, step.as<plan::GenericColumnsStep>().job));
+                                    *memory.columns[step.as<plan::GenericColumnsStep>().of]);
     case Kernel::finish_scales:
-      return launch_finish_scales(context, step, job_of(memory, step.as<plan::FinishStep>().job));
+      return launch_finish_scales(context, step,
+                                  *memory.columns[step.as<plan::GenericColumnsStep>().of]);
     case Kernel::grouped_amax:
     case Kernel::grouped_codes:
-      return launch_grouped(
-          context, step, {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
+      return launch_grouped(context, step,
+                            {memory.rows[Source::gy], memory.columns[Source::gy],
+                             memory.columns[Source::w], memory.groups, memory.sum});
     case Kernel::token_exponents:
       return launch_token_exponents(context, step, *memory.kept);
     case Kernel::groups:
@@ -218,7 +210,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::mma_fixup:  // with its tile's
       return;
     case Kernel::token:
-      return launch_token(context, step, *memory.token);
+      return launch_token(context, step, memory.token);
   }
 }
 
@@ -305,7 +297,7 @@ struct Kept {
 Memory memory_of(const CompressJob& job, const Kept& kept) {
   Memory memory;
   memory.zeroed = kept.zeroed;
-  memory.activation = &kept.columns;
+  memory.columns[Source::x] = &kept.columns;
   memory.kept = &job;
   return memory;
 }
@@ -326,7 +318,7 @@ void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
   const plan::DeviceFacts& facts = device.facts();
   Memory memory;
   const ColumnsJob weight = with_amax(facts, job, workspace, memory.zeroed);
-  memory.weight = &weight;
+  memory.columns[Source::w] = &weight;
   run(context,
       plan::plan_weight(facts, plan::array_facts(job.x), job.x.cols, *job.projection, job.quant,
                         job.out.scales),
@@ -362,8 +354,8 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call, con
   Memory memory;
   memory.zeroed = s.zeroed;
   memory.gy = call.gy;
-  if (work.gx) memory.rows = &rows;
-  if (work.weight) memory.weight = &weight;
+  if (work.gx) memory.rows[Source::gy] = &rows;
+  if (work.weight) memory.columns[Source::w] = &weight;
   if (work.gb) memory.sum = &sum;
   memory.sum_alone = &sum_alone;
   memory.scratch[0] = s.gx_gemm;
@@ -376,17 +368,11 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call, con
   }
   GroupsJob groups = call.groups;
   groups.out = s.activation;
-  GemmTokenArgs token{};
   if (work.gw) {
-    memory.columns = &columns;
+    memory.columns[Source::gy] = &columns;
     if (packed) memory.groups = &groups;
-    const int divisor = work.tokens.divisor;
-    if (by_token) {
-      token = token_product(s.columns, x, divisor, work.accumulate, call.gw);
-      memory.token = &token;
-    } else {
-      memory.product[1] = product(s.columns, x, divisor, work.accumulate, call.gw);
-    }
+    (by_token ? memory.token : memory.product[1]) =
+        product(s.columns, x, work.tokens.divisor, work.accumulate, call.gw);
   }
   run(context,
       plan::plan_backward(device.facts(), work,
@@ -399,7 +385,7 @@ void CudaBackend::quantize_forward_weight(const Context& context, const RowsJob&
   const DeviceGuard guard(context.device().index, "quantize_forward_weight");
   const CudaDevice device(context);
   Memory memory;
-  memory.weight_rows = &job;
+  memory.rows[Source::w] = &job;
   run(context,
       plan::plan_forward_weight(plan::array_facts(job.x), job.x.rows, job.x.cols,
                                 job.hadamard_block),
@@ -417,7 +403,7 @@ void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& 
     also.emplace(context, facts, *kept, workspace);
     memory = memory_of(*kept, *also);
   }
-  memory.x_rows = &job;
+  memory.rows[Source::x] = &job;
   run(context,
       plan::plan_forward_input(facts, plan::array_facts(job.x), job.x.rows, job.x.cols,
                                {job.hadamard_block}, also ? &also->shape : nullptr),
@@ -440,8 +426,8 @@ void CudaBackend::forward(const Context& context, const ForwardCall& call, const
   const RowsJob x{call.x, block, forward_quant, scratch.x};
   const RowsJob weight{call.w, block, forward_quant, scratch.weight};
   Memory memory;
-  if (work.input) memory.x_rows = &x;
-  if (work.weight) memory.weight_rows = &weight;
+  if (work.input) memory.rows[Source::x] = &x;
+  if (work.weight) memory.rows[Source::w] = &weight;
   memory.bias = call.bias;
   memory.wide_bias = scratch.bias;
   memory.scratch[0] = scratch.gemm;

@@ -61,7 +61,7 @@ __global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool a
   if (warp == 0 && col < out.cols) {
     for (int i = 1; i < 8; ++i) total += shared[i][threadIdx.x];
     float sum = static_cast<float>(total);
-    if (accumulate) sum = load_out(out, 0, col) + sum;
+    if (accumulate) sum = load_element(out.contents(), 0, col) + sum;
     store_element(out, 0, col, sum);
   }
   end_kernel(independent);

@@ -20,15 +20,8 @@ constexpr int tile_channels = 64, threads = 256, warps = threads / 32;
 constexpr int readers = threads / tile_channels;  // threads that read a channel
 static_assert(int4_group == 64 && readers == 4);
 
-struct DecompressArgs {
-  const void* codes;
-  std::int64_t row_bytes;
-  const void* scale;
-  std::int64_t scale_step;
-  std::int64_t first;
-  MatrixOut out;
-  const std::uint8_t* exponents;  // of all tokens, or null
-  bool pairs;                     // rows of `out` can be written by pairs of neighbouring columns
+struct DecompressArgs : DecompressJob {
+  bool pairs;  // rows of `out` can be written by pairs of neighbouring columns
 };
 
 // 2 to the exponent of a token, by which it was divided before it was kept.
@@ -126,19 +119,13 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Whether every row can be written by pairs of neighbouring columns.
-bool pairs_aligned(const MatrixOut& out) {
-  return detail::pairs_aligned(
-      MatrixIn{out.data, out.dtype, out.rows, out.cols, out.row_stride, out.col_stride});
-}
-
 }  // namespace
 
 void CudaBackend::decompress(const Context& context, const DecompressJob& job) const {
   const DeviceGuard guard(context.device().index, "decompress_activation");
   const MatrixOut& out = job.out;
-  const DecompressArgs args{job.codes, job.row_bytes, job.scale,     job.scale_step,
-                            job.first, out,           job.exponents, pairs_aligned(out)};
+  const bool pairs = out.col_stride == 1 && out.cols % 2 == 0 && out.row_stride % 2 == 0 &&
+                     reinterpret_cast<std::uintptr_t>(out.data) % (2 * dtype_size(out.dtype)) == 0;
   const std::int64_t groups = ceil_div(job.first + out.rows, int4_group) - job.first / int4_group;
   const LaunchShape shape{ceil_div(out.cols, tile_channels) * groups, threads};
   host_with_dtype(out.dtype, [&](auto tag) {
@@ -146,7 +133,7 @@ void CudaBackend::decompress(const Context& context, const DecompressJob& job) c
     launch(
         "decompress_activation", context,
         job.storage == Storage::int4 ? decompress_kernel<true, Tag> : decompress_kernel<false, Tag>,
-        shape, args);
+        shape, DecompressArgs{job, pairs});
   });
 }
 

@@ -48,15 +48,11 @@ void launch_widen(const Context& context, const plan::Step& step, const MatrixIn
 
 void launch_wgmma(const Context& context, const plan::Step& step, const GemmArgs& args,
                   void* workspace) {
-  const Sm90Kernel kernel = step.kernel == plan::Kernel::wgmma_stream_k  ? Sm90Kernel::stream_k
-                            : step.kernel == plan::Kernel::wgmma_128x192 ? Sm90Kernel::tile_128x192
-                            : step.kernel == plan::Kernel::wgmma_128x256 ? Sm90Kernel::tile_128x256
-                                                                         : Sm90Kernel::tile_128x128;
+  const Sm90Plan& plan = step.as<plan::ProductStep>().wgmma;
   const Sm90Output output = args.accumulate        ? Sm90Output::accumulate
                             : args.bias != nullptr ? Sm90Output::bias
                                                    : Sm90Output::store;
-  sm90_instance(kernel, args.out.dtype, output)
-      .run(context, args, step.as<plan::ProductStep>().wgmma, workspace);
+  sm90_instance(plan.kernel, args.out.dtype, output).run(context, args, plan, workspace);
 }
 
 }  // namespace hot::detail

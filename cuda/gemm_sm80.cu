@@ -16,18 +16,18 @@ constexpr Run* runs[] = {mma_run<Mma128x256x128>, mma_run<Mma256x128x128>, mma_r
                          mma_run<Mma128x128x64>,  mma_run<Mma64x64x64>,    mma_run<MmaAny>};
 static_assert(sizeof(runs) / sizeof(runs[0]) == mma_tile_count);
 
-__global__ void token_kernel(GemmTokenArgs args) {
+__global__ void token_kernel(GemmArgs args) {
   begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= args.m * args.n) return;
   const std::int64_t m = i / args.n, n = i % args.n;
   float acc = 0.0F;
   for (std::int64_t k = 0; k < args.k; ++k) {
-    const float a = static_cast<float>(args.a[m * args.lda + k]) * args.k_scale[k];
+    const float a = static_cast<float>(args.a[m * args.lda + k]) * args.a_scale[k];
     acc += a * static_cast<float>(args.b[n * args.ldb + k]);
   }
   float v = acc * args.b_scale[n * args.b_scale_step] * args.inv_divisor;
-  if (args.accumulate) v = load_out(args.out, m, n) + v;
+  if (args.accumulate) v = load_element(args.out.contents(), m, n) + v;
   store_element(args.out, m, n, v);
 }
 
@@ -48,7 +48,7 @@ void launch_mma(const Context& context, const plan::Step& step, const GemmArgs& 
            step.kernel == plan::Kernel::mma_fixup ? MmaPart::fixup : MmaPart::tiles, workspace);
 }
 
-void launch_token(const Context& context, const plan::Step& step, const GemmTokenArgs& args) {
+void launch_token(const Context& context, const plan::Step& step, const GemmArgs& args) {
   launch("gemm", context, token_kernel, step.shape, args);
 }
 

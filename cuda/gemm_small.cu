@@ -388,9 +388,8 @@ void launch_small_gemms(const Context& context, const plan::Step& step, const Ge
     product.tiles_n = static_cast<unsigned>(ceil_div(gemm.n, tile_n));
     product.share = work.plan.share[p];
     while (1 << product.share_log2 < product.share) ++product.share_log2;
-    const auto size = static_cast<std::int64_t>(dtype_size(gemm.out.dtype));
-    product.vectors =
-        gemm.out.col_stride == 1 && aligned_rows(gemm.out.data, gemm.out.row_stride * size);
+    const plan::OutFacts out = plan::out_facts(gemm.out);
+    product.vectors = out.dense_rows && out.rows_aligned;
   }
   launch("gemm", context, work.plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
          step.shape, args);

@@ -194,7 +194,7 @@ void launch_token_exponents(const Context& context, const plan::Step& step,
                             const CompressJob& job) {
   host_with_dtype(step.dtype, [&](auto tag) {
     launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, job.x,
-           rows_aligned(job.x), job.exponents);
+           plan::array_facts(job.x).rows_aligned, job.exponents);
   });
 }
 

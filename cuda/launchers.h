@@ -51,7 +51,7 @@ void launch_wgmma(const Context&, const plan::Step&, const GemmArgs&, void* work
 void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* products, int count);
 // gemm_sm80.cu: the kernels mma_*; of INT4 operands args.k counts values. token
 void launch_mma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
-void launch_token(const Context&, const plan::Step&, const GemmTokenArgs&);
+void launch_token(const Context&, const plan::Step&, const GemmArgs&);
 
 // How many of a kernel's CTAs or clusters the device runs at the same time.
 std::int64_t clusters_at_once(const Context&, const plan::ColumnsOnePass&, const LaunchShape&);

@@ -10,34 +10,6 @@
 namespace hot::detail::plan {
 namespace {
 
-// ---- thresholds: every number that was measured, by device -------------------------------------
-
-constexpr Thresholds h200 = {900,
-                             6000,
-                             1500,
-                             2048,
-                             3072,
-                             4,
-                             std::int64_t{1} << 30,
-                             {{64, 1190, 400, 300, 1260, 140}, {128, 2240, 530, 730, 2520, 700}},
-                             4096,
-                             6,
-                             32,
-                             94,
-                             100,
-                             8192,
-                             106,
-                             140,
-                             8,
-                             3};
-
-}  // namespace
-
-// Every architecture takes them: no other was measured.
-const Thresholds& thresholds(const DeviceFacts&) { return h200; }
-
-namespace {
-
 // ---- names -------------------------------------------------------------------------------------
 
 #define HOT_KERNEL_INFO(name, function, file, overlaps) {function, file, overlaps},
@@ -117,21 +89,17 @@ static_assert(std::is_trivially_copyable_v<Step> &&
 // A step that waits starts when all steps before it have ended. A step that does not wait starts
 // when every CTA of the previous one has started. So the last step that waited, and all since, may
 // still run. The first step of a call waits: it cannot know what runs before the call.
-Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes) {
+void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
+               const StepWork& work, DType dtype) {
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
-  Step& step = *::new (&steps_.at[count_]) Step{};
-  step.kernel = kernel;
-  step.shape = shape;
-  step.reads = reads;
-  step.writes = writes;
+  Step& step = *::new (&steps_.at[count_]) Step{kernel, shape, reads, writes, work, dtype};
   if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // those only help the next
     step.first_passed = first_passed_;
     step.end_passed = first_passed_ = end_passed_;
   }
-  if (shape.blocks == 0 && kernel != Kernel::zero)
-    return step;  // no work: the next step takes its place
+  if (shape.blocks == 0 && kernel != Kernel::zero) return;  // the next step takes its place
   step.independent = info(kernel).can_overlap && last_waiting_ >= 0;
   for (int i = last_waiting_; step.independent && i < count_; ++i) {
     const Step& before = (*this)[i];
@@ -139,7 +107,6 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   }
   if (!step.independent && kernel != Kernel::zero) last_waiting_ = count_;
   ++count_;
-  return step;
 }
 
 namespace {
@@ -164,15 +131,6 @@ AmaxWords amax_words(const DeviceFacts& facts, const BackwardWork& work) {
   return words;
 }
 
-namespace {
-
-ColumnsShape weight_shape(const ArrayFacts& w, std::int64_t cols, const Projection& p,
-                          const OperandQuant& quant, std::int64_t scales, Buffer codes) {
-  return {Job::weight, w, Buffer::w, codes, Buffer::weight_amax, cols, p, quant, scales};
-}
-
-}  // namespace
-
 // ---- whole calls -------------------------------------------------------------------------------
 
 Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
@@ -187,28 +145,25 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   // All operands are quantised before the products: g_y is read again while the L2 may still hold
   // it, and kernels overlap.
   const RowsShape rows{
-      RowsOf::gy,         Buffer::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens,
-      shape.out_features, spec.hadamard_block, gradient_rows_quant(spec), kx};
-  const OperandQuant columns_quant = gradient_columns_quant(spec);
-  const ColumnsShape columns{Job::gradient_columns,
-                             arrays.gy,
-                             Buffer::gy,
+      Source::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens, shape.out_features,
+      spec.hadamard_block, gradient_rows_quant(spec), kx};
+  const ColumnsShape columns{Source::gy,
                              Buffer::columns,
-                             Buffer::columns_amax,
+                             arrays.gy,
                              shape.out_features,
                              work.tokens,
-                             columns_quant,
+                             gradient_columns_quant(spec),
                              by_token ? kw : shape.out_features,
                              work.gb,
                              work.accumulate};
-  const ColumnsShape weight = weight_shape(arrays.w, shape.in_features, work.out_features,
-                                           weight_quant(spec), shape.in_features, Buffer::weight);
-  const GroupsShape groups{shape.in_features, kw};
+  const ColumnsShape weight{Source::w,         Buffer::weight,    arrays.w,
+                            shape.in_features, work.out_features, weight_quant(spec),
+                            shape.in_features};
   OperandShapes operands;
   if (work.gx) operands.rows = &rows;
   if (work.gw) operands.columns = &columns;
   if (work.weight) operands.weight = &weight;
-  if (packed) operands.groups = &groups;
+  if (packed) operands.packed_channels = shape.in_features;
   operands.zeroed = amax_words(facts, work);
   const bool summed = add_operands(plan, facts, operands);
 
@@ -226,11 +181,8 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
     Buffers reads = Buffer::columns | x;
     if (work.accumulate) reads |= Buffer::gw;
     plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
-    Step& step =
-        plan.add(Kernel::token, {ceil_div(shape.out_features * shape.in_features, 256), 256}, reads,
-                 Buffer::gw);
-    step.dtype = arrays.gw.dtype;
-    step.work = ProductStep{1};
+    plan.add(Kernel::token, {ceil_div(shape.out_features * shape.in_features, 256), 256}, reads,
+             Buffer::gw, ProductStep{1}, arrays.gw.dtype);
   }
   add_no_gw(plan, work);
   if (work.gb && !summed && shape.out_features > 0) {
@@ -244,11 +196,9 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
 
 void add_sum_alone(Plan& plan, const LinearShape& shape, const ArrayFacts& gy, bool accumulate) {
   const std::int64_t runs = sum_runs(shape.tokens);
-  Step& step = plan.add(Kernel::partial_sum,
-                        {runs * ceil_div(shape.out_features, bias::sum_threads), bias::sum_threads},
-                        Buffer::gy, Buffer::all_scratch);
-  step.dtype = gy.dtype;
-  step.work = SumsStep{runs};
+  plan.add(Kernel::partial_sum,
+           {runs * ceil_div(shape.out_features, bias::sum_threads), bias::sum_threads}, Buffer::gy,
+           Buffer::all_scratch, SumsStep{runs}, gy.dtype);
   add_final_sum(plan, runs, shape.out_features, accumulate, Buffer::all_scratch);
 }
 
@@ -256,15 +206,8 @@ namespace {
 
 ColumnsShape activation_shape(const CompressShape& kept) {
   const OperandQuant quant = activation_quant(kept.spec);
-  return {Job::activation,
-          kept.x,
-          Buffer::x,
-          Buffer::saved,
-          Buffer::columns_amax,
-          kept.cols,
-          kept.p,
-          quant,
-          quant.per_tensor ? 1 : kept.cols};
+  return {
+      Source::x, Buffer::saved, kept.x, kept.cols, kept.p, quant, quant.per_tensor ? 1 : kept.cols};
 }
 
 void add_token_exponents(Plan& plan, const CompressShape& kept) {
@@ -273,8 +216,7 @@ void add_token_exponents(Plan& plan, const CompressShape& kept) {
   plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
   note_loads(plan, Kernel::token_exponents, not_vectors(kept.x.rows_aligned, kept.cols));
   plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
-           Buffer::exponents)
-      .dtype = kept.x.dtype;
+           Buffer::exponents, {}, kept.x.dtype);
 }
 
 void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
@@ -298,9 +240,7 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
                                                 : Reason{}},
                    {Kernel::groups}});
   const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
-  Step& step = plan.add(kernel, {blocks, 128}, reads, Buffer::saved);
-  step.dtype = kept.x.dtype;
-  step.rounding = Rounding::stochastic;
+  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, kept.x.dtype);
 }
 
 }  // namespace
@@ -316,7 +256,7 @@ Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
 Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t cols,
                  const Projection& p, const OperandQuant& quant, std::int64_t scales) {
   Plan plan;
-  const ColumnsShape weight = weight_shape(w, cols, p, quant, scales, Buffer::quantized_w);
+  const ColumnsShape weight{Source::w, Buffer::quantized_w, w, cols, p, quant, scales};
   OperandShapes operands;
   operands.weight = &weight;
   operands.zeroed.weight = columns_amax_words(facts, cols, p, quant);
@@ -326,17 +266,9 @@ Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t col
 
 namespace {
 
-RowsShape forward_rows(RowsOf of, Buffer from, Buffer codes, const ArrayFacts& array,
-                       std::int64_t rows, std::int64_t cols, const ForwardLinearSpec& spec) {
-  return {of,
-          from,
-          codes,
-          array,
-          rows,
-          cols,
-          spec.hadamard_block,
-          forward_quant,
-          forward_k(cols, spec)};
+RowsShape forward_rows(Source of, Buffer codes, const ArrayFacts& array, std::int64_t rows,
+                       std::int64_t cols, const ForwardLinearSpec& spec) {
+  return {of, codes, array, rows, cols, spec.hadamard_block, forward_quant, forward_k(cols, spec)};
 }
 
 }  // namespace
@@ -345,12 +277,12 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
   const LinearShape& shape = work.shape;
   Plan plan;
   if (work.input) {
-    add_rows(plan, forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
+    add_rows(plan, forward_rows(Source::x, Buffer::x_rows, arrays.x, shape.tokens,
                                 shape.in_features, work.spec));
   }
   if (work.weight) {
-    add_rows(plan, forward_rows(RowsOf::weight, Buffer::w, Buffer::weight_rows, arrays.w,
-                                shape.out_features, shape.in_features, work.spec));
+    add_rows(plan, forward_rows(Source::w, Buffer::weight_rows, arrays.w, shape.out_features,
+                                shape.in_features, work.spec));
   }
   if (work.wide) {
     plan.add(Kernel::widen, {ceil_div(shape.out_features, 256), 256}, Buffer::bias,
@@ -371,7 +303,7 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
                         std::int64_t cols, const ForwardLinearSpec& spec,
                         const CompressShape* kept) {
   Plan plan;
-  const RowsShape job = forward_rows(RowsOf::x, Buffer::x, Buffer::forward_x, x, rows, cols, spec);
+  const RowsShape job = forward_rows(Source::x, Buffer::forward_x, x, rows, cols, spec);
   if (kept == nullptr) {
     add_rows(plan, job);
     return plan;
@@ -391,8 +323,7 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
 Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
                          int hadamard_block) {
   Plan plan;
-  add_rows(plan, forward_rows(RowsOf::weight, Buffer::w, Buffer::forward_w, w, rows, cols,
-                              {hadamard_block}));
+  add_rows(plan, forward_rows(Source::w, Buffer::forward_w, w, rows, cols, {hadamard_block}));
   return plan;
 }
 

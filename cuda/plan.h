@@ -27,10 +27,17 @@ enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 // A lane of rows16_kernel holds 2 to 6 blocks of 16: at most 96 registers.
 inline constexpr int rows16_min_blocks = 2, rows16_max_blocks = 6;
 inline constexpr int rows16_max_lanes = 512;
+// The transforms that it has instances of: g_y's, and the forward pass's of x and w.
+inline constexpr int gradient_block = 16, forward_block = 64;
+constexpr Rounding rows16_rounding(int block) {
+  return block == gradient_block ? Rounding::stochastic : Rounding::nearest;
+}
+constexpr bool rows16_can(int block, Rounding rounding) {
+  return (block == gradient_block || block == forward_block) && rounding == rows16_rounding(block);
+}
 
-// Rows of x in INT8, of a transform in such blocks, and x in INT4 from one read.
+// Rows of x in INT8, transformed in the forward pass's blocks, and x in INT4 from one read.
 namespace rows_groups {
-constexpr int hadamard_block = 64;
 // Largest CTA when each lane holds this many blocks of 16.
 constexpr int max_threads(int lane_blocks) { return lane_blocks <= 3 ? 256 : rows16_max_lanes; }
 }  // namespace rows_groups
@@ -41,6 +48,10 @@ namespace columns {
 // basis keeps, or a power of two for each token.
 enum class ColumnTransform { full, hadamard, projected, factored };
 enum class Pass { both, amax, codes };
+// The rounding that a transform has instances of: w's is to nearest.
+constexpr Rounding rounding_of(ColumnTransform transform) {
+  return transform == ColumnTransform::hadamard ? Rounding::nearest : Rounding::stochastic;
+}
 
 // A column tile is 64 bytes of every token. A warp takes a token tile of it, 128 tokens.
 constexpr int tile_row_bytes = 64, tile_tokens = 128, tile_bytes = tile_tokens * tile_row_bytes;
@@ -93,8 +104,8 @@ constexpr bool fits_in_place(ColumnTransform transform, int dtype_size) {
 
 // Target CTAs per SM: what shared memory allows (6, or 3 for the one-pass kernel) if few registers
 // spill. Stochastic rounding spills earlier.
-constexpr int sm_ctas(ColumnTransform transform, int dtype_size, Pass pass, Rounding rounding) {
-  const bool nearest = rounding == Rounding::nearest;
+constexpr int sm_ctas(ColumnTransform transform, int dtype_size, Pass pass) {
+  const bool nearest = rounding_of(transform) == Rounding::nearest;
   if (pass == Pass::both) {
     const bool few = fits_in_place(transform, dtype_size) ||
                      (transform == ColumnTransform::full && dtype_size == 2);
@@ -119,14 +130,6 @@ namespace rows_column_amax {
 
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 constexpr unsigned tiles_a_sum = 32;
-
-// Transforms of rows that have instances, all of bf16: g_y's, rounded stochastically, and the
-// forward pass's of x, rounded to nearest.
-inline constexpr int gradient_block = 16, input_block = 64;
-constexpr bool can(int block, Rounding rounding) {
-  return block == (rounding == Rounding::stochastic ? gradient_block : input_block) &&
-         rounding != Rounding::pseudo_stochastic;
-}
 
 // Shared memory: two tiles; largest values and sums of the columns; for each tile the offsets that
 // a sketch folds by, and a barrier.
@@ -212,7 +215,6 @@ class Set {
 // An instance of a kernel whose grid depends on how much of it a device runs at once.
 struct ColumnsOnePass {
   columns::ColumnTransform transform;
-  Rounding rounding;
   DType dtype;
 };
 
@@ -300,39 +302,30 @@ struct Refusals {
   const Refusal* end() const { return last; }
 };
 
-// The operand that a step makes.
-enum class Job : std::uint8_t { gradient_columns, weight, activation };
-
-// What rows are made of.
-enum class RowsOf : std::uint8_t { gy, x, weight };
-
-// Transforms that rows16_kernel has instances of: g_y's and the forward pass's.
-inline bool rows16_can(int block, Rounding rounding) {
-  return rounding == Rounding::stochastic ? block == 16
-                                          : rounding == Rounding::nearest && block == 64;
+// The matrix that an operand is made of.
+enum class Source : std::uint8_t { gy, w, x };
+constexpr Buffer buffer_of(Source source) {
+  return source == Source::gy ? Buffer::gy : source == Source::w ? Buffer::w : Buffer::x;
 }
 
 struct RowsStep {
-  RowsOf of;
+  Source of;
   RowsPass pass;
   int lane_blocks;  // rows16: blocks of 16 of a lane
 };
 struct ColumnsStep {
-  Job job;
+  Source of;
   columns::ColumnTransform transform;
   columns::Pass pass;
   int ctas;     // of a column tile
   int cluster;  // of them that reduce to one scale: all, or 0 for none
 };
 struct GenericColumnsStep {
-  Job job;
-  std::int64_t run;  // blocks of one thread
-};
-struct FinishStep {
-  Job job;
+  Source of;
+  std::int64_t run = 0;  // blocks of one thread
 };
 struct RowsColumnAmaxStep {
-  RowsOf of;
+  Source of;
   RowsPass pass;
   columns::ColumnTransform transform;
   int lanes, lane_blocks;  // of a row
@@ -347,14 +340,17 @@ struct RowsGroupsStep {
 struct GroupedRange {
   unsigned blocks = 0, end = 0;
 };
+struct GroupedColumns {
+  GroupedRange range;
+  columns::Pass pass;
+  int ctas;     // of a column tile
+  int cluster;  // of them that reduce to one scale
+};
 struct GroupedStep {
-  columns::ColumnTransform transform;
-  GroupedRange weight, gradient, rows, groups;
-  columns::Pass weight_pass, gradient_pass;
+  columns::ColumnTransform transform;  // of the gradient's columns
+  GroupedColumns weight, gradient;
+  GroupedRange rows, groups;
   RowsPass rows_pass;
-  int weight_ctas, gradient_ctas;              // of a column tile
-  int weight_cluster, gradient_cluster;        // of them that reduce to one scale
-  int weight_amax_slots, gradient_amax_slots;  // words that the previous launch wrote
   int row_lanes_log2;
 };
 struct SumsStep {
@@ -384,19 +380,20 @@ struct ProductStep {
   bool int4 = false;  // their operands
 };
 
+// Arguments of a kernel beside the shape of its launch.
+using StepWork = std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep,
+                              RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep,
+                              BroadcastScaleStep, UnpackStep, SmallGemmStep, ProductStep>;
+
 struct Step {
   Kernel kernel{};
   LaunchShape shape{};
   Buffers reads{}, writes{};
+  StepWork work{};
+  DType dtype{};  // of what is read, or of a product's result
   // No data dependency on any kernel that may still run when it starts (derived).
   bool independent = false;
-  DType dtype{};                                  // of what is read, or of a product's result
-  Rounding rounding{};                            // of the kernel's instance
   std::uint8_t first_passed = 0, end_passed = 0;  // Plan::passed
-  std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
-               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep,
-               BroadcastScaleStep, UnpackStep, SmallGemmStep, ProductStep>
-      work{};
 
   template <class T>
   const T& as() const {
@@ -411,7 +408,8 @@ class Plan {
   const Step* end() const { return steps_.at + count_; }
   int size() const { return count_; }
   const Step& operator[](int i) const { return steps_.at[i]; }
-  Step& add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes);
+  void add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
+           const StepWork& work = {}, DType dtype = {});
 
   // The kernels before a step's in its operand's list.
   Refusals passed(const Step& step) const {

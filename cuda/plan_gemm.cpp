@@ -32,6 +32,8 @@ Reason why_not_wgmma(const DeviceFacts& facts, const ProductShape& p) {
   if (const Reason why = why_not_vectors(p)) return why;
   if (p.k % 16 != 0) return {"%k %n is not a multiple of 16", p.k};
   if (!p.scaled) return {"bare INT32 sums"};
+  // No step is faster by such instances than by an addition of its own.
+  if (p.accumulate && p.out.dtype != DType::f32) return {"sums are added to %a in %t"};
   if (p.k == 0) return {"the contraction is empty"};
   if (p.k > int32_safe_k) return too_long_k(p.k);
   if (p.m >= INT32_MAX || p.n >= INT32_MAX) return {"a side is longer than 2^31 - 2"};
@@ -58,10 +60,12 @@ int swizzle_of(const Thresholds& t, std::int64_t tiles_m, std::int64_t tiles_n) 
   return 1;
 }
 
-struct WgmmaChoice {
-  Kernel kernel;
-  Sm90Plan plan;
-};
+static_assert(static_cast<int>(Kernel::wgmma_stream_k) - static_cast<int>(Kernel::wgmma_128x128) ==
+              static_cast<int>(Sm90Kernel::stream_k));
+Kernel kernel_of(const Sm90Plan& plan) {
+  return static_cast<Kernel>(static_cast<int>(Kernel::wgmma_128x128) +
+                             static_cast<int>(plan.kernel));
+}
 
 // With a third of a wave of tiles or less, equal shares of the contraction beat CUTLASS's own
 // division.
@@ -69,14 +73,14 @@ Sm90Plan stream_k_plan(const DeviceFacts& facts, std::int64_t tiles) {
   const int sm_count = facts.sm_count;
   const int splits =
       tiles * 3 <= sm_count
-          ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, thresholds(facts).max_splits))
+          ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, thresholds.max_splits))
           : 1;
-  return {sm_count, splits == 1, 1, splits};
+  return {Sm90Kernel::stream_k, sm_count, splits == 1, 1, splits};
 }
 
-WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
-                         bool has_wide, bool has_large) {
-  const Thresholds& t = thresholds(facts);
+Sm90Plan wgmma_plan(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
+                    bool has_wide, bool has_large) {
+  const Thresholds& t = thresholds;
   const int sm_count = facts.sm_count;
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
   const std::int64_t tiles = tiles_m * tiles_n;
@@ -96,45 +100,41 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   const std::int64_t least =
       shares ? tiles * wgmma_tile * t.large_gain_of_shared : usual * sm_count * t.large_gain_of;
   if (has_large && k >= t.large_min_k && time_of(wgmma_large_tile) * sm_count * 100 <= least) {
-    return {Kernel::wgmma_128x256, {sm_count, m < n, 2, 1}};
+    return {Sm90Kernel::tile_128x256, sm_count, m < n, 2, 1};
   }
-  if (shares) {
-    return {Kernel::wgmma_stream_k, stream_k_plan(facts, tiles)};
-  }
+  if (shares) return stream_k_plan(facts, tiles);
   // With a narrow operand (g_x of a ViT) stripes gain nothing. A wider tile gains where it does not
   // cost more waves than it saves.
   const std::int64_t wide = time_of(wgmma_wide_tile);
   if (has_wide && std::min(tiles_m, tiles_n) < t.narrow_tiles && m >= n &&
       wide * t.wide_gain <= usual * t.wide_gain_of) {
-    return {Kernel::wgmma_128x192, {sm_count, false, 1, 1}};
+    return {Sm90Kernel::tile_128x192, sm_count, false, 1, 1};
   }
   const int swizzle = swizzle_of(t, tiles_m, tiles_n);
-  return {Kernel::wgmma_128x128, {sm_count, swizzle > 1 || n > m, swizzle, 1}};
+  return {Sm90Kernel::tile_128x128, sm_count, swizzle > 1 || n > m, swizzle, 1};
 }
 
 // Wide tiles serve g_x, stream-K serves g_w. There are none for fp16 outputs, which are rare: with
 // autocast g_w is fp32.
-bool has_wide(const ProductShape& p) {
-  return !p.accumulate && (p.out.dtype == DType::bf16 || (p.out.dtype == DType::f32 && !p.bias));
-}
 bool has_large(const ProductShape& p) {
   return p.out.dtype != DType::f16 && !(p.out.dtype == DType::f32 && p.bias);
 }
+bool has_wide(const ProductShape& p) { return has_large(p) && !p.accumulate; }
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
-WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
-  const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p), has_large(p));
+Sm90Plan wgmma_plan(const DeviceFacts& facts, const ProductShape& p) {
+  Sm90Plan plan = wgmma_plan(facts, p.m, p.n, p.k, has_wide(p), has_large(p));
   // Without a stream-K instance the tiles keep its order.
-  if (choice.kernel == Kernel::wgmma_stream_k && !has_stream_k(p)) {
-    return {Kernel::wgmma_128x128, choice.plan};
+  if (plan.kernel == Sm90Kernel::stream_k && !has_stream_k(p)) {
+    plan.kernel = Sm90Kernel::tile_128x128;
   }
-  return choice;
+  return plan;
 }
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// Tiles are shared where gemm_workspace has room for that: on a device with wgmma only those of a
-// contraction that is longer than INT32 sums hold, which wgmma's kernels cannot do.
+// Tiles are shared where gemm_workspace has room for that. It does not know the output: with wgmma
+// there is room only where no output has a wgmma kernel, the contraction being too long.
 bool may_share(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
   return (!facts.kernels.has(Feature::wgmma) || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
 }
@@ -146,22 +146,18 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
   ProductStep work{index, {}, mma_choose(mma_device(facts), mma_product(p, int4), share), int4};
   const MmaTileFacts& tile = mma_tiles[work.mma.tile];
   const bool shared = work.mma.shared > 0;
-  const auto add = [&](Kernel kernel, const LaunchShape& shape, Buffers from, Buffers to) {
-    Step& step = plan.add(kernel, shape, from, to);
-    step.dtype = p.out.dtype;
-    step.work = work;
-  };
   const auto kernel =
       static_cast<Kernel>(static_cast<int>(Kernel::mma_128x256x128) + work.mma.tile);
   if (kernel == Kernel::mma_any) {
     plan.takes({Kernel::mma_128x128x64, "mma.sync, a tile at half the speed", why_not_tiles(p)});
   }
-  add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
-      shared ? writes | Buffer::stream_k : writes);
+  plan.add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)},
+           reads, shared ? writes | Buffer::stream_k : writes, work, p.out.dtype);
   if (!shared) return;
   Buffers sums = Buffer::stream_k;  // the scales are older than the tiles' step
   if (p.accumulate) sums |= writes;
-  add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes);
+  plan.add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes, work,
+           p.out.dtype);
 }
 
 // Number `index` of a call's products.
@@ -171,32 +167,24 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   Buffers reads = buffers.a | buffers.b;
   Buffers writes = buffers.out;
   if (p.accumulate) reads |= buffers.out;
-  ProductStep work{index};
-  const auto add = [&](Kernel kernel, const LaunchShape& shape) {
-    Step& step = plan.add(kernel, shape, reads, writes);
-    step.dtype = p.out.dtype;
-    step.work = work;
-  };
   const bool faster = facts.hardware.has(Feature::wgmma) || facts.hardware.has(Feature::tcgen05);
-  if (plan.takes({Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
-    if (p.one_scale_a) {
-      plan.add(Kernel::broadcast_scale, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::broadcast_a)
-          .work = BroadcastScaleStep{index, false};
-      reads |= Buffer::broadcast_a;
-    }
-    if (p.one_scale_b) {
-      plan.add(Kernel::broadcast_scale, {ceil_div(p.n, 256), 256}, buffers.b, Buffer::broadcast_b)
-          .work = BroadcastScaleStep{index, true};
-      reads |= Buffer::broadcast_b;
-    }
-    const WgmmaChoice choice = wgmma_choice(facts, p);
-    work.wgmma = choice.plan;
-    if (choice.kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
-    // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own
-    // shape).
-    return add(choice.kernel, {facts.sm_count, 384, 0, 2});
+  if (!plan.takes(
+          {Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
+    return add_mma(plan, facts, p, index, false, reads, writes);
   }
-  add_mma(plan, facts, p, index, false, reads, writes);
+  const auto broadcast = [&](std::int64_t count, Buffers from, Buffer to, bool of_b) {
+    plan.add(Kernel::broadcast_scale, {ceil_div(count, 256), 256}, from, to,
+             BroadcastScaleStep{index, of_b});
+    reads |= to;
+  };
+  if (p.one_scale_a) broadcast(p.m, buffers.a, Buffer::broadcast_a, false);
+  if (p.one_scale_b) broadcast(p.n, buffers.b, Buffer::broadcast_b, true);
+  const Sm90Plan wgmma = wgmma_plan(facts, p);
+  const Kernel kernel = kernel_of(wgmma);
+  if (kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
+  // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own shape).
+  plan.add(kernel, {facts.sm_count, 384, 0, 2}, reads, writes, ProductStep{index, wgmma},
+           p.out.dtype);
 }
 
 std::int64_t small_tiles(const ProductShape& p, int tile_m) {
@@ -250,7 +238,7 @@ SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int
   const int max_shares[2] = {max_share(products[0]), count == 2 ? max_share(products[1]) : 1};
   SmallPlan best{};
   double least = 0;
-  for (const TileCost& cost : thresholds(facts).tile_costs) {
+  for (const TileCost& cost : thresholds.tile_costs) {
     for (int first = 1; first <= max_shares[0]; first *= 2) {
       for (int second = 1; second <= max_shares[1]; second *= 2) {
         const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
@@ -283,26 +271,23 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
   const int ring = work.stages * small_gemm::stage_bytes(by.tile_m);
   const int sums = by.tile_m * small_gemm::sum_row_bytes;
   const auto shared = static_cast<std::size_t>(shares ? ring + sums : std::max(ring, sums));
-  Step& step = plan.add(Kernel::gemm_small, {blocks, small_gemm::threads, shared, by.cluster},
-                        reads, writes);
-  step.dtype = products[0].out.dtype;
-  step.work = work;
+  plan.add(Kernel::gemm_small, {blocks, small_gemm::threads, shared, by.cluster}, reads, writes,
+           work, products[0].out.dtype);
 }
 
 namespace {
 
-Reason why_not_one_launch(const DeviceFacts& facts, const Products& products) {
+Reason why_not_one_launch(const Products& products) {
   std::int64_t work = 0;
   for (int i = 0; i < products.count; ++i) {
     work += products.shapes[i].m * products.shapes[i].n * products.shapes[i].k;
   }
-  return work > thresholds(facts).small_gemm_work
-             ? Reason{"%n multiply-adds hide a launch each", work}
-             : why_not_small_gemms(products.shapes, products.count);
+  return work > thresholds.small_gemm_work ? Reason{"%n multiply-adds hide a launch each", work}
+                                           : why_not_small_gemms(products.shapes, products.count);
 }
 
 void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
-  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out).work = ProductStep{number};
+  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out, ProductStep{number});
 }
 
 }  // namespace
@@ -325,7 +310,7 @@ void add_no_gw(Plan& plan, const BackwardWork& work) {
 void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
   const auto& [shapes, buffers, index, count] = products;
   if (count == 0) return;
-  if (!plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(facts, products)})) {
+  if (!plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(products)})) {
     for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
     return;
   }
@@ -360,11 +345,11 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
     add_mma(plan, facts, shape, 0, true, reads, Buffer::out);
     return plan;
   }
-  plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a).work =
-      UnpackStep{false};
+  plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a,
+           UnpackStep{false});
   plan.passed_as_before();
-  plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b).work =
-      UnpackStep{true};
+  plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b,
+           UnpackStep{true});
   // With the scales of a and b.
   add_product(plan, facts, shape, 0,
               {Buffer::a | Buffer::unpacked_a, Buffer::b | Buffer::unpacked_b, Buffer::out});
@@ -390,9 +375,9 @@ std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_
   }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
   if (m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX) {
-    const WgmmaChoice choice = wgmma_choice(facts, m, n, k, false, false);
-    if (choice.kernel == Kernel::wgmma_stream_k) {
-      bytes += facts.queries->stream_k_workspace(m, n, k, choice.plan);
+    const Sm90Plan plan = wgmma_plan(facts, m, n, k, false, false);
+    if (plan.kernel == Sm90Kernel::stream_k) {
+      bytes += facts.queries->stream_k_workspace(m, n, k, plan);
     }
   }
   return bytes;

@@ -1,6 +1,7 @@
 // Which kernels quantise the operands of a call.
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "cuda/plan_steps.h"
 
@@ -50,7 +51,7 @@ Reason other_rounding(const OperandQuant& quant) {
 }
 
 const char* block_name(const RowsShape& job) {
-  return job.of == RowsOf::gy ? "hadamard_block" : "forward's hadamard_block";
+  return job.of == Source::gy ? "hadamard_block" : "forward's hadamard_block";
 }
 
 // rows16_kernel loads 16 elements at once.
@@ -73,8 +74,7 @@ Reason why_not_rows16(const RowsShape& job) {
 
 void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
-  const Rounding rounding = job.quant.rounding;
-  Buffers reads = job.from, writes = job.codes;
+  Buffers reads = buffer_of(job.of), writes = job.codes;
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // by atomicMax
     writes = Buffer::rows_amax;
@@ -90,10 +90,7 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
     shape = {ceil_div(job.rows, rows), share.lanes, 0, 1, rows};
     note_loads(plan, kernel, not_16(job));
   }
-  Step& step = plan.add(kernel, shape, reads, writes);
-  step.dtype = job.x.dtype;
-  step.rounding = rounding;
-  step.work = RowsStep{job.of, pass, share.blocks};
+  plan.add(kernel, shape, reads, writes, RowsStep{job.of, pass, share.blocks}, job.x.dtype);
 }
 
 // After a pass for the largest value.
@@ -153,9 +150,7 @@ Reason why_not_block16(const Projection& p, const OperandQuant& quant, ColumnTra
 // The same, also where it has none of this rounding.
 Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
   if (const Reason why = why_not_block16(p, quant, transform)) return why;
-  const Rounding rounding =
-      transform == ColumnTransform::hadamard ? Rounding::nearest : Rounding::stochastic;
-  return quant.rounding == rounding ? Reason{} : other_rounding(quant);
+  return quant.rounding == columns::rounding_of(transform) ? Reason{} : other_rounding(quant);
 }
 
 // Why no cluster that the device can run holds a column tile.
@@ -164,7 +159,7 @@ Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Proje
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
-  const Thresholds& t = thresholds(facts);
+  const Thresholds& t = thresholds;
   const bool one_read =
       quant.purpose == Purpose::gradient_columns && transform != ColumnTransform::factored &&
       cols >= t.rows_column_amax_min_columns && cols <= t.rows_column_amax_max_columns;
@@ -180,7 +175,7 @@ struct ClusterSplit {
 
 ClusterSplit cluster_split(const DeviceFacts& facts, std::int64_t token_tile_count,
                            std::int64_t tiles, std::int64_t warps_on_sm) {
-  const Thresholds& t = thresholds(facts);
+  const Thresholds& t = thresholds;
   const std::int64_t sm_count = facts.sm_count;
   ClusterSplit best;
   std::int64_t best_cycles = 0;
@@ -212,7 +207,8 @@ LaunchShape column_shape(ColumnTransform transform, std::int64_t tiles, const Cl
 
 // Buffers read by a column quantiser: the matrix, and token exponents if they were equalised.
 Buffers columns_read(const ColumnsShape& job) {
-  return job.p.equalized ? job.from | Buffer::exponents : Buffers(job.from);
+  const Buffer from = buffer_of(job.of);
+  return job.p.equalized ? from | Buffer::exponents : Buffers(from);
 }
 
 Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
@@ -222,7 +218,7 @@ Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : B
 void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums) {
   Buffers reads = sum_reads(accumulate);
   if (runs > 0) reads |= sums;
-  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb).work = SumsStep{runs};
+  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb, SumsStep{runs});
 }
 
 namespace {
@@ -236,14 +232,14 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
                           ColumnTransform transform) {
   const auto size = static_cast<int>(dtype_size(job.x.dtype));
   const std::int64_t tiles = column_tiles(job.cols, job.x.dtype);
-  const ClusterSplit split = cluster_split(
-      facts, token_tiles(job.p, transform), tiles,
-      columns::max_warps * columns::sm_ctas(transform, size, Pass::both, job.quant.rounding));
+  const ClusterSplit split =
+      cluster_split(facts, token_tiles(job.p, transform), tiles,
+                    columns::max_warps * columns::sm_ctas(transform, size, Pass::both));
   LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
   // So few column tiles surely fit half of the SMs: no query.
   if (2 * shape.blocks > facts.sm_count) {
-    const ColumnsOnePass instance{transform, job.quant.rounding, job.x.dtype};
-    shape.blocks = std::min(tiles, facts.queries->at_once(instance, shape)) * split.ctas;
+    const std::int64_t at_once = facts.queries->at_once({transform, job.x.dtype}, shape);
+    shape.blocks = std::min(tiles, at_once) * split.ctas;
   }
   Buffers reads = columns_read(job), writes = job.codes;
   if (job.sum) {
@@ -251,10 +247,8 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
     writes |= Buffer::gb;
   }
   note_column_loads(plan, Kernel::columns_one_pass, job);
-  Step& step = plan.add(Kernel::columns_one_pass, shape, reads, writes);
-  step.dtype = job.x.dtype;
-  step.rounding = job.quant.rounding;
-  step.work = ColumnsStep{job.job, transform, Pass::both, split.ctas, split.ctas};
+  plan.add(Kernel::columns_one_pass, shape, reads, writes,
+           ColumnsStep{job.of, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
 }
 
 // One of the two passes where a cluster cannot hold a column tile.
@@ -264,20 +258,18 @@ int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transfo
       columns::two_pass_warps};
   const LaunchShape shape = column_shape(transform, column_tiles(job.cols, job.x.dtype), split, 0);
   const bool amax = pass == Pass::amax;
-  Buffers writes = amax ? job.amax : job.codes;
+  Buffers writes = amax ? job.amax() : job.codes;
   if (amax && job.sum) writes |= Buffer::sums;
   const Kernel kernel = amax ? Kernel::column_amax : Kernel::column_codes;
   note_column_loads(plan, kernel, job);
-  Step& step = plan.add(kernel, shape, columns_read(job) | job.amax, writes);
-  step.dtype = job.x.dtype;
-  step.rounding = amax ? Rounding::nearest : job.quant.rounding;  // amax has none
-  step.work = ColumnsStep{job.job, transform, pass, split.ctas, 0};
+  plan.add(kernel, shape, columns_read(job) | job.amax(), writes,
+           ColumnsStep{job.of, transform, pass, split.ctas, 0}, job.x.dtype);
   return split.ctas;
 }
 
 void add_finish_scales(Plan& plan, const ColumnsShape& job) {
-  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax, job.codes).work =
-      FinishStep{job.job};
+  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax(), job.codes,
+           GenericColumnsStep{job.of});
 }
 
 void add_generic_columns(Plan& plan, const ColumnsShape& job) {
@@ -285,10 +277,9 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
     if (!amax) plan.passed_as_before();
-    Step& step = plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
-                          columns_read(job) | job.amax, amax ? job.amax : job.codes);
-    step.rounding = amax ? Rounding::nearest : job.quant.rounding;
-    step.work = GenericColumnsStep{job.job, grid.run};
+    plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
+             columns_read(job) | job.amax(), amax ? job.amax() : job.codes,
+             GenericColumnsStep{job.of, grid.run});
   }
   add_finish_scales(plan, job);
 }
@@ -339,7 +330,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
   if (rows.cols % rows.hadamard_block != 0) {
     return {"%f %n is not a multiple of the transform's blocks", rows.cols};
   }
-  if (!rows_column_amax::can(rows.hadamard_block, rows.quant.rounding)) {
+  if (!rows16_can(rows.hadamard_block, rows.quant.rounding)) {
     return {"%s is %n, which does not come with columns", rows.hadamard_block, block_name(rows)};
   }
   if (columns.p.order.samples != 0) return token_grid;
@@ -365,14 +356,11 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
 
 void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape& columns,
                           const RowsColumnAmaxStep& work, const LaunchShape& shape) {
-  Buffers reads = rows.from | columns.amax, writes = columns.amax;
+  Buffers reads = buffer_of(rows.of) | columns.amax(), writes = columns.amax();
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
   writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
   if (columns.sum) writes |= Buffer::sums;
-  Step& step = plan.add(Kernel::rows_column_amax, shape, reads, writes);
-  step.dtype = rows.x.dtype;
-  step.rounding = rows.quant.rounding;
-  step.work = work;
+  plan.add(Kernel::rows_column_amax, shape, reads, writes, work, rows.x.dtype);
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
@@ -418,7 +406,7 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
   }
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
   if (kept.spec.equalize_tokens) return equalized;
-  if (rows.hadamard_block != rows_groups::hadamard_block) {
+  if (rows.hadamard_block != forward_block) {
     return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
   }
   if (!rows.x.quads_aligned) return not_fours(rows.cols);
@@ -429,12 +417,9 @@ Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& k
                             static_cast<int>(ceil_div(rows.cols, share.lanes * cta_rows))};
   const std::int64_t chunks = ceil_div(rows.rows, int4_group);
   note_loads(plan, Kernel::rows_groups, not_16(rows));
-  Step& step = plan.add(Kernel::rows_groups,
-                        {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
-                        rows.from, rows.codes | Buffer::saved);
-  step.dtype = rows.x.dtype;
-  step.rounding = Rounding::stochastic;
-  step.work = work;
+  plan.add(Kernel::rows_groups,
+           {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
+           buffer_of(rows.of), rows.codes | Buffer::saved, work, rows.x.dtype);
   return {};
 }
 
@@ -446,27 +431,11 @@ void add_zero(Plan& plan, const AmaxWords& words) {
   if (words.rows > 0) writes |= Buffer::rows_amax;
   if (words.weight > 0) writes |= Buffer::weight_amax;
   if (words.columns > 0) writes |= Buffer::columns_amax;
-  plan.add(Kernel::zero, {}, {}, writes).work =
-      ZeroStep{static_cast<std::size_t>(words.all()) * sizeof(std::uint32_t)};
+  plan.add(Kernel::zero, {}, {}, writes,
+           ZeroStep{static_cast<std::size_t>(words.all()) * sizeof(std::uint32_t)});
 }
 
 namespace {
-
-// A value that several operands must share.
-template <class T>
-class Common {
- public:
-  bool add(T value) {
-    if (!known_) value_ = value;
-    known_ = true;
-    return value_ == value;
-  }
-  T or_else(T value) const { return known_ ? value_ : value; }
-
- private:
-  T value_{};
-  bool known_ = false;
-};
 
 class GroupedOperands {
  public:
@@ -476,21 +445,19 @@ class GroupedOperands {
   // Why the kernel cannot quantise these operands, or is not the faster way.
   Reason why_not() {
     if (const ColumnsShape* job = of_.weight) {
-      ColumnTransform transform{};
-      if (const Reason why = add(*job, transform, weight_tiles_)) return why;
-      if (job->x.dtype == DType::f16) return of_dtype;
-      if (transform != ColumnTransform::hadamard) return {"hadamard_block is %n", job->p.block};
+      if (const Reason why = add(*job, weight_)) return why;
+      if (weight_.transform != ColumnTransform::hadamard) {
+        return {"hadamard_block is %n", job->p.block};
+      }
     }
     if (const ColumnsShape* job = of_.columns) {
-      if (const Reason why = add(*job, transform_, gradient_tiles_)) return why;
-      if (job->x.dtype == DType::f16) return of_dtype;
-      if (transform_ == ColumnTransform::hadamard) return all_rows;
+      if (const Reason why = add(*job, gradient_)) return why;
+      if (gradient_.transform == ColumnTransform::hadamard) return all_rows;
       if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
     }
     if (const RowsShape* job = of_.rows) {
       const std::int64_t groups = job->k_padded / 16;
-      if (!dtype_.add(job->x.dtype)) return dtypes;
-      if (job->x.dtype == DType::f16) return of_dtype;
+      if (const Reason why = add(job->x.dtype)) return why;
       if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
       if (job->hadamard_block != 16) return {"hadamard_block is %n", job->hadamard_block};
       if (groups == 0) return empty;
@@ -498,20 +465,19 @@ class GroupedOperands {
       while ((grouped::row_blocks << lanes_log2_) < groups) ++lanes_log2_;
       rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
     }
-    if (of_.groups != nullptr) {
-      groups_blocks_ = ceil_div(of_.groups->channels, grouped::threads / 32);
-    }
+    groups_blocks_ = ceil_div(of_.packed_channels, grouped::threads / 32);
     if (cluster_ > 1) {
       if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
     }
-    weight_ctas_ = ctas(of_.weight, weight_tiles_);
-    gradient_ctas_ = ctas(of_.columns, gradient_tiles_);
-    weight_blocks_ = column_tiles_of(of_.weight) * weight_ctas_;
-    gradient_blocks_ = column_tiles_of(of_.columns) * gradient_ctas_;
-    const std::int64_t max_blocks = std::int64_t{thresholds(facts_).grouped_waves} *
-                                    columns::min_sm_warps / columns::max_warps * facts_.sm_count;
-    const std::int64_t blocks = weight_blocks_ + gradient_blocks_ + rows_blocks_ + groups_blocks_;
-    if (std::max({weight_blocks_, gradient_blocks_, rows_blocks_}) <= grouped::max_amax_slots &&
+    for (Columns* columns : {&weight_, &gradient_}) {
+      // A column tile that fits in one CTA keeps to it; another takes the whole cluster.
+      columns->ctas = columns->needed_ctas > 1 ? cluster_ : columns->needed_ctas;
+      columns->blocks = columns->tiles * columns->ctas;
+    }
+    const std::int64_t max_blocks = std::int64_t{thresholds.grouped_waves} * columns::min_sm_warps /
+                                    columns::max_warps * facts_.sm_count;
+    const std::int64_t blocks = weight_.blocks + gradient_.blocks + rows_blocks_ + groups_blocks_;
+    if (std::max({weight_.blocks, gradient_.blocks, rows_blocks_}) <= grouped::max_amax_slots &&
         blocks <= max_blocks) {
       return {};
     }
@@ -525,58 +491,62 @@ class GroupedOperands {
     const bool sum = of_.columns != nullptr && of_.columns->sum;
     const Buffers sum_read = sum ? sum_reads(of_.columns->accumulate) : Buffers();
     if (weight || rows || gradient) {
-      const bool shares = gradient && sum && gradient_ctas_ > 1;
-      Launch launch(*this, shares ? cluster_ : 1);
+      const bool shares = gradient && sum && gradient_.ctas > 1;
+      Launch launch(*this, RowsPass::amax, shares ? cluster_ : 1);
       GroupedStep& s = launch.step;
-      s.weight_pass = s.gradient_pass = Pass::amax;
-      s.rows_pass = RowsPass::amax;
-      s.gradient_cluster = shares ? gradient_ctas_ : 0;
-      if (weight) launch.add(s.weight, weight_blocks_, Buffer::w, Buffer::weight_amax);
-      if (gradient) launch.add(s.gradient, gradient_blocks_, Buffer::gy, Buffer::columns_amax);
-      if (gradient && sum) launch.also(sum_read, Buffer::gb);
+      if (weight) launch.add(s.weight, weight_, Pass::amax, 0, Buffer::w, Buffer::weight_amax);
+      if (gradient) {
+        launch.add(s.gradient, gradient_, Pass::amax, shares ? gradient_.ctas : 0, Buffer::gy,
+                   Buffer::columns_amax);
+        if (sum) launch.also(sum_read, Buffer::gb);
+      }
       if (rows) launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::rows_amax);
       launch.add_to(plan, Kernel::grouped_amax);
       plan.takes({Kernel::grouped_codes, "%a is read first for its scale", one_scale});
     }
-    const bool shares = (weight_ctas_ > 1 && !weight) || (gradient_ctas_ > 1 && !gradient);
-    Launch launch(*this, shares ? cluster_ : 1);
+    const bool shares = (weight_.ctas > 1 && !weight) || (gradient_.ctas > 1 && !gradient);
+    Launch launch(*this, rows ? RowsPass::codes : RowsPass::row_scales, shares ? cluster_ : 1);
     GroupedStep& s = launch.step;
-    s.weight_pass = weight ? Pass::codes : Pass::both;
-    s.gradient_pass = gradient ? Pass::codes : Pass::both;
-    s.rows_pass = rows ? RowsPass::codes : RowsPass::row_scales;
-    s.weight_amax_slots = static_cast<int>(weight_blocks_);
-    s.gradient_amax_slots = static_cast<int>(gradient_blocks_);
-    s.weight_cluster = weight ? 0 : weight_ctas_;
-    s.gradient_cluster = gradient ? 0 : gradient_ctas_;
+    const auto add = [&](GroupedColumns& to, const Columns& columns, bool known, Buffers reads,
+                         Buffers writes, Buffer amax) {
+      launch.add(to, columns, known ? Pass::codes : Pass::both, known ? 0 : columns.ctas, reads,
+                 writes);
+      if (known) launch.also(amax, {});
+    };
     if (of_.weight != nullptr) {
-      launch.add(s.weight, weight_blocks_, of_.weight->from, of_.weight->codes);
-      if (weight) launch.also(Buffer::weight_amax, {});
+      add(s.weight, weight_, weight, Buffer::w, of_.weight->codes, Buffer::weight_amax);
     }
     if (of_.columns != nullptr) {
-      launch.add(s.gradient, gradient_blocks_, Buffer::gy, Buffer::columns);
-      if (gradient) launch.also(Buffer::columns_amax, {});
+      add(s.gradient, gradient_, gradient, Buffer::gy, Buffer::columns, Buffer::columns_amax);
       if (sum && !gradient) launch.also(sum_read, Buffer::gb);
     }
     if (of_.rows != nullptr) {
       launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::gy_rows);
       if (rows) launch.also(Buffer::rows_amax, {});
     }
-    if (of_.groups != nullptr) {
+    if (groups_blocks_ > 0) {
       launch.add(s.groups, groups_blocks_, Buffer::saved, Buffer::activation);
     }
     launch.add_to(plan, Kernel::grouped_codes);
   }
 
  private:
+  // An operand of columns: its column tiles, and the CTAs of each.
+  struct Columns {
+    ColumnTransform transform{};
+    std::int64_t tiles = 0, blocks = 0;
+    int needed_ctas = 0, ctas = 0;
+  };
+
   // One launch: some of the operands, each in its pass. `cluster`: CTAs of the longest column tile
   // that reduces across CTAs.
   class Launch {
    public:
-    Launch(const GroupedOperands& of, int cluster) : of_(of), cluster_(cluster) {
-      step.transform = of.transform_;
+    Launch(const GroupedOperands& of, RowsPass rows_pass, int cluster)
+        : dtype_(of.dtype_.value_or(DType::f32)), cluster_(cluster) {
+      step.transform = of.gradient_.transform;
       step.row_lanes_log2 = of.lanes_log2_;
-      step.weight_ctas = of.weight_ctas_;
-      step.gradient_ctas = of.gradient_ctas_;
+      step.rows_pass = rows_pass;
     }
 
     GroupedStep step{};
@@ -587,61 +557,60 @@ class GroupedOperands {
       blocks_ += range.end;
       also(reads, writes);
     }
+    void add(GroupedColumns& to, const Columns& columns, Pass pass, int cluster, Buffers reads,
+             Buffers writes) {
+      to.pass = pass;
+      to.ctas = columns.ctas;
+      to.cluster = cluster;
+      add(to.range, columns.blocks, reads, writes);
+    }
     void also(Buffers reads, Buffers writes) {
       reads_ |= reads;
       writes_ |= writes;
     }
     void add_to(Plan& plan, Kernel kernel) const {
-      const DType dtype = of_.dtype_.or_else(DType::f32);
-      const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype)));
-      const LaunchShape shape{
-          blocks_, grouped::threads,
-          columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_), cluster_};
-      Step& added = plan.add(kernel, shape, reads_, writes_);
-      added.dtype = dtype;
-      added.rounding = Rounding::stochastic;
-      added.work = step;
+      const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype_)));
+      const std::size_t shared =
+          columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_);
+      plan.add(kernel, {blocks_, grouped::threads, shared, cluster_}, reads_, writes_, step,
+               dtype_);
     }
 
    private:
-    const GroupedOperands& of_;
+    DType dtype_;
     int cluster_;
     std::int64_t blocks_ = 0;
     Buffers reads_, writes_;
   };
 
-  static int cta_tiles_of(const ColumnsShape& job) {
-    return grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype)));
+  Reason add(DType dtype) {
+    if (dtype_.value_or(dtype) != dtype) return dtypes;
+    dtype_ = dtype;
+    return dtype == DType::f16 ? of_dtype : Reason{};
   }
-  Reason add(const ColumnsShape& job, ColumnTransform& transform, std::int64_t& token_tile_count) {
-    if (!dtype_.add(job.x.dtype)) return dtypes;
+  Reason add(const ColumnsShape& job, Columns& columns) {
+    if (const Reason why = add(job.x.dtype)) return why;
     if (job.p.k_padded == 0) return empty;
-    if (const Reason why = why_not_block16(job.p, job.quant, transform)) return why;
-    if (transform == ColumnTransform::factored) return equalized;
-    token_tile_count = token_tiles(job.p, transform);
-    const std::int64_t needed = ceil_div(token_tile_count, cta_tiles_of(job));
+    if (const Reason why = why_not_block16(job.p, job.quant, columns.transform)) return why;
+    if (columns.transform == ColumnTransform::factored) return equalized;
+    const std::int64_t needed =
+        ceil_div(token_tiles(job.p, columns.transform),
+                 grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype))));
     if (needed > columns::max_portable_cluster) {
       return {"a column of %n codes is too long for a cluster", job.p.k_padded};
     }
-    cluster_ = std::max(cluster_, static_cast<int>(needed));
+    columns.needed_ctas = static_cast<int>(needed);
+    columns.tiles = column_tiles(job.cols, job.x.dtype);
+    cluster_ = std::max(cluster_, columns.needed_ctas);
     return {};
-  }
-  // A column tile that fits in one CTA keeps to it; another takes the whole cluster.
-  int ctas(const ColumnsShape* job, std::int64_t token_tile_count) const {
-    return job == nullptr ? 0 : token_tile_count > cta_tiles_of(*job) ? cluster_ : 1;
-  }
-  static std::int64_t column_tiles_of(const ColumnsShape* job) {
-    return job == nullptr ? 0 : column_tiles(job->cols, job->x.dtype);
   }
 
   const DeviceFacts& facts_;
   const OperandShapes& of_;
-  Common<DType> dtype_;
-  ColumnTransform transform_ = ColumnTransform::full;
+  std::optional<DType> dtype_;
+  Columns weight_, gradient_;
   int cluster_ = 1, lanes_log2_ = 0;
-  std::int64_t weight_tiles_ = 0, gradient_tiles_ = 0;
-  int weight_ctas_ = 0, gradient_ctas_ = 0;
-  std::int64_t weight_blocks_ = 0, gradient_blocks_ = 0, rows_blocks_ = 0, groups_blocks_ = 0;
+  std::int64_t rows_blocks_ = 0, groups_blocks_ = 0;
 };
 
 }  // namespace
@@ -663,9 +632,9 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
     summed = add_columns(plan, facts, *operands.columns);
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
-  if (const GroupsShape* job = operands.groups) {
-    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation).rounding =
-        Rounding::stochastic;
+  if (operands.packed_channels > 0) {
+    plan.add(Kernel::requantize, {operands.packed_channels, 256}, Buffer::saved,
+             Buffer::activation);
   }
   return summed;
 }

@@ -8,7 +8,7 @@
 
 namespace hot::detail::plan {
 
-// ---- thresholds: every number that was measured, by device (plan.cpp) --------------------------
+// ---- thresholds: every number that was measured ------------------------------------------------
 
 // Cycles of gemm_small_kernel, fitted to the times of every division of the paper's 16 layers at
 // both ranks on an H200 (in a CUDA graph). The divisions that it chooses take 1.02 times those of
@@ -22,37 +22,37 @@ struct TileCost {
   double exchange_wait;  // the same of a CTA that is alone
 };
 
+// Every architecture takes them: no other was measured.
 struct Thresholds {
   // A model of an SM's cycles for a column tile in a cluster: a token tile takes `tile_cycles`, but
   // no less than `latency_cycles` pass from its copies to its codes (H200, at 2 and 16 warps on an
   // SM); the all-reduce of the cluster takes `reduce_cycles`.
-  std::int64_t tile_cycles, latency_cycles, reduce_cycles;
+  std::int64_t tile_cycles = 900, latency_cycles = 6000, reduce_cycles = 1500;
   // A g_y with more tokens than a portable cluster holds, and so many columns, goes to
   // rows_column_amax_kernel, which also makes the rows' codes; wider rows do not fit there.
   // H200, `default`, 12608 x 3072 x 768: 190 us, by clusters of 16 204.
-  std::int64_t rows_column_amax_min_columns, rows_column_amax_max_columns;
+  std::int64_t rows_column_amax_min_columns = 2048, rows_column_amax_max_columns = 3072;
   // More waves of CTAs than this hide a launch by themselves: no quantize_grouped_kernel.
   // H200, the paper's layers.
-  int grouped_waves;
+  int grouped_waves = 4;
   // Above this many multiply-adds the kernels for large products are as fast as gemm_small_kernel,
   // launch by launch. H200.
-  std::int64_t small_gemm_work;
-  TileCost tile_costs[2];
+  std::int64_t small_gemm_work = std::int64_t{1} << 30;
+  TileCost tile_costs[2] = {{64, 1190, 400, 300, 1260, 140}, {128, 2240, 530, 730, 2520, 700}};
   // wgmma products; H200, a sweep of 14 kernels in 8 orders (docs: "Products, TOPS").
-  std::int64_t stream_k_min_k;  // shorter contractions are not shared out
-  int max_splits;               // of a contraction, in equal shares
-  std::int64_t narrow_tiles;    // an operand of fewer is narrow, where a wider tile may gain
-  int wide_gain, wide_gain_of;  // a wider tile's time for the same work, of the usual one's
+  std::int64_t stream_k_min_k = 4096;      // shorter contractions are not shared out
+  int max_splits = 6;                      // of a contraction, in equal shares
+  std::int64_t narrow_tiles = 32;          // an operand of fewer is narrow: a wider tile may gain
+  int wide_gain = 94, wide_gain_of = 100;  // a wider tile's time for equal work, of the usual one's
   // Tiles of 128 x 256; H100 at its power limit, 45 products of five models, 26 November 2026: from
   // this contraction on, where they take at most these percents of the usual tiles' columns an SM,
   // or of stream-K's.
-  std::int64_t large_min_k;
-  int large_gain_of, large_gain_of_shared;
-  int max_swizzle;   // tiles of a stripe
-  int stripe_waste;  // tiles added by rounding to whole stripes, in percent
+  std::int64_t large_min_k = 8192;
+  int large_gain_of = 106, large_gain_of_shared = 140;
+  int max_swizzle = 8;   // tiles of a stripe
+  int stripe_waste = 3;  // tiles added by rounding to whole stripes, in percent
 };
-
-const Thresholds& thresholds(const DeviceFacts&);
+inline constexpr Thresholds thresholds{};
 
 // ---- reasons that several kernels have ---------------------------------------------------------
 
@@ -76,8 +76,8 @@ inline void note_loads(Plan& plan, Kernel kernel, const Reason& why) {
 // ---- operands (plan_quantize.cpp) --------------------------------------------------------------
 
 struct RowsShape {
-  RowsOf of;
-  Buffer from, codes;
+  Source of;
+  Buffer codes;
   ArrayFacts x;
   std::int64_t rows, cols;
   int hadamard_block;
@@ -86,19 +86,15 @@ struct RowsShape {
 };
 
 struct ColumnsShape {
-  Job job;
+  Source of;
+  Buffer codes;
   ArrayFacts x;
-  Buffer from;
-  Buffer codes, amax;
   std::int64_t cols;
   const Projection& p;
   OperandQuant quant;
   std::int64_t scales;
   bool sum = false, accumulate = false;  // g_b
-};
-
-struct GroupsShape {
-  std::int64_t channels, k_padded;
+  Buffer amax() const { return of == Source::w ? Buffer::weight_amax : Buffer::columns_amax; }
 };
 
 // How lanes share a row in registers.
@@ -114,7 +110,7 @@ struct OperandShapes {
   const RowsShape* rows = nullptr;
   const ColumnsShape* columns = nullptr;
   const ColumnsShape* weight = nullptr;
-  const GroupsShape* groups = nullptr;
+  std::int64_t packed_channels = 0;  // of x, from packed codes to INT8
   AmaxWords zeroed{};
 };
 

@@ -33,9 +33,6 @@ struct MatrixQuant {
   int bits;
   bool packed;
   DeviceKey key;
-  __device__ std::int64_t scale_at(std::int64_t r, std::int64_t c) const {
-    return granularity == Granularity::token ? r : granularity == Granularity::channel ? c : 0;
-  }
 };
 
 __global__ void matrix_amax_kernel(MatrixQuant args) {
@@ -54,7 +51,8 @@ __global__ void matrix_amax_kernel(MatrixQuant args) {
       best = max(best, bits);
     }
   }
-  if (args.granularity != Granularity::channel) atomic_max(amax + args.scale_at(row, col), best);
+  if (args.granularity != Granularity::channel)
+    atomic_max(amax + scale_at(args.granularity, row, col), best);
 }
 
 template <Rounding rounding>
@@ -70,8 +68,8 @@ __global__ void matrix_codes_kernel(MatrixQuant args) {
   for (int j = 0; j < 16; ++j) {
     value[j] = inv[j] = 0.0F;
     if (col + j >= args.x.cols) continue;
-    const DeviceScale s =
-        device_scale(__float_as_uint(args.scale[args.scale_at(row, col + j)]), args.bits);
+    const DeviceScale s = device_scale(
+        __float_as_uint(args.scale[scale_at(args.granularity, row, col + j)]), args.bits);
     if (s.keep) value[j] = load_element(args.x, row, col + j), inv[j] = s.inv;
   }
   const uint4 codes =
@@ -102,10 +100,7 @@ __global__ void dequantize_kernel(MatrixIn q, const float* scale, Granularity gr
   const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
   int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
   if (packed) code = (code ^ 8) - 8;
-  const std::int64_t s = granularity == Granularity::token     ? r
-                         : granularity == Granularity::channel ? c
-                                                               : 0;
-  store_element(out, r, c, static_cast<float>(code) * scale[s]);
+  store_element(out, r, c, static_cast<float>(code) * scale[scale_at(granularity, r, c)]);
 }
 
 }  // namespace

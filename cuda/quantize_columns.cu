@@ -1,7 +1,6 @@
 // Stage: the K-contiguous operands of columns, in blocks of 16 tokens: g_y for g_w, w for g_x, x
-// kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself. For an x
-// kept as rht2: blocks of 64 tokens of g_y, times a sign and a power of two each; with
-// equalised tokens: times powers of two alone.
+// kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself, with
+// equalised tokens times a power of two each.
 //
 // columns_one_pass_kernel: one read of x.
 //   A cluster takes a column tile, 64 bytes of every token (32 columns in 16-bit types, two
@@ -15,8 +14,7 @@
 //              A lane takes 16 k (a k16) of two neighbouring columns at a time in registers: 16
 //              tokens as they are (full), a whole block (w for g_x), or two blocks of rank 8. A
 //              sketch folds to 8 values first (it reads tokens t and t ^ a: no register is indexed
-//              at run time); lowpass and sequency keep 8 fixed rows. Of blocks of 64 a lane takes a
-//              column whole, with no exchange between lanes but of finished codes. The warp notes
+//              at run time); lowpass and sequency keep 8 fixed rows. The warp notes
 //              the factors of its 128 tokens once, 256 bytes.
 //     banks    Bits 5 and 6 of an address are swizzled by the number of the k16 (16 tokens, or 32
 //              at rank 8), so that the four k16 of a warp use all banks. Every block starts on 1024
@@ -63,7 +61,7 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.token_tiles = token_tiles(p, transform);
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
-  args.contiguous = rows_aligned(job.x) && p.order.samples == 0;
+  args.contiguous = plan::array_facts(job.x).rows_aligned && p.order.samples == 0;
   args.sum_wanted = sum != nullptr;
   if (sum != nullptr) {
     args.sum = sum->out;
@@ -81,9 +79,8 @@ namespace {
 using namespace columns;
 
 // One read of x: a cluster holds a column tile.
-template <ColumnTransform transform, Rounding rounding, class Tag>
-__global__ void __launch_bounds__(32 * max_warps,
-                                  sm_ctas(transform, Tag::size, Pass::both, rounding))
+template <ColumnTransform transform, class Tag>
+__global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, Pass::both))
     columns_one_pass_kernel(const __grid_constant__ Args args) {
 #if HOT_HOPPER_CODE
   extern __shared__ __align__(1024) char memory[];
@@ -98,7 +95,7 @@ __global__ void __launch_bounds__(32 * max_warps,
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
   tile.load_factors();
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
   const unsigned step = gridDim.x / static_cast<unsigned>(args.ctas);
   const auto column_tiles = static_cast<unsigned>(args.column_tiles);
   unsigned column_tile = place.column_tile;
@@ -112,7 +109,7 @@ __global__ void __launch_bounds__(32 * max_warps,
       tile.write_scale(column_tile, scale);
       if (args.sum_wanted) tile.write_sum(column_tile, total.sum);
     }
-    tile.template write_codes<in_place, rounding>(column_tile, scale, offset);
+    tile.template write_codes<in_place>(column_tile, scale, offset);
     if (tile.real() && column_tile + step < column_tiles) {
       __syncwarp();
       tile.load(column_tile + step);
@@ -125,8 +122,7 @@ __global__ void __launch_bounds__(32 * max_warps,
 
 // The first of two passes: largest values, and partial sums for g_b.
 template <ColumnTransform transform, class Tag>
-__global__ void __launch_bounds__(32 * two_pass_warps,
-                                  sm_ctas(transform, Tag::size, Pass::amax, Rounding::nearest))
+__global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::size, Pass::amax))
     column_amax_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, blockIdx.x);
@@ -150,9 +146,8 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
 }
 
 // The second: codes. It goes backwards through x, whose end the L2 still holds.
-template <ColumnTransform transform, Rounding rounding, class Tag>
-__global__ void __launch_bounds__(32 * two_pass_warps,
-                                  sm_ctas(transform, Tag::size, Pass::codes, rounding))
+template <ColumnTransform transform, class Tag>
+__global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::size, Pass::codes))
     column_codes_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, gridDim.x - 1 - blockIdx.x);
@@ -162,7 +157,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
   tile.load_factors();
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
   tile.wait_loaded();
   std::uint32_t amax = 0;
   if (tile.has_column(place.column_tile)) {
@@ -170,50 +165,39 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   }
   const DeviceScale scale = device_scale(amax, args.bits);
   if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
-  tile.template write_codes<false, rounding>(place.column_tile, scale, offset);
+  tile.template write_codes<false>(place.column_tile, scale, offset);
   end_kernel(args.independent);
 }
 
-// Calls call(transform, rounding, type tag) with types for an instance of a kernel: those that
-// why_not_columns (plan_quantize.cpp) allows.
-template <class Call>
-void with_instance(ColumnTransform transform, DType dtype, const Call& call) {
-  const auto with = [&](auto k, auto r) {
-    host_with_dtype(dtype, [&](auto tag) { call(k, r, tag); });
-  };
-  using Stochastic = std::integral_constant<Rounding, Rounding::stochastic>;
-  using Nearest = std::integral_constant<Rounding, Rounding::nearest>;
-  switch (transform) {
-    case ColumnTransform::full:
-      return with(std::integral_constant<ColumnTransform, ColumnTransform::full>{}, Stochastic{});
-    case ColumnTransform::hadamard:
-      return with(std::integral_constant<ColumnTransform, ColumnTransform::hadamard>{}, Nearest{});
-    case ColumnTransform::projected:
-      return with(std::integral_constant<ColumnTransform, ColumnTransform::projected>{},
-                  Stochastic{});
-    case ColumnTransform::factored:
-      return with(std::integral_constant<ColumnTransform, ColumnTransform::factored>{},
-                  Stochastic{});
-  }
+using KernelOf = void (*)(Args);
+
+template <ColumnTransform transform>
+KernelOf kernel_of(Pass pass, DType dtype) {
+  KernelOf kernel = nullptr;
+  host_with_dtype(dtype, [&](auto tag) {
+    using Tag = decltype(tag);
+    kernel = pass == Pass::both   ? columns_one_pass_kernel<transform, Tag>
+             : pass == Pass::amax ? column_amax_kernel<transform, Tag>
+                                  : column_codes_kernel<transform, Tag>;
+  });
+  return kernel;
 }
 
-// Calls call(kernel) with the instance for one read of x.
-template <class Call>
-void with_one_pass(ColumnTransform transform, DType dtype, const Call& call) {
-  with_instance(transform, dtype, [&](auto k, auto r, auto tag) {
-    call(columns_one_pass_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
-  });
+KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
+  return transform == ColumnTransform::full ? kernel_of<ColumnTransform::full>(pass, dtype)
+         : transform == ColumnTransform::hadamard
+             ? kernel_of<ColumnTransform::hadamard>(pass, dtype)
+         : transform == ColumnTransform::factored
+             ? kernel_of<ColumnTransform::factored>(pass, dtype)
+             : kernel_of<ColumnTransform::projected>(pass, dtype);
 }
 
 }  // namespace
 
 std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
                               const LaunchShape& shape) {
-  std::int64_t clusters = 0;
-  with_one_pass(of.transform, of.dtype, [&](auto kernel) {
-    clusters = clusters_at_once("backward_linear", context, kernel, shape);
-  });
-  return clusters;
+  return clusters_at_once("backward_linear", context, kernel_of(of.transform, Pass::both, of.dtype),
+                          shape);
 }
 
 void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,
@@ -223,14 +207,8 @@ void launch_columns(const Context& context, const plan::Step& step, const Column
   args.ctas = work.ctas;
   args.cluster = work.cluster;
   args.independent = step.independent;
-  const auto run = [&](auto kernel) {
-    launch("backward_linear", context, kernel, step.shape, args);
-  };
-  if (work.pass == Pass::both) return with_one_pass(work.transform, step.dtype, run);
-  with_instance(work.transform, step.dtype, [&](auto k, auto r, auto tag) {
-    if (work.pass == Pass::amax) return run(column_amax_kernel<decltype(k)::value, decltype(tag)>);
-    run(column_codes_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
-  });
+  launch("backward_linear", context, kernel_of(work.transform, work.pass, step.dtype), step.shape,
+         args);
 }
 
 }  // namespace hot::detail

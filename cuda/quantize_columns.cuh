@@ -559,12 +559,13 @@ class WarpTile {
 
   __device__ __forceinline__ void write_sum(unsigned column_tile, double total) const {
     float sum = static_cast<float>(total);
-    if (args_.sum_accumulate) sum = load_out(args_.sum, 0, column(column_tile)) + sum;
+    if (args_.sum_accumulate)
+      sum = load_element(args_.sum.contents(), 0, column(column_tile)) + sum;
     store_element(args_.sum, 0, column(column_tile), sum);
   }
 
   // `scale`: of this lane's column.
-  template <bool in_place, Rounding rounding>
+  template <bool in_place>
   __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
 #pragma unroll 1
@@ -591,7 +592,7 @@ class WarpTile {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           if (row + c >= args_.x.cols) break;
-          uint4 codes = round_group<rounding>(
+          uint4 codes = round_group<rounding_of(transform)>(
               [&](int i) { return v[c][i]; }, UniformScale{inv[c]}, args_.key, offset,
               static_cast<std::uint64_t>((row + c) * k16_count_ + k), args_.bits);
           if (!keep[c]) codes = make_uint4(0, 0, 0, 0);

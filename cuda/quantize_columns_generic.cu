@@ -90,6 +90,7 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
 }  // namespace
 
 void launch_generic_columns(const Context& context, const plan::Step& step, const ColumnsJob& job) {
+  const bool amax = step.kernel == plan::Kernel::generic_amax;
   const ColumnArgs args{job.x,
                         device_projection(*job.projection, job.side, job.sketch_key),
                         job.out.codes,
@@ -100,8 +101,8 @@ void launch_generic_columns(const Context& context, const plan::Step& step, cons
                         job.quant.per_tensor,
                         job.quant.per_contraction,
                         device_key(context.key(), job.quant.purpose),
-                        step.kernel == plan::Kernel::generic_amax ? Pass::amax : Pass::codes};
-  with_rounding(step.rounding, [&](auto r) {
+                        amax ? Pass::amax : Pass::codes};
+  with_rounding(amax ? Rounding::nearest : job.quant.rounding, [&](auto r) {
     launch("backward_linear", context, generic_columns_kernel<decltype(r)::value>, step.shape,
            args);
   });

@@ -42,7 +42,6 @@ struct ColumnsRange {
   columns::Args args;
   Range range;
   Pass pass;
-  int amax_slots;  // that the first of two launches left
 };
 
 struct GroupedArgs {
@@ -60,7 +59,7 @@ __device__ inline std::uint32_t slots_max(const std::uint32_t* slots, int count)
   return warp_max(amax);
 }
 
-template <ColumnTransform transform, Rounding rounding, class Tag>
+template <ColumnTransform transform, class Tag>
 __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned block,
                                               char* memory) {
   if (block >= of.range.blocks) return begin_kernel();  // it fills up the last cluster
@@ -78,11 +77,11 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
   if (waits_late) begin_kernel();
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const DeviceOffset offset = warp_offset<columns::rounding_of(transform)>(args.key);
   tile.wait_loaded();
   columns::ColumnTotal total;
   if (of.pass == Pass::codes) {
-    total.amax = slots_max(args.amax, of.amax_slots);
+    total.amax = slots_max(args.amax, static_cast<int>(of.range.blocks));
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
@@ -100,7 +99,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   }
   const DeviceScale scale = device_scale(total.amax, args.bits);
   if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
-  tile.template write_codes<false, rounding>(place.column_tile, scale, offset);
+  tile.template write_codes<false>(place.column_tile, scale, offset);
 }
 
 template <class Tag>
@@ -111,7 +110,7 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
   if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in columns_block
   const std::int64_t row =
       std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
-  quantize_row16<Rounding::stochastic, 16, row_blocks, Tag>(
+  quantize_row16<gradient_block, row_blocks, Tag>(
       rows, row, thread & (T - 1), T, [&](std::uint32_t& amax) {
         if (rows.pass == RowsPass::amax) {
           amax = block_max(amax, shared);
@@ -135,12 +134,11 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
   __shared__ std::uint32_t shared[threads / 32];
   unsigned block = blockIdx.x;
   if (block < args.weight.range.end) {
-    return columns_block<ColumnTransform::hadamard, Rounding::nearest, Tag>(args.weight, block,
-                                                                            memory);
+    return columns_block<ColumnTransform::hadamard, Tag>(args.weight, block, memory);
   }
   block -= args.weight.range.end;
   if (block < args.gradient.range.end) {
-    return columns_block<transform, Rounding::stochastic, Tag>(args.gradient, block, memory);
+    return columns_block<transform, Tag>(args.gradient, block, memory);
   }
   block -= args.gradient.range.end;
   if (block < args.rows_range.end) return rows_block<Tag>(args, block, shared);
@@ -158,29 +156,24 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
 void launch_grouped(const Context& context, const plan::Step& step, const GroupedJobs& jobs) {
   const auto& work = step.as<plan::GroupedStep>();
   GroupedArgs args{};
-  if (jobs.weight != nullptr) {
-    args.weight.args =
-        columns::make_args(context, *jobs.weight, ColumnTransform::hadamard, nullptr);
-  }
-  if (jobs.columns != nullptr) {
-    args.gradient.args = columns::make_args(context, *jobs.columns, work.transform, jobs.sum);
-  }
+  const auto columns = [&](const ColumnsJob* job, const plan::GroupedColumns& part,
+                           ColumnTransform transform, const ColumnSum* sum) {
+    ColumnsRange of{};
+    if (job != nullptr) of.args = columns::make_args(context, *job, transform, sum);
+    of.args.ctas = part.ctas;
+    of.args.cluster = part.cluster;
+    of.range = part.range;
+    of.pass = part.pass;
+    return of;
+  };
+  args.weight = columns(jobs.weight, work.weight, ColumnTransform::hadamard, nullptr);
+  args.gradient = columns(jobs.columns, work.gradient, work.transform, jobs.sum);
   if (jobs.rows != nullptr) args.rows = rows_args(context, *jobs.rows);
   if (jobs.groups != nullptr) args.groups = requantize_args(context, *jobs.groups);
   args.row_lanes_log2 = work.row_lanes_log2;
   args.rows_range = work.rows;
   args.groups_range = work.groups;
   args.rows.pass = work.rows_pass;
-  args.weight.range = work.weight;
-  args.weight.pass = work.weight_pass;
-  args.weight.amax_slots = work.weight_amax_slots;
-  args.weight.args.ctas = work.weight_ctas;
-  args.weight.args.cluster = work.weight_cluster;
-  args.gradient.range = work.gradient;
-  args.gradient.pass = work.gradient_pass;
-  args.gradient.amax_slots = work.gradient_amax_slots;
-  args.gradient.args.ctas = work.gradient_ctas;
-  args.gradient.args.cluster = work.gradient_cluster;
   const auto run = [&](auto tag) {
     using Tag = decltype(tag);
     launch("backward_linear", context,

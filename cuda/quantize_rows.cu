@@ -25,14 +25,14 @@ namespace {
 
 // threadIdx.x is the lane of a row: up to 32 of them, a power of two, with several rows
 // (threadIdx.y) in a CTA, or a row to itself.
-template <Rounding rounding, int hadamard, int B, class Tag>
+template <int hadamard, int B, class Tag>
 __global__ void __launch_bounds__(rows16_max_lanes)
     rows16_kernel(const __grid_constant__ RowsArgs args) {
   __shared__ std::uint32_t shared[rows16_max_lanes / 32];
   begin_kernel();
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  quantize_row16<rounding, hadamard, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
+  quantize_row16<hadamard, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
     if (args.pass == RowsPass::amax) {
       amax = warp_max(amax);
       if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) atomic_max(args.amax, amax);
@@ -102,33 +102,24 @@ __global__ void rows_kernel(RowsArgs args) {
   if (args.pass == RowsPass::amax && t == 0) atomic_max(args.amax, amax);
 }
 
-using KernelOf = void (*)(RowsArgs);
-
-template <Rounding rounding, int hadamard, class Tag>
-KernelOf kernel_of(int lane_blocks) {
-  constexpr KernelOf kernels[] = {
-      rows16_kernel<rounding, hadamard, 2, Tag>, rows16_kernel<rounding, hadamard, 3, Tag>,
-      rows16_kernel<rounding, hadamard, 4, Tag>, rows16_kernel<rounding, hadamard, 5, Tag>,
-      rows16_kernel<rounding, hadamard, 6, Tag>};
-  return kernels[lane_blocks - rows16_min_blocks];
-}
-
 }  // namespace
 
 void launch_rows(const Context& context, const plan::Step& step, const RowsJob& job) {
   const auto& work = step.as<plan::RowsStep>();
   RowsArgs args = rows_args(context, job);
   args.pass = work.pass;
-  const char* const stage = work.of == plan::RowsOf::gy ? "backward_linear" : "forward_linear";
+  const char* const stage = work.of == plan::Source::gy ? "backward_linear" : "forward_linear";
   const auto run = [&](auto kernel) { launch(stage, context, kernel, step.shape, args); };
   if (step.kernel == plan::Kernel::rows) {
-    with_rounding(step.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
+    with_rounding(job.quant.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
   } else {
     host_with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      run(step.rounding == Rounding::stochastic
-              ? kernel_of<Rounding::stochastic, 16, Tag>(work.lane_blocks)
-              : kernel_of<Rounding::nearest, 64, Tag>(work.lane_blocks));
+      with_lane_blocks(work.lane_blocks, [&](auto b) {
+        constexpr int B = decltype(b)::value;
+        run(job.hadamard_block == gradient_block ? rows16_kernel<gradient_block, B, Tag>
+                                                 : rows16_kernel<forward_block, B, Tag>);
+      });
     });
   }
 }
@@ -145,7 +136,7 @@ RowsArgs rows_args(const Context& context, const RowsJob& job) {
           job.hadamard_block,
           device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
-          rows_aligned(job.x) && job.x.cols % 16 == 0};
+          plan::array_facts(job.x).rows_aligned && job.x.cols % 16 == 0};
 }
 
 }  // namespace hot::detail

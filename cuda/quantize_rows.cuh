@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
@@ -29,10 +30,10 @@ struct RowsArgs {
 };
 
 // Lane `lane` of the T that share row `row`, with the values of its B blocks of 16 at most in v.
-// `hadamard`: block of the transform, 16 or more; neighbouring lanes share one of more than 16.
+// `hadamard`: block of the transform; neighbouring lanes share one of more than 16.
 // `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
 // no codes are wanted. All threads of the CTA call it, also past the last row.
-template <Rounding rounding, int hadamard, int B, class ScaleOf>
+template <int hadamard, int B, class ScaleOf>
 __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
                                                     const DeviceOffset& offset, std::int64_t row,
                                                     int lane, int T, float (&v)[B][16],
@@ -54,9 +55,9 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
   auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
 #pragma unroll
   for (int i = 0; i < B; ++i) {
-    uint4 codes =
-        round_group<rounding>([&](int j) { return v[i][j]; }, UniformScale{s.inv}, args.key, offset,
-                              first + static_cast<std::uint64_t>(i * T), args.bits);
+    uint4 codes = round_group<rows16_rounding(hadamard)>(
+        [&](int j) { return v[i][j]; }, UniformScale{s.inv}, args.key, offset,
+        first + static_cast<std::uint64_t>(i * T), args.bits);
     if (!s.keep) codes = make_uint4(0, 0, 0, 0);
     // No branch before this one: it would divide the code of the blocks.
     if (lane + i * T < blocks) to[i * T] = codes;
@@ -64,7 +65,7 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
 }
 
 // The same from global memory.
-template <Rounding rounding, int hadamard, int B, class Tag, class ScaleOf>
+template <int hadamard, int B, class Tag, class ScaleOf>
 __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_t row, int lane,
                                                int T, const ScaleOf& scale_of) {
   const bool real = row < args.x.rows;
@@ -95,11 +96,20 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
       }
     }
   }
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
-  quantize_row_values<rounding, hadamard>(args, offset, row, lane, T, v, scale_of);
+  const DeviceOffset offset = warp_offset<rows16_rounding(hadamard)>(args.key);
+  quantize_row_values<hadamard>(args, offset, row, lane, T, v, scale_of);
 }
 
 // ---- host (quantize_rows.cu)
+
+// Calls call(number) with `lane_blocks` as a type's value.
+template <int B = rows16_min_blocks, class Call>
+void with_lane_blocks(int lane_blocks, const Call& call) {
+  if constexpr (B < rows16_max_blocks) {
+    if (lane_blocks != B) return with_lane_blocks<B + 1>(lane_blocks, call);
+  }
+  call(std::integral_constant<int, B>{});
+}
 
 // All but the pass.
 RowsArgs rows_args(const Context&, const RowsJob&);

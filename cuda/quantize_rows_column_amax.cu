@@ -89,7 +89,7 @@ struct RowsColumnAmaxArgs {
   folds[thread] = (thread % 2 == 0 ? token : token ^ a) * layout.row_bytes;
 }
 
-template <Rounding rounding, int hadamard, int B, class Tag>
+template <int hadamard, int B>
 __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& args,
                                                    const Layout& layout, const DeviceOffset& offset,
                                                    unsigned tile, const char* tokens,
@@ -108,24 +108,26 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
   }
   float v[B][16];
 #pragma unroll
-  for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+  for (int i = 0; i < B; ++i) BF16::unpack(words[i], v[i]);
   const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
-  quantize_row_values<rounding, hadamard>(args.rows, offset, row, lane, T, v,
-                                          [&](std::uint32_t& amax) {
-                                            if (args.rows.pass == RowsPass::amax) {
-                                              largest = max(largest, amax);
-                                              return false;
-                                            }
-                                            amax = lanes_max(amax, T);
-                                            return true;
-                                          });
+  quantize_row_values<hadamard>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
+    if (args.rows.pass == RowsPass::amax) {
+      largest = max(largest, amax);
+      return false;
+    }
+    amax = lanes_max(amax, T);
+    return true;
+  });
 }
 
 // Largest values of P g_y and sums of tokens, of two columns.
-template <ColumnTransform transform, class Tag>
+template <ColumnTransform transform>
 __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& args,
                                                    const Layout& layout, const char* tokens,
-                                                   const int* folds, uint2* largest, float2* sums) {
+                                                   const int* folds, std::uint32_t* all_largest,
+                                                   float* all_sums) {
+  auto* const largest = reinterpret_cast<uint2*>(all_largest);
+  auto* const sums = reinterpret_cast<float2*>(all_sums);
   const int pairs = static_cast<int>(args.rows.x.cols) / 2;
   for (int i = static_cast<int>(threadIdx.x); i < args.token_blocks * pairs; i += threads) {
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
@@ -139,12 +141,12 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
       for (int two = 0; two < 4; ++two) {
         const int4 at = offsets[two];
         float x[2], y[2];
-        columns::load_two<Tag>(from + at.x, x[0], x[1]);
-        columns::load_two<Tag>(from + at.y, y[0], y[1]);
+        columns::load_two<BF16>(from + at.x, x[0], x[1]);
+        columns::load_two<BF16>(from + at.y, y[0], y[1]);
         v[0][2 * two] = x[0] + y[0];
         v[1][2 * two] = x[1] + y[1];
-        columns::load_two<Tag>(from + at.z, x[0], x[1]);
-        columns::load_two<Tag>(from + at.w, y[0], y[1]);
+        columns::load_two<BF16>(from + at.z, x[0], x[1]);
+        columns::load_two<BF16>(from + at.w, y[0], y[1]);
         v[0][2 * two + 1] = x[0] + y[0];
         v[1][2 * two + 1] = x[1] + y[1];
       }
@@ -154,7 +156,7 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
       float v[2][token_block];
 #pragma unroll
       for (int t = 0; t < token_block; ++t) {
-        columns::load_two<Tag>(from + t * layout.row_bytes, v[0][t], v[1][t]);
+        columns::load_two<BF16>(from + t * layout.row_bytes, v[0][t], v[1][t]);
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
@@ -183,17 +185,6 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
   }
 }
 
-template <class Tag>
-__device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout& layout,
-                                   const char* tokens, const int* folds, uint2* largest,
-                                   float2* sums) {
-  if (args.transform == ColumnTransform::full) {
-    accumulate_columns<ColumnTransform::full, Tag>(args, layout, tokens, folds, largest, sums);
-  } else {
-    accumulate_columns<ColumnTransform::projected, Tag>(args, layout, tokens, folds, largest, sums);
-  }
-}
-
 // Writes the sums so far as partial sums number `run`, and begins anew.
 [[maybe_unused]] __device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums,
                                                     unsigned run) {
@@ -210,7 +201,7 @@ __device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout&
   __syncthreads();
 }
 
-template <Rounding rounding, int hadamard, int B, class Tag>
+template <int hadamard, int B>
 __global__ void __launch_bounds__(threads, 1)
     rows_column_amax_kernel(const __grid_constant__ RowsColumnAmaxArgs args) {
 #if HOT_HOPPER_CODE
@@ -232,7 +223,7 @@ __global__ void __launch_bounds__(threads, 1)
   begin_kernel();
   unsigned tile = blockIdx.x, run = blockIdx.x;
   if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
-  const DeviceOffset offset = warp_offset<rounding>(args.rows.key);
+  const DeviceOffset offset = warp_offset<rows16_rounding(hadamard)>(args.rows.key);
   std::uint32_t rows_largest = 0;
   for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
     const unsigned here = turn % 2, next = here ^ 1;
@@ -247,10 +238,14 @@ __global__ void __launch_bounds__(threads, 1)
       run += gridDim.x;
     }
     const char* const tokens = shared + here * layout.tile_bytes;
-    quantize_tile_rows<rounding, hadamard, B, Tag>(args, layout, offset, tile, tokens,
-                                                   rows_largest);
-    accumulate_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
-                            reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
+    quantize_tile_rows<hadamard, B>(args, layout, offset, tile, tokens, rows_largest);
+    const int* const tile_folds = folds + here * layout.fold_words;
+    if (args.transform == ColumnTransform::full) {
+      accumulate_columns<ColumnTransform::full>(args, layout, tokens, tile_folds, largest, sums);
+    } else {
+      accumulate_columns<ColumnTransform::projected>(args, layout, tokens, tile_folds, largest,
+                                                     sums);
+    }
   }
   if (args.columns.sum_wanted) {
     for (; run < args.sums; run += gridDim.x) write_partial_sums(args, sums, run);
@@ -278,18 +273,6 @@ __global__ void __launch_bounds__(threads, 1)
 #endif
 }
 
-using KernelOf = void (*)(RowsColumnAmaxArgs);
-
-template <Rounding rounding, int hadamard, class Tag>
-KernelOf kernel_of(int lane_blocks) {
-  constexpr KernelOf kernels[] = {rows_column_amax_kernel<rounding, hadamard, 2, Tag>,
-                                  rows_column_amax_kernel<rounding, hadamard, 3, Tag>,
-                                  rows_column_amax_kernel<rounding, hadamard, 4, Tag>,
-                                  rows_column_amax_kernel<rounding, hadamard, 5, Tag>,
-                                  rows_column_amax_kernel<rounding, hadamard, 6, Tag>};
-  return kernels[lane_blocks - rows16_min_blocks];
-}
-
 }  // namespace
 
 void launch_rows_column_amax(const Context& context, const plan::Step& step, const RowsJob& rows,
@@ -304,13 +287,13 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   args.token_blocks = work.token_blocks;
   args.tiles = work.tiles;
   args.sums = work.sums;
-  const KernelOf kernel =
-      step.rounding == Rounding::stochastic
-          ? kernel_of<Rounding::stochastic, rows_column_amax::gradient_block, BF16>(
-                work.lane_blocks)
-          : kernel_of<Rounding::nearest, rows_column_amax::input_block, BF16>(work.lane_blocks);
-  launch(work.of == plan::RowsOf::gy ? "backward_linear" : "quantize_forward_input", context,
-         kernel, step.shape, args);
+  with_lane_blocks(work.lane_blocks, [&](auto b) {
+    constexpr int B = decltype(b)::value;
+    launch(work.of == plan::Source::gy ? "backward_linear" : "quantize_forward_input", context,
+           rows.hadamard_block == gradient_block ? rows_column_amax_kernel<gradient_block, B>
+                                                 : rows_column_amax_kernel<forward_block, B>,
+           step.shape, args);
+  });
 }
 
 }  // namespace hot::detail

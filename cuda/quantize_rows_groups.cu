@@ -20,8 +20,6 @@
 namespace hot::detail {
 namespace {
 
-using rows_groups::hadamard_block;
-
 struct RowsGroupsArgs {
   RowsArgs rows;
   GroupsArgs groups;
@@ -48,26 +46,15 @@ __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
     const auto local = cta * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
     // All threads take part; those past the chunk as if past the last row.
     const std::int64_t row = local < int4_group ? chunk * int4_group + local : args.rows.x.rows;
-    quantize_row16<Rounding::nearest, hadamard_block, B, Tag>(
-        args.rows, row, lane, T, [&](std::uint32_t& amax) {
-          amax = row_max(amax, T, lane, shared);
-          return true;
-        });
+    quantize_row16<forward_block, B, Tag>(args.rows, row, lane, T, [&](std::uint32_t& amax) {
+      amax = row_max(amax, T, lane, shared);
+      return true;
+    });
   } else {
     const unsigned threads = blockDim.x * blockDim.y;
     compress_quads<Tag>(args.groups, threadIdx.y * blockDim.x + threadIdx.x,
                         std::int64_t{cta - args.row_ctas} * threads, chunk);
   }
-}
-
-using KernelOf = void (*)(RowsGroupsArgs);
-
-template <class Tag>
-KernelOf kernel_of(int lane_blocks) {
-  constexpr KernelOf kernels[] = {rows_groups_kernel<2, Tag>, rows_groups_kernel<3, Tag>,
-                                  rows_groups_kernel<4, Tag>, rows_groups_kernel<5, Tag>,
-                                  rows_groups_kernel<6, Tag>};
-  return kernels[lane_blocks - rows16_min_blocks];
 }
 
 }  // namespace
@@ -80,7 +67,10 @@ void launch_rows_groups(const Context& context, const plan::Step& step, const Ro
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
-      launch("quantize_forward_input", context, kernel_of<Tag>(work.lane_blocks), step.shape, args);
+      with_lane_blocks(work.lane_blocks, [&](auto b) {
+        launch("quantize_forward_input", context, rows_groups_kernel<decltype(b)::value, Tag>,
+               step.shape, args);
+      });
     }
   });
 }

@@ -58,9 +58,9 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(axolotl|flax|pydantic|torchao|torchtitan)\..*"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
     (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
-    (r"py:class", r"hotcore\.torch\.(modules\.HotModule|report\.SavedReport)"),
+    (r"py:class", r"hotcore\.torch\.modules\.HotModule"),
     (r"py:class", r"hotcore\.torch\.frozen\.(FrozenModule|ReadOnly)"),
-    (r"py:(func|mod)", r"hotcore\.torch\.(gains|ops(\.\w+)*|saved\.convert_saved)"),
+    (r"py:(func|mod)", r"hotcore\.torch\.(gains|ops(\.\w+)*)"),
     (r"py:class", r"hotcore\.torch\.(convert|gathered)\._Model"),
     (
         r"py:(attr|data|func|meth)",

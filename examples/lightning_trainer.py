@@ -47,10 +47,7 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     module = Digits()
     config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
     print(hot.convert(module, config).hot_report)
-    callback = HotCallback(
-        accumulate=True,  # the micro-batches' gradients are added in the product
-        noise_every=50,
-    )
+    callback = HotCallback(noise_every=50)
     trainer = pl.Trainer(
         max_steps=options.steps,
         accumulate_grad_batches=2,

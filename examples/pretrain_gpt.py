@@ -4,12 +4,11 @@
     python pretrain_gpt.py --text books.txt --width 512 --depth 8 --context 512 --batch 64 \\
         --steps 5000 --device cuda --compile     # bf16 on CUDA
 
---micro N splits a batch into N parts, which share the quantised weights; --recipe none trains
+--micro N splits a batch into N parts; --recipe none trains
 without HOT.
 """
 
 import argparse
-import contextlib
 import sysconfig
 from pathlib import Path
 
@@ -55,18 +54,16 @@ def main(arguments: list[str] | None = None) -> float:
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=True).hot_report)
-    shared = hot.gradient_accumulation if options.micro > 1 else contextlib.nullcontext
     forward = torch.compile(model) if options.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     order = torch.Generator().manual_seed(0)  # the same batches with and without HOT
     for step in range(options.steps):
         starts = torch.randint(len(text) - options.context, (options.batch, 1), generator=order)
-        with shared():
-            for part in starts.chunk(options.micro):
-                window = text[part + torch.arange(options.context + 1)].long().to(device)
-                with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-                    loss = cross_entropy(forward(window[:, :-1]).mT, window[:, 1:])
-                (loss / options.micro).backward()
+        for part in starts.chunk(options.micro):
+            window = text[part + torch.arange(options.context + 1)].long().to(device)
+            with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+                loss = cross_entropy(forward(window[:, :-1]).mT, window[:, 1:])
+            (loss / options.micro).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0 or step == options.steps - 1:

@@ -1,4 +1,4 @@
-"""Train with transformers' Trainer and HOT: HotCallback shares micro-batches, measures noise.
+"""Train with transformers' Trainer and HOT: HotCallback measures noise.
 
     python trainer.py                                     # a small Llama on Python's own library
     python trainer.py --model ~/qwen --text books.txt     # a folder with a model and its tokenizer
@@ -61,12 +61,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, settings, train_dataset=data)
-    HotCallback.add_to(
-        trainer,
-        accumulate=True,  # the micro-batches' gradients are added in the product
-        noise_every=20,
-        noise_layers=["*layers.0.mlp.*"],
-    )
+    HotCallback.add_to(trainer, noise_every=20, noise_layers=["*layers.0.mlp.*"])
     trainer.train()
     return trainer.state.log_history
 

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -198,29 +197,12 @@ def tensor_parallel(rank: int, device: str) -> None:
         with pytest.raises(NotImplementedError, match="up: its weight is frozen in codes"):
             parallelize_module(frozen, mesh, {"up": style()})
 
-    # saved=: a ReLU of a DTensor stays plain, and says so.
-    gradients = []
-    for saved in (None, 8):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 128)).to(device)
-        if saved:
-            hot.convert(model, filter_fn=lambda *_: False, saved=saved)
-        parallelize_module(model, mesh, {"0": SequenceParallel(), "2": by_tokens["up"]})
-        wide = draws(2, 2, 32, 128, device=device).chunk(WORLD, 1)[rank]
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            model(wide).square().sum().backward()
-        assert any("of a DTensor" in str(w.message) for w in said) == bool(saved)
-        gradients.append([whole(p.grad) for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        assert torch.equal(a, b)
-
 
 # ---- FSDP2 ----
 
 
 def fsdp_accumulation(rank: int, device: str) -> None:
-    """Micro-batches with and without synchronisation, HOT's accumulation, checkpoints by DCP."""
+    """Micro-batches with and without synchronisation, checkpoints by DCP."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh(device, (WORLD,))
@@ -243,12 +225,9 @@ def fsdp_accumulation(rank: int, device: str) -> None:
         alone = build(config, device)
         for of in range(WORLD):
             backward(alone, of)
-        for reshard, sync, around in itertools.product(
-            (True, False), (True, False), (_nothing, hot.gradient_accumulation)
-        ):
+        for reshard, sync in itertools.product((True, False), (True, False)):
             model = sharded(config, reshard)
-            with around():
-                backward(model, rank, sync)
+            backward(model, rank, sync)
             for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
                 how = (config, reshard, sync, name)
                 assert error(whole(p.grad), q.grad / WORLD) < near(device), how
@@ -362,13 +341,11 @@ def fsdp_codes(rank: int, device: str) -> None:
         backward(model)
         for p, want in zip(model.parameters(), wanted, strict=True):
             assert error(whole(p.grad), 2 * want) < near(device)
-        for around in (_nothing, hot.gradient_accumulation):
-            model.zero_grad()
-            with around():
-                for sync in (False, True):
-                    backward(model, sync)
-            for p, want in zip(model.parameters(), wanted, strict=True):
-                assert error(whole(p.grad), 2 * want) < near(device)
+        model.zero_grad()
+        for sync in (False, True):
+            backward(model, sync)
+        for p, want in zip(model.parameters(), wanted, strict=True):
+            assert error(whole(p.grad), 2 * want) < near(device)
     through_checkpoint(model, sharded(True), rank, device)
     dtype = torch.bfloat16
     assert torch.equal(*(backward(sharded(codes, True, dtype)) for codes in (False, True)))
@@ -471,7 +448,7 @@ def pipelines(rank: int, device: str) -> None:
     def loss_of(y: Tensor, wanted: Tensor) -> Tensor:
         return (y - wanted).square().mean()
 
-    def check(name: str, each: int, config: Any, around: Any) -> None:
+    def check(name: str, each: int, config: Any) -> None:
         count = WORLD * each
         torch.manual_seed(0)
         parts = [Mlp().to(device) for _ in range(count)]
@@ -495,8 +472,7 @@ def pipelines(rank: int, device: str) -> None:
         for i in own:
             parts[i].zero_grad()
         torch.manual_seed(50 + rank)
-        with around():
-            step()
+        step()
         flow = list(x.chunk(4))
         for i, part in enumerate(alone):
             torch.manual_seed(50 + i)
@@ -509,13 +485,12 @@ def pipelines(rank: int, device: str) -> None:
             for p, q in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
                 assert error(p.grad, q.grad) < most, (name, i)
 
-    for around in (_nothing, hot.gradient_accumulation):
-        for name in ("ScheduleGPipe", "Schedule1F1B"):
-            check(name, 1, "default", around)
-        names = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-        # torch 2.11's zero-bubble schedules end in torch's error at any autograd.Function.
-        for name in names[:1] if (2, 11) <= torch.__version__ < (2, 12) else names:
-            check(f"Schedule{name}", 2, NEAREST, around)
+    for name in ("ScheduleGPipe", "Schedule1F1B"):
+        check(name, 1, "default")
+    names = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    # torch 2.11's zero-bubble schedules end in torch's error at any autograd.Function.
+    for name in names[:1] if (2, 11) <= torch.__version__ < (2, 12) else names:
+        check(f"Schedule{name}", 2, NEAREST)
 
 
 PLANS = (tensor_parallel, fsdp_accumulation, fsdp_codes, context_parallel, pipelines)

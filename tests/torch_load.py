@@ -85,13 +85,11 @@ class Steps:
         self.x = torch.randn(64, 48, device=device, requires_grad=True)
         self.gy = torch.randn(64, 32, device=device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-        self.done = {"whole": 0, "forward": 0, "after forward": 0, "backward": 0, "accumulation": 0}
+        self.done = {"whole": 0, "forward": 0, "after forward": 0, "backward": 0}
 
     def run(self, count: int) -> None:
         for index in range(count):
-            kind = {3: "forward", 5: "after forward", 7: "backward", 9: "accumulation"}.get(
-                index % 10, "whole"
-            )
+            kind = {3: "forward", 5: "after forward", 7: "backward"}.get(index % 10, "whole")
             self.done[kind] += 1
             getattr(self, "_" + kind.replace(" ", "_"))()
 
@@ -116,11 +114,6 @@ class Steps:
         y.register_hook(stop)
         with contextlib.suppress(GivenUp):
             y.relu().backward(self.gy)
-
-    def _accumulation(self) -> None:
-        with contextlib.suppress(GivenUp), hot.gradient_accumulation():
-            self.model(self.x).backward(self.gy)
-            raise GivenUp
 
 
 def growth(device: str, steps: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -620,10 +620,9 @@ def pays(results: Path) -> Lines:
             yield title, rival, {name: times(means[row] / plain) for name, row in alone.items()}
         if (results / CONVOLUTION).exists():
             rows = report(CONVOLUTION)["steps"]["resnet50_last"]["rows"]
-            for words, suffix in (("", ""), (", `saved=8`", ", saved")):
-                ratio = step(rows, f"default reduce-overhead{suffix}", "bf16 reduce-overhead")
-                title = f"step of ResNet-50, convolutions converted{words}, CUDA graphs"
-                yield title, f"{bf16}, CUDA graphs", {"default": ratio}
+            ratio = step(rows, "default reduce-overhead", "bf16 reduce-overhead")
+            title = "step of ResNet-50, convolutions converted, CUDA graphs"
+            yield title, f"{bf16}, CUDA graphs", {"default": ratio}
         large, tiny = [row for rows in cpus for row in rows[:-1]], [rows[-1] for rows in cpus]
         two = "two CPUs"  # the range is over the layers and both machines
         title = f"{two}: backward of {vit}'s layers, 8 images"

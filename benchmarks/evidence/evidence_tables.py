@@ -38,7 +38,7 @@ SHOWN = {
 }
 """Runs whose reports call them by a recipe that was removed -> what they are."""
 LEFT_OUT = re.compile(
-    r"\bcompact\b|\bone code\b|\brht\d|\btoken[248]\b|, saved (8|4)|^(feature_sums|sampled_tokens|"
+    r"\bcompact\b|\bone code\b|\brht\d|\btoken[248]\b|, saved\b|^(feature_sums|sampled_tokens|"
     r"(requantize_)?rotated?|token_(amax|contributions|rows|transpose)|undo_transforms)_kernel"
 )
 """Rows of reports that no table shows: what they measured was removed (docs/dev/tried.md)."""

@@ -19,6 +19,7 @@ using detail::backend_of;
 using detail::bytes_view;
 using detail::check_bytes;
 using detail::check_format;
+using detail::check_shape;
 using detail::Checker;
 using detail::Fingerprint;
 using detail::float_dtypes;
@@ -43,23 +44,6 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
                               "; expected basis full (other bases require storage int8)");
   }
   detail::check_low_rank(spec.low_rank);
-}
-
-// The saved INT8 x as the operand of g_w. An Operand is writable; this one is only read.
-detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
-  const auto* bytes = static_cast<const char*>(saved.data);
-  return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
-          const_cast<float*>(reinterpret_cast<const float*>(bytes + layout.scale_offset)),
-          saved.in_features, layout.k_padded, layout.scales};
-}
-
-detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLayout& layout) {
-  const auto* bytes = static_cast<const char*>(saved.data);
-  return {static_cast<const std::uint8_t*>(saved.data),
-          layout.row_bytes,
-          reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
-          saved.tokens,
-          {}};
 }
 
 // Exponents of the token sizes, or null if tokens were not equalised.
@@ -92,11 +76,6 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
   layout.bytes =
       layout.exponent_offset + static_cast<std::size_t>(spec.equalize_tokens ? p.tokens : 0);
   return layout;
-}
-
-void check_shape(const char* call, const LinearShape& shape) {
-  detail::check_sizes(call, {"tokens", "out_features", "in_features"},
-                      {shape.tokens, shape.out_features, shape.in_features});
 }
 
 bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
@@ -320,8 +299,15 @@ void resolve_saved(detail::BackwardCall& call, Projection& tokens,
   tokens = detail::token_projection(shape.tokens, spec);
   const SavedLayout layout = layout_of(tokens, saved.in_features, spec);
   check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
-  call.saved = saved_operand(saved, layout);
-  call.groups = saved_groups(saved, layout);
+  auto* const codes = static_cast<std::uint8_t*>(const_cast<void*>(saved.data));  // only read
+  auto* const scales = codes + layout.scale_offset;
+  if (spec.storage == Storage::int8) {
+    call.saved = {reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(scales),
+                  saved.in_features, layout.k_padded, layout.scales};
+  } else {
+    call.groups = {
+        codes, layout.row_bytes, reinterpret_cast<std::uint16_t*>(scales), saved.tokens, {}};
+  }
   call.sketch_key = saved.key;
   call.exponents = saved_exponents(saved, layout, spec);
 }
@@ -381,12 +367,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
     }
   }
   if (out.gx != nullptr) {
-    call.gx = check.collapsed_out("gx", *out.gx);
-    if (call.gx.rows != shape.tokens || call.gx.cols != shape.in_features) {
-      detail::invalid(backward_name, "gx has shape " + detail::shape_text(*out.gx) + "; expected " +
-                                         detail::shape_text({shape.tokens, shape.in_features}) +
-                                         ", leading dimensions flattened");
-    }
+    call.gx = check.collapsed_out("gx", *out.gx, shape.tokens, shape.in_features);
   }
   if (out.gw != nullptr) {
     check.shape("gw", *out.gw, {shape.out_features, shape.in_features});

@@ -177,35 +177,21 @@ inline ColumnsJob activation_columns(const Context& context, const CompressJob& 
       job.out};
 }
 
-// The fields that both kinds of product share.
-template <class Args>
-Args product_of(const Operand& a, const Operand& b, int divisor, bool accumulate,
-                const MatrixOut& out) {
-  Args args{};
+inline GemmArgs product(const Operand& a, const Operand& b, int divisor, bool accumulate,
+                        const MatrixOut& out) {
+  GemmArgs args{};
   args.a = a.codes;
   args.b = b.codes;
   args.m = a.rows;
   args.n = b.rows;
   args.k = args.lda = args.ldb = a.k_padded;
+  args.a_scale = a.scale;
+  args.a_scale_step = a.scales == 1 ? 0 : 1;
   args.b_scale = b.scale;
   args.b_scale_step = b.scales == 1 ? 0 : 1;
   args.inv_divisor = 1.0F / static_cast<float>(divisor);
   args.accumulate = accumulate;
   args.out = out;
-  return args;
-}
-inline GemmArgs product(const Operand& a, const Operand& b, int divisor, bool accumulate,
-                        const MatrixOut& out) {
-  auto args = product_of<GemmArgs>(a, b, divisor, accumulate, out);
-  args.a_scale = a.scale;
-  args.a_scale_step = a.scales == 1 ? 0 : 1;
-  return args;
-}
-// The scales of a run along the contraction.
-inline GemmTokenArgs token_product(const Operand& a, const Operand& b, int divisor, bool accumulate,
-                                   const MatrixOut& out) {
-  auto args = product_of<GemmTokenArgs>(a, b, divisor, accumulate, out);
-  args.k_scale = a.scale;
   return args;
 }
 

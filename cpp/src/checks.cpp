@@ -45,6 +45,11 @@ void check_sizes(const char* call, Names names, Sizes sizes) {
   }
 }
 
+void check_shape(const char* call, const LinearShape& shape) {
+  check_sizes(call, {"tokens", "out_features", "in_features"},
+              {shape.tokens, shape.out_features, shape.in_features});
+}
+
 void check_counted_sizes(const char* call, Names names, Sizes sizes) {
   check_sizes(call, names, sizes);
   std::int64_t most = max_operations;
@@ -319,49 +324,30 @@ void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
   }
 }
 
-namespace {
-
-// The rows of a view whose leading dimensions collapse into one; false if they do not. Strides of a
-// view without elements mean nothing, and their products may not fit 64 bits.
-bool collapse(const ConstTensorView& view, std::int64_t& rows, std::int64_t& row_stride) {
-  rows = 1;
-  row_stride = 0;
-  if (is_empty(view)) return true;
-  bool started = false;
-  for (int d = view.ndim - 2; d >= 0; --d) {
-    if (view.shape[d] == 1) continue;
-    if (!started) {
-      row_stride = view.stride[d];
-      started = true;
-    } else if (view.stride[d] != row_stride * rows) {
-      return false;
-    }
-    rows *= view.shape[d];
-  }
-  return true;
-}
-
-std::int64_t leading(const ConstTensorView& view) {
-  std::int64_t rows = 1;
-  for (int d = 0; d + 1 < view.ndim; ++d) rows *= view.shape[d];
-  return rows;
-}
-
-}  // namespace
-
 MatrixIn Checker::collapsed(const char* name, const ConstTensorView& view) const {
-  std::int64_t rows, row_stride;
-  if (!collapse(view, rows, row_stride)) {
-    invalid(call_, std::string(name) + " of shape " + shape_text(view) +
-                       " has leading dimensions that do not lie one after the other in memory; "
-                       "expected strides that collapse to a matrix");
-  }
+  // Strides of a view without elements mean nothing, and their products may not fit 64 bits.
+  const bool empty = is_empty(view);
   const int last = view.ndim - 1;
-  return {view.data, view.dtype, leading(view), view.shape[last], row_stride, view.stride[last]};
+  std::int64_t rows = 1, row_stride = 0;
+  for (int d = last - 1; d >= 0; rows *= view.shape[d--]) {
+    if (empty || view.shape[d] == 1) continue;
+    if (rows == 1) row_stride = view.stride[d];
+    if (view.stride[d] != row_stride * rows) {
+      invalid(call_, std::string(name) + " of shape " + shape_text(view) +
+                         " has leading dimensions that do not lie one after the other in memory; "
+                         "expected strides that collapse to a matrix");
+    }
+  }
+  return {view.data, view.dtype, rows, view.shape[last], row_stride, view.stride[last]};
 }
 
-MatrixOut Checker::collapsed_out(const char* name, const TensorView& view) const {
+MatrixOut Checker::collapsed_out(const char* name, const TensorView& view, std::int64_t rows,
+                                 std::int64_t cols) const {
   const MatrixIn m = collapsed(name, view);
+  if (m.rows != rows || m.cols != cols) {
+    invalid(call_, std::string(name) + " has shape " + shape_text(view) + "; expected " +
+                       shape_text({rows, cols}) + ", leading dimensions flattened");
+  }
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
 }
 

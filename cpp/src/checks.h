@@ -24,6 +24,7 @@ namespace hot::detail {
 // the arguments' names, in order.
 void check_sizes(const char* call, std::initializer_list<const char*> names,
                  std::initializer_list<std::int64_t> sizes);
+void check_shape(const char* call, const LinearShape& shape);
 // The same of sizes whose operations are counted: refuses a product of all above max_operations.
 void check_counted_sizes(const char* call, std::initializer_list<const char*> names,
                          std::initializer_list<std::int64_t> sizes);
@@ -84,7 +85,8 @@ class Checker {
 
   // Views as matrices: all dimensions but the last collapse into rows.
   MatrixIn collapsed(const char* name, const ConstTensorView& view) const;
-  MatrixOut collapsed_out(const char* name, const TensorView& view) const;
+  MatrixOut collapsed_out(const char* name, const TensorView& view, std::int64_t rows,
+                          std::int64_t cols) const;
 
  private:
   struct Used {

@@ -198,121 +198,92 @@ std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t 
 
 namespace {
 
-struct GemmCall {
-  const char* name;
-  const Context& context;
-  const ConstTensorView &a, &b, &a_scale, &b_scale;
-  const GemmSpec& spec;
-  const TensorView& out;
-
-  // Checks everything but the dtype and shape of the operands.
-  detail::GemmArgs checked(std::int64_t m, std::int64_t n, std::int64_t k) const {
-    const Checker check(name, context);
-    const bool bare = out.dtype == DType::i32;
-    check.output("out", out, {DType::f32, DType::f16, DType::bf16, DType::i32}, 2, 2);
-    check.shape("out", out, {m, n});
-    check.disjoint("out", out, "a", a);
-    check.disjoint("out", out, "b", b);
-    if (!is_power_of_two(spec.divisor)) {
-      detail::invalid(name,
-                      "divisor is " + std::to_string(spec.divisor) + "; expected a power of two");
-    }
-    detail::GemmArgs args{};
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.inv_divisor = 1.0F / static_cast<float>(spec.divisor);
-    args.accumulate = spec.accumulate;
-    args.out = detail::matrix_out_of(out);
-    if (bare) {
-      if (detail::is_given(a_scale) || detail::is_given(b_scale)) {
-        detail::invalid(name, "out is int32, the bare sums; expected no a_scale and no b_scale");
-      }
-      if (spec.divisor != 1 || spec.accumulate) {
-        detail::invalid(name, "out is int32, the bare sums; expected divisor 1, no accumulation");
-      }
-      if (k > detail::int32_safe_k) {
-        detail::invalid(name, "a has a contraction of " + std::to_string(k) +
-                                  "; int32 sums hold at most " +
-                                  std::to_string(detail::int32_safe_k));
-      }
-      return args;
-    }
-    const auto scale = [&](const char* which, const ConstTensorView& view, std::int64_t size,
+const float* checked_scale(const Checker& check, const char* call, const char* name,
+                           const ConstTensorView& scale, std::int64_t size, const TensorView& out,
                            std::int64_t& step) {
-      check.input(which, view, {DType::f32}, 1, 1);
-      if (view.shape[0] != 1 && view.shape[0] != size) {
-        detail::invalid(name, std::string(which) + " has shape " + detail::shape_text(view) +
-                                  "; expected (1,) or (" + std::to_string(size) + ",)");
-      }
-      check.rows_contiguous(which, view);
-      check.disjoint("out", out, which, view);
-      step = view.shape[0] == 1 ? 0 : 1;
-      return static_cast<const float*>(view.data);
-    };
-    args.a_scale = scale("a_scale", a_scale, m, args.a_scale_step);
-    args.b_scale = scale("b_scale", b_scale, n, args.b_scale_step);
-    return args;
+  check.input(name, scale, {DType::f32}, 1, 1);
+  if (scale.shape[0] != 1 && scale.shape[0] != size) {
+    detail::invalid(call, std::string(name) + " has shape " + detail::shape_text(scale) +
+                              "; expected (1,) or (" + std::to_string(size) + ",)");
   }
-};
+  check.rows_contiguous(name, scale);
+  check.disjoint("out", out, name, scale);
+  step = scale.shape[0] == 1 ? 0 : 1;
+  return static_cast<const float*>(scale.data);
+}
+
+// `given_k`: of packed INT4 operands; null for INT8.
+void run_gemm(const char* call, const Context& context, const ConstTensorView& a,
+              const ConstTensorView& b, const std::int64_t* given_k, const ConstTensorView& a_scale,
+              const ConstTensorView& b_scale, const GemmSpec& spec, const TensorView& out,
+              const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
+  const Checker check(call, context);
+  const DType dtype = given_k == nullptr ? DType::i8 : DType::i4x2;
+  check.input("a", a, {dtype}, 2, 2);
+  check.input("b", b, {dtype}, 2, 2);
+  const std::int64_t bytes = a.shape[1], k = given_k == nullptr ? bytes : *given_k;
+  if (given_k != nullptr && (k < 0 || k / 2 + k % 2 != bytes)) {
+    detail::invalid(call, "k is " + std::to_string(k) + "; expected " + std::to_string(2 * bytes) +
+                              ", or one less, for rows of " + std::to_string(bytes) + " bytes");
+  }
+  check.shape("b", b, {-1, bytes});
+  check.rows_contiguous("a", a);
+  check.rows_contiguous("b", b);
+  detail::GemmArgs args{};
+  args.m = a.shape[0];
+  args.n = b.shape[0];
+  args.k = k;
+  check.output("out", out, {DType::f32, DType::f16, DType::bf16, DType::i32}, 2, 2);
+  check.shape("out", out, {args.m, args.n});
+  check.disjoint("out", out, "a", a);
+  check.disjoint("out", out, "b", b);
+  if (!is_power_of_two(spec.divisor)) {
+    detail::invalid(call,
+                    "divisor is " + std::to_string(spec.divisor) + "; expected a power of two");
+  }
+  args.inv_divisor = 1.0F / static_cast<float>(spec.divisor);
+  args.accumulate = spec.accumulate;
+  args.out = detail::matrix_out_of(out);
+  if (out.dtype == DType::i32) {
+    if (detail::is_given(a_scale) || detail::is_given(b_scale)) {
+      detail::invalid(call, "out is int32, the bare sums; expected no a_scale and no b_scale");
+    }
+    if (spec.divisor != 1 || spec.accumulate) {
+      detail::invalid(call, "out is int32, the bare sums; expected divisor 1, no accumulation");
+    }
+    if (k > detail::int32_safe_k) {
+      detail::invalid(call, "a has a contraction of " + std::to_string(k) +
+                                "; int32 sums hold at most " +
+                                std::to_string(detail::int32_safe_k));
+    }
+  } else {
+    args.a_scale = checked_scale(check, call, "a_scale", a_scale, args.m, out, args.a_scale_step);
+    args.b_scale = checked_scale(check, call, "b_scale", b_scale, args.n, out, args.b_scale_step);
+  }
+  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {args.m, args.n, k});
+  const GemmScratch scratch(context, args.m, args.n, k, workspace.data);
+  check.workspace(workspace, scratch.cursor.bytes());
+  args.a = static_cast<const std::int8_t*>(a.data);
+  args.b = static_cast<const std::int8_t*>(b.data);
+  args.lda = a.stride[0];
+  args.ldb = b.stride[0];
+  if (given_k == nullptr) return backend_of(context).gemm(context, args, scratch.product);
+  backend_of(context).gemm_int4(context, args, scratch.a, scratch.b, scratch.product);
+}
 
 }  // namespace
 
 void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
                const ConstTensorView& a_scale, const ConstTensorView& b_scale, const GemmSpec& spec,
                const TensorView& out, const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
-  const Checker check("gemm_int8", context);
-  check.input("a", a, {DType::i8}, 2, 2);
-  check.input("b", b, {DType::i8}, 2, 2);
-  check.shape("b", b, {-1, a.shape[1]});
-  check.rows_contiguous("a", a);
-  check.rows_contiguous("b", b);
-  const std::int64_t m = a.shape[0], n = b.shape[0], k = a.shape[1];
-  detail::GemmArgs args =
-      GemmCall{"gemm_int8", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
-  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
-  const GemmScratch scratch(context, m, n, k, workspace.data);
-  check.uses("out", out);
-  if (detail::is_given(a_scale)) check.uses("a_scale", a_scale);
-  if (detail::is_given(b_scale)) check.uses("b_scale", b_scale);
-  check.workspace(workspace, scratch.cursor.bytes());
-  args.a = static_cast<const std::int8_t*>(a.data);
-  args.b = static_cast<const std::int8_t*>(b.data);
-  args.lda = a.stride[0];
-  args.ldb = b.stride[0];
-  backend_of(context).gemm(context, args, scratch.product);
+  run_gemm("gemm_int8", context, a, b, nullptr, a_scale, b_scale, spec, out, workspace);
 }
 
 void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
                std::int64_t k, const ConstTensorView& a_scale, const ConstTensorView& b_scale,
                const GemmSpec& spec, const TensorView& out, const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
-  const Checker check("gemm_int4", context);
-  check.input("a", a, {DType::i4x2}, 2, 2);
-  check.input("b", b, {DType::i4x2}, 2, 2);
-  if (k < 0 || k / 2 + k % 2 != a.shape[1]) {
-    detail::invalid("gemm_int4",
-                    "k is " + std::to_string(k) + "; expected " + std::to_string(2 * a.shape[1]) +
-                        ", or one less, for rows of " + std::to_string(a.shape[1]) + " bytes");
-  }
-  check.shape("b", b, {-1, a.shape[1]});
-  check.rows_contiguous("a", a);
-  check.rows_contiguous("b", b);
-  const std::int64_t m = a.shape[0], n = b.shape[0];
-  detail::GemmArgs args =
-      GemmCall{"gemm_int4", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
-  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
-  const GemmScratch scratch(context, m, n, k, workspace.data);
-  check.uses("out", out);
-  if (detail::is_given(a_scale)) check.uses("a_scale", a_scale);
-  if (detail::is_given(b_scale)) check.uses("b_scale", b_scale);
-  check.workspace(workspace, scratch.cursor.bytes());
-  args.a = static_cast<const std::int8_t*>(a.data);
-  args.b = static_cast<const std::int8_t*>(b.data);
-  args.lda = a.stride[0];
-  args.ldb = b.stride[0];
-  backend_of(context).gemm_int4(context, args, scratch.a, scratch.b, scratch.product);
+  run_gemm("gemm_int4", context, a, b, &k, a_scale, b_scale, spec, out, workspace);
 }
 
 }  // namespace hot

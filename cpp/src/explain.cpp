@@ -15,6 +15,8 @@
 
 namespace hot {
 
+namespace plan = detail::plan;
+
 using detail::Projection;
 using detail::plan::Buffer;
 using detail::plan::Buffers;
@@ -61,20 +63,24 @@ const NamedDevice* find_device(int arch) {
 
 std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
 
+std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
+
 // Occupancy from threads, shared memory and registers, for a device that is not present. A present
 // device asks the CUDA runtime.
-class Model final : public detail::plan::DeviceQueries {
+class Model final : public plan::DeviceQueries {
  public:
   explicit Model(const NamedDevice& device) : device_(device) {}
 
-  std::int64_t at_once(const detail::plan::ColumnsOnePass& of,
+  std::int64_t at_once(const plan::ColumnsOnePass& of,
                        const detail::LaunchShape& shape) const override {
     namespace columns = detail::columns;
     const int warps =
-        columns::max_warps * columns::sm_ctas(of.transform, static_cast<int>(detail_size(of.dtype)),
-                                              columns::Pass::both, of.rounding);
+        columns::max_warps *
+        columns::sm_ctas(of.transform, static_cast<int>(dtype_size(of.dtype)), columns::Pass::both);
+    const auto shared = static_cast<std::int64_t>(shape.shared_bytes) + 1024;
     const std::int64_t blocks =
-        std::min<std::int64_t>(sm_blocks(shape), warps / (shape.threads / 32));
+        std::min<std::int64_t>({device_.sm_threads / shape.threads,
+                                device_.sm_shared_bytes / shared, warps / (shape.threads / 32)});
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
   }
   // Tiles of 128 x 128 INT32 sums.
@@ -84,23 +90,15 @@ class Model final : public detail::plan::DeviceQueries {
   }
 
  private:
-  static std::size_t detail_size(DType dtype) { return dtype_size(dtype); }
-  std::int64_t sm_blocks(const detail::LaunchShape& shape) const {
-    std::int64_t blocks = device_.sm_threads / shape.threads;
-    blocks = std::min<std::int64_t>(
-        blocks, device_.sm_shared_bytes / (static_cast<std::int64_t>(shape.shared_bytes) + 1024));
-    return std::max<std::int64_t>(1, blocks);
-  }
   const NamedDevice& device_;
 };
 
-DeviceFacts facts_of(const NamedDevice& device, const detail::plan::DeviceQueries& queries,
-                     bool wgmma) {
+DeviceFacts facts_of(const NamedDevice& device, const plan::DeviceQueries& queries, bool wgmma) {
   DeviceFacts facts;
   facts.arch = device.arch;
   facts.sm_count = device.sm_count;
   facts.shared_bytes = device.shared_bytes;
-  detail::plan::set_features(facts, true, wgmma);
+  plan::set_features(facts, true, wgmma);
   facts.int4_units = device.arch / 10 == 8;
   facts.queries = &queries;
   return facts;
@@ -116,15 +114,15 @@ struct Layer {
   const DeviceFacts& facts;
 
   bool aligned(std::int64_t columns, DType dtype) const {
-    return columns * static_cast<std::int64_t>(dtype_size(dtype)) % 16 == 0;
+    return columns * size_of(dtype) % 16 == 0;
   }
-  detail::plan::ArrayFacts array(std::int64_t columns) const {
+  plan::ArrayFacts array(std::int64_t columns) const {
     return {options.dtype, aligned(columns, options.dtype), columns % 4 == 0};
   }
-  detail::plan::CompressShape kept() const {
+  plan::CompressShape kept() const {
     return {array(shape.in_features), shape.tokens, shape.in_features, tokens, spec};
   }
-  detail::plan::OutFacts out(std::int64_t columns, DType dtype) const {
+  plan::OutFacts out(std::int64_t columns, DType dtype) const {
     return {dtype, true, aligned(columns, dtype)};
   }
 };
@@ -135,7 +133,7 @@ class ByBuffer {
   std::int64_t operator[](Buffer buffer) const { return values_[static_cast<std::size_t>(buffer)]; }
 
  private:
-  std::array<std::int64_t, detail::plan::buffer_count> values_{};
+  std::array<std::int64_t, plan::buffer_count> values_{};
 };
 
 // Bytes of the buffers of a call, and operations of the products that write them.
@@ -143,9 +141,7 @@ struct Amounts {
   ByBuffer bytes, operations;
 };
 
-std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
-
-// Of a quantised operand, as it is carved.
+// Bytes of a quantised operand, as it is carved.
 std::int64_t size_of(const detail::Operand& operand) {
   return operand.rows * operand.k_padded + 4 * operand.scales;
 }
@@ -190,16 +186,15 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   bytes[Buffer::broadcast_b] = 4 * (forward ? O : I);
   for (const Step& step : plan) {
     if (step.kernel != Kernel::final_sum) continue;
-    bytes[Buffer::sums] = bytes[Buffer::all_scratch] =
-        4 * O * step.as<detail::plan::SumsStep>().runs;
+    bytes[Buffer::sums] = bytes[Buffer::all_scratch] = 4 * O * step.as<plan::SumsStep>().runs;
   }
   return all;
 }
 
 // How often a quantiser of rows goes over them.
 int row_passes_of(const Step& step) {
-  const bool twice = step.kernel == Kernel::rows &&
-                     step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales;
+  const bool twice =
+      step.kernel == Kernel::rows && step.as<plan::RowsStep>().pass == detail::RowsPass::row_scales;
   return twice ? 2 : 1;
 }
 
@@ -208,8 +203,8 @@ int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
   if (step.kernel == Kernel::rows) return row_passes_of(step);
   if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
-    const auto& small = step.as<detail::plan::GroupedStep>();
-    return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
+    const auto& small = step.as<plan::GroupedStep>();
+    return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.range.blocks > 0 ? 1 : 0);
   }
   return 1;
 }
@@ -217,7 +212,7 @@ int gy_passes_of(const Step& step) {
 // A fixup's are counted with the tiles.
 bool multiplies(const Step& step) {
   return step.kernel == Kernel::gemm_small ||
-         (std::holds_alternative<detail::plan::ProductStep>(step.work) &&
+         (std::holds_alternative<plan::ProductStep>(step.work) &&
           step.kernel != Kernel::fill_zero && step.kernel != Kernel::mma_fixup);
 }
 
@@ -303,23 +298,23 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
     e.independent = step.independent;
     add_reasons(e, plan, step);
     const int passes = gy_passes_of(step);
-    for (int b = 0; b < detail::plan::buffer_count; ++b) {
+    for (int b = 0; b < plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
       const std::int64_t bytes = of.bytes[buffer];
       if (step.reads.has(buffer)) {
-        e.reads.emplace_back(detail::plan::buffer_name(buffer));
+        e.reads.emplace_back(plan::buffer_name(buffer));
         const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
         e.bytes_read += bytes * (buffer == Buffer::gy ? passes : is_x ? row_passes_of(step) : 1);
       }
       if (step.writes.has(buffer)) {
-        e.writes.emplace_back(detail::plan::buffer_name(buffer));
+        e.writes.emplace_back(plan::buffer_name(buffer));
         e.bytes_written += bytes;
         if (multiplies(step)) e.operations += of.operations[buffer];
       }
     }
     if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the one scale of an operand
     if (step.kernel == Kernel::zero) {
-      e.bytes_written = static_cast<std::int64_t>(step.as<detail::plan::ZeroStep>().bytes);
+      e.bytes_written = static_cast<std::int64_t>(step.as<plan::ZeroStep>().bytes);
     }
     all.gy_passes += passes;
     all.bytes_read += e.bytes_read;
@@ -347,17 +342,15 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   const auto [L, O, I] = layer.shape;
   const ExplainOptions& options = layer.options;
   if (options.quantized_forward_weight && O > 0) {
-    add_steps(
-        all, layer, "quantize_forward_weight",
-        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
-        rates);
+    add_steps(all, layer, "quantize_forward_weight",
+              plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
+              rates);
   }
   if (options.compress) {
-    const detail::plan::CompressShape kept = layer.kept();
-    add_steps(
-        all, layer, "quantize_forward_input",
-        detail::plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
-        rates);
+    const plan::CompressShape kept = layer.kept();
+    add_steps(all, layer, "quantize_forward_input",
+              plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
+              rates);
   }
   if (L == 0 || O == 0) return;
   const detail::ForwardWork work{
@@ -365,10 +358,10 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
       !options.compress, !options.quantized_forward_weight,
       options.bias,      options.bias && options.bias_dtype != DType::f32};
   add_steps(all, layer, "forward_linear",
-            detail::plan::plan_forward(
-                layer.facts, work, {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
+            plan::plan_forward(layer.facts, work,
+                               {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
             rates);
-  all.workspace = detail::plan::take_scratch(layer.facts, work, nullptr).bytes;
+  all.workspace = plan::take_scratch(layer.facts, work, nullptr).bytes;
 }
 
 // Writes the device and the rates of the floor into `all` and returns the rates.
@@ -377,8 +370,8 @@ Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& f
   all.device = name_of(facts.arch) + " (" +
                (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
                std::to_string(facts.sm_count) + " SMs)";
-  for (int i = 0; i < detail::plan::feature_count; ++i) {
-    const auto feature = static_cast<detail::plan::Feature>(i);
+  for (int i = 0; i < plan::feature_count; ++i) {
+    const auto feature = static_cast<plan::Feature>(i);
     if (facts.hardware.has(feature) && !facts.kernels.has(feature)) {
       all.lacks.emplace_back(feature_name(feature));
     }
@@ -510,14 +503,13 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     if (options.y) add_forward(all, layer, rates);
     const bool elements = L > 0 && I > 0;
     if (options.compress && !options.y) {
-      add_steps(all, layer, "compress_activation", detail::plan::plan_compress(facts, layer.kept()),
-                rates);
+      add_steps(all, layer, "compress_activation", plan::plan_compress(facts, layer.kept()), rates);
     }
     const bool gx = options.gx && elements && O > 0, gw = options.gw && elements && O > 0;
     if (options.quantized_weight && gx) {
       add_steps(all, layer, "quantize_weight",
-                detail::plan::plan_weight(facts, layer.array(I), I, layer.out_features,
-                                          detail::weight_quant(spec), I),
+                plan::plan_weight(facts, layer.array(I), I, layer.out_features,
+                                  detail::weight_quant(spec), I),
                 rates);
     }
     detail::BackwardWork work{
@@ -527,13 +519,12 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     work.clear_gx = options.gx && !gx && elements;
     work.clear_gw = options.gw && !gw && O > 0 && I > 0 && !options.accumulate;
     if (!options.gx && !options.gw && !options.gb) return;
-    const detail::BackwardScratch scratch = detail::plan::take_scratch(facts, work, nullptr);
-    add_steps(
-        all, layer, "backward_linear",
-        detail::plan::plan_backward(facts, work,
-                                    {layer.array(O), layer.array(I), layer.out(I, options.dtype),
-                                     layer.out(I, options.gw_dtype)}),
-        rates, scratch);
+    const detail::BackwardScratch scratch = plan::take_scratch(facts, work, nullptr);
+    add_steps(all, layer, "backward_linear",
+              plan::plan_backward(facts, work,
+                                  {layer.array(O), layer.array(I), layer.out(I, options.dtype),
+                                   layer.out(I, options.gw_dtype)}),
+              rates, scratch);
     all.workspace = std::max(all.workspace, scratch.bytes);
   });
   all.text = text_of(
@@ -556,7 +547,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
     const std::int64_t size = size_of(options.out_dtype);
     const std::int64_t row_bytes = options.int4 ? (k + 1) / 2 : k;
-    detail::plan::ProductShape p;
+    plan::ProductShape p;
     p.m = m;
     p.n = n;
     p.k = k;
@@ -567,8 +558,8 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     p.accumulate = options.accumulate;
     p.out = {options.out_dtype, true, n * size % 16 == 0};
     const Rates rates = set_device(all, device, facts, named);
-    const Plan plan = options.int4 ? detail::plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
-                                   : detail::plan::plan_gemm(facts, p);
+    const Plan plan = options.int4 ? plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
+                                   : plan::plan_gemm(facts, p);
     Amounts amounts;
     amounts.bytes[Buffer::a] = m * row_bytes;
     amounts.bytes[Buffer::b] = n * row_bytes;
@@ -580,7 +571,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     amounts.operations[Buffer::out] = 2 * m * n * k;
     add_steps(all, options.int4 ? "gemm_int4" : "gemm_int8", plan, amounts, rates);
     detail::WorkspaceCursor cursor;
-    cursor.take<char>(static_cast<std::int64_t>(detail::plan::gemm_workspace(facts, m, n, k)));
+    cursor.take<char>(static_cast<std::int64_t>(plan::gemm_workspace(facts, m, n, k)));
     cursor.take<std::int8_t>(m * k);
     cursor.take<std::int8_t>(n * k);
     all.workspace = cursor.bytes();

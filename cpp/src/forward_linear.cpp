@@ -1,7 +1,7 @@
 // forward_linear: checks, then the backend; no arithmetic here.
 #include "hot/forward_linear.h"
 
-#include <string>
+#include <optional>
 
 #include "arithmetic.h"
 #include "backward_work.h"
@@ -14,6 +14,7 @@ namespace hot {
 
 using detail::backend_of;
 using detail::bytes_view;
+using detail::check_shape;
 using detail::Checker;
 using detail::float_dtypes;
 using detail::forward_k;
@@ -27,11 +28,6 @@ void check_spec(const char* call, const ForwardLinearSpec& spec) {
   if (spec.hadamard_block == 128) {  // 64 was never worse, 256 is what ConvRot's weights have
     detail::invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
   }
-}
-
-void check_shape(const char* call, const LinearShape& shape) {
-  detail::check_sizes(call, {"tokens", "out_features", "in_features"},
-                      {shape.tokens, shape.out_features, shape.in_features});
 }
 
 // x of a call: floats (`view`), or quantised before (`quantized`).
@@ -96,12 +92,7 @@ void check_and_run(const Context& context, const InputArgument& given_x,
     call.bias = {bias.data, bias.dtype, 1, shape.out_features, 0, bias.stride[0]};
     call.work.wide = bias.dtype != DType::f32 || (bias.stride[0] != 1 && shape.out_features > 1);
   }
-  call.y = check.collapsed_out("y", y);
-  if (call.y.rows != shape.tokens || call.y.cols != shape.out_features) {
-    detail::invalid(forward_name, "y has shape " + detail::shape_text(y) + "; expected " +
-                                      detail::shape_text({shape.tokens, shape.out_features}) +
-                                      ", leading dimensions flattened");
-  }
+  call.y = check.collapsed_out("y", y, shape.tokens, shape.out_features);
   backend_of(context).forward(context, call, check, workspace);
 }
 
@@ -162,62 +153,53 @@ namespace {
 
 constexpr const char* input_name = "quantize_forward_input";
 
-// x and the codes that are to be made of it, checked.
-struct InputCall {
-  detail::MatrixIn x;
-  std::int64_t k;
-  InputCall(const Checker& check, const ConstTensorView& view, const ForwardLinearSpec& spec,
-            const QuantizedInput& out) {
-    check_spec(input_name, spec);
-    check.input("x", view, float_dtypes, 2, max_dims);
-    x = check.collapsed("x", view);
-    k = forward_k(x.cols, spec);
-    detail::check_bytes(input_name, "out", out.data, out.bytes, detail::weight_bytes(x.rows, k));
-    const ConstTensorView memory = bytes_view(out.data, out.bytes, view.device);
-    check.disjoint("out", memory, "x", view);
-    check.uses("out", memory);
+// `kept`: how x is kept, too; null: it is not.
+ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
+                            const ForwardLinearSpec& spec, const QuantizedInput& out,
+                            const BackwardLinearSpec* kept, const SavedActivation& saved,
+                            const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
+  const Checker check(input_name, context);
+  check_spec(input_name, spec);
+  check.input("x", x, float_dtypes, 2, max_dims);
+  const detail::MatrixIn rows = check.collapsed("x", x);
+  const std::int64_t k = forward_k(rows.cols, spec);
+  detail::check_bytes(input_name, "out", out.data, out.bytes, detail::weight_bytes(rows.rows, k));
+  const ConstTensorView memory = bytes_view(out.data, out.bytes, x.device);
+  check.disjoint("out", memory, "x", x);
+  check.uses("out", memory);
+  ForwardInput made{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
+  std::optional<detail::CompressCall> compress;
+  if (kept != nullptr) {
+    compress.emplace(check, input_name, context, x, rows, *kept, saved, workspace);
+    made.saved = compress->kept;
+    check.disjoint("saved", bytes_view(saved.data, made.saved.bytes, x.device), "out", memory);
   }
-  void run(const Context& context, const ForwardLinearSpec& spec, const QuantizedInput& out,
-           const detail::CompressJob* kept, void* workspace) const {
+  const detail::CompressJob* const job = compress && compress->job ? &*compress->job : nullptr;
+  if (rows.rows > 0) {
     backend_of(context).quantize_forward_input(context,
-                                               {x, spec.hadamard_block, detail::forward_quant,
-                                                detail::weight_operand(out.data, x.rows, k)},
-                                               kept, workspace);
+                                               {rows, spec.hadamard_block, detail::forward_quant,
+                                                detail::weight_operand(out.data, rows.rows, k)},
+                                               job, workspace.data);
+  } else if (job != nullptr) {
+    backend_of(context).compress(context, *job, workspace.data);
   }
-  ConstQuantizedInput result(const ForwardLinearSpec& spec, const QuantizedInput& out) const {
-    return {out.data, out.bytes, x.rows, x.cols, forward_input_format(spec)};
-  }
-};
+  return made;
+}
 
 }  // namespace
 
 ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                            const ForwardLinearSpec& spec,
                                            const QuantizedInput& out) {
-  const detail::StandardArithmetic arithmetic;
-  const InputCall call(Checker(input_name, context), x, spec, out);
-  if (call.x.rows > 0) call.run(context, spec, out, nullptr, nullptr);
-  return call.result(spec, out);
+  return quantize_input(context, x, spec, out, nullptr, {}, {}).quantized;
 }
 
 ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                     const ForwardLinearSpec& spec, const QuantizedInput& out,
                                     const BackwardLinearSpec& kept, const SavedActivation& saved,
                                     const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
-  const Checker check(input_name, context);
-  const InputCall call(check, x, spec, out);
-  const detail::CompressCall compress(check, input_name, context, x, call.x, kept, saved,
-                                      workspace);
-  check.disjoint("saved", bytes_view(saved.data, compress.kept.bytes, x.device), "out",
-                 bytes_view(out.data, out.bytes, x.device));
-  const detail::CompressJob* const job = compress.job ? &*compress.job : nullptr;
-  if (call.x.rows > 0) {
-    call.run(context, spec, out, job, workspace.data);
-  } else if (job != nullptr) {
-    backend_of(context).compress(context, *job, workspace.data);
-  }
-  return {call.result(spec, out), compress.kept};
+  return quantize_input(context, x, spec, out, &kept, saved, workspace);
 }
 
 std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,

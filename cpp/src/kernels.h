@@ -101,6 +101,8 @@ struct FwhtArgs {
   std::int64_t outer_shape[3], outer_stride_x[3], outer_stride_out[3];
 };
 
+// A product by token (docs/numerics.md, "token") has a scale for each k in `a_scale` and adds in
+// fp32, k ascending.
 struct GemmArgs {
   const std::int8_t *a, *b;  // K contiguous
   std::int64_t m, n, k, lda, ldb;
@@ -110,18 +112,6 @@ struct GemmArgs {
   bool accumulate;
   MatrixOut out;
   const float* bias = nullptr;  // [n], added to the scaled sums; never together with `accumulate`
-};
-
-// A product whose a has scales along the contraction: fp32, k ascending (docs/numerics.md,
-// "token").
-struct GemmTokenArgs {
-  const std::int8_t *a, *b;
-  std::int64_t m, n, k, lda, ldb;
-  const float *k_scale, *b_scale;
-  std::int64_t b_scale_step;
-  float inv_divisor;
-  bool accumulate;
-  MatrixOut out;
 };
 
 class Checker;        // checks.h

@@ -52,6 +52,8 @@ struct MatrixOut {
   void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
+  // The output as an input: what it holds.
+  constexpr MatrixIn contents() const { return {data, dtype, rows, cols, row_stride, col_stride}; }
 };
 
 // The kept rows of a block, ascending.
@@ -100,6 +102,11 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
 inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+
+// The number of an element's scale.
+constexpr std::int64_t scale_at(Granularity scale, std::int64_t row, std::int64_t col) {
+  return scale == Granularity::token ? row : scale == Granularity::channel ? col : 0;
+}
 
 // Number of blocks of `rank` rows that make whole groups of 16 rows: tasks split K at multiples of
 // it.

@@ -7,11 +7,6 @@
 
 namespace hot::detail {
 
-// Whether every row can be copied 16 bytes at a time.
-inline bool aligned_rows(const void* data, std::int64_t row_bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
-}
-
 __device__ inline unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }

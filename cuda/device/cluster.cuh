@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "cuda/device/async_copy.cuh"
+
 namespace hot::detail {
 
 __device__ inline unsigned cluster_rank() {
@@ -30,14 +32,8 @@ __device__ inline unsigned cluster_address(unsigned address, unsigned rank) {
 
 // One thread, before arrive_cluster: `barrier` (8 bytes, once in its life) expects `bytes`.
 __device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
-      "fence.mbarrier_init.release.cluster;\n\t"
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-      "r"(bytes)
-      : "memory");
-#endif
+  start_barrier(barrier);
+  expect_bulk(barrier, bytes);
 }
 
 // All threads of all CTAs, whole warps at a time; orders nothing but expect_bytes.
@@ -67,15 +63,6 @@ __device__ inline void send_async(unsigned to, int2 v, unsigned barrier) {
 }
 
 // Waits until all expected bytes have arrived.
-__device__ inline void wait_bytes(unsigned barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n\t.reg .pred come;\n\t"
-      "again:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 come, [%0], 0;\n\t"
-      "@!come bra again;\n\t}" ::"r"(barrier)
-      : "memory");
-#endif
-}
+__device__ inline void wait_bytes(unsigned barrier) { wait_bulk(barrier, 0); }
 
 }  // namespace hot::detail

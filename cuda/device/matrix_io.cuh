@@ -34,24 +34,4 @@ __device__ inline void store_element(const MatrixOut& out, std::int64_t row, std
   with_dtype(out.dtype, [&](auto tag) { tag.store(out.data, i, v); });
 }
 
-__device__ inline float load_out(const MatrixOut& out, std::int64_t row, std::int64_t col) {
-  const std::int64_t i = row * out.row_stride + col * out.col_stride;
-  float v = 0.0F;
-  with_dtype(out.dtype, [&](auto tag) { v = tag.load(out.data, i); });
-  return v;
-}
-
-// Whether every row can be read 16 elements at a time.
-inline bool rows_aligned(const MatrixIn& x) {
-  const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));
-  return x.col_stride == 1 && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
-         x.row_stride * size % 16 == 0;
-}
-
-// Whether every row can be read by pairs of neighbouring columns.
-inline bool pairs_aligned(const MatrixIn& x) {
-  return x.col_stride == 1 && x.cols % 2 == 0 && x.row_stride % 2 == 0 &&
-         reinterpret_cast<std::uintptr_t>(x.data) % (2 * dtype_size(x.dtype)) == 0;
-}
-
 }  // namespace hot::detail

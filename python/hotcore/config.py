@@ -8,7 +8,7 @@ import functools
 import json as _json
 import operator
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -67,7 +67,7 @@ RECIPES = cast(
 
 _INT4 = "use storage='int4', with equalize_tokens=True where the sizes of tokens differ widely"
 REMOVED = "removed in hotcore 0.1.0 (2026-11)"
-RECOMPUTE = "recompute some of the blocks instead: hot.recompute(model.blocks[:n])"
+_ADDED = "leave it out: autograd adds; a compiled step takes less time and memory"
 GONE = {
     "storage='token8'": "use storage='int8'",
     "storage='token4'": _INT4,
@@ -78,11 +78,10 @@ GONE = {
     "x_rounding": "leave it out: x is always rounded stochastically",
     "weight_scale": "leave it out: it is 'tensor' with gx_scale='tensor', otherwise 'channel'",
     "x_scale": "leave it out: it is 'channel' with gw_scale='channel', otherwise one for all",
-    "saved='experts'": RECOMPUTE,
-    "saved='activation'": RECOMPUTE,
-    "saved='norm'": RECOMPUTE,
-    "saved='attention'": RECOMPUTE,
-    "saved='product'": RECOMPUTE,
+    "saved": "recompute some of the blocks, hot.recompute(model.blocks[:n]), or set torch's "
+    "activation_memory_budget",
+    "gradient_accumulation": _ADDED,
+    "accumulate": _ADDED,
 }
 """What was removed, an argument or ``argument=value`` -> what to do instead."""
 
@@ -92,6 +91,13 @@ def check_gone(name: str, value: object = None) -> None:
     for what, gone in ((name, ""), (f"{name}={value!r}", f"{value!r} was ")):
         if what in GONE:
             raise ValueError(f"{name}: {gone}{REMOVED}; {GONE[what]}")
+
+
+def refuse_arguments(function: str, names: Iterable[str]) -> None:
+    """Refuse keyword arguments that a function does not have. Raises ValueError or TypeError."""
+    for name in names:
+        check_gone(name)
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 class Key(NamedTuple):

@@ -450,6 +450,11 @@ TEST(Plan, slow_products_say_why) {
   options.out_dtype = DType::i32;
   has(reason("sm_90", 256, 256, options), "bare INT32 sums");
   options = {};
+  options.accumulate = true;
+  EXPECT_EQ(reason("sm_90", 256, 256, options), "");
+  options.out_dtype = DType::bf16;
+  has(reason("sm_90", 256, 256, options), "mma.sync: sums are added to out in bfloat16");
+  options = {};
   options.int4 = true;
   EXPECT_EQ(reason("sm_86", 256, 256, options), "");
   has(reason("sm_86", 256, 250, options), "rows of the packed operands");

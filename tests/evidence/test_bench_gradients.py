@@ -93,37 +93,6 @@ def test_batch_noise_of_a_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(value == pytest.approx(2.0, rel=0.1) for value in found.values())
 
 
-GRADIENTS = (
-    "--tasks", "vit", "--methods", "fast;paper, tiles", "--at", "0,1", "--steps", "3",
-    "--draws", "2", "--batches", "2",
-)  # fmt: skip
-
-
-def test_gradients_go_on_after_a_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second half alone is measured, and equals that of a run without a break."""
-    whole, broken = tmp_path / "whole.json", tmp_path / "broken.json"
-    bench_gradients.main([*GRADIENTS, "--json", str(whole), "--plot", str(tmp_path / "g.svg")])
-    found = json.loads(whole.read_text())
-    assert list(found["points"]) == ["vit/0/0", "vit/0/1"]
-    layer = found["points"]["vit/0/1"]["layers"]["blocks.1.fc2"]
-    assert layer["shape"] == [32 * 65, 48, 192] and set(layer["methods"]) == {
-        "fast",
-        "paper, tiles",
-    }
-    assert (tmp_path / "g.svg").stat().st_size > 5000
-    kept = found["points"].pop("vit/0/1")
-    broken.write_text(json.dumps(found))
-    counts: list[int] = []
-    original = bench_gradients.quality
-    monkeypatch.setattr(bench_gradients, "quality", lambda *a: (counts.append(1), original(*a))[1])
-    bench_gradients.main([*GRADIENTS, "--json", str(broken)])
-    again = json.loads(broken.read_text())["points"]["vit/0/1"]
-    assert again["layers"] == kept["layers"] and len(counts) == 16
-    with pytest.raises(SystemExit):  # another number of draws: not to be mixed
-        bench_gradients.main([*GRADIENTS, "--draws", "3", "--json", str(broken)])
-    assert json.loads(broken.read_text())["points"].keys() == {"vit/0/0", "vit/0/1"}
-
-
 def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "training.json"
     words = ["--tasks", "vit", "--methods", "fp32;lbp_wht", "--seeds", "0,1", "--steps", "2",

@@ -50,56 +50,6 @@ def test_photographs_share_no_pixel(rng: np.random.Generator) -> None:
     assert tiles.shape == (20, 3, 32, 32) and 0 <= labels.min() <= labels.max() < found.classes
 
 
-@pytest.mark.parametrize("kind", ["cifar10", "cifar100"])
-def test_cifar(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """A made folder of the binary version: images and classes come back as they were written."""
-    train, test, labels, classes = images.CIFAR[kind]
-    written: dict[str, np.ndarray] = {}
-    for name in [*train, test]:
-        rows = rng.integers(0, 256, (7, labels + 3072), dtype=np.uint8)
-        rows[:, :labels] = rng.integers(0, classes, (7, labels))
-        rows.tofile(tmp_path / name)
-        written[name] = rows
-    found = images.load_images(f"{kind}:{tmp_path}")
-    held = written[test]
-    assert torch.equal(found.validation[1], torch.from_numpy(held[:, labels - 1].astype(np.int64)))
-    exact = images.normalised(torch.from_numpy(held[:, labels:].reshape(-1, 3, 32, 32)))
-    assert torch.equal(found.validation[0], exact)
-    assert len(found._train[0]) == 7 * len(train)
-    first = found._train[0][0].numpy()
-    assert np.array_equal(first.ravel(), written[train[0]][0, labels:])
-    assert found.batch(5, generator(rng))[0].shape == (5, 3, 32, 32)
-    halves = [found.half(index) for index in (0, 1)]
-    assert sum(len(half._train[0]) for half in halves) == len(found._train[0])
-
-
-def test_image_folder(tmp_path: Path, rng: np.random.Generator) -> None:
-    """The middle square of each image, by class; a tenth or the folder ``val`` for validation."""
-    colours = {"blue": (0, 0, 200), "red": (200, 0, 0)}
-    for name, colour in colours.items():
-        (tmp_path / "plain" / name).mkdir(parents=True)
-        for index in range(11):
-            image = Image.new("RGB", (80, 40), (255, 255, 255))
-            image.paste(colour, (20, 0, 60, 40))  # the middle square alone has it
-            image.save(tmp_path / "plain" / name / f"{index:02d}.png")
-    (tmp_path / "plain" / "red" / "notes.txt").write_text("no image")
-    found = images.load_images(f"folder:{tmp_path / 'plain'}")
-    assert found.classes == 2 and len(found._train[0]) == 18
-    assert found.validation[1].tolist() == [0, 0, 1, 1]
-    for image, label in zip(*found.validation, strict=True):
-        wanted = torch.tensor(list(colours.values())[label]).view(3, 1, 1).expand(3, 32, 32)
-        torch.testing.assert_close(image, images.normalised(wanted), atol=0.01, rtol=0)
-    for part in ("train", "val"):
-        (tmp_path / "split").mkdir(exist_ok=True)
-        (tmp_path / "split" / part).symlink_to(tmp_path / "plain")
-    assert len(images.image_folder(tmp_path / "split").validation[0]) == 22
-    with pytest.raises(ValueError, match="0 classes"):
-        images.image_folder(tmp_path / "plain" / "red")
-    (tmp_path / "plain" / "red" / "00.png").write_text("no image")
-    with pytest.raises(ValueError, match=r"00\.png"):
-        images.image_folder(tmp_path / "plain")
-
-
 # ---- methods ----
 
 

@@ -380,21 +380,6 @@ def test_a_fork_after_cuda_was_used(record_property: Record) -> None:
 
 
 @pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: tens of GB")
-def test_relu_s_bits_past_two_to_the_31(record_property: Record) -> None:
-    pytest.importorskip("triton")
-    kernels = importlib.import_module("hotcore.torch.ops.relu_triton")
-    count = (1 << 31) + 3 * 1024 + 5
-    x = torch.empty(count, dtype=torch.bfloat16, device="cuda")
-    part = 1 << 27
-    for at in range(0, count, part):
-        x[at : at + part].normal_()
-    back = kernels.unpack_signs(kernels.pack_signs(x), x.shape)
-    for at in range(0, count, part):
-        assert torch.equal(back[at : at + part], x[at : at + part] > 0)
-    record_property("elements", count)
-
-
-@pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: tens of GB")
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 def test_a_layer_past_two_to_the_31(recipe: str, record_property: Record) -> None:
     """Through the adapter: the first and the last tokens as in a layer of these alone."""

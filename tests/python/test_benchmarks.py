@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -25,7 +23,6 @@ import timing  # noqa: E402
 from evidence import (  # noqa: E402
     bench_fwht,
     rivals,
-    targets,
 )
 from hotcore.torch import gains  # noqa: E402
 from support import without_broken_torchvision  # noqa: E402
@@ -147,43 +144,6 @@ def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(mine["faster than"]) == {"torch._int_mm", "torch float32"}
     assert "of the best stock tile" not in mine
     assert "CUTLASS's stock tiles: left out" in capsys.readouterr().out
-
-
-class StockGemm:
-    """Replaces CUTLASS's tiles: computes the same on the CPU, plus ``error``."""
-
-    tiles = ("small 1x1", "large 1x1")
-
-    def __init__(self, error: float = 0.0) -> None:
-        self.error = error
-
-    def call(
-        self, tile: str, along_m: bool, swizzle: int, codes: Any, scales: Any, out: Any
-    ) -> Any:
-        def call() -> None:
-            hotcore.gemm_int8(*codes, *scales, out=out)
-            out.mul_(1 + self.error)
-
-        return call
-
-
-def test_stock_tiles_of_a_product() -> None:
-    """Two tiles take part, and what targets.py reads is hotcore's time beside the better one."""
-    args = argparse.Namespace(device="cpu", rounds=2)
-    product = (16, 32, 48)
-    found = bench_gemm.bench(product, args, StockGemm())
-    rows = found["rows"]
-    stock = [name for name in rows if name.startswith("stock ")]
-    assert len(stock) == bench_gemm.FINALISTS
-    assert all(re.fullmatch(r"stock \w+ 1x1, along [MN], swizzle [1248]", name) for name in stock)
-    best = min(rows[name]["median_ms"] for name in stock)
-    share = rows["hotcore"]["of the best stock tile"]
-    assert share == pytest.approx(best / rows["hotcore"]["median_ms"])
-    assert set(found["choice of stock tiles"]) == set(StockGemm.tiles)
-    assert all("TOPS" in row for row in found["choice of stock tiles"].values())
-    gemm = {"products": {"Llama-3-8B g_x": {"up": found}}}
-    (row,) = targets.rows({}, {}, gemm)
-    assert (row["measured"], row["must"], row["aim"]) == (share, 1.0, 1.1)
 
 
 def test_bench_fwht(tmp_path: Path) -> None:

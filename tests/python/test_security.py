@@ -209,8 +209,7 @@ model = torch.nn.Sequential(torch.nn.Linear(48, 32), torch.nn.ReLU(), torch.nn.L
 hot.convert(model, "default", filter_fn=lambda module, name: True)
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
-    with hot.gradient_accumulation():
-        model(torch.ones(16, 48)).square().mean().backward()
+    model(torch.ones(16, 48)).square().mean().backward()
     optimizer.step()
 scales = paper.calibrate(model, [torch.ones(16, 48)], lambda m, b: m(b).square().mean())
 print(scales, file=sys.stderr)

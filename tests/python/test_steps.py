@@ -19,14 +19,12 @@ import hotcore  # noqa: E402
 import kernel_classes  # noqa: E402
 import models  # noqa: E402
 import steps  # noqa: E402
-import timing  # noqa: E402
 import training  # noqa: E402
 from evidence import doc_tables  # noqa: E402
 from kernel_classes import Event  # noqa: E402
 from training import REFERENCE, Contender  # noqa: E402
 
 SETTING = steps.Setting("cpu", quick=True, backend="aot_eager")
-Rows = dict[str, dict[str, Any]]
 
 
 def needs(*packages: str) -> None:
@@ -64,8 +62,6 @@ def one_thread() -> Any:
         ),
         ("hot::detail::(anonymous namespace)::final_sum_kernel(float const*, long)",
          "hotcore's quantisers"),
-        ("_compress_signs_kernel", "hotcore's quantisers"),
-        ("_restore_signs_kernel", "hotcore's quantisers"),
         ("triton_per_fused__to_copy_native_layer_norm_0", "pointwise, reductions"),
         ("triton_red_fused__scaled_mm_abs_max_1", "pointwise, reductions"),
         ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16>", "pointwise, reductions"),
@@ -285,36 +281,6 @@ def test_a_contender_that_fails_is_a_row(
     assert "nothing to divide by" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="fit none"):
         bench_models.main(["--quick", "--models", "bert", "--contenders", "x", "--json", str(path)])
-
-
-def test_several_runs_are_one_row_with_their_range() -> None:
-    """Medians over the runs; what failed in one of them has no figures."""
-
-    def run(times: dict[str, float], broken: str = "") -> Rows:
-        rows = {
-            name: {"how": {"compiled": "default"}, "peak_gib": 8.0,
-                   "step": timing.spread([ms]), "host": timing.spread([ms / 2])}
-            for name, ms in times.items()
-        }  # fmt: skip
-        if broken:
-            rows[broken] = {"how": {}, "error": "died"}
-        steps.compare(rows)
-        return rows
-
-    rows = steps.combined(
-        [
-            run({REFERENCE: 40.0, "a": 30.0, "b": 20.0}),
-            run({REFERENCE: 50.0, "a": 30.0, "b": 20.0}, broken="b"),
-            run({REFERENCE: 40.0, "a": 36.0, "b": 20.0}),
-        ]
-    )
-    assert rows["a"]["step"]["median_ms"] == 30.0
-    assert [one["step"] for one in rows["a"]["runs"]] == [0.75, 0.6, 0.9]
-    assert rows["a"]["of reference"]["step"] == 0.75
-    assert doc_tables.cells(rows["a"])[1] == "0.75 (0.60 to 0.90)"
-    assert rows["b"] == {"how": {}, "error": "died"}
-    alone = run({REFERENCE: 40.0, "a": 30.0})
-    assert steps.combined([alone]) == alone and "runs" not in alone["a"]
 
 
 @pytest.mark.long

@@ -41,6 +41,8 @@ LINES = [
     ('hot.convert(model, "fast", overrides={"head": None, "*": {"gx_bits": 4}})', ""),
     ("reveal_type(hot.convert(hot.HotLinear(64, 64)))", "HotLinear"),
     ('hot.convert(model, "quick")', "incompatible type"),
+    ("hot.convert(model, saved=8)", "incompatible type"),
+    ("hot.gradient_accumulation()", "no attribute"),
     ('hot.convert(model, overrides={"*": {"gx_bit": 4}})', "incompatible type"),
     ('hot.HotLinear(64, 64, config="quick")', "incompatible type"),
     ("paper.PrecisionSchedule(model, 10, bits=6)", "incompatible type"),

@@ -1,9 +1,11 @@
-"""Tools of torch around a whole converted model: compile, AMP, accumulation, EMA, ..."""
+"""Tools of torch around a whole converted model: compile, AMP, EMA, ..."""
 
 from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -241,7 +243,7 @@ def test_compile_inductor() -> None:
         assert (a - b).norm() < 0.02 * b.norm()
 
 
-# ----------------------------------------------------------------------- AMP, gradient accumulation
+# ---------------------------------------------------------------------------------------------- AMP
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -274,25 +276,6 @@ def test_an_overflow_inside_reaches_every_gradient_behind_it() -> None:
     assert {"head.weight", "q.weight", "k.weight", "stages.0.conv.weight", "stem.weight"} <= bad
 
 
-def test_in_place_leaves_hooks_and_graphs_alone() -> None:
-    model, parts = converted(), list(images(6).split(2))
-    seen: list[str] = []
-    model.q.weight.register_post_accumulate_grad_hook(lambda p: seen.append("q"))
-    model.k.weight.register_hook(lambda g: seen.append("k"))
-    places = set()
-    torch.manual_seed(4)
-    with hot.gradient_accumulation():
-        for part in parts:
-            model(part).square().sum().backward()
-            places.add(model.q.bias.grad.data_ptr())
-        with pytest.raises(RuntimeError, match="already inside"), hot.gradient_accumulation():
-            pass
-    assert seen.count("q") == seen.count("k") == len(parts)
-    assert len(places) == 1
-    version = model.q.bias.grad._version
-    assert version >= len(parts) - 1  # in-place additions are seen by autograd
-
-
 # ------------------------------------------------------------------- State, copies, devices, dtypes
 
 
@@ -308,6 +291,70 @@ def test_meta_device() -> None:
     y = model(images())
     y.sum().backward()
     assert y.isfinite().all() and model.q.weight.grad is not None
+
+
+INSIDE = """
+import copy, json, warnings
+import torch, torch.nn.functional as F
+import hotcore.torch as hot
+from hotcore import paper
+from torch import nn
+
+warnings.simplefilter("ignore")
+net = nn.Sequential(
+    *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 1), nn.Flatten(2)),
+    *(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64)),
+)
+attention = nn.MultiheadAttention(64, 2, batch_first=True)
+x, target = torch.randn(2, 3, 10, 10), torch.arange(32)
+weight = torch.randn(50, 64, requires_grad=True)
+text = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
+served = {
+    "4.weight": torch.randint(-127, 127, (32, 64), dtype=torch.int8),
+    "4.weight_scale": torch.rand(32, 1),
+    "4.comfy_quant": torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8),
+}
+
+def step(model):
+    torch.manual_seed(0)
+    y = model(x)
+    loss = hot.linear_cross_entropy(y.flatten(0, 1), weight, target, config="default")
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    return torch.autograd.grad(loss, [weight, *wanted])
+
+def made(frozen=None, **fields):
+    layers = nn.ModuleList([copy.deepcopy(net), copy.deepcopy(attention)])
+    hot.convert(layers, hot.HotConfig.recipe("default", **fields), lambda module, name: True)
+    model = layers[0]
+    model.append(layers[1])
+    model[-1].register_forward_pre_hook(lambda module, args: args * 3)
+    model[-1].register_forward_hook(lambda module, args, y: y[0])
+    if frozen is not None:
+        hot.freeze_int8(model, save_codes=True, convrot=frozen)
+        model.load_state_dict(served if frozen else model.state_dict(), strict=False)
+    return model
+
+def everything():
+    found = [*step(made()), *step(made(forward="int8")), *step(made(False)), *step(made(True))]
+    model = made(True)
+    found += [*model.state_dict().values()]
+    hot.memory_report(made(), x), paper.compute_report(made(), x)
+    with hot.gradient_accumulation(), hot.NoiseMonitor(made()):
+        found += step(made())
+    hot.thaw(model)
+    return found + [*step(hot.revert(model))]
+
+with torch.device("meta"):
+    inside = everything()
+outside = everything()
+assert len(inside) == len(outside) and all(map(torch.equal, inside, outside))
+"""
+
+
+@pytest.mark.long
+def test_inside_of_another_default_device() -> None:
+    """Nothing is made on the default device, nor kept from there for later calls."""
+    subprocess.run([sys.executable, "-c", INSIDE], check=True)
 
 
 def test_meta_device_and_assigned_state() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import hotcore
@@ -61,7 +62,7 @@ def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("mode", MODES)
 def test_random_shapes(rng: np.random.Generator, mode: str, case: int) -> None:
     plain, x = random_conv(rng, mode)
-    module = hot.HotConv2d.from_conv(plain, "accurate")
+    module = hot.HotConv2d.from_conv(copy.deepcopy(plain), "accurate")
     y = module(x)
     assert torch.equal(y, plain(x)) and y.stride() == plain(x).stride()
     assert torch.equal(module.eval()(x), plain(x))
@@ -100,7 +101,7 @@ def test_torch_s_backward_of_the_restored_x(
         if weight_last:
             plain = plain.to(memory_format=torch.channels_last)
         x.requires_grad_()
-        module = hot.HotConv2d.from_conv(plain, config)
+        module = hot.HotConv2d.from_conv(copy.deepcopy(plain), config)
         torch.manual_seed(4)
         y = module(x)
         gy = torch.randn_like(y)
@@ -140,11 +141,11 @@ def test_under_autocast() -> None:
         x.requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(x)
-            y = hot.HotConv2d.from_conv(plain, "accurate")(x)
+            y = (module := hot.HotConv2d.from_conv(copy.deepcopy(plain), "accurate"))(x)
         assert torch.equal(y, expected) and y.dtype == torch.bfloat16
         gy = torch.randn_like(y)
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):  # also where a loop has it so
-            got = torch.autograd.grad(y, (x, *plain.parameters()), gy)
+            got = torch.autograd.grad(y, (x, *module.parameters()), gy)
             exact = torch.autograd.grad(expected, (x, *plain.parameters()), gy)
         assert torch.equal(got[0], exact[0]) and torch.equal(got[2], exact[2])
         assert got[1].dtype == torch.float32 and relative(got[1], exact[1]) < 0.02
@@ -227,7 +228,7 @@ def test_gradients_keep_the_parameters_layout() -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_bytes_saved(recipe: str, kernel: int, bound: float, channels_last: bool) -> None:
     plain = nn.Conv2d(64, 32, kernel, padding=kernel // 2)
-    module = hot.HotConv2d.from_conv(plain, recipe)
+    module = hot.HotConv2d.from_conv(copy.deepcopy(plain), recipe)
     x = torch.randn(4, 64, 28, 28, requires_grad=True) * 1
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
@@ -289,7 +290,7 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         config = HotConfig.recipe(recipe).json
         drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
         for keep in (False, True):
-            call = (x, x.bfloat16(), config, keep, *window)
+            call = (x, config, keep, *window)
             torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
         saved = conv._compress(x, seed, config, conv.Window.of(*window))
         for bias, kept in ((None, saved), (torch.randn(16), None)):
@@ -330,7 +331,7 @@ def test_cuda_equals_cpu(recipe: str, dtype: torch.dtype, kernel: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_on_cuda(mode: str) -> None:
     plain = nn.Conv2d(16, 24, 3, padding=1, padding_mode=mode).cuda()
-    module = hot.HotConv2d.from_conv(plain, "accurate")
+    module = hot.HotConv2d.from_conv(copy.deepcopy(plain), "accurate")
     x = torch.randn(3, 16, 12, 10, device="cuda", requires_grad=True)
     assert torch.equal(module(x), plain(x))
     gy = torch.randn(3, 24, 12, 10, device="cuda")
@@ -343,14 +344,13 @@ def test_a_step_on_cuda(mode: str) -> None:
 
 def test_from_conv_keeps_everything() -> None:
     plain = nn.Conv2d(8, 16, 3, padding="same", padding_mode="circular").eval()
+    content, (weight, bias) = set(vars(plain)), plain.parameters()
     module = hot.HotConv2d.from_conv(plain, "fast")
-    assert isinstance(module, nn.Conv2d) and not module.training
-    assert module.weight is plain.weight and module.bias is plain.bias
+    assert module is plain and type(module) is hot.HotConv2d and not module.training
+    assert module.weight is weight and module.bias is bias
     assert module.config == HotConfig.recipe("fast")
     assert "padding=same" in repr(module) and "config=fast" in repr(module)
-    back = module.to_plain()
-    assert type(back) is nn.Conv2d and back.weight is plain.weight
-    assert vars(back).keys() == vars(plain).keys()
+    assert type(hot.revert(module)) is nn.Conv2d and set(vars(module)) == content
 
 
 def test_bad_arguments() -> None:

@@ -154,8 +154,6 @@ def test_plain_weights_thaw_and_revert() -> None:
     assert cosine(model[0].dequantized(), plain[0].weight) > 0.9999
     values = model[0].dequantized()
     assert torch.equal(model[0].weight + 0, values)
-    keys, copied = set(model.state_dict()), model[0].copy_thawed()
-    assert set(model.state_dict()) == keys and set(copied.state_dict()) == {"weight", "bias"}
     assert hot.thaw(model) == 1 and torch.equal(model[0].weight, values)
     assert set(model.state_dict()) == {"0.weight", "0.bias"} and not list(model.buffers())
     x = torch.randn(8, 128)
@@ -195,6 +193,33 @@ def test_codes_without_a_rotation() -> None:
     state = {"0.weight": q, "0.weight_scale": scale, "0.comfy_quant": said}
     model.load_state_dict({**state, "0.bias": torch.zeros(96)})
     torch.testing.assert_close(model[0].dequantized(), q * scale, rtol=1e-6, atol=0)
+
+
+def tied(forward: str = "int8") -> Any:
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    model[2].weight = model[0].weight
+    config = hot.HotConfig(forward=forward, forward_block=64)
+    hot.convert(model, config, filter_fn=lambda module, name: True)
+    return hot.freeze_int8(model, convrot=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("first", [0, 2])
+def test_tied_layers_after_a_load_into_one_of_them(first: int, assign: bool) -> None:
+    """The codes are shared, so that both layers have the group that was loaded."""
+    model, weight = tied(), torch.randn(128, 128)
+    before = model[2 - first].dequantized()
+    model.load_state_dict(checkpoint(weight, 16, f"{first}."), strict=False, assign=assign)
+    values = dequantized(checkpoint(weight, 16), 16)
+    x = torch.randn(8, 128)
+    for index in (0, 2):
+        expected = before if assign and index != first else values  # assign unties, as ever
+        torch.testing.assert_close(model[index].dequantized(), expected, rtol=0, atol=1e-6)
+        exact = nn.functional.linear(x, expected, model[index].bias)
+        assert cosine(model[index](x), exact) > 0.999
+        assert model[index].config.forward_block == model[index].weight_block
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
 
 
 def test_what_is_refused() -> None:

@@ -210,7 +210,7 @@ def test_what_is_wrapped_is_not_reverted() -> None:
 def test_a_refused_revert_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     Nearest().convert(model, lambda _, name: name == "2")
-    hot.convert(model, saved=8, slower=True)
+    hot.convert(model, filter_fn=lambda _, name: name == "0")
     nn.utils.parametrizations.weight_norm(model[2])
     before = [type(module) for module in model]
     with pytest.raises(ValueError, match="2 is now a ParametrizedCustomLinear"):

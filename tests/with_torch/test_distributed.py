@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,25 +101,7 @@ def frozen_int8(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert type(found) is torch.Tensor and torch.equal(found, expected["down.weight"])
 
 
-def accumulated(rank: int, **options: bool) -> None:
-    """Added in place outside of no_sync(), where DDP averages .grad after every micro-batch."""
-    model, found = build("fast"), []
-    for around in (contextlib.nullcontext, hot.gradient_accumulation):
-        twin = copy.deepcopy(model)
-        parallel = nn.parallel.DistributedDataParallel(twin, **options)
-        torch.manual_seed(50 + rank)
-        with around():
-            for _ in range(3):
-                parallel(batch(rank)).square().mean().backward()
-        found.append([p.grad for p in twin.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
-
-
 def ddp(rank: int, device: str) -> None:
-    accumulated(rank)
-    accumulated(rank, gradient_as_bucket_view=True)
-    accumulated(rank, static_graph=True)
     int8_forward(rank, nn.parallel.DistributedDataParallel)
     frozen_int8(rank, nn.parallel.DistributedDataParallel)
     model = build("fast")
@@ -231,31 +212,11 @@ def mesh(alone: None) -> Any:
     return dist.device_mesh.init_device_mesh("cpu", (1,))
 
 
-def test_gradient_accumulation_inside_no_sync(alone: None, seeded: None) -> None:
-    parts = torch.randn(3, 32, 64)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    hot.convert(model, filter_fn=lambda module, fqn: True)
-
-    def gradients(shared: bool) -> list[torch.Tensor]:
-        twin = copy.deepcopy(model)
-        parallel = nn.parallel.DistributedDataParallel(twin)
-        torch.manual_seed(1)
-        around = hot.gradient_accumulation() if shared else contextlib.nullcontext()
-        with around, parallel.no_sync():
-            for part in parts[:2]:
-                parallel(part).square().sum().backward()
-        parallel(parts[2]).square().sum().backward()
-        return [p.grad for p in twin.parameters()]
-
-    for a, b in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
-
-
 @no_fsdp
 @pytest.mark.parametrize("each", [False, True])
 def test_convert_comes_before_sharding(mesh: Any, each: bool) -> None:
     """Sharded weights are refused by name; a model whose sharded layers are left out is taken."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -267,6 +228,10 @@ def test_convert_comes_before_sharding(mesh: Any, each: bool) -> None:
     frozen = nn.Sequential(nn.Linear(64, 64))
     hot.convert(frozen, filter_fn=lambda module, name: True)
     hot.freeze_int8(frozen)
+    mixed = copy.deepcopy(frozen)
+    fully_shard(mixed, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="x has bfloat16.*where the mp_policy of fully_shard"):
+        mixed(torch.randn(4, 64))
     fully_shard(frozen, mesh=mesh)
     with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
         hot.thaw(frozen)

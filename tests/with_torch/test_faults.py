@@ -28,9 +28,7 @@ import torch
 import torch_load
 from hotcore import _core
 from hotcore.config import RECIPES
-from hotcore.torch import accumulation
 from hotcore.torch.ops import core, sharing
-from hotcore.torch.saved import convert_saved
 from support import isas, output_of, running, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -60,15 +58,12 @@ class Block(nn.Module):
 
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
-Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 
-def make(recipe: str = "default", saved: int | None = None) -> Made:
-    """A model and its optimizer; with ``saved`` its ReLU keeps bits."""
+def make(recipe: str = "default") -> Made:
+    """A model and its optimizer."""
     torch.manual_seed(1)
     model = Block(recipe)
-    if saved is not None:
-        assert convert_saved(model, saved).converted
     trained = [p for p in model.parameters() if p.requires_grad]
     return model, torch.optim.AdamW(trained, lr=1e-2)
 
@@ -81,21 +76,6 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -
     optimizer.zero_grad()
     model(images(count)).backward()
     optimizer.step()
-
-
-def accumulated_step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-    optimizer.zero_grad()
-    with hot.gradient_accumulation():
-        for _ in range(2):
-            model(images(count)).backward()
-        optimizer.step()
-
-
-STEPS: dict[str, Step] = {
-    "plain": plain_step,
-    "accumulated": accumulated_step,
-    "saved": plain_step,  # of a model converted with saved=
-}
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -173,40 +153,37 @@ def out_of_memory() -> BaseException:
 
 @pytest.mark.long
 @pytest.mark.parametrize("error", [MemoryError, out_of_memory, KeyboardInterrupt])
-@pytest.mark.parametrize("kind", STEPS)
 def test_a_step_that_fails_anywhere(
-    faults: Faults, seeded: None, kind: str, error: Callable[[], BaseException]
+    faults: Faults, seeded: None, error: Callable[[], BaseException]
 ) -> None:
-    step = STEPS[kind]
-    model, optimizer = make(saved=8 if kind == "saved" else None)
+    model, optimizer = make()
     torch.manual_seed(2)
-    step(model, optimizer, SMALL)
+    plain_step(model, optimizer, SMALL)
     before, seed = state(model, optimizer), torch.get_rng_state()
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    step(model, optimizer, SMALL)
+    plain_step(model, optimizer, SMALL)
     expected = state(model, optimizer)
 
     places = []
-    stride = 7 if error is not MemoryError else 1 if kind == "plain" else 2
+    stride = 7 if error is not MemoryError else 1
     for n in range(0, 10_000, stride):
         model.load_state_dict(start[0])
         optimizer.load_state_dict(copy.deepcopy(start[1]))
         torch.set_rng_state(seed)
         with faults.at(n, error):
             try:
-                step(model, optimizer, LARGE)
+                plain_step(model, optimizer, LARGE)
             except type(error()):
                 pass
         if not faults.where:
             break
         places.append(faults.where)
-        # Nothing of the step is left: model, optimizer, shared x, accumulation.
+        # Nothing of the step is left: model, optimizer, shared x.
         assert same(state(model, optimizer), before), faults.where
         assert sharing.current().entry is None, faults.where
-        assert accumulation.current() is None, faults.where
         # With the generator restored, the next step is as if nothing had failed.
         torch.set_rng_state(seed)
-        step(model, optimizer, SMALL)
+        plain_step(model, optimizer, SMALL)
         assert same(state(model, optimizer), expected), faults.where
     assert {*CALLS, "torch.empty"} <= set(places) or stride > 1
     assert len(places) > 30 // stride
@@ -244,39 +221,6 @@ def test_one_hash(recipe: str, backend: str) -> None:
         torch.set_num_threads(before)
     torch.manual_seed(11)
     assert int(core.seed_for(x)) == one_hash.HASHES["seed"]
-
-
-def test_a_micro_batch_that_fails(faults: Faults, seeded: None) -> None:
-    # Inside one context: what it keeps is whole, and .grad has no half of a layer's gradient.
-    layer = hot.HotLinear(40, 24)
-    batches = [torch.randn(n, 40) for n in (16, 64, 16)]
-
-    def run(n: int | None) -> tuple[str, list[torch.Tensor]]:
-        """With a second batch whose n-th place fails; None: without it."""
-        torch.manual_seed(3)
-        layer.zero_grad()
-        with hot.gradient_accumulation():
-            layer(batches[0].clone().requires_grad_()).square().sum().backward()
-            seed, grads = torch.get_rng_state(), [p.grad.clone() for p in layer.parameters()]
-            if n is not None:
-                with faults.at(n, MemoryError), contextlib.suppress(MemoryError):
-                    layer(batches[1].clone().requires_grad_()).square().sum().backward()
-                if not faults.where or faults.where == "after backward_linear":
-                    return faults.where, []  # the batch is added: there is nothing to repeat
-                assert same([p.grad for p in layer.parameters()], grads), faults.where
-                torch.set_rng_state(seed)
-            layer(batches[2].clone().requires_grad_()).square().sum().backward()
-        return faults.where, [p.grad.clone() for p in layer.parameters()]
-
-    _, expected = run(None)
-    seen = set()
-    for n in range(100):
-        where, got = run(n)
-        if not where:
-            break
-        seen.add(where)
-        assert not got or same(got, expected), where
-    assert {"compress_activation", "backward_linear", "torch.empty"} <= seen
 
 
 def test_a_compiled_step_that_fails(faults: Faults, seeded: None) -> None:
@@ -394,7 +338,6 @@ def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> 
         whole = model(images)                          # with all of its graph
         half = model(images)
         half.backward(retain_graph=True)
-        compressed = test_faults.make(saved=8)[0](images)
         class Cycle:
             def __del__(self, hot=hot):
                 pass
@@ -402,10 +345,6 @@ def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> 
         cycle.itself, cycle.graph = cycle, model(images)
         layer, rows = hot.HotLinear(8, 8), torch.ones(4, 8)
         by_hand = layer(rows)
-        accumulation = hot.gradient_accumulation()
-        accumulation.__enter__()
-        model(images).backward()
-        inside = model(images)
         raise SystemExit(0)
         """,
     )

@@ -339,6 +339,11 @@ def test_what_is_refused(config: Any) -> None:
         ({"x": torch.randn(8, 64).double()}, "x: dtype float64"),
         ({"x": torch.randn(8, 64).bfloat16()}, "weight: dtype float32; x has bfloat16"),
         ({"bias": torch.randn(96).half()}, "bias: dtype float16"),
+        (
+            {"weight": torch.randn(96, 64).to_sparse()},
+            r"weight: layout torch\.sparse_coo; expected",
+        ),
+        ({"x": torch.randn(8, 64).to_sparse()}, r"x: layout torch\.sparse_coo; expected"),
         ({"bias": torch.randn(95)}, r"bias: shape \[95\]; expected \[96\]"),
         ({"target": torch.zeros(9, dtype=torch.int64)}, r"target: shape \[9\]; expected \[8\]"),
         ({"target": torch.zeros(8, dtype=torch.int32)}, "target: dtype int32; expected int64"),
@@ -538,6 +543,11 @@ def test_a_head_alone() -> None:
     with pytest.raises(ValueError, match="head: no model of transformers; and no layer is conv"):
         hot.convert(layers, filter_fn=lambda *_: False, head=True)
     assert type(layers[0]) is nn.Linear and not hasattr(layers, "hot_report")
+    head, model.lm_head = model.lm_head, nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="head: its head is a Sequential.*; and no layer is conv"):
+        hot.convert(model, filter_fn=lambda *_: False, head=True)
+    model.lm_head = head  # the loss is as it was
+    assert model(input_ids=ids, labels=ids).logits.shape[-1] == 0
 
 
 def test_models_that_are_not_met() -> None:

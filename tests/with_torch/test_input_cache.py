@@ -105,6 +105,27 @@ def test_other_names_of_one_x() -> None:
     assert buffers(q(square), k(square.t())) == 2
 
 
+@pytest.mark.parametrize("forward", ["plain", "int8"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_data_that_was_replaced_between_layers(forward: str, frozen: bool) -> None:
+    """Memory, version and strides may be the same; the shape or dtype is not."""
+    modules = nn.Sequential(*layers(2, HotConfig(forward=forward)))
+    if frozen:
+        hot.freeze_int8(modules)
+    (q, k), x = modules, images()
+    q(x)
+    x.data = x.data[:32]
+    with pytest.raises(RuntimeError, match=r"(?s)x: shape \[32, 64\].*\[96, 64\]|got \[32, 64\]"):
+        k(x).sum().backward()  # a frozen layer with a plain forward shares nothing: torch's error
+    if not frozen:
+        x = (images() + 0).bfloat16()
+        q, k = layers(2, HotConfig(forward=forward))
+        q.bfloat16(), k.half()
+        outputs = [q(x)]
+        x.data = x.data.view(torch.float16)
+        assert buffers(*outputs, k(x)) == 2
+
+
 def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
     # Other fields may differ between sharing layers. libhot's table says which they are.
     changes: dict[str, Any] = {

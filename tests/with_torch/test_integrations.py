@@ -16,7 +16,6 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.integrations import HotLoop, scalar_logger  # noqa: E402
-from hotcore.torch import accumulation  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_graphs import causal  # noqa: E402
 
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # m
 pytestmark = pytest.mark.usefixtures("seeded")
 
 MICRO = 2  # micro-batches of a step
+REMOVED = r"^accumulate: removed in hotcore 0\.1\.0 \(2026-11\); leave it out: autograd adds"
 
 
 class Net(nn.Module):
@@ -42,9 +42,9 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def converted(saved: int | None = None) -> Net:
+def converted() -> Net:
     model = Net()
-    hot.convert(model, saved=saved)
+    hot.convert(model)
     return model
 
 
@@ -64,15 +64,13 @@ def batches(steps: int) -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim.Optimizer:
+def train(model: nn.Module, steps: int) -> torch.optim.Optimizer:
     """A loop without any code for HOT."""
     optimizer = next(iter(train.optimizers))
     torch.manual_seed(1)
     for step in batches(steps):
         for micro in step:
             model(**micro)["loss"].backward()
-            if seen is not None:
-                seen.append(accumulation.current() is not None)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -84,30 +82,26 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def no_trace(model: nn.Module) -> bool:
-    """Whether a loop has left no hooks and no accumulation."""
-    hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return not hooks and accumulation.current() is None
+    """Whether a loop has left no hooks."""
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 # ---- By hand ----
 
 
-def test_accumulation_and_noise() -> None:
+def test_noise() -> None:
     model = converted()
     logged: list[tuple[int, dict]] = []
-    seen: list[bool] = []
     loop = HotLoop(
         model,
         sgd(model),
-        accumulate=True,
         noise_every=3,
         noise_layers="body.2",
         log=lambda scalars, step: logged.append((step, scalars)),
     )
     assert no_trace(model)  # before it is entered
     with loop:
-        train(model, 4, seen)
-    assert seen == [True] * 8
+        train(model, 4)
     assert no_trace(model)
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("body.2", "all")}
     assert [(step, set(scalars)) for step, scalars in logged] == [(1, noise), (4, noise)]
@@ -149,16 +143,8 @@ def test_compiled_model() -> None:
 
 def test_an_error_leaves_no_trace() -> None:
     model = converted()
-    options: dict[str, Any] = {"accumulate": True, "noise_every": 1}
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), HotLoop(model, sgd(model), **options):
+    with pytest.raises(RuntimeError, match="mat1"), HotLoop(model, sgd(model), noise_every=1):
         model(torch.randn(3, 5), torch.zeros(3, dtype=torch.long))
-    assert no_trace(model)
-    with (
-        hot.gradient_accumulation(),
-        pytest.raises(RuntimeError, match="already inside one"),
-        HotLoop(model, sgd(model), **options),
-    ):
-        pass
     assert no_trace(model)
 
 
@@ -171,6 +157,10 @@ def test_bad_arguments() -> None:
         HotLoop(model, optimizer, noise_every=1, noise_layers="x")
     with pytest.raises(TypeError, match="log: int is no logger"):
         HotLoop(model, optimizer, log=3)
+    with pytest.raises(ValueError, match=REMOVED):
+        HotLoop(model, optimizer, accumulate=True)
+    with pytest.raises(TypeError, match=r"^HotLoop\(\) got an unexpected keyword .*'warm_up'$"):
+        HotLoop(model, optimizer, warm_up=3)
     with HotLoop(model, optimizer) as loop, pytest.raises(RuntimeError, match="entered already"):
         loop.__enter__()
 
@@ -211,7 +201,6 @@ def test_accelerate(tmp_path: Path) -> None:
     with HotLoop(
         model,
         optimizer,
-        accumulate=True,
         noise_every=2,
         log=lambda scalars, step: logged.append(step),
     ) as loop:
@@ -288,11 +277,11 @@ def trainer_of(tmp_path: Path, model: nn.Module, steps: int, **options: Any) -> 
 
 @pytest.mark.long
 def test_transformers_trainer(tmp_path: Path) -> None:
-    model = converted(saved=8)
+    model = converted()
     trainer = trainer_of(tmp_path, model, 4)
     from hotcore.integrations.transformers import HotCallback
 
-    callback = HotCallback.add_to(trainer, accumulate=True, noise_every=2, noise_layers=["body.0"])
+    callback = HotCallback.add_to(trainer, noise_every=2, noise_layers=["body.0"])
     trainer.train()
     assert callback.loop.steps == 4 and no_trace(model)
     history = trainer.state.log_history
@@ -309,7 +298,7 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     trainer.train()
     model = converted()
     again = trainer_of(tmp_path, model, 4)
-    callback = HotCallback(noise_every=1, noise_layers="body.0", accumulate=True)
+    callback = HotCallback(noise_every=1, noise_layers="body.0")
     again.add_callback(callback)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     entries = [e for e in again.state.log_history if "hot/noise_gw/body.0" in e]  # without add_to
@@ -322,11 +311,13 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         again.train()
     handle.remove()
-    assert accumulation.current() is not None
+    assert not no_trace(model)
     callback.close()
-    assert accumulation.current() is None
-    with pytest.raises(TypeError, match="no option warm_up; expected some of accumulate, "):
+    assert no_trace(model)
+    with pytest.raises(TypeError, match="no option warm_up; expected some of log, "):
         HotCallback(warm_up=3)
+    with pytest.raises(ValueError, match=REMOVED):
+        HotCallback(accumulate=True)
 
 
 # ---- Lightning ----
@@ -391,7 +382,7 @@ def test_fabric() -> None:
     net = converted()
     model, optimizer = fabric.setup(net, sgd(net))
     before = [p.detach().clone() for p in net.parameters()]
-    with HotLoop(model, optimizer, accumulate=True, noise_every=2, log=fabric) as loop:
+    with HotLoop(model, optimizer, noise_every=2, log=fabric) as loop:
         for step in batches(3):
             for micro in step:
                 fabric.backward(model(**micro)["loss"])
@@ -408,9 +399,9 @@ def test_lightning(tmp_path: Path) -> None:
     pl = lightning()
     from hotcore.integrations.lightning import HotCallback
 
-    model = converted(saved=8)
+    model = converted()
     module = module_of(pl, model)
-    callback = HotCallback(accumulate=True, noise_every=2, noise_layers="model.body.0")
+    callback = HotCallback(noise_every=2, noise_layers="model.body.0")
     logged: list[tuple[int, dict]] = []
     logger = pl.loggers.CSVLogger(tmp_path)
     logger.log_metrics = lambda metrics, step=None: logged.append((step, metrics))
@@ -440,7 +431,7 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     trainer.fit(module_of(pl, model), loader)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     model = converted()
-    callback = HotCallback(accumulate=True)
+    callback = HotCallback(noise_every=1)
     trainer = lightning_trainer(pl, tmp_path, callback, max_steps=4)
     trainer.fit(module_of(pl, model), loader, ckpt_path=tmp_path / "two.ckpt")
     assert callback.loop.steps == 4
@@ -452,9 +443,9 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         lightning_trainer(pl, tmp_path, callback, max_steps=4).fit(module_of(pl, model), loader)
     failing.remove()
-    assert accumulation.current() is None
+    assert no_trace(model)
     model = converted()
-    manual = HotCallback(accumulate=True)
+    manual = HotCallback()
     trainer = lightning_trainer(pl, tmp_path, manual, max_steps=2)
     trainer.fit(module_of(pl, model, manual=True), loader)
     assert manual.loop.steps == 2

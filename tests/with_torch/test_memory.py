@@ -83,22 +83,6 @@ def test_shared_storages_count_once(x: torch.Tensor) -> None:
     assert "k" not in by_name(report) or by_name(report)["k"][0] == 0
 
 
-def test_a_model_converted_with_saved(x: torch.Tensor) -> None:
-    """The report is of the model as it is, which keeps its classes, and its plain form."""
-    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, UP), nn.ReLU(), nn.Linear(UP, 4))
-    plain = hot.memory_report(model, x).before
-    hot.convert(model, "default", saved=8)
-    kinds = [type(module) for module in model.modules()]
-    report = hot.memory_report(model, x)
-    assert [type(module) for module in model.modules()] == kinds
-    assert report.before == plain
-    assert by_name(report)["2"] == (4 * UP * BATCH, UP * BATCH / 8)
-    again = hot.memory_report(model, x)
-    assert (again.before, again.after) == (report.before, report.after)
-    hot.revert(model)
-    assert hot.memory_report(model, x, slower=True).before == plain
-
-
 def test_converted_model(x: torch.Tensor) -> None:
     model = Net()
     plain = hot.memory_report(model, x, "fast")
@@ -177,8 +161,7 @@ def test_bad_use(x: torch.Tensor) -> None:
         hot.memory_report(Net().requires_grad_(False), x)
 
 
-@pytest.mark.parametrize("saved", [None, 8])
-def test_nothing_outlives_the_report(saved: int | None) -> None:
+def test_nothing_outlives_the_report() -> None:
     layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.Conv2d(64, 64, 1)]
     model = nn.Sequential(*layers, nn.GELU(), nn.Flatten(), nn.Linear(64 * 36, 64))
     kept: list[weakref.ref[torch.Tensor]] = []
@@ -195,8 +178,6 @@ def test_nothing_outlives_the_report(saved: int | None) -> None:
     images = torch.randn(2, 3, 8, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd.graph, "saved_tensors_hooks", Watched)
-        if saved is not None:
-            hot.convert(model, "default", saved=saved)
         hot.memory_report(model, images)
     gc.collect()
     own = {t.data_ptr() for t in (*model.parameters(), *model.buffers(), images)}

@@ -72,46 +72,6 @@ def test_conv2d(forward: str, kernel: int, operand: str) -> None:
 
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradient_accumulation(device: str, forward: str) -> None:
-    """x, g_y, the weight, and ``.grad`` itself, which libhot adds to."""
-    randn = functools.partial(torch.randn, device=device)
-    weight, bias, before = randn(48, 64), randn(48), (randn(48, 64), randn(48))
-    steps = [(randn(40, 64), randn(40, 48)) for _ in range(2)]
-
-    def run(form: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        w, b = (form(p).requires_grad_() for p in (weight, bias))
-        w.grad, b.grad = map(form, before)
-        grads = w.grad, b.grad
-        torch.manual_seed(0)
-        with hot.gradient_accumulation():
-            for x, gy in steps:
-                hot.linear(form(x), w, b, without_chance(forward)).backward(form(gy))
-        assert w.grad is grads[0] and b.grad is grads[1]
-        return grads
-
-    assert same(run(lambda t: negated(t).detach()), run(torch.clone))
-
-
-@pytest.mark.parametrize("forward", FORWARDS)
-def test_a_weight_and_its_negative_inside_gradient_accumulation(forward: str) -> None:
-    """Of one memory: codes of the one are not those of the other."""
-    weight = nn.Parameter(torch.randn(48, 64))
-    with torch.no_grad():
-        opposite = torch._neg_view(weight)
-    x = torch.randn(40, 64)
-
-    def run() -> list[torch.Tensor]:
-        parts = (weight, opposite)
-        return [hot.linear(x, w, None, without_chance(forward)).detach() for w in parts]
-
-    expected = run()
-    with hot.gradient_accumulation():
-        assert same(run(), expected)
-    assert torch.allclose(expected[0], -expected[1])
-
-
-@pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_freeze_int8(device: str, forward: str) -> None:
     values = [torch.randn(shape, device=device) for shape in ((48, 64), (40, 64), (40, 48))]
 

@@ -54,7 +54,7 @@ def test_ratio_is_that_of_the_gradients() -> None:
     x = torch.randn(64, 64)
     gy = torch.randn(64, 96) * torch.rand(64, 1) ** 4  # tokens of different size
     plain = nn.Linear(64, 96)
-    layer = hot.HotLinear.from_linear(plain, "fast")
+    layer = hot.HotLinear.from_linear(copy.deepcopy(plain), "fast")
 
     def gradients(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = x.clone().requires_grad_()

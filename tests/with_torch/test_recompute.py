@@ -223,8 +223,9 @@ def test_errors() -> None:
         hot.recompute([model[0], "blocks"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="blocks: int; expected a module"):
         hot.recompute(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="or holds a block that is"):
-        hot.recompute([model[1], model[1][0]])
+    for twice in ([model[1], model[1][0]], [model[0], model[0]]):
+        with pytest.raises(ValueError, match="or holds a block that is"):
+            hot.recompute(twice)
     assert not any("forward" in module.__dict__ for module in model.modules())
     hot.recompute(model[1][0])
     with pytest.raises(ValueError, match="recomputed already"):

@@ -28,18 +28,6 @@ def conv(kernel: int) -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
-def accumulated() -> tuple[nn.Module, torch.Tensor]:
-    model, x = linear()
-    forward = model.forward
-
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        with hot.gradient_accumulation():
-            return forward(x)
-
-    model.forward = inside  # type: ignore[method-assign]
-    return model, x
-
-
 def checkpointed() -> tuple[nn.Module, torch.Tensor]:
     model, x = linear()
     forward = model.forward
@@ -51,7 +39,6 @@ MODELS = {
     "linear": linear,
     "1x1": lambda: conv(1),
     "3x3": lambda: conv(3),
-    "accumulated": accumulated,
     "checkpointed": checkpointed,
 }
 

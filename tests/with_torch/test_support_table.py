@@ -88,20 +88,6 @@ def test_a_vectorised_jacobian() -> None:
         jacobian(lambda x: module(x).sum(0), x, vectorize=True, strategy="forward-mode")
 
 
-def test_batched_and_sparse_gradients_while_accumulating() -> None:
-    module, x = hot.HotLinear(64, 48), torch.randn(96, 64)
-    gys = torch.randn(3, 96, 48)
-    module(x).sum().backward()
-    before = [p.grad.clone() for p in module.parameters()]
-    for gy, options in ((gys, {"is_grads_batched": True}), (gys[0].to_sparse(), {})):
-        expected = gradients(module, x, gy, **options)
-        with hot.gradient_accumulation():
-            got = gradients(module, x, gy, **options)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    after = [p.grad for p in module.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-
-
 @every_layer
 def test_a_sparse_gradient(make: Make) -> None:
     module, x = make()

@@ -192,8 +192,8 @@ class Product {
 // Stages by themselves.
 void quantize_rows(const Context&, const RowsJob&);
 void quantize_columns(const Context&, const ColumnsJob&);
-void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
-void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp
+void gemm_token(const Context&, const GemmArgs&, void* workspace);  // gemm.cpp
+void fill_zero(const Context&, const MatrixOut& out);               // backend.cpp
 // Codes as nibbles, the lower first; the last upper one is 0 where the count is odd. pack.cpp
 void pack_row(const std::int8_t* codes, std::int64_t count, std::uint8_t* out);
 

@@ -123,7 +123,7 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, cons
   phase.run();
 
   if (work.gw && by_token) {
-    gemm_token(context, token_product(s.columns, x, work.tokens.divisor, work.accumulate, call.gw),
+    gemm_token(context, product(s.columns, x, work.tokens.divisor, work.accumulate, call.gw),
                s.gw_gemm);
   }
   if (work.clear_gx) fill_zero(context, call.gx);

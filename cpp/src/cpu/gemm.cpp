@@ -75,7 +75,7 @@ struct Epilogue {
     tile.out_ld = simd.gemm.nr;
     if (args.accumulate) {
       for (int i = 0; i < rows; ++i) {
-        load_row(simd, current(), m + i, n, cols, values + i * simd.gemm.nr);
+        load_row(simd, out.contents(), m + i, n, cols, values + i * simd.gemm.nr);
       }
     }
     simd.dequantize(tile);
@@ -92,7 +92,7 @@ struct Epilogue {
       return tile(m, n, 1, cols, narrow);
     }
     float values[64], before[64];
-    if (args.accumulate) load_row(simd, current(), m, n, cols, before);
+    if (args.accumulate) load_row(simd, args.out.contents(), m, n, cols, before);
     const float a = args.a_scale[m * args.a_scale_step] * args.inv_divisor;
     for (int i = 0; i < cols; ++i) {
       const float b = args.b_scale[(n + i) * args.b_scale_step];
@@ -101,11 +101,6 @@ struct Epilogue {
       if (args.bias != nullptr) values[i] += args.bias[n + i];
     }
     store_row(simd, values, m, n, cols, args.out);
-  }
-
-  MatrixIn current() const {
-    return {args.out.data, args.out.dtype,      args.out.rows,
-            args.out.cols, args.out.row_stride, args.out.col_stride};
   }
 };
 
@@ -242,7 +237,7 @@ void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::
 }
 
 // b is transposed first (workspace): each k of a result row then reads one contiguous row.
-void gemm_token(const Context& context, const GemmTokenArgs& args, void* workspace) {
+void gemm_token(const Context& context, const GemmArgs& args, void* workspace) {
   if (args.m == 0 || args.n == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
   auto* transposed = static_cast<std::int8_t*>(workspace);
@@ -262,15 +257,10 @@ void gemm_token(const Context& context, const GemmTokenArgs& args, void* workspa
     const std::int64_t count = std::min(width, args.n - n);
     float acc[width] = {}, before[width];
     for (std::int64_t k = 0; k < args.k; ++k) {
-      const float a = static_cast<float>(args.a[m * args.lda + k]) * args.k_scale[k];
+      const float a = static_cast<float>(args.a[m * args.lda + k]) * args.a_scale[k];
       simd.axpy(a, transposed + k * args.n + n, count, acc);
     }
-    if (args.accumulate) {
-      load_row(simd,
-               {args.out.data, args.out.dtype, args.out.rows, args.out.cols, args.out.row_stride,
-                args.out.col_stride},
-               m, n, count, before);
-    }
+    if (args.accumulate) load_row(simd, args.out.contents(), m, n, count, before);
     for (std::int64_t i = 0; i < count; ++i) {
       const float value = acc[i] * args.b_scale[(n + i) * args.b_scale_step] * args.inv_divisor;
       acc[i] = args.accumulate ? before[i] + value : value;

@@ -352,8 +352,7 @@ void SumColumns::sum(std::int64_t strip) const {
   float sums[strip_columns], before[strip_columns];
   for (int c = 0; c < strip_columns; ++c) sums[c] = static_cast<float>(total[c]);
   if (accumulate_) {
-    const MatrixIn current{out_.data, out_.dtype, 1, out_.cols, 0, out_.col_stride};
-    load_row(simd_, current, 0, col, cols, before);
+    load_row(simd_, out_.contents(), 0, col, cols, before);
     for (std::int64_t c = 0; c < cols; ++c) sums[c] = before[c] + sums[c];
   }
   store_row(simd_, sums, 0, col, cols, out_);

@@ -109,10 +109,7 @@ void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const flo
           const std::int64_t c = start + i;
           int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
           if (packed && code > 7) code -= 16;
-          const std::int64_t s = granularity == Granularity::token     ? r
-                                 : granularity == Granularity::channel ? c
-                                                                       : 0;
-          values[i] = static_cast<float>(code) * scale[s];
+          values[i] = static_cast<float>(code) * scale[scale_at(granularity, r, c)];
         }
         store_row(simd, values, r, start, count, out);
       }

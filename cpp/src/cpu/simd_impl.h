@@ -14,7 +14,6 @@ namespace {
 using F = V::F;
 using I = V::I;
 constexpr int W = V::width;
-constexpr int strip_vectors = strip_columns / W;
 
 // ---- conversion -------------------------------------------------------------------------------
 
@@ -299,39 +298,24 @@ void quantize_row_as(const float* v, std::int64_t count, const float* inv, bool 
   }
 }
 
-// Random bytes of 16 rows (k) of a strip, from column c: none, or those of the columns' blocks.
-struct NoBytes {
-  struct Bytes {
-    I operator()(int) const { return V::seti(0); }
-  };
-  Bytes operator()(int) const { return {}; }
-};
-struct BlockBytes {
-  struct Bytes {
-    I words[4];
-    I operator()(int k) const {
-      return V::bit_and(V::shift_right(words[k / 4], 8 * (k % 4)), V::seti(255));
-    }
-  };
-  Bytes operator()(int c) const {
-    std::uint32_t low[W], high[W];
-    for (int i = 0; i < W; ++i) {
-      low[i] = static_cast<std::uint32_t>(blk[c + i]);
-      high[i] = counter_high(key, blk[c + i]);
-    }
-    I c0 = V::loadi(low), c1 = V::loadi(high);
-    I c2 = V::seti(key.offset_low), c3 = V::seti(key.offset_high);
-    philox(c0, c1, c2, c3, key);
-    return {{c0, c1, c2, c3}};
-  }
-  const RandomKey& key;
-  const std::uint64_t* blk;
-};
-template <bool by_k, Rounding rounding, int bits, class Source>
+template <bool by_k, Rounding rounding, int bits>
 void quantize_strip_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                       const Source& random, std::int8_t* out, std::int64_t ld) {
+                       const RandomKey& key, const std::uint64_t* blk, std::int8_t* out,
+                       std::int64_t ld) {
   for (int c = 0; c < cols; c += W) {
-    const auto bytes = random(c);
+    I random[4] = {};
+    if constexpr (rounding == Rounding::stochastic) {
+      std::uint32_t low[W], high[W];
+      for (int i = 0; i < W; ++i) {
+        low[i] = static_cast<std::uint32_t>(blk[c + i]);
+        high[i] = counter_high(key, blk[c + i]);
+      }
+      random[0] = V::loadi(low);
+      random[1] = V::loadi(high);
+      random[2] = V::seti(key.offset_low);
+      random[3] = V::seti(key.offset_high);
+      philox(random[0], random[1], random[2], random[3], key);
+    }
     std::uint32_t packed[4][W];
     for (int w = 0; w < 4; ++w) {
       I four = V::seti(0);
@@ -340,7 +324,8 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
         const F factor = by_k ? V::set(inv[k]) : V::load(inv + c);
         const I mask = by_k ? V::seti(keep[k]) : V::loadi(keep + c);
         const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
-        const I code = round_code<rounding, bits>(x, factor, bytes(k));
+        const I byte = V::bit_and(V::shift_right(random[w], 8 * j), V::seti(255));
+        const I code = round_code<rounding, bits>(x, factor, byte);
         four = V::bit_or(four, V::shift_left(V::bit_and(code, V::seti(255)), 8 * j));
       }
       V::storei(packed[w], four);
@@ -357,23 +342,17 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
 template <class Call>
 inline void dispatch_rounder(const Rounder& r, const Call& call) {
   using std::integral_constant;
-  const bool four = r.bits == 4;
+  const auto with = [&](auto rounding) {
+    if (r.bits == 4) return call(rounding, integral_constant<int, 4>{});
+    call(rounding, integral_constant<int, 8>{});
+  };
   switch (r.rounding) {
     case Rounding::nearest:
-      return four ? call(integral_constant<Rounding, Rounding::nearest>{},
-                         integral_constant<int, 4>{})
-                  : call(integral_constant<Rounding, Rounding::nearest>{},
-                         integral_constant<int, 8>{});
+      return with(integral_constant<Rounding, Rounding::nearest>{});
     case Rounding::stochastic:
-      return four ? call(integral_constant<Rounding, Rounding::stochastic>{},
-                         integral_constant<int, 4>{})
-                  : call(integral_constant<Rounding, Rounding::stochastic>{},
-                         integral_constant<int, 8>{});
+      return with(integral_constant<Rounding, Rounding::stochastic>{});
     case Rounding::pseudo_stochastic:
-      return four ? call(integral_constant<Rounding, Rounding::pseudo_stochastic>{},
-                         integral_constant<int, 4>{})
-                  : call(integral_constant<Rounding, Rounding::pseudo_stochastic>{},
-                         integral_constant<int, 8>{});
+      return with(integral_constant<Rounding, Rounding::pseudo_stochastic>{});
   }
 }
 
@@ -388,12 +367,7 @@ template <bool by_k>
 void quantize_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                     const Rounder& r, const std::uint64_t* blk, std::int8_t* out, std::int64_t ld) {
   dispatch_rounder(r, [&](auto rounding, auto bits) {
-    if constexpr (rounding() == Rounding::stochastic) {
-      quantize_strip_as<by_k, rounding(), bits()>(v, cols, inv, keep, BlockBytes{r.key, blk}, out,
-                                                  ld);
-    } else {
-      quantize_strip_as<by_k, rounding(), bits()>(v, cols, inv, keep, NoBytes{}, out, ld);
-    }
+    quantize_strip_as<by_k, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
   });
 }
 

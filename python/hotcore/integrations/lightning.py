@@ -28,7 +28,7 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     ::
 
         hot.convert(module, "default")
-        trainer = Trainer(callbacks=[HotCallback(accumulate=True, noise_every=100)])
+        trainer = Trainer(callbacks=[HotCallback(noise_every=100)])
         trainer.fit(module, data)
 
     Steps of the first optimizer count.

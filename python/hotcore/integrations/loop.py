@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
 import hotcore.torch as hot
+from hotcore.config import check_gone, refuse_arguments
 
 Scalars = Mapping[str, float]
 
 
 class HotLoop:
-    """Shared micro-batches and the noise monitor, driven by the optimizer.
+    """The noise monitor and its log, driven by the optimizer.
 
     ::
 
         hot.convert(model, "default")
-        with HotLoop(model, optimizer, accumulate=True, noise_every=100, log=writer):
+        with HotLoop(model, optimizer, noise_every=100, log=writer):
             ...  # the loop as it is, with accelerate, Fabric or neither
 
     A hook counts the optimizer's steps; steps that a GradScaler skips do not count.
@@ -28,15 +29,15 @@ class HotLoop:
     Args:
         model: a converted model, or a DistributedDataParallel around it.
         optimizer: the optimizer whose steps count, or accelerate's wrapper around it.
-        accumulate: :func:`hotcore.torch.gradient_accumulation` around the whole loop.
         noise_every: steps between measurements of the noise to gradient ratio; 0: none.
         noise_layers: name patterns of the layers to measure.
         log: target of scalars, see :func:`scalar_logger`. None: no logging.
         start: steps trained before, for a run that resumes: the log goes on from there.
+        **removed: none; an argument of an earlier version is a ValueError that says what to do.
 
     Raises:
         ValueError: a bad argument, or no converted layer matches ``noise_layers``.
-        RuntimeError: entered twice, or inside another ``gradient_accumulation()``.
+        RuntimeError: entered twice.
 
     Source: docs/torch/integrations.md, "Integrations".
     """
@@ -46,13 +47,14 @@ class HotLoop:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        accumulate: bool = False,
         noise_every: int = 0,
         noise_layers: str | Sequence[str] = "*",
         log: Any = None,
         start: int = 0,
+        **removed: NoReturn,
     ) -> None:
         """Check the arguments; nothing changes before the loop is entered."""
+        refuse_arguments("HotLoop", removed)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -60,7 +62,6 @@ class HotLoop:
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {kind}")
         self._model, self._optimizer = model, optimizer
-        self._accumulate = accumulate
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
         self._steps = start
@@ -73,8 +74,6 @@ class HotLoop:
         if self._stack is not None:
             raise RuntimeError("HotLoop: entered already")
         with ExitStack() as stack:  # closed if one of them fails
-            if self._accumulate:
-                stack.enter_context(hot.gradient_accumulation())
             if self._noise is not None:
                 self._noise.begin()
                 stack.callback(self._noise.close)
@@ -109,9 +108,11 @@ class HotLoop:
 
 
 def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """A callback's options: the loop's, except ``start``. Raises TypeError for others."""
+    """A callback's options: the loop's, except ``start``. Raises TypeError or ValueError."""
     known = set(HotLoop.__init__.__kwdefaults__ or {}) - {"start"}
     if unknown := sorted(set(options) - known):
+        for name in unknown:
+            check_gone(name)
         expected = ", ".join(sorted(known))
         raise TypeError(f"HotCallback: no option {', '.join(unknown)}; expected some of {expected}")
     return options

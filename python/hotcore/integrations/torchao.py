@@ -11,7 +11,6 @@ from torch import nn
 import hotcore.torch as hot
 
 from ..config import ConfigLike, as_config
-from ..torch import _compat
 from ..torch.modules import HotModule
 from ..torch.selection import candidates, hot_class
 
@@ -48,13 +47,13 @@ class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
 
 @_register(HotTrainingConfig)  # type: ignore[untyped-decorator]
 def _convert(module: nn.Module, config: HotTrainingConfig) -> nn.Module:
-    """The module that takes ``module``'s place; what is HOT, or has no layer, stays as it is."""
+    """``module``, converted in place; what is HOT, or has no layer, stays as it is."""
     if isinstance(module, HotModule):
         return module
     layers = dict(candidates(module))
     if "" in layers:  # it is one itself
         made: Any = hot_class(module).from_plain(module, config.config)
-        return _compat.rebind_hooks(made)  # type: ignore[no-any-return]  # a module
+        return made  # type: ignore[no-any-return]  # a module
     if layers:
         hot.convert(module, config.config)
     return module

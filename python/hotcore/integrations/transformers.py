@@ -127,7 +127,7 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
 
         hot.convert(model, "default")
         trainer = Trainer(model, arguments, train_dataset=data)
-        HotCallback.add_to(trainer, accumulate=True, noise_every=100)
+        HotCallback.add_to(trainer, noise_every=100)
         trainer.train()
 
     If an error ends the training, the next ``train()`` or :meth:`close` closes the loop.

@@ -4,13 +4,14 @@
 documented beside them and importable from their modules.
 """
 
-from ..config import HotConfig
+from typing import TYPE_CHECKING, Any
+
+from ..config import HotConfig, check_gone
 from . import (
     _requirement,  # noqa: F401  (first)
     openmp,
     policies,
 )
-from .accumulation import gradient_accumulation
 from .advise import advise
 from .convert import convert, revert
 from .custom import CustomBackward
@@ -44,7 +45,16 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "freeze_int8",
     "thaw",
     "share_inputs",
-    "gradient_accumulation",
     "NoiseMonitor",
     "CustomBackward",
 ]
+
+if not TYPE_CHECKING:  # type checkers would take any name for one of the module
+
+    def __getattr__(name: str) -> Any:
+        """Raise AttributeError; of a function that was removed it says what to do instead."""
+        try:
+            check_gone(name)
+        except ValueError as error:
+            raise AttributeError(f"module {__name__}: {error}") from None
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

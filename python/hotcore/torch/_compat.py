@@ -10,17 +10,15 @@ import importlib
 import operator
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-_Module = TypeVar("_Module", bound=torch.nn.Module)
 _C: Any = torch._C
 
 _NAMES = (
@@ -31,7 +29,6 @@ _NAMES = (
     "_is_tracing",
     "_len_torch_dispatch_stack",
     "_len_torch_function_stack",
-    "_will_engine_execute_node",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
 )
@@ -119,11 +116,6 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return disabled
 
 
-def functional(x: torch.Tensor) -> bool:
-    """Whether x is a value of a graph that AOTAutograd is tracing."""
-    return isinstance(x, FunctionalTensor)
-
-
 def symbolic(x: torch.Tensor) -> bool:
     """Whether x has no values, as during compilation."""
     return isinstance(x, FunctionalTensor | FakeTensor)
@@ -154,21 +146,13 @@ def jit_tracing() -> bool:
     return bool(_C._is_tracing())
 
 
-def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass adds to ``leaf.grad``.
-
-    ``backward()`` does; ``torch.autograd.grad`` does not, nor does ``backward(inputs=...)`` of
-    others.
-    """
-    try:
-        return bool(_C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
-    except RuntimeError:  # torch raises it for a leaf that autograd.grad returns
-        return False
-
-
 def keeps_graph() -> bool:
     """Whether the running backward pass keeps its graph (``retain_graph``)."""
     return bool(_C._autograd._get_current_graph_task_keep_graph())
+
+
+COMPILED_OF = "_torchdynamo_orig_callable"
+"""Attribute of a result of torch.compile: what was compiled. No call of the result runs it."""
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -181,7 +165,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def traces_parameters() -> bool:
-    """Whether torch.compile follows a subclass of Parameter with a ``__torch_function__``.
+    """Whether torch.compile follows a subclass of Parameter.
 
     It does in torch 2.13 and 2.15. In 2.6, 2.8, 2.10 and 2.12 tracing ends with an error.
     """
@@ -208,27 +192,10 @@ def memory_budget(budget: float) -> AbstractContextManager[Any]:
     return patched
 
 
-def forget_compiled(module: torch.nn.Module) -> None:
-    """Undo ``module.compile()`` of a copy, whose compiled call is that of the original."""
-    vars(module).pop("_compiled_call_impl", None)
-
-
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:
     """Its hooks that run once ``.grad`` is there."""
     found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return found or {}
-
-
-def rebind_hooks(module: _Module) -> _Module:
-    """Give hooks of ``load_state_dict`` this module, a copy, in place of the one that it replaces.
-
-    They hold a weak reference to their module, and raise RuntimeError once it is gone.
-    """
-    hooks: dict[int, Any] = module._load_state_dict_pre_hooks
-    for hook in hooks.values():
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(module)
-    return module
 
 
 def batched(gradient: torch.Tensor) -> bool:

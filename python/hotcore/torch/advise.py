@@ -29,7 +29,6 @@ from .modules import HotModule
 from .probe import LossFn, check_training, loss_of, preserve_state
 from .recompute import recompute
 from .report import REPORT, aligned, listed
-from .saved import has_relu, revert_saved
 from .selection import Filter, candidates, rate_of
 
 _PLAIN = "plain"
@@ -172,10 +171,10 @@ def advise(
     """Time whole training steps, plain and under HOT's settings, and say which line to write.
 
     Tried are plain torch, ``allow``, for transformers' causal LM models with a ``loss_fn``
-    ``head=True`` with both, and for memory torch's ``activation_memory_budget``,
-    :func:`recompute` and, for ReLUs, ``saved=8``. Wrap the call in ``torch.autocast``
-    if the training loop uses it. Weights, ``.grad``, buffers, hooks and torch's random state are as
-    before afterwards; what this process has compiled is compiled anew when it is next called.
+    ``head=True`` with both, and for memory torch's ``activation_memory_budget`` and
+    :func:`recompute`. Wrap the call in ``torch.autocast`` if the training loop uses it. Weights,
+    ``.grad``, buffers, hooks and torch's random state are as before afterwards; what this process
+    has compiled is compiled anew when it is next called.
     Optimizers in backward (``register_post_accumulate_grad_hook``) do not run; what else the loss
     depends on gets gradients.
 
@@ -352,8 +351,6 @@ class _Trial:
             if self.lists:
                 for words, share in (("recompute", 1.0), ("recompute half", 0.5)):
                     found += [each.but(words, recomputed=share) for each in (first, alone)]
-            if any(map(has_relu, self.model.modules())):
-                found.append(first.but("saved 8", options={**first.options, "saved": 8}))
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
         return [
             dataclasses.replace(each, way=way) if way is ways[0] else each.but(_GRAPHS, way=way)
@@ -401,24 +398,20 @@ class _Trial:
                 stack.enter_context(_compat.memory_budget(contender.budget))
             blocks = [block for own in self.lists.values() for block in own]
             if contender.config is not None or contender.options:
-                stack.callback(revert_saved, model)
-                stack.callback(detach, model)
                 how: dict[str, Any] = {"slower": self.slower, **contender.options}
                 only = self.filter_fn if contender.config is not None else lambda *_: False
-                model = convert(model, contender.config or "default", only, **how)
+                convert(model, contender.config or "default", only, **how)
                 report = vars(model)[REPORT]
                 if not report.converted and not contender.options:
                     no_int8 = any(row.reason == gains.NO_INT8 for row in report.skipped)
                     why = gains.NO_INT8 if no_int8 else "all would be slower"
                     raise ValueError(f"no layer converted: {why} (slower=True)")
             if contender.recomputed:
-                some = [block for own in self.recomputed(contender) for block in own]
-                stack.callback(recompute(some).remove)
+                recompute([block for own in self.recomputed(contender) for block in own])
             if way is not None:
                 torch.compiler.reset()
                 stack.callback(torch.compiler.reset)
                 for module in blocks or [model]:
-                    stack.callback(_compat.forget_compiled, module)
                     module.compile(**way)
             step = whole(model, self.inputs, self.loss_fn, self.update)
             for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs

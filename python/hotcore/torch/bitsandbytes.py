@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike, as_config
+from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
 from .modules import HotModule
 from .ops.calls import seed_for_call
@@ -102,10 +102,10 @@ class _HotFrozen(HotModule):
         super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # the plain class's
         self.config = as_config(config)
 
-    @property
-    def runs_plain(self) -> bool:
+    @staticmethod
+    def plain_in_eval(module: Any, config: HotConfig) -> bool:
         """In eval mode always; its forward is bitsandbytes'."""
-        return not self.training
+        return True
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""

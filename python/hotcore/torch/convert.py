@@ -7,25 +7,24 @@ import difflib
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import _core, contexts, gpus
-from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
+from ..config import ConfigLike, HotConfig, HotConfigFields, as_config, refuse_arguments
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
 from .bitsandbytes import is_8bit
-from .custom import CustomBackward, custom_layers
-from .frozen import FrozenModule, tie
+from .freeze import FREEZE_REPORT
+from .frozen import FrozenModule, plain_weights
 from .head import attach, detach, is_attached
-from .modules import HotModule, is_pointwise, own_forward, replace_layers, unwrapped
+from .modules import HotModule, become, is_pointwise, own_forward, unwrapped
 from .ops import is_dtensor
 from .ops.conv import settings
 from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
-from .saved import convert_saved, revert_saved, saved_modules
 from .selection import (
     MIN_FEATURES,
     Filter,
@@ -55,13 +54,14 @@ def convert(
     inputs: Any = None,
     device: torch.device | str | None = None,
     slower: bool = False,
-    saved: int | Mapping[str, Any] | None = None,
     head: bool | ConfigLike = False,
+    **removed: NoReturn,
 ) -> _Model:
     """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
     Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
-    and bitsandbytes' ``Linear8bitLt``. The new modules hold the same Parameters.
+    and bitsandbytes' ``Linear8bitLt``. Layers stay the same objects with the same Parameters; their
+    class changes, so that whatever holds a layer sees the conversion.
 
     Args:
         model: any module.
@@ -85,49 +85,44 @@ def convert(
         device: the device of training, if it is not that of the first weight. It selects the rule
             by which layers are slower: on CUDA by INT8's rate on this GPU (docs/gpus.md).
         slower: also convert layers that are expected to be slower than plain torch.
-        saved: 8: ReLUs keep one bit a value for backward, which is exact; or a mapping of name
-            patterns to 8 or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay
-            plain.
         head: True: a causal LM model of transformers, called with labels in training, computes its
             loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
             empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot. With
             ``filter_fn=lambda *_: False`` that is all that changes.
+        **removed: none; an argument of an earlier version is a ValueError that says what to do.
 
     Returns:
-        ``model``, changed in place; if it is itself such a layer, the new layer. The attribute
-        ``hot_report`` of the result is the :class:`.ConversionReport` of this call: its text says
-        which layers were converted, and why the others stay plain. A UserWarning says that all
-        stay plain because they would be slower.
+        ``model``. Its attribute ``hot_report`` is the :class:`.ConversionReport` of this call: its
+        text says which layers were converted, and why the others stay plain. A UserWarning says
+        that all stay plain because they would be slower.
 
     Raises:
         TypeError: ``model`` is no module.
         ValueError: a layer is already converted, or sharded (``fully_shard`` comes after), no layer
             can be converted, a pattern matches no layer or no converted one, a ``token_grid`` does
-            not fit ``inputs``, ``saved`` finds nothing, or ``model`` is an ``nn.DataParallel``.
+            not fit ``inputs``, or ``model`` is an ``nn.DataParallel``.
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
+    refuse_arguments("convert", removed)
     products = None if isinstance(head, bool) else as_config(head, "head")
-    decision = decide(
-        *(model, config, filter_fn, overrides, inputs, device, slower),
-        saved=saved is not None,
-        head=head is not False,
-    )
-    if saved is not None:
-        decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
-    new = replace_layers(model, decision.replacements)
+    settings = (config, filter_fn, overrides, inputs, device, slower)
+    decision = decide(model, *settings, head=head is not False)
+    for row in decision.report.converted:
+        layer: Any = model.get_submodule(row.name)
+        hot_class(layer).from_plain(layer, row.config).layer_name = row.name
     if head is not False:
-        why = attach(new, products)
-        if why and not decision.replacements and saved is None:
+        why = attach(model, products)
+        if why and not decision.report.converted:
             raise ValueError(f"head: {why}; and no layer is converted")
         done = f"loss in chunks, {products or 'torch products'}"
         decision.report.head = f"stays plain: {why}" if why else done
         if why:
             warnings.warn(f"hotcore.torch.convert: head: {why}", stacklevel=2)
-    new.__dict__[REPORT] = decision.report
+    model.__dict__[REPORT] = decision.report
     if decision.warning:
         warnings.warn(f"hotcore.torch.convert: {decision.warning}", stacklevel=2)
-    return cast(_Model, new)
+    return model
 
 
 @dataclasses.dataclass
@@ -135,8 +130,6 @@ class Decision:
     """What :func:`convert` would do; the model is as it was."""
 
     report: ConversionReport
-    replacements: dict[nn.Module, nn.Module]
-    """The new layer of every layer that is converted."""
     warning: str
     slow: Mapping[str, str]
     """Layers that stay plain as slower -> why."""
@@ -150,13 +143,12 @@ def decide(
     inputs: Any = None,
     device: torch.device | str | None = None,
     slower: bool = False,
-    saved: bool = False,
     head: bool = False,
 ) -> Decision:
-    """Choose the layers of :func:`convert` and make the new ones; change nothing.
+    """Choose the layers of :func:`convert`; change nothing.
 
-    Arguments and errors are those of :func:`convert`; ``saved`` and ``head`` say whether it has its
-    own, so that a model without layers to convert is no error.
+    Arguments and errors are those of :func:`convert`; ``head`` says whether it has one, so that a
+    model without layers to convert is no error.
     """
     _check_model(model)
     _check_devices(model)
@@ -183,11 +175,10 @@ def decide(
     others = unconverted.matrices(model)
     chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by calibrate, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
-    if not slow and nothing and not saved and not head:
+    if not slow and nothing and not head:
         raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))
     reasons |= slow
     rows: list[Converted | Skipped] = []
-    replacements: dict[nn.Module, nn.Module] = {}
     counted: set[int] = set()
     in_eval_mode: list[str] = []
     for fqn, module in layers:
@@ -199,11 +190,8 @@ def decide(
         else:
             assert own is not None  # those have a reason
             _check_grid(fqn, module, own, uses)
-            new: Any = hot_class(module).from_plain(module, own)
-            new.layer_name = fqn
-            if new.runs_plain:
+            if not module.training and hot_class(module).plain_in_eval(module, own):
                 in_eval_mode.append(fqn)
-            replacements[module] = new
             notes = (_note(fqn, uses), _plain_note(module, own, target), slowly.get(fqn))
             kept, note = _bytes_per_value(module, own, target), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
@@ -221,40 +209,37 @@ def decide(
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, rate, filter_fn is None)
     warning = ""
-    if not converted and not saved and (slow or chosen):
+    if not converted and (slow or chosen):
         why = "expected to be slower than plain torch's" if slow else "left out by overrides"
         if gains.NO_INT8 in slow.values():
             why += f" ({gains.NO_INT8})"
         warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}" + (
             " on CUDA; slower=True converts them anyway, for memory" if slow else ""
         )
-    return Decision(report, replacements, warning, slow)
+    return Decision(report, warning, slow)
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Turn every HOT module back into its plain class, in place; return the model.
+    """Give every HOT module its plain class back, in place; return the model.
 
-    Layers with a :class:`CustomBackward` become plain, too; ``hot_report`` goes, accelerate's hooks
-    stay. A layer that was compiled by itself (``layer.compile()``) is not any more.
+    Modules of ``saved=`` and layers with a :class:`.CustomBackward` become plain, too, frozen ones
+    get a plain weight; ``hot_report`` goes, accelerate's hooks stay.
 
     Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``), or has got a ``forward`` of its own (``recompute`` of the layer itself, a
-    patch): undo that first. Nothing has changed then.
+    patch), or something holds its bound ``forward``: undo that first. Nothing has changed then.
     """
-    found = unwrapped(
-        model, HotModule, hot_class, lambda m: "" if is_attached(m) else own_forward(m)
-    )
-    saved_modules(model)  # these two raise before anything is changed
-    custom_layers(model)
-    detach(model)
-    revert_saved(model)
-    plain = {module: module.to_plain() for module in found}
-    frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
-    tie(frozen)
-    CustomBackward.revert(model)
+    found = unwrapped(model, why=lambda m: "" if is_attached(m) else own_forward(m))
+    weights = plain_weights(m for m in found.values() if isinstance(m, FrozenModule))
+    detach(model)  # the last that may raise, before it changes anything
+    for layer, weight in weights.items():
+        layer.thaw(weight)
+    for module in found.values():
+        become(module, module.plain)
     for each in model.modules():
-        each.__dict__.pop(REPORT, None)
-    return replace_layers(model, plain)
+        for name in (REPORT, FREEZE_REPORT):
+            each.__dict__.pop(name, None)
+    return model
 
 
 def _check_model(model: object) -> None:

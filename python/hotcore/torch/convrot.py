@@ -15,13 +15,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import HotConfig
 from . import frozen_codes
 from .frozen import FrozenModule, HotFrozenLinear
+from .frozen_codes import Format
 from .modules import HotLinear
+from .ops.codes import body
 
 GROUPS = (1, 4, 16, 64, 256)
 """Features that are rotated together; 1 is no rotation."""
@@ -30,30 +33,28 @@ _KEYS = ("weight", "weight_scale", "comfy_quant")
 _SIGNS = "weight_signs"
 
 
-@functools.lru_cache(maxsize=len(GROUPS))
-def _order(group: int) -> tuple[Tensor, Tensor]:
+@functools.cache  # arrays: a tensor would be of the device or mode of the first call
+def _order(group: int) -> tuple[Any, Any]:
     """Q and D of a group: code j of ConvRot is ``signs[j]`` times code ``order[j]`` of libhot.
 
     The signs of D are the same. (H of 16 and more is the Kronecker product of H of 4.)
     """
-    order, signs = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int8)
+    order, signs = np.zeros(1, np.int64), np.ones(1, np.int8)
     while len(order) < group:
-        order = (torch.tensor([0, 2, 1, 3])[:, None] * len(order) + order).flatten()
-        signs = torch.kron(torch.tensor([1, 1, 1, -1], dtype=torch.int8), signs)
+        order = (np.array([0, 2, 1, 3])[:, None] * len(order) + order).ravel()
+        signs = np.kron(np.array([1, 1, 1, -1], np.int8), signs)
     return order, signs
 
 
 def _reordered(codes: Tensor, group: int) -> Tensor:
     """Codes ``[O, I]`` from one order to the other; it is its own inverse."""
-    order, signs = (part.to(codes.device) for part in _order(group))
+    order, signs = (torch.tensor(part, device=codes.device) for part in _order(group))
     rows, columns = codes.shape
     return (codes.view(rows, columns // group, group)[:, :, order] * signs).view(rows, columns)
 
 
 def _signs(features: int, group: int, device: torch.device) -> Tensor:
-    if device.type == "meta":
-        return torch.empty(features, dtype=torch.int8, device=device)
-    return _order(group)[1].repeat(features // group).to(device)
+    return torch.tensor(np.tile(_order(group)[1], features // group), device=device)
 
 
 def why_not(layer: HotLinear) -> str:
@@ -75,14 +76,26 @@ class HotConvRotLinear(HotFrozenLinear):
     """
 
     thawed = HotLinear
+    convrot = True
     weight_signs: Tensor
     """D, int8 ``[I]``."""
 
-    @staticmethod
-    def encode(rows: Tensor, config: HotConfig) -> Tensor:
+    @classmethod
+    def encode(cls, rows: Tensor, config: HotConfig) -> Tensor:
         """libhot's codes of ``rows D``."""
-        signs = _signs(rows.shape[1], config.forward_block, rows.device)
-        return HotFrozenLinear.encode(rows * signs, config)
+        return super().encode(
+            rows * _signs(rows.shape[1], config.forward_block, rows.device), config
+        )
+
+    def take_format(self, codes: Tensor) -> None:
+        """Take the group of ConvRot's codes; raises ValueError for others."""
+        found = frozen_codes.format_of(codes.numel(), *self.weight_features)
+        if found is None or not found.convrot or torch.compiler.is_compiling():
+            super().take_format(codes)
+        else:
+            self.weight_block = found.block
+            self.config = dataclasses.replace(self._config, forward_block=found.block)
+            self.on_frozen()
 
     def on_frozen(self) -> None:
         """Hold D, a sign for each feature."""
@@ -96,11 +109,11 @@ class HotConvRotLinear(HotFrozenLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._product(x * self.weight_signs, weight, bias)
 
-    def thaw(self, values: Tensor | None = None) -> None:
+    def thaw(self, weight: nn.Parameter) -> None:
         """Become the layer with a plain weight, in place; see ``FrozenModule``."""
-        super().thaw(values)
+        super().thaw(weight)
         del self._buffers[_SIGNS]
-        # The set may be that of the layer of which this one is a copy (copy_thawed).
+        # A new set: preserve_state restores the old one.
         self._non_persistent_buffers_set = self._non_persistent_buffers_set - {_SIGNS}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -119,13 +132,15 @@ class HotConvRotLinear(HotFrozenLinear):
     ) -> None:
         own: dict[str, Any] = {}
         super(FrozenModule, self)._save_to_state_dict(own, prefix, False)
-        group, codes = self.weight_block, own.pop(prefix + "weight_codes")
-        q, scales = self._parts(frozen_codes.gathered(frozen_codes.plain(codes)))
+        del own[prefix + "weight_codes"]
+        weight = self.frozen
+        group, codes = weight.block, frozen_codes.gathered(weight.codes)
+        q, scales = self._parts(body(weight._replace(codes=codes)))
         said = {"format": _FORMAT, "convrot": group > 1, "convrot_groupsize": group}
         values = (
             _reordered(q[:, : self.in_features], group),
             (scales * group**-0.5)[:, None],  # of a normalised H; a power of two
-            torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+            torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu"),
         )
         destination.update({prefix + key: v for key, v in zip(_KEYS, values, strict=True)} | own)
 
@@ -135,18 +150,15 @@ class HotConvRotLinear(HotFrozenLinear):
         weight = state.get(prefix + "weight")
         if weight is not None and (prefix + "comfy_quant" in state or weight.dtype == torch.int8):
             try:
-                group = self._read(state, prefix)
-                self.weight_block = group
-                self.config = dataclasses.replace(self._config, forward_block=group)
+                state[prefix + "weight_codes"] = self._read(state, prefix)
             except ValueError as error:
                 errors.append(f"While loading {prefix}weight: {error}")
                 state[prefix + "weight_codes"] = self.weight_codes.detach()
-            state[prefix + "weight_block"] = self.weight_block
         super()._load_from_state_dict(state, prefix, *rest)
         self.on_frozen()
 
-    def _read(self, state: dict[str, Any], prefix: str) -> int:
-        """Replace ConvRot's keys by libhot's codes; the group. Raises ValueError."""
+    def _read(self, state: dict[str, Any], prefix: str) -> Tensor:
+        """Take ConvRot's keys out; libhot's codes of them. Raises ValueError."""
         q, scale, said = (state.pop(prefix + key, None) for key in _KEYS)
         if q.dtype != torch.int8 or scale is None or said is None:
             raise ValueError(
@@ -164,12 +176,12 @@ class HotConvRotLinear(HotFrozenLinear):
             raise ValueError(f"weight_scale: shape {found}; expected one number, or {rows, 1}")
         if bool((q == -128).any()):
             raise ValueError("weight: a code is -128; expected -127 to 127")
-        codes = torch.zeros(self.weight_codes.numel(), dtype=torch.uint8, device=q.device)
+        size = frozen_codes.body_bytes(rows, columns, group)
+        codes = torch.zeros(size, dtype=torch.uint8, device=q.device)
         target, scales = self._parts(codes)
         target[:, :columns] = _reordered(q.contiguous(), group)
         scales.copy_(scale.float().flatten() * group**0.5)
-        state[prefix + "weight_codes"] = codes
-        return group
+        return frozen_codes.sealed(codes, Format(group, True))
 
 
 def _group_of(said: Tensor) -> int:

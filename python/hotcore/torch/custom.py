@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import HotModule, carry_forward, unwrapped
+from .modules import Changed, HotModule, become, unwrapped
 from .ops import core
 from .probe import autocast_dtype
 from .report import REPORT
@@ -165,8 +165,7 @@ class CustomBackward:
         for name in taken:
             layer: Any = model.get_submodule(name)
             if not isinstance(layer, _Custom):
-                carry_forward(layer, layer, _MADE[type(layer)])
-                layer.__class__ = _MADE[type(layer)]
+                become(layer, _MADE[type(layer)])
             layer.method = self
         model.__dict__[REPORT] = Replaced(taken, left)
         return model
@@ -177,18 +176,16 @@ class CustomBackward:
 
         Raises ValueError as :func:`hotcore.torch.revert`.
         """
-        for layer in custom_layers(model):
-            carry_forward(layer, layer, layer.plain)
-            vars(layer).pop("method")
-            layer.__class__ = layer.plain
+        for layer in unwrapped(model, _Custom).values():
+            become(layer, layer.plain)
         model.__dict__.pop(REPORT, None)
         return model
 
 
-class _Custom:
+class _Custom(Changed):
     """Base of the layers that have a CustomBackward; ``method`` is in their ``__dict__``."""
 
-    plain: ClassVar[type[nn.Module]]
+    hot_fields = ("method",)
     method: CustomBackward
 
     def extra_repr(self) -> str:
@@ -239,11 +236,6 @@ class CustomConv2d(_Custom, nn.Conv2d):
 
 
 _MADE: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomConv2d}
-
-
-def custom_layers(model: nn.Module) -> list[Any]:
-    """Layers with a :class:`CustomBackward`. Raises ValueError where something is around one."""
-    return unwrapped(model, _Custom, lambda layer: _MADE[layer.plain])
 
 
 def _why_not(layer: nn.Module) -> str:

@@ -7,19 +7,21 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from . import _compat, ops
 from .convrot import HotConvRotLinear
 from .convrot import why_not as why_no_convrot
-from .frozen import FrozenModule, HotFrozenLinear, freeze, tie
-from .modules import HotLinear, HotModule, own_forward
+from .frozen import FrozenModule, HotFrozenLinear, encoded, freeze, plain_weights
+from .frozen_codes import parameter
+from .modules import HotLinear, HotModule, held_forwards, own_forward, unwrapped
 from .report import listed
 from .selection import Filter, hot_class, kind_of
 
 _GIB = 2**30
-_REPORT = "freeze_report"
+FREEZE_REPORT = "freeze_report"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,8 @@ def freeze_int8(
         model: with layers that :func:`convert` made (linear ones, transformers' ``Conv1D``).
         filter_fn: ``filter_fn(module, fqn)`` says which of them; None: all, or where some of their
             weights do not require grad, those (peft's ``modules_to_save`` are trained beside them).
-        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes`` and
-            ``weight_block``, without a copy. They load into a model that is frozen alike.
+        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, without a copy.
+            They load into a model that is frozen alike.
         convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion
             trainers, with ``forward_block`` as group; ``state_dict()`` and ``load_state_dict`` have
             its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
@@ -93,15 +95,18 @@ def freeze_int8(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: there is no such layer, or none that is not frozen already.
+        ValueError: there is no such layer, or none that is not frozen already, or a weight has no
+            codes (float64): the layer is named, and nothing has changed. Where memory runs out, the
+            layers before the named one are frozen, and another call goes on.
 
     Source: docs/torch/lora.md, "Frozen weights in a byte".
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, HotModule)}
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, HotModule)}
     why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot)
-    reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn))}
+    held = held_forwards(layers.values())
+    reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
     reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
     if filter_fn is None:
         reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
@@ -111,19 +116,22 @@ def freeze_int8(
     if not chosen:
         why = listed([f"{fqn or '(root)'} ({reasons[fqn]})" for fqn in layers])
         raise ValueError(f"model: no layer can be frozen: {why}")
-    weights = {fqn: _weight_of(m) for fqn, m in chosen.items()}
+    weights = {fqn: m._parameters["weight"] for fqn, m in chosen.items()}
     owners = {fqn: id(weight) for fqn, weight in weights.items()}
     uses = collections.Counter(owners.values())
     before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
     weights.clear()  # each is freed when its layer is done
+    for layer in chosen.values():  # a row each, before anything changes
+        encoded(layer, _frozen_class(layer, convrot), slice(1))
     made: dict[tuple[int, int, bool], nn.Parameter] = {}
     for fqn, layer in chosen.items():
         cls = _frozen_class(layer, convrot)
         key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
-        tied = uses[owners[fqn]] > 1
-        made[key] = freeze(layer, cls, save_codes, tied, made.get(key))
+        if key not in made:
+            made[key] = parameter(encoded(layer, cls))
+        freeze(layer, cls, save_codes, uses[owners[fqn]] > 1, made[key])
     after = sum(codes.nbytes for codes in made.values())
-    model.__dict__[_REPORT] = FreezeReport(
+    model.__dict__[FREEZE_REPORT] = FreezeReport(
         tuple(chosen), tuple(reasons.items()), before, after, tuple(_notes(chosen.values()))
     )
     return model
@@ -143,24 +151,16 @@ def thaw(model: nn.Module) -> int:
 
     Raises:
         TypeError: ``model`` is no module.
+        ValueError: a layer cannot be thawed, for something is around it; nothing has changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    frozen = [module for module in model.modules() if isinstance(module, FrozenModule)]
-    codes = [layer.weight_codes for layer in frozen]
-    for layer in frozen:
-        layer.thaw()
-    tie(zip(codes, frozen, strict=True))
+    frozen = unwrapped(model, FrozenModule, "thaw()")
+    for layer, weight in plain_weights(frozen.values()).items():
+        layer.thaw(weight)
     for each in model.modules():
-        each.__dict__.pop(_REPORT, None)
+        each.__dict__.pop(FREEZE_REPORT, None)
     return len(frozen)
-
-
-def _weight_of(layer: HotModule) -> nn.Parameter:
-    assert isinstance(layer, nn.Module)
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    return weight
 
 
 def _frozen_class(layer: HotModule, convrot: bool) -> type[FrozenModule]:
@@ -194,7 +194,7 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool
     return ""
 
 
-def _shared(model: nn.Module, layers: Mapping[str, HotModule]) -> dict[str, str]:
+def _shared(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, str]:
     """Layers whose weight is that of a module which stays as it is."""
     own = {id(layer) for layer in layers.values()}
     others = {
@@ -204,13 +204,13 @@ def _shared(model: nn.Module, layers: Mapping[str, HotModule]) -> dict[str, str]
         for parameter in module._parameters.values()
         if parameter is not None
     }
-    found = {fqn: others.get(id(_weight_of(layer))) for fqn, layer in layers.items()}
+    found = {fqn: others.get(id(m._parameters["weight"])) for fqn, m in layers.items()}
     return {fqn: f"its weight is that of {name}, too" for fqn, name in found.items() if name}
 
 
-def _trained(layers: Mapping[str, HotModule]) -> dict[str, str]:
+def _trained(layers: Mapping[str, Any]) -> dict[str, str]:
     """Layers whose weight is trained beside frozen ones: peft's ``modules_to_save``."""
-    trained = [fqn for fqn, layer in layers.items() if _weight_of(layer).requires_grad]
+    trained = [fqn for fqn, m in layers.items() if m._parameters["weight"].requires_grad]
     if len(trained) == len(layers):  # a model without adapters yet
         return {}
     return dict.fromkeys(trained, "its weight is trained, beside frozen ones; a filter_fn takes it")
@@ -219,8 +219,8 @@ def _trained(layers: Mapping[str, HotModule]) -> dict[str, str]:
 def _notes(layers: Iterable[HotModule]) -> Iterator[str]:
     if not _compat.traces_parameters():
         yield (
-            "torch before 2.13: weight_codes are ordinary Parameters. Averages of parameters (EMA, "
-            "SWA) must leave out those of torch.uint8; the average's eager forward raises otherwise"
+            "torch before 2.13: weight_codes are ordinary Parameters, and a write to their data is "
+            "not found; averages of parameters (EMA, SWA) must leave out those of torch.uint8"
         )
     configs = [layer.config for layer in layers]
     if any(config.forward == "plain" for config in configs):

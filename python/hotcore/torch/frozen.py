@@ -1,16 +1,16 @@
 """Linear layers whose frozen weight is kept as INT8 codes alone; :func:`.freeze_int8` makes them.
 
 The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`), in one uint8
-Parameter, ``weight_codes``: it moves with the model, is never cast, an optimizer or DDP leaves
-it alone, and averages (EMA) copy it (:class:`~hotcore.torch.frozen_codes.FrozenCodes`). ``weight``
-is a :class:`FrozenWeight`, which has no memory of its own.
+Parameter, ``weight_codes``, with their format and checksum (:mod:`hotcore.torch.frozen_codes`): it
+moves with the model, is never cast, and an optimizer or DDP leaves it alone. ``weight`` is a
+:class:`FrozenWeight`, which has no memory of its own.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, frozen_codes
-from .frozen_codes import FrozenCodes, guard, refuse_gradients
-from .modules import HotLinear, HotModule, carry_forward, copy_content, own_forward
+from .frozen_codes import NO_WRITES, Format, guard, refuse_gradients, version
+from .modules import HotLinear, HotModule, become, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
-from .ops.codes import Frozen, dequantized, quantize_forward_weight
+from .ops.codes import Frozen, check_codes, dequantized, quantize_forward_weight
 from .ops.linear import linear_from_json
 
 _CODES = "weight_codes"
@@ -61,6 +61,70 @@ _SIZES = {
 """What is answered without values."""
 _PLACES = {*_properties("device", "is_cuda", "is_cpu", "is_meta"), Tensor.get_device}
 """What is answered by the codes."""
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that a call of ``func`` writes, as far as its schema or its name tells.
+
+    An operator's schema tells. So do those of the operator that a function or method of torch is
+    named after: what ends with ``_`` writes its first argument, ``_foreach_`` a list of them. Any
+    function writes ``out``, and with ``inplace`` its first argument.
+    """
+    yield from _tensors(kwargs.get("out"))
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                at = args[index] if index < len(args) else kwargs.get(argument.name)
+                yield from _tensors(at)
+        return
+    first = args[0] if args else next(iter(kwargs.values()), None)  # nn.init's functions name it
+    base = _name(func)
+    ends = base.endswith("_") and not base.endswith("__")
+    inplace = base.startswith("__i") and base.endswith("__") and base not in NO_WRITES
+    if ends or inplace or base in ("__setitem__", "__set__") or kwargs.get("inplace"):
+        yield from _tensors(first)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Tensors of an argument: itself, or those of a list."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same, with ``change`` of each tensor, also of those in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _one_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether a plain tensor lies in the memory of another one."""
+    if a.is_meta or b.is_meta:
+        return False
+    try:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # no storage
+        return False
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", "")).split(".")[0]
+
+
+def _assigned(func: Any) -> str:
+    """The attribute of a ``__get__`` or ``__set__`` of Tensor."""
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 
 class ReadOnly(Tensor):
@@ -117,14 +181,14 @@ class ReadOnly(Tensor):
             return _assign(func, *args)
         if name in _EXPORTS:
             raise RuntimeError(f"{name}: {_SHARED}")
-        if any(isinstance(t, ReadOnly) for t in frozen_codes.mutated(func, args, kwargs)):
+        if any(isinstance(t, ReadOnly) for t in _mutated(func, args, kwargs)):
             raise RuntimeError(f"{name}: {_READ_ONLY}")
         made: list[Tensor] = []
         plain = _values((args, kwargs), made)
-        versions = [_version(values) for values in made]
+        versions = [version(values) for values in made]
         found = func(*plain[0], **plain[1])
         # What is named after no operator of torch may write all the same: F.embedding(max_norm=).
-        if versions != [_version(values) for values in made]:
+        if versions != [version(values) for values in made]:
             raise RuntimeError(f"{name}: {_READ_ONLY}")
         return _read_only(found, made)
 
@@ -174,7 +238,7 @@ class FrozenWeight(ReadOnly):
         if weight is None:
             if self._layer.weight_tied:
                 raise RuntimeError(f"weight: {_TIED}")
-            self._layer.thaw(values)
+            self._layer.thaw(self._layer.plain_weight(values))
             warnings.warn(_WRITTEN, stacklevel=3)
             weight = self._layer.weight
         elif weight.data_ptr() != values.data_ptr():
@@ -203,18 +267,11 @@ _EXPORTS = ("__dlpack__", "share_memory_", "untyped_storage", "storage", "data_p
 
 
 def _assign(func: Any, weight: ReadOnly, value: Any) -> None:
-    name = frozen_codes.assigned(func)
+    name = _assigned(func)
     if name == "requires_grad":
         refuse_gradients(bool(value))
     elif not (name == "grad" and value is None):
         raise RuntimeError(f"{name}: {_READ_ONLY}")
-
-
-def _version(values: Tensor) -> int:
-    try:
-        return values._version
-    except RuntimeError:  # of inference mode
-        return 0
 
 
 def _values(value: Any, made: list[Tensor] | None = None) -> Any:
@@ -232,7 +289,7 @@ def _values(value: Any, made: list[Tensor] | None = None) -> Any:
             made.append(plain)
         return plain
 
-    return frozen_codes.mapped(value, of)
+    return mapped(value, of)
 
 
 def _read_only(found: Any, made: list[Tensor]) -> Any:
@@ -242,7 +299,7 @@ def _read_only(found: Any, made: list[Tensor]) -> Any:
             found.flags.writeable = False
         return found
     if type(found) is Tensor:
-        shared = any(frozen_codes.one_memory(found, values) for values in made)
+        shared = any(_one_memory(found, values) for values in made)
         return found.as_subclass(ReadOnly) if shared else found
     if isinstance(found, list | tuple) and type(found) in (list, tuple):
         return type(found)(_read_only(item, made) for item in found)
@@ -260,8 +317,14 @@ class FrozenModule(HotModule, nn.Module):
 
     thawed: ClassVar[type[HotModule]]
     """The class with a plain weight."""
+    hot_fields = (
+        *HotModule.hot_fields,
+        *("weight_dtype", "weight_block", "weight_features", "save_codes", "weight_tied"),
+    )
     transposed: ClassVar[bool] = False
     """Whether ``weight`` is ``[I, O]``."""
+    convrot: ClassVar[bool] = False
+    """Whether the codes are ConvRot's."""
     weight_codes: nn.Parameter
     weight_dtype: torch.dtype
     """Of the weight that the codes stand for."""
@@ -287,11 +350,28 @@ class FrozenModule(HotModule, nn.Module):
 
     @property
     def frozen(self) -> Frozen:
-        """The weight, as the operators take it."""
+        """The weight, as the operators take it. Raises ValueError: codes of another format."""
         codes: Tensor = self.weight_codes
-        if not torch.compiler.is_compiling():
-            codes = frozen_codes.whole(codes)
-        return Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
+        if not self._fits(codes):
+            self.take_format(codes)
+        weight = Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
+        # A tensor of functional_call. Operators check codes that remember it.
+        if type(codes) is Tensor and not torch.compiler.is_compiling():
+            check_codes(weight)
+        return weight
+
+    def _fits(self, codes: Tensor) -> bool:
+        """Whether codes are of the layer's format, by their size."""
+        outs, ins = self.weight_features
+        own = frozen_codes.sealed_bytes(outs, ins, self.weight_block, self.convrot)
+        return codes.numel() == own
+
+    def take_format(self, codes: Tensor) -> None:
+        """Called with codes that do not fit; raises ValueError."""
+        found = frozen_codes.format_of(codes.numel(), *self.weight_features)
+        said = f"{codes.numel()} bytes, of no format" if found is None else f"codes of {found}"
+        expected = Format(self.weight_block, self.convrot)
+        raise ValueError(f"weight_codes: {said}; expected codes of {expected}")
 
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
@@ -335,16 +415,20 @@ class FrozenModule(HotModule, nn.Module):
 
     # ---- to and from a plain weight ----
 
-    @staticmethod
-    def encode(rows: Tensor, config: HotConfig) -> Tensor:
-        """The codes of a weight ``[O, I]``."""
-        return quantize_forward_weight(rows, config)
+    @classmethod
+    def encode(cls, rows: Tensor, config: HotConfig) -> Tensor:
+        """The codes of a weight ``[O, I]``, with their format."""
+        codes = quantize_forward_weight(rows, config)
+        return frozen_codes.sealed(codes, Format(config.forward_block, cls.convrot))
 
     def on_frozen(self) -> None:
         """Called when the codes are there."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; refuses the parts that ``parallelize_module`` makes of a weight."""
+        """As of any module; refuses the parts that ``parallelize_module`` makes of a weight.
+
+        Refuses the weight under another name, too, which torch's prune would keep.
+        """
         if is_dtensor(param):
             raise NotImplementedError(
                 f"{self.layer_name or type(self).__name__}: its weight is frozen in codes, which "
@@ -352,15 +436,20 @@ class FrozenModule(HotModule, nn.Module):
             )
         if name == "weight":
             type(self).weight.fset(self, param)  # type: ignore[attr-defined]  # a property has it
+        if isinstance(param, ReadOnly):
+            raise RuntimeError(
+                f"{self.layer_name or type(self).__name__}: {name}: the weight is frozen in INT8, "
+                "and cannot be pruned or reparametrised; hot.thaw(model) first"
+            )
         super().register_parameter(name, param)
+        guard(param)
 
-    def thaw(self, values: Tensor | None = None) -> None:
-        """Become the layer with a plain weight, in place; the weight is not trained.
+    def plain_weight(self, values: Tensor | None = None) -> nn.Parameter:
+        """A plain weight, not trained, with ``values`` or those that the codes stand for.
 
-        Args:
-            values: of the weight; None: those that the codes stand for.
+        Raises ValueError where the layer cannot have it; nothing has changed.
         """
-        if type(self.weight_codes) not in (FrozenCodes, *PLAIN_TYPES):
+        if type(self.weight_codes) not in PLAIN_TYPES:
             found = type(self.weight_codes).__name__
             raise ValueError(f"weight: its codes are a {found}; undo fully_shard before thawing it")
         if why := own_forward(self):
@@ -369,22 +458,12 @@ class FrozenModule(HotModule, nn.Module):
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
             raise ValueError(f"weight: shape {tuple(weight.shape)}; expected {expected}")
-        _swap(self, _CODES, "weight", nn.Parameter(weight, requires_grad=False))
-        for name in _FIELDS:
-            del self.__dict__[name]
-        carry_forward(self, self, self.thawed)  # type: ignore[arg-type]  # a module
-        self.__class__ = self.thawed  # type: ignore[assignment]  # fully_shard does so, too
+        return nn.Parameter(weight, requires_grad=False)
 
-    def copy_thawed(self) -> HotModule:
-        """Another layer that :meth:`thaw` has been called on; the bias and hooks are shared."""
-        new: Any = copy_content(self, type(self))
-        new.thaw()
-        copied: HotModule = new
-        return copied
-
-    def to_plain(self) -> nn.Module:
-        """Make the plain module with the dequantised weight, and the same bias and hooks."""
-        return self.copy_thawed().to_plain()
+    def thaw(self, weight: nn.Parameter) -> None:
+        """Become the layer with this :meth:`plain_weight`, in place."""
+        _swap(self, _CODES, "weight", weight)
+        become(self, self.thawed)
 
     # ---- as a module ----
 
@@ -415,7 +494,6 @@ class FrozenModule(HotModule, nn.Module):
         if self.save_codes:
             if not keep_vars:
                 own[prefix + _CODES] = frozen_codes.plain(own[prefix + _CODES])
-            own[prefix + _BLOCK] = torch.tensor(self.weight_block)
         else:
             # On the CPU: a GPU that holds the codes may not have room for all weights at once.
             del own[prefix + _CODES]
@@ -434,7 +512,8 @@ class FrozenModule(HotModule, nn.Module):
             codes = self._codes_from(own, prefix, assign)
             if codes is not None:
                 own[prefix + _CODES] = codes
-        except ValueError as error:
+                self._make_room(codes, assign)
+        except (ValueError, RuntimeError) as error:
             error_msgs.append(f"While loading {prefix}weight: {error}")
             own[prefix + _CODES] = self.weight_codes.detach()
         missing: list[str] = []
@@ -449,11 +528,14 @@ class FrozenModule(HotModule, nn.Module):
         block, weight = state.pop(prefix + _BLOCK, None), state.pop(prefix + "weight", None)
         codes: Tensor | None = state.get(prefix + _CODES)
         if codes is not None:
-            if block is None or int(block) != self.weight_block:
-                of = "unknown blocks" if block is None else f"blocks of {int(block)}"
-                raise ValueError(f"codes of {of}; expected blocks of {self.weight_block}")
             if codes.dtype != torch.uint8:
                 raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")
+            if block is not None:  # saved before codes had their format
+                codes = self._sealed(codes, Format(int(block)))
+            if not self._fits(codes):
+                self.take_format(codes)
+            if type(codes) in PLAIN_TYPES:
+                check_codes(Frozen(codes, self.weight_block, *self.weight_features, codes.dtype))
             aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
         if weight is None:
@@ -478,23 +560,49 @@ class FrozenModule(HotModule, nn.Module):
         rows = weight.t() if self.transposed else weight
         return self.encode(rows, self._config)
 
+    def _sealed(self, body: Tensor, form: Format) -> Tensor:
+        """Codes that were saved without their format. Raises ValueError."""
+        expected = Format(self.weight_block, self.convrot)
+        if form != expected:
+            raise ValueError(f"codes of {form}; expected codes of {expected}")
+        size = frozen_codes.body_bytes(*self.weight_features, form.block)
+        if body.numel() != size:
+            raise ValueError(f"size mismatch: {body.numel()} bytes of codes; expected {size}")
+        return frozen_codes.sealed(body, form)
+
+    def _make_room(self, codes: Tensor, assign: bool) -> None:
+        """Have memory for codes of another format; layers that share it see them, too."""
+        own = self.weight_codes
+        if type(own) not in PLAIN_TYPES or own.shape == codes.shape:
+            return
+        empty = torch.empty(codes.shape, dtype=codes.dtype, device=own.device)
+        if assign:
+            self._parameters[_CODES] = frozen_codes.parameter(empty)
+        else:
+            own.data = empty
+
     def extra_repr(self) -> str:
         """As of the layer with a plain weight."""
         return f"{super().extra_repr()}, weight=INT8"
 
 
-_FIELDS = ("weight_dtype", "weight_block", "weight_features", "save_codes", "weight_tied")
+def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Parameter]:
+    """A :meth:`~FrozenModule.plain_weight` for each layer; the same codes make the same one.
 
-
-def tie(layers: Iterable[tuple[nn.Parameter, nn.Module]]) -> None:
-    """Tie weights again that had the same codes.
-
-    Args:
-        layers: codes of a layer, and what was made of it, with a plain weight.
+    Errors begin with the layer's name.
     """
-    weights: dict[int, nn.Parameter | None] = {}
-    for codes, layer in layers:
-        layer._parameters["weight"] = weights.setdefault(id(codes), layer._parameters["weight"])
+    made: dict[int, nn.Parameter] = {}
+    found = {}
+    for layer in layers:
+        codes = id(layer.weight_codes)
+        try:
+            if codes not in made:
+                made[codes] = layer.plain_weight()
+            found[layer] = made[codes]
+        except (ValueError, RuntimeError) as error:
+            layer.prefix_layer_name(error)
+            raise
+    return found
 
 
 def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
@@ -507,13 +615,19 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
     layer._parameters.update(items)
 
 
+def encoded(layer: HotModule, cls: type[FrozenModule], rows: slice = slice(None)) -> Tensor:
+    """Codes of some rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
+    weight = layer._parameters["weight"].detach()  # type: ignore[attr-defined]  # a module has it
+    try:
+        return cls.encode((weight.t() if cls.transposed else weight)[rows], layer.config)
+    except (ValueError, RuntimeError) as error:
+        layer.prefix_layer_name(error)
+        raise
+
+
 def freeze(
-    layer: HotModule,
-    cls: type[FrozenModule],
-    save_codes: bool,
-    tied: bool,
-    codes: nn.Parameter | None,
-) -> nn.Parameter:
+    layer: HotModule, cls: type[FrozenModule], save_codes: bool, tied: bool, codes: nn.Parameter
+) -> None:
     """Make a HOT layer one of ``cls``, in place.
 
     Args:
@@ -521,23 +635,16 @@ def freeze(
         cls: its frozen class.
         save_codes: see :attr:`FrozenModule.save_codes`.
         tied: see :attr:`FrozenModule.weight_tied`.
-        codes: of its weight, where another layer has them; None: they are made.
-
-    Returns the codes.
+        codes: those of its weight.
     """
     assert isinstance(layer, nn.Module)
     weight = layer._parameters["weight"]
     assert weight is not None
-    rows = weight.detach().t() if cls.transposed else weight.detach()
-    if codes is None:
-        codes = frozen_codes.parameter(cls.encode(rows, layer.config))
     _swap(layer, "weight", _CODES, codes)
-    fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes, tied)
-    layer.__dict__.update(zip(_FIELDS, fields, strict=True))
-    carry_forward(layer, layer, cls)
-    layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too
+    features = tuple(reversed(weight.shape) if cls.transposed else weight.shape)
+    values = (weight.dtype, layer.config.forward_block, features, save_codes, tied)
+    become(layer, cls, dict(zip(cls.hot_fields[-len(values) :], values, strict=True)))
     cls.on_frozen(layer)  # type: ignore[arg-type]  # it is of cls now
-    return codes
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _compat
-from .frozen_codes import mapped
+from .frozen import mapped
 from .modules import HotLinear
 from .ops import codes, is_dtensor
 from .ops.codes import Frozen

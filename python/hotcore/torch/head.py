@@ -207,10 +207,18 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     Returns:
         Why it was not done; empty if it was.
     """
+    before = [(vars(m), dict(vars(m))) for m in model.modules() if _FORWARD in vars(m)]
     try:
         detach(model)
     except ValueError as error:
         return str(error).removeprefix("model: ")
+    why = _attach(model, config)
+    for content, own in before if why else ():
+        content.update(own)  # what it had stays
+    return why
+
+
+def _attach(model: nn.Module, config: ConfigLike | None) -> str:
     base = _compat.loaded("transformers.modeling_utils", "PreTrainedModel")
     found: Any = next((m for m in model.modules() if isinstance(m, base)), None)
     if found is None:

@@ -20,7 +20,6 @@ from .clocks import Step, whole
 from .convert import convert, revert
 from .probe import Kept, LossFn, check_training, loss_of, preserve_state
 from .report import aligned
-from .saved import SavedCodes
 from .selection import Filter
 
 _MIB = 2**20
@@ -151,23 +150,20 @@ def memory_report(
     Source: docs/torch/memory.md.
     """
     check_training(model, "memory_report")
-    converted = any(
-        isinstance(getattr(module, "config", None), HotConfig) or isinstance(module, SavedCodes)
-        for module in model.modules()
-    )
+    converted = any(isinstance(getattr(m, "config", None), HotConfig) for m in model.modules())
     if not converted and config is None:
         raise ValueError("config: None, and the model is plain: there is nothing to compare with")
     changes = "as converted"
     with preserve_state(model):
         plain = revert(model) if converted else model
         before, peak_before = _measure(plain, inputs, loss_fn)
+        kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
     with preserve_state(model):
         changed = model
         if not converted and config is not None:
             changed = convert(model, config, filter_fn, overrides, slower=slower)
             changes = f"convert({as_config(config)!r})"
         after, peak_after = _measure(changed, inputs, loss_fn)
-    kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
     modules = tuple(
         ModuleMemory(name, kind, before.get(name, 0), after.get(name, 0))
         for name, kind in kinds.items()

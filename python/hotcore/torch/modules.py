@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
@@ -16,16 +17,25 @@ from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
 from .ops.conv import conv2d_from_json
 from .ops.linear import linear_from_json
-from .report import REPORT
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
 
-class HotModule:
-    """Base of the HOT modules: a configuration, and conversion from and to the plain class."""
+class Changed:
+    """Base of the classes that :func:`become` gives to modules."""
 
     plain: ClassVar[type[nn.Module]]
     """The class that this one replaces."""
+    hot_fields: ClassVar[tuple[str, ...]] = ()
+    """Attributes of an instance that the plain class does not have."""
+
+
+class HotModule(Changed):
+    """Base of the HOT modules: a configuration, and conversion from the plain class."""
+
+    hot_fields: ClassVar[tuple[str, ...]] = (
+        *("_config", "_config_json", "_plain_in_eval", "defer", "layer_name"),
+    )
     defer: bool = False
     """For linear layers in compiled graphs. True lets the compiler decide when x is compressed: it
     keeps the codes, or has backward compress an x that is available there anyway (a norm of a kept
@@ -46,32 +56,31 @@ class HotModule:
     def config(self, value: ConfigLike) -> None:
         self._config = as_config(value)
         self._config_json = self._config.json  # compiled graphs hold it as a constant
-        self._plain_in_eval = not self._config.forward_in_eval
+        self._plain_in_eval = self.plain_in_eval(self, self._config)
+
+    @staticmethod
+    def plain_in_eval(module: Any, config: HotConfig) -> bool:
+        """Whether ``module`` with this configuration has no 8-bit forward in eval mode."""
+        return not config.forward_in_eval
 
     @classmethod
     def from_plain(cls: type[_Hot], module: nn.Module, config: ConfigLike = "default") -> _Hot:
-        """Make a layer that holds ``module``'s own Parameters and hooks; allocates nothing.
+        """Make ``module`` a layer of this class, in place; it keeps its Parameters and hooks.
 
         Raises TypeError unless ``module`` is exactly of class :attr:`plain` (or this one): the
-        additions of a subclass would be lost. Raises ValueError where it has a ``forward`` of its
-        own, except accelerate's hooks, which the new layer has, too.
+        additions of a subclass would be lost. Raises ValueError where calls would not run the
+        forward of this class: ``module`` has a ``forward`` of its own that is not accelerate's.
         """
         if type(module) not in (cls.plain, cls):
             found = type(module).__name__
             raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {found}")
+        if why := own_forward(module):
+            raise ValueError(f"module: {why}")
         settings = as_config(config)
-        new: Any = copy_content(module, cls)
-        new.config = settings
-        assert isinstance(new, cls)
-        return new
-
-    def to_plain(self) -> nn.Module:
-        """Make the plain module that holds the same Parameters and hooks."""
-        assert isinstance(self, nn.Module)
-        new = copy_content(self, self.plain)
-        for name in (REPORT, "_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
-            new.__dict__.pop(name, None)
-        return new
+        become(module, cls)
+        assert isinstance(module, cls)
+        module.config = settings
+        return module
 
     @property
     def runs_plain(self) -> bool:
@@ -97,6 +106,8 @@ class HotModule:
 
     def extra_repr(self) -> str:
         """The text of the plain module, the recipe and what differs from it."""
+        if not isinstance(self, HotModule):  # torchao's quantize_ keeps the method through revert()
+            return str(type(self).extra_repr(self))
         own: str = super().extra_repr()  # type: ignore[misc]
         return f"{own}, config={self.config}" if own else f"config={self.config}"
 
@@ -153,8 +164,8 @@ class HotLinear(HotModule, nn.Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Linear, config: ConfigLike = "default") -> HotLinear:
-        """Make a HotLinear that holds ``module``'s own Parameters; see :meth:`from_plain`."""
-        return _compat.rebind_hooks(cls.from_plain(module, config))
+        """Make ``module`` a HotLinear, in place; see :meth:`from_plain`."""
+        return cls.from_plain(module, config)
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
@@ -211,13 +222,13 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
-        """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`."""
-        return _compat.rebind_hooks(cls.from_plain(module, config))
+        """Make ``module`` a HotConv2d, in place; see :meth:`from_plain`."""
+        return cls.from_plain(module, config)
 
-    @property
-    def runs_plain(self) -> bool:
-        """Whether it is now the plain layer; only 1x1 kernels have an 8-bit forward to keep."""
-        return not self.training and (self._plain_in_eval or not is_pointwise(self))
+    @staticmethod
+    def plain_in_eval(module: Any, config: HotConfig) -> bool:
+        """Only 1x1 kernels have an 8-bit forward to keep."""
+        return not (config.forward_in_eval and is_pointwise(module))
 
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
@@ -282,10 +293,13 @@ def _call_own(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._hot_own_forward(*args, **kwargs)
 
 
+# ---- A layer's class is changed in place, so that whatever holds the layer sees the change. ----
+
+
 def own_forward(module: nn.Module) -> str:
     """Why calls of a layer do not run its class's forward; empty if they do.
 
-    accelerate's hooks do run it, between their own calls; :func:`carry_forward` keeps them.
+    accelerate's hooks do run it, between their own calls; :func:`become` keeps them.
     """
     content = vars(module)
     if _FORWARD not in content or _is_class_forward(module, content[_FORWARD]):
@@ -314,105 +328,95 @@ def _is_hooked(module: nn.Module) -> bool:
     )
 
 
-def carry_forward(module: nn.Module, new: nn.Module, cls: type[nn.Module]) -> None:
-    """Have calls of ``new``, with ``module``'s content, run the forward of ``cls``.
+def held_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Modules whose bound ``forward`` something holds: it would go on to run the old class's.
 
-    Raises ValueError where ``module`` has a forward of its own. ``new`` may be ``module``.
+    The values say so in words. Frames, those of a traceback for instance, do not count.
     """
-    if why := own_forward(module):
-        raise ValueError(f"module: {why}")
-    if not _is_hooked(module):
-        new.__dict__.pop(_FORWARD, None)
-        return
-    inner = types.MethodType(cls.forward, new)
-    hooked = functools.partial(vars(module)[_FORWARD].func, new)
-    new.__dict__[_OLD_FORWARD] = inner
-    new.__dict__[_FORWARD] = functools.update_wrapper(hooked, inner)
+    layers = {id(module): module for module in modules}
+    bound = types.MethodType
+
+    def methods() -> list[Any]:
+        every = [each for each in gc.get_objects() if type(each) is bound] if layers else []
+        own = [(each, layers[id(each.__self__)]) for each in every if id(each.__self__) in layers]
+        return [
+            method
+            for method, layer in own
+            if _is_class_forward(layer, method)
+            and not any(method is vars(layer).get(name) for name in (_FORWARD, _OLD_FORWARD))
+        ]
+
+    found = methods()
+    if found:
+        gc.collect()  # cycles that nothing can reach any more
+        found = methods()
+    holders = {method.__self__: _holder(method, {id(found)}) for method in found}
+    why = "holds its bound forward, which would go on to run the class of now"
+    return {module: f"a {holder} {why}" for module, holder in holders.items() if holder}
+
+
+def _holder(value: Any, seen: set[int]) -> str:
+    """An object that holds a value, directly or by a closure; empty if frames alone do."""
+    referrers = gc.get_referrers(value)
+    seen.add(id(referrers))
+    for each in referrers:
+        if id(each) in seen or isinstance(each, types.FrameType | types.GeneratorType):
+            continue
+        seen.add(id(each))
+        if type(each) is dict:  # as a rule of an instance or of a module
+            if (key := _key_of(value, each)) != _compat.COMPILED_OF:
+                return f"dict ({key})"
+            continue
+        closure = isinstance(each, types.CellType | types.FunctionType | tuple)
+        if name := _holder(each, seen) if closure else type(each).__name__:
+            return name
+    return ""
+
+
+def _key_of(value: Any, table: dict[Any, Any]) -> str:
+    return next((str(key) for key, own in list(table.items()) if own is value), "")
 
 
 def unwrapped(
     model: nn.Module,
-    base: type[Any],
-    made: Callable[[Any], type[Any]],
+    base: type[Changed] = Changed,
+    before: str = "revert()",
     why: Callable[[Any], str] = own_forward,
-) -> list[Any]:
-    """The modules of ``base``, whose classes were :func:`made`.
+) -> dict[str, Any]:
+    """Names and modules of ``base``, whose class can change back.
 
-    Raises ValueError where reverting one would leave what was put around it.
+    Raises ValueError where something that was put around one of them would stay.
     """
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, base)]
-    for name, module in found:
-        if type(module) is not made(module):
+    found: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, base)}
+    held = held_forwards(found.values())
+    for name, module in found.items():
+        if not {"plain", "thawed"} & vars(type(module)).keys():  # a subclass, made elsewhere
             raise ValueError(
                 f"model: {name or '(root)'} is now a {type(module).__name__}; undo what was "
-                "wrapped around it (a parametrisation, fully_shard) before revert()"
+                f"wrapped around it (a parametrisation, fully_shard) before {before}"
             )
-        if reason := why(module):
-            raise ValueError(f"model: {name or '(root)'}: {reason}; undo that before revert()")
-    return [module for _, module in found]
+        if reason := why(module) or held.get(module):
+            raise ValueError(f"model: {name or '(root)'}: {reason}; undo that before {before}")
+    return found
 
 
-def copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
-    """A ``cls`` with the content of ``module``: Parameters, buffers, hooks, training mode.
+def become(module: nn.Module, cls: type[Any], fields: Mapping[str, Any] | None = None) -> None:
+    """Change a module's class in place; :func:`unwrapped` or :func:`own_forward` has checked it.
 
-    If ``module`` was compiled by itself, the new one is not: that would be a call of the old one.
+    Args:
+        module: keeps its id, Parameters, hooks and training mode.
+        cls: its new class.
+        fields: what ``hot_fields`` names. Fields of the old class alone go.
     """
-    new: nn.Module = object.__new__(cls)
-    new.__dict__.update(module.__dict__)
-    carry_forward(module, new, cls)
-    _compat.forget_compiled(new)
-    # The tables of content are copied; hook tables stay shared, because handles remove from them.
-    for table in ("_parameters", "_buffers", "_modules"):
-        new.__dict__[table] = module.__dict__[table].copy()
-    return new
-
-
-_TABLES = frozenset(vars(nn.Module()))
-
-
-def replace_layers(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Module:
-    """Put new layers in the place of others, in place; return the model, new if it is replaced.
-
-    Attributes, lists, dicts and partials of its modules that hold a layer, or a bound method of it,
-    hold the new one.
-    """
-    for parent in list(model.modules()):  # a module in two places is the same new one in both
-        for name, child in parent._modules.items():
-            parent._modules[name] = replacements.get(child, child)
-    for new in replacements.values():
-        _compat.rebind_hooks(new)
-    # What else holds a layer, or its bound methods, would go on to call the old one.
-    made = set(replacements.values())
-    for parent in model.modules():
-        own = (_FORWARD, _OLD_FORWARD) if parent in made else ()  # carry_forward has made them
-        for name, value in list(vars(parent).items()):
-            if name not in _TABLES and name not in own:
-                parent.__dict__[name] = _exchanged(value, replacements)
-    return replacements.get(model, model)
-
-
-def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3) -> Any:
-    """The same, with the new layers and their methods in place of the old ones'."""
-    if isinstance(value, nn.Module):
-        return replacements.get(value, value)
-    if isinstance(value, types.MethodType):
-        new = replacements.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
-        found = None if new is None else getattr(new, value.__name__, None)
-        return value if found is None else found
-    if type(value) is functools.partial and depth:
-        parts = (value.func, value.args, value.keywords)
-        func, args, named = (_exchanged(part, replacements, depth - 1) for part in parts)
-        same = func is value.func and args is value.args
-        return value if same else functools.partial(func, *args, **named)
-    if type(value) in (list, tuple, dict) and depth:
-        items = value.values() if isinstance(value, dict) else value
-        made = [_exchanged(item, replacements, depth - 1) for item in items]
-        if all(a is b for a, b in zip(made, items, strict=True)):
-            return value
-        if isinstance(value, tuple):
-            return tuple(made)
-        if isinstance(value, dict):
-            value.update(zip(list(value), made, strict=True))
-        else:
-            value[:] = made
-    return value
+    content = vars(module)
+    kept = getattr(cls, "hot_fields", ())
+    for name in getattr(type(module), "hot_fields", ()):
+        if name not in kept:
+            content.pop(name, None)
+    content.update(fields or {})
+    if _is_hooked(module):
+        method = types.MethodType(cls.forward, module)
+        content[_OLD_FORWARD] = content[_FORWARD].__wrapped__ = method
+    else:
+        content.pop(_FORWARD, None)
+    module.__class__ = cls  # fully_shard and parametrisations do so, too

@@ -10,7 +10,7 @@ Source: docs/torch/integrations.md, "Noise to gradient ratio".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
@@ -140,19 +140,20 @@ class NoiseMonitor:
             return
         assert isinstance(module, HotModule)
         x, needs_gx, dtype = given(), call.requires_grad, call.autocast
-        if isinstance(module, FrozenModule):
-            module = module.copy_thawed()  # the same g_x
-            assert isinstance(module, HotModule) and isinstance(module, nn.Module)
+        content, cls = vars(module), type(module)
+        if isinstance(module, FrozenModule):  # the same g_x
+            parameters = {"weight": module.dequantized(), "bias": module._parameters["bias"]}
+            content, cls = {**content, "_parameters": parameters}, module.thawed
         device = x.device.type
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(self._seed + self._measured)
             self._measured += 1
             enabled = dtype is not None
             with torch.autocast(device, dtype, enabled=enabled):
-                noisy = _gradients(module, type(module), x, gy, needs_gx)
+                noisy = _gradients(content, cls, x, gy, needs_gx)
             with torch.autocast(device, enabled=False):
                 wide = (x.float(), gy.float(), needs_gx, torch.float)
-                exact = _gradients(module, module.plain, *wide)
+                exact = _gradients(content, cls.plain, *wide)
         for kind, ours, true in zip(_KINDS, noisy, exact, strict=True):
             if ours is not None and true is not None:
                 sums = self._sums.setdefault((name, kind), [0.0, 0.0])
@@ -179,27 +180,28 @@ def _measurable(module: nn.Module) -> bool:
 
 
 def _gradients(
-    module: nn.Module,
-    cls: type[nn.Module],
+    content: Mapping[str, Any],
+    cls: type[Any],
     x: Tensor,
     gy: Tensor,
     needs_gx: bool,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """g_w and g_x of one call of ``cls``'s forward; None for one that is not wanted."""
+    parameters: Mapping[str, Tensor | None] = content["_parameters"]
     own = {
         name: None if p is None else p.detach().to(p.dtype if dtype is None else dtype)
-        for name, p in module._parameters.items()
+        for name, p in parameters.items()
     }
-    weight = own["weight"]
-    assert weight is not None and module._parameters["weight"] is not None
-    weight.requires_grad_(module._parameters["weight"].requires_grad)
+    weight, held = own["weight"], parameters["weight"]
+    assert weight is not None and held is not None
+    weight.requires_grad_(held.requires_grad)
     x = x.detach().requires_grad_(needs_gx)
     wanted = [tensor for tensor in (weight, x) if tensor.requires_grad]
     if not wanted:
         return None, None
     bare = object.__new__(cls)
-    bare.__dict__.update(module.__dict__, _parameters=own)
+    bare.__dict__.update(content, _parameters=own)
     # Not bare(x), which would run the model's hooks and this monitor's, nor a forward of its own.
     y = cls.forward(bare, x)
     found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, gy.to(y.dtype)), strict=True))

@@ -16,9 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from . import _compat
 from .frozen import FrozenModule
-from .modules import replace_layers
-from .report import REPORT
-from .saved import SavedCodes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
@@ -302,19 +299,18 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore .grad, buffers, submodules, their classes and torch's random state on leaving.
+    """Restore .grad, buffers, modules' classes and attributes, torch's random state on leaving.
 
     Inside, no parameter has a .grad. Hooks that run once a parameter's gradient is there (an
     optimizer in backward) are set aside.
     """
     modules, grads = list(model.modules()), [(p, p.grad) for p in model.parameters()]
     hooks = [_compat.post_accumulate_hooks(parameter) for parameter, _ in grads]
-    tables: list[dict[Any, Any]] = [*hooks, *(m._buffers for m in modules)]
+    own = [(m._parameters, m._buffers, m._modules, vars(m)) for m in modules]
+    tables: list[dict[Any, Any]] = [*hooks, *(table for each in own for table in each)]
     contents = [(table, dict(table)) for table in tables]
+    classes = [(m, type(m)) for m in modules]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    children = [(m, dict(m._modules)) for m in modules]
-    report = vars(model).get(REPORT)
-    saved = [(m, type(m)) for m in modules if isinstance(m, SavedCodes)]
     with torch.random.fork_rng({p.device for p, _ in grads if p.is_cuda}):
         try:
             for parameter, _ in grads:
@@ -323,25 +319,13 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
                 table.clear()  # in place: handles remove from it
             yield
         finally:
-            back: dict[nn.Module, nn.Module] = {}
-            for module, before in children:
-                for name, child in before.items():
-                    now = module._modules.get(name)
-                    if child is not None and now is not None and now is not child:
-                        back[now] = child
-                module._modules.update(before)
-            if back:
-                replace_layers(model, back)  # for lists and methods that hold a layer
-            vars(model).pop(REPORT, None)
-            if report is not None:
-                vars(model)[REPORT] = report
-            for module, kind in saved:
-                module.__class__ = kind
-            for parameter, grad in grads:
-                parameter.grad = grad
             for table, content in contents:  # self.buffer = self.buffer + 1
                 table.clear()
                 table.update(content)
+            for module, kind in classes:
+                module.__class__ = kind
+            for parameter, grad in grads:
+                parameter.grad = grad
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

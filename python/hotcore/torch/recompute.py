@@ -82,7 +82,8 @@ def recompute(
     found = _blocks(blocks)
     inside = {id(module) for block in found for module in block.modules() if module is not block}
     for block in found:
-        if id(block) in inside or any(map(_is_recomputed, block.modules())):
+        twice = id(block) in inside or found.count(block) > 1
+        if twice or any(map(_is_recomputed, block.modules())):
             raise ValueError(
                 f"blocks: {type(block).__name__} is recomputed already, or holds a block that is"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..config import HotConfig
@@ -51,42 +51,6 @@ class Skipped:
     """Time of forward and backward as a multiple of plain torch's, if it were converted."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedModule:
-    """A module that keeps codes."""
-
-    name: str
-    kind: str
-    """Name of the plain class."""
-    bits: Mapping[str, int]
-    """Kind of operation -> bits."""
-
-
-@dataclasses.dataclass
-class SavedReport:
-    """The result of :func:`hotcore.torch.saved.convert_saved`; print it for a table."""
-
-    converted: list[SavedModule]
-    left: dict[str, str]
-    """Name of a module with such an operation that was not converted -> why."""
-
-    def __str__(self) -> str:
-        """One row per class and bits; then the modules that stay plain, and why."""
-        rows: dict[str, list[str]] = {}
-        for module in self.converted:
-            bits = ", ".join(f"{kind} {value}" for kind, value in module.bits.items())
-            row = f"{module.kind}: kept in bits: {bits}"
-            rows.setdefault(row, []).append(module.name)
-        for name, reason in self.left.items():
-            rows.setdefault(f"as it was: {reason}", []).append(name)
-        lines = [f"{row} ({listed(names, 3)})" for row, names in rows.items()]
-        lines.append(
-            f"{len(self.converted)} modules keep codes for backward ({len(self.left)} left as they "
-            "were)"
-        )
-        return "\n".join(lines)
-
-
 @dataclasses.dataclass
 class ConversionReport:
     """What :func:`~hotcore.torch.convert` did, layer by layer; print it for a table.
@@ -109,8 +73,6 @@ class ConversionReport:
     """Values of all Parameters of the model."""
     macs: int | None = None
     """Multiply-adds of the whole forward pass over ``inputs``; None without ``inputs``."""
-    saved: SavedReport | None = None
-    """With ``saved``: the modules beside these layers that keep codes for backward."""
     head: str = ""
     """With ``head``: how the model computes its loss."""
     in_eval_mode: list[str] = dataclasses.field(default_factory=list)
@@ -169,8 +131,6 @@ class ConversionReport:
             if self.mac_share is not None:
                 covered += f" and do {self.mac_share:.1%} of its forward pass's multiply-adds"
             lines.append(covered)
-        if self.saved is not None:
-            lines.append(str(self.saved))
         if self.head:
             lines.append(f"head: {self.head}")
         return "\n".join([*lines, *self.notes])
@@ -189,7 +149,6 @@ class ConversionReport:
             "macs": self.macs,
             "mac_share": self.mac_share,
             "expected_time": self.expected_time,
-            "saved": None if self.saved is None else dataclasses.asdict(self.saved),
             "head": self.head,
         }
 

@@ -13,7 +13,7 @@ from . import _compat, bitsandbytes, gains
 from .attention import HotMultiheadAttention
 from .bitsandbytes import is_4bit, is_8bit
 from .frozen import FrozenModule
-from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
+from .modules import HotConv2d, HotLinear, HotModule, held_forwards, is_pointwise, own_forward
 from .ops import DTYPES
 from .ops.conv import has_products
 from .ops.sharded import is_dtensor
@@ -138,11 +138,8 @@ def why_plain(
     else:
         reasons = _default_reasons(model, layers)
     # Reasons why a conversion is impossible come before reasons of choice.
-    reasons |= {fqn: why for fqn, module in layers if (why := why_impossible(module))}
-    # torch.compile's result calls the layer that it was given.
-    called = {id(getattr(m, "_orig_mod", None)) for m in model.modules() if _compat.is_compiled(m)}
-    compiled = [fqn for fqn, m in layers if id(m) in called and not isinstance(m, HotModule)]
-    return reasons | dict.fromkeys(compiled, "it was compiled before convert(), which comes first")
+    held = held_forwards(module for _, module in layers if not isinstance(module, HotModule))
+    return reasons | {fqn: why for fqn, m in layers if (why := why_impossible(m) or held.get(m))}
 
 
 def why_impossible(module: nn.Module) -> str:
@@ -158,8 +155,6 @@ def why_impossible(module: nn.Module) -> str:
         return why
     if plain.forward.__module__ != plain.__module__:
         return f"the forward of {plain.__name__} was replaced by {plain.forward.__module__}'s"
-    if _compat.is_compiled(module):
-        return "it was compiled before convert(), which comes first"
     if isinstance(module, nn.MultiheadAttention) and (
         module.add_zero_attn or module.bias_k is not None
     ):

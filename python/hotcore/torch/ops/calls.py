@@ -57,7 +57,7 @@ _OPEN: AbstractContextManager[Any] = nullcontext()
 
 
 def hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
-    """Hide a layer's inner calls from torch-function modes, such as those of ``convert(saved=)``.
+    """Hide a layer's inner calls from torch-function modes (``torch.set_default_device`` sets one).
 
     A mode would see about twenty attributes and calls, at 2 us of host time each. Nothing is hidden
     from subclasses of Tensor, which may need to see the calls.

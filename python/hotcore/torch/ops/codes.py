@@ -1,9 +1,9 @@
 """Codes: an x compressed for backward, an x and a weight quantised for 8-bit products.
 
-A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``), once for all
-layers of a graph that take the same x and configuration. These layers round g_y with the same
-random numbers; every gradient is still unbiased. With ``forward="int8"`` it is ``input_of``, which
-also quantises x for the product, from the same read of x (``quantize_input``).
+A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``). The
+partitioner merges the calls of layers that take the same x and configuration. These layers round
+g_y with the same random numbers; every gradient is still unbiased. With ``forward="int8"`` it is
+``input_of``, which also quantises x for the product, from the same read (``quantize_input``).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`~.core.key_of`). Compiled and
 captured code draws it with the generator of x's device, where the kernels read it: a graph needs no
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Annotated, Any, NamedTuple, overload
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ... import _core
 from ...config import HotConfig, Key
-from .. import _compat
+from .. import _compat, frozen_codes
 from . import core, sharing
 from .core import (
     DTYPES,
@@ -39,7 +39,6 @@ from .core import (
     workspace,
 )
 from .registry import Size, operator
-from .sharing import once
 
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
@@ -212,32 +211,17 @@ def compress_with_seed(x: Tensor, config: str) -> Pair:
     return pair
 
 
-def compress_once(
-    x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
-) -> Pair:
-    """In a graph, codes and seed of x by ``compress(inner)``, once for every layer with this x.
-
-    Without ``compress`` a seed and empty codes.
-    """
-
-    def make() -> Pair:
-        if compress is not None:
-            return compress(inner.detach())
-        seed = draw_seed(inner.detach())
-        return seed.new_empty(0), seed
-
-    return once(x, key, make)
-
-
-def _kept(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
-    make = functools.partial(compress_with_seed, config=config) if codes else None
-    return compress_once(x, inner, (config, codes), make)
+def seed_without_codes(x: Tensor) -> Pair:
+    """In a graph, empty codes and the seed of a layer that keeps nothing of x."""
+    seed = draw_seed(x)
+    return seed.new_empty(0), seed
 
 
 @operator()
-def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
-    """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
-    return _kept(x, inner, config, codes)
+def kept_of(x: Tensor, config: str, codes: bool) -> Pair:
+    """Codes (empty unless ``codes``) and seed of x, which autocast has cast."""
+    x = x.detach()
+    return compress_with_seed(x, config) if codes else seed_without_codes(x)
 
 
 # ---- an x for 8-bit products ----
@@ -294,25 +278,19 @@ def quantize_input(x: Tensor, config: str) -> Forms:
 
 
 @operator()
-def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
-    """Both forms of x; that for backward is empty unless ``keep``.
+def input_of(x: Tensor, config: str, keep: bool) -> Forms:
+    """Both forms of x, which autocast has cast; that for backward is empty unless ``keep``.
 
     Inside of a selective checkpoint by two operators: a policy that keeps what backward needs
     (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with it.
     """
     if keep and not _compat.in_selective_checkpoint():
-        made: Forms = once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
+        made: Forms = quantize_input(x.detach(), config)
         return made
-    saved, seed = _kept(x, inner, config, keep)
-    key = (parsed(config).forward_block, inner.dtype)
-    return once(x, key, lambda: _input_without_node(inner, config)), saved, seed
-
-
-def _input_without_node(inner: Tensor, config: str) -> Tensor:
+    saved, seed = kept_of(x, config, keep)
     # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
     with torch.no_grad():
-        codes: Tensor = forward_input(inner, config)
-        return codes
+        return forward_input(x, config), saved, seed
 
 
 # ---- both forms in eager mode ----
@@ -371,7 +349,8 @@ class Frozen(NamedTuple):
     """A weight that exists only as codes (:mod:`hotcore.torch.frozen`)."""
 
     codes: Tensor
-    """What :func:`quantize_forward_weight` makes: uint8, O rows of codes, then O fp32 scales."""
+    """uint8: O rows of codes, then O fp32 scales (:func:`quantize_forward_weight`), and of a frozen
+    layer the tail that says their format (:mod:`hotcore.torch.frozen_codes`)."""
     block: int
     """Of the transform along I (``forward_block``)."""
     out_features: int
@@ -394,6 +373,23 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
+def body(weight: Frozen) -> Tensor:
+    """The codes and scales, as libhot reads them. Raises RuntimeError: see :func:`check_codes`."""
+    codes, size = weight.codes, _body_bytes(weight.out_features, weight.in_features, weight.block)
+    if hasattr(codes, "_hot_seen"):
+        frozen_codes.check(codes, size)
+    return codes[:size]
+
+
+_body_bytes = functools.lru_cache(maxsize=4096)(frozen_codes.body_bytes)
+
+
+def check_codes(weight: Frozen) -> None:
+    """Raise RuntimeError where the bytes of a frozen layer are not codes."""
+    size = _body_bytes(weight.out_features, weight.in_features, weight.block)
+    frozen_codes.check(weight.codes, size)
+
+
 _CHUNK_VALUES = 1 << 24
 """Values of a weight that are dequantised at a time, by way of 64 MiB in fp32."""
 
@@ -403,7 +399,7 @@ def dequantize(weight: Frozen) -> Tensor:
 
     It is made in fp32 and rounded once, some rows at a time.
     """
-    codes, rows, columns = weight.codes, weight.out_features, weight.in_features
+    codes, rows, columns = body(weight), weight.out_features, weight.in_features
     made = weight.dtype if weight.dtype in DTYPES else torch.float32
     out = torch.empty((rows, columns), dtype=made, device=codes.device)
     if out.numel() and not codes.is_meta:

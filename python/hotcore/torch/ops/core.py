@@ -13,12 +13,13 @@ from torch import Tensor
 from ... import _core, contexts
 from ...config import HotConfig, Key
 from .. import _compat
+from ..frozen_codes import FrozenCodes
 
 to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
 SEEDS = 0x7FFF_FFFF_FFFF_FFFF
 """Seeds are 0 <= seed < this."""
-PLAIN_TYPES: Any = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES: Any = (Tensor, torch.nn.Parameter, FrozenCodes)
 """Types that override no operation of torch; subclasses of Tensor may."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that HOT supports."""

@@ -140,6 +140,8 @@ def _check(
                 f"{name}: a DTensor; leave the head out of the tensor parallel plan, and call the "
                 "model that fully_shard wraps, which gathers the weight"
             )
+        if tensor is not None and tensor.layout is not torch.strided:
+            raise ValueError(f"{name}: layout {tensor.layout}; expected a dense tensor")
     if weight.dim() != 2 or weight.shape[0] == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight: shape {list(weight.shape)}; expected [V, I], V at least 1, for x of shape "

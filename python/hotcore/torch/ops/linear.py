@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ... import _core
 from ...config import ConfigLike, HotConfig, Key
-from .. import _compat, accumulation
+from .. import _compat
 from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
 from .core import Handle, handle_of, lend, parsed, to_dlpack, workspace
@@ -139,9 +139,9 @@ def _compiled_linear(
     inner = calls.cast(x, dtype)  # in the graph, where the compiler fuses it with x's producer
     keep, quantized = weight.requires_grad and not defer, None
     if int8:
-        quantized, saved, seed = codes.input_of(x, inner, config_json, keep)
+        quantized, saved, seed = codes.input_of(inner, config_json, keep)
     else:
-        saved, seed = codes.kept_of(x, inner, config_json, keep)
+        saved, seed = codes.kept_of(inner, config_json, keep)
     kept = saved if keep else None
     y: Tensor = _linear(inner, weight, bias, kept, seed, config_json, quantized)
     return y
@@ -168,7 +168,7 @@ def int8_linear(
     else:
         rows, tokens, in_features = x, math.prod(x.shape[:-1]), x.shape[-1]
     if isinstance(weight, Frozen):
-        matrix, frozen, out_features = None, weight.codes, weight.out_features
+        matrix, frozen, out_features = None, codes.body(weight), weight.out_features
     else:
         matrix, frozen, out_features = weight, None, weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
@@ -313,7 +313,7 @@ class Linear(torch.autograd.Function):
         need_gx, need_gw = ctx.needs_input_grad[:2]
         handle: Any = handle_of(config) if config else None
         deferred = False
-        own_seed = cache = shared = None
+        own_seed = cache = None
         saved, quantized, *frozen = graph or (None, None)
         if graph:
             held, saved_seed = _held(weight, frozen), seed
@@ -323,7 +323,7 @@ class Linear(torch.autograd.Function):
         else:
             if need_gw:
                 cache = sharing.current()
-            own_seed, shared = seed, accumulation.shared(weight, bias)
+            own_seed = seed
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         gathered = _gathered(weight)  # not saved: fully_shard frees and refills its memory
@@ -331,7 +331,7 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(saved if need_gw else None, saved_seed, kept)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, gathered, frozen)
+        ctx.call = (handle, own_seed, x.shape, dtypes, cache, deferred, gathered, frozen)
         return without_base(y)
 
     @staticmethod
@@ -342,7 +342,7 @@ class Linear(torch.autograd.Function):
         if gy is None:
             return None, None, None, *others
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, shared, deferred, gathered, frozen = ctx.call
+        handle, seed, x_shape, dtypes, cache, deferred, gathered, frozen = ctx.call
         of_gx, of_gw, of_gb = dtypes
         if cache is not None:
             cache.clear()
@@ -358,7 +358,6 @@ class Linear(torch.autograd.Function):
             handle,
             x_shape,
             (of_gx if need_gx else None, of_gw if need_gw else None, of_gb if need_gb else None),
-            shared,
         )
         return gx, gw, gb, *others
 
@@ -428,7 +427,7 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     dtype = calls.autocast_dtype(x)
     inner = calls.cast(x, dtype)
     if config_json or x.dtype != weight.dtype:
-        calls.check_dtypes(x, weight.dtype, bias, dtype)
+        _check_dtypes(x, weight, bias, dtype)
     if config_json:
         calls.check_transforms("linear", x, bias)
     elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
@@ -440,9 +439,9 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     x_codes = None
     if not calls.is_int8(config_json):
         if compiled and config_json:
-            _, seed = codes.kept_of(x, inner, config_json, False)
+            _, seed = codes.kept_of(inner, config_json, False)
     elif compiled:
-        x_codes, _, seed = codes.input_of(x, inner, config_json, False)
+        x_codes, _, seed = codes.input_of(inner, config_json, False)
     elif seed is not None and core.product_bypasses_dispatcher(inner, weight.codes):
         handle = handle_of(config_json)
         x_codes, _, _ = codes.forms_of(x, inner, weight.codes, None, seed, handle, None)
@@ -452,6 +451,20 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
         return traced
     y: Tensor = Linear.apply(inner, held, bias, seed, config_json, None, x_codes, *fields)  # type: ignore[no-untyped-call]  # so in torch
     return y
+
+
+def _check_dtypes(
+    x: Tensor, weight: Frozen, bias: Tensor | None, autocast: torch.dtype | None
+) -> None:
+    try:
+        calls.check_dtypes(x, weight.dtype, bias, autocast)
+    except ValueError as error:
+        if str(error).startswith("weight:"):
+            error.args = (
+                f"{error}. The weight is frozen in INT8: model.to(x.dtype) changes the dtype that "
+                "it stands for, where the mp_policy of fully_shard casts x alone",
+            )
+        raise
 
 
 # ---- the backward products ----
@@ -472,17 +485,14 @@ def backward(
 
     gy is ``[..., O]`` and g_x ``[..., I]``, with equal or flattened leading dimensions. ``keys``:
     the key that ``saved`` was made with, and the key that rounds g_y (:func:`core.keys_of`). With
-    ``accumulate`` g_w and g_b are added to the values in their tensors. ``quantized``: the weight's
-    codes, in its place.
+    ``accumulate`` g_w is added to the values in its tensor. ``quantized``: the weight's codes, in
+    its place.
     """
     gy, tokens, out_features = core.collapsible(gy)
     spec = config.spec
     gx, gw, gb = outputs
     if isinstance(weight, Frozen):
         weight = codes.dequantize(weight)
-    if accumulate:  # to tensors of the caller, which may be negated, too
-        gw = None if gw is None else gw.resolve_neg()
-        gb = None if gb is None else gb.resolve_neg()
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
     shape = (tokens, out_features, in_features, spec)
@@ -504,10 +514,6 @@ def backward(
         workspace(_core.backward_linear_workspace, gy, *shape, *wanted),
         None if quantized is None else lend(quantized, "codes of the weight"),
     )
-    if accumulate:
-        for given, made in zip(outputs[1:], (gw, gb), strict=True):
-            if given is not None and made is not None and made is not given:
-                given.copy_(made)
 
 
 def new_gradients(
@@ -583,30 +589,24 @@ def gradients(
     handle: Handle | None,
     x_shape: torch.Size,
     dtypes: Sequence[torch.dtype | None],
-    shared: accumulation.Shared | None = None,
 ) -> Gradients:
     """g_x, g_w, g_b, by the operator or directly, with equal results.
 
-    None for a dtype of None, and for what is added to the ``.grad`` of ``shared``. Without seed and
-    handle they are those of a plain product with a frozen weight.
+    None for a dtype of None. Without seed and handle they are those of a plain product with a
+    frozen weight.
     """
     parts: Any = weight if isinstance(weight, Frozen) else (weight,)
     held, *fields = parts
-    if handle is not None and seed is not None:
-        if shared is not None and not core.is_sparse_or_batched(gy):
-            added = shared.grads(dtypes[1:])
-            if added != (None, None):
-                keys = core.keys_of(saved_seed, seed)
-                return _add(gy, weight, saved, handle.config, keys, x_shape, dtypes, added)
-        if core.bypasses_dispatcher(gy) and (held is None or type(held) in core.PLAIN_TYPES):
-            outputs = new_gradients(gy, x_shape, dtypes)
-            keys = core.keys_of(saved_seed, seed)
-            try:
-                backward(gy, weight, saved, x_shape[-1], handle.config, keys, outputs)
-                return outputs
-            except RuntimeError:  # a check in advance would slow down every other call
-                if not core.is_sparse_or_batched(gy):
-                    raise
+    plain = held is None or type(held) in core.PLAIN_TYPES
+    if handle is not None and seed is not None and plain and core.bypasses_dispatcher(gy):
+        outputs = new_gradients(gy, x_shape, dtypes)
+        keys = core.keys_of(saved_seed, seed)
+        try:
+            backward(gy, weight, saved, x_shape[-1], handle.config, keys, outputs)
+            return outputs
+        except RuntimeError:  # a check in advance would slow down every other call
+            if not core.is_sparse_or_batched(gy):
+                raise
     rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
     common = (saved, saved_seed, seed, handle.json if handle else "", x_shape[-1])
     gx, gw, gb = _backward_linear(rows, held, *common, *dtypes, *fields)
@@ -616,28 +616,3 @@ def gradients(
         gw if wants_gw else None,
         gb if wants_gb else None,
     )
-
-
-def _add(
-    gy: Tensor,
-    weight: Tensor | Frozen | None,
-    saved: Tensor | None,
-    config: HotConfig,
-    keys: tuple[Key, Key],
-    x_shape: torch.Size,
-    dtypes: Sequence[torch.dtype | None],
-    added: tuple[Tensor | None, Tensor | None],
-) -> Gradients:
-    """Add g_w and g_b to those of ``added`` that are there; a call adds to both or to none."""
-    pairs = zip(dtypes[1:], added, strict=True)
-    others = [dtype if grad is None else None for dtype, grad in pairs]
-    gx, gw, gb = new_gradients(gy, x_shape, (dtypes[0], *others))
-    for new in (gw, gb):
-        if new is not None:
-            new.zero_()
-    outputs = (gx, gw if added[0] is None else added[0], gb if added[1] is None else added[1])
-    backward(gy, weight, saved, x_shape[-1], config, keys, outputs, True)
-    for grad in added:
-        if grad is not None:
-            torch.autograd.graph.increment_version(grad)
-    return gx, gw, gb

@@ -13,7 +13,7 @@ Only activations are shared: tensors with a ``grad_fn`` that are not views of a 
 that writes an activation the same way (NumPy, DLPack, ``.detach().data``, a replayed CUDA graph)
 goes unnoticed unless the tensor's memory moves; :class:`share_inputs` switches the cache off.
 
-While AOTAutograd traces a graph, :func:`once` does the same for every x of the graph.
+In compiled graphs the partitioner merges equal operators, and nothing here runs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _core
 from ...config import HotConfig
@@ -53,7 +52,7 @@ class share_inputs:
             between two layers that take it. It costs the memory and the time of one compressed x
             per layer.
 
-    Source: docs/torch/accumulation.md, "Layers with one x".
+    Source: docs/torch/sharing.md, "Layers with one x".
     """
 
     enabled: ClassVar[bool] = True
@@ -76,7 +75,7 @@ class share_inputs:
         return f"share_inputs(enabled={share_inputs.enabled})"
 
 
-def _state(x: Tensor) -> Hashable | None:
+def _state(x: Tensor) -> tuple[Any, ...] | None:
     """What must be equal for a tensor to be the same x; None if x is not shared."""
     if x.grad_fn is None or not share_inputs.enabled or core.is_intercepted(x):
         return None
@@ -92,7 +91,8 @@ def _state(x: Tensor) -> Hashable | None:
     else:
         stream = None
     try:
-        return (x._version, x.data_ptr(), x.stride(), stream)  # x.data = x.data.t()
+        # The rest is for x.data = x.data.t(), which raises no version.
+        return (x._version, x.shape, x.data_ptr(), x.stride(), x.dtype, stream)
     except RuntimeError:  # inference-mode tensors have no version counter
         return None
 
@@ -111,7 +111,7 @@ class Entry:
 
     __slots__ = ("compressed", "key", "node", "quantized", "state", "weights", "x")
 
-    def __init__(self, x: _Ref, state: Hashable) -> None:
+    def __init__(self, x: _Ref, state: tuple[Any, ...]) -> None:
         """Begin without codes."""
         self.x, self.state = x, state
         self.compressed: tuple[Tensor, Tensor] | None = None
@@ -152,14 +152,22 @@ class Cache:
     def entry_of(self, x: Tensor) -> Entry | None:
         """The entry of x, a new one if the last is not x's; None: x is not shared.
 
-        A new one is kept once it has codes: by :meth:`compressed`, or by a caller.
+        A new one is kept once it has codes: by :meth:`compressed`, or by a caller. Raises
+        RuntimeError where ``x.data`` has another shape since the last layer.
         """
         state = _state(x)
         if state is None:
             return None
         entry, source = self.entry, _source(x)
-        if entry is not None and entry.x() is source and entry.state == state:
-            return entry
+        if entry is not None and entry.x() is source:
+            if entry.state == state:
+                return entry
+            if entry.state[0] == state[0] and entry.state[1] != state[1]:
+                raise RuntimeError(
+                    f"x: shape {list(state[1])}; the layer before had the same x with "
+                    f"{list(entry.state[1])}. x.data was replaced between them, which autograd "
+                    "does not see; pass another tensor"
+                )
         self.entry = None  # free the old codes before new ones are allocated
         return Entry(weakref.ref(source, self._expire), state)
 
@@ -231,25 +239,3 @@ _threads = _Threads()
 def current() -> Cache:
     """The calling thread's cache."""
     return _threads.cache
-
-
-# ---- in a graph that is being traced ----
-
-_traced: Any = WeakTensorKeyDictionary()  # x -> (version, key) -> what was made of it
-_Made = TypeVar("_Made")
-
-
-def once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
-    """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
-
-    A composite operator runs during tracing, on symbolic tensors. The compiler does not merge
-    random operators, so this function gives each x only one.
-    """
-    if not _compat.functional(x):
-        return make()
-    made: dict[Hashable, Any] = _traced.setdefault(x, {})
-    versioned = (x._version, key)
-    if versioned not in made:
-        made[versioned] = make()
-    found: _Made = made[versioned]
-    return found
