@@ -536,19 +536,6 @@ def test_scale_per_token(rng: np.random.Generator) -> None:
             assert got[m, n] == f32(f32(acc * s_b[n % s_b.size]) / divisor)
 
 
-@pytest.mark.parametrize("gw_scale", ["token", "tensor"])
-def test_overflow_is_seen_with_every_gradient_scale(
-    rng: np.random.Generator, gw_scale: str
-) -> None:
-    for where in (0, 2):
-        arrays = layer(rng, 37, 19, 7)
-        arrays[where][5, 3] = np.inf
-        config = ref.recipe("fast", gw_scale=gw_scale)
-        gw = ref.backward_linear(*arrays, config=config, need=("gw",)).gw
-        hit = gw[3] if where == 0 else gw[:, 3]
-        assert np.isnan(hit).all()
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 21, 1024, 2500])
 def test_gb(rng: np.random.Generator, tokens: int) -> None:
     gy = normal(rng, tokens, 3) + f32(1)

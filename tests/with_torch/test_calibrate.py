@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import dataclasses
 from pathlib import Path
 
 import hotcore
@@ -206,21 +205,6 @@ def test_converted_model_and_filter(batches: list[torch.Tensor]) -> None:
     assert [layer.name for layer in paper.calibrate(model, batches, loss_of).layers] == ["down"]
     plan = paper.calibrate(Net(), batches, loss_of, filter_fn=lambda module, name: name == "head")
     assert [layer.name for layer in plan.layers] == ["head"]
-
-
-def test_overrides(plan: Selection) -> None:
-    config = HotConfig.recipe("paper", gx_bits=8)
-    overrides = plan.overrides(config, Net())
-    assert list(overrides) == ["up", "down"]
-    for layer in plan.layers:
-        assert overrides[layer.name] == dataclasses.replace(config, **layer.fields)
-
-
-def test_frozen(plan: Selection) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.batches = 3
-    with pytest.raises(TypeError):
-        plan.layers[0].gx_error["token"] = 0.0
 
 
 def test_plan_for_another_model(plan: Selection) -> None:
