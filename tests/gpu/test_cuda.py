@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONFIGS = ("default", hotcore.HotConfig.recipe("accurate", forward="int8"))
 
 

@@ -27,9 +27,6 @@ from evidence import (  # noqa: E402
 from hotcore.torch import gains  # noqa: E402
 from support import without_broken_torchvision  # noqa: E402
 
-RECIPES = ("default", "fast", "paper")
-
-
 pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 

@@ -207,6 +207,13 @@ def test_converted_model_and_filter(batches: list[torch.Tensor]) -> None:
     assert [layer.name for layer in plan.layers] == ["head"]
 
 
+def test_frozen(plan: Selection) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.batches = 3
+    with pytest.raises(TypeError):
+        plan.layers[0].gx_error["token"] = 0.0
+
+
 def test_plan_for_another_model(plan: Selection) -> None:
     other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with pytest.raises(

@@ -121,6 +121,13 @@ def test_table_and_json(x: torch.Tensor) -> None:
     assert sum(module["after"] for module in content["modules"]) == report.after
 
 
+def test_long_table() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(60)))
+    text = str(hot.memory_report(model, torch.randn(4, 64)))
+    assert len(text.splitlines()) == 1 + 40 + 1 + 2
+    assert "20 more" in text
+
+
 def test_plot(x: torch.Tensor, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     hot.memory_report(Net(), x).plot(tmp_path / "memory.png")
