@@ -43,53 +43,6 @@ TEST(BackwardLinear, same_bits_on_every_path) {
   }
 }
 
-TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
-  for (const std::string& name : recipe_names()) {
-    const std::int64_t O = any_size(), I = any_size();
-    Layer layer(any_size(), O, I, recipe(name));
-    layer.run(cpu());
-    const Floats &w = layer.w, &gy = layer.gy;
-    const std::size_t bytes = hot::quantized_weight_bytes(O, I, layer.spec);
-    std::vector<char> memory(bytes + 32, static_cast<char>(0xA5));
-    char* const codes =
-        memory.data() + (16 - reinterpret_cast<std::uintptr_t>(memory.data()) % 16) % 16;
-    Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
-    const hot::ConstQuantizedWeight quantized =
-        hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
-    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));       // nothing past its end
-    if (layer.spec.gx_scale == hot::Granularity::tensor) {  // its scale in every place, as CUDA
-      const auto* const scale = reinterpret_cast<const float*>(codes + bytes) - I;
-      EXPECT_EQ(std::vector<float>(scale, scale + I),
-                std::vector<float>(static_cast<std::size_t>(I), *scale));
-    }
-    const auto gx = layer.gx.values(), gw = layer.gw.values();
-    layer.gx.fill(std::vector<float>(gx.size(), -7.0F));
-    layer.gw.fill(std::vector<float>(gw.size(), -7.0F));
-    const TensorView vx = layer.gx.view(), vw = layer.gw.view();
-    Scratch scratch(hot::backward_linear_workspace(cpu(), {layer.L, O, I}, layer.spec, true, true));
-    const hot::BackwardOutputs outputs{&vx, &vw, nullptr, false};
-    hot::backward_linear(cpu(), gy.view(), quantized, layer.saved_view(), layer.spec, outputs,
-                         scratch.workspace());
-    EXPECT_EQ(layer.gx.values(), gx) << name;
-    EXPECT_EQ(layer.gw.values(), gw) << name;
-
-    const auto refused = [&](const hot::ConstQuantizedWeight& weight, const std::string& words) {
-      expect_error(hot::ErrorCode::invalid_argument, {words}, [&] {
-        hot::backward_linear(cpu(), gy.view(), weight, layer.saved_view(), layer.spec, outputs,
-                             scratch.workspace());
-      });
-    };
-    const std::uint64_t format = quantized.format;
-    refused({codes, bytes - 1, O, I, format}, "w has");
-    refused({codes + 1, bytes, O, I, format}, "w is not aligned");
-    refused({codes, bytes, O + 1, I, format}, "out_features; expected gy's");
-    expect_error(hot::ErrorCode::invalid_argument, {"out has"}, [&] {
-      hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes + 1}, for_weight.workspace());
-    });
-    EXPECT_EQ(layer.gx.values(), gx) << name << ": written although refused";
-  }
-}
-
 // Every configuration that keeps x itself.
 std::vector<BackwardLinearSpec> full_specs() {
   std::vector<BackwardLinearSpec> all;

@@ -288,20 +288,6 @@ TEST(Errors, unknown_enumerations) {
   expect_error(invalid, {"gx_scale", "channel"}, [&] { hot::saved_layout(20, 12, channels); });
 }
 
-TEST(Errors, supported) {
-  hot::BackwardLinearSpec spec;
-  EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).ok);
-  EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).why.empty());
-  spec.gx_bits = 3;
-  EXPECT_FALSE(hot::supported(cpu(), {20, 10, 12}, spec).ok);
-  EXPECT_NE(hot::supported(cpu(), {20, 10, 12}, spec).why.find("gx_bits"), std::string::npos);
-  EXPECT_FALSE(hot::supported(cpu(), {-1, 10, 12}, {}).ok);
-  spec = recipe("paper");
-  spec.low_rank.layout = {14, 14, 1};
-  EXPECT_TRUE(hot::supported(cpu(), {197, 10, 12}, spec).ok);
-  EXPECT_FALSE(hot::supported(cpu(), {196, 10, 12}, spec).ok);
-}
-
 TEST(Errors, missing_backends) {
   for (const hot::Isa isa : {hot::Isa::avx2, hot::Isa::avx512, hot::Isa::amx}) {
     if (static_cast<int>(isa) <= static_cast<int>(hot::best_isa())) continue;

@@ -74,6 +74,17 @@ def test_shared_storages_count_once(x: torch.Tensor) -> None:
     assert "k" not in by_name(report) or by_name(report)["k"][0] == 0
 
 
+def test_converted_model(x: torch.Tensor) -> None:
+    model = Net()
+    plain = hot.memory_report(model, x, "fast")
+    hot.convert(model, "fast")
+    modules = list(model.modules())
+    report = hot.memory_report(model, x)
+    assert list(model.modules()) == modules
+    assert by_name(report) == by_name(plain)
+    assert report.changes == "as converted"
+
+
 def test_inputs_and_losses(x: torch.Tensor) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
