@@ -151,20 +151,6 @@ def test_bench_fwht(tmp_path: Path) -> None:
     assert report["n"]["256"]["copy"]["of the copy"] == 1
 
 
-# ---- targets and plots ----
-
-
-def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    import plot
-
-    for name in ("gpu-check", "cuda-steps", "cuda-8b"):
-        plot.main([str(FOLDER / f"results/{name}.json"), "--out", str(tmp_path)])
-    text = (tmp_path / "speedup_by_layer.svg").read_text()
-    assert text.startswith("<?xml") and all(word in text for word in ("Llama-3-8B", "default"))
-    assert (tmp_path / "steps.svg").stat().st_size > 5000
-
-
 # ---- the rule of what is slower on CUDA ----
 
 

@@ -99,13 +99,10 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--recipe", "fp32,fats"], "unknown recipe 'fats'; choose from fp32, default, fast"),
-        (["--recipe", ""], "unknown recipe ''"),
         (["--forward", "fp8"], "unknown forward 'fp8'; choose from plain, int8"),
         (["--task", "resnet"], "argument --task: invalid choice: 'resnet'"),
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
-        (["--steps", "many"], "argument --steps: 'many' is not a whole number"),
         (["--seed", "-1"], "argument --seed: must be between 0 and"),
-        (["--threads", "0"], "argument --threads: must be at least 1"),
         (["--device", "tpu"], "argument --device: 'tpu' is none of cpu, cuda"),
         (["--out", str(TRAIN)], "is a file; a folder is wanted"),
     ],
