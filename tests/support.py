@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -17,7 +16,6 @@ import hotcore
 import numpy as np
 import pytest
 import reference
-from golden import make_golden
 from hotcore import HotConfig, Key, _core
 
 # The NumPy half of the tests runs without torch.
@@ -309,41 +307,6 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     """Cosine between two arrays."""
     x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
     return float(x @ y / np.sqrt((x @ x) * (y @ y)))
-
-
-def golden(stage: str) -> dict[str, dict[str, Any]]:
-    """The golden cases of a stage (tests/golden/make_golden.py says what they hold).
-
-    Arrays that a case takes from another one (its param ``input``) are filled in.
-    """
-    cases = make_golden.load(stage)
-    for case in cases.values():
-        source = cases.get(case.get("input", ""), {})
-        for name, value in source.items():
-            case.setdefault(name, value)
-    assert cases
-    return cases
-
-
-def golden_options(case: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Params of a case as keyword arguments; empty rows and grids become None."""
-    options = {name: case[name] for name in names}
-    if "rows" in options:
-        options["rows"] = tuple(options["rows"]) or None
-    if "token_grid" in options:
-        options["token_grid"] = tuple(options["token_grid"]) if any(case["token_grid"]) else None
-    if "key" in options:
-        options["key"] = Key(*options["key"])
-    if "equalize_tokens" in options:
-        options["equalize_tokens"] = bool(options["equalize_tokens"])
-    return options
-
-
-def golden_config(case: dict[str, Any]) -> HotConfig:
-    """The configuration that a case's params hold."""
-    fields = (field.name for field in dataclasses.fields(HotConfig))
-    names = [name for name in fields if name in case]  # of the backward pass
-    return HotConfig(**golden_options(case, *names))
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 #include <atomic>
 #include <thread>
 
-#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
 using hot::BackwardLinearSpec;
 using hot::Basis;
 using hot::Granularity;
-using hot::Storage;
 
 namespace {
 
@@ -17,87 +15,7 @@ std::int64_t any_size() {
   return sizes[random_int(0, 9)];
 }
 
-// A floating-point sum has a bound, not exact bits: a few roundings and one of the output's type.
-void check_sums(const hot::Context& context, const GoldenOutput& gb) {
-  const GoldenInput expected(gb.expected);
-  std::vector<float> sums(static_cast<std::size_t>(gb.view.shape[0])), right = sums;
-  hot::fwht(context, gb.view, 0, 1, as_vector(sums, DType::f32));
-  hot::fwht(context, expected.view, 0, 1, as_vector(right, DType::f32));
-  const float ulp = gb.view.dtype == DType::f32   ? 1e-6F
-                    : gb.view.dtype == DType::f16 ? 0x1p-10F
-                                                  : 0x1p-7F;
-  for (std::size_t o = 0; o < sums.size(); ++o) {
-    if (!std::isfinite(right[o])) {
-      EXPECT_FALSE(std::isfinite(sums[o]));
-    } else {
-      EXPECT_NEAR(sums[o], right[o], ulp * std::max(1.0F, std::abs(right[o])));
-    }
-  }
-}
-
-void check_golden(const GoldenCase& one, const hot::Context& context) {
-  const GoldenInput gy(one.arrays.at("gy")), w(one.arrays.at("w")), x(one.arrays.at("x"));
-  const BackwardLinearSpec spec = golden_spec(one);
-  const GoldenSaved saved(x.view, spec, context.with_key(one.key("saved_key")));
-  const auto has = [&](const char* name) { return one.arrays.count(name) != 0; };
-  if (has("stored")) GoldenOutput::check_memory(one.arrays.at("stored"), saved.data, "stored");
-  if (has("back")) {
-    GoldenOutput back(one.arrays.at("back"));
-    hot::decompress_activation(context, saved.view, 0, x.view.shape[0], spec, back.view);
-    back.check("back");
-  }
-  const bool need_gx = has("gx"), need_gb = has("gb");
-  GoldenOutput gx(one.arrays.at(need_gx ? "gx" : "x")), gw(one.arrays.at("gw")),
-      gb(one.arrays.at(need_gb ? "gb" : "gw"));
-  const auto start_from = [&](GoldenOutput& out, const char* name) {
-    if (!has(name)) return;
-    out.input.memory = one.arrays.at(name).bytes();
-    out.view.data = out.input.memory.data();
-  };
-  start_from(gw, "gw_before");
-  start_from(gb, "gb_before");
-  const hot::LinearShape shape{gy.view.shape[0], gy.view.shape[1], w.view.shape[1]};
-  Scratch scratch(hot::backward_linear_workspace(context, shape, spec, need_gx, true));
-  const hot::BackwardOutputs outputs{need_gx ? &gx.view : nullptr, &gw.view,
-                                     need_gb ? &gb.view : nullptr, has("gw_before")};
-  if (one.params.count("quantized_weight") != 0 && one.number("quantized_weight") != 0) {
-    const std::size_t bytes =
-        hot::quantized_weight_bytes(shape.out_features, shape.in_features, spec);
-    Scratch memory(bytes + 16),
-        more(hot::quantize_weight_workspace(context, shape.out_features, shape.in_features, spec));
-    const auto address = reinterpret_cast<std::uintptr_t>(memory.memory.data());
-    const hot::ConstQuantizedWeight weight = hot::quantize_weight(
-        context, w.view, spec, {memory.memory.data() + (16 - address % 16) % 16, bytes},
-        more.workspace());
-    hot::backward_linear(context, gy.view, weight, saved.view, spec, outputs, scratch.workspace());
-  } else {
-    hot::backward_linear(context, gy.view, w.view, saved.view, spec, outputs, scratch.workspace());
-  }
-  if (need_gx) gx.check("gx");
-  gw.check("gw");
-  if (need_gb) check_sums(context, gb);
-}
-
 }  // namespace
-
-TEST(BackwardLinear, golden_compress_activation) {
-  for_golden("compress_activation", "scale",
-             [](const GoldenCase& one, const hot::Context& context) {
-               const GoldenInput x(one.arrays.at("x"));
-               const BackwardLinearSpec spec = golden_spec(one);
-               const GoldenSaved saved(x.view, spec, context);
-               GoldenOutput::check_memory(one.arrays.at("scale"),
-                                          saved.data + saved.layout.scale_offset, "scale");
-               const char* codes_name = spec.storage == Storage::int8 ? "codes" : "packed";
-               GoldenOutput::check_memory(one.arrays.at(codes_name), saved.data, codes_name);
-               if (spec.equalize_tokens) {
-                 GoldenOutput::check_memory(one.arrays.at("exponents"),
-                                            saved.data + saved.layout.exponent_offset, "exponents");
-               }
-             });
-}
-
-TEST(BackwardLinear, golden) { for_golden("backward_linear", "gb", check_golden); }
 
 TEST(BackwardLinear, same_bits_on_every_path) {
   for (auto& [name, spec] : recipes()) {
@@ -122,53 +40,6 @@ TEST(BackwardLinear, same_bits_on_every_path) {
         EXPECT_TRUE(layer.gw.margins_intact());
       }
     }
-  }
-}
-
-TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
-  for (const std::string& name : recipe_names()) {
-    const std::int64_t O = any_size(), I = any_size();
-    Layer layer(any_size(), O, I, recipe(name));
-    layer.run(cpu());
-    const Floats &w = layer.w, &gy = layer.gy;
-    const std::size_t bytes = hot::quantized_weight_bytes(O, I, layer.spec);
-    std::vector<char> memory(bytes + 32, static_cast<char>(0xA5));
-    char* const codes =
-        memory.data() + (16 - reinterpret_cast<std::uintptr_t>(memory.data()) % 16) % 16;
-    Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
-    const hot::ConstQuantizedWeight quantized =
-        hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
-    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));       // nothing past its end
-    if (layer.spec.gx_scale == hot::Granularity::tensor) {  // its scale in every place, as CUDA
-      const auto* const scale = reinterpret_cast<const float*>(codes + bytes) - I;
-      EXPECT_EQ(std::vector<float>(scale, scale + I),
-                std::vector<float>(static_cast<std::size_t>(I), *scale));
-    }
-    const auto gx = layer.gx.values(), gw = layer.gw.values();
-    layer.gx.fill(std::vector<float>(gx.size(), -7.0F));
-    layer.gw.fill(std::vector<float>(gw.size(), -7.0F));
-    const TensorView vx = layer.gx.view(), vw = layer.gw.view();
-    Scratch scratch(hot::backward_linear_workspace(cpu(), {layer.L, O, I}, layer.spec, true, true));
-    const hot::BackwardOutputs outputs{&vx, &vw, nullptr, false};
-    hot::backward_linear(cpu(), gy.view(), quantized, layer.saved_view(), layer.spec, outputs,
-                         scratch.workspace());
-    EXPECT_EQ(layer.gx.values(), gx) << name;
-    EXPECT_EQ(layer.gw.values(), gw) << name;
-
-    const auto refused = [&](const hot::ConstQuantizedWeight& weight, const std::string& words) {
-      expect_error(hot::ErrorCode::invalid_argument, {words}, [&] {
-        hot::backward_linear(cpu(), gy.view(), weight, layer.saved_view(), layer.spec, outputs,
-                             scratch.workspace());
-      });
-    };
-    const std::uint64_t format = quantized.format;
-    refused({codes, bytes - 1, O, I, format}, "w has");
-    refused({codes + 1, bytes, O, I, format}, "w is not aligned");
-    refused({codes, bytes, O + 1, I, format}, "out_features; expected gy's");
-    expect_error(hot::ErrorCode::invalid_argument, {"out has"}, [&] {
-      hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes + 1}, for_weight.workspace());
-    });
-    EXPECT_EQ(layer.gx.values(), gx) << name << ": written although refused";
   }
 }
 

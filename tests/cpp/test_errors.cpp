@@ -157,7 +157,7 @@ void call(const std::string& name, Arguments& t) {
 
 // Every row of the table fails with its words and leaves the memory as it was.
 TEST(Errors, table) {
-  std::ifstream file(HOT_GOLDEN_DIR "/../errors.txt");
+  std::ifstream file(HOT_ERRORS);
   std::string line, name, good;
   int rows = 0;
   while (std::getline(file, line)) {
@@ -286,20 +286,6 @@ TEST(Errors, unknown_enumerations) {
   Spec channels;
   channels.gx_scale = hot::Granularity::channel;
   expect_error(invalid, {"gx_scale", "channel"}, [&] { hot::saved_layout(20, 12, channels); });
-}
-
-TEST(Errors, supported) {
-  hot::BackwardLinearSpec spec;
-  EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).ok);
-  EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).why.empty());
-  spec.gx_bits = 3;
-  EXPECT_FALSE(hot::supported(cpu(), {20, 10, 12}, spec).ok);
-  EXPECT_NE(hot::supported(cpu(), {20, 10, 12}, spec).why.find("gx_bits"), std::string::npos);
-  EXPECT_FALSE(hot::supported(cpu(), {-1, 10, 12}, {}).ok);
-  spec = recipe("paper");
-  spec.low_rank.layout = {14, 14, 1};
-  EXPECT_TRUE(hot::supported(cpu(), {197, 10, 12}, spec).ok);
-  EXPECT_FALSE(hot::supported(cpu(), {196, 10, 12}, spec).ok);
 }
 
 TEST(Errors, missing_backends) {

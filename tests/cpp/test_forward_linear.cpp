@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -66,28 +65,6 @@ class Buffer {
 };
 
 }  // namespace
-
-TEST(ForwardLinear, golden) {
-  std::map<std::string, GoldenCase> cases;  // some have the inputs of another
-  for (const GoldenCase& one : golden_cases("forward_linear")) cases.emplace(one.name, one);
-  for_golden("forward_linear", "y", [&](const GoldenCase& one, const hot::Context& context) {
-    const GoldenCase& of = one.params.count("input") == 0 ? one : cases.at(one.text("input"));
-    const GoldenInput x(of.arrays.at("x")), w(of.arrays.at("w"));
-    const ForwardLinearSpec spec{one.number("forward_block")};
-    const std::int64_t L = x.view.shape[0], I = x.view.shape[1], O = w.view.shape[0];
-    GoldenOutput y(one.arrays.at("y"));
-    Scratch scratch(hot::forward_linear_workspace(context, {L, O, I}, spec, false));
-    ConstTensorView bias{};
-    std::vector<float> values(static_cast<std::size_t>(O));
-    if (one.arrays.count("bias") != 0) {
-      const GoldenInput b(one.arrays.at("bias"));
-      std::memcpy(values.data(), b.view.data, values.size() * sizeof(float));
-      bias = as_vector(values, DType::f32);
-    }
-    hot::forward_linear(context, x.view, w.view, bias, spec, y.view, scratch.workspace());
-    y.check("y");
-  });
-}
 
 TEST(ForwardLinear, quantised_operands_give_the_same_bits) {
   for (int round = 0; round < 20; ++round) {

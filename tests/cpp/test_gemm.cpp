@@ -1,4 +1,3 @@
-#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -35,36 +34,6 @@ void run_gemm(const hot::Context& context, const Bytes& a, const Bytes& b,
 }
 
 }  // namespace
-
-TEST(Gemm, golden) {
-  const auto run = [](const GoldenCase& one, const hot::Context& context,
-                      const ConstTensorView& a_scale, const ConstTensorView& b_scale,
-                      const GemmSpec& spec, const std::string& output) {
-    const GoldenInput a(one.arrays.at("a")), b(one.arrays.at("b"));
-    GoldenOutput out(one.arrays.at(output));
-    if (spec.accumulate) out.input.memory = one.arrays.at("c").bytes();
-    out.view.data = out.input.memory.data();
-    const bool int4 = one.name.rfind("int4", 0) == 0;
-    const std::int64_t k = int4 ? one.number("k") : a.view.shape[1];
-    Scratch scratch(hot::gemm_workspace(context, a.view.shape[0], b.view.shape[0], k));
-    if (int4) {
-      hot::gemm_int4(context, a.view, b.view, k, a_scale, b_scale, spec, out.view,
-                     scratch.workspace());
-    } else {
-      hot::gemm_int8(context, a.view, b.view, a_scale, b_scale, spec, out.view,
-                     scratch.workspace());
-    }
-    out.check(output);
-  };
-  for_golden("gemm", "out", [&](const GoldenCase& one, const hot::Context& context) {
-    const GoldenInput a_scale(one.arrays.at("a_scale")), b_scale(one.arrays.at("b_scale"));
-    run(one, context, a_scale.view, b_scale.view,
-        {one.number("divisor"), one.arrays.count("c") != 0}, "out");
-  });
-  for_golden("gemm", "sums", [&](const GoldenCase& one, const hot::Context& context) {
-    run(one, context, no_scale, no_scale, {}, "sums");
-  });
-}
 
 TEST(Gemm, strided_output) {
   const Bytes a = bytes(6, 33, codes(6 * 33, 127)), b = bytes(5, 33, codes(5 * 33, 127));

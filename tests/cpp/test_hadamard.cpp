@@ -1,4 +1,3 @@
-#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -12,15 +11,6 @@ void run_fwht(const std::vector<float>& x, std::vector<float>& out, std::int64_t
 }
 
 }  // namespace
-
-TEST(Hadamard, golden) {
-  for_golden("hadamard", "out", [](const GoldenCase& one, const hot::Context& context) {
-    const GoldenInput x(one.arrays.at("x"));
-    GoldenOutput out(one.arrays.at("out"));
-    hot::fwht(context, x.view, one.number("axis"), one.number("block"), out.view);
-    out.check("out");
-  });
-}
 
 TEST(Hadamard, in_place_and_strided) {
   for (const int axis : {0, 1}) {

@@ -1,4 +1,3 @@
-#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -25,23 +24,6 @@ std::vector<float> project(const hot::Context& context, const Floats& x, const L
 }
 
 }  // namespace
-
-TEST(Lowrank, golden) {
-  for (const GoldenCase& one : golden_cases("lowrank")) {
-    if (one.params.count("order") == 0) continue;
-    const Basis basis = one.text("basis") == "lowpass" ? Basis::lowpass : Basis::sequency;
-    std::vector<int> order;
-    for (const std::string& row : one.params.at("order")) order.push_back(std::stoi(row));
-    EXPECT_EQ(hot::basis_order(basis, one.number("block")), order) << one.name;
-  }
-  for_golden("lowrank", "out", [](const GoldenCase& one, const hot::Context& context) {
-    const GoldenInput x(one.arrays.at("x"));
-    GoldenOutput out(one.arrays.at("out"));
-    hot::hla(context, x.view, golden_low_rank(one),
-             one.text("side") == "gradient" ? Side::gradient : Side::activation, out.view);
-    out.check("out");
-  });
-}
 
 TEST(Lowrank, same_bits_on_every_path) {
   for (const Basis basis : {Basis::full, Basis::lowpass, Basis::sequency, Basis::sketch}) {

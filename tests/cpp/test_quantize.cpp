@@ -1,4 +1,3 @@
-#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -30,22 +29,6 @@ constexpr Rounding roundings[] = {Rounding::nearest, Rounding::stochastic,
                                   Rounding::pseudo_stochastic};
 
 }  // namespace
-
-TEST(Quantize, golden) {
-  for_golden("quantize", "codes", [](const GoldenCase& one, const hot::Context& context) {
-    const GoldenInput x(one.arrays.at("x"));
-    GoldenOutput q(one.arrays.at("codes")), scale(one.arrays.at("scale"));
-    const std::string& of = one.text("scale_of");
-    const QuantSpec spec{one.number("bits"),
-                         of == "token"     ? Granularity::token
-                         : of == "channel" ? Granularity::channel
-                                           : Granularity::tensor,
-                         golden_rounding(one.text("rounding"))};
-    hot::quantize(context, x.view, spec, q.view, scale.view);
-    q.check("codes");
-    scale.check("scale");
-  });
-}
 
 TEST(Quantize, same_bits_on_every_path) {
   for (const int bits : {4, 8}) {

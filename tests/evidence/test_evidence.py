@@ -186,4 +186,7 @@ def test_every_figure(tmp_path: Path) -> None:
     from evidence import RESULTS, plot_evidence
 
     plot_evidence.main(["--results", str(RESULTS), "--out", str(tmp_path)])
-    assert {path.stem for path in tmp_path.iterdir()} >= {"latency", "memory", "training-vit"}
+    drawn = {path.stem for path in tmp_path.iterdir()}
+    assert drawn >= {"latency", "memory", "training-vit", "speedup_by_layer", "steps", "whole_8b"}
+    text = (tmp_path / "speedup_by_layer.svg").read_text()
+    assert text.startswith("<?xml") and all(word in text for word in ("Llama-3-8B", "default"))

@@ -1,8 +1,6 @@
 """Fuzzing of the loaders: HotConfig.from_json and a Saved's buffer.
 
-    python tests/fuzz/fuzz_loaders.py [--seconds 20] [--seed N]     in turns, one seed printed
-    python tests/fuzz/fuzz_loaders.py --atheris FOLDER [libFuzzer's options]
-                                        the same by coverage (pip install atheris); FOLDER: a corpus
+    python tests/fuzz/fuzz_loaders.py [--seconds 20] [--seed N]     in turns; the seed is printed
 
 Every text is a writer's output with defects (bytes changed, cut, doubled, fields of other types,
 other numbers, deeper nesting), or no JSON at all. A loader either raises a ValueError that names
@@ -158,36 +156,12 @@ def in_turns(seconds: float, seed: int) -> dict[str, tuple[int, int]]:
     return {name: (runs, read) for name, (runs, read) in counts.items()}
 
 
-def by_coverage(folder: str, options: list[str]) -> None:
-    """Hand all loaders to atheris; the first byte chooses one."""
-    import atheris
-
-    with atheris.instrument_imports(include=["hotcore", "json"]):
-        known = list(loaders().values())
-    corpus = Path(folder)
-    corpus.mkdir(parents=True, exist_ok=True)
-    for number, texts in enumerate(seeds().get(name, []) for name in loaders()):
-        for i, text in enumerate(texts):
-            (corpus / f"seed-{number}-{i}").write_bytes(bytes([number]) + text)
-
-    def one(data: bytes) -> None:
-        if data:
-            known[data[0] % len(known)](data[1:])
-
-    atheris.Setup([sys.argv[0], folder, *options], one)
-    atheris.Fuzz()
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--atheris", metavar="FOLDER")
-    options, rest = parser.parse_known_args()
-    if options.atheris is not None:
-        by_coverage(options.atheris, rest)
-        return 0
+    options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     for name, (runs, read) in in_turns(options.seconds, options.seed).items():
         print(f"{name}: {runs} executions, {read} of them read")
@@ -195,7 +169,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The installed one, else the sources with what was built in them. Not imported: atheris has to.
+    # The installed one, else the sources with what was built in them.
     if importlib.util.find_spec("hotcore") is None:
         sys.path.insert(0, str(PACKAGE))
     sys.exit(main())

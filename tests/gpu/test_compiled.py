@@ -187,33 +187,6 @@ def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Te
 # ---- captured ----
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_captured_step(recipe: str, way: str, images: Tensor, labels: Tensor) -> None:
-    """Forward, loss and backward in one graph: gradients of replays, with weights unchanged."""
-    plain = build("vit")
-    model, exact = converted(plain, recipe), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    if way == "compiled":
-        model.compile()
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        loss_of(model, images, labels).backward()
-
-    on_a_side_stream(step)
-    model.zero_grad(set_to_none=True)  # so that backward makes them in the graph's memory
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss_of(model, images, labels).backward()
-
-    def replayed() -> Gradients:
-        graph.replay()
-        return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-
-    assert_as_in_eager(draws_of(replayed), eager, exact)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
     """The optimizer in the graph as well: the loss falls as in eager."""

@@ -78,15 +78,6 @@ def test_bits_of_the_cpu(
         np.testing.assert_allclose(gb, np.asarray(wanted[2], np.float32), rtol=1e-2, atol=1e-3)
 
 
-def test_bits_of_hotcore(jax: Any, hot: Any, rng: np.random.Generator) -> None:
-    arrays = gy, x, w, _ = layer(rng, 130, 48, 64)
-    cuda = jax.devices("cuda")[0]
-    gx, gw, _ = gradients(jax, hot, cuda, arrays, key_of(jax, SEED), "default")
-    wanted = hotcore.backward_linear(gy, w, x, key=hotcore.Key(0, offset=SEED))
-    np.testing.assert_array_equal(np.asarray(gx), wanted.gx)
-    np.testing.assert_array_equal(np.asarray(gw), wanted.gw)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("block", [1, 64, 256])
 def test_8_bit_forward(
@@ -119,15 +110,3 @@ def test_steps_draw_anew_and_none_waits(jax: Any, hot: Any, rng: np.random.Gener
     for i, result in enumerate(alone):
         np.testing.assert_array_equal(together[i], np.asarray(result), f"step {i}")
     assert len({result.tobytes() for result in together}) == len(keys)
-
-
-def test_what_is_frozen(jax: Any, hot: Any, rng: np.random.Generator) -> None:
-    arrays = [jax.device_put(array) for array in layer(rng, 130, 48, 64)]
-    key = key_of(jax, SEED)
-    whole = gradients(jax, hot, jax.devices("cuda")[0], arrays, key, "default")
-    for i, wanted in enumerate(whole, start=1):
-        got = np.asarray(jax.jit(jax.grad(functools.partial(loss, hot), i))(*arrays, key))
-        if i == len(whole):  # g_b: alone it is a plain sum in another order
-            np.testing.assert_allclose(got, np.asarray(wanted), rtol=1e-4, atol=1e-4)
-        else:
-            np.testing.assert_array_equal(got, np.asarray(wanted))

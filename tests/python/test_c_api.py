@@ -1,4 +1,4 @@
-"""The C ABI: golden cases, layers with the bits of the binding; errors: see test_errors.py."""
+"""The C ABI: stages and layers with the bits of the binding; errors: see test_errors.py."""
 
 from __future__ import annotations
 
@@ -23,93 +23,83 @@ from support import (
     OTHER_KEY,
     data,
     equal_bits,
-    golden,
-    golden_config,
-    golden_options,
     parted_key,
 )
 
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
 
 
-def numpy_cases(stage: str, *arrays: str) -> list[str]:
-    """Golden cases with these arrays, without bfloat16, which NumPy lacks."""
-    return [
-        name
-        for name, case in golden(stage).items()
-        if all(part in case for part in arrays)
-        and not any(isinstance(v, np.ndarray) and v.dtype == np.uint16 for v in case.values())
-    ]
+# ---- the stages have the bits of the binding ----
 
 
-# ---- the stages: the golden cases that NumPy can hold ----
+def test_stages(api: CApi, rng: np.random.Generator) -> None:
+    x = data(rng, (33, 48), "special")
+    half, key = data(rng, (33, 48)).astype(np.float16), {"key": KEY}
+    for axis, block, values in ((-1, 16, x), (1, 4, half), (0, 1, x)):
+        options = {"axis": axis, "block": block}
+        equal_bits(api.fwht(values, **options), hotcore.fwht(values, **options))
+    for basis in ("lowpass", "sequency"):
+        assert api.basis_order(basis, 32) == hotcore.basis_order(basis, 32)
+    for options in (
+        {"basis": "sketch", "rank": 4, "side": "gradient"},
+        {"basis": "lowpass", "rows": (0, 3, 5), "token_grid": (5, 6), "prefix_tokens": 3},
+    ):
+        equal_bits(api.hla(x, **options, **key), hotcore.hla(x, **options, **key))
+    for scale, rounding in zip(
+        ("token", "channel", "tensor"), ("stochastic", "nearest", "pseudo_stochastic"), strict=True
+    ):
+        for options in ({"bits": 8}, {"bits": 4}, {"bits": 4, "packed": True}):
+            options = {**options, "scale": scale, "rounding": rounding, **key}
+            got, wanted = api.quantize(x, **options), hotcore.quantize(x, **options)
+            for ours, theirs in zip(got, wanted, strict=True):
+                equal_bits(ours, theirs, str(options))
+        back = hotcore.dequantize(*hotcore.quantize(x, scale=scale), granularity=scale)
+        equal_bits(api.dequantize(*hotcore.quantize(x, scale=scale), granularity=scale), back)
+    q = rng.integers(-128, 128, (7, 13), np.int8)
+    packed = hotcore.pack_int4(q)
+    equal_bits(api.pack_int4(q), packed)
+    equal_bits(api.unpack_int4(packed, 13), hotcore.unpack_int4(packed, 13))
+    scales = [data(rng, (n,)) for n in (7, 1)]
+    for call, operands in (
+        ("gemm_int8", (q, q[:5])),
+        ("gemm_int4", (packed, packed[:5])),
+    ):
+        equal_bits(api.gemm(*operands), getattr(hotcore, call)(*operands))
+        before = data(rng, (7, 5)).astype(np.float16)
+        for accumulate in (False, True):
+            options = {"divisor": 16, "accumulate": accumulate}
+            got, wanted = before.copy(), before.copy()
+            api.gemm(*operands, *scales, out=got, **options)
+            getattr(hotcore, call)(*operands, *scales, out=wanted, **options)
+            equal_bits(got, wanted, call)
 
 
-def test_golden(api: CApi) -> None:
-    for name in numpy_cases("hadamard", "out"):
-        case = golden("hadamard")[name]
-        out = np.empty_like(case["out"])
-        equal_bits(
-            api.fwht(case["x"], axis=case["axis"], block=case["block"], out=out), case["out"]
-        )
-    for name, case in golden("lowrank").items():
-        if "order" in case:
-            assert api.basis_order(case["basis"], case["block"]) == case["order"]
-        elif "out" in case:
-            names = ("basis", "rank", "block", "rows", "token_grid", "prefix_tokens", "side", "key")
-            equal_bits(api.hla(case["x"], **golden_options(case, *names)), case["out"], name)
-    for name in numpy_cases("quantize", "codes"):
-        case = golden("quantize")[name]
-        options = golden_options(case, "bits", "rounding", "key") | {"scale": case["scale_of"]}
-        q, scale = api.quantize(case["x"], **options)
-        equal_bits(q, case["codes"], name)
-        equal_bits(scale, case["scale"], name)
-        if "value" in case:
-            back = api.dequantize(q, scale, granularity=case["scale_of"])
-            equal_bits(back, case["value"], name)
-        if "packed" in case:
-            equal_bits(api.quantize(case["x"], packed=True, **options)[0], case["packed"], name)
-    for name, case in golden("pack").items():
-        equal_bits(api.pack_int4(case["codes"]), case["packed"], name)
-        low = ((case["codes"].astype(np.int16) + 8) % 16 - 8).astype(np.int8)  # lost upper bits
-        equal_bits(api.unpack_int4(case["packed"], low.shape[1]), low, name)
-    for name in numpy_cases("gemm", "sums"):
-        case = golden("gemm")[name]
-        depth = {"k": case["k"]} if "k" in case else {}
-        equal_bits(api.gemm(case["a"], case["b"], **depth), case["sums"], name)
-        if "out" in case:
-            options = {"divisor": case["divisor"], "out_dtype": case["out"].dtype}
-            if "c" in case:
-                options |= {"out": case["c"].copy(), "accumulate": True}
-            operands = [case[part] for part in ("a", "b", "a_scale", "b_scale")]
-            equal_bits(api.gemm(*operands, **depth, **options), case["out"], name)
-
-
-@pytest.mark.parametrize("name", numpy_cases("backward_linear", "key"))
-def test_backward_linear(api: CApi, name: str) -> None:
-    case = golden("backward_linear")[name]
-    spec = api.spec(golden_config(case))
-    kept, saved = api.compress_activation(case["x"], spec, key=Key(*case["saved_key"]))
-    expected = {part: case[part] for part in ALL if part in case}
-    outputs, options = {}, {}
-    if "gw_before" in case:
-        outputs = {part: case[f"{part}_before"].copy() for part in ("gw", "gb")}
-        options = {"accumulate": True}
-    got = api.backward_linear(
-        case["gy"],
-        case["w"],
-        saved,
-        spec,
-        in_features=case["x"].shape[-1],
-        need=list(expected),
-        key=Key(*case["key"]),
-        out_dtype=next(iter(expected.values())).dtype,
-        outputs=outputs,
-        **options,
-    )
-    for part, wanted in expected.items():
-        equal_bits(getattr(got, part), wanted, part)
-    assert len(kept) == saved.bytes
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gx_bits": 4, "gw_scale": "token", "gw_rounding": "nearest"},
+        {"hadamard_block": 32, "equalize_tokens": True, "storage": "int8"},
+        {"basis": "sketch", "rank": 4, "gw_scale": "tensor", "storage": "int8"},
+        {"basis": "lowpass", "rows": (0, 3, 5), "token_grid": (5, 6), "prefix_tokens": 2,
+         "storage": "int8", "gx_rounding": "pseudo_stochastic"},
+    ],
+)  # fmt: skip
+def test_backward_linear(api: CApi, rng: np.random.Generator, changes: dict[str, Any]) -> None:
+    config = HotConfig(**changes)
+    gy, w, x = (data(rng, shape) for shape in ((64, 21), (21, 35), (64, 35)))
+    model = hotcore.compress_activation(x, config, key=KEY)
+    spec = api.spec(config)
+    kept, saved = api.compress_activation(x, spec, key=KEY)
+    equal_bits(kept, model.data)
+    before = {"gw": data(rng, (21, 35)), "gb": data(rng, (21,))}
+    for accumulate in (False, True):
+        ours, theirs = ({name: v.copy() for name, v in before.items()} for _ in range(2))
+        options = {"need": ALL, "key": OTHER_KEY, "accumulate": accumulate}
+        got = api.backward_linear(gy, w, saved, spec, in_features=35, outputs=ours, **options)
+        outputs = {f"{name}_out": values for name, values in theirs.items()}
+        wanted = hotcore.backward_linear(gy, w, model, **outputs, **options)
+        for name, a, b in zip(ALL, got, wanted, strict=True):
+            equal_bits(a, b, name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hotcore import _core, contexts, info, selftest
 
-RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
 PAIR = "80-real;90a-real"
 
 

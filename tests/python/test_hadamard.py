@@ -24,8 +24,6 @@ from support import (
     widened,
 )
 
-BLOCKS = [2**k for k in range(16)]
-
 
 def matrix(order: int) -> np.ndarray:
     """Sylvester matrix from its definition, parity(i & k)."""

@@ -108,14 +108,6 @@ def test_forward_is_the_product_of_jnp(rng: np.random.Generator, dtype: str) -> 
         equal_bits(numpy_of(run(ours)(x, w)), numpy_of(run(jnp.matmul)(x, w.T)))
 
 
-def test_without_bias(rng: np.random.Generator) -> None:
-    gy, x, w, b = layer(rng, 30)
-    *with_bias, _ = gradients(gy, x, w, b, key_of(1))
-    loss = jax.grad(lambda x, w: weighted(gy, x, w, None, key_of(1))[0], (0, 1))
-    for got, wanted in zip(jax.jit(loss)(x, w), with_bias, strict=False):
-        equal_bits(np.asarray(got), np.asarray(wanted))
-
-
 def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> None:
     arrays = layer(rng, 30)
     wanted = gradients(*arrays, key_of(7))

@@ -239,14 +239,3 @@ def test_a_transformer_of_torch_trains() -> None:
     model.eval()
     with torch.no_grad():
         assert model(x).isfinite().all()
-
-
-def test_torchvisions_vit() -> None:
-    try:
-        from torchvision.models import VisionTransformer
-    except (ImportError, RuntimeError):
-        pytest.skip("no torchvision that fits this torch")
-    model = VisionTransformer(32, 8, 2, 4, 64, 128, num_classes=10)
-    report = hot.convert(model).hot_report
-    assert len(report.converted) == 6
-    model(torch.randn(2, 3, 32, 32)).sum().backward()

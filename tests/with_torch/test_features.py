@@ -280,14 +280,6 @@ def test_manual_seed_repeats_the_bits(kind: str, recipe: Any) -> None:
         assert a.dim() == 1 or not torch.equal(a, b)  # a bias has an exact gradient
 
 
-@kinds(*TRAINED)
-def test_calls_draw_different_seeds(kind: str) -> None:
-    _, module = pair(kind, "fast")
-    x = inputs(kind)
-    one, two = (torch.autograd.grad(module(x).sum(), weights(module)) for _ in range(2))
-    assert not torch.equal(one[0], two[0])
-
-
 # torch's part of an attention depends on it, and the products of a 3x3 kernel are torch's
 @kinds("frozen", *(kind for kind in ONE_LAYER if kind != "3x3"))
 def test_number_of_threads_does_not_matter(kind: str) -> None:
@@ -536,15 +528,6 @@ def test_strides_do_not_matter(kind: str) -> None:
         for parameter in weights(module):
             parameter.set_(strided(parameter.detach()))
     assert same(step(module, x, gy=gy)[1:], expected)
-
-
-@kinds(*ONE_LAYER)
-def test_empty_batch(kind: str) -> None:
-    _, module = pair(kind)
-    x = torch.empty((0, *KINDS[kind][1][1:]))
-    _, gx, *others = step(module, x)
-    assert gx.shape == x.shape
-    assert not any(gradient.any() for gradient in others)
 
 
 # --------------------------------------------------------------------------- Gradients that add up

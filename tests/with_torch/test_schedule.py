@@ -59,12 +59,6 @@ def test_own_bits_after_the_warmup() -> None:
     assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
 
-def test_no_warmup() -> None:
-    model = converted()
-    paper.PrecisionSchedule(model, 0)
-    assert configs(model) == expected(4)
-
-
 def test_resume() -> None:
     model = converted()
     schedule = paper.PrecisionSchedule(model, 2)

@@ -67,27 +67,10 @@ def test_a_gradient_penalty(model_and_x: tuple[nn.Module, torch.Tensor]) -> None
         torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_an_inner_step(model_and_x: tuple[nn.Module, torch.Tensor]) -> None:
-    """MAML."""
-    model, x = model_and_x
-    parameters = list(model.parameters())
-    with pytest.raises(RuntimeError, match=REFUSED):
-        gradients = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
-        moved = [p - 0.1 * g for p, g in zip(parameters, gradients, strict=True)]
-        torch.autograd.grad(sum(p.square().sum() for p in moved), parameters)
-
-
 def test_backward_with_inputs(model_and_x: tuple[nn.Module, torch.Tensor]) -> None:
     model, x = model_and_x
     with pytest.raises(RuntimeError, match=REFUSED):
         model(x).square().sum().backward(inputs=[x], create_graph=True)
-
-
-def test_hessian_vector_products(model_and_x: tuple[nn.Module, torch.Tensor]) -> None:
-    """As Adahessian takes them."""
-    model, x = model_and_x
-    with pytest.raises(RuntimeError, match=REFUSED):
-        model(x).square().sum().backward(create_graph=True)
 
 
 def test_a_frozen_layer() -> None:

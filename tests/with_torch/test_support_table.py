@@ -97,20 +97,6 @@ def test_a_sparse_gradient(make: Make) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_layer_whose_output_is_a_sparse_embedding() -> None:
-    module = hot.HotLinear(64, 48)
-    x, rows = torch.randn(96, 64), torch.tensor([3, 5, 3])
-
-    def step(sparse: bool) -> torch.Tensor:
-        torch.manual_seed(3)
-        table = module(x)
-        nn.functional.embedding(rows, table, sparse=sparse).square().sum().backward()
-        found, module.weight.grad = module.weight.grad, None
-        return found
-
-    assert torch.equal(step(True), step(False))
-
-
 # --------------------------------------------------------------------------- Graphs of other kinds
 
 
@@ -128,21 +114,6 @@ def test_fx_notes_the_call_in_training_mode(make: Make) -> None:
             assert a.shape == b.shape
         assert torch.equal(ours[0], theirs[0])
         assert any(torch.equal(ours[1], b) for b in theirs[1:])  # HOT's, by the same seed
-
-
-def test_fx_of_the_functions() -> None:
-    def call(x: torch.Tensor, w: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-        y = hot.conv2d(image, w[:, :, None, None], config="fast")
-        return hot.linear(x, w, None, "fast").sum() + y.sum()
-
-    graph = torch.fx.symbolic_trace(call)
-    x, image = torch.randn(32, 64), torch.randn(2, 64, 4, 4)
-    w = torch.randn(48, 64, requires_grad=True)
-    found = []
-    for function in (graph, call):
-        torch.manual_seed(3)
-        found.append(torch.autograd.grad(function(x, w, image), w)[0])
-    assert torch.equal(*found)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="export took training graphs apart")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -100,13 +99,10 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--recipe", "fp32,fats"], "unknown recipe 'fats'; choose from fp32, default, fast"),
-        (["--recipe", ""], "unknown recipe ''"),
         (["--forward", "fp8"], "unknown forward 'fp8'; choose from plain, int8"),
         (["--task", "resnet"], "argument --task: invalid choice: 'resnet'"),
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
-        (["--steps", "many"], "argument --steps: 'many' is not a whole number"),
         (["--seed", "-1"], "argument --seed: must be between 0 and"),
-        (["--threads", "0"], "argument --threads: must be at least 1"),
         (["--device", "tpu"], "argument --device: 'tpu' is none of cpu, cuda"),
         (["--out", str(TRAIN)], "is a file; a folder is wanted"),
     ],
@@ -116,33 +112,3 @@ def test_bad_option(options: list[str], message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_accuracy_over_three_seeds(tmp_path: Path) -> None:
-    """Compared with fp32 of the same seed, `default` loses nothing visible, `paper` much on text.
-
-    From seed to seed the loss of fp32 itself moves by 0.03 (text) and up to 0.09 (digits).
-    """
-    delta: dict[tuple[str, str], list[float]] = {}
-    for seed in range(3):
-        folder = tmp_path / str(seed)
-        done = train("--seed", seed, "--out", folder)
-        assert done.returncode == 0, done.stderr
-        print(done.stdout)
-        results = results_of(folder)
-        for (task, recipe), result in results.items():
-            delta.setdefault((task, recipe), []).append(
-                result["val_loss"] - results[task, "fp32"]["val_loss"]
-            )
-        # The models learn at all.
-        assert results["vit", "fp32"]["val_accuracy"] > 0.7
-        assert results["gpt", "fp32"]["val_loss"] < 2.5
-    mean = {run: statistics.mean(values) for run, values in delta.items()}
-
-    assert abs(mean["gpt", "default"]) < 0.03, delta
-    assert abs(mean["vit", "default"]) < 0.06, delta
-    assert -0.05 < mean["gpt", "fast"] < 0.06, delta
-    assert -0.09 < mean["vit", "fast"] < 0.12, delta
-    assert min(delta["gpt", "paper"]) > 0.15, delta
-    assert mean["vit", "paper"] > 0.1, delta

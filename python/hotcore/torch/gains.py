@@ -5,8 +5,8 @@ is fitted by ``a I O + b I + c O + d``: the products, the passes over x and over
 The fit holds for many tokens in bf16. With few tokens the host limits the speed;
 :func:`hotcore.torch.advise` measures whole steps on your machine.
 
-Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, part grid
-(each time within 8 %). ``benchmarks/evidence/bench_rule.py --fit`` prints them; a test compares.
+Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, made by
+``bench_rule.py`` at the tag ``one-code``; each time within 8 %. A test compares its part fit.
 Another GPU's integer products are scaled by its rate beside bf16's (:mod:`hotcore.gpus`). Passes
 over memory keep the H200's proportion to bf16 products: ``a I O`` is all that is derived.
 """

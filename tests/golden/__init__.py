@@ -1,1 +1,0 @@
-"""The golden vectors, and the script that makes them."""
