@@ -49,12 +49,3 @@ def test_shared_modules_take_the_rivals_alone_from_the_evidence() -> None:
     for name in SHARED:
         of = {used for used in imports(name, found[name], set(found)) if used[:9] == "evidence."}
         assert all(used.startswith("evidence.rivals") for used in of), (name, of)
-
-
-def test_the_scripts_of_the_top_floor() -> None:
-    """About ten that people run; a new one belongs there only if it is for them."""
-    scripts = {name for name in modules() if "." not in name} - SHARED - {"__init__", "evidence"}
-    assert scripts == {
-        *("bench_backward", "bench_gemm", "bench_gpt", "bench_8b", "bench_head"),
-        *("bench_latency", "bench_memory", "bench_models", "bench_training"),
-    }

@@ -147,3 +147,15 @@ def test_scripts_install_nothing_unasked(tmp_path: Path) -> None:
     code, _ = need(HOT_APT="1")
     assert code == 0
     assert "install -y" in (tmp_path / "called").read_text()
+
+
+def test_citations_name_the_version() -> None:
+    version = ""
+    for path, pattern in (
+        ("pyproject.toml", r'^version = "([^"]+)"'),
+        ("CITATION.cff", r"^version: (\S+)$"),
+        ("docs/paper.md", r"^ +version = \{([^}]+)\}"),
+    ):
+        (found,) = re.findall(pattern, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+        version = version or found
+        assert found == version, path
