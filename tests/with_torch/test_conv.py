@@ -294,7 +294,7 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         config = HotConfig.recipe(recipe).json
         drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
         for keep in (False, True):
-            call = (x, config, keep, *window)
+            call = (x, x.bfloat16(), config, keep, *window)
             torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
         saved, _ = conv._compress(x, seed, config, conv.Window.of(*window))
         for bias, kept in ((None, saved), (torch.randn(16), None)):

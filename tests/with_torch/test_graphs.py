@@ -26,7 +26,7 @@ def test_a_key_has_the_seed_for_an_offset() -> None:
     for draw in (
         core.seed_for,
         codes.draw_seed,
-        lambda x: codes.kept_of(x, HotConfig().json, True)[1],
+        lambda x: codes.kept_of(x, x, HotConfig().json, True)[1],
     ):
         torch.manual_seed(5)
         seed = draw(x)

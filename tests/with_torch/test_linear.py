@@ -173,7 +173,7 @@ def test_opcheck_draw_seed() -> None:
         config = HotConfig.recipe(recipe).json
         torch.library.opcheck(torch.ops.hotcore.compress, (x, config), test_utils=tests)
         for keep in (False, True):
-            call = (x, config, keep)
+            call = (x, x.bfloat16(), config, keep)
             torch.library.opcheck(torch.ops.hotcore.kept_of, call, test_utils=tests)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_opcheck_of_the_codes() -> None:
         call = (rows, text)
         torch.library.opcheck(torch.ops.hotcore.quantize_input.default, call, test_utils=tests)
         for keep in (False, True):
-            call = (rows, text, keep)
+            call = (rows, rows.bfloat16(), text, keep)
             torch.library.opcheck(torch.ops.hotcore.input_of.default, call, test_utils=tests)
 
 
@@ -178,7 +179,7 @@ def test_codes_are_kept_unless_the_compiler_may_choose() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_x_that_is_written_is_compressed_as_it_is(autocast: bool) -> None:
-    """Also with a compiler that may choose."""
+    """Also with a compiler that may choose; and no state outlives a trace."""
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -200,6 +201,8 @@ def test_an_x_that_is_written_is_compressed_as_it_is(autocast: bool) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(gradients(model, compiled, x), exact, strict=True):
         assert (ours - theirs).norm() < 0.06 * theirs.norm()
+    gc.collect()
+    assert len(hot.ops.sharing._traced) == 0
 
 
 def test_nothing_of_a_graph_stands_elsewhere() -> None:

@@ -116,6 +116,11 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return disabled
 
 
+def functional(x: torch.Tensor) -> bool:
+    """Whether x is a value of a graph that AOTAutograd is tracing."""
+    return isinstance(x, FunctionalTensor)
+
+
 def symbolic(x: torch.Tensor) -> bool:
     """Whether x has no values, as during compilation."""
     return isinstance(x, FunctionalTensor | FakeTensor)

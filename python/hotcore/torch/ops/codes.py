@@ -1,9 +1,9 @@
 """Codes: an x compressed for backward, an x and a weight quantised for 8-bit products.
 
-A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``). The
-partitioner merges the calls of layers that take the same x and configuration. These layers round
-g_y with the same random numbers; every gradient is still unbiased. With ``forward="int8"`` it is
-``input_of``, which also quantises x for the product, from the same read (``quantize_input``).
+A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``), once for all
+layers of a graph that take the same x and configuration. These layers round g_y with the same
+random numbers; every gradient is still unbiased. With ``forward="int8"`` it is ``input_of``, which
+also quantises x for the product, from the same read of x (``quantize_input``).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`~.core.key_of`). Compiled and
 captured code draws it with the generator of x's device, where the kernels read it: a graph needs no
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Annotated, Any, NamedTuple, overload
 
 import torch
@@ -39,6 +39,7 @@ from .core import (
     workspace,
 )
 from .registry import Size, operator
+from .sharing import once
 
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
@@ -196,17 +197,32 @@ def compress_with_seed(x: Tensor, config: str) -> Pair:
     return pair
 
 
-def seed_without_codes(x: Tensor) -> Pair:
-    """In a graph, empty codes and the seed of a layer that keeps nothing of x."""
-    seed = draw_seed(x)
-    return seed.new_empty(0), seed
+def compress_once(
+    x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
+) -> Pair:
+    """In a graph, codes and seed of x by ``compress(inner)``, once for every layer with this x.
+
+    Without ``compress`` a seed and empty codes.
+    """
+
+    def make() -> Pair:
+        if compress is not None:
+            return compress(inner.detach())
+        seed = draw_seed(inner.detach())
+        return seed.new_empty(0), seed
+
+    return once(x, key, make)
+
+
+def _kept(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
+    make = functools.partial(compress_with_seed, config=config) if codes else None
+    return compress_once(x, inner, (config, codes), make)
 
 
 @operator()
-def kept_of(x: Tensor, config: str, codes: bool) -> Pair:
-    """Codes (empty unless ``codes``) and seed of x, which autocast has cast."""
-    x = x.detach()
-    return compress_with_seed(x, config) if codes else seed_without_codes(x)
+def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
+    """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
+    return _kept(x, inner, config, codes)
 
 
 # ---- an x for 8-bit products ----
@@ -263,19 +279,25 @@ def quantize_input(x: Tensor, config: str) -> Forms:
 
 
 @operator()
-def input_of(x: Tensor, config: str, keep: bool) -> Forms:
-    """Both forms of x, which autocast has cast; that for backward is empty unless ``keep``.
+def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
+    """Both forms of x; that for backward is empty unless ``keep``.
 
     Inside of a selective checkpoint by two operators: a policy that keeps what backward needs
     (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with it.
     """
     if keep and not _compat.in_selective_checkpoint():
-        made: Forms = quantize_input(x.detach(), config)
+        made: Forms = once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
         return made
-    saved, seed = kept_of(x, config, keep)
+    saved, seed = _kept(x, inner, config, keep)
+    key = (parsed(config).forward_block, inner.dtype)
+    return once(x, key, lambda: _input_without_node(inner, config)), saved, seed
+
+
+def _input_without_node(inner: Tensor, config: str) -> Tensor:
     # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
     with torch.no_grad():
-        return forward_input(x, config), saved, seed
+        codes: Tensor = forward_input(inner, config)
+        return codes
 
 
 # ---- both forms in eager mode ----

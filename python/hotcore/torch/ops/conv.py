@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...config import ConfigLike, HotConfig, HotConfigFields
 from . import calls, codes, core, linear, sharing
-from .codes import Pair, compress_with_seed, seed_without_codes
+from .codes import Pair, compress_once, compress_with_seed
 from .core import Handle, handle_of, parsed
 from .registry import not_differentiable, operator, without_base
 
@@ -211,7 +211,7 @@ def _compiled_conv2d(
         calls.check_dtypes(x, weight.dtype, bias, dtype)
     inner = calls.cast(x, dtype)
     keep = weight.requires_grad
-    saved, seed = _kept_pixels_of(inner, config_json, keep, *window)
+    saved, seed = _kept_pixels_of(x, inner, config_json, keep, *window)
     y: Tensor = _conv2d(inner, weight, bias, saved if keep else None, seed, config_json, *window)
     return y
 
@@ -357,12 +357,17 @@ def _restored(
 
 
 @operator()
-def _kept_pixels_of(x: Tensor, config: str, codes: bool, *shape: Fields) -> Pair:
+def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Fields) -> Pair:
     """``kept_of`` for pixels."""
-    if not codes:
-        return seed_without_codes(x.detach())
-    rows, kept = _rows(x.detach(), config, Window.of(*shape))
-    return compress_with_seed(rows, kept.json)
+
+    window = Window.of(*shape)
+
+    def compress(pixels: Tensor) -> Pair:
+        rows, kept = _rows(pixels, config, window)
+        return compress_with_seed(rows, kept.json)
+
+    key = (_pixels_key(config, window, inner.dtype, inner.is_cuda), codes)
+    return compress_once(x, inner, key, compress if codes else None)
 
 
 # ---- the forward product ----

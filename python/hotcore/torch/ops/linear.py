@@ -133,9 +133,9 @@ def _compiled_linear(
     inner = calls.cast(x, dtype)  # in the graph, where the compiler fuses it with x's producer
     keep, quantized = weight.requires_grad and not defer, None
     if int8:
-        quantized, saved, seed = codes.input_of(inner, config_json, keep)
+        quantized, saved, seed = codes.input_of(x, inner, config_json, keep)
     else:
-        saved, seed = codes.kept_of(inner, config_json, keep)
+        saved, seed = codes.kept_of(x, inner, config_json, keep)
     kept = saved if keep else None
     y: Tensor = _linear(inner, weight, bias, kept, seed, config_json, quantized)
     return y
@@ -425,9 +425,9 @@ def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) ->
     x_codes = None
     if not calls.is_int8(config_json):
         if compiled and config_json:
-            _, seed = codes.kept_of(inner, config_json, False)
+            _, seed = codes.kept_of(x, inner, config_json, False)
     elif compiled:
-        x_codes, _, seed = codes.input_of(inner, config_json, False)
+        x_codes, _, seed = codes.input_of(x, inner, config_json, False)
     elif seed is not None and core.product_bypasses_dispatcher(inner, weight.codes):
         handle = handle_of(config_json)
         x_codes, _, _ = codes.forms_of(x, inner, weight.codes, None, seed, handle, None)

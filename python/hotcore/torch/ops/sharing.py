@@ -13,7 +13,7 @@ Only activations are shared: tensors with a ``grad_fn`` that are not views of a 
 that writes an activation the same way (NumPy, DLPack, ``.detach().data``, a replayed CUDA graph)
 goes unnoticed unless the tensor's memory moves; :class:`share_inputs` switches the cache off.
 
-In compiled graphs the partitioner merges equal operators, and nothing here runs.
+While AOTAutograd traces a graph, :func:`once` does the same for every x of the graph.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _core
 from ...config import HotConfig
@@ -44,7 +45,7 @@ class share_inputs:
 
     Like ``torch.set_grad_enabled`` it is a function, whose setting stays, or a context manager. The
     setting holds for every thread of the process, so a checkpoint finds it in autograd's threads,
-    and for layers in eager mode. (In a compiled graph the compiler merges equal calls.)
+    and for layers in eager mode. (In a compiled graph every x is compressed once.)
 
     Args:
         enabled: False lets every layer compress its own x. Programs need that which write an
@@ -239,3 +240,25 @@ _threads = _Threads()
 def current() -> Cache:
     """The calling thread's cache."""
     return _threads.cache
+
+
+# ---- in a graph that is being traced ----
+
+_traced: Any = WeakTensorKeyDictionary()  # x -> (version, key) -> what was made of it
+_Made = TypeVar("_Made")
+
+
+def once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
+    """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
+
+    A composite operator runs during tracing, on symbolic tensors. The compiler does not merge
+    random operators, so this function gives each x only one.
+    """
+    if not _compat.functional(x):
+        return make()
+    made: dict[Hashable, Any] = _traced.setdefault(x, {})
+    versioned = (x._version, key)
+    if versioned not in made:
+        made[versioned] = make()
+    found: _Made = made[versioned]
+    return found
