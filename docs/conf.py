@@ -61,7 +61,8 @@ nitpick_ignore_regex = [
     (r"py:class", r"hotcore\.torch\.modules\.HotModule"),
     (r"py:class", r"hotcore\.torch\.frozen\.(FrozenModule|ReadOnly)"),
     (r"py:(func|mod)", r"hotcore\.torch\.(gains|ops(\.\w+)*)"),
-    (r"py:class", r"hotcore\.torch\.convert\._Model"),
+    (r"py:class", r"hotcore\.(torch\.convert\._Model|saved\._Weight)"),
+    (r"py:class", r"hotcore\.integrations\.loop\.LoopCallback"),
     (
         r"py:(attr|data|func|meth)",
         r"ACCURACY|HEAD_NAMES|KINDS|MIN_FEATURES|backward_bops|from_plain|model",

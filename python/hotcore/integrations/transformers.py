@@ -130,7 +130,7 @@ class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]
         HotCallback.add_to(trainer, noise_every=100)
         trainer.train()
 
-    If an error ends the training, the next ``train()`` or :meth:`close` closes the loop.
+    If an error ends the training, the next ``train()`` or ``close()`` closes the loop.
 
     Args:
         **options: options of :class:`~hotcore.integrations.HotLoop`, except ``start``. Without
