@@ -381,7 +381,7 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
     for (int row = p.block - 1; row >= 0; row -= step) p.rows.push_back(row);
   }
   p.layout = {};
-  if (!token && input.rarely(3)) {
+  if (input.rarely(3)) {
     p.layout.grid_h = input.from(1, 9);
     p.layout.grid_w = input.from(1, 9);
     p.layout.prefix_tokens = input.from(0, 3);
