@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import re
@@ -59,13 +60,19 @@ def everything(module: nn.Module, name: str) -> bool:
     return True
 
 
-def gradients(
-    method: str, x: Tensor, w: Tensor, gy: Tensor, **settings: Any
-) -> tuple[Tensor, Tensor]:
+@functools.lru_cache(maxsize=2)  # convert looks at all objects of the process: .1 s and more
+def model_of(method: str, w: Tensor, **settings: Any) -> nn.Sequential:
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
     layer.weight = nn.Parameter(w.clone())
     rivals.convert(model := nn.Sequential(layer), method, everything, **settings)
-    leaf = x.clone().requires_grad_()
+    return model
+
+
+def gradients(
+    method: str, x: Tensor, w: Tensor, gy: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    model, leaf = model_of(method, w, **settings), x.clone().requires_grad_()
+    model.zero_grad()
     model(leaf).backward(gy)
     assert leaf.grad is not None and model[0].weight.grad is not None
     return leaf.grad, model[0].weight.grad
@@ -76,13 +83,9 @@ def operands(samples: int = 2, tokens: int = 64, ins: int = 24, outs: int = 32) 
 
 
 def unbiased(draw: Callable[[], Tensor], exact: Tensor, count: int) -> None:
-    """Whether the draws' expectation is ``exact``, as far as ``count`` of them can say.
+    """Whether the expectation of draws is ``exact``, along 32 fixed directions.
 
-    The draws' errors are projected on fixed directions: exact itself (a shrunken or stretched
-    result), the signs, the sum, and 29 at random. Each projection is one number a draw, so that
-    nothing need be known of how the elements vary together; the mean of each has a z-score, and 32
-    normal ones stay below 5.5 but once in a million runs.
-    """
+    z-scores of their means stay below 5.5 but once in a million runs."""
     ways = [exact, exact.sign(), torch.ones_like(exact)]
     ways += [torch.randn_like(exact) for _ in range(29)]
     matrix = torch.stack([way.flatten() for way in ways]).double()

@@ -125,10 +125,7 @@ def test_the_build_is_for_this_gpu() -> None:
 
 
 def test_the_self_test() -> None:
-    """Passes on this GPU within 50 ms and leaves no memory behind; not inside of a capture.
-
-    The shortest of up to a hundred, as other tests use the CPU's cores at the same time.
-    """
+    """Passes within 50 ms (the best of 100: others use the cores), frees all; not in a capture."""
     device = torch.cuda.current_device()
     gate = selftest.Gate(lambda number: selftest.way_of(number))
     unmeasured = (99, 0)
