@@ -85,7 +85,7 @@ GONE = {
     "gather_codes": "fully_shard gathers the bf16 weights; nothing else is needed",
     "accumulate": _ADDED,
 }
-"""What was removed, an argument or ``argument=value`` -> what to do instead."""
+"""Removed arguments, or ``argument=value``, each -> what to do instead."""
 
 
 def check_gone(name: str, value: object = None) -> None:

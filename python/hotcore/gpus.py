@@ -38,6 +38,9 @@ class Int8Rate(NamedTuple):
         return f"no fast INT8 ({self.why})"
 
 
+H200 = Int8Rate(2, "measured", "H200, H100")
+"""The device that ``convert``'s rule was fitted on."""
+
 _TCGEN05 = "INT8 by tcgen05 alone, for which libhot has no kernel; mma.sync's rate is not known"
 _GEFORCE, _NO_GEFORCE = "GeForce", "no GeForce by its name"
 
@@ -47,7 +50,7 @@ _TABLE: tuple[tuple[Capability, str, Int8Rate], ...] = (
     ((8, 6), "", Int8Rate(2, "derived", f"{_NO_GEFORCE}; A40: 299 TOPS, 150 TFLOPS")),
     ((8, 9), _GEFORCE, Int8Rate(4, "derived", "RTX 4090: 661 TOPS, 165 TFLOPS")),
     ((8, 9), "", Int8Rate(2, "derived", f"{_NO_GEFORCE}; L40: 362 TOPS, 181 TFLOPS")),
-    ((9, 0), "", Int8Rate(2, "measured", "H200, H100")),
+    ((9, 0), "", H200),
     ((10, 0), "", Int8Rate(None, "none", _TCGEN05)),
     ((10, 1), "", Int8Rate(None, "none", _TCGEN05)),
     ((10, 3), "", Int8Rate(0.08, "none", "GB300: 157 TOPS, 1980 TFLOPS, pytorch#187094")),
@@ -58,8 +61,6 @@ _TABLE: tuple[tuple[Capability, str, Int8Rate], ...] = (
     ((12, 1), "", Int8Rate(2, "derived", "GB10: by its rates, taken as those of RTX PRO 6000")),
 )  # the first that fits
 
-H200 = Int8Rate(2, "measured", "H200, H100")
-"""The device that ``convert``'s rule was fitted on."""
 ABSENT = Int8Rate(2, "assumed", "no GPU is here, so that of an H200")
 
 

@@ -197,7 +197,7 @@ def _explanation(found: dict[str, Any]) -> Explanation:
 
 
 def _int8_rate(device: str) -> gpus.Int8Rate:
-    """Of a device in libhot's words: "sm_86 (RTX 3090, 82 SMs)", "cuda:0, sm_90 (132 SMs)"."""
+    """The rate of a device in libhot's words: "sm_86 (RTX 3090, 82 SMs)", "cuda:0, sm_90 (...)"."""
     parts = re.fullmatch(r"(?:cuda:(\d+), )?sm_(\d+)(\d) \((?:(.+), )?\d+ SMs\)", device)
     assert parts is not None, device
     present, major, minor, modelled = parts.groups()

@@ -22,7 +22,7 @@ def _callback_class() -> Any:
         return importlib.import_module(names[1]).Callback
 
 
-class HotCallback(LoopCallback, _callback_class()):  # type: ignore[misc]
+class HotCallback(LoopCallback, _callback_class()):  # type: ignore[misc]  # untyped base
     """:class:`hotcore.integrations.HotLoop` for Lightning's ``Trainer``.
 
     ::

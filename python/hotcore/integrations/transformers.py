@@ -120,7 +120,7 @@ _quantizers.auto.register_quantization_config("hot")(HotQuantizationConfig)
 _quantizers.auto.register_quantizer("hot")(HotQuantizer)
 
 
-class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]
+class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # untyped base
     """:class:`hotcore.integrations.HotLoop` for a ``Trainer`` of transformers.
 
     ::
