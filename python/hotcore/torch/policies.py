@@ -42,7 +42,7 @@ ATTENTION = frozenset(
 
 
 def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the codes of HOT's layers (0.53 bytes per value of x); recompute everything else.
+    """Keep the codes of HOT's layers (0.53 bytes per value of x) and seeds; recompute all else.
 
     ::
 
@@ -52,16 +52,16 @@ def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     Nothing is compressed twice. Arguments and result are those of
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
     """
-    return _kept(op in CODES)
+    return _kept(op in CODES or op in SEEDS)
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of all products and the codes of HOT's layers; recompute the rest.
+    """Keep the results of all products, the codes of HOT's layers and seeds; recompute the rest.
 
     Norms, activations and residual sums are recomputed; no product runs twice. Use it like
     :func:`keep_codes`.
     """
-    return _kept(op in CODES or op in PRODUCTS)
+    return _kept(op in CODES or op in SEEDS or op in PRODUCTS)
 
 
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
