@@ -1,10 +1,12 @@
-"""Check the sentences of comments, docstrings and pages against the rules in CONTRIBUTING.md ("Words").
+"""Check the sentences of comments, docstrings and pages ("Words" in CONTRIBUTING.md).
 
-    python scripts/check_words.py [--count] [PATH...]    default: every file that git knows; --count: findings per folder
+    python scripts/check_words.py [--count] [PATH...]
 
-A sentence, comment, docstring or heading must not begin with a word of ``STARTS`` or with "The same,". ``Whether`` may begin
-the text of a bool. A sentence has at most ``LONGEST`` words; code in backticks and a link count as one word each. Tables, code
-blocks, quotations and generated text (between ``<!-- table -->`` and ``<!-- end -->``) are not checked.
+PATH: files or folders, by default all that git knows. ``--count`` prints findings per folder.
+A sentence, comment, docstring or heading must not begin with a word of ``STARTS`` or with
+"The same,". ``Whether`` may begin the text of a bool. A sentence has at most ``LONGEST`` words.
+Code in backticks and the text of a link count as they are read. Tables, code blocks, quotations
+and generated text (between ``<!-- table -->`` and ``<!-- end -->``) are not checked.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def of_shell(source: str) -> Iterator[Text]:
 
 
 def paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
-    """Yield paragraphs, list items and headings of Markdown or of a docstring, without code and tables."""
+    """Yield paragraphs, items and headings of Markdown or a docstring, but no code or table."""
     block: list[str] = []
     start = first
     fence = generated = False
