@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "cuda/gemm_int8_sm90.h"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
 #include "cuda_device.h"
@@ -97,24 +98,55 @@ struct BroadcastScales {
         rest(b + round_up(args.n, 64)) {}
 };
 
-void run_wgmma(const Context& context, const Step& step, const Memory& memory) {
-  const auto& work = step.as<plan::ProductStep>();
-  GemmArgs args = memory.product[work.product];
-  const BroadcastScales vectors(args, memory.scratch[work.product]);
-  if (args.a_scale_step == 0) args.a_scale = vectors.a;
-  if (args.b_scale_step == 0) args.b_scale = vectors.b;
-  launch_wgmma(context, step, args, vectors.rest);
-}
+// The launchers of kernels.def: a step with the memory of its call. `next`: the step after it, or
+// null.
+#define HOT_LAUNCHER(name)                                                                    \
+  void run_##name([[maybe_unused]] const Context& context, [[maybe_unused]] const Step& step, \
+                  [[maybe_unused]] const Step* next, [[maybe_unused]] const Memory& memory)
 
-void run_mma(const Context& context, const Step& step, const Step* fixup, const Memory& memory) {
-  const auto& work = step.as<plan::ProductStep>();
-  void* const scratch = memory.scratch[work.product];
-  const GemmArgs& args = memory.product[work.product];
-  launch_mma(context, step, args, scratch);
-  if (fixup != nullptr) launch_mma(context, *fixup, args, scratch);
+HOT_LAUNCHER(zero) {
+  check_cuda(
+      cudaMemsetAsync(memory.zeroed.words, 0, step.as<plan::ZeroStep>().bytes, context.stream()),
+      "backward_linear", "cudaMemsetAsync");
 }
-
-void run_broadcast_scale(const Context& context, const Step& step, const Memory& memory) {
+HOT_LAUNCHER(rows) { launch_rows(context, step, *memory.rows[step.as<plan::RowsStep>().of]); }
+HOT_LAUNCHER(rows_column_amax) {
+  const Source of = step.as<plan::RowsColumnAmaxStep>().of;
+  launch_rows_column_amax(context, step, *memory.rows[of], *memory.columns[of],
+                          of == Source::gy ? memory.sum : nullptr);
+}
+HOT_LAUNCHER(rows_groups) {
+  launch_rows_groups(context, step, *memory.rows[Source::x], *memory.kept);
+}
+HOT_LAUNCHER(columns) {
+  const Source of = step.as<plan::ColumnsStep>().of;
+  launch_columns(context, step, *memory.columns[of], of == Source::gy ? memory.sum : nullptr);
+}
+HOT_LAUNCHER(generic_columns) {
+  launch_generic_columns(context, step, *memory.columns[step.as<plan::GenericColumnsStep>().of]);
+}
+HOT_LAUNCHER(finish_scales) {
+  launch_finish_scales(context, step, *memory.columns[step.as<plan::GenericColumnsStep>().of]);
+}
+HOT_LAUNCHER(grouped) {
+  launch_grouped(context, step,
+                 {memory.rows[Source::gy], memory.columns[Source::gy], memory.columns[Source::w],
+                  memory.groups, memory.sum});
+}
+HOT_LAUNCHER(token_exponents) { launch_token_exponents(context, step, *memory.kept); }
+HOT_LAUNCHER(groups) { launch_groups(context, step, *memory.kept); }
+HOT_LAUNCHER(requantize) { launch_requantize(context, step, *memory.groups); }
+HOT_LAUNCHER(partial_sum) {
+  launch_partial_sum(context, step, memory.gy, memory.sum_alone->workspace);
+}
+HOT_LAUNCHER(final_sum) {
+  launch_final_sum(context, step,
+                   step.reads.has(plan::Buffer::sums) ? *memory.sum : *memory.sum_alone);
+}
+HOT_LAUNCHER(fill_zero) {
+  launch_fill_zero(context, step, memory.product[step.as<plan::ProductStep>().product].out);
+}
+HOT_LAUNCHER(broadcast_scale) {
   const auto& work = step.as<plan::BroadcastScaleStep>();
   const GemmArgs& args = memory.product[work.product];
   const BroadcastScales vectors(args, memory.scratch[work.product]);
@@ -124,8 +156,12 @@ void run_broadcast_scale(const Context& context, const Step& step, const Memory&
     launch_broadcast_scale(context, step, args.a_scale, args.m, vectors.a);
   }
 }
-
-void run_small_gemms(const Context& context, const Step& step, const Memory& memory) {
+HOT_LAUNCHER(widen) { launch_widen(context, step, memory.bias, memory.wide_bias); }
+HOT_LAUNCHER(unpack) {
+  const int of = step.as<plan::UnpackStep>().of_b ? 1 : 0;
+  launch_unpack(context, step, memory.packed[of], memory.unpacked[of]);
+}
+HOT_LAUNCHER(small_gemms) {
   GemmArgs products[2];
   int count = 0;
   for (const GemmArgs& product : memory.product) {
@@ -133,91 +169,35 @@ void run_small_gemms(const Context& context, const Step& step, const Memory& mem
   }
   launch_small_gemms(context, step, products, count);
 }
-
-// `fixup`: the step of the sums of shared tiles where it follows.
-void run(const Context& context, const Step& step, const Step* fixup, const Memory& memory) {
-  switch (step.kernel) {
-    case Kernel::zero:
-      return check_cuda(cudaMemsetAsync(memory.zeroed.words, 0, step.as<plan::ZeroStep>().bytes,
-                                        context.stream()),
-                        "backward_linear", "cudaMemsetAsync");
-    case Kernel::rows16:
-    case Kernel::rows:
-      return launch_rows(context, step, *memory.rows[step.as<plan::RowsStep>().of]);
-    case Kernel::rows_column_amax: {
-      const Source of = step.as<plan::RowsColumnAmaxStep>().of;
-      return launch_rows_column_amax(context, step, *memory.rows[of], *memory.columns[of],
-                                     of == Source::gy ? memory.sum : nullptr);
-    }
-    case Kernel::rows_groups:
-      return launch_rows_groups(context, step, *memory.rows[Source::x], *memory.kept);
-    case Kernel::columns_one_pass:
-    case Kernel::column_amax:
-    case Kernel::column_codes: {
-      const Source of = step.as<plan::ColumnsStep>().of;
-      return launch_columns(context, step, *memory.columns[of],
-                            of == Source::gy ? memory.sum : nullptr);
-    }
-    case Kernel::generic_amax:
-    case Kernel::generic_codes:
-      return launch_generic_columns(context, step,
-                                    *memory.columns[step.as<plan::GenericColumnsStep>().of]);
-    case Kernel::finish_scales:
-      return launch_finish_scales(context, step,
-                                  *memory.columns[step.as<plan::GenericColumnsStep>().of]);
-    case Kernel::grouped_amax:
-    case Kernel::grouped_codes:
-      return launch_grouped(context, step,
-                            {memory.rows[Source::gy], memory.columns[Source::gy],
-                             memory.columns[Source::w], memory.groups, memory.sum});
-    case Kernel::token_exponents:
-      return launch_token_exponents(context, step, *memory.kept);
-    case Kernel::groups:
-    case Kernel::group_quads:
-      return launch_groups(context, step, *memory.kept);
-    case Kernel::requantize:
-      return launch_requantize(context, step, *memory.groups);
-    case Kernel::partial_sum:
-      return launch_partial_sum(context, step, memory.gy, memory.sum_alone->workspace);
-    case Kernel::final_sum:
-      return launch_final_sum(context, step,
-                              step.reads.has(plan::Buffer::sums) ? *memory.sum : *memory.sum_alone);
-    case Kernel::fill_zero:
-      return launch_fill_zero(context, step,
-                              memory.product[step.as<plan::ProductStep>().product].out);
-    case Kernel::broadcast_scale:
-      return run_broadcast_scale(context, step, memory);
-    case Kernel::widen:
-      return launch_widen(context, step, memory.bias, memory.wide_bias);
-    case Kernel::unpack: {
-      const int of = step.as<plan::UnpackStep>().of_b ? 1 : 0;
-      return launch_unpack(context, step, memory.packed[of], memory.unpacked[of]);
-    }
-    case Kernel::gemm_small:
-      return run_small_gemms(context, step, memory);
-    case Kernel::wgmma_128x128:
-    case Kernel::wgmma_128x192:
-    case Kernel::wgmma_128x256:
-    case Kernel::wgmma_stream_k:
-      return run_wgmma(context, step, memory);
-    case Kernel::mma_128x256x128:
-    case Kernel::mma_256x128x128:
-    case Kernel::mma_128x256x64:
-    case Kernel::mma_128x128x64:
-    case Kernel::mma_64x64x64:
-    case Kernel::mma_any:
-      return run_mma(context, step, fixup, memory);
-    case Kernel::mma_fixup:  // with its tile's
-      return;
-    case Kernel::token:
-      return launch_token(context, step, memory.token);
+HOT_LAUNCHER(wgmma) {
+  const auto& work = step.as<plan::ProductStep>();
+  GemmArgs args = memory.product[work.product];
+  const BroadcastScales vectors(args, memory.scratch[work.product]);
+  if (args.a_scale_step == 0) args.a_scale = vectors.a;
+  if (args.b_scale_step == 0) args.b_scale = vectors.b;
+  launch_wgmma(context, step, args, vectors.rest);
+}
+HOT_LAUNCHER(mma) {
+  const auto& work = step.as<plan::ProductStep>();
+  void* const scratch = memory.scratch[work.product];
+  const GemmArgs& args = memory.product[work.product];
+  launch_mma(context, step, args, scratch);
+  if (next != nullptr && next->kernel == Kernel::mma_fixup) {
+    launch_mma(context, *next, args, scratch);
   }
 }
+HOT_LAUNCHER(mma_fixup) {}  // with its tiles'
+HOT_LAUNCHER(token) { launch_token(context, step, memory.token); }
+#undef HOT_LAUNCHER
 
 void run(const Context& context, const plan::Plan& plan, const Memory& memory) {
-  for (int i = 0; i < plan.size(); ++i) {
-    const bool fixup = i + 1 < plan.size() && plan[i + 1].kernel == Kernel::mma_fixup;
-    run(context, plan[i], fixup ? &plan[i + 1] : nullptr, memory);
+#define HOT_RUN(name, function, file, overlaps, launcher) run_##launcher,
+  using Launcher = void (*)(const Context&, const Step&, const Step* next, const Memory&);
+  static constexpr Launcher launchers[plan::kernel_count] = {HOT_KERNELS(HOT_RUN)};
+#undef HOT_RUN
+  for (const Step* step = plan.begin(); step != plan.end(); ++step) {
+    const Step* const next = step + 1 == plan.end() ? nullptr : step + 1;
+    launchers[static_cast<std::size_t>(step->kernel)](context, *step, next, memory);
   }
 }
 

@@ -2,8 +2,8 @@
 // makes and executes.
 #pragma once
 
-#include "cuda/plan.h"
 #include "kernels.h"
+#include "plan/plan.h"
 
 namespace hot::detail {
 

@@ -10,19 +10,9 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "plan/gemm_sm90_plan.h"
 
 namespace hot::detail {
-
-enum class Sm90Kernel : std::uint8_t { tile_128x128, tile_128x192, tile_128x256, stream_k };
-
-// A product's kernel and the order of its tiles: along M or N, in stripes of `swizzle` tiles; for
-// stream-K in how many shares the contraction is divided, 1: as CUTLASS would.
-struct Sm90Plan {
-  Sm90Kernel kernel;
-  int sm_count;
-  bool along_m;
-  int swizzle, splits;
-};
 
 // What happens to the scaled sums.
 enum class Sm90Output : std::uint8_t { store, accumulate, bias };

@@ -2,8 +2,8 @@
 // tiles and chooses; each is compiled in a file of its own, made from gemm_sm80_tile.cu.in.
 #pragma once
 
-#include "cuda/gemm_sm80_plan.h"
 #include "kernels.h"
+#include "plan/gemm_sm80_plan.h"
 
 namespace hot::detail {
 

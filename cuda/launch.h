@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <string>
 
-#include "cuda/launch_shape.h"
 #include "hot/context.h"
 #include "hot/error.h"
 #include "kernels.h"
+#include "plan/launch_shape.h"
 
 namespace hot::detail {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "backward_work.h"
-#include "cuda/plan.h"
 #include "kernels.h"
+#include "plan/plan.h"
 
 namespace hot::detail {
 

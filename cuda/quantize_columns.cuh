@@ -16,8 +16,8 @@
 #include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
-#include "cuda/plan.h"
 #include "kernels.h"
+#include "plan/plan.h"
 
 namespace hot::detail::columns {
 

@@ -10,8 +10,8 @@
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/rounding.cuh"
-#include "cuda/plan.h"
 #include "kernels.h"
+#include "plan/plan.h"
 
 namespace hot::detail {
 

@@ -26,8 +26,8 @@ void check_cuda_device(const char* call, int device);
 namespace plan {
 struct DeviceFacts;
 }
-// Calls `call` with the facts that plans need about the context's device (cuda/plan.h), made
-// current.
+// Calls `call` with the facts that plans need about the context's device (cpp/src/plan/plan.h),
+// made current.
 void with_device_facts(const Context& context,
                        const std::function<void(const plan::DeviceFacts&)>& call);
 

@@ -8,10 +8,10 @@
 
 #include "backward_work.h"
 #include "checks.h"
-#include "cuda/plan.h"
 #include "cuda_device.h"
 #include "forward_work.h"
 #include "kernels.h"
+#include "plan/plan.h"
 
 namespace hot {
 

@@ -3,8 +3,8 @@
 // tests/cpp/CMakeLists.txt links their objects.
 #include "cuda/gemm_sm80.h"
 #include "cuda/launch.h"
-#include "cuda/plan.h"
 #include "gemm_problem.h"
+#include "plan/plan.h"
 
 using namespace hot_test;
 using hot::detail::GemmArgs;

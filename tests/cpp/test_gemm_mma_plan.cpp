@@ -1,5 +1,6 @@
-// How products are divided among thread blocks (cuda/gemm_sm80_plan.h): host code, for any GPU.
-#include "cuda/gemm_sm80_plan.h"
+// How products are divided among thread blocks (cpp/src/plan/gemm_sm80_plan.h): host code, for any
+// GPU.
+#include "plan/gemm_sm80_plan.h"
 #include "support.h"
 
 using namespace hot_test;

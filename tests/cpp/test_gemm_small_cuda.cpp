@@ -2,7 +2,7 @@
 // every plan, at the sizes of the paper's layers, with outputs of any strides. libhot does not
 // export them: tests/cpp/CMakeLists.txt links their object, and those of plans and launches.
 #include "cuda/launchers.h"
-#include "cuda/plan.h"
+#include "plan/plan.h"
 
 #include "gemm_problem.h"
 

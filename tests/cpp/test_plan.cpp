@@ -1,10 +1,10 @@
-// Plans of CUDA calls (cuda/plan.h) and hot::explain, without a GPU: which kernels a layer gets,
-// that steps' reads and writes fit together, and that every kernel there is can be reached.
+// Plans of CUDA calls (cpp/src/plan/plan.h) and hot::explain, without a GPU: which kernels a layer
+// gets, that steps' reads and writes fit together, and that every kernel there is can be reached.
 #include <algorithm>
 #include <map>
 #include <set>
 
-#include "cuda/plan.h"
+#include "plan/plan.h"
 #include "plan_cases.h"
 #include "support.h"
 

@@ -49,6 +49,8 @@ def test_the_cpu_includes_no_device_code() -> None:
     for path in SOURCES:
         if path.suffix in {".cpp", ".h"}:
             assert not [name for name in includes_of(path) if name.endswith(".cuh")], path
+        if path.parts[0] == "cpp":
+            assert not [name for name in includes_of(path) if name.startswith("cuda/")], path
 
 
 def test_public_headers_include_no_framework() -> None:

@@ -4,15 +4,15 @@
 #include <new>
 #include <type_traits>
 
-#include "cuda/plan_steps.h"
 #include "hot/error.h"
+#include "plan/steps.h"
 
 namespace hot::detail::plan {
 namespace {
 
 // ---- names -------------------------------------------------------------------------------------
 
-#define HOT_KERNEL_INFO(name, function, file, overlaps) {function, file, overlaps},
+#define HOT_KERNEL_INFO(name, function, file, overlaps, launcher) {function, file, overlaps},
 constexpr KernelInfo kernels[kernel_count] = {HOT_KERNELS(HOT_KERNEL_INFO)};
 #undef HOT_KERNEL_INFO
 

@@ -11,12 +11,12 @@
 
 #include "backward_work.h"
 #include "checks.h"
-#include "cuda/gemm_int8_sm90.h"
-#include "cuda/gemm_sm80_plan.h"
-#include "cuda/launch_shape.h"
-#include "cuda/plan_names.h"
 #include "forward_work.h"
 #include "kernels.h"
+#include "plan/gemm_sm80_plan.h"
+#include "plan/gemm_sm90_plan.h"
+#include "plan/kernels.def"
+#include "plan/launch_shape.h"
 
 namespace hot::detail {
 

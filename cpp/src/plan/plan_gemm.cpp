@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/plan_steps.h"
+#include "plan/steps.h"
 
 namespace hot::detail::plan {
 

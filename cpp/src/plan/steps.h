@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/plan.h"
+#include "plan/plan.h"
 
 namespace hot::detail::plan {
 

@@ -1,4 +1,4 @@
-#include "cuda/gemm_sm80_plan.h"
+#include "plan/gemm_sm80_plan.h"
 
 #include <algorithm>
 #include <cmath>

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "cuda/plan_steps.h"
+#include "plan/steps.h"
 
 namespace hot::detail::plan {
 
