@@ -134,7 +134,7 @@ def plot_speeds(rows: Mapping[str, Mapping[str, tuple[float, float]]], path: Pat
     right.set_title("peak (less is better)", fontsize=11, color=ON_ANY)
     figure.legend(
         *left.get_legend_handles_labels(), fontsize=11, frameon=False, labelcolor=ON_ANY,
-        ncols=2, loc="outside lower center", handletextpad=0.1, columnspacing=1.2,
+        ncols=2, loc="outside lower center", handletextpad=0.4, columnspacing=1.2,
     )  # fmt: skip
     save(figure, path)
 

@@ -1,12 +1,11 @@
-"""Tables of measurements in the docs, made from the reports that hold them.
+"""Write the tables of the docs from the reports in benchmarks/results.
 
-    python -m benchmarks.evidence.doc_tables            # rewrite what is out of date
-    python -m benchmarks.evidence.doc_tables --check    # say what is, and fail
+    python -m benchmarks.evidence.doc_tables            # rewrite stale tables
+    python -m benchmarks.evidence.doc_tables --check    # name stale pages, and fail
 
-A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
-comes from here. Every page of the repository that has such a line is looked at. ``KINDS`` at the
-end lists the kinds, with their reports; what each holds says the function of its name, here, in
-claims.py or in evidence_tables.py. A test keeps the pages as the reports are.
+The text between ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->`` is generated, on every
+page of the repository. ``KINDS`` lists the kinds with their reports. The function of a kind's name
+says what the table shows. A test fails if a page is stale.
 """
 
 from __future__ import annotations
@@ -34,27 +33,23 @@ PAGES = tuple(
     for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
     if BLOCK.search(page.read_text(encoding="utf-8"))
 )
-"""Those with a table of measurements."""
+"""Pages with a generated table."""
 
 
 class Unknown(Exception):
-    """A block that nothing here makes, or whose report is not there."""
+    """Raised for an unknown kind of table, and for a missing report."""
 
 
 # ---- cells ----
 
 
 def number(value: float | None, digits: int) -> str:
-    """Nothing where there is none: no reference ran, or the profiler failed."""
+    """Format a number; None gives an empty cell."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}×"
-
-
-def micro(row: Report | None) -> str:
-    return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
 
 
 def listed(shape: Iterable[int]) -> str:
@@ -69,14 +64,14 @@ def by_code(names: Iterable[str]) -> list[str]:
 
 
 def steps(report: Report, model: str) -> Lines:
-    """Every contender of a model: step, host, peak, kernels by class."""
+    """Step, host time, peak, and kernel time by class of every contender of a model."""
     head = ["", "step, ms", "of bf16's", "host, ms", "peak, GiB", "of bf16's", "kernels, ms"]
     rows = report["steps"][model]["rows"].items()
     yield from table_of([*head, *kernel_classes.CLASSES], ([n, *cells(row)] for n, row in rows))
 
 
 def cells(row: Report) -> list[str]:
-    """Of one contender; why there are none where it has no figures."""
+    """Cells of one contender, or the reason of missing figures."""
     if "step" not in row:
         why = "failed" if "error" in row else f"left out: {row['left_out']}"
         return [why] + [""] * (5 + len(kernel_classes.CLASSES))
@@ -92,9 +87,9 @@ def cells(row: Report) -> list[str]:
 
 
 def lora(report: Report) -> Lines:
-    """LoRA's contenders: speed, and the memory of weights, between steps, at the peak."""
+    """Speed of LoRA's contenders, and memory of weights, between steps and at the peak."""
     rows = report["steps"]["llama_lora"]["rows"]
-    yield from header(["", "tokens a second", "of bf16's", "weights, GiB", "between steps, GiB",
+    yield from header(["", "tokens a second", "speed", "weights, GiB", "between steps, GiB",
                        "peak, GiB"])  # fmt: skip
     reference = rows["bf16 compiled"]["tokens_per_s"]
     for name, row in rows.items():
@@ -103,12 +98,12 @@ def lora(report: Report) -> Lines:
             continue
         speed = row["tokens_per_s"]
         memory = [row["weight_bytes"] / 2**30, row.get("between_steps_gib"), row.get("peak_gib")]
-        figures = [f"{speed:,.0f}", f"{speed / reference:.2f}", *(number(m, 2) for m in memory)]
+        figures = [f"{speed:,.0f}", times(speed / reference), *(number(m, 2) for m in memory)]
         yield line([name, *figures])
 
 
 def whole(report: Report) -> Lines:
-    """A whole model by contender: speed, energy and peak of a step, and the largest batch.
+    """Speed, energy and peak of a step of a whole model, and its largest batch.
 
     The baseline is bf16 with recomputed blocks, for LoRA bf16's LoRA.
     """
@@ -147,34 +142,34 @@ def points(report: Report, *models: str) -> Lines:
 
 
 def switch(results: Path, *files: str) -> Lines:
-    """What to switch on by model and goal, as hot.advise chooses, beside the best of plain bf16.
+    """Setting by model and goal that hot.advise chooses, beside the best of plain bf16.
 
-    A model is of the first of these reports that has it.
+    The first report that has a model counts.
     """
     entries: dict[str, tuple[str, Report]] = {}
     for file in files:
         for model, entry in evidence_tables.report_of(results, file)["steps"].items():
             entries.setdefault(model, (file, entry))
-    own = ["switch on", "time", "peak"]
-    yield from header(["of compiled bf16's", "for", *own, "the best of plain bf16", *own[1:]])
+    heads = ["speed", "peak"]
+    yield from header(["", "for", "switch on", *heads, "the best of plain bf16", *heads])
     for _, entry in entries.values():
         rows = {name: row for name, row in entry["rows"].items() if "of reference" in row}
-        found = []
+        tried = []
         for name, row in rows.items():
             plain, step = name.startswith("bf16 ") and " head" not in name, row["step"]
             size, quartiles = round(row["peak_gib"] * 2**30), (step["q1_ms"], step["q3_ms"])
-            own_time = Measured(step["median_ms"], *quartiles, size)
+            measured = Measured(step["median_ms"], *quartiles, size)
             if "eager" not in name and "FP8" not in name:
                 noisy = name.startswith("fast")
-                found.append(Tried(name, "", plain, noisy, own_time))
+                tried.append(Tried(name, "", plain, noisy, measured))
         title = entry["title"]
         for goal in ("time", "memory", "both"):
             words = [title, goal]
-            for chosen in (found, [row for row in found if row.plain]):
+            for chosen in (tried, [row for row in tried if row.plain]):
                 best = Advice(tuple(chosen), goal, "peak", "").best
                 assert best is not None
-                of = rows[best.name]["of reference"]
-                words += [best.name, f"{of['step']:.2f}", f"{of['peak']:.2f}"]
+                ratios = rows[best.name]["of reference"]
+                words += [best.name, times(1 / ratios["step"]), f"{ratios['peak']:.2f}"]
             yield line(words)
             title = ""
     yield from ("", evidence_tables.dates_line(results, files))
@@ -197,7 +192,7 @@ def gpt(report: Report) -> Lines:
 
 
 def losses_note(report: Report) -> Lines:
-    """How the last losses of some contenders compare with fp32's, over the models."""
+    """Last losses of some contenders beside fp32's, over the models."""
     models = report["models"].values()
     yield from header(["last loss, of fp32's", "above it in", "median", "largest"])
     for name in ("default", "bf16", "fast", "paper"):
@@ -208,11 +203,9 @@ def losses_note(report: Report) -> Lines:
 
 # ---- layers and products ----
 
-HOTCORE = ("default", "fast", "paper")
-
 
 def about(report: Report) -> Lines:
-    """One line: where and when a report was made."""
+    """Line with the machine and the day of a report."""
     versions = report.get("versions", report)
     day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
     words = [report.get("device", report.get("machine", ""))]
@@ -226,9 +219,9 @@ def about(report: Report) -> Lines:
 
 
 def each_group(report: Report, part: str) -> Iterator[tuple[str, str, Report]]:
-    """Group of layers, recipe or contender, and its row, of a gpu-check."""
-    for group, found in report["bench_backward"]["layers"].items():
-        for name, row in found[part].items():
+    """Yield group of layers, contender and its row, from gpu-check."""
+    for group, parts in report["bench_backward"]["layers"].items():
+        for name, row in parts[part].items():
             yield group, name, row
 
 
@@ -243,18 +236,18 @@ def faster(report: Report, part: str, rivals: Mapping[str, str]) -> Lines:
 
 
 def layers(report: Report) -> Lines:
-    """Backward of a model's layers."""
+    """Speed of the backward pass of a model's layers."""
     rivals = {"torch fp32": "fp32", "torch bf16": "bf16", "torchao backward": "FP8's backward"}
     yield from faster(report, "recipes", rivals)
 
 
 def both(report: Report) -> Lines:
-    """Forward and backward of those layers together."""
+    """Speed of forward and backward of the same layers."""
     yield from faster(report, "both", {"torch bf16 both": "bf16", "torchao both": "FP8"})
 
 
 def floor(report: Report) -> Lines:
-    """The sums, their floors, and their ratio."""
+    """Times of the layers' backward, their floors, and the ratio."""
     yield from header(["sum of four layers", "µs", "floor, µs", "of the floor"])
     for group, recipe, row in each_group(report, "recipes"):
         figures = [f"{1e3 * row['sum_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
@@ -262,15 +255,15 @@ def floor(report: Report) -> Lines:
 
 
 def small(report: Report) -> Lines:
-    """The paper's layers, one image each, in a CUDA graph."""
-    yield from header(["16 layers, one image", "geometric mean", "worst layer"])
+    """Speed of the paper's layers beside fp32, one image each, in a CUDA graph."""
+    yield from header(["speed, 16 layers, one image", "geometric mean", "worst layer"])
     for name, row in report["bench_backward"]["paper"]["rotating"]["means"].items():
         if name != "fp32":
             yield line([name, times(row["geomean"]), times(row["worst"])])
 
 
 def targets(report: Report) -> Lines:
-    """The bars that the project set itself, and what was measured."""
+    """Targets of the project, and measurements."""
     yield from header(["", "measured", "bar", "aim", "reached"])
     for row in report["targets"]:
         figures = [f"{row[name]:.3g}" for name in ("measured", "must", "aim")]
@@ -278,7 +271,7 @@ def targets(report: Report) -> Lines:
 
 
 def tests(report: Report) -> Lines:
-    """What ran on the GPU machine."""
+    """Counts of tests on the GPU machine."""
     keys = ("passed", "failed", "skipped")
     rows = report["tests"].items()
     yield from table_of(["", *keys], ([name, *(str(row[k]) for k in keys)] for name, row in rows))
@@ -298,21 +291,21 @@ def cpu_layers(report: Report) -> Lines:
 
 def rule(report: Report) -> Lines:
     """Speed of `default` over forward and backward of a linear layer."""
-    kinds = [kind for kind in ("linear, 4096 tokens", "linear, 16384 tokens")]
-    found: dict[str, list[str]] = {}
+    kinds = ("linear, 4096 tokens", "linear, 16384 tokens")
+    speeds_of: dict[str, list[str]] = {}
     for kind in kinds:
         for row in report["grid"][kind]["rows"]:
             ms = {name: spread[0] for name, spread in row["times"].items()}
             shape = row["shape"].split(", x [")[0].removeprefix("Linear ").replace("x", "×")
-            found.setdefault(shape, []).append(times(ms["plain"] / ms["default"]))
-    yield from table_of(["out × in features", *kinds], ([k, *v] for k, v in found.items()))
+            speeds_of.setdefault(shape, []).append(times(ms["plain"] / ms["default"]))
+    yield from table_of(["out × in features", *kinds], ([k, *v] for k, v in speeds_of.items()))
 
 
 TASKS = {"vit": "small ViT, scikit-learn's digits", "gpt": "small GPT, Python's standard library"}
 
 
 def train(report: Report) -> Lines:
-    """Final validation loss less fp32's, mean of the seeds; bytes kept by the linear layers."""
+    """Last validation loss less fp32's, mean of the seeds, and bytes that linear layers keep."""
     names = report["recipes"]
     yield from header(["", "fp32's loss", *by_code(names)])
     for task, entry in report["tasks"].items():
@@ -333,7 +326,7 @@ GALLERY = {
 
 
 def gallery(report: Report) -> Lines:
-    """The examples at a real size: speed and peak memory, of plain's."""
+    """Speed and peak of the examples at a real size, beside plain torch."""
     yield from header(["script", "contender", "a second", "of plain's", "peak, GiB", "of plain's"])
     for name, example in report["examples"].items():
         title, words = GALLERY[name]
@@ -358,7 +351,7 @@ def _share(mine: float | None, of: float | None) -> float | None:
 
 
 def devices(results: Path) -> Lines:
-    """Every GPU that gpu_check.py ran on: its tests, and times faster than bf16."""
+    """Tests and speeds beside bf16 of every GPU that gpu_check.py ran on."""
     reports = [results / "gpu-check.json", *sorted(results.glob("device-*.json"))]
     groups, recipes = ("Llama-3-8B", "ViT-B"), ("default", "fast")
     backwards = [f"backward, {group}, `{name}`" for group in groups for name in recipes]
@@ -366,29 +359,29 @@ def devices(results: Path) -> Lines:
     step, plain = "default int8-forward reduce-overhead", "bf16 reduce-overhead"
     for path in reports:
         report = json.loads(path.read_text())
-        found, counts = report["ratios"], f"{report['passed']}, {report['failed']}"
-        of = [found.get(f"{group}, sum, times faster than", {}) for group in groups]
-        cells = [times(one.get(name, {}).get("torch bf16")) for one in of for name in recipes]
-        rows = found.get("vit_b, a step, of compiled bf16", {})
+        ratios, counts = report["ratios"], f"{report['passed']}, {report['failed']}"
+        sums = [ratios.get(f"{group}, sum, times faster than", {}) for group in groups]
+        cells = [times(one.get(name, {}).get("torch bf16")) for one in sums for name in recipes]
+        rows = ratios.get("vit_b, a step, of compiled bf16", {})
         both = [row["step"] for name in (plain, step) if isinstance(row := rows.get(name), dict)]
         last = times(both[0] / both[1] if len(both) == 2 else None)
         yield line([report["device"], counts, *cells, last])
 
 
 def limits(report: Report, *archs: str) -> Lines:
-    """What every kernel takes on GPUs that are not here, from the compiled code."""
+    """Registers, stack and shared memory of every kernel by architecture, from compiled code."""
     rows = report["limits"]
     yield from header(["kernel", "threads", "shared memory, bytes",
                        *(f"{arch}: registers, stack, resident" for arch in archs)])  # fmt: skip
     for kernel in sorted(set().union(*(rows[arch] for arch in archs))):
-        found = [rows[arch].get(kernel) for arch in archs]
-        some = next(row for row in found if row)
-        figures = [f"{r['registers']}, {r['stack']}, {r['resident']}" if r else "" for r in found]
+        by_arch = [rows[arch].get(kernel) for arch in archs]
+        some = next(row for row in by_arch if row)
+        figures = [f"{r['registers']}, {r['stack']}, {r['resident']}" if r else "" for r in by_arch]
         yield line([f"`{kernel}`", str(some["threads"]), f"{some['shared']:,}", *figures])
 
 
 def cases(report: Report) -> Lines:
-    """Relative error of g_w where tokens differ in size: every case, every recipe."""
+    """Relative error of g_w by case and recipe, for tokens that differ in size."""
     recipes = report["recipes"]
     rows = report["cases"].items()
     yield from table_of(
@@ -415,18 +408,18 @@ FIGURES = (
     *("different", "growth_device", "growth_reserved", "growth_host", "failed_steps", "places"),
     "message",
 )
-"""Of a test's figures, those that are shown, in this order."""
+"""Figures of a test in the order of the table."""
 FIGURE_WORDS = {
     **{"devices": "GPUs", "integers_compared": "integers", "results_compared": "floats"},
     **{"results_different": "floats different", "places": "places of a failure"},
     **{"growth_device": "bytes grown on the device", "growth_host": "bytes grown on the host"},
     "growth_reserved": "bytes grown in its allocator",
 }
-"""Where they are not their keys."""
+"""Words of the figures whose keys are unclear."""
 
 
 def trust(report: Report) -> Lines:
-    """Each part: its result, its tests with their figures."""
+    """Result of each part, and its tests with their figures."""
     yield from header(["run", "result", "seconds", "figures"])
     for name, title in TRUST.items():
         part = report["parts"].get(name)
@@ -454,7 +447,7 @@ def trust(report: Report) -> Lines:
 
 
 def sanitizer(report: Report) -> Lines:
-    """Each tool: tests that were clean, that had errors, that did not finish."""
+    """Tests by tool: clean, with errors, unfinished."""
     part = report["parts"].get("sanitizer")
     yield from header(["tool", "clean", "with errors", "not finished in time"])
     for tool, row in part["tools"].items() if part else ():
@@ -465,7 +458,7 @@ def sanitizer(report: Report) -> Lines:
 
 
 def config_fields(results: Path) -> Lines:
-    """The fields of a configuration, from libhot's table; no report has them."""
+    """Fields of a configuration, from libhot's table."""
     from hotcore.config import FIELDS
 
     rows = (
@@ -503,13 +496,13 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.pooled_words, TABLES.to_loss, TABLES.to_loss_words, TABLES.decided),
 }
-"""Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
+"""Kind -> its report and its function. None: the first argument names the report; "": several."""
 DATED = ("gradient-quality",)
 """Kinds of one report with its date below the table, like the tables of several reports."""
 
 
 def table(words: str, results: Path) -> str:
-    """What belongs between the two lines. Raises Unknown."""
+    """Lines of a table. Raises Unknown."""
     kind, *arguments = words.split()
     if kind not in KINDS:
         raise Unknown(f"{kind!r} is none of {', '.join(KINDS)}")
@@ -531,7 +524,7 @@ def table(words: str, results: Path) -> str:
 
 
 def rewritten(text: str, results: Path = RESULTS) -> str:
-    """A page with its tables as the reports are. Raises Unknown, naming the block."""
+    """Return a page with fresh tables. Raises Unknown, naming the block."""
 
     def replace(match: re.Match[str]) -> str:
         words = match["words"]
