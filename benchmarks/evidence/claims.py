@@ -59,13 +59,13 @@ def _gaps(file: str, *methods: str, tasks: str = "vit gpt") -> Callable[[Path], 
 
 def _small_layers(results: Path) -> Report:
     """The paper's layers, one image, in CUDA graphs."""
-    found: Report = report_of(results, CHECK)["bench_backward"]["paper"]["rotating"]
-    return found
+    layers: Report = report_of(results, CHECK)["bench_backward"]["paper"]["rotating"]
+    return layers
 
 
 def _speed_of_vit(results: Path) -> str:
     shapes = _small_layers(results)["shapes"]
-    rows = [found["rows"] for shape, found in shapes.items() if shape.startswith("197,")]
+    rows = [layer["rows"] for shape, layer in shapes.items() if shape.startswith("197,")]
     mine, low = (
         statistics.geometric_mean(row[name]["faster than fp32"] for row in rows)
         for name in ("hotcore paper", "bf16")

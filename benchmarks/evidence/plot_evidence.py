@@ -1,4 +1,4 @@
-"""Every figure that a report in benchmarks/results makes, into docs/img.
+"""Draw the figures of the pages from the reports, into docs/img.
 
 python -m benchmarks.evidence.plot_evidence [--out FOLDER] [--results FOLDER]
 """
@@ -27,7 +27,7 @@ def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def plot_trainings(report: Mapping[str, Any], folder: Path) -> None:
-    """Every task of a report: curves of the rivals, differences of the other tables."""
+    """Draw every task of a report: curves of the rivals, differences of the other tables."""
     table = report["settings"]["table"]
     for task in tables.tasks_of(report):
         if table == "rivals":
@@ -37,12 +37,12 @@ def plot_trainings(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def mean_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
-    """Over the seeds; one that diverged makes it infinite."""
+    """Mean over the seeds, infinite if one diverged."""
     return statistics.mean(run.get("val_loss", math.inf) for run in runs.values())
 
 
 def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
-    """Mean learning curve of every method, a band from the lowest to the highest seed."""
+    """Draw the mean learning curve of every method, with a band over the seeds."""
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     by_loss = sorted(tables.of_task(report, task).items(), key=lambda item: mean_loss(item[1]))
     for index, (method, runs) in enumerate(by_loss):
@@ -66,7 +66,7 @@ def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
 
 
 def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
-    """Every method's difference to fp32, the mean and each seed."""
+    """Draw every method's difference to fp32: the mean and each seed."""
     gaps = {name: tables.differences(report, task, name) for name in tables.of_task(report, task)}
     rows = {n: values for n, values in gaps.items() if values and math.isfinite(sum(values))}
     worst_first = sorted(rows, key=lambda name: -statistics.mean(rows[name]))
@@ -84,7 +84,7 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
 
 
 def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
-    """Error of g_w against cost and bytes, its parts, and the error over the run."""
+    """Draw the error of g_w against cost and bytes, its parts, and its course over the run."""
     tasks = report["settings"]["tasks"]
     size = {"figsize": (17, 3.9 * len(tasks)), "layout": "constrained", "squeeze": False}
     figure, grid = plt.subplots(len(tasks), 4, **size)
@@ -150,7 +150,10 @@ TIMED = {"91M": "91M parameters, H200", "10M-20": "10M parameters, 20 tokens eac
 
 
 def plot_loss_against_time(results: Path, path: Path) -> None:
-    """Validation loss against time, mean of the seeds. A step's time is of the same model."""
+    """Draw validation loss against time, mean of the seeds.
+
+    STEP_REPORTS names the report with step times of the same model.
+    """
     figure, grid = plt.subplots(len(TIMED), 1, figsize=(5.2, 5.6), layout="constrained")
     for axes, (size, title) in zip(grid, TIMED.items(), strict=True):
         report = tables.of_sizes(results, [size])[size]
@@ -179,10 +182,10 @@ def plot_all(results: Path, out: Path) -> list[str]:
     """Draw the figures whose reports are there, and return the names of missing reports."""
     trainings = ("training", "ablations", "finetune", "bert")
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        "gpu-check": lambda found: plot.plot_breakdown(
-            found["bench_backward"], out / "breakdown.svg"
+        "gpu-check": lambda report: plot.plot_breakdown(
+            report["bench_backward"], out / "breakdown.svg"
         ),
-        **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
+        **dict.fromkeys(trainings, lambda report: plot_trainings(report, out)),
         "cuda-rivals-h100": lambda _: plot_speeds(results, out / "speed.svg"),
         "cuda-gpt-10M-20": lambda _: plot_loss_against_time(results, out / "loss-time.svg"),
     }

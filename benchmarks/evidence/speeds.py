@@ -47,8 +47,8 @@ class Row(NamedTuple):
 
 
 def ratio_of(row: Report | None) -> Ratio | None:
-    of = (row or {}).get("of reference")
-    return Ratio(1 / of["step"], of["peak"]) if of else None
+    ratios = (row or {}).get("of reference")
+    return Ratio(1 / ratios["step"], ratios["peak"]) if ratios else None
 
 
 def rows(results: Path) -> list[Row]:
@@ -61,18 +61,20 @@ def rows(results: Path) -> list[Row]:
         return Ratio(speed, mine["peak_gib"] / other["peak_gib"])
 
     fp8 = beside("FP8 tensorwise", "bf16")
-    found = [
+    out = [
         Row("Llama-3-8B", beside("default int8-forward", "bf16"), fp8, None),
         Row("Llama-3-8B, LoRA", beside("LoRA frozen int8", "LoRA bf16"), None, None),
     ]
     steps = report_of(results, STEPS)["steps"]
     for model, how in README_MODELS.items():
-        of = steps[model]["rows"]
-        hot = ratio_of(of[f"default int8-forward {how}"])
+        contenders = steps[model]["rows"]
+        hot = ratio_of(contenders[f"default int8-forward {how}"])
         assert hot is not None
-        fp8, graphs = (ratio_of(of.get(name)) for name in ("FP8 tensorwise compiled", GRAPHS))
-        found.append(Row(steps[model]["title"], hot, fp8, graphs))
-    return found
+        fp8, graphs = (
+            ratio_of(contenders.get(name)) for name in ("FP8 tensorwise compiled", GRAPHS)
+        )
+        out.append(Row(steps[model]["title"], hot, fp8, graphs))
+    return out
 
 
 BY_HAND = ("Llama-3-8B, FSDP2, four H100s", "1.18 to 1.21×", "1.18 to 1.20×", "", "0.89",
@@ -82,14 +84,14 @@ BY_HAND = ("Llama-3-8B, FSDP2, four H100s", "1.18 to 1.21×", "1.18 to 1.20×", 
 
 def table(results: Path) -> Lines:
     """The README's table."""
-    found = rows(results)
+    models = rows(results)
     yield from header(["model", "HOT", "FP8", "bf16, graphs", "HOT's peak", "FP8's peak"])
-    for row in found:
+    for row in models:
         ratios = (row.hot, row.fp8, row.graphs)
         speeds = [f"{ratio.speed:.2f}×" if ratio else "" for ratio in ratios]
         peaks = [f"{ratio.peak:.2f}" if ratio else "" for ratio in ratios[:2]]
         yield line([row.model, *speeds, *peaks])
-        if row is found[0]:
+        if row is models[0]:
             yield line(BY_HAND)
     yield from ("", dates_line(results, (STEPS, WHOLE)))
 
