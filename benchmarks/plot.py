@@ -1,11 +1,10 @@
-"""Plots of the reports: speed-up by layer, where the time goes, steps against memory, a whole 8B.
+"""Plots of reports: the backward pass by layer, its stages, speed and peak of models.
 
     python benchmarks/plot.py [REPORT] [--out docs/img] [--format svg]
 
-REPORT is what bench_backward.py, bench_models.py (part step) or bench_8b.py wrote, or
-gpu-check.json, which holds the first two; default benchmarks/results/cuda-backward.json. Makes
-speedup_by_layer, breakdown, steps and whole_8b, each where the report has its part.
-evidence/plot_evidence.py draws all other figures.
+REPORT is a report of bench_backward.py or gpu-check.json. The default is
+benchmarks/results/cuda-backward.json. The script draws speedup_by_layer, and breakdown if the
+report has stages. evidence/plot_evidence.py draws the figures of the pages.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ COLORS = {
     "paper": "#aaaaaa",
     "accurate": "#228833",
 }
-COLORS_INT8 = {"default": "#004488", "fast": "#aa2233"}
-"""With an 8-bit forward."""
 STAGES = {
     "product g_x": "#4477aa",
     "product g_w": "#66ccee",
@@ -44,10 +41,15 @@ STAGES = {
     "between kernels": "#bbbbbb",
 }
 WIDTH = 0.8
-PLAIN, EXACT, FP8, INT8_TORCHAO = "#888888", "#aa55cc", "#ee8833", "#997733"
-ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
-PANEL = (3.4, 2.9)  # inches
-SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
+PLAIN, FP8 = "#888888", "#ee8833"
+ON_ANY = "#7a7a7a"
+"""Text and lines, legible on white and on GitHub's dark page."""
+CONTENDERS = {
+    "bf16 with CUDA graphs": (PLAIN, "s"),
+    "FP8 (torchao)": (FP8, "D"),
+    "HOT": ("#4488cc", "o"),
+}
+"""Contender -> colour and marker."""
 
 
 def rival_of(rows: Mapping[str, Any]) -> str:
@@ -110,145 +112,30 @@ def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def color_of(how: Mapping[str, Any]) -> str:
-    """Of a contender: by what computes its products."""
-    if "fp8" in how:
-        return FP8
-    if "int8_torchao" in how:
-        return INT8_TORCHAO
-    if "recipe" in how:
-        return (COLORS_INT8 if how.get("forward") == "int8" else COLORS)[how["recipe"]]
-    return PLAIN if how.get("autocast") else EXACT
-
-
-def marker_of(how: Mapping[str, Any]) -> str:
-    """Of a contender: by what is done to the model around the products."""
-    graphs = how.get("compiled") == "reduce-overhead"
-    if "frozen_int8" in how:
-        return ("+" if graphs else "<") if how.get("forward") == "int8" else "1"
-    if "first" in how:
-        letter = {0.75: "q", 0.5: "h"}[how["first"]]
-        return f"${letter.upper() if graphs else letter}$"
-    if "head" in how:
-        letter = "a" if "attention_kept" in how else "c" if how["head"] == "torch" else "e"
-        return f"${letter.upper() if graphs else letter}$"
-    if "whole" in how:
-        return "$w$"
-    if "attention_kept" in how:
-        return "H" if graphs else ">"
-    if "checkpointed" in how:
-        return "X" if "compiled" in how else "x"
-    if "memory_budget" in how:
-        if graphs:
-            return f"${10 * how['memory_budget']:.0f}$"
-        return {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[how["memory_budget"]]
-    if "liger" in how:
-        return "D"
-    if how.get("fp8", "tensorwise") != "tensorwise":
-        return "*" if how["fp8"] == "rowwise" else "P"
-    if "compiled" in how and "recipe" in how and how.get("slower", True):
-        return "h"
-    modes = {"default": "s", "reduce-overhead": "^", "max-autotune": "p"}
-    return modes.get(how.get("compiled", ""), "o")
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other beats in both figures, by the first."""
-    out: list[tuple[float, float]] = []
-    for point in sorted(points):
-        if not out or point[1] < out[-1][1]:
-            out.append(point)
-    return out
-
-
-def plot_steps(report: Mapping[str, Any], path: Path) -> None:
-    """A panel for each model: every contender's step against its peak memory.
-
-    The line joins the contenders that none beats in both. Those far slower than the others, and
-    those without figures, stand in the panel's title.
-    """
-    models = report["steps"]
-    columns = min(3, len(models))
-    lines = -(-len(models) // columns)
-    names = {name for entry in models.values() for name in entry["rows"]}
-    width, longest = PANEL[0] * columns, max(map(len, names))
-    beside = max(1, int(width / (0.062 * longest + 0.4)))  # of a font of 8 points, with the mark
-    size = (width, PANEL[1] * lines + 0.18 * -(-len(names) // beside))
-    figure, grid = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
-    handles: dict[str, Any] = {}
-    for axes, entry in zip(grid.flat, models.values(), strict=False):
-        handles |= plot_panel(axes, entry, known=handles)
-    for axes in grid.flat[len(models) :]:
-        axes.set_visible(False)
+def plot_speeds(rows: Mapping[str, Mapping[str, tuple[float, float]]], path: Path) -> None:
+    """Speed and peak memory beside compiled bf16: model -> contender -> both ratios."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(5.2, 1.2 + 0.34 * len(rows)), layout="constrained", sharey=True
+    )
+    for axes, part in ((left, 0), (right, 1)):
+        axes.axvline(1, color=ON_ANY, linewidth=1.5, label="compiled bf16 = 1")
+        for name, (color, mark) in CONTENDERS.items():
+            places = [place for place, ratios in enumerate(rows.values()) if name in ratios]
+            values = [ratios[name][part] for ratios in rows.values() if name in ratios]
+            axes.plot(values, places, mark, color=color, markersize=8, label=name)
+        axes.grid(axis="y", color=ON_ANY, alpha=0.25)
+        axes.margins(x=0.14)
+        label(axes)
+        axes.tick_params(labelsize=11, length=0)
+        axes.xaxis.set_major_locator(plt.MultipleLocator(0.2))
+    left.set_yticks(range(len(rows)), rows)
+    left.invert_yaxis()
+    left.set_title("speed (more is better)", fontsize=11, color=ON_ANY)
+    right.set_title("peak (less is better)", fontsize=11, color=ON_ANY)
     figure.legend(
-        handles.values(), handles, fontsize=8, frameon=False, labelcolor=ON_ANY,
-        ncols=beside, loc="outside lower center",
+        *left.get_legend_handles_labels(), fontsize=11, frameon=False, labelcolor=ON_ANY,
+        ncols=2, loc="outside lower center", handletextpad=0.4, columnspacing=1.2,
     )  # fmt: skip
-    save(figure, path)
-
-
-def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """One model; returns the handles of contenders that are not known yet."""
-    rows = entry["rows"]
-    points = {
-        name: (row["peak_gib"], row["step"]["median_ms"])
-        for name, row in rows.items()
-        if "peak_gib" in row and "step" in row
-    }
-    quickest = min(ms for _, ms in points.values())
-    notes = [
-        f"{name}: {ms:.0f} ms, {gib:.1f} GiB"
-        for name, (gib, ms) in points.items()
-        if ms > SLOWEST * quickest
-    ]
-    drawn = {name: point for name, point in points.items() if point[1] <= SLOWEST * quickest}
-    if len(points) < len(rows):
-        notes.append(f"{len(rows) - len(points)} without figures")
-    handles = {}
-    axes.plot(*zip(*frontier(list(drawn.values())), strict=True), color=ON_ANY, linewidth=0.7)
-    for name, point in drawn.items():
-        how = rows[name]["how"]
-        mark, color = marker_of(how), color_of(how)
-        (handle,) = axes.plot(
-            *point, marker=mark, linestyle="none", color=color, label=name,
-            markersize=6.5, markeredgecolor=color, markeredgewidth=1.2,
-        )  # fmt: skip
-        if name not in known:
-            handles[name] = handle
-    label(axes, "\n".join([entry["title"], "; ".join(notes)]), "peak, GiB", "step, ms")
-    for part in (axes.title, axes.xaxis.label, axes.yaxis.label):
-        part.set_fontsize(8)
-    axes.tick_params(labelsize=8)
-    axes.margins(0.12)
-    return handles
-
-
-def plot_whole(report: Mapping[str, Any], path: Path) -> None:
-    """A whole model by contender: speed and peak of the timed steps, the largest batch, energy."""
-    rows = {name: row for name, row in report["whole"].items() if "step" in row}
-    panels = {
-        "tokens a second": [row["tokens_per_s"] for row in rows.values()],
-        "peak, GiB": [row.get("peak_gib", 0.0) for row in rows.values()],
-        "tokens a second, largest batch": [row["largest"]["tokens_per_s"] for row in rows.values()],
-        "largest batch, tokens": [row["largest"]["tokens"] for row in rows.values()],
-        "joules a token": [row.get("joules_per_token", 0.0) for row in rows.values()],
-    }
-    panels = {name: values for name, values in panels.items() if all(values)}
-    size = (3.2 + 2.6 * len(panels), 1.0 + 0.3 * len(rows))
-    figure, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True)
-    colors = [color_of({"autocast": True, **row["how"]}) for row in rows.values()]
-    for axes, (name, values) in zip(grid.flat, panels.items(), strict=True):
-        bars = axes.barh(list(rows), values, color=colors)
-        axes.bar_label(
-            bars, fmt="{:,.3g}" if max(values) < 1 else "{:,.0f}", fontsize=7, color=ON_ANY
-        )
-        axes.margins(x=0.2)
-        axes.locator_params(axis="x", nbins=4)
-        axes.tick_params(axis="x", labelsize=7)
-        axes.tick_params(axis="y", labelsize=8)
-        label(axes, x=name)
-    grid.flat[0].invert_yaxis()
-    figure.suptitle(f"Llama-3-8B, trained whole, {report['device']}", fontsize=10, color=ON_ANY)
     save(figure, path)
 
 
@@ -284,31 +171,16 @@ def has_stages(report: Mapping[str, Any]) -> bool:
     )
 
 
-def has_rows(rows: Mapping[str, Any]) -> bool:
-    return any("step" in row for row in rows.values())
-
-
-def has_steps(report: Mapping[str, Any]) -> bool:
-    """Whether every model has a contender with a step and a peak (on the CPU there is none)."""
-    models = report.get("steps", {}).values()
-    return bool(models) and all(
-        any("step" in row and "peak_gib" in row for row in entry["rows"].values())
-        for entry in models
-    )
-
-
 def plot_report(whole: Mapping[str, Any], out: Path, suffix: str = "svg") -> int:
-    """The figures that a report has the parts of; how many they are."""
-    report, steps = whole.get("bench_backward", whole), whole.get("bench_models", whole)
+    """Draw the figures whose parts a report has, and return their number."""
+    report = whole.get("bench_backward", whole)
     drawn = 0
-    for there, draw, found, name in (
-        ("layers" in report, plot_speedups, report, "speedup_by_layer"),
-        (has_stages(report), plot_breakdown, report, "breakdown"),
-        (has_steps(steps), plot_steps, steps, "steps"),
-        (has_rows(whole.get("whole", {})), plot_whole, whole, "whole_8b"),
+    for there, draw, name in (
+        ("layers" in report, plot_speedups, "speedup_by_layer"),
+        (has_stages(report), plot_breakdown, "breakdown"),
     ):
         if there:
-            draw(found, out / f"{name}.{suffix}")
+            draw(report, out / f"{name}.{suffix}")
             drawn += 1
     return drawn
 
@@ -321,9 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(argv)
     if not plot_report(json.loads(args.report.read_text()), args.out, args.format):
-        parser.error(
-            f"{args.report}: has neither layers nor stages of CUDA kernels nor steps nor a model"
-        )
+        parser.error(f"{args.report}: has neither layers nor stages of CUDA kernels")
 
 
 if __name__ == "__main__":

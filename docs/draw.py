@@ -1,7 +1,7 @@
-"""The drawings of the docs: ``python docs/draw.py`` writes docs/img/method.svg and way_of_gy.svg.
+"""Drawings of the docs: ``python docs/draw.py`` writes docs/img/method.svg and way_of_gy.svg.
 
-Boxes carry their own background and the text outside of them is of a middle grey, so that a drawing
-reads on a light and on a dark page alike.
+Boxes have their own background, and text outside of them is grey: a drawing is legible on a light
+and on a dark page.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ LEADING = 16
 class Drawing:
     """Boxes with lines of text, arrows between their edges, and captions."""
 
-    def __init__(self, width: int, height: int, title: str) -> None:
+    def __init__(self, width: int, height: int, title: str, font: float = 12.5) -> None:
         self.size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         self.title = title
+        self.font = font
         self.parts: list[str] = []
 
     def box(self, x: int, y: int, width: int, lines: Sequence[str], fill: str) -> Box:
@@ -40,7 +41,7 @@ class Drawing:
         return Box(x, y, width, height)
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
-        """Straight, or with one step half way where the heights differ."""
+        """Draw a straight line, or a step half way if the heights differ."""
         (x0, y0), (x1, y1) = start, end
         middle = (x0 + x1) / 2
         path = f"M{x0:g},{y0:g} H{middle:g} V{y1:g} H{x1:g}"
@@ -62,7 +63,7 @@ class Drawing:
         body = "\n".join(self.parts)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" {self.size} role="img" '
-            'font-family="Helvetica, Arial, sans-serif" font-size="12.5">\n'
+            f'font-family="Helvetica, Arial, sans-serif" font-size="{self.font:g}">\n'
             f"<title>{escape(self.title)}</title>\n"
             '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="7" refY="4" '
             f'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>\n'
@@ -71,7 +72,7 @@ class Drawing:
 
 
 class Box:
-    """Where the arrows of a box begin and end."""
+    """Ends of a box's arrows."""
 
     def __init__(self, x: int, y: int, width: int, height: int) -> None:
         self.x, self.y, self.width, self.height = x, y, width, height
@@ -90,51 +91,35 @@ class Box:
 
 
 def method() -> Drawing:
-    """Forward and backward of one layer."""
-    draw = Drawing(900, 408, "HOT: forward in floating point, backward in integers")
-    draw.caption(10, 18, "Forward: unchanged. Of x, only 4- or 8-bit codes are kept.")
-    x = draw.box(10, 34, 130, ["x", "[L, I] float"], FLOAT)
-    y = draw.box(690, 34, 200, ["y = x wᵀ + b", "torch's own product"], FLOAT)
-    kept = draw.box(330, 88, 200, ["kept x", "INT4 in groups of 64 tokens"], INTEGER)
-    draw.arrow(x.right(0.35), y.left(0.35))
-    draw.arrow(x.right(0.8), kept.left())
-    draw.parts.append(
-        f'<path d="M10,150 H890" stroke="{LINE}" stroke-width="1" stroke-dasharray="5 5"/>'
-    )
-    draw.caption(10, 172, "Backward: two integer products.")
-    gy = draw.box(10, 264, 130, ["g_y", "[L, O] float"], FLOAT)
-    w = draw.box(10, 188, 130, ["w", "[O, I] float"], FLOAT)
-    w8 = draw.box(225, 188, 190, ["w: Hadamard, INT8", "blocks of 16 along O"], INTEGER)
-    rows = draw.box(225, 248, 190, ["g_y: Hadamard, INT8", "a scale for each token"], INTEGER)
-    columns = draw.box(225, 312, 190, ["g_y: INT8", "a scale for each channel"], INTEGER)
-    x8 = draw.box(450, 312, 120, ["x: INT8", "from its codes"], INTEGER)
-    first = draw.box(600, 218, 130, ["INT8 product", "+ dequantise"], PRODUCT)
-    second = draw.box(600, 312, 130, ["INT8 product", "+ dequantise"], PRODUCT)
-    gx = draw.box(775, 218, 115, ["g_x = g_y w", "[L, I] float"], RESULT)
-    gw = draw.box(775, 312, 115, ["g_w = g_yᵀ x", "[O, I] float"], RESULT)
+    """Forward and backward of one layer, legible on a phone."""
+    draw = Drawing(480, 400, "HOT: plain forward, integer backward", font=14)
+    draw.caption(8, 18, "Forward: x is kept in 4 bits")
+    x = draw.box(8, 30, 104, ["x", "bf16"], FLOAT)
+    y = draw.box(348, 30, 124, ["y = x wᵀ", "bf16 or INT8"], FLOAT)
+    codes = draw.box(150, 84, 160, ["codes of x", "INT4"], INTEGER)
+    draw.arrow(x.right(0.3), y.left(0.3))
+    draw.arrow(x.right(0.8), codes.left())
+    draw.parts.append(f'<path d="M8,146 H472" stroke="{LINE}" stroke-dasharray="5 5"/>')
+    draw.caption(8, 170, "Backward: two INT8 products")
+    w = draw.box(8, 184, 104, ["w", "bf16"], FLOAT)
+    gy = draw.box(8, 270, 104, ["g_y", "bf16"], FLOAT)
+    w8 = draw.box(150, 184, 160, ["w, transformed", "INT8"], INTEGER)
+    rows = draw.box(150, 238, 160, ["g_y, transformed", "INT8, scale a token"], INTEGER)
+    columns = draw.box(150, 292, 160, ["g_y", "INT8, scale a channel"], INTEGER)
+    x8 = draw.box(150, 346, 160, ["x", "INT8, from its codes"], INTEGER)
+    gx = draw.box(348, 211, 124, ["g_x = g_y w", "INT8 product"], PRODUCT)
+    gw = draw.box(348, 319, 124, ["g_w = g_yᵀ x", "INT8 product"], PRODUCT)
     draw.arrow(w.right(), w8.left())
     draw.arrow(gy.right(0.35), rows.left())
     draw.arrow(gy.right(0.7), columns.left())
-    draw.arrow(w8.right(), first.left(0.3))
-    draw.arrow(rows.right(), first.left(0.7))
-    draw.arrow(x8.right(), second.left())
-    draw.parts.append(
-        f'<path d="M320,358 V376 H665 V360" fill="none" stroke="{LINE}" stroke-width="1.4" '
-        'marker-end="url(#head)"/>'
-    )
-    draw.parts.append(
-        f'<path d="M490,134 V312" fill="none" stroke="{LINE}" stroke-width="1.4" '
-        'marker-end="url(#head)"/>'
-    )
-    draw.arrow(first.right(), gx.left())
-    draw.arrow(second.right(), gw.left())
-    why = "The Hadamard transform spreads outliers over a block, so that 8 or 4 bits are enough."
-    draw.caption(10, 400, why)
+    for codes_of, result, place in ((w8, gx, 0.3), (rows, gx, 0.7), (columns, gw, 0.3)):
+        draw.arrow(codes_of.right(), result.left(place))
+    draw.arrow(x8.right(), gw.left(0.7))
     return draw
 
 
 def way_of_gy() -> Drawing:
-    """From g_y to the operands of both products: which pass reads it, by size."""
+    """Passes that turn g_y into the operands of both products."""
     draw = Drawing(900, 330, "The way of g_y through the CUDA backend")
     gy = draw.box(10, 130, 110, ["g_y", "[L, O] 16-bit"], FLOAT)
     small = draw.box(200, 20, 270, ["small layer", "one launch quantises g_y, w and x"], INTEGER)

@@ -460,15 +460,25 @@ def _size_heads(found: Mapping[str, Report]) -> Lines:
         yield f"{name}, {tokens / report['parameters']:.2f} tokens a parameter"
 
 
-def scaling(results: Path) -> Lines:
-    """GPTs by size: the gap to bf16, of equal seeds: mean and 95 % interval, how many pairs."""
+def scaling(results: Path, *words: str) -> Lines:
+    """Gap to bf16 by size, of pairs of equal seeds: mean, ± half of the 95 % interval.
+
+    ``words``: names of contenders between semicolons; all without them.
+    """
     reports = of_sizes(results)
     found = gaps_by_size(results, list(reports)).values()
     yield from header(["validation loss less bf16's", *_size_heads(reports)])
     yield line(["bf16's loss, ± deviation", *(plus_minus(gaps["bf16"], 4, "") for gaps in found)])
-    for name in in_order(n for gaps in found for n in gaps):
-        yield line([shown(name), *(interval_words(gaps.get(name, [])) for gaps in found)])
+    for name in names_in(words) if words else in_order(n for gaps in found for n in gaps):
+        yield line([shown(name), *(half_width_words(gaps.get(name, [])) for gaps in found)])
     yield from ("", dates_line(results, map(file_of, reports)))
+
+
+def half_width_words(values: Sequence[float]) -> str:
+    """Mean ± half of its 95 % interval, without an interval for a single pair."""
+    found = intervals.interval(values) if values else None
+    mean = f"{statistics.mean(values):+.4f}" if values else ""
+    return f"{mean} ± {(found.high - found.low) / 2:.4f}" if found else mean
 
 
 def pooled_gaps(
@@ -518,19 +528,15 @@ def pooled(results: Path) -> Lines:
     names = in_order({n for gaps in gaps_by_size(results).values() for n in gaps})
     pairs = [(name, "bf16") for name in names]
     pairs += [(name, FP8) for name in ("default", "default int8-forward")]
-    head = ["validation loss, all sizes", "sizes", "pairs", "mean", "95 % interval"]
-    head += [f"within ±{MARGIN}", "every pair: mean [interval] (pairs)"]
-    yield from header([*head, "the same of the last training losses"])
+    head = ["validation loss, all sizes", "pairs", "mean", "95 %: from", "to"]
+    yield from header([*head, f"within ±{MARGIN}", "mean, last training losses"])
     for name, less in pairs:
-        by_size = pooled_gaps(results, name, less)
-        found = pooled_interval(by_size)
-        if found is None:
-            continue
-        more = [v for vs in pooled_gaps(results, name, less, every=True).values() for v in vs]
-        yield line([f"{shown(name)} less {less}", ", ".join(by_size), str(found.count),
-                    f"{found.mean:+.4f}", ends_of(found), intervals.verdict(found, MARGIN),
-                    interval_words(more),
-                    interval_words(training_gaps(results, name, less))])  # fmt: skip
+        found = pooled_interval(pooled_gaps(results, name, less))
+        if found is not None:
+            last = statistics.mean(training_gaps(results, name, less))
+            figures = [f"{value:+.4f}" for value in (found.mean, found.low, found.high)]
+            words = [intervals.verdict(found, MARGIN), f"{last:+.4f}"]
+            yield line([f"{shown(name)} less {less}", str(found.count), *figures, *words])
     yield from ("", dates_line(results, map(file_of, of_sizes(results))))
 
 
@@ -647,31 +653,16 @@ def _share(value: float | None) -> str:
 
 
 def to_loss(results: Path) -> Lines:
-    """Steps of bf16 to each contender's last loss; with the step's time where there is one."""
+    """Share of bf16's steps after which bf16 has each contender's last loss."""
     found = of_sizes(results)
     yield from header(["share of bf16's steps to the same loss", *_size_heads(found)])
-    for name in ("default", "default int8-forward", "fast", "fast int8-forward", FP8):
-        cells = []
-        for report in found.values():
-            if not pairs_of(report, name):
-                cells.append("")
-                continue
-            share, each = shares_of_steps(report, name)
-            ordered = sorted(each, key=lambda value: math.inf if value is None else value)
-            ends = dict.fromkeys(_share(value) for value in (ordered[0], ordered[-1]))
-            cells.append(_share(share) + (f" ({' to '.join(ends)})" if len(each) > 1 else ""))
-        yield line([name, *cells])
-    yield ""
-    yield from header(["", "step, of bf16's", "bf16's steps to the same loss", "time to that loss"])
-    for size, report in found.items():
-        for name, ratio in step_ratios(results, size).items():
-            if not pairs_of(report, name):
-                continue
-            share, _ = shares_of_steps(report, name)
-            time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
-            yield line([f"{size}, {name}", f"{ratio:.2f}", _share(share), f"{time} of bf16's"])
-    timed = reports_of(results, (name for names in STEP_REPORTS.values() for name in names))
-    yield from ("", dates_line(results, [*map(file_of, found), *timed]))
+    for name in ("default int8-forward", "default", FP8, "fast"):
+        shares = (
+            _share(shares_of_steps(report, name)[0]) if pairs_of(report, name) else ""
+            for report in found.values()
+        )
+        yield line([name, *shares])
+    yield from ("", dates_line(results, map(file_of, found)))
 
 
 def step_ratios(results: Path, size: str) -> dict[str, float]:
@@ -695,22 +686,6 @@ def to_loss_words(results: Path, *words: str) -> Lines:
     parts = zip(shares, _size_heads(found), strict=True)
     listed = ", ".join(f"{share} ({head})" for share, head in parts)
     yield f"*GPTs on text: bf16 has `{name}`'s last loss after this share of its steps: {listed}.*"
-
-
-def quality(results: Path) -> Lines:
-    """Both sentences as one line, where a page must be short."""
-    yield " ".join([*pooled_words(results), *to_loss_words(results, "fast")])
-
-
-def recipes(results: Path, file: str, *words: str) -> Lines:
-    """A row of one report of bench_gpt.py: seed 0's last losses; names between semicolons."""
-    report = report_of(results, file)
-    runs, names = runs_by_seed(report), names_in(words)
-    yield from header(["validation loss, seed 0", *(f"`{shown(name)}`" for name in names)])
-    size = file.removeprefix("cuda-gpt-").removesuffix(".json")
-    losses = [f"{runs[name][0]['validation_loss']:.3f}" for name in names]
-    yield line([f"GPT on text, {next(_size_heads({size: report}))}", *losses])
-    yield from ("", dates_line(results, [file]))
 
 
 # ---- dates, figures ----

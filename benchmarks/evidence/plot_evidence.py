@@ -1,4 +1,4 @@
-"""Every figure that a report in benchmarks/results makes, into docs/img.
+"""Draw the figures of the pages from the reports, into docs/img.
 
 python -m benchmarks.evidence.plot_evidence [--out FOLDER] [--results FOLDER]
 """
@@ -14,76 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import plot
-from evidence import RESULTS, ROOT
+from evidence import RESULTS, ROOT, speeds
 from evidence import evidence_tables as tables
 from evidence.evidence_tables import shown
-from plot import COLORS, FP8, ON_ANY, PLAIN, label, plt, save
-
-LAYERS = {
-    "hotcore paper": COLORS["paper"],
-    "hotcore default": COLORS["default"],
-    "hotcore fast": COLORS["fast"],
-    "LBP-WHT": COLORS["accurate"],
-    "bf16": PLAIN,
-    "FP8 products": FP8,
-}
-MEMORY = {
-    "fp32": PLAIN,
-    "LoRA": "#228833",
-    "LBP-WHT": "#aa3377",
-    "LUQ": "#ccbb44",
-    "HOT paper": COLORS["default"],
-    "HOT paper + LoRA": "#66ccee",
-    "fp32, blocks recomputed": "#ee6677",
-}
-
-
-def plot_latency(report: Mapping[str, Any], path: Path) -> None:
-    """Times faster than fp32, the paper's layers; a dash: what the paper measured."""
-    layers = report["graph"]
-    figure, axes = plt.subplots(figsize=(12, 4), layout="constrained")
-    width, places = 0.8 / len(LAYERS), range(len(layers))
-    for index, (name, color) in enumerate(LAYERS.items()):
-        ms = [layer["rows"].get(name) for layer in layers.values()]
-        heights = [
-            layer["rows"]["fp32"]["median_ms"] / row["median_ms"] if isinstance(row, dict) else 0
-            for layer, row in zip(layers.values(), ms, strict=True)
-        ]
-        left = [place - 0.4 + (index + 0.5) * width for place in places]
-        unfused = f"{name}, unfused" if name == "LBP-WHT" else name
-        axes.bar(left, heights, width, label=unfused, color=color)
-    paper = [layer["paper_us"]["faster"] for layer in layers.values()]
-    axes.hlines(paper, [p - 0.4 for p in places], [p + 0.4 for p in places], colors=ON_ANY,
-                linestyles="dashed", label="HOT in the paper, RTX 3090")  # fmt: skip
-    axes.axhline(1, color=ON_ANY, linewidth=0.8)
-    names = [f"{name}\n{', '.join(map(str, t['shape']))}" for name, t in layers.items()]
-    axes.set_xticks(list(places), names, fontsize=7, rotation=30, ha="right")
-    title = f"g_x and g_w of the paper's layers, one image, CUDA graphs, {report['device']}"
-    label(axes, title, y="times faster than fp32", columns=4)
-    save(figure, path)
-
-
-def plot_memory(report: Mapping[str, Any], path: Path) -> None:
-    """Peak of a step by batch; a dash: by the paper's formula."""
-    rows = {name: report["rows"][name] for name in MEMORY if name in report["rows"]}
-    batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    width, formula = 0.8 / len(rows), "by the paper's formula"
-    for index, (name, found) in enumerate(rows.items()):
-        for place, batch in enumerate(batches):
-            row, left = found[batch], place - 0.4 + index * width
-            peak = row.get("peak by kept", row.get("peak_gib"))
-            if peak is not None:
-                axes.bar(left + width / 2, peak, width, color=MEMORY[name], label=name)
-            if "formula_gib" in row:
-                ends = (left, left + width)
-                axes.hlines(row["formula_gib"], *ends, "black", "dotted", label=formula)
-    axes.set_xticks(range(len(batches)), batches)
-    axes.set_yscale("log")
-    title = f"Peak memory of a training step, {report['model']}, {report['device']}"
-    once = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    label(axes, title, "images of a batch", "GiB", 2, handles=once.values(), labels=once.keys())
-    save(figure, path)
+from plot import FP8, ON_ANY, PLAIN, label, plt, save
 
 
 def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
@@ -93,7 +27,7 @@ def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def plot_trainings(report: Mapping[str, Any], folder: Path) -> None:
-    """Every task of a report: curves of the rivals, differences of the other tables."""
+    """Draw every task of a report: curves of the rivals, differences of the other tables."""
     table = report["settings"]["table"]
     for task in tables.tasks_of(report):
         if table == "rivals":
@@ -103,12 +37,12 @@ def plot_trainings(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def mean_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
-    """Over the seeds; one that diverged makes it infinite."""
+    """Mean over the seeds, infinite if one diverged."""
     return statistics.mean(run.get("val_loss", math.inf) for run in runs.values())
 
 
 def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
-    """Mean learning curve of every method, a band from the lowest to the highest seed."""
+    """Draw the mean learning curve of every method, with a band over the seeds."""
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     by_loss = sorted(tables.of_task(report, task).items(), key=lambda item: mean_loss(item[1]))
     for index, (method, runs) in enumerate(by_loss):
@@ -132,7 +66,7 @@ def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
 
 
 def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
-    """Every method's difference to fp32, the mean and each seed."""
+    """Draw every method's difference to fp32: the mean and each seed."""
     gaps = {name: tables.differences(report, task, name) for name in tables.of_task(report, task)}
     rows = {n: values for n, values in gaps.items() if values and math.isfinite(sum(values))}
     worst_first = sorted(rows, key=lambda name: -statistics.mean(rows[name]))
@@ -150,7 +84,7 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
 
 
 def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
-    """Error of g_w against cost and bytes, its parts, and the error over the run."""
+    """Draw the error of g_w against cost and bytes, its parts, and its course over the run."""
     tasks = report["settings"]["tasks"]
     size = {"figsize": (17, 3.9 * len(tasks)), "layout": "constrained", "squeeze": False}
     figure, grid = plt.subplots(len(tasks), 4, **size)
@@ -191,18 +125,69 @@ def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path, transparent=False)
 
 
+def plot_speeds(results: Path, path: Path) -> None:
+    """The README's figure."""
+    plot.plot_speeds(
+        {
+            row.model: {
+                name: (ratio.speed, ratio.peak)
+                for name, ratio in zip(plot.CONTENDERS, (row.graphs, row.fp8, row.hot), strict=True)
+                if ratio
+            }
+            for row in speeds.rows(results)
+        },
+        path,
+    )
+
+
+CURVES = {
+    "bf16": (PLAIN, "-"),
+    "FP8 tensorwise": (FP8, "--"),
+    "default int8-forward": ("#4488cc", "-"),
+}
+"""Contender -> colour and line."""
+TIMED = {"91M": "91M parameters, H200", "10M-20": "10M parameters, 20 tokens each, H100"}
+
+
+def plot_loss_against_time(results: Path, path: Path) -> None:
+    """Draw validation loss against time, mean of the seeds.
+
+    STEP_REPORTS names the report with step times of the same model.
+    """
+    figure, grid = plt.subplots(len(TIMED), 1, figsize=(5.2, 5.6), layout="constrained")
+    for axes, (size, title) in zip(grid, TIMED.items(), strict=True):
+        report = tables.of_sizes(results, [size])[size]
+        timed = tables.report_of(results, tables.STEP_REPORTS[size][-1])
+        for name, (color, style) in CURVES.items():
+            times = [run["step_ms"] for run in tables.runs_by_seed(timed).get(name, {}).values()]
+            if not times:
+                continue
+            runs = [mine for mine, _ in tables.pairs_of(report, name)]
+            curve = mean_curve(dict(enumerate(runs)))
+            seconds = [step * statistics.mean(times) / 1e3 for step in curve]
+            words = "HOT, 8-bit forward" if name.startswith("default") else name.split()[0]
+            axes.plot(seconds, curve.values(), style, color=color, linewidth=2, label=words)
+        last = report["settings"]["steps"]
+        axes.set_ylim(min(curve.values()) - 0.05, curve[sorted(curve)[len(curve) // 4]])
+        axes.set_xlim(left=0.15 * last * statistics.mean(times) / 1e3)
+        label(axes, title, "seconds", "validation loss", columns=1)
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            text.set_fontsize(11)
+        axes.tick_params(labelsize=11)
+        axes.legend(fontsize=11, frameon=False, labelcolor=ON_ANY)
+    save(figure, path)
+
+
 def plot_all(results: Path, out: Path) -> list[str]:
-    """The pages' figures whose report is there; the names of reports that are not."""
+    """Draw the figures whose reports are there, and return the names of missing reports."""
     trainings = ("training", "ablations", "finetune", "bert")
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        **dict.fromkeys(
-            ("gpu-check", "cuda-steps", "cuda-8b"), lambda found: plot.plot_report(found, out)
+        "gpu-check": lambda report: plot.plot_breakdown(
+            report["bench_backward"], out / "breakdown.svg"
         ),
-        "cuda-memory-points-h100": lambda found: plot.plot_steps(found, out / "memory-points.svg"),
-        "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
-        **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
-        "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
-        "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
+        **dict.fromkeys(trainings, lambda report: plot_trainings(report, out)),
+        "cuda-rivals-h100": lambda _: plot_speeds(results, out / "speed.svg"),
+        "cuda-gpt-10M-20": lambda _: plot_loss_against_time(results, out / "loss-time.svg"),
     }
     for name, draw in figures.items():
         if (results / f"{name}.json").exists():

@@ -1,8 +1,9 @@
-"""The evidence's data, its runs side by side; bench_latency, bench_memory, evidence at toy size."""
+"""Data, parallel runs, tables and figures of the evidence; scripts at toy size."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ def generator(rng: np.random.Generator) -> torch.Generator:
 
 
 def test_photographs_share_no_pixel(rng: np.random.Generator) -> None:
-    """Validation tiles are of columns that no training tile reaches."""
+    """No training tile reaches the columns of validation tiles."""
     found = images.Photographs()
     assert found.classes >= 48 and len(found.validation[0]) == 6 * found.classes
     assert found.validation[0].shape[1:] == (3, 32, 32)
@@ -48,9 +49,6 @@ def test_photographs_share_no_pixel(rng: np.random.Generator) -> None:
     assert torch.equal(images.normalised(cell[:, :32, -32:]), found.validation[0][0])
     tiles, labels = found.batch(20, generator(rng))
     assert tiles.shape == (20, 3, 32, 32) and 0 <= labels.min() <= labels.max() < found.classes
-
-
-# ---- methods ----
 
 
 # ---- side by side ----
@@ -130,7 +128,7 @@ def test_the_formula_is_the_papers_figure() -> None:
 
 
 def test_what_to_switch_on(tmp_path: Path) -> None:
-    """By the rules of hot.advise; the first report that has a model counts."""
+    """hot.advise's rules choose, from the first report that has a model."""
     from evidence import doc_tables
 
     def row(ms: float, gib: float) -> dict[str, Any]:
@@ -149,36 +147,35 @@ def test_what_to_switch_on(tmp_path: Path) -> None:
         report = {"date": "2026-11-24T01:02:03+00:00", "steps": steps}
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
     assert doc_tables.table("switch a.json b.json", tmp_path).splitlines()[2:] == [
-        "| M | time | default compiled | 0.80 | 0.90 | bf16 compiled | 1.00 | 1.00 |",
-        "|  | memory | default compiled, kept | 1.40 | 0.40 | bf16 compiled, budget 0.5 | 1.20 |"
+        "| M | time | default compiled | 1.25× | 0.90 | bf16 compiled | 1.00× | 1.00 |",
+        "|  | memory | default compiled, kept | 0.71× | 0.40 | bf16 compiled, budget 0.5 | 0.83× |"
         " 0.50 |",
-        "|  | both | default compiled | 0.80 | 0.90 | bf16 compiled | 1.00 | 1.00 |",
-        "| N | time | bf16 compiled | 1.00 | 1.00 | bf16 compiled | 1.00 | 1.00 |",
-        "|  | memory | bf16 compiled | 1.00 | 1.00 | bf16 compiled | 1.00 | 1.00 |",
-        "|  | both | bf16 compiled | 1.00 | 1.00 | bf16 compiled | 1.00 | 1.00 |",
+        "|  | both | default compiled | 1.25× | 0.90 | bf16 compiled | 1.00× | 1.00 |",
+        "| N | time | bf16 compiled | 1.00× | 1.00 | bf16 compiled | 1.00× | 1.00 |",
+        "|  | memory | bf16 compiled | 1.00× | 1.00 | bf16 compiled | 1.00× | 1.00 |",
+        "|  | both | bf16 compiled | 1.00× | 1.00 | bf16 compiled | 1.00× | 1.00 |",
         *("", "*Measured: a 2026-11-24, b 2026-11-24.*"),
     ]
 
 
-def test_claims_point_to_what_is_there() -> None:
-    """Anchors of the page, scripts and their options."""
+def test_claims_link_to_what_is_there() -> None:
+    """Anchors are checked by the site's build, which sees the generated table."""
     from evidence import claims
 
-    page = (ROOT / "docs/results.md").read_text() + (ROOT / "docs/dev/rivals.md").read_text()
-    heads = {
-        "".join(c for c in line.lstrip("# ").lower() if c.isalnum() or c in " -").replace(" ", "-")
-        for line in (page + (ROOT / "docs/paper.md").read_text()).splitlines()
-        if line.startswith("#")
-    }
-    for claim in (*claims.SOURCES, *claims.OURS):
-        for target in claim.where.split("](")[1:]:
-            path, _, anchor = target.split(")")[0].partition("#")
-            assert not path or (ROOT / "docs" / path).is_file(), claim
-            assert anchor in heads, (claim.claim, anchor)
-        if claim.command:
-            script = claim.command.split()[0]
-            places = (ROOT / "benchmarks", ROOT / "benchmarks/evidence")
-            assert any((place / script).is_file() for place in places), claim
+    for claim in claims.CLAIMS:
+        path = claim.where.partition("#")[0]
+        assert (ROOT / "docs" / (path or "paper.md")).is_file(), claim
+
+
+def test_prose_has_the_figures_of_the_table() -> None:
+    """One speed for one model, on every first page."""
+    from evidence import RESULTS, speeds
+
+    rows = {row.model: row.hot for row in speeds.rows(RESULTS)}
+    for page in ("README.md", "docs/index.md", "docs/results.md", "docs/results/speed.md"):
+        text = (ROOT / page).read_text().split("<!-- table")[0]
+        assert f"Llama-3-8B trains at {rows['Llama-3-8B'].speed:.2f}×" in text, page
+        assert re.findall(r"ViT-B (?:trains )?at ([\d.]+)", text) == [f"{rows['ViT-B/16'][0]:.2f}"]
 
 
 def test_every_figure(tmp_path: Path) -> None:
@@ -187,6 +184,6 @@ def test_every_figure(tmp_path: Path) -> None:
 
     plot_evidence.main(["--results", str(RESULTS), "--out", str(tmp_path)])
     drawn = {path.stem for path in tmp_path.iterdir()}
-    assert drawn >= {"latency", "memory", "training-vit", "speedup_by_layer", "steps", "whole_8b"}
-    text = (tmp_path / "speedup_by_layer.svg").read_text()
-    assert text.startswith("<?xml") and all(word in text for word in ("Llama-3-8B", "default"))
+    assert drawn >= {"breakdown", "training-vit", "speed", "loss-time"}
+    text = (tmp_path / "speed.svg").read_text()
+    assert text.startswith("<?xml") and all(word in text for word in ("Llama-3-8B", "HOT"))

@@ -70,7 +70,7 @@ def has_products(pointwise: bool, config: HotConfig, cuda: bool) -> bool:
     """Whether HOT makes backward's products, and torch does not: of 1x1 kernels.
 
     On CUDA only with a low rank. At full rank torch's are faster there, over so many pixels of so
-    few channels, and g_x is exact: docs/results.md, "By number of features".
+    few channels, and g_x is exact: docs/results/speed.md, "Number of features".
     """
     return pointwise and (not cuda or config.basis != "full")
 
