@@ -94,7 +94,9 @@ except ImportError:  # without JAX or its handlers, read the docstrings with sta
 _aside: dict[str, list[str]] = {}
 
 
-def _put_aside(app: Any, kind: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
+def _put_aside(
+    app: Any, kind: str, name: str, subject: Any, options: Any, lines: list[str]
+) -> None:
     if kind in ("attribute", "data", "property"):
         _aside[name] = lines[:]
         lines.clear()
