@@ -1,8 +1,8 @@
 """Sphinx's configuration of the site; ``bash scripts/docs.sh`` builds it.
 
-The source folder is the repository's root, so that a link from one page to another is the same on
-the site and in the repository. Warnings are errors: a broken link, an unknown anchor, or a
-docstring that Sphinx cannot read stops the build.
+The source folder is the repository's root, so that links between pages work on the site and in the
+repository. Warnings are errors: a broken link, an unknown anchor, or a docstring that Sphinx cannot
+read stops the build.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ nitpick_ignore_regex = [
     ),
 ]
 
-# The callbacks' libraries: stand-ins, so that the site needs neither of them and builds in seconds.
+# Stand-ins for the integrations' libraries, so that the site builds without them, in seconds.
 autodoc_mock_imports = [
     "transformers",
     "lightning",
@@ -81,26 +81,28 @@ autodoc_mock_imports = [
 ]
 try:
     import hotcore.jax  # noqa: F401
-except ImportError:  # no JAX, or no handlers: its docstrings are there all the same
-    for gone in [name for name in sys.modules if name.startswith("hotcore.jax")]:
-        del sys.modules[gone]
+except ImportError:  # without JAX or its handlers, read the docstrings with stand-ins
+    for partial in [name for name in sys.modules if name.startswith("hotcore.jax")]:
+        del sys.modules[partial]
     with mock(["jax", "flax", "hotcore._jax_ffi"]):
         stand_in: Any = importlib.import_module("jax")
         stand_in.__version_info__ = (sys.maxsize,)
         importlib.import_module("hotcore.jax.flax")
 
 
-# Napoleon takes the words before a colon in an attribute's docstring for its type. They are not.
+# Napoleon would take the words before a colon in an attribute's docstring for its type.
 _aside: dict[str, list[str]] = {}
 
 
-def _put_aside(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    if what in ("attribute", "data", "property"):
+def _put_aside(
+    app: Any, kind: str, name: str, subject: Any, options: Any, lines: list[str]
+) -> None:
+    if kind in ("attribute", "data", "property"):
         _aside[name] = lines[:]
         lines.clear()
 
 
-def _put_back(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+def _put_back(app: Any, kind: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
     lines[:] = _aside.pop(name, lines)
 
 
@@ -110,7 +112,7 @@ def _read(app: Any, page: str, text: list[str]) -> None:
 
 
 def _show_one_signature(module: str) -> None:
-    # The function's own, which has every argument by name; its overloads are for type checkers.
+    # Overloads are for type checkers; the function itself names every argument.
     analyzer = ModuleAnalyzer.for_module(module)
     analyzer.analyze()
     analyzer.overloads.clear()

@@ -1,4 +1,4 @@
-"""Rows of docs/torch/support.md, "What works with it", that no other file tests."""
+"""Rows of docs/torch/support.md, "Supported features", that no other file tests."""
 
 from __future__ import annotations
 
