@@ -1,4 +1,4 @@
-// forward_linear: checks, then the backend; no arithmetic here.
+// forward_linear: checks, then the backend. No arithmetic here.
 #include "hot/forward_linear.h"
 
 #include <optional>
@@ -25,18 +25,18 @@ constexpr const char* forward_name = "forward_linear";
 
 void check_spec(const char* call, const ForwardLinearSpec& spec) {
   detail::check_hadamard_block(call, spec.hadamard_block);
-  if (spec.hadamard_block == 128) {  // 64 was never worse, 256 is what ConvRot's weights have
+    if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
     detail::invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
   }
 }
 
-// x of a call: floats (`view`), or quantised before (`quantized`).
+// Argument x: floats (`view`) or quantised (`quantized`).
 struct InputArgument {
   const ConstTensorView* view;
   const ConstQuantizedInput* quantized;
 };
 
-// Checks x, writes it and its sizes into `call`, and returns its memory.
+// Checks x, writes x and its sizes into `call`, and returns x's memory.
 ConstTensorView resolve_input(const Checker& check, const Context& context, const InputArgument& x,
                               detail::ForwardCall& call) {
   LinearShape& shape = call.work.shape;
@@ -153,7 +153,7 @@ namespace {
 
 constexpr const char* input_name = "quantize_forward_input";
 
-// `kept`: how x is kept, too; null: it is not.
+// Quantises x, and compresses it if `kept` (its spec) is not null.
 ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
                             const ForwardLinearSpec& spec, const QuantizedInput& out,
                             const BackwardLinearSpec* kept, const SavedActivation& saved,

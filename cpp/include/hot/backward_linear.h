@@ -42,8 +42,8 @@ struct BackwardLinearSpec {
 
   // x between forward and backward
   Storage storage = Storage::int4;
-    // Divides each token of x by a power of two near its size before x is saved, and multiplies that
-    // token of g_y by it for g_w. This is exact, and large tokens do not hide small ones.
+      // Divides each token of x by a power of two near its size before x is saved. For g_w that token
+      // of g_y is multiplied by it. This is exact, and large tokens do not hide small ones.
   bool equalize_tokens = false;
 };
 
@@ -112,7 +112,7 @@ HOT_API std::size_t compress_activation_workspace(const Context& context, std::i
 
 /// Compresses x [L, I] in the forward pass into `saved`, with the context's key. x is f32, f16 or
 /// bf16 and has 2 to 4 dimensions, whose leading ones collapse. Returns the argument `saved` of
-/// backward_linear. Source: "Activation buffer compression" (ABC) of the paper; docs/numerics.md.
+/// backward_linear. Source: the paper's "Activation buffer compression" (docs/numerics.md, "INT4").
 HOT_API ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                                  const BackwardLinearSpec& spec,
                                                  const SavedActivation& saved,

@@ -77,8 +77,8 @@ class HOT_API Context {
     /// Copy restricted to a CPU instruction set. Throws `unsupported` if the machine lacks it.
   Context with_isa(Isa isa) const;
 
-    /// Copy restricted to the CUDA kernels of an architecture, for tests and comparisons. 80: only
-    /// mma.sync kernels, on any GPU. 0 (default): the best kernels for the device.
+      /// Copy restricted to the CUDA kernels of an architecture, for tests and comparisons. 80 selects
+      /// mma.sync kernels on any GPU. 0 (default) selects the best kernels for the device.
   Context with_arch(int arch) const;
 
   Device device() const noexcept { return device_; }

@@ -88,8 +88,8 @@ class Buffer {
 class Tensor {
  public:
   Tensor() = default;
-    /// Throws `invalid_argument` for fewer than 1 or more than 4 dimensions, a negative size, or more
-    /// elements than PTRDIFF_MAX / 8 (a size of 0 counts as 1).
+      /// Throws `invalid_argument` unless there are 1 to 4 dimensions, no negative size, and at most
+      /// PTRDIFF_MAX / 8 elements (a size of 0 counts as 1).
   Tensor(DType dtype, std::initializer_list<std::int64_t> shape,
          Allocator allocator = host_allocator()) {
     if (shape.size() < 1 || shape.size() > static_cast<std::size_t>(max_dims)) {
