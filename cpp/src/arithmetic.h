@@ -32,7 +32,7 @@ class StandardArithmetic {
 
  private:
 #if defined(__SSE2__)
-    static constexpr unsigned raised = 0x3F;  // exception flags, which are not changed
+  static constexpr unsigned raised = 0x3F;  // exception flags, which are not changed
   static constexpr unsigned standard = 0x1F80;
   unsigned before_;
 #else

@@ -15,24 +15,24 @@ namespace hot::detail {
 struct BackwardWork {
   const BackwardLinearSpec& spec;
   LinearShape shape;
-    const Projection& tokens;        // transform of g_y and x along the tokens, for g_w
-    const Projection& out_features;  // transform of g_y and w along O, for g_x
-    bool gx = false, gw = false;     // products to compute
-    bool weight = false;             // w must be quantised for g_x
+  const Projection& tokens;        // transform of g_y and x along the tokens, for g_w
+  const Projection& out_features;  // transform of g_y and w along O, for g_x
+  bool gx = false, gw = false;     // products to compute
+  bool weight = false;             // w must be quantised for g_x
   bool gb = false, accumulate = false;
-    bool clear_gx = false, clear_gw = false;  // the contraction is empty: write zeros
+  bool clear_gx = false, clear_gw = false;  // the contraction is empty: write zeros
 };
 
 // A backward pass and its memory.
 struct BackwardCall {
   BackwardWork work;
   MatrixIn gy{}, w{};
-    Operand quantized{};  // w, if the caller quantised it
-    Operand saved{};      // x with storage int8
-    GroupsJob groups{};   // x with storage int4; the backend sets `out`
-    Key sketch_key{};     // key of the projection of x
+  Operand quantized{};  // w, if the caller quantised it
+  Operand saved{};      // x with storage int8
+  GroupsJob groups{};   // x with storage int4; the backend sets `out`
+  Key sketch_key{};     // key of the projection of x
   MatrixOut gx{}, gw{}, gb{};
-    const std::uint8_t* exponents = nullptr;  // token exponents of an equalised x
+  const std::uint8_t* exponents = nullptr;  // token exponents of an equalised x
 };
 
 // Quantisation of each operand. Weights are rounded to nearest: all tokens share them, so rounding
@@ -89,22 +89,22 @@ struct AmaxWords {
 // Scratch of the CUDA backend that the CPU backend does not need.
 struct DeviceScratch {
   AmaxWords amax{};
-    std::int64_t sums = 0, sums_alone = 0;  // floats for g_b: with other gradients, and alone
+  std::int64_t sums = 0, sums_alone = 0;  // floats for g_b: with other gradients, and alone
 };
 
 // Arrays of a backward pass in its workspace; null if the call does not use them.
 struct BackwardScratch {
   Operand rows{}, weight{};         // for g_x
-    Operand columns{}, activation{};  // for g_w; activation: x decoded from storage int4
+  Operand columns{}, activation{};  // for g_w; activation: x decoded from storage int4
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
-    // CUDA only
-    char *sums = nullptr, *sums_alone = nullptr;
+  // CUDA only
+  char *sums = nullptr, *sums_alone = nullptr;
   Zeroed zeroed{};        // every Operand::amax
-    std::size_t bytes = 0;  // size of the workspace
-  };
-  
-  // Carves the workspace; a null workspace only counts bytes. `device` is null on the CPU.
-  // gemm_bytes(m, n, k) returns the scratch of the backend's product.
+  std::size_t bytes = 0;  // size of the workspace
+};
+
+// Carves the workspace; a null workspace only counts bytes. `device` is null on the CPU.
+// gemm_bytes(m, n, k) returns the scratch of the backend's product.
 template <class GemmBytes>
 BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
                                       const DeviceScratch* device, const GemmBytes& gemm_bytes) {
@@ -115,7 +115,7 @@ BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
   const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
     return cursor.take<char>(static_cast<std::int64_t>(gemm_bytes(m, n, k)));
   };
-    // Number of stored scales. CUDA kernels store a single scale once per row.
+  // Number of stored scales. CUDA kernels store a single scale once per row.
   const auto places = [&](bool one, std::int64_t many) {
     return device == nullptr && one ? 1 : many;
   };
@@ -158,7 +158,7 @@ inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec
 // Checked arguments of a call that saves x (backward_linear.cpp). The constructor writes nothing.
 // An object cannot move, because its job points at its projection.
 struct CompressCall {
-    // `rows` is x as a checked matrix. Error messages name the arguments x and saved.
+  // `rows` is x as a checked matrix. Error messages name the arguments x and saved.
   CompressCall(const Checker&, const char* call, const Context&, const ConstTensorView& x,
                const MatrixIn& rows, const BackwardLinearSpec&, const SavedActivation& saved,
                const Workspace&);
@@ -167,7 +167,7 @@ struct CompressCall {
 
   Projection projection;
   ConstSavedActivation kept{};
-    std::optional<CompressJob> job{};  // empty if x has no elements
+  std::optional<CompressJob> job{};  // empty if x has no elements
 };
 
 // Column quantisation of x for storage int8.

@@ -32,7 +32,7 @@ hot_status fail(hot_status status, const char* text) noexcept {
     error_memory = text;
     error_text = error_memory.c_str();
   } catch (...) {
-        error_text = "out of memory while storing an error text";
+    error_text = "out of memory while storing an error text";
   }
   return status;
 }
@@ -170,7 +170,7 @@ static_assert(same(HOT_ISA_PLAIN, hot::Isa::plain) && same(HOT_ISA_AVX2, hot::Is
 static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
               same(HOT_SIDE_GRADIENT, hot::Side::gradient));
 
-// Whether the numbers of a field's choices equal the header's constants, in this order.
+// True if the numbers of a field's choices equal the header's constants, in this order.
 template <class E, std::size_t n>
 constexpr bool same(const hot::detail::Choice<E> (&choices)[n], const int (&constants)[n]) {
   for (std::size_t i = 0; i < n; ++i) {
@@ -473,7 +473,7 @@ const char* hot_recipe_name(int32_t index) {
     const std::vector<std::string>& names = known_recipes();
     const bool known = index >= 0 && static_cast<std::size_t>(index) < names.size();
     return known ? names[static_cast<std::size_t>(index)].c_str() : nullptr;
-    } catch (...) {  // no memory for the names
+  } catch (...) {  // no memory for the names
     return nullptr;
   }
 }

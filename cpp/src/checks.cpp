@@ -144,7 +144,7 @@ bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
   const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
   const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
-    // The row stride of a one-row view is arbitrary.
+  // The row stride of a one-row view is arbitrary.
   if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
   if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
   const std::int64_t pitch = a.stride[0] * size_a;
@@ -175,16 +175,16 @@ void check_format(const char* call, const char* name, const char* made_by, std::
                   std::uint64_t expected) {
   if (format == expected) return;
   invalid(call, format == 0
-                                        ? std::string(name) + ".format is 0; expected the value from " + made_by + "()"
+                    ? std::string(name) + ".format is 0; expected the value from " + made_by + "()"
                     : std::string(name) + " was made by " + made_by +
-                                                    " with another spec; pass the same spec to both calls");
+                          " with another spec; pass the same spec to both calls");
 }
 
 Support refusal() noexcept {
   try {
     throw;
   } catch (const std::bad_alloc&) {
-        return {false, "out of memory"};  // short enough to need no allocation
+    return {false, "out of memory"};  // short enough to need no allocation
   } catch (const std::exception& error) {
     try {
       return {false, error.what()};
@@ -266,8 +266,9 @@ void Checker::output(const char* name, const TensorView& view, std::initializer_
   std::int64_t reach = 0;
   for (const auto* dim = dims; dim != end; ++dim) {
     if (dim->first <= reach) {
-                  invalid(call_, std::string(name) + " has strides by which elements share memory; "
-                                                     "expected separate elements");
+      invalid(call_, std::string(name) +
+                         " has strides by which elements share memory; "
+                         "expected separate elements");
     }
     reach += dim->first * (dim->second - 1);
   }
@@ -326,7 +327,7 @@ void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
 }
 
 MatrixIn Checker::collapsed(const char* name, const ConstTensorView& view) const {
-    // Strides of a view without elements are ignored: their products may overflow 64 bits.
+  // Strides of a view without elements are ignored: their products may overflow 64 bits.
   const bool empty = is_empty(view);
   const int last = view.ndim - 1;
   std::int64_t rows = 1, row_stride = 0;

@@ -67,10 +67,10 @@ class Checker {
  public:
   Checker(const char* call, const Context& context) : call_(call), context_(context) {}
 
-    // Checks dtype, number of dimensions, device, data and alignment.
+  // Checks dtype, number of dimensions, device, data and alignment.
   void input(const char* name, const ConstTensorView& view, std::initializer_list<DType> dtypes,
              int min_ndim, int max_ndim) const;
-    // Checks like `input`, and that no two elements share memory.
+  // Checks like `input`, and that no two elements share memory.
   void output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
               int min_ndim, int max_ndim) const;
   void shape(const char* name, const ConstTensorView& view,
@@ -78,11 +78,11 @@ class Checker {
   void rows_contiguous(const char* name, const ConstTensorView& view) const;
   void disjoint(const char* name, const ConstTensorView& out, const char* other_name,
                 const ConstTensorView& other) const;
-    // Registers memory that the workspace must not overlap. `input` and `output` register theirs.
+  // Registers memory that the workspace must not overlap. `input` and `output` register theirs.
   void uses(const char* name, const ConstTensorView& view) const;
   void workspace(const Workspace& workspace, std::size_t needed) const;
 
-    // View as a matrix: all dimensions but the last collapse into rows.
+  // View as a matrix: all dimensions but the last collapse into rows.
   MatrixIn collapsed(const char* name, const ConstTensorView& view) const;
   MatrixOut collapsed_out(const char* name, const TensorView& view, std::int64_t rows,
                           std::int64_t cols) const;
@@ -107,20 +107,20 @@ struct WeightArgument {
 // Requirements of a call on w. Its contraction must match another operand.
 struct ExpectedWeight {
   const char* call;
-    const char* made_by;  // function that quantises w
-    std::uint64_t format;
-    bool contracts_out_features;  // contraction over O; otherwise over I
-    std::int64_t contraction;     // size of the contraction
-    const char* operand;          // name of the operand with the same contraction
-    std::int64_t k_padded;        // padded contraction of a quantised w
+  const char* made_by;  // function that quantises w
+  std::uint64_t format;
+  bool contracts_out_features;  // contraction over O; otherwise over I
+  std::int64_t contraction;     // size of the contraction
+  const char* operand;          // name of the operand with the same contraction
+  std::int64_t k_padded;        // padded contraction of a quantised w
 };
 struct ResolvedWeight {
-    MatrixIn matrix{};                   // w as floats; no rows if w is quantised
-    std::optional<Operand> quantized{};  // w, if it is quantised
-    std::int64_t other_size = 0;         // size of w that is not contracted
-    ConstTensorView memory{};            // memory that outputs must not overlap
-  };
-  // Operand of read-only codes (const is cast away, because an Operand is writable).
+  MatrixIn matrix{};                   // w as floats; no rows if w is quantised
+  std::optional<Operand> quantized{};  // w, if it is quantised
+  std::int64_t other_size = 0;         // size of w that is not contracted
+  ConstTensorView memory{};            // memory that outputs must not overlap
+};
+// Operand of read-only codes (const is cast away, because an Operand is writable).
 Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_padded);
 ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&,
                               Device device);
@@ -148,7 +148,7 @@ class WorkspaceCursor {
     return at;
   }
 
-    // Includes space to align the start.
+  // Includes space to align the start.
   std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
 
  private:

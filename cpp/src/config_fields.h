@@ -1,9 +1,9 @@
-// Table of all configuration fields: name, type, choices, meaning. The names of enumerators, the
-// checks of choices, the fingerprints, the C ABI, the bindings, JAX's attributes, Python's HotConfig
-// and the table in the documentation come from it. The structs define the defaults.
+// Table of all configuration fields: name, type, choices, meaning. It is the source of enumerators'
+// names, checks, fingerprints, the C ABI, the bindings, JAX's attributes, Python's HotConfig and
+// the table in the documentation. The structs define the defaults.
 //
-// To add a field: add a member with its default to BackwardLinearSpec, a member at the end of
-// hot_spec, a row here, and a line in HotConfig (python/hotcore/config.py; a test compares both).
+// To add a field, add a member with its default to BackwardLinearSpec, a member at the end of
+// hot_spec, and a row here. Add a line to HotConfig (python/hotcore/config.py; a test compares it).
 #pragma once
 
 #include <charconv>
@@ -119,8 +119,8 @@ struct Field {
   CMember c;
   unsigned decides;
   Choices<ChoiceOf<T>> choices;
-    const char* values;  // description of the values, if there are no choices
-    const char* doc;
+  const char* values;  // description of the values, if there are no choices
+  const char* doc;
 };
 
 template <class T, class Get, class CMember>
@@ -149,37 +149,37 @@ void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
                    "bits of both operands of g_x = g_y w"));
   visit(field<Granularity>(
       "gx_scale", HOT_GET(gx_scale), &hot_spec::gx_scale, in_weight, gx_scales,
-            "scales of g_y for g_x, one per token or one; w has one per input channel, or one with "
-            "\"tensor\""));
+      "scales of g_y for g_x, one per token or one; w has one per input channel, or one with "
+      "\"tensor\""));
   visit(field<Rounding>("gx_rounding", HOT_GET(gx_rounding), &hot_spec::gx_rounding, in_none,
-                                                roundings, "rounding of g_y for g_x; w is rounded to nearest"));
+                        roundings, "rounding of g_y for g_x; w is rounded to nearest"));
   visit(field<Basis>("basis", HOT_GET(low_rank.basis), &hot_spec::basis, in_saved, bases,
-                                          "rows kept in each block of tokens for g_w = g_y^T x"));
+                     "rows kept in each block of tokens for g_w = g_y^T x"));
   visit(field<int>("rank", HOT_GET(low_rank.rank), &hot_spec::rank, in_saved, "1 to block",
-                                      "number of rows kept in each block; unused with basis \"full\" or with rows"));
+                   "number of rows kept in each block; unused with basis \"full\" or with rows"));
   visit(field<int>("block", HOT_GET(low_rank.block), &hot_spec::block, in_saved,
-                                      "power of two, 2 to 64", "tokens in a block"));
+                   "power of two, 2 to 64", "tokens in a block"));
   visit(field<std::vector<int>>(
       "rows", HOT_GET(low_rank.rows), nullptr, in_saved, "distinct, below block",
-            "\"lowpass\" only: natural-order rows to keep, instead of the first rank rows"));
+      "\"lowpass\" only: natural-order rows to keep, instead of the first rank rows"));
   visit(field<TokenLayout>("token_grid", HOT_GET(low_rank.layout), nullptr, in_saved,
                            "(height, width)",
-                                                      "grid of a sample's patches, which is divided into tiles"));
+                           "grid of a sample's patches, which is divided into tiles"));
   visit(field<int>("prefix_tokens", HOT_GET(low_rank.layout.prefix_tokens),
                    &hot_spec::prefix_tokens, in_saved, "0 or more",
-                                      "class tokens before each sample's grid; they are not transformed"));
+                   "class tokens before each sample's grid; they are not transformed"));
   visit(field<Granularity>("gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_saved, gw_scales,
-                                                      "scales of g_y for g_w, one per channel, per token, or one; an INT8 x "
-                                                      "has one per channel with \"channel\", "
-                                                      "otherwise one. \"token\" (chosen by LQS) is slower"));
+                           "scales of g_y for g_w, one per channel, per token, or one; an INT8 x "
+                           "has one per channel with \"channel\", "
+                           "otherwise one. \"token\" (chosen by LQS) is slower"));
   visit(field<Rounding>("gw_rounding", HOT_GET(gw_rounding), &hot_spec::gw_rounding, in_none,
                         roundings, "rounding of g_y for g_w"));
   visit(field<Storage>("storage", HOT_GET(storage), &hot_spec::storage, in_saved, storages,
-                                              "format of the saved activation x; \"int4\" requires basis \"full\""));
+                       "format of the saved activation x; \"int4\" requires basis \"full\""));
   visit(field<bool>("equalize_tokens", HOT_GET(equalize_tokens), &hot_spec::equalize_tokens,
                     in_saved, "",
-                                        "divide each token of x by a power of two near its size before x is saved, "
-                                        "and multiply that token of g_y by it for g_w (exact)"));
+                    "divide each token of x by a power of two near its size before x is saved, "
+                    "and multiply that token of g_y by it for g_w (exact)"));
 }
 
 // HotConfig's fields of the forward pass, which do not affect the backward pass.
@@ -194,13 +194,13 @@ inline constexpr Choice<Forward> forwards[] = {{Forward::plain, "plain"}, {Forwa
 template <class Visit>
 void for_each_field(FieldsOf<ForwardSettings>, Visit&& visit) {
   visit(field<Forward>("forward", HOT_GET(forward), nullptr, in_none, forwards,
-                                              "product y = x w^T + b: the framework's, or hotcore.forward_linear "
-                                              "(straight-through gradients)"));
+                       "product y = x w^T + b: the framework's, or hotcore.forward_linear "
+                       "(straight-through gradients)"));
   visit(field<int>("forward_block", HOT_GET(spec.hadamard_block), nullptr, in_none,
-                                      "power of two, 1 (none) to 256",
-                                      "block of the int8 forward's Hadamard transform along I"));
+                   "power of two, 1 (none) to 256",
+                   "block of the int8 forward's Hadamard transform along I"));
   visit(field<bool>("forward_in_eval", HOT_GET(in_eval), nullptr, in_none, "",
-                                        "whether modules use forward in eval mode, too; otherwise eval is plain"));
+                    "whether modules use forward in eval mode, too; otherwise eval is plain"));
 }
 
 #undef HOT_GET

@@ -49,7 +49,7 @@ bool may_use_amx() noexcept {
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & tile_and_int8) != tile_and_int8) {
     return false;
   }
-    constexpr unsigned tile_state = 3U << 17;  // bits of XCR0: Linux saves the tile registers
+  constexpr unsigned tile_state = 3U << 17;  // bits of XCR0: Linux saves the tile registers
   unsigned low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low & tile_state) != tile_state) return false;
@@ -162,7 +162,7 @@ Context Context::with_key(Key key) const {
 Context Context::with_isa(Isa isa) const {
   if (static_cast<int>(isa) > static_cast<int>(best_isa())) {
     throw Error(ErrorCode::unsupported, std::string("Context::with_isa: isa is ") + isa_name(isa) +
-                                                                                        "; this machine and build support at most " +
+                                            "; this machine and build support at most " +
                                             isa_name(best_isa()));
   }
   Context context = *this;

@@ -15,7 +15,7 @@ constexpr int oldest = 80;  // the kernels use mma.sync for 8-bit integers and c
 // An architecture in CMake's notation: 90a-real is {90, 'a', true, false}. Invalid text: code 0.
 struct Arch {
   int code = 0;
-    char family = ' ';  // 'a': this GPU only; 'f': its family; ' ': also newer GPUs
+  char family = ' ';  // 'a': this GPU only; 'f': its family; ' ': also newer GPUs
   bool machine_code = true, ptx = true;
 };
 
@@ -72,7 +72,7 @@ std::string name_of(const Arch& arch) {
 const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Arch&, int)) {
   const Arch* found = nullptr;
   for (const Arch& arch : archs) {
-        // Prefers an architecture with a letter: 90a has more instructions than 90.
+    // Prefers an architecture with a letter: 90a has more instructions than 90.
     const auto rank = [](const Arch& a) { return 2 * a.code + (a.family == ' ' ? 0 : 1); };
     if (runs(arch, code) && (found == nullptr || rank(arch) > rank(*found))) found = &arch;
   }
@@ -99,25 +99,25 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
   const std::string gpu =
       "compute capability " + std::to_string(major) + "." + std::to_string(minor);
   if (code < oldest) {
-        return {Level::none, gpu + ": the kernels need 8.0 (Ampere) or newer"};
+    return {Level::none, gpu + ": the kernels need 8.0 (Ampere) or newer"};
   }
   const std::vector<Arch> archs = parse_archs(architectures);
   // Only 90a has wgmma.
   const std::string wanted = std::to_string(code) + (code == 90 ? "a" : "") + "-real";
-    const std::string again = "; rebuild on a machine with this GPU, or with CUDAARCHS=" + wanted;
-    if (archs.empty()) return {Level::none, gpu + ": this build has no kernels" + again};
+  const std::string again = "; rebuild on a machine with this GPU, or with CUDAARCHS=" + wanted;
+  if (archs.empty()) return {Level::none, gpu + ": this build has no kernels" + again};
 
   const Arch* const machine_code = best(archs, code, runs_code);
   const Arch* const ptx = best(archs, code, runs_ptx);
   if (machine_code == nullptr && ptx == nullptr) {
-        return {Level::none, gpu + ": this build of hotcore has kernels for " + architectures +
-                             " alone" + again};
+    return {Level::none,
+            gpu + ": this build of hotcore has kernels for " + architectures + " alone" + again};
   }
   // The driver prefers machine code.
   const std::string kernels =
       machine_code != nullptr
           ? "kernels of " + name_of(*machine_code)
-                    : "PTX of " + name_of(*ptx) + ", which the driver compiles at first use";
+          : "PTX of " + name_of(*ptx) + ", which the driver compiles at first use";
   if (code == 90 && !wgmma) {
     return {Level::slow,
             gpu + ": " + kernels +

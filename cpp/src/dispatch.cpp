@@ -180,7 +180,7 @@ namespace {
 struct GemmScratch {
   detail::WorkspaceCursor cursor;
   char* product;
-    std::int8_t *a, *b;  // unpacked operands of gemm_int4
+  std::int8_t *a, *b;  // unpacked operands of gemm_int4
   GemmScratch(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k, void* memory)
       : cursor(memory),
         product(cursor.take<char>(
@@ -254,7 +254,7 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
     }
     if (k > detail::int32_safe_k) {
       detail::invalid(call, "a has a contraction of " + std::to_string(k) +
-                                                                                                "; with an int32 out, expected at most " +
+                                "; with an int32 out, expected at most " +
                                 std::to_string(detail::int32_safe_k));
     }
   } else {

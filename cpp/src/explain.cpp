@@ -38,9 +38,9 @@ struct NamedDevice {
   int arch;
   const char* gpu;
   int sm_count;
-      std::int64_t shared_bytes;  // maximum per thread block
-      int sm_shared_bytes;        // per SM
-      int sm_threads;
+  std::int64_t shared_bytes;  // maximum per thread block
+  int sm_shared_bytes;        // per SM
+  int sm_threads;
   double operations, bandwidth;
   const char* rates;
 };
@@ -83,7 +83,7 @@ class Model final : public plan::DeviceQueries {
                                 device_.sm_shared_bytes / shared, warps / (shape.threads / 32)});
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
   }
-    // Modelled as one 128 x 128 tile of INT32 sums per output tile.
+  // Modelled as one 128 x 128 tile of INT32 sums per output tile.
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t,
                                  const detail::Sm90Plan&) const override {
     return static_cast<std::size_t>(detail::ceil_div(m, 128) * detail::ceil_div(n, 128)) * 65536;
@@ -160,7 +160,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   all.operations[Buffer::gx] = 2 * L * I * kx;
   all.operations[Buffer::gw] = 2 * O * I * kw;
   all.operations[Buffer::y] = 2 * L * O * k;
-    ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
+  ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
   bytes[Buffer::gy] = bytes[Buffer::y] = L * O * size;
   bytes[Buffer::w] = O * I * size;
   bytes[Buffer::x] = bytes[Buffer::gx] = L * I * size;
@@ -178,7 +178,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
   bytes[Buffer::rows_amax] = 4;
   bytes[Buffer::weight_amax] = detail::weight_quant(spec).per_tensor ? 4 : 4 * I;
-    // columns_amax belongs to g_y in a backward pass, and to x when it is saved.
+  // columns_amax belongs to g_y in a backward pass, and to x when it is saved.
   const bool one_scale =
       backward ? spec.gw_scale == Granularity::tensor : detail::activation_quant(spec).per_tensor;
   bytes[Buffer::columns_amax] = one_scale ? 4 : 4 * (!backward ? I : by_token ? kw : O);
@@ -311,7 +311,7 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
         if (multiplies(step)) e.operations += of.operations[buffer];
       }
     }
-        if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the operand's single scale
+    if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the operand's single scale
     if (step.kernel == Kernel::zero) {
       e.bytes_written = static_cast<std::int64_t>(step.as<plan::ZeroStep>().bytes);
     }
@@ -474,7 +474,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                     const BackwardLinearSpec& spec, const ExplainOptions& options) {
   if (!options.y && !options.compress && !options.gx && !options.gw && !options.gb) {
     detail::invalid(call_name,
-                                        "options request no output; set at least one of y, compress, gx, gw, gb");
+                    "options request no output; set at least one of y, compress, gx, gw, gb");
   }
   for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
@@ -482,7 +482,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                                      "; expected float32, float16 or bfloat16");
     }
   }
-    // Checks of the calls themselves.
+  // Checks of the calls themselves.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
   if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);

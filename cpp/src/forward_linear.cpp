@@ -25,7 +25,7 @@ constexpr const char* forward_name = "forward_linear";
 
 void check_spec(const char* call, const ForwardLinearSpec& spec) {
   detail::check_hadamard_block(call, spec.hadamard_block);
-    if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
+  if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
     detail::invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
   }
 }

@@ -25,8 +25,8 @@ struct ForwardWork {
 struct ForwardCall {
   ForwardWork work;
   MatrixIn x{}, w{};
-    Operand quantized_x{}, quantized{};  // x and w, if the caller quantised them
-    MatrixIn bias{};                     // a single row
+  Operand quantized_x{}, quantized{};  // x and w, if the caller quantised them
+  MatrixIn bias{};                     // a single row
   MatrixOut y{};
 };
 
@@ -43,10 +43,10 @@ struct ForwardScratch {
   Operand x{}, weight{};
   float* bias = nullptr;
   char* gemm = nullptr;
-    std::size_t bytes = 0;  // size of the workspace
-  };
-  // Carves the workspace; a null workspace only counts bytes. gemm_workspace(m, n, k) returns the
-  // scratch of the backend's product.
+  std::size_t bytes = 0;  // size of the workspace
+};
+// Carves the workspace; a null workspace only counts bytes. gemm_workspace(m, n, k) returns the
+// scratch of the backend's product.
 template <class GemmWorkspace>
 ForwardScratch take_forward_scratch(void* workspace, const ForwardWork& work,
                                     const GemmWorkspace& gemm_workspace) {

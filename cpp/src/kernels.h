@@ -26,8 +26,8 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec);
 
 // Column sums of a matrix (g_b).
 struct ColumnSum {
-    MatrixOut out;  // a single row
-    bool accumulate;
+  MatrixOut out;  // a single row
+  bool accumulate;
   void* workspace;  // column_sum_workspace bytes
 };
 
@@ -60,15 +60,15 @@ struct GroupsJob {
 // codes and bf16 scales.
 struct CompressJob {
   MatrixIn x;
-    // Output for the token exponents if tokens are equalised, else null. They are computed first.
+  // Output for the token exponents if tokens are equalised, else null. They are computed first.
   std::uint8_t* exponents;
   const BackwardLinearSpec& spec;
-    const Projection* projection;
-    Operand out;
+  const Projection* projection;
+  Operand out;
   std::uint8_t* packed;
   std::int64_t row_bytes;
   std::uint16_t* scale;
-    // x divided by its token exponents, if tokens are equalised.
+  // x divided by its token exponents, if tokens are equalised.
   MatrixIn equalized() const {
     MatrixIn made = x;
     made.exponents = exponents;
@@ -81,12 +81,12 @@ struct CompressJob {
 struct DecompressJob {
   const void* codes;  // [channels, row_bytes], INT8 or packed
   std::int64_t row_bytes;
-    const void* scale;  // packed: bf16, one per group and channel; INT8: f32
+  const void* scale;  // packed: bf16, one per group and channel; INT8: f32
   Storage storage;
-    std::int64_t scale_step;  // distance between the scales of neighbouring channels; 0: one scale
+  std::int64_t scale_step;  // distance between the scales of neighbouring channels; 0: one scale
   std::int64_t first;
   MatrixOut out;                            // [tokens, channels], not empty
-    const std::uint8_t* exponents = nullptr;  // exponents of all tokens if equalised
+  const std::uint8_t* exponents = nullptr;  // exponents of all tokens if equalised
 };
 
 struct FwhtArgs {
@@ -96,7 +96,7 @@ struct FwhtArgs {
   DType out_dtype;
   std::int64_t axis_length, axis_stride_x, axis_stride_out;
   int block;
-    // Up to three axes that are not transformed.
+  // Up to three axes that are not transformed.
   int outer_dims;
   std::int64_t outer_shape[3], outer_stride_x[3], outer_stride_out[3];
 };
@@ -106,12 +106,12 @@ struct FwhtArgs {
 struct GemmArgs {
   const std::int8_t *a, *b;  // K contiguous
   std::int64_t m, n, k, lda, ldb;
-    const float *a_scale, *b_scale;           // null: unscaled int32 sums
+  const float *a_scale, *b_scale;           // null: unscaled int32 sums
   std::int64_t a_scale_step, b_scale_step;  // 0: one scale for all
   float inv_divisor;
   bool accumulate;
   MatrixOut out;
-    const float* bias = nullptr;  // [n], added to the scaled sums; null if `accumulate` is set
+  const float* bias = nullptr;  // [n], added to the scaled sums; null if `accumulate` is set
 };
 
 class Checker;        // checks.h
@@ -137,12 +137,12 @@ class Backend {
   virtual std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                                      std::int64_t k) const = 0;
   virtual void gemm(const Context&, const GemmArgs&, void* workspace) const = 0;
-    // Product of packed INT4: lda and ldb count bytes, k counts values. `a` and `b` are scratch for
-    // the operands unpacked to INT8 [m, k] and [n, k]. A backend may leave them unused.
+  // Product of packed INT4: lda and ldb count bytes, k counts values. `a` and `b` are scratch for
+  // the operands unpacked to INT8 [m, k] and [n, k]. A backend may leave them unused.
   virtual void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                          void* workspace) const = 0;
 
-    // Bytes of scratch for compress (storage int8) and for quantize_weight.
+  // Bytes of scratch for compress (storage int8) and for quantize_weight.
   virtual std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
                                         const OperandQuant&) const = 0;
   virtual void compress(const Context&, const CompressJob&, void* workspace) const = 0;
@@ -153,8 +153,8 @@ class Backend {
   virtual void backward(const Context&, const BackwardCall&, const Checker&,
                         const Workspace&) const = 0;
 
-    // Quantise w and x for the forward product, rounding to nearest with a scale per row. If `kept`
-    // is not null, x is also compressed, with the workspace of compress.
+  // Quantise w and x for the forward product, rounding to nearest with a scale per row. If `kept`
+  // is not null, x is also compressed, with the workspace of compress.
   virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
   virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
                                       void* workspace) const = 0;

@@ -53,7 +53,7 @@ std::vector<int> make_order(Basis basis, int bits) {
     } else {
       const int i = sequency_of(k >> low_bits, high_bits);
       const int j = sequency_of(k & ((1 << low_bits) - 1), low_bits);
-            ranked.emplace_back(i + j, -std::max(i, j), s, k);  // ties: frequencies along one edge first
+      ranked.emplace_back(i + j, -std::max(i, j), s, k);  // ties: frequencies along one edge first
     }
   }
   std::sort(ranked.begin(), ranked.end());
@@ -116,7 +116,7 @@ void check_low_rank(const LowRank& spec) {
               "; expected 0 to block - 1 = " + std::to_string(spec.block - 1));
     }
     if (std::find(spec.rows.begin(), row, *row) != row) {
-            invalid("rows contains " + std::to_string(*row) + " twice; expected distinct rows");
+      invalid("rows contains " + std::to_string(*row) + " twice; expected distinct rows");
     }
   }
   if (spec.basis == Basis::sketch &&

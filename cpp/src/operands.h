@@ -44,7 +44,7 @@ struct MatrixIn {
   const void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
-    // If not null, row r is multiplied (or, with `divide`, divided) by 2^(exponents[r] - 127).
+  // If not null, row r is multiplied (or, with `divide`, divided) by 2^(exponents[r] - 127).
   const std::uint8_t* exponents = nullptr;
   bool divide = false;
 };
@@ -52,7 +52,7 @@ struct MatrixOut {
   void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
-    // The same memory as an input.
+  // The same memory as an input.
   constexpr MatrixIn contents() const { return {data, dtype, rows, cols, row_stride, col_stride}; }
 };
 
@@ -86,7 +86,7 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-    bool equalized = false;  // tokens have exponents (MatrixIn::exponents)
+  bool equalized = false;  // tokens have exponents (MatrixIn::exponents)
 };
 
 // Largest size and largest product of two sizes. Within these limits padded sizes, buffers and
@@ -126,9 +126,9 @@ struct Operand {
   std::int8_t* codes;
   float* scale;
   std::int64_t rows, k_padded;
-    // 1, rows, or k_padded (gw_scale token). A single scale may be repeated in all places.
+  // 1, rows, or k_padded (gw_scale token). A single scale may be repeated in all places.
   std::int64_t scales;
-    std::uint32_t* amax = nullptr;  // scratch of the CUDA backend for largest values
+  std::uint32_t* amax = nullptr;  // scratch of the CUDA backend for largest values
 };
 
 // Bytes of a quantised weight: codes [rows, k_padded], then a scale per row.
@@ -143,7 +143,7 @@ inline Operand weight_operand(void* data, std::int64_t rows, std::int64_t k_padd
 struct OperandQuant {
   int bits;
   bool per_tensor;
-    bool per_contraction;  // a scale per k (gw_scale token)
+  bool per_contraction;  // a scale per k (gw_scale token)
   Rounding rounding;
   Purpose purpose;
 };

@@ -11,7 +11,7 @@ namespace {
 
 struct Recipe {
   const char* name;
-    void (*change)(BackwardLinearSpec&);  // changes default fields
+  void (*change)(BackwardLinearSpec&);  // changes default fields
 };
 
 constexpr Recipe recipes[] = {

@@ -28,22 +28,23 @@ struct BackwardLinearSpec {
 
   // g_x = g_y w
   int gx_bits = 8;  // 8 or 4
-    // Scales of g_y. `token`: one per token, and w has one per input channel. `tensor`: one each.
+                    // Scales of g_y. `token`: one per token, and w has one per input channel.
+                    // `tensor`: one each.
   Granularity gx_scale = Granularity::token;
   Rounding gx_rounding = Rounding::stochastic;
 
   // g_w = g_y^T x
   LowRank low_rank{};
-    // Scales of g_y. `channel`: one per channel, and an INT8 x has one per channel. `tensor`: one
-    // each. `token` (chosen by the paper's LQS): one per token, and one for x. Scales per token lie
-    // along the contraction, so this product runs in fp32 and is slower by design.
+  // Scales of g_y. `channel`: one per channel, and an INT8 x has one per channel. `tensor`: one
+  // each. `token` (chosen by the paper's LQS): one per token, and one for x. Scales per token lie
+  // along the contraction, so this product runs in fp32 and is slower by design.
   Granularity gw_scale = Granularity::channel;
   Rounding gw_rounding = Rounding::stochastic;
 
   // x between forward and backward
   Storage storage = Storage::int4;
-      // Divides each token of x by a power of two near its size before x is saved. For g_w that token
-      // of g_y is multiplied by it. This is exact, and large tokens do not hide small ones.
+  // Divides each token of x by a power of two near its size before x is saved. For g_w that token
+  // of g_y is multiplied by it. This is exact, and large tokens do not hide small ones.
   bool equalize_tokens = false;
 };
 
@@ -72,14 +73,15 @@ HOT_API Support supported(const Context& context, const LinearShape& shape,
 /// Layout of a compressed activation, one buffer of `bytes` bytes. Rows of q are channels.
 struct SavedLayout {
   std::size_t bytes = 0;
-  std::int64_t channels = 0;     // I
-    std::int64_t k = 0;            // rows of P x (the contraction of g_w), without padding
-  std::int64_t k_padded = 0;     // Kp: columns of q as INT8
-  std::int64_t row_bytes = 0;    // bytes of a row of q
-  std::int64_t scales = 0;       // number of scales: 1, I, or I * groups
-  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8, bf16 for int4
-    // Bytes from the start to the token exponents: one byte per token, 127 + the exponent of its
-    // divisor. Without equalisation equal to `bytes`.
+  std::int64_t channels = 0;   // I
+  std::int64_t k = 0;          // rows of P x (the contraction of g_w), without padding
+  std::int64_t k_padded = 0;   // Kp: columns of q as INT8
+  std::int64_t row_bytes = 0;  // bytes of a row of q
+  std::int64_t scales = 0;     // number of scales: 1, I, or I * groups
+  std::size_t scale_offset =
+      0;  // bytes from the start; f32 for int8, bf16 for int4
+          // Bytes from the start to the token exponents: one byte per token, 127 + the exponent of
+          // its divisor. Without equalisation equal to `bytes`.
   std::size_t exponent_offset = 0;
 };
 
@@ -103,16 +105,17 @@ struct ConstSavedActivation {
   std::int64_t tokens = 0;
   std::int64_t in_features = 0;
   Key key{};                 // backward draws the same subspaces (`sketch`) from it
-    std::uint64_t format = 0;  // saved_format of the spec that compressed it
+  std::uint64_t format = 0;  // saved_format of the spec that compressed it
 };
 
 HOT_API std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
                                                   std::int64_t in_features,
                                                   const BackwardLinearSpec& spec);
 
-/// Compresses x [L, I] in the forward pass into `saved`, with the context's key. x is f32, f16 or
-/// bf16 and has 2 to 4 dimensions, whose leading ones collapse. Returns the argument `saved` of
-/// backward_linear. Source: the paper's "Activation buffer compression" (docs/numerics.md, "INT4").
+/// Compresses x [L, I] in the forward pass into `saved`, with the context's key. Returns the
+/// argument `saved` of backward_linear. x is f32, f16 or bf16 and has 2 to 4 dimensions, whose
+/// leading ones collapse. Source: the paper's activation buffer compression (ABC);
+/// docs/numerics.md, "INT4".
 HOT_API ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                                  const BackwardLinearSpec& spec,
                                                  const SavedActivation& saved,
@@ -146,7 +149,7 @@ struct ConstQuantizedWeight {
   std::size_t bytes = 0;
   std::int64_t out_features = 0;
   std::int64_t in_features = 0;
-    std::uint64_t format = 0;  // weight_format of the spec that quantised it
+  std::uint64_t format = 0;  // weight_format of the spec that quantised it
 };
 
 HOT_API std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -169,7 +172,7 @@ struct BackwardOutputs {
   const TensorView* gx = nullptr;  // [L, I]; null: not computed
   const TensorView* gw = nullptr;  // [O, I]
   const TensorView* gb = nullptr;  // [O]
-    bool accumulate = false;         // add g_w and g_b to the values in their arrays
+  bool accumulate = false;         // add g_w and g_b to the values in their arrays
 };
 
 /// Bytes of scratch for backward_linear with these outputs. Scratch for g_b is always included.

@@ -62,23 +62,23 @@ class ThreadPool;
 
 class HOT_API Context {
  public:
-    /// CPU backend with its own pool of `threads` threads (0: one per core that this process may
-    /// use). Results do not depend on the number of threads.
+  /// CPU backend with its own pool of `threads` threads (0: one per core that this process may
+  /// use). Results do not depend on the number of threads.
   static Context cpu(int threads = 0);
-    /// CPU backend on up to `threads` threads of the program, without its own pool. `executor.state`
-    /// must outlive the context and its copies. Throws `invalid_argument` if `run` is null.
+  /// CPU backend on up to `threads` threads of the program, without its own pool. `executor.state`
+  /// must outlive the context and its copies. Throws `invalid_argument` if `run` is null.
   static Context cpu(const Executor& executor, int threads = 0);
-    /// CUDA backend: queues work on `stream` of CUDA device `device` (nullptr: the legacy default
-    /// stream). Throws `unsupported` in a build without CUDA.
+  /// CUDA backend: queues work on `stream` of CUDA device `device` (nullptr: the legacy default
+  /// stream). Throws `unsupported` in a build without CUDA.
   static Context cuda(int device, Stream stream);
 
-    /// Copy with another key. Throws `invalid_argument` for an invalid `stream` or `counter`.
+  /// Copy with another key. Throws `invalid_argument` for an invalid `stream` or `counter`.
   Context with_key(Key key) const;
-    /// Copy restricted to a CPU instruction set. Throws `unsupported` if the machine lacks it.
+  /// Copy restricted to a CPU instruction set. Throws `unsupported` if the machine lacks it.
   Context with_isa(Isa isa) const;
 
-      /// Copy restricted to the CUDA kernels of an architecture, for tests and comparisons. 80 selects
-      /// mma.sync kernels on any GPU. 0 (default) selects the best kernels for the device.
+  /// Copy restricted to an architecture's CUDA kernels, for tests and comparisons. `arch` 80
+  /// selects mma.sync kernels on any GPU. The default, 0, selects the best kernels for the device.
   Context with_arch(int arch) const;
 
   Device device() const noexcept { return device_; }

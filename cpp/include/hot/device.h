@@ -11,11 +11,11 @@ namespace hot {
 struct DeviceVerdict {
   enum class Level : std::uint8_t {
     none,  // no kernel of the build runs there
-        slow,  // runs, but another build would be faster or start without a delay
+    slow,  // runs, but another build would be faster or start without a delay
     full,
   };
   Level level = Level::none;
-    std::string text;  // one line: the kernels that run; for `none` and `slow` also the remedy
+  std::string text;  // one line: the kernels that run; for `none` and `slow` also the remedy
 };
 
 HOT_API const char* level_name(DeviceVerdict::Level level) noexcept;

@@ -21,48 +21,48 @@ struct ExplainedStep {
   std::string kernel;              // e.g. "rows16_kernel"
   std::string file;                // in cuda/
   std::int64_t blocks = 0;         // thread blocks; 0: a memset
-    int threads = 0;                 // per thread block
-    int cluster = 1;                 // thread blocks per cluster
-    std::size_t shared_bytes = 0;    // dynamic shared memory per thread block
+  int threads = 0;                 // per thread block
+  int cluster = 1;                 // thread blocks per cluster
+  std::size_t shared_bytes = 0;    // dynamic shared memory per thread block
   std::vector<std::string> reads;  // arrays and parts of the workspace
   std::vector<std::string> writes;
-    std::int64_t bytes_read = 0;  // counts an operand once per read
+  std::int64_t bytes_read = 0;  // counts an operand once per read
   std::int64_t bytes_written = 0;
-    std::int64_t operations = 0;  // 2 M N K for a product
-    bool independent = false;     // may start before the previous kernel finishes
-    std::string slow;             // cost of not using a faster kernel, and the reason; empty: no cost
-    std::vector<std::string> passed_over;  // "kernel: reason" of all kernels tried before this one
+  std::int64_t operations = 0;  // 2 M N K for a product
+  bool independent = false;     // may start before the previous kernel finishes
+  std::string slow;             // cost of not using a faster kernel, and the reason; empty: no cost
+  std::vector<std::string> passed_over;  // "kernel: reason" of all kernels tried before this one
 };
 
 struct Explanation {
   std::string device;              // e.g. "sm_90 (H200, 132 SMs)"
-    std::vector<std::string> lacks;  // kernel kinds that the device supports but the build lacks
+  std::vector<std::string> lacks;  // kernel kinds that the device supports but the build lacks
   std::vector<ExplainedStep> steps;
-    std::size_t workspace = 0;  // bytes of the largest *_workspace; estimated for an absent device
-    int gy_passes = 0;          // number of reads of g_y
+  std::size_t workspace = 0;  // bytes of the largest *_workspace; estimated for an absent device
+  int gy_passes = 0;          // number of reads of g_y
   std::int64_t bytes_read = 0, bytes_written = 0, operations = 0;
-    /// Lower bound on the time of these steps in microseconds. A step takes its bytes at the device's
-    /// bandwidth, or its operations at the INT8 rate if that is longer. No launch latency.
+  /// Lower bound on the time of these steps in microseconds. A step takes its bytes at the device's
+  /// bandwidth, or its operations at the INT8 rate if that is longer. No launch latency.
   double floor_us = 0;
-    std::string rates;              // rates used for floor_us, and their source
-    std::vector<std::string> slow;  // distinct values of ExplainedStep::slow
-    std::string text;               // the whole explanation as text, lines ending in '\n'
+  std::string rates;              // rates used for floor_us, and their source
+  std::vector<std::string> slow;  // distinct values of ExplainedStep::slow
+  std::string text;               // the whole explanation as text, lines ending in '\n'
 };
 
 struct ExplainOptions {
-    /// Types of g_y, w, x, y and g_x, and of g_w. Arrays are assumed contiguous and 16-byte aligned.
+  /// Types of g_y, w, x, y and g_x, and of g_w. Arrays are assumed contiguous and 16-byte aligned.
   DType dtype = DType::bf16;
   DType gw_dtype = DType::f32;
-    bool compress = true;  // include compress_activation; with `y`, quantize_forward_input does both
+  bool compress = true;  // include compress_activation; with `y`, quantize_forward_input does both
   bool gx = true, gw = true, gb = true;
-    bool accumulate = false;        // add g_w and g_b to their arrays
-    bool quantized_weight = false;  // w comes from quantize_weight
-    bool y = false;                 // include forward_linear
-    ForwardLinearSpec forward{};
-    bool bias = true;  // forward_linear has a bias
+  bool accumulate = false;        // add g_w and g_b to their arrays
+  bool quantized_weight = false;  // w comes from quantize_weight
+  bool y = false;                 // include forward_linear
+  ForwardLinearSpec forward{};
+  bool bias = true;  // forward_linear has a bias
   DType bias_dtype = DType::f32;
-    bool quantized_forward_weight = false;  // w comes from quantize_forward_weight
-    /// Whether the build has the wgmma kernels. Used for named architectures only.
+  bool quantized_forward_weight = false;  // w comes from quantize_forward_weight
+  /// Whether the build has the wgmma kernels. Used for named architectures only.
   bool wgmma = true;
 };
 
@@ -78,10 +78,10 @@ HOT_API Explanation explain(std::string_view device, const LinearShape& shape,
                             const BackwardLinearSpec& spec, const ExplainOptions& options = {});
 
 struct ExplainGemmOptions {
-    DType out_dtype = DType::f32;  // i32: unscaled sums
-    bool int4 = false;             // gemm_int4 instead of gemm_int8
+  DType out_dtype = DType::f32;  // i32: unscaled sums
+  bool int4 = false;             // gemm_int4 instead of gemm_int8
   bool accumulate = false;
-    bool wgmma = true;  // see ExplainOptions::wgmma
+  bool wgmma = true;  // see ExplainOptions::wgmma
 };
 
 /// Lists the kernels of gemm_int8 or gemm_int4 on contiguous, 16-byte aligned arrays [M, K], [N, K]

@@ -49,7 +49,7 @@ struct ConstQuantizedInput {
   std::size_t bytes = 0;
   std::int64_t tokens = 0;
   std::int64_t in_features = 0;
-    std::uint64_t format = 0;  // forward_input_format of the spec that quantised it
+  std::uint64_t format = 0;  // forward_input_format of the spec that quantised it
 };
 
 /// Format id of an x quantised for the forward pass; never 0.

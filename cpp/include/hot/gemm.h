@@ -11,8 +11,8 @@
 namespace hot {
 
 struct GemmSpec {
-    int divisor = 1;          // power of two that divides the result (block n of the transform)
-    bool accumulate = false;  // add to `out`; f32, f16 and bf16 outputs only
+  int divisor = 1;          // power of two that divides the result (block n of the transform)
+  bool accumulate = false;  // add to `out`; f32, f16 and bf16 outputs only
 };
 
 /// Bytes of scratch for either product of a [M, K] and b [N, K].

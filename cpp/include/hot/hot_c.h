@@ -1,17 +1,17 @@
 /* libhot for C and for every language that can call C. It has the same functions as hot/hot.h. The
  * C++ headers document each stage: shapes, dtypes and errors. docs/numerics.md defines the bits.
  *
-  * - A function that can fail returns a hot_status: HOT_OK or the kind of error. After an error
-  *   hot_last_error() returns the text, and no output was written. No C++ exception leaves the
-  *   library.
-  * - Contexts are opaque handles. All other arguments are plain structs of the caller. Their first
-  *   member is struct_size, the sizeof of the struct (set by the HOT_*_INIT macros).
-  * - Later versions add members at the end and still accept shorter structs of earlier versions. A
-  *   longer struct is refused unless the members that this library lacks are zero.
-  * - Enumerations are int32_t in structs and arguments. A value out of range is an error.
-  * - The caller owns all memory. Pointers must not be null unless documented as optional. The
-  *   library allocates no device memory; the *_workspace functions return the sizes of scratch.
-  * - Several threads may use a handle as long as none changes or destroys it.
+ * - A function that can fail returns a hot_status: HOT_OK or the kind of error. After an error
+ *   hot_last_error() returns the text, and no output was written. No C++ exception leaves the
+ *   library.
+ * - Contexts are opaque handles. All other arguments are plain structs of the caller. Their first
+ *   member is struct_size, the sizeof of the struct (set by the HOT_*_INIT macros).
+ * - Later versions add members at the end and still accept shorter structs of earlier versions. A
+ *   longer struct is refused unless the members that this library lacks are zero.
+ * - Enumerations are int32_t in structs and arguments. A value out of range is an error.
+ * - The caller owns all memory. Pointers must not be null unless documented as optional. The
+ *   library allocates no device memory; the *_workspace functions return the sizes of scratch.
+ * - Several threads may use a handle as long as none changes or destroys it.
  *
  * C99, and C++. */
 #ifndef HOT_C_H
@@ -30,12 +30,12 @@ extern "C" {
 
 enum {
   HOT_OK = 0,
-    HOT_INVALID_ARGUMENT = 1,    /* the text names the argument, its value and the expected value */
-    HOT_UNSUPPORTED = 2,         /* valid, but not on this device, in this build or combination */
-    HOT_WORKSPACE_TOO_SMALL = 3, /* the text states the required bytes */
-    HOT_CUDA_ERROR = 4,          /* a CUDA call failed; the text contains CUDA's message */
-    HOT_OUT_OF_MEMORY = 5,       /* host memory */
-    HOT_INTERNAL_ERROR = 6       /* a bug in the library */
+  HOT_INVALID_ARGUMENT = 1,    /* the text names the argument, its value and the expected value */
+  HOT_UNSUPPORTED = 2,         /* valid, but not on this device, in this build or combination */
+  HOT_WORKSPACE_TOO_SMALL = 3, /* the text states the required bytes */
+  HOT_CUDA_ERROR = 4,          /* a CUDA call failed; the text contains CUDA's message */
+  HOT_OUT_OF_MEMORY = 5,       /* host memory */
+  HOT_INTERNAL_ERROR = 6       /* a bug in the library */
 };
 typedef int32_t hot_status;
 
@@ -159,7 +159,7 @@ typedef struct hot_spec {
   int32_t basis;
   int32_t block;
   int32_t rank;
-    const int32_t* rows; /* optional, for basis lowpass: the rows to keep */
+  const int32_t* rows; /* optional, for basis lowpass: the rows to keep */
   size_t row_count;
   int32_t grid_h, grid_w, prefix_tokens; /* 0: one flat sequence */
   int32_t gw_scale;                      /* HOT_GW_SCALE_* */
@@ -242,7 +242,7 @@ typedef struct hot_saved_layout {
   int64_t row_bytes;
   int64_t scales;
   size_t scale_offset;
-    size_t exponent_offset; /* start of the token exponents (one byte each) of equalised tokens */
+  size_t exponent_offset; /* start of the token exponents (one byte each) of equalised tokens */
 } hot_saved_layout;
 
 #define HOT_SAVED_LAYOUT_INIT {sizeof(hot_saved_layout), 0, 0, 0, 0, 0, 0, 0, 0}
@@ -258,7 +258,7 @@ typedef struct hot_saved {
   const uint64_t* key_counter;
   uint32_t key_stream;
   uint32_t reserved; /* 0 */
-    uint64_t format;   /* identifies the spec; backward refuses another format */
+  uint64_t format;   /* identifies the spec; backward refuses another format */
 } hot_saved;
 
 #define HOT_SAVED_INIT {sizeof(hot_saved), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
@@ -293,7 +293,7 @@ typedef struct hot_gradients {
   const hot_tensor* gx; /* [L, I] */
   const hot_tensor* gw; /* [O, I] */
   const hot_tensor* gb; /* [O] */
-    int32_t accumulate;   /* not 0: adds g_w and g_b to the values in their arrays */
+  int32_t accumulate;   /* not 0: adds g_w and g_b to the values in their arrays */
   int32_t reserved;     /* 0 */
 } hot_gradients;
 

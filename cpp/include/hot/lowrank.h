@@ -11,10 +11,10 @@
 namespace hot {
 
 enum class Basis : std::uint8_t {
-    full,      // no transform, all tokens kept
-    lowpass,   // the paper's basis: lowest rows of the two-dimensional Walsh order, or any row list
-    sequency,  // lowest rows of the one-dimensional sequency order
-    sketch,    // unbiased: a random subspace per block
+  full,      // no transform, all tokens kept
+  lowpass,   // the paper's basis: lowest rows of the two-dimensional Walsh order, or any row list
+  sequency,  // lowest rows of the one-dimensional sequency order
+  sketch,    // unbiased: a random subspace per block
 };
 
 HOT_API const char* basis_name(Basis basis) noexcept;
@@ -30,8 +30,8 @@ struct TokenLayout {
 struct LowRank {
   Basis basis = Basis::full;
   int block = 16;
-    int rank = 16;          // kept rows of a block; ignored by `full` and if `rows` is not empty
-    std::vector<int> rows;  // `lowpass` only: natural-order rows to keep, distinct, in any order
+  int rank = 16;          // kept rows of a block; ignored by `full` and if `rows` is not empty
+  std::vector<int> rows;  // `lowpass` only: natural-order rows to keep, distinct, in any order
   TokenLayout layout{};
 };
 

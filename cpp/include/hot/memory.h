@@ -88,8 +88,8 @@ class Buffer {
 class Tensor {
  public:
   Tensor() = default;
-      /// Throws `invalid_argument` unless there are 1 to 4 dimensions, no negative size, and at most
-      /// PTRDIFF_MAX / 8 elements (a size of 0 counts as 1).
+  /// Throws `invalid_argument` unless there are 1 to 4 dimensions, no negative size, and at most
+  /// PTRDIFF_MAX / 8 elements (a size of 0 counts as 1).
   Tensor(DType dtype, std::initializer_list<std::int64_t> shape,
          Allocator allocator = host_allocator()) {
     if (shape.size() < 1 || shape.size() > static_cast<std::size_t>(max_dims)) {
@@ -100,19 +100,19 @@ class Tensor {
     view_.dtype = dtype;
     view_.device = allocator.device;
     size_ = 1;
-        std::int64_t limit = PTRDIFF_MAX / 8;  // elements left; an element has up to 4 bytes
+    std::int64_t limit = PTRDIFF_MAX / 8;  // elements left; an element has up to 4 bytes
     for (const std::int64_t size : shape) {
       if (size < 0) {
         throw Error(ErrorCode::invalid_argument, "Tensor: shape[" + std::to_string(view_.ndim) +
                                                      "] is " + std::to_string(size) +
                                                      "; expected no negative size");
       }
-            if (size > limit) {
+      if (size > limit) {
         throw Error(ErrorCode::invalid_argument, "Tensor: shape[" + std::to_string(view_.ndim) +
                                                      "] is " + std::to_string(size) +
                                                      "; expected fewer elements");
       }
-            if (size > 0) limit /= size;
+      if (size > 0) limit /= size;
       view_.shape[view_.ndim++] = size;
       size_ *= size;
     }
@@ -133,11 +133,11 @@ class Tensor {
   Tensor& operator=(const Tensor&) = delete;
   ~Tensor() = default;
 
-    /// View for calls of the library, valid until the tensor is moved or destroyed.
+  /// View for calls of the library, valid until the tensor is moved or destroyed.
   const TensorView& view() noexcept { return view_; }
   ConstTensorView view() const noexcept { return view_; }
 
-    /// Pointer to the elements. T must match the dtype.
+  /// Pointer to the elements. T must match the dtype.
   template <class T>
   T* data() noexcept {
     return static_cast<T*>(buffer_.data());
@@ -169,7 +169,7 @@ class ScratchBuffer {
   explicit ScratchBuffer(Allocator allocator = host_allocator())
       : allocator_(std::move(allocator)) {}
 
-    /// Returns at least `bytes` bytes, valid until the next call that asks for more.
+  /// Returns at least `bytes` bytes, valid until the next call that asks for more.
   Workspace at_least(std::size_t bytes) {
     if (bytes > buffer_.bytes()) {
       buffer_ = Buffer();
@@ -188,7 +188,7 @@ class ScratchBuffer {
 class SavedBuffer {
  public:
   explicit SavedBuffer(Allocator allocator = host_allocator()) : allocator_(std::move(allocator)) {}
-    /// Afterwards `other` is empty and can only be assigned to or destroyed.
+  /// Afterwards `other` is empty and can only be assigned to or destroyed.
   SavedBuffer(SavedBuffer&& other) noexcept
       : allocator_(std::move(other.allocator_)),
         buffer_(std::move(other.buffer_)),
@@ -200,7 +200,7 @@ class SavedBuffer {
     return *this;
   }
 
-    /// Runs compress_activation for x [.., I] with the context's key.
+  /// Runs compress_activation for x [.., I] with the context's key.
   void compress(const Context& context, const ConstTensorView& x, const BackwardLinearSpec& spec,
                 ScratchBuffer& scratch) {
     const int dims = std::clamp(x.ndim, 0, max_dims);  // compress_activation refuses others
@@ -218,7 +218,7 @@ class SavedBuffer {
         scratch.at_least(compress_activation_workspace(context, tokens, in_features, spec)));
   }
 
-    /// Argument `saved` of backward_linear, which refuses it before the first compress().
+  /// Argument `saved` of backward_linear, which refuses it before the first compress().
   operator const ConstSavedActivation&() const noexcept { return saved_; }
   std::size_t bytes() const noexcept { return saved_.bytes; }
 

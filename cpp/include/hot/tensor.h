@@ -14,7 +14,7 @@ enum class DType : std::uint8_t {
   bf16,
   i8,
   i32,
-    i4x2,  // two INT4 per byte, low nibble first; shapes and strides of its views count bytes
+  i4x2,  // two INT4 per byte, low nibble first; shapes and strides of its views count bytes
 };
 
 /// Bytes of one element of a view (i4x2: 1 byte, which holds two values).

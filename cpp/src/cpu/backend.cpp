@@ -88,10 +88,10 @@ void store_run(const SimdKernels& simd, const float* src, std::int64_t count, vo
 namespace {
 
 bool is_resized(const MatrixIn& x, std::int64_t row) {
-  return x.exponents != nullptr && x.exponents[row] != 127;  // times 1
+  return x.exponents != nullptr && x.exponents[row] != 127;  // 127: factor 1
 }
 
-// What a row with an exponent is multiplied by.
+// Factor of a row with an exponent.
 float row_power(const MatrixIn& x, std::int64_t row) {
   const std::uint32_t biased = x.exponents[row];
   return float_from_bits((x.divide ? 254U - biased : biased) << 23);

@@ -1,4 +1,4 @@
-// A forward product on the CPU: its stages, one after the other.
+// Forward product on the CPU.
 #include "cpu/backend.h"
 #include "forward_work.h"
 
