@@ -1,4 +1,4 @@
-// The CUDA backend as a whole: facts about the device, and plans (plan.h), made and executed.
+// CUDA backend: gathers facts about the device, makes plans (plan.h) and executes them.
 #include "cuda/backend.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   facts_.shared_bytes = device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
   if (!restricted) plan::set_features(facts_, kernels_overlap(context, stage), sm90_built());
-  // sm_90 runs the instruction at a thirtieth of its INT8 rate, for tests of sm_80's kernels.
+  // sm_90 runs INT4 mma.sync at 1/30 of its INT8 rate; only tests of sm_80's kernels use it there.
   facts_.int4_units = major == 8 || (restricted && mma_int4(10 * major));
   facts_.queries = this;
 }
@@ -42,7 +42,7 @@ std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::
   args.n = n;
   args.k = args.lda = args.ldb = k;
   args.out.row_stride = n;
-  // The same for every instance.
+  // All instances need the same workspace.
   return sm90_instance(Sm90Kernel::stream_k, DType::bf16, Sm90Output::store)
       .workspace(context_, args, plan);
 }
@@ -68,26 +68,26 @@ struct BySource {
   const Job* operator[](Source source) const { return jobs[static_cast<int>(source)]; }
 };
 
-// The memory of a call. A null pointer is in no step of its plan.
+// Memory of a call. A null pointer is not used by any step of its plan.
 struct Memory {
   Zeroed zeroed{};
   MatrixIn gy{};
   BySource<RowsJob> rows{};               // g_y for g_x; x and w for the forward product
-  MatrixIn bias{};                        // of the forward product
-  float* wide_bias = nullptr;             // the bias in fp32
+  MatrixIn bias{};                        // bias of the forward product
+  float* wide_bias = nullptr;             // bias in fp32
   BySource<ColumnsJob> columns{};         // P g_y, w, P x
-  const CompressJob* kept = nullptr;      // x as it is kept
+  const CompressJob* kept = nullptr;      // x to be saved
   const GroupsJob* groups = nullptr;      // x from packed codes
-  const ColumnSum* sum = nullptr;         // g_b beside the codes of g_y
-  const ColumnSum* sum_alone = nullptr;   // g_b on its own
-  GemmArgs product[2]{};                  // g_x, g_w
-  void* scratch[2] = {nullptr, nullptr};  // of each
-  GemmArgs token{};                       // g_w with a scale for each token
+  const ColumnSum* sum = nullptr;         // g_b from a quantiser of g_y
+  const ColumnSum* sum_alone = nullptr;   // g_b from its own kernels
+  GemmArgs product[2]{};                  // g_x (or y), g_w
+  void* scratch[2] = {nullptr, nullptr};  // scratch of each product
+  GemmArgs token{};                       // g_w with gw_scale token
   MatrixIn packed[2]{};                   // INT4 operands
-  MatrixOut unpacked[2]{};                // the same operands in INT8
+  MatrixOut unpacked[2]{};                // INT4 operands unpacked to INT8
 };
 
-// Single scales as vectors in the workspace, and the rest of it.
+// Vectors of repeated single scales in the workspace, and the rest of it.
 struct BroadcastScales {
   float *a, *b;
   void* rest;
@@ -134,7 +134,7 @@ void run_small_gemms(const Context& context, const Step& step, const Memory& mem
   launch_small_gemms(context, step, products, count);
 }
 
-// `fixup`: the step of the sums of shared tiles where it follows.
+// Executes a step. `fixup` is the following step of kind mma_fixup, or null.
 void run(const Context& context, const Step& step, const Step* fixup, const Memory& memory) {
   switch (step.kernel) {
     case Kernel::zero:
@@ -207,7 +207,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::mma_64x64x64:
     case Kernel::mma_any:
       return run_mma(context, step, fixup, memory);
-    case Kernel::mma_fixup:  // with its tile's
+    case Kernel::mma_fixup:  // launched by run_mma
       return;
     case Kernel::token:
       return launch_token(context, step, memory.token);
@@ -270,7 +270,7 @@ std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t 
 
 namespace {
 
-// The job with room for its largest values, at the start of the workspace.
+// Returns the job with memory for its largest values, from the start of the workspace.
 ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* workspace,
                      Zeroed& zeroed) {
   WorkspaceCursor cursor(workspace);
@@ -280,7 +280,7 @@ ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* works
   return job;
 }
 
-// x that is kept, as its plan and as the steps of it take it.
+// Shape and jobs of an x to be saved.
 struct Kept {
   Zeroed zeroed{};
   ColumnsJob columns{};

@@ -1,5 +1,4 @@
-// The CUDA backend. A backward, a compression and a product are plans (plan.h), which backend.cpp
-// makes and executes.
+// The CUDA backend. backend.cpp makes and executes the plans (plan.h) of its calls.
 #pragma once
 
 #include "cuda/plan.h"
@@ -44,7 +43,7 @@ class CudaBackend final : public Backend {
   void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
-// Facts about a context's device for plans; answers queries during its life.
+// Facts about a context's device for plans. It answers queries while it lives.
 class CudaDevice final : public plan::DeviceQueries {
  public:
   explicit CudaDevice(const Context&);

@@ -1,4 +1,4 @@
-// The plans of whole calls, their workspaces, and what a plan is made of.
+// Plans of whole calls, their workspaces, and the members of Plan.
 #include <algorithm>
 #include <cstdint>
 #include <new>
@@ -44,7 +44,7 @@ void set_features(DeviceFacts& facts, bool sm90, bool wgmma) {
   if (major >= 9) facts.hardware = since_sm90;
   if (major == 9) facts.hardware |= Feature::wgmma;
   if (major == 10 || major == 11) facts.hardware |= Feature::tcgen05;
-  // No later architecture has kernels of its own.
+  // There are no kernels for later architectures.
   if (major == 9 && sm90) facts.kernels = since_sm90;
   if (major == 9 && wgmma) facts.kernels |= Feature::wgmma;
 }
@@ -75,7 +75,7 @@ Kernel Plan::choose(std::initializer_list<Refusal> list) {
 
 namespace {
 
-// Whether both hold the same memory somewhere.
+// Whether two sets of buffers share memory.
 bool overlap(Buffers a, Buffers b) {
   return a.meets(b) || (a.has(Buffer::all_scratch) && b.meets(scratch)) ||
          (b.has(Buffer::all_scratch) && a.meets(scratch));
@@ -84,18 +84,18 @@ bool overlap(Buffers a, Buffers b) {
 }  // namespace
 
 static_assert(std::is_trivially_copyable_v<Step> &&
-              std::is_trivially_copyable_v<Refusal>);  // as Plan's slots are
+              std::is_trivially_copyable_v<Refusal>);  // Plan::Slots copies bytes
 
-// A step that waits starts when all steps before it have ended. A step that does not wait starts
-// when every CTA of the previous one has started. So the last step that waited, and all since, may
-// still run. The first step of a call waits: it cannot know what runs before the call.
+// A step that waits starts when all earlier steps have ended. An independent step starts when every
+// CTA of the previous step has started. Therefore the last step that waited, and all steps since,
+// may still run. The first step of a call waits, because earlier work on the stream is unknown.
 void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
                const StepWork& work, DType dtype) {
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
   Step& step = *::new (&steps_.at[count_]) Step{kernel, shape, reads, writes, work, dtype};
-  if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // those only help the next
+  if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // these prepare another step
     step.first_passed = first_passed_;
     step.end_passed = first_passed_ = end_passed_;
   }
@@ -142,8 +142,8 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   const bool by_token = spec.gw_scale == Granularity::token;
   Plan plan;
 
-  // All operands are quantised before the products: g_y is read again while the L2 may still hold
-  // it, and kernels overlap.
+  // Quantises all operands before the products. Then g_y is read again while the L2 cache may still
+  // hold it, and kernels overlap.
   const RowsShape rows{
       Source::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens, shape.out_features,
       spec.hadamard_block, gradient_rows_quant(spec), kx};
@@ -327,7 +327,7 @@ Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t co
   return plan;
 }
 
-// ---- what plans know of arrays -----------------------------------------------------------------
+// ---- properties of arrays ----------------------------------------------------------------------
 
 namespace {
 
@@ -370,8 +370,8 @@ ProductShape product_shape(const GemmArgs& args) {
 
 BackwardScratch take_scratch(const DeviceFacts& facts, const BackwardWork& work, void* workspace) {
   const std::int64_t L = work.shape.tokens, O = work.shape.out_features;
-  // If only g_b is computed, its partial sums may use the whole workspace. There is a partial sum
-  // for every 128 tokens, or those of rows_column_amax_kernel.
+  // If only g_b is computed, its partial sums may use the whole workspace. There is one per 128
+  // tokens, or the number that rows_column_amax_kernel needs.
   const std::int64_t runs = std::max(sum_runs(L), rows_column_amax_sums(facts, L));
   DeviceScratch device{amax_words(facts, work)};
   if (work.gb) device.sums_alone = runs * O;

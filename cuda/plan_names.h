@@ -1,9 +1,8 @@
-// The kernels and arrays of plans, one list each: enumerators, names, properties.
+// Lists of the kernels and of the arrays in plans: enumerators, names, properties.
 #pragma once
 
-// Kernels of plans: X(enumerator, __global__ function, its file, whether it may start before the
-// previous kernel has ended: it then waits at its end). Tiles of mma.sync are in the order of
-// gemm_sm80_plan.h.
+// Kernels: X(enumerator, __global__ function, its file, true if it may start before the previous
+// kernel ends and waits at its own end). The mma.sync tiles have the order of gemm_sm80_plan.h.
 #define HOT_KERNELS(X)                                                                    \
   X(zero, "memset", "backend.cpp", false)                                                 \
   X(rows16, "rows16_kernel", "quantize_rows.cu", false)                                   \
@@ -42,9 +41,10 @@
   X(mma_fixup, "fixup_kernel", "gemm_sm80.cuh", false)                                    \
   X(token, "token_kernel", "gemm_sm80.cu", false)
 
-// Arrays that steps read and write: X(enumerator, its name for explain, whether it lies in the
-// workspace). all_scratch: partial sums of g_b alone, from the start of the workspace. x_rows,
-// weight_rows: for a forward product; forward_x, forward_w: as quantize_forward_* kept them.
+// Arrays that steps read and write: X(enumerator, name in explain, true if in the workspace).
+// all_scratch holds partial sums of g_b alone, from the start of the workspace. x_rows and
+// weight_rows are operands of a forward product. forward_x and forward_w are the same, but from
+// quantize_forward_*.
 #define HOT_BUFFERS(X)                        \
   X(gy, "g_y", false)                         \
   X(w, "w", false)                            \
