@@ -1,16 +1,17 @@
-// Stage: x kept as INT4, and back to INT8 for g_w (back to floats: decompress.cu).
+// Stage: x to INT4, and back to INT8 for g_w (decompress.cu: back to floats).
 //
 // groups_kernel, group_quads_kernel: x to INT4.
-//   A thread takes the 64 tokens of a group in one channel, or half of them of two channels in
-//   16-bit types, and writes 16 contiguous bytes at a time. 2.53 bytes an element for fp16.
-//   Equalised tokens take the first: their powers are of fp32.
+//   A thread of groups_kernel takes the 64 tokens of a group in one channel. group_quads_kernel,
+//   for 16-bit types, takes 16 tokens of four channels (int4_activation.cuh). Traffic for
+//   fp16: 2.53 bytes per element. Equalised tokens need groups_kernel, because their products are
+//   fp32.
 //
 // requantize_kernel: INT4 back to INT8.
-//   A CTA takes a channel. 1.53 bytes an element.
+//   A CTA takes a channel. Traffic: 1.53 bytes per element.
 //
-// token_exponents_kernel: exponents of tokens that are equalised, for every storage.
-//   A warp reads a token twice: the largest value, then the sum of integers that are relative to
-//   it, in any order. The second time the row is in the L1 or L2.
+// token_exponents_kernel: exponents of equalised tokens, for every storage.
+//   A warp reads a token twice: first the largest value, then the sum of integers relative to it,
+//   which is exact in any order. The second read hits the L1 or L2 cache.
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   const std::int64_t tiles = (args.x.cols + 127) / 128;
   const std::int64_t col = blockIdx.x % tiles * 128 + threadIdx.x;
   const std::int64_t g = blockIdx.x / tiles;
-  __shared__ __align__(16) float power[64];  // of the tokens, where they are equalised
+  __shared__ __align__(16) float power[64];  // factors of equalised tokens
   if (args.x.exponents != nullptr) {
     const std::int64_t token = g * 64 + threadIdx.x;
     if (threadIdx.x < 64) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   }
 }
 
-// The same for 16-bit types.
+// groups_kernel for 16-bit types and aligned groups of four columns.
 template <class Tag>
 __global__ void __launch_bounds__(128) group_quads_kernel(GroupsArgs args) {
   begin_kernel();
@@ -81,10 +82,10 @@ __global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, b
   end_kernel(independent);
 }
 
-// ---- exponents of tokens that are equalised ----------------------------------------------------
+// ---- exponents of equalised tokens -------------------------------------------------------------
 
-// Calls four(words) for every 16 bytes of a row that a lane has, where rows are aligned, and one(v)
-// for the rest of its values.
+// Visits a lane's values of a row: calls four(words) per 16 bytes if rows are aligned, and one(v)
+// for the remaining values.
 template <class Tag, class Four, class One>
 __device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::int64_t row,
                                           const Four& four, const One& one) {
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(32 * exponent_rows)
   const std::int64_t row =
       std::int64_t{blockIdx.x} * exponent_rows + static_cast<int>(threadIdx.x) / 32;
   if (row >= x.rows) return;
-  // Patterns of magnitudes have the order of the values, two 16-bit ones in a word.
+  // Bit patterns of magnitudes have the order of the values. A word holds two 16-bit values.
   std::uint32_t most = 0, pairs = 0;
   visit_row<Tag>(
       x, aligned, row,
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(32 * exponent_rows)
     }
     return;
   }
-  const float unit = __uint_as_float((268U - largest) << 23);  // the largest becomes 2^14 to 2^15
+  const float unit = __uint_as_float((268U - largest) << 23);  // maps the largest to 2^14 ... 2^15
   const auto integer = [&](float v) {
     return __float_as_uint(__fmaf_rn(fabsf(v), unit, __uint_as_float(integer_bits)));
   };

@@ -45,8 +45,8 @@ constexpr int max_threads(int lane_blocks) { return lane_blocks <= 3 ? 256 : row
 
 namespace columns {
 
-// Transform of each group of 16 tokens in a column: none (`full`), a 16-point FWHT, the kept 8
-// basis rows, or a power of two per token.
+// Transform of 16 tokens in a column: none (`full`), a 16-point FWHT, its 8 kept rows, or a power
+// of two per token.
 enum class ColumnTransform { full, hadamard, projected, factored };
 enum class Pass { both, amax, codes };
 // Rounding of a transform's instances. `hadamard` is the transform of w, which rounds to nearest.

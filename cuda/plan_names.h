@@ -41,10 +41,9 @@
   X(mma_fixup, "fixup_kernel", "gemm_sm80.cuh", false)                                    \
   X(token, "token_kernel", "gemm_sm80.cu", false)
 
-// Arrays that steps read and write: X(enumerator, name in explain, true if in the workspace).
-// all_scratch holds partial sums of g_b alone, from the start of the workspace. x_rows and
-// weight_rows are operands of a forward product. forward_x and forward_w are the same, but from
-// quantize_forward_*.
+// Arrays that steps read and write: X(enumerator, name in explain, true if in the workspace). The
+// buffer all_scratch holds partial sums of g_b alone, from the start of the workspace. Operands of
+// a forward product are x_rows and weight_rows, or forward_x and forward_w from quantize_forward_*.
 #define HOT_BUFFERS(X)                        \
   X(gy, "g_y", false)                         \
   X(w, "w", false)                            \

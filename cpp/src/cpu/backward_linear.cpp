@@ -43,8 +43,8 @@ std::size_t CpuBackend::backward_workspace(const Context& context, const Backwar
   return take_scratch(*this, context, work, nullptr).bytes;
 }
 
-// Runs four phases. Phase 1 reads g_y, w and x, phase 2 writes codes that need the largest values
-// of phase 1, phase 3 packs panels, phase 4 computes products. Threads synchronise between phases.
+// Runs four phases. Phase 1 reads g_y, w and x. Phase 2 writes codes that need the largest values
+// of phase 1. Phase 3 packs panels, phase 4 computes products. Threads synchronise between phases.
 // A phase starts its longest tasks first: a long task at the end makes the other threads wait.
 void CpuBackend::backward(const Context& context, const BackwardCall& call, const Checker& check,
                           const Workspace& workspace) const {
