@@ -3,8 +3,7 @@
 // * Tiles of 128 x 128 and 128 x 192 are pingpong: two tiles in turns. The epilogue of one overlaps
 //   the products of the other.
 // * Tiles of 128 x 256 are shared by both consumer groups and move the fewest bytes.
-// * Stream-K divides the contraction if tiles do not fill the GPU. Its INT32 sums are exact in any
-//   order.
+// * Stream-K divides the contraction if tiles do not fill the GPU. INT32 sums are exact.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +31,7 @@ struct Sm90Instance {
   Sm90Kernel kernel;
   DType out;
   Sm90Output output;
-  // Both scales must be vectors; why_not_wgmma (plan_gemm.cpp) lists the other requirements. Only
-  // stream-K uses `workspace`.
+  // Both scales must be vectors; see also why_not_wgmma. Only stream-K uses `workspace`.
   void (*run)(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
   std::size_t (*workspace)(const Context&, const GemmArgs&, const Sm90Plan&);
 };

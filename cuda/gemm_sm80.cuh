@@ -49,8 +49,7 @@ __device__ inline void tile_place(const MmaWork& work, int tile, int& row, int& 
   row = band * work.band + at - column * height;
 }
 
-// Division of the steps of all shared tiles, in the tiles' order, into equal ranges. A unit is the
-// number of a step.
+// Division of the steps of all shared tiles into equal ranges. A unit is the number of a step.
 __device__ inline int first_unit(const MmaWork& work, int sharer) {
   return static_cast<int>(std::int64_t{work.shared} * work.steps * sharer / work.sharers);
 }
@@ -112,9 +111,8 @@ class UnitCopies {
     open();
   }
 
-  // Calls copy(to, from, bytes, left) for the units of the next step, if there is one. `bytes` of a
-  // unit are copied and the rest is zero; `left` is the rest of the row. Always ends a group of
-  // copies.
+  // Calls copy(to, from, bytes, left) for the units of the next step, if any. `bytes` of a unit are
+  // copied, the rest is zero; `left` is the rest of the row. Always ends a group of copies.
   template <class Copy>
   __device__ void load(const Copy& copy) {
     if (step_ < segments_.end) {
@@ -264,8 +262,7 @@ __device__ void load_scales(const MmaWork& work, int tile, float* scales) {
   }
 }
 
-// Transposes words w[0..3] of four neighbouring lanes: lane q gets word q of all, in lane order. It
-// is its own inverse.
+// Transposes words w[0..3] of four neighbouring lanes: lane q gets word q of all. Its own inverse.
 __device__ inline void transpose_quad(unsigned (&w)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
   const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[1], 1);

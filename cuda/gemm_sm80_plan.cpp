@@ -84,8 +84,7 @@ class Divider {
     return out;
   }
 
-  // Shares the last tiles, which do not fill the GPU: evenly, or each among a whole number of CTAs,
-  // which needs fewer sums.
+  // Shares the last tiles, which do not fill the GPU, evenly or with whole CTAs (fewer sums).
   Division shared() const {
     if (rest_ == 0 || steps_ == 0) return whole();
     const Division even = shared_among(std::min(slots_, rest_ * steps_));
@@ -94,8 +93,7 @@ class Divider {
     return split.cycles < even.cycles ? split : even;
   }
 
-  // Shares every tile of a contraction too long for INT32 sums, in parts that fit. Few CTAs get
-  // parts of two tiles.
+  // Shares every tile of a contraction too long for INT32 sums, in parts that fit.
   Division parts() const {
     if (steps_ == 0) return whole();
     const std::int64_t longest = mma_int32_codes / tile_.step;
@@ -191,7 +189,7 @@ MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_
       const Division shared = divider.shared();
       if (shared.cycles * min_gain < found.cycles) found = shared;
     }
-    // Between mirrored tiles, prefers the one whose longer side lies along the product's shorter
+    // Among mirrored tiles, prefers the one whose longer side lies along the product's shorter
     // side.
     const bool along = (mma_tiles[tile].m > mma_tiles[tile].n) == (product.m < product.n);
     if (!along) found.cycles *= 1.001;

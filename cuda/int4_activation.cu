@@ -84,8 +84,7 @@ __global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, b
 
 // ---- exponents of equalised tokens -------------------------------------------------------------
 
-// Visits a lane's values of a row: calls four(words) per 16 bytes if rows are aligned, and one(v)
-// for the remaining values.
+// Visits a lane's values of a row: four(words) per 16 aligned bytes, one(v) for the other values.
 template <class Tag, class Four, class One>
 __device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::int64_t row,
                                           const Four& four, const One& one) {

@@ -10,8 +10,7 @@
 
 namespace hot::detail {
 
-// INT4 value j of 16 as a float. The value plus 8 becomes the low bits of 2^23, then 2^23 + 8 is
-// subtracted.
+// INT4 value j of 16 as a float: value + 8 as the low bits of 2^23, minus 2^23 + 8.
 __device__ inline float nibble(const uint2& packed, int j) {
   const std::uint32_t word = (j < 8 ? packed.x : packed.y) >> (j % 2 == 0 ? 0 : 4);
   const std::uint32_t biased = (word & 0x0f0f0f0fU) ^ 0x08080808U;
@@ -133,8 +132,7 @@ struct RequantizeArgs {
   DeviceKey key;
 };
 
-// Requantises channel `row`, which T threads share; this is thread t. `all_max` returns the maximum
-// over these threads.
+// Requantises channel `row` as thread t of T. `all_max` is the maximum over these threads.
 template <class AllMax>
 __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, std::int64_t row,
                                                    int t, int T, const AllMax& all_max) {

@@ -1,5 +1,4 @@
-// Device code shared by HLA and the generic column quantiser: rows of P x for any projection, one
-// column per thread.
+// Rows of P x for any projection, one column per thread, for HLA and the generic column quantiser.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +28,7 @@ __device__ inline void butterfly_shared(const SharedColumn& v, int length) {
   }
 }
 
-// Calls emit(k, value) for the rows of P x from blocks [begin, end), in order. The last range also
-// covers the prefix rows.
+// Calls emit(k, value) for the rows of P x from blocks [begin, end) and, at the end, the prefix.
 template <class Emit>
 __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int64_t col,
                           std::int64_t begin, std::int64_t end, const SharedColumn& v,

@@ -27,8 +27,7 @@ enum class RowsPass { row_scales, amax, codes };  // codes: after a pass `amax`
 // A lane of rows16_kernel holds 2 to 6 blocks of 16 values, at most 96 registers.
 inline constexpr int rows16_min_blocks = 2, rows16_max_blocks = 6;
 inline constexpr int rows16_max_lanes = 512;
-// Transform blocks with an instance of rows16_kernel: g_y's, and that of x and w in the forward
-// pass.
+// Blocks with an instance of rows16_kernel: g_y's, and that of the forward pass.
 inline constexpr int gradient_block = 16, forward_block = 64;
 constexpr Rounding rows16_rounding(int block) {
   return block == gradient_block ? Rounding::stochastic : Rounding::nearest;
@@ -45,8 +44,7 @@ constexpr int max_threads(int lane_blocks) { return lane_blocks <= 3 ? 256 : row
 
 namespace columns {
 
-// Transform of 16 tokens in a column: none (`full`), a 16-point FWHT, its 8 kept rows, or a power
-// of two per token.
+// Transform of 16 tokens: none, a 16-point FWHT, its 8 kept rows, or a power of two per token.
 enum class ColumnTransform { full, hadamard, projected, factored };
 enum class Pass { both, amax, codes };
 // Rounding of a transform's instances. `hadamard` is the transform of w, which rounds to nearest.
@@ -54,12 +52,10 @@ constexpr Rounding rounding_of(ColumnTransform transform) {
   return transform == ColumnTransform::hadamard ? Rounding::nearest : Rounding::stochastic;
 }
 
-// A column tile has 64 bytes of every token. A token tile has 128 of its tokens: the work of a
-// warp.
+// A column tile has 64 bytes of every token. A token tile, for a warp, has 128 of its tokens.
 constexpr int tile_row_bytes = 64, tile_tokens = 128, tile_bytes = tile_tokens * tile_row_bytes;
 constexpr int tile_blocks = tile_tokens / 16;
-// A k16 is 16 consecutive k of a column. A lane processes a k16 of two columns at a time, a warp 4
-// k16 of 16 columns.
+// A k16 is 16 consecutive k of a column. A lane takes a k16 of 2 columns, a warp 4 of 16 columns.
 constexpr int k16 = 16, warp_k16s = 4, warp_columns = 16;
 constexpr int max_tile_columns = tile_row_bytes / 2;
 // Maximum warps per CTA, and minimum warps per SM (128 registers per thread).
@@ -430,8 +426,7 @@ class Plan {
   }
 
  private:
-  // Upper bounds. zero 1, rows 2, columns 3, weight 3, requantize 1, products 6, fill_zero 2, sums
-  // 2
+  // zero 1, rows 2, columns 3, weight 3, requantize 1, products 6, fill_zero 2, sums 2
   static constexpr int max_steps = 20, max_passed = 60;
   template <class T, int count>
   union Slots {  // not initialised, because every call makes a plan

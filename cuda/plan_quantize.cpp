@@ -24,8 +24,7 @@ RowShare row_share(std::int64_t blocks, int most_per_lane) {
       while (power < lanes) power *= 2;
       lanes = power;
     }
-    // Slots, idle ones included, model the time. It is an eighth longer if warps wait for each
-    // other.
+    // Slots, idle ones included, model the time: an eighth more if warps wait for each other.
     const std::int64_t slots = 8 * lanes * per_lane;
     const std::int64_t cost = lanes > 32 ? slots + slots / 8 : slots;
     if (best.lanes == 0 || cost <= best_cost) {
@@ -154,8 +153,7 @@ Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTra
   return quant.rounding == columns::rounding_of(transform) ? Reason{} : other_rounding(quant);
 }
 
-// Reason why columns_one_pass_kernel cannot be used, for example because no cluster holds a column
-// tile.
+// Reason against columns_one_pass_kernel, for example that no cluster holds a column tile.
 Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
                         const OperandQuant& quant, ColumnTransform& transform) {
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
@@ -539,8 +537,7 @@ class GroupedOperands {
     int needed_ctas = 0, ctas = 0;
   };
 
-  // One launch with some of the operands. `cluster` is the number of CTAs that reduce the longest
-  // column tile.
+  // One launch with some of the operands. `cluster`: CTAs that reduce the longest column tile.
   class Launch {
    public:
     Launch(const GroupedOperands& of, RowsPass rows_pass, int cluster)

@@ -35,8 +35,7 @@ struct Thresholds {
   // Maximum waves of CTAs for quantize_grouped_kernel. More waves hide a launch by themselves.
   // Measured on the paper's layers.
   int grouped_waves = 4;
-  // Maximum multiply-adds for gemm_small_kernel. Above it separate kernels for large products are
-  // as fast.
+  // Maximum multiply-adds for gemm_small_kernel. Above it separate kernels are as fast.
   std::int64_t small_gemm_work = std::int64_t{1} << 30;
   TileCost tile_costs[2] = {{64, 1190, 400, 300, 1260, 140}, {128, 2240, 530, 730, 2520, 700}};
   // wgmma products: a sweep of 14 kernels in 8 orders (docs: "Products, TOPS").

@@ -1,7 +1,6 @@
 // Device code of quantize_columns.cu, whose opening comment explains it: the work of a warp on a
-// token tile, and the reductions of warps and CTAs. It is a header for quantize_grouped.cu, which
-// runs it with other work in one launch, and quantize_rows_column_amax.cu, which computes the same
-// largest values.
+// token tile, and the reductions of warps and CTAs. It is a header, because quantize_grouped.cu and
+// quantize_rows_column_amax.cu also use it.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -134,7 +133,7 @@ struct LaneK16 {
     }
   }
   // Loads a folded block. Value i is token t plus token t ^ a. The index t is i with a 0 inserted
-  // at the position of a's top bit: the bits of i below it, the bits of 2i above it.
+  // at the position of a's top bit. It has the bits of i below that position, those of 2i above.
   template <class Tag>
   __device__ void load_folded(int first_token, int a, float (&v)[2][8]) const {
     const unsigned top = (1U << (31 - __clz(a))) * tile_row_bytes;
@@ -433,8 +432,7 @@ class WarpTile {
     }
   }
 
-  // Reads the factors of the tokens. Must follow the wait for the previous kernel, which may have
-  // written the exponents.
+  // Reads the tokens' factors, after the wait for the previous kernel, which may write exponents.
   __device__ __forceinline__ void load_factors() const {
     if constexpr (transform == ColumnTransform::factored) {
       auto* const factors = reinterpret_cast<std::uint16_t*>(notes_);

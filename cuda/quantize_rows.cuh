@@ -1,6 +1,5 @@
-// Device code of quantize_rows.cu, whose opening comment explains it. It is a header, because
-// quantize_grouped.cu, quantize_rows_column_amax.cu and quantize_rows_groups.cu run it with other
-// work in one launch.
+// Device code of quantize_rows.cu, whose opening comment explains it. It is a header, because other
+// files run it with more work in one launch.
 #pragma once
 
 #include <cstdint>

@@ -14,8 +14,7 @@ struct Capability {
 // Compute capability of an existing device.
 Capability cuda_capability(int device);
 
-// Error text of the runtime if it cannot count devices, for example because the driver is too old.
-// Otherwise "".
+// Error text of the runtime if it cannot count devices (driver too old, for example), else "".
 const char* cuda_device_trouble() noexcept;
 
 // Throws `invalid_argument` for a device that this process does not see (context.cpp).

@@ -437,8 +437,7 @@ std::string text_of(const Explanation& e, const std::string& title) {
 
 // ---- the call ----------------------------------------------------------------------------------
 
-// Calls call(facts, figures) for a named architecture or a present device. `figures` is null for an
-// architecture that has none.
+// Calls call(facts, figures) for a named architecture or a present device. `figures` may be null.
 void with_device(std::string_view device, bool wgmma,
                  const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
   for (const NamedDevice& named : named_devices) {

@@ -1,5 +1,4 @@
-// A forward product with checked and resolved arguments (forward_linear.cpp), input of the
-// backends.
+// A forward product with checked, resolved arguments (forward_linear.cpp), input of the backends.
 #pragma once
 
 #include <cstdint>

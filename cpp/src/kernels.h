@@ -56,8 +56,7 @@ struct GroupsJob {
   Operand out;
 };
 
-// Compresses x [L, C] with the context's key. Storage int8 fills `out`; storage int4 fills packed
-// codes and bf16 scales.
+// Compresses x [L, C] with the context's key: into `out` (int8) or `packed` and `scale` (int4).
 struct CompressJob {
   MatrixIn x;
   // Output for the token exponents if tokens are equalised, else null. They are computed first.

@@ -108,8 +108,7 @@ constexpr std::int64_t scale_at(Granularity scale, std::int64_t row, std::int64_
   return scale == Granularity::token ? row : scale == Granularity::channel ? col : 0;
 }
 
-// Smallest number of blocks of `rank` rows that fills whole groups of 16 rows. Tasks split K at
-// multiples of it.
+// Blocks of `rank` rows that fill whole groups of 16 rows. Tasks split K at multiples of it.
 inline std::int64_t blocks_per_cut(int rank) {
   std::int64_t blocks = 1;
   while (blocks * rank % 16 != 0) ++blocks;

@@ -1,6 +1,5 @@
-// Butterflies (a, b) -> (a + b, a - b) of the Walsh-Hadamard transform, in registers and across
-// lanes. Distances rise: 1, 2, 4, ... Every addition rounds, so this order determines the bits
-// (docs/numerics.md, "FWHT").
+// Butterflies (a, b) -> (a + b, a - b) of the FWHT, in registers and across lanes. Distances rise:
+// 1, 2, 4, ... Every addition rounds, so this order determines the bits (docs/numerics.md, "FWHT").
 #pragma once
 
 namespace hot::detail {

@@ -32,8 +32,7 @@ struct MmaInt4 {
   }
 };
 
-// Dequantises a sum with three roundings in this order (docs/numerics.md, "Integer GEMM and
-// dequantisation").
+// Dequantises a sum with three roundings in this order (docs/numerics.md, "Integer GEMM").
 __device__ inline float dequantised(float acc, float a_scale, float b_scale, float inv_divisor) {
   return acc * b_scale * (a_scale * inv_divisor);
 }

@@ -38,8 +38,7 @@ inline DeviceProjection device_projection(const Projection& p, Side side, const 
   return d;
 }
 
-// Returns the offset a of fold number `fold` in a block of `length` values: value t is added to
-// value t ^ a.
+// Offset a of a fold in a block of `length` values: value t is added to value t ^ a.
 __device__ inline int sketch_draw(const RandomWords& draw, int fold, int length) {
   return 1 + static_cast<int>(__umulhi(draw.word[fold], static_cast<std::uint32_t>(length - 1)));
 }

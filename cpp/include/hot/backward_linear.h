@@ -28,7 +28,7 @@ struct BackwardLinearSpec {
 
   // g_x = g_y w
   int gx_bits = 8;  // 8 or 4
-                    // Scales of g_y. `token`: one per token, and w has one per input channel.
+                    // Scales of g_y. `token`: one per token, and one per input channel of w.
                     // `tensor`: one each.
   Granularity gx_scale = Granularity::token;
   Rounding gx_rounding = Rounding::stochastic;
@@ -112,10 +112,9 @@ HOT_API std::size_t compress_activation_workspace(const Context& context, std::i
                                                   std::int64_t in_features,
                                                   const BackwardLinearSpec& spec);
 
-/// Compresses x [L, I] in the forward pass into `saved`, with the context's key. Returns the
-/// argument `saved` of backward_linear. x is f32, f16 or bf16 and has 2 to 4 dimensions, whose
-/// leading ones collapse. Source: the paper's activation buffer compression (ABC);
-/// docs/numerics.md, "INT4".
+/// Compresses x into `saved` in the forward pass, with the context's key, and returns the argument
+/// `saved` of backward_linear. Source: the paper's ABC; docs/numerics.md, "INT4".
+/// @param x  [L, I], f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
 HOT_API ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                                  const BackwardLinearSpec& spec,
                                                  const SavedActivation& saved,
@@ -127,14 +126,12 @@ HOT_API ConstSavedActivation compress_activation(const Context& context, const C
 /// @param saved  result of compress_activation for a spec with the same saved_format.
 /// @param first  0 <= first <= last <= saved.tokens.
 /// @param out    [last - first, I], f32, f16 or bf16, any strides without overlap.
-/// Throws `unsupported` for any basis but `full`: other bases do not store x itself.
-/// docs/numerics.md, "INT4".
+/// Throws `unsupported` unless the basis is `full`. docs/numerics.md, "INT4".
 HOT_API void decompress_activation(const Context& context, const ConstSavedActivation& saved,
                                    std::int64_t first, std::int64_t last,
                                    const BackwardLinearSpec& spec, const TensorView& out);
 
-/// Identifies the format of a quantised weight: a hash of `hadamard_block`, `gx_bits`, `gx_scale`.
-/// Never 0.
+/// Format of a quantised weight: a hash of `hadamard_block`, `gx_bits`, `gx_scale`; never 0.
 HOT_API std::uint64_t weight_format(const BackwardLinearSpec& spec);
 
 /// Memory for w [O, I] prepared for g_x: transformed along O, quantised, transposed. The result

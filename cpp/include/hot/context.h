@@ -99,8 +99,7 @@ class HOT_API Context {
   std::shared_ptr<ThreadPool> pool_;
 };
 
-/// CUDA support of this build, and the architectures of its kernels, e.g. "80-real;90a-real" (empty
-/// without CUDA).
+/// CUDA support of this build, and its architectures, e.g. "80-real;90a-real" ("" without CUDA).
 HOT_API bool built_with_cuda() noexcept;
 HOT_API const char* cuda_architectures() noexcept;
 

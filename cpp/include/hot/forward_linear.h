@@ -15,8 +15,7 @@ struct ForwardLinearSpec {
   int hadamard_block = 64;  // block of the transform along I; power of two, 1 to 256
 };
 
-/// Reports if this build and device can run forward_linear with the spec, and the reason if not.
-/// Never throws.
+/// Reports if this build and device can run forward_linear, and the reason if not. Never throws.
 HOT_API Support forward_supported(const Context& context, const LinearShape& shape,
                                   const ForwardLinearSpec& spec) noexcept;
 
@@ -88,8 +87,7 @@ HOT_API ForwardInput quantize_forward_input(const Context& context, const ConstT
                                             const SavedActivation& saved,
                                             const Workspace& workspace);
 
-/// Bytes of scratch for forward_linear. `quantized_weight`, `quantized_input`: the call gets w, x
-/// already quantised.
+/// Bytes of scratch for forward_linear. The flags say that the call gets w or x already quantised.
 HOT_API std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,
                                              const ForwardLinearSpec& spec, bool quantized_weight,
                                              bool quantized_input = false);

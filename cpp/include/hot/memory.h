@@ -83,8 +83,7 @@ class Buffer {
   Allocator allocator_{};
 };
 
-/// A contiguous row-major array of 1 to 4 dimensions. host_allocator() zeroes it; other allocators
-/// need not.
+/// A contiguous row-major array of 1 to 4 dimensions, zeroed if the allocator zeroes memory.
 class Tensor {
  public:
   Tensor() = default;

@@ -1,5 +1,4 @@
-// The CPU backend, the executable definition of docs/numerics.md. Each stage has a file; the inner
-// loops are in simd_*.cpp.
+// The CPU backend, the executable definition of docs/numerics.md. Inner loops are in simd_*.cpp.
 #pragma once
 
 #include "backward_work.h"
@@ -55,8 +54,7 @@ void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents)
 void compress_groups(const Context&, const MatrixIn& x, const CompressJob&);       // quantize.cpp
 
 // The following stages consist of parts. A part adds its tasks to a phase of the backward pass and
-// may read only results of earlier phases. A single scale of an operand is the first element of its
-// scales.
+// may read only results of earlier phases. A single scale is the first element of `scale`.
 
 // Quantises rows of g_y, x or w. quantize.cpp
 class QuantizeRows {
@@ -121,8 +119,8 @@ class StripTasks {
   bool whole_ = false;
 };
 
-// Quantises P x, transposed. Until `finish`, the memory of the scales holds bit patterns of the
-// largest values. lowrank.cpp
+// Quantises P x, transposed. Until `finish`, `scale` holds bit patterns of the largest values.
+// lowrank.cpp
 class QuantizeColumns {
  public:
   QuantizeColumns(const Context&, const ColumnsJob&);
@@ -162,8 +160,7 @@ class SumColumns {
   bool accumulate_;
 };
 
-// Integer product: packs b into panels, computes the initial sums of a's rows, then the tiles.
-// gemm.cpp
+// Integer product: panels of b, initial sums of a's rows, tiles. gemm.cpp
 class Product {
  public:
   Product(const Context&, const GemmArgs&, void* workspace);
@@ -222,8 +219,7 @@ class ColumnStrip {
   }
 
  private:
-  // Address of an existing row. Not for other rows: a single row may have any stride, and an empty
-  // array a null pointer.
+  // Address of an existing row. (A single row may have any stride, an empty array a null pointer.)
   const char* at(std::int64_t row) const {
     return static_cast<const char*>(x_.data) + (row * x_.row_stride + col_ * x_.col_stride) * size_;
   }
@@ -247,8 +243,7 @@ void patterns_to_scales(float* scale, std::int64_t count, int bits);
 // Atomic *pattern = max(*pattern, value).
 void atomic_max(std::uint32_t* pattern, std::uint32_t value);
 
-// Elements per task for a total of `total`: few enough to balance the threads, enough to outweigh
-// the cost of a task.
+// Elements per task: few enough to balance the threads, enough to outweigh the cost of a task.
 std::int64_t task_elements(const Context&, std::int64_t total);
 
 }  // namespace hot::detail

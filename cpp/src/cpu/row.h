@@ -18,8 +18,7 @@ class Row {
  public:
   static constexpr std::int64_t chunk = 4096;  // floats on the stack, a multiple of every block
 
-  // If `columns` is not null, it collects the bit patterns of the columns' largest values before
-  // the transform.
+  // `columns` (may be null) collects bit patterns of the columns' largest untransformed values.
   Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded,
       std::uint32_t* columns = nullptr)
       : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns) {}

@@ -98,8 +98,7 @@ inline Philox philox_block(const RandomKey& key, std::uint64_t blk) {
                     key.offset_low, key.offset_high, key.seed_low, key.seed_high);
 }
 
-// Scale and its inverse. `keep` is 0 if codes must be 0 because a value is not finite, else all
-// bits are set.
+// Scale and its inverse. `keep` has all bits set, or is 0 (codes 0) if a value is not finite.
 struct Scale {
   float scale, inv;
   std::uint32_t keep;

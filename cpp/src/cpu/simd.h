@@ -50,8 +50,7 @@ struct GemmKernels {
   // Writes the sums of a tile to acc [rows, nr].
   void (*tile)(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
                const std::int32_t* bias, std::int32_t* acc);
-  // Set up and release registers around a thread's calls of `tile`, which all have `rows` rows.
-  // Null if not needed.
+  // Set up and release registers for calls of `tile` with `rows` rows; null if not needed.
   void (*begin)(int rows) = nullptr;
   void (*end)() = nullptr;
 };
@@ -76,8 +75,8 @@ struct SimdKernels {
   // amax[c] = max(amax[c], bits(|v[c]|)) for a row.
   void (*amax_columns)(const float* v, std::int64_t count, std::uint32_t* amax);
 
-  // Quantises a contiguous run whose first random block is `blk`. `inv` is one factor, or one per
-  // value if `each`.
+  // Quantises a contiguous run from random block `blk` on. `inv` has one factor per value if
+  // `each`.
   void (*quantize_row)(const float* v, std::int64_t count, const float* inv, bool each,
                        const Rounder&, std::uint64_t blk, std::int8_t* out);
   // Quantises 16 rows (k) of strip_columns columns, transposed: out[c * ld + 0..15], c < cols. The

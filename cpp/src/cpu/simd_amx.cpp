@@ -32,8 +32,7 @@ struct TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// Configuration for `rows` rows of a. Registers without rows are not configured and must not be
-// used.
+// Configuration for `rows` rows of a. Registers without rows must not be used.
 constexpr TileConfig config_of(int rows) {
   TileConfig config;
   const int first = rows < half ? rows : half;

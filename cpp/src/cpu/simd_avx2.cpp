@@ -96,8 +96,7 @@ struct V {
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
   }
 
-  // One level of the FWHT of 8 lanes: lanes with a negative sign become partner - v, the others
-  // partner + v.
+  // One level of the FWHT of 8 lanes: partner - v in lanes with a negative sign, else partner + v.
   static F stage(F v, F partner, F sign) { return add(partner, _mm256_xor_ps(v, sign)); }
   static F fwht_inside(F v) {
     const float n = -0.0F;

@@ -53,8 +53,7 @@ void store(const float* src, std::int64_t count, DType dtype, void* dst) {
 
 // ---- Hadamard ---------------------------------------------------------------------------------
 
-// FWHT of values in registers. h is a template argument, because with a variable h GCC keeps the
-// values in memory.
+// FWHT of values in registers. With a variable h, GCC would keep the values in memory.
 template <int count, int h = 1>
 inline void fwht_registers(F (&t)[count]) {
   if constexpr (h < count) {
@@ -69,8 +68,7 @@ inline void fwht_registers(F (&t)[count]) {
   }
 }
 
-// FWHT across `radix` vectors with a stride of `stride` floats. `inside` first transforms each
-// vector by itself.
+// FWHT across `radix` vectors, `stride` floats apart. `inside` first transforms each vector.
 template <int radix, bool inside>
 inline void fwht_vectors(float* v, int stride) {
   F t[radix];

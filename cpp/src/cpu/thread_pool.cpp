@@ -33,8 +33,7 @@ int default_thread_count() {
 namespace {
 
 // Waits for `ready` up to 50 us without sleeping, and returns true once it holds. A backward pass
-// runs a dozen jobs within a millisecond. To put threads to sleep and wake them costs as much as a
-// small layer's job.
+// runs a dozen jobs within a millisecond, and waking threads costs as much as a small job.
 template <class Ready>
 bool spin_until(const Ready& ready) {
   constexpr std::chrono::microseconds limit{50};
