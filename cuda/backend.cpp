@@ -30,8 +30,9 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.queries = this;
 }
 
-std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& of, const LaunchShape& shape) const {
-  return clusters_at_once(context_, of, shape);
+std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& kernel,
+                                 const LaunchShape& shape) const {
+  return clusters_at_once(context_, kernel, shape);
 }
 
 std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
@@ -145,18 +146,18 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::rows:
       return launch_rows(context, step, *memory.rows[step.as<plan::RowsStep>().of]);
     case Kernel::rows_column_amax: {
-      const Source of = step.as<plan::RowsColumnAmaxStep>().of;
-      return launch_rows_column_amax(context, step, *memory.rows[of], *memory.columns[of],
-                                     of == Source::gy ? memory.sum : nullptr);
+      const Source source = step.as<plan::RowsColumnAmaxStep>().of;
+      return launch_rows_column_amax(context, step, *memory.rows[source], *memory.columns[source],
+                                     source == Source::gy ? memory.sum : nullptr);
     }
     case Kernel::rows_groups:
       return launch_rows_groups(context, step, *memory.rows[Source::x], *memory.kept);
     case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
-      const Source of = step.as<plan::ColumnsStep>().of;
-      return launch_columns(context, step, *memory.columns[of],
-                            of == Source::gy ? memory.sum : nullptr);
+      const Source source = step.as<plan::ColumnsStep>().of;
+      return launch_columns(context, step, *memory.columns[source],
+                            source == Source::gy ? memory.sum : nullptr);
     }
     case Kernel::generic_amax:
     case Kernel::generic_codes:
@@ -190,8 +191,8 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::widen:
       return launch_widen(context, step, memory.bias, memory.wide_bias);
     case Kernel::unpack: {
-      const int of = step.as<plan::UnpackStep>().of_b ? 1 : 0;
-      return launch_unpack(context, step, memory.packed[of], memory.unpacked[of]);
+      const int operand = step.as<plan::UnpackStep>().of_b ? 1 : 0;
+      return launch_unpack(context, step, memory.packed[operand], memory.unpacked[operand]);
     }
     case Kernel::gemm_small:
       return run_small_gemms(context, step, memory);
@@ -294,10 +295,10 @@ struct Kept {
   }
 };
 
-Memory memory_of(const CompressJob& job, const Kept& kept) {
+Memory memory_of(const CompressJob& job, const Kept& saved) {
   Memory memory;
-  memory.zeroed = kept.zeroed;
-  memory.columns[Source::x] = &kept.columns;
+  memory.zeroed = saved.zeroed;
+  memory.columns[Source::x] = &saved.columns;
   memory.kept = &job;
   return memory;
 }
@@ -307,8 +308,8 @@ Memory memory_of(const CompressJob& job, const Kept& kept) {
 void CudaBackend::compress(const Context& context, const CompressJob& job, void* workspace) const {
   const DeviceGuard guard(context.device().index, "compress_activation");
   const CudaDevice device(context);
-  const Kept kept(context, device.facts(), job, workspace);
-  run(context, plan::plan_compress(device.facts(), kept.shape), memory_of(job, kept));
+  const Kept saved(context, device.facts(), job, workspace);
+  run(context, plan::plan_compress(device.facts(), saved.shape), memory_of(job, saved));
 }
 
 void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
@@ -393,15 +394,15 @@ void CudaBackend::quantize_forward_weight(const Context& context, const RowsJob&
 }
 
 void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& job,
-                                         const CompressJob* kept, void* workspace) const {
+                                         const CompressJob* saved, void* workspace) const {
   const DeviceGuard guard(context.device().index, "quantize_forward_input");
   const CudaDevice device(context);
   const plan::DeviceFacts& facts = device.facts();
   std::optional<Kept> also;
   Memory memory;
-  if (kept != nullptr) {
-    also.emplace(context, facts, *kept, workspace);
-    memory = memory_of(*kept, *also);
+  if (saved != nullptr) {
+    also.emplace(context, facts, *saved, workspace);
+    memory = memory_of(*saved, *also);
   }
   memory.rows[Source::x] = &job;
   run(context,

@@ -37,7 +37,7 @@ class CudaBackend final : public Backend {
   void backward(const Context&, const BackwardCall&, const Checker&,
                 const Workspace&) const override;
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
-  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;

@@ -29,8 +29,8 @@ __global__ void widen_kernel(MatrixIn bias, float* out) {
 
 const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, Sm90Output output) {
   for (const Sm90Instance* const* at = sm90_instances; *at != nullptr; ++at) {
-    const Sm90Instance& of = **at;
-    if (of.kernel == kernel && of.out == out && of.output == output) return of;
+    const Sm90Instance& one = **at;
+    if (one.kernel == kernel && one.out == out && one.output == output) return one;
   }
   throw Error(ErrorCode::unsupported, "gemm: this build has no such sm_90a kernel");
 }

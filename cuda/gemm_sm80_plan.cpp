@@ -98,8 +98,8 @@ class Divider {
     if (steps_ == 0) return whole();
     const std::int64_t longest = mma_int32_codes / tile_.step;
     const std::int64_t fewest = tiles_ * ceil_of(steps_, longest);
-    const std::int64_t most = tiles_ * std::min(steps_, most_parts);
-    return shared_among(std::clamp(slots_, fewest, std::max(fewest, most)), tiles_);
+    const std::int64_t limit = tiles_ * std::min(steps_, most_parts);
+    return shared_among(std::clamp(slots_, fewest, std::max(fewest, limit)), tiles_);
   }
 
  private:
@@ -184,16 +184,16 @@ MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_
   for (int tile = 0; tile < any; ++tile) {
     if (!mma_can(device, product, tile) || (product.long_k && !may_share)) continue;
     const Divider divider(device, product, tile);
-    Division found = product.long_k ? divider.parts() : divider.whole();
+    Division candidate = product.long_k ? divider.parts() : divider.whole();
     if (may_share && !product.long_k) {
       const Division shared = divider.shared();
-      if (shared.cycles * min_gain < found.cycles) found = shared;
+      if (shared.cycles * min_gain < candidate.cycles) candidate = shared;
     }
     // Among mirrored tiles, prefers the one whose longer side lies along the product's shorter
     // side.
     const bool along = (mma_tiles[tile].m > mma_tiles[tile].n) == (product.m < product.n);
-    if (!along) found.cycles *= 1.001;
-    if (found.cycles < best.cycles) best = found;
+    if (!along) candidate.cycles *= 1.001;
+    if (candidate.cycles < best.cycles) best = candidate;
   }
   return best.plan;
 }

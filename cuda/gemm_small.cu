@@ -238,13 +238,13 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
   const int end = static_cast<int>(min(std::int64_t{(rank + 1) * rows}, gemm.m - m0));
   for (int row = rank * rows + static_cast<int>(threadIdx.x / row_threads); row < end;
        row += threads / row_threads) {
-    const unsigned char* const own = sums + (row & (rows - 1)) * sum_row_bytes;
+    const unsigned char* const own_sums = sums + (row & (rows - 1)) * sum_row_bytes;
     int sum[columns] = {};
 #pragma unroll 2
     for (int peer = 0; peer < product.share; ++peer) {
 #pragma unroll
       for (int c = 0; c < columns; c += 4) {
-        const int4 v = *reinterpret_cast<const int4*>(own + peer * rows * sum_row_bytes +
+        const int4 v = *reinterpret_cast<const int4*>(own_sums + peer * rows * sum_row_bytes +
                                                       sum_place(row, column + c));
         sum[c] += v.x, sum[c + 1] += v.y, sum[c + 2] += v.z, sum[c + 3] += v.w;
       }

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * exponent_rows)
       std::int64_t{blockIdx.x} * exponent_rows + static_cast<int>(threadIdx.x) / 32;
   if (row >= x.rows) return;
   // Bit patterns of magnitudes have the order of the values. A word holds two 16-bit values.
-  std::uint32_t most = 0, pairs = 0;
+  std::uint32_t amax = 0, pairs = 0;
   visit_row<Tag>(
       x, aligned, row,
       [&](const unsigned (&words)[4]) {
@@ -120,18 +120,18 @@ __global__ void __launch_bounds__(32 * exponent_rows)
           if constexpr (Tag::size == 2) {
             pairs = __vmaxu2(pairs, word & 0x7fff7fffU);
           } else {
-            most = max(most, word & 0x7fffffffU);
+            amax = max(amax, word & 0x7fffffffU);
           }
         }
       },
-      [&](float v) { most = max(most, abs_bits(v)); });
+      [&](float v) { amax = max(amax, abs_bits(v)); });
   if constexpr (Tag::size == 2) {
     const unsigned one[1] = {pairs};
     float v[2];
     Tag::unpack(one, v);
-    most = max(most, max(abs_bits(v[0]), abs_bits(v[1])));
+    amax = max(amax, max(abs_bits(v[0]), abs_bits(v[1])));
   }
-  const std::uint32_t largest = warp_max(most) >> 23;
+  const std::uint32_t largest = warp_max(amax) >> 23;
   if (largest < 27 || largest == 255) {
     if (threadIdx.x % 32 == 0) {
       exponents[row] = static_cast<std::uint8_t>(largest == 255 ? 127 : 27);
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(32 * exponent_rows)
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, lanes);
   if (threadIdx.x % 32 != 0) return;
   const float mean = __fdiv_rn(__ull2float_rn(sum), __ll2float_rn(x.cols));
-  const int found = static_cast<int>(largest + (__float_as_uint(mean) >> 23)) - 141;
-  exponents[row] = static_cast<std::uint8_t>(min(max(found, 27), 227));
+  const int exponent = static_cast<int>(largest + (__float_as_uint(mean) >> 23)) - 141;
+  exponents[row] = static_cast<std::uint8_t>(min(max(exponent, 27), 227));
 }
 
 }  // namespace

@@ -88,16 +88,16 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
                                                 : make_uint2(0, 0);
     }
   }
-  uint2 most = make_uint2(0, 0);
+  uint2 amax = make_uint2(0, 0);
 #pragma unroll
   for (int t = 0; t < 16; ++t) {
-    most.x = __vmaxu2(most.x, word[t].x & 0x7fff7fffU);
-    most.y = __vmaxu2(most.y, word[t].y & 0x7fff7fffU);
+    amax.x = __vmaxu2(amax.x, word[t].x & 0x7fff7fffU);
+    amax.y = __vmaxu2(amax.y, word[t].y & 0x7fff7fffU);
   }
 #pragma unroll
   for (int h = 8; h < 32; h *= 2) {
-    most.x = __vmaxu2(most.x, __shfl_xor_sync(0xffffffffU, most.x, h));
-    most.y = __vmaxu2(most.y, __shfl_xor_sync(0xffffffffU, most.y, h));
+    amax.x = __vmaxu2(amax.x, __shfl_xor_sync(0xffffffffU, amax.x, h));
+    amax.y = __vmaxu2(amax.y, __shfl_xor_sync(0xffffffffU, amax.y, h));
   }
   const auto value = [](unsigned packed, int c) {
     const unsigned one[1] = {packed};
@@ -105,10 +105,10 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
     Tag::unpack(one, v);
     return v[c];
   };
-  const unsigned two = quarter < 2 ? most.x : most.y;
+  const unsigned two = quarter < 2 ? amax.x : amax.y;
   const GroupScale scale = group_scale(abs_bits(quarter % 2 == 0 ? value(two, 0) : value(two, 1)));
   if (live) args.scale[(col + quarter) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
-  const unsigned kept = __ballot_sync(0xffffffffU, scale.keep) >> eighth;
+  const unsigned finite = __ballot_sync(0xffffffffU, scale.keep) >> eighth;
   const std::int64_t at = g * 32 + quarter * 8, row_blocks = (args.x.rows + 15) / 16;
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
     uint2 codes = round_group_packed(
         [&](int t) { return value(c < 2 ? word[t].x : word[t].y, c % 2); }, inv, args.key, offset,
         static_cast<std::uint64_t>((col + c) * row_blocks + g * 4 + quarter));
-    if ((kept >> (8 * c) & 1) == 0) codes = make_uint2(0, 0);
+    if ((finite >> (8 * c) & 1) == 0) codes = make_uint2(0, 0);
     if (live && at < args.row_bytes) {  // row_bytes is a multiple of 16
       *reinterpret_cast<uint2*>(args.packed + (col + c) * args.row_bytes + at) = codes;
     }

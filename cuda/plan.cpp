@@ -204,52 +204,51 @@ void add_sum_alone(Plan& plan, const LinearShape& shape, const ArrayFacts& gy, b
 
 namespace {
 
-ColumnsShape activation_shape(const CompressShape& kept) {
-  const OperandQuant quant = activation_quant(kept.spec);
-  return {
-      Source::x, Buffer::saved, kept.x, kept.cols, kept.p, quant, quant.per_tensor ? 1 : kept.cols};
+ColumnsShape activation_shape(const CompressShape& job) {
+  const OperandQuant quant = activation_quant(job.spec);
+  return {Source::x, Buffer::saved, job.x, job.cols, job.p, quant, quant.per_tensor ? 1 : job.cols};
 }
 
-void add_token_exponents(Plan& plan, const CompressShape& kept) {
-  if (!kept.spec.equalize_tokens) return;
+void add_token_exponents(Plan& plan, const CompressShape& job) {
+  if (!job.spec.equalize_tokens) return;
   constexpr int warps = exponent_rows;
   plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
-  note_loads(plan, Kernel::token_exponents, not_vectors(kept.x.rows_aligned, kept.cols));
-  plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
-           Buffer::exponents, {}, kept.x.dtype);
+  note_loads(plan, Kernel::token_exponents, not_vectors(job.x.rows_aligned, job.cols));
+  plan.add(Kernel::token_exponents, {ceil_div(job.rows, warps), 32 * warps}, Buffer::x,
+           Buffer::exponents, {}, job.x.dtype);
 }
 
-void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
-  if (kept.spec.storage != Storage::int8) return;
-  add_zero(plan, {0, 0, columns_amax_words(facts, kept.cols, kept.p, activation_quant(kept.spec))});
+void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressShape& job) {
+  if (job.spec.storage != Storage::int8) return;
+  add_zero(plan, {0, 0, columns_amax_words(facts, job.cols, job.p, activation_quant(job.spec))});
 }
 
-void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
-  if (kept.spec.storage == Storage::int8) {
-    add_columns(plan, facts, activation_shape(kept));
+void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& job) {
+  if (job.spec.storage == Storage::int8) {
+    add_columns(plan, facts, activation_shape(job));
     return;
   }
   Buffers reads = Buffer::x;
-  if (kept.spec.equalize_tokens) reads |= Buffer::exponents;
-  const bool two_bytes = dtype_size(kept.x.dtype) == 2;
+  if (job.spec.equalize_tokens) reads |= Buffer::exponents;
+  const bool two_bytes = dtype_size(job.x.dtype) == 2;
   const Kernel kernel =
       plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
-                    !two_bytes                  ? of_dtype
-                    : kept.spec.equalize_tokens ? equalized
-                    : !kept.x.quads_aligned     ? not_fours(kept.cols)
-                                                : Reason{}},
+                    !two_bytes                 ? of_dtype
+                    : job.spec.equalize_tokens ? equalized
+                    : !job.x.quads_aligned     ? not_fours(job.cols)
+                                               : Reason{}},
                    {Kernel::groups}});
-  const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
-  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, kept.x.dtype);
+  const std::int64_t blocks = ceil_div(job.cols, 128) * ceil_div(job.rows, int4_group);
+  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, job.x.dtype);
 }
 
 }  // namespace
 
-Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
+Plan plan_compress(const DeviceFacts& facts, const CompressShape& job) {
   Plan plan;
-  add_token_exponents(plan, kept);
-  add_activation_zero(plan, facts, kept);
-  add_activation(plan, facts, kept);
+  add_token_exponents(plan, job);
+  add_activation_zero(plan, facts, job);
+  add_activation(plan, facts, job);
   return plan;
 }
 
@@ -266,9 +265,10 @@ Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t col
 
 namespace {
 
-RowsShape forward_rows(Source of, Buffer codes, const ArrayFacts& array, std::int64_t rows,
+RowsShape forward_rows(Source source, Buffer codes, const ArrayFacts& array, std::int64_t rows,
                        std::int64_t cols, const ForwardLinearSpec& spec) {
-  return {of, codes, array, rows, cols, spec.hadamard_block, forward_quant, forward_k(cols, spec)};
+  return {
+      source, codes, array, rows, cols, spec.hadamard_block, forward_quant, forward_k(cols, spec)};
 }
 
 }  // namespace
@@ -301,21 +301,21 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
 
 Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int64_t rows,
                         std::int64_t cols, const ForwardLinearSpec& spec,
-                        const CompressShape* kept) {
+                        const CompressShape* saved) {
   Plan plan;
   const RowsShape job = forward_rows(Source::x, Buffer::forward_x, x, rows, cols, spec);
-  if (kept == nullptr) {
+  if (saved == nullptr) {
     add_rows(plan, job);
     return plan;
   }
-  add_token_exponents(plan, *kept);
-  if (kept->spec.storage == Storage::int8) {
-    add_activation_zero(plan, facts, *kept);
-    add_rows_and_columns(plan, facts, job, activation_shape(*kept));
-  } else if (const Reason why = add_rows_groups(plan, job, *kept)) {
+  add_token_exponents(plan, *saved);
+  if (saved->spec.storage == Storage::int8) {
+    add_activation_zero(plan, facts, *saved);
+    add_rows_and_columns(plan, facts, job, activation_shape(*saved));
+  } else if (const Reason why = add_rows_groups(plan, job, *saved)) {
     add_rows(plan, job);
     plan.takes({Kernel::rows_groups, "x is read again to be kept", why});
-    add_activation(plan, facts, *kept);
+    add_activation(plan, facts, *saved);
   }
   return plan;
 }

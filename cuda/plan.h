@@ -484,9 +484,9 @@ struct ForwardArrays {
 };
 // Plan of forward_linear: quantisers of x and w, the product.
 Plan plan_forward(const DeviceFacts&, const ForwardWork&, const ForwardArrays&);
-// Plan of quantize_forward_input. `kept`: the same x to be saved, or null.
+// Plan of quantize_forward_input. `saved`: the same x to be saved, or null.
 Plan plan_forward_input(const DeviceFacts&, const ArrayFacts& x, std::int64_t rows,
-                        std::int64_t cols, const ForwardLinearSpec&, const CompressShape* kept);
+                        std::int64_t cols, const ForwardLinearSpec&, const CompressShape* saved);
 // Plan of quantize_forward_weight.
 Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
                          int hadamard_block);

@@ -394,17 +394,17 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
 // Preferred maximum of blocks per lane, and threads per CTA unless a row needs more.
 constexpr int rows_groups_lane_blocks = 3, rows_groups_threads = 128;
 
-Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& kept) {
+Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& saved) {
   const auto fits = [](const RowShare& share) {
     return share.lanes > 0 && share.lanes <= rows_groups::max_threads(share.blocks);
   };
   RowShare share = row_share(rows.k_padded / 16, rows_groups_lane_blocks);
   if (!fits(share)) share = row_share(rows.k_padded / 16);
-  if (kept.spec.storage != Storage::int4) {
-    return {"storage is %s", 0, storage_name(kept.spec.storage)};
+  if (saved.spec.storage != Storage::int4) {
+    return {"storage is %s", 0, storage_name(saved.spec.storage)};
   }
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
-  if (kept.spec.equalize_tokens) return equalized;
+  if (saved.spec.equalize_tokens) return equalized;
   if (rows.hadamard_block != forward_block) {
     return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
   }
@@ -540,10 +540,10 @@ class GroupedOperands {
   // One launch with some of the operands. `cluster`: CTAs that reduce the longest column tile.
   class Launch {
    public:
-    Launch(const GroupedOperands& of, RowsPass rows_pass, int cluster)
-        : dtype_(of.dtype_.value_or(DType::f32)), cluster_(cluster) {
-      step.transform = of.gradient_.transform;
-      step.row_lanes_log2 = of.lanes_log2_;
+    Launch(const GroupedOperands& operands, RowsPass rows_pass, int cluster)
+        : dtype_(operands.dtype_.value_or(DType::f32)), cluster_(cluster) {
+      step.transform = operands.gradient_.transform;
+      step.row_lanes_log2 = operands.lanes_log2_;
       step.rows_pass = rows_pass;
     }
 

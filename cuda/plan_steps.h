@@ -149,9 +149,9 @@ struct Products {
 
   // Adds a product of [m, k] and [n, k] with a scale per row.
   ProductShape& add(int number, std::int64_t m, std::int64_t n, std::int64_t k, const OutFacts& out,
-                    const ProductBuffers& of) {
+                    const ProductBuffers& arrays) {
     index[count] = number;
-    buffers[count] = of;
+    buffers[count] = arrays;
     ProductShape& p = shapes[count++];
     p.m = m;
     p.n = n;

@@ -193,10 +193,10 @@ KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
 
 }  // namespace
 
-std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
+std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& kernel,
                               const LaunchShape& shape) {
-  return clusters_at_once("backward_linear", context, kernel_of(of.transform, Pass::both, of.dtype),
-                          shape);
+  return clusters_at_once("backward_linear", context,
+                          kernel_of(kernel.transform, Pass::both, kernel.dtype), shape);
 }
 
 void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,

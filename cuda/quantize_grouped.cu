@@ -58,18 +58,18 @@ __device__ inline std::uint32_t slots_max(const std::uint32_t* slots, int count)
 }
 
 template <ColumnTransform transform, class Tag>
-__device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned block,
+__device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsigned block,
                                               char* memory) {
-  if (block >= of.range.blocks) return begin_kernel();  // CTA that only fills the last cluster
-  const columns::Args& args = of.args;
+  if (block >= operand.range.blocks) return begin_kernel();  // CTA that only fills the last cluster
+  const columns::Args& args = operand.args;
   const columns::Place place = columns::place_in_cluster(args, block);
   const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
   tile.draw_folds();
   // The second of two launches copies before it waits. The first launch has already waited for the
   // kernels that make the matrix, and the slots are read later.
-  const bool waits_late = of.pass == Pass::codes;
+  const bool waits_late = operand.pass == Pass::codes;
   // All CTAs must have started before one writes to another's shared memory.
-  const bool reduces = args.cluster > 1 && of.pass != Pass::codes;
+  const bool reduces = args.cluster > 1 && operand.pass != Pass::codes;
   if (reduces) arrive_cluster();
   if (!waits_late) begin_kernel();
   if (tile.real()) tile.load(place.column_tile);
@@ -78,8 +78,8 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   const DeviceOffset offset = warp_offset<columns::rounding_of(transform)>(args.key);
   tile.wait_loaded();
   columns::ColumnTotal total;
-  if (of.pass == Pass::codes) {
-    total.amax = slots_max(args.amax, static_cast<int>(of.range.blocks));
+  if (operand.pass == Pass::codes) {
+    total.amax = slots_max(args.amax, static_cast<int>(operand.range.blocks));
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
@@ -88,7 +88,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
       tile.write_sum(place.column_tile, total.sum);
     }
   }
-  if (of.pass == Pass::amax) {
+  if (operand.pass == Pass::amax) {
     if (tile.warp() == 0) {
       const std::uint32_t amax = warp_max(total.amax);
       if (tile.lane() == 0) args.amax[block] = amax;
@@ -156,13 +156,13 @@ void launch_grouped(const Context& context, const plan::Step& step, const Groupe
   GroupedArgs args{};
   const auto columns = [&](const ColumnsJob* job, const plan::GroupedColumns& part,
                            ColumnTransform transform, const ColumnSum* sum) {
-    ColumnsRange of{};
-    if (job != nullptr) of.args = columns::make_args(context, *job, transform, sum);
-    of.args.ctas = part.ctas;
-    of.args.cluster = part.cluster;
-    of.range = part.range;
-    of.pass = part.pass;
-    return of;
+    ColumnsRange operand{};
+    if (job != nullptr) operand.args = columns::make_args(context, *job, transform, sum);
+    operand.args.ctas = part.ctas;
+    operand.args.cluster = part.cluster;
+    operand.range = part.range;
+    operand.pass = part.pass;
+    return operand;
   };
   args.weight = columns(jobs.weight, work.weight, ColumnTransform::hadamard, nullptr);
   args.gradient = columns(jobs.columns, work.gradient, work.transform, jobs.sum);

@@ -59,9 +59,9 @@ __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
 }  // namespace
 
 void launch_rows_groups(const Context& context, const plan::Step& step, const RowsJob& rows,
-                        const CompressJob& kept) {
+                        const CompressJob& saved) {
   const auto& work = step.as<plan::RowsGroupsStep>();
-  const RowsGroupsArgs args{rows_args(context, rows), groups_args(context, kept), work.row_ctas,
+  const RowsGroupsArgs args{rows_args(context, rows), groups_args(context, saved), work.row_ctas,
                             work.column_ctas};
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);

@@ -96,14 +96,14 @@ Support supported(const Context& context, const LinearShape& shape,
 std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   check_spec("saved_format", spec);
   // Fields that do not affect the bytes get a fixed value.
-  BackwardLinearSpec kept = spec;
-  kept.hadamard_block = 0;
+  BackwardLinearSpec normalised = spec;
+  normalised.hadamard_block = 0;
   const bool one_scale = spec.storage == Storage::int8 && detail::activation_quant(spec).per_tensor;
-  kept.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
-  if (spec.low_rank.basis == Basis::full) kept.low_rank = {};
-  if (!kept.low_rank.rows.empty()) kept.low_rank.rank = 0;
+  normalised.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
+  if (spec.low_rank.basis == Basis::full) normalised.low_rank = {};
+  if (!normalised.low_rank.rows.empty()) normalised.low_rank.rank = 0;
   Fingerprint print;
-  detail::add_fields(print.add('x'), kept, detail::in_saved);
+  detail::add_fields(print.add('x'), normalised, detail::in_saved);
   return print.value();
 }
 
@@ -173,10 +173,10 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check.input("x", x, float_dtypes, 2, max_dims);
-  const detail::CompressCall made(check, call, context, x, check.collapsed("x", x), spec, saved,
-                                  workspace);
-  if (made.job) backend_of(context).compress(context, *made.job, workspace.data);
-  return made.kept;
+  const detail::CompressCall checked(check, call, context, x, check.collapsed("x", x), spec, saved,
+                                     workspace);
+  if (checked.job) backend_of(context).compress(context, *checked.job, workspace.data);
+  return checked.kept;
 }
 
 void decompress_activation(const Context& context, const ConstSavedActivation& saved,

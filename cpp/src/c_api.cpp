@@ -94,21 +94,21 @@ constexpr std::size_t first_size<hot_forward_spec> = 16;
 constexpr std::size_t max_struct_size = 1024;
 
 template <class T>
-void check_struct(const char* call, const char* name, const T* given) {
+void check_struct(const char* call, const char* name, const T* from) {
   static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
-  if (given == nullptr) invalid(call, std::string(name) + " is null");
-  if (given->struct_size < first_size<T> || given->struct_size > max_struct_size) {
-    invalid(call, std::string(name) + ".struct_size is " + std::to_string(given->struct_size) +
+  if (from == nullptr) invalid(call, std::string(name) + " is null");
+  if (from->struct_size < first_size<T> || from->struct_size > max_struct_size) {
+    invalid(call, std::string(name) + ".struct_size is " + std::to_string(from->struct_size) +
                       "; expected the size of the struct, " + std::to_string(sizeof(T)));
   }
 }
 
 // Converts a caller's struct of any version to this version.
 template <class T>
-T read(const char* call, const char* name, const T* given) {
-  check_struct(call, name, given);
-  const std::size_t size = given->struct_size;
-  const auto* bytes = reinterpret_cast<const char*>(given);
+T read(const char* call, const char* name, const T* from) {
+  check_struct(call, name, from);
+  const std::size_t size = from->struct_size;
+  const auto* bytes = reinterpret_cast<const char*>(from);
   for (std::size_t i = sizeof(T); i < size; ++i) {
     if (bytes[i] != 0) {
       invalid(call, std::string(name) + ".struct_size is " + std::to_string(size) +
@@ -123,8 +123,8 @@ T read(const char* call, const char* name, const T* given) {
 
 // `read` for structs with a member `reserved`, which must be 0: a later version may use it.
 template <class T>
-T read_known(const char* call, const char* name, const T* given) {
-  const T out = read(call, name, given);
+T read_known(const char* call, const char* name, const T* from) {
+  const T out = read(call, name, from);
   if (out.reserved != 0) {
     invalid(call,
             std::string(name) + ".reserved is " + std::to_string(out.reserved) + "; expected 0");
@@ -195,8 +195,8 @@ const hot::Context& context_of(const char* call, const hot_context* context) {
   return context->context;
 }
 
-TensorView view(const char* call, const char* name, const hot_tensor* given) {
-  const hot_tensor t = read(call, name, given);
+TensorView view(const char* call, const char* name, const hot_tensor* from) {
+  const hot_tensor t = read(call, name, from);
   const std::string which = name;
   TensorView out;
   out.data = t.data;
@@ -217,14 +217,13 @@ TensorView view(const char* call, const char* name, const hot_tensor* given) {
 }
 
 // View of an optional array; empty if it is null.
-ConstTensorView optional(const char* call, const char* name, const hot_tensor* given) {
-  return given == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, given));
+ConstTensorView optional(const char* call, const char* name, const hot_tensor* from) {
+  return from == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, from));
 }
 
 // Reads the spec in the argument `name`.
-hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
-                                const char* name = "spec") {
-  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read_known(call, name, given));
+hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* from, const char* name = "spec") {
+  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read_known(call, name, from));
 }
 
 // Fills the caller's struct with the result of compress_activation.
@@ -233,9 +232,9 @@ void write_saved(hot_saved* out, const hot::ConstSavedActivation& s) noexcept {
               s.key.stream, 0, s.format});
 }
 
-hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
-  if (given == nullptr) return {};
-  const hot_saved s = read_known(call, "saved", given);
+hot::ConstSavedActivation saved_of(const char* call, const hot_saved* from) {
+  if (from == nullptr) return {};
+  const hot_saved s = read_known(call, "saved", from);
   return {s.data,
           s.bytes,
           s.tokens,
@@ -244,19 +243,19 @@ hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
           s.format};
 }
 
-hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* given) {
-  return {read_known(call, "spec", given).hadamard_block};
+hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* from) {
+  return {read_known(call, "spec", from).hadamard_block};
 }
 
 // Reads a quantised w; empty if it is null.
-hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* given) {
-  if (given == nullptr) return {};
-  const hot_weight w = read(call, "weight", given);
+hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* from) {
+  if (from == nullptr) return {};
+  const hot_weight w = read(call, "weight", from);
   return {w.data, w.bytes, w.out_features, w.in_features, w.format};
 }
 
-hot::ConstQuantizedInput input_of(const char* call, const hot_input* given) {
-  const hot_input x = read(call, "x", given);
+hot::ConstQuantizedInput input_of(const char* call, const hot_input* from) {
+  const hot_input x = read(call, "x", from);
   return {x.data, x.bytes, x.tokens, x.in_features, x.format};
 }
 
@@ -270,9 +269,9 @@ void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
   const hot_gradients g = read_known(call, "out", gradients);
   TensorView gx, gw, gb;
   hot::BackwardOutputs out;
-  const auto wanted = [&](const char* name, const hot_tensor* given, TensorView& to) {
-    if (given == nullptr) return static_cast<const TensorView*>(nullptr);
-    to = view(call, name, given);
+  const auto wanted = [&](const char* name, const hot_tensor* from, TensorView& to) {
+    if (from == nullptr) return static_cast<const TensorView*>(nullptr);
+    to = view(call, name, from);
     return static_cast<const TensorView*>(&to);
   };
   out.gx = wanted("gx", g.gx, gx);
@@ -433,11 +432,11 @@ const char* hot_spec_field(int32_t index) {
 hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes) {
   const char* const call = "spec_get";
   return guarded([&] {
-    const hot::BackwardLinearSpec given = spec_of(call, spec);
+    const hot::BackwardLinearSpec current = spec_of(call, spec);
     place(call, "field", field);
     place(call, "text", text);
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
-      const std::string value = hot::detail::field_text(row, row.get(given));
+      const std::string value = hot::detail::field_text(row, row.get(current));
       if (value.size() >= bytes) {
         invalid(call, "text holds " + std::to_string(bytes) + " bytes; " + row.name + " needs " +
                           std::to_string(value.size() + 1));
@@ -788,11 +787,11 @@ hot_status hot_quantize_forward_input(const hot_context* context, const hot_tens
       return;
     }
     check_struct(call, "saved", saved);
-    const hot::ForwardInput made = hot::quantize_forward_input(
+    const hot::ForwardInput result = hot::quantize_forward_input(
         c, from, forward_spec, {data, bytes}, spec_of(call, kept, "kept"),
         {saved_data, saved_bytes}, {workspace, workspace_bytes});
-    fill(made.quantized);
-    write_saved(saved, made.saved);
+    fill(result.quantized);
+    write_saved(saved, result.saved);
   });
 }
 

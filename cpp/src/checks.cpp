@@ -52,10 +52,10 @@ void check_shape(const char* call, const LinearShape& shape) {
 
 void check_counted_sizes(const char* call, Names names, Sizes sizes) {
   check_sizes(call, names, sizes);
-  std::int64_t most = max_operations;
+  std::int64_t limit = max_operations;
   for (const std::int64_t size : sizes) {
-    if (size > most) invalid_sizes(call, names, sizes, "a product of at most 2^58");
-    most /= std::max<std::int64_t>(size, 1);
+    if (size > limit) invalid_sizes(call, names, sizes, "a product of at most 2^58");
+    limit /= std::max<std::int64_t>(size, 1);
   }
 }
 
@@ -120,8 +120,8 @@ bool addressable(const ConstTensorView& view) {
   std::int64_t left = largest_reach;
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] < 2) continue;
-    const std::int64_t most = left / (view.shape[d] - 1);
-    if (view.stride[d] > most || view.stride[d] < -most) return false;
+    const std::int64_t limit = left / (view.shape[d] - 1);
+    if (view.stride[d] > limit || view.stride[d] < -limit) return false;
     left -= (view.shape[d] - 1) * std::abs(view.stride[d]);
   }
   return true;
@@ -359,15 +359,15 @@ Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_pa
 
 ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
                               const ExpectedWeight& expected, Device device) {
-  ResolvedWeight found;
+  ResolvedWeight resolved;
   const bool outs = expected.contracts_out_features;
   if (w.quantized == nullptr) {
     check.input("w", *w.view, float_dtypes, 2, 2);
     check.shape("w", *w.view, {outs ? expected.contraction : -1, outs ? -1 : expected.contraction});
-    found.matrix = matrix_of(*w.view);
-    found.other_size = outs ? found.matrix.cols : found.matrix.rows;
-    found.memory = *w.view;
-    return found;
+    resolved.matrix = matrix_of(*w.view);
+    resolved.other_size = outs ? resolved.matrix.cols : resolved.matrix.rows;
+    resolved.memory = *w.view;
+    return resolved;
   }
   const ConstQuantizedWeight& quantized = *w.quantized;
   const std::int64_t contraction = outs ? quantized.out_features : quantized.in_features;
@@ -376,16 +376,16 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
                                (outs ? " out_features" : " in_features") + "; expected " +
                                expected.operand + "'s, " + std::to_string(expected.contraction));
   }
-  found.other_size = outs ? quantized.in_features : quantized.out_features;
+  resolved.other_size = outs ? quantized.in_features : quantized.out_features;
   check_sizes(expected.call, {"out_features", "in_features"},
               {quantized.out_features, quantized.in_features});
   check_format(expected.call, "w", expected.made_by, quantized.format, expected.format);
   check_bytes(expected.call, "w", quantized.data, quantized.bytes,
-              weight_bytes(found.other_size, expected.k_padded));
-  found.quantized = quantized_operand(quantized.data, found.other_size, expected.k_padded);
-  found.memory = bytes_view(quantized.data, quantized.bytes, device);
-  check.uses("w", found.memory);
-  return found;
+              weight_bytes(resolved.other_size, expected.k_padded));
+  resolved.quantized = quantized_operand(quantized.data, resolved.other_size, expected.k_padded);
+  resolved.memory = bytes_view(quantized.data, quantized.bytes, device);
+  check.uses("w", resolved.memory);
+  return resolved;
 }
 
 ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device) {

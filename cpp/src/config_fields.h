@@ -301,15 +301,15 @@ void set_field_text(const Row& f, std::string_view text, T& value) {
 // Calls visit(row) for the field `name`. Throws if there is none.
 template <class Spec, class Visit>
 void with_field(std::string_view name, const Visit& visit) {
-  bool found = false;
+  bool exists = false;
   std::string known;
   for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
     known += (known.empty() ? "" : ", ") + std::string(f.name);
     if (name != f.name) return;
-    found = true;
+    exists = true;
     visit(f);
   });
-  if (!found) {
+  if (!exists) {
     throw Error(ErrorCode::invalid_argument,
                 "no field '" + std::string(name) + "'; fields: " + known);
   }
@@ -336,7 +336,7 @@ void to_c(const Spec& spec, C& out) {
 
 // Inverse of to_c; `name` is that of the argument. Throws for an invalid number.
 template <class Spec, class C>
-Spec from_c(const char* call, const std::string& name, const C& given) {
+Spec from_c(const char* call, const std::string& name, const C& from) {
   const auto refuse = [&](const char* member, const std::string& value, const std::string& known) {
     throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + "." + member +
                                                  " is " + value + "; expected " + known);
@@ -346,7 +346,7 @@ Spec from_c(const char* call, const std::string& name, const C& given) {
     using T = typename std::decay_t<decltype(f)>::Value;
     T& value = f.get(out);
     if constexpr (std::is_enum_v<T>) {
-      const std::int32_t number = given.*f.c;
+      const std::int32_t number = from.*f.c;
       std::string known;
       for (const auto& one : f.choices) {
         if (one.number == number) {
@@ -357,23 +357,23 @@ Spec from_c(const char* call, const std::string& name, const C& given) {
       }
       refuse(f.name, std::to_string(number), known);
     } else if constexpr (std::is_same_v<T, TokenLayout>) {
-      value.grid_h = given.grid_h;
-      value.grid_w = given.grid_w;
+      value.grid_h = from.grid_h;
+      value.grid_w = from.grid_w;
     } else if constexpr (std::is_same_v<T, std::vector<int>>) {
-      if (given.row_count > static_cast<std::size_t>(max_low_rank_block)) {
-        refuse("row_count", std::to_string(given.row_count),
+      if (from.row_count > static_cast<std::size_t>(max_low_rank_block)) {
+        refuse("row_count", std::to_string(from.row_count),
                "at most " + std::to_string(max_low_rank_block));
       }
-      if (given.row_count > 0 && given.rows == nullptr) {
+      if (from.row_count > 0 && from.rows == nullptr) {
         throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + ".rows is null");
       }
-      if (given.row_count > 0) value.assign(given.rows, given.rows + given.row_count);
+      if (from.row_count > 0) value.assign(from.rows, from.rows + from.row_count);
     } else if constexpr (std::is_same_v<T, bool>) {
-      const std::int32_t number = given.*f.c;
+      const std::int32_t number = from.*f.c;
       if (number != 0 && number != 1) refuse(f.name, std::to_string(number), "0 or 1");
       value = number == 1;
     } else {
-      value = given.*f.c;
+      value = from.*f.c;
     }
   });
   return out;

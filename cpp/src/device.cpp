@@ -38,14 +38,14 @@ Arch parse_arch(const std::string& text) {
 }
 
 std::vector<Arch> parse_archs(const std::string& text) {
-  std::vector<Arch> found;
+  std::vector<Arch> archs;
   for (std::size_t start = 0; start <= text.size();) {
     const std::size_t end = std::min(text.find(';', start), text.size());
     const Arch arch = parse_arch(text.substr(start, end - start));
-    if (arch.code != 0) found.push_back(arch);
+    if (arch.code != 0) archs.push_back(arch);
     start = end + 1;
   }
-  return found;
+  return archs;
 }
 
 // Machine code runs on its own GPU and on later GPUs of the same major number.
@@ -70,13 +70,13 @@ std::string name_of(const Arch& arch) {
 }
 
 const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Arch&, int)) {
-  const Arch* found = nullptr;
+  const Arch* chosen = nullptr;
   for (const Arch& arch : archs) {
     // Prefers an architecture with a letter: 90a has more instructions than 90.
     const auto rank = [](const Arch& a) { return 2 * a.code + (a.family == ' ' ? 0 : 1); };
-    if (runs(arch, code) && (found == nullptr || rank(arch) > rank(*found))) found = &arch;
+    if (runs(arch, code) && (chosen == nullptr || rank(arch) > rank(*chosen))) chosen = &arch;
   }
-  return found;
+  return chosen;
 }
 
 }  // namespace
@@ -131,8 +131,8 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
 
 DeviceVerdict cuda_device_verdict(int device) {
   detail::check_cuda_device("cuda_device_verdict", device);
-  const detail::Capability found = detail::cuda_capability(device);
-  return judge_device(found.major, found.minor, detail::cuda_archs(), cuda_wgmma());
+  const detail::Capability capability = detail::cuda_capability(device);
+  return judge_device(capability.major, capability.minor, detail::cuda_archs(), cuda_wgmma());
 }
 
 bool cuda_wgmma() noexcept { return HOT_WGMMA; }

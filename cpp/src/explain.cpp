@@ -71,12 +71,12 @@ class Model final : public plan::DeviceQueries {
  public:
   explicit Model(const NamedDevice& device) : device_(device) {}
 
-  std::int64_t at_once(const plan::ColumnsOnePass& of,
+  std::int64_t at_once(const plan::ColumnsOnePass& one,
                        const detail::LaunchShape& shape) const override {
     namespace columns = detail::columns;
-    const int warps =
-        columns::max_warps *
-        columns::sm_ctas(of.transform, static_cast<int>(dtype_size(of.dtype)), columns::Pass::both);
+    const int warps = columns::max_warps * columns::sm_ctas(one.transform,
+                                                            static_cast<int>(dtype_size(one.dtype)),
+                                                            columns::Pass::both);
     const auto shared = static_cast<std::int64_t>(shape.shared_bytes) + 1024;
     const std::int64_t blocks =
         std::min<std::int64_t>({device_.sm_threads / shape.threads,
@@ -283,7 +283,7 @@ struct Rates {
   double operations = 0, bandwidth = 0;
 };
 
-void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& of,
+void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& amounts,
                const Rates& rates) {
   for (const Step& step : plan) {
     ExplainedStep e;
@@ -299,7 +299,7 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
     const int passes = gy_passes_of(step);
     for (int b = 0; b < plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
-      const std::int64_t bytes = of.bytes[buffer];
+      const std::int64_t bytes = amounts.bytes[buffer];
       if (step.reads.has(buffer)) {
         e.reads.emplace_back(plan::buffer_name(buffer));
         const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
@@ -308,7 +308,7 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
       if (step.writes.has(buffer)) {
         e.writes.emplace_back(plan::buffer_name(buffer));
         e.bytes_written += bytes;
-        if (multiplies(step)) e.operations += of.operations[buffer];
+        if (multiplies(step)) e.operations += amounts.operations[buffer];
       }
     }
     if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the operand's single scale
@@ -346,9 +346,9 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
               rates);
   }
   if (options.compress) {
-    const plan::CompressShape kept = layer.kept();
+    const plan::CompressShape saved = layer.kept();
     add_steps(all, layer, "quantize_forward_input",
-              plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
+              plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &saved),
               rates);
   }
   if (L == 0 || O == 0) return;

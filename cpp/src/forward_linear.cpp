@@ -47,17 +47,17 @@ ConstTensorView resolve_input(const Checker& check, const Context& context, cons
     shape.in_features = call.x.cols;
     return *x.view;
   }
-  const ConstQuantizedInput& given = *x.quantized;
-  detail::check_sizes(forward_name, {"tokens", "in_features"}, {given.tokens, given.in_features});
-  detail::check_format(forward_name, "x", "quantize_forward_input", given.format,
+  const ConstQuantizedInput& codes = *x.quantized;
+  detail::check_sizes(forward_name, {"tokens", "in_features"}, {codes.tokens, codes.in_features});
+  detail::check_format(forward_name, "x", "quantize_forward_input", codes.format,
                        forward_input_format(call.work.spec));
-  const std::int64_t k = forward_k(given.in_features, call.work.spec);
-  detail::check_bytes(forward_name, "x", given.data, given.bytes,
-                      detail::weight_bytes(given.tokens, k));
-  shape.tokens = given.tokens;
-  shape.in_features = given.in_features;
-  call.quantized_x = detail::quantized_operand(given.data, given.tokens, k);
-  const ConstTensorView memory = bytes_view(given.data, given.bytes, context.device());
+  const std::int64_t k = forward_k(codes.in_features, call.work.spec);
+  detail::check_bytes(forward_name, "x", codes.data, codes.bytes,
+                      detail::weight_bytes(codes.tokens, k));
+  shape.tokens = codes.tokens;
+  shape.in_features = codes.in_features;
+  call.quantized_x = detail::quantized_operand(codes.data, codes.tokens, k);
+  const ConstTensorView memory = bytes_view(codes.data, codes.bytes, context.device());
   check.uses("x", memory);
   return memory;
 }
@@ -168,12 +168,12 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   const ConstTensorView memory = bytes_view(out.data, out.bytes, x.device);
   check.disjoint("out", memory, "x", x);
   check.uses("out", memory);
-  ForwardInput made{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
+  ForwardInput result{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
   std::optional<detail::CompressCall> compress;
   if (kept != nullptr) {
     compress.emplace(check, input_name, context, x, rows, *kept, saved, workspace);
-    made.saved = compress->kept;
-    check.disjoint("saved", bytes_view(saved.data, made.saved.bytes, x.device), "out", memory);
+    result.saved = compress->kept;
+    check.disjoint("saved", bytes_view(saved.data, result.saved.bytes, x.device), "out", memory);
   }
   const detail::CompressJob* const job = compress && compress->job ? &*compress->job : nullptr;
   if (rows.rows > 0) {
@@ -184,7 +184,7 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   } else if (job != nullptr) {
     backend_of(context).compress(context, *job, workspace.data);
   }
-  return made;
+  return result;
 }
 
 }  // namespace

@@ -69,10 +69,10 @@ struct CompressJob {
   std::uint16_t* scale;
   // x divided by its token exponents, if tokens are equalised.
   MatrixIn equalized() const {
-    MatrixIn made = x;
-    made.exponents = exponents;
-    made.divide = exponents != nullptr;
-    return made;
+    MatrixIn divided = x;
+    divided.exponents = exponents;
+    divided.divide = exponents != nullptr;
+    return divided;
   }
 };
 
@@ -152,10 +152,10 @@ class Backend {
   virtual void backward(const Context&, const BackwardCall&, const Checker&,
                         const Workspace&) const = 0;
 
-  // Quantise w and x for the forward product, rounding to nearest with a scale per row. If `kept`
+  // Quantise w and x for the forward product, rounding to nearest with a scale per row. If `saved`
   // is not null, x is also compressed, with the workspace of compress.
   virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
-  virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+  virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
                                       void* workspace) const = 0;
   virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
   virtual void forward(const Context&, const ForwardCall&, const Checker&,

@@ -65,10 +65,10 @@ std::vector<int> make_order(Basis basis, int bits) {
 // basis_order for checked arguments. Computed once, because every call of every layer needs it.
 const std::vector<int>& known_order(Basis basis, int block) {
   using Orders = std::vector<std::vector<int>>;  // by log2(block)
-  const auto all = [](Basis of) {
+  const auto all = [](Basis kind) {
     Orders orders;
     for (int bits = 0; 1 << bits <= max_low_rank_block; ++bits) {
-      orders.push_back(make_order(of, bits));
+      orders.push_back(make_order(kind, bits));
     }
     return orders;
   };
@@ -139,15 +139,15 @@ void check_low_rank(const LowRank& spec) {
 namespace {
 
 KeptRows kept_rows(const LowRank& spec) {
-  KeptRows kept;
+  KeptRows rows;
   if (spec.rows.empty()) {
     const std::vector<int>& order = known_order(spec.basis, spec.block);
-    for (int i = 0; i < spec.rank; ++i) kept.add(order[static_cast<std::size_t>(i)]);
+    for (int i = 0; i < spec.rank; ++i) rows.add(order[static_cast<std::size_t>(i)]);
   } else {
-    for (const int row : spec.rows) kept.add(row);
+    for (const int row : spec.rows) rows.add(row);
   }
-  std::sort(kept.begin(), kept.end());
-  return kept;
+  std::sort(rows.begin(), rows.end());
+  return rows;
 }
 
 // Token order of a grid. Throws unless the tokens are a whole number of samples.

@@ -34,8 +34,8 @@ void fill_zero(const Context& context, const MatrixOut& out) {
 }
 
 std::int64_t task_elements(const Context& context, std::int64_t total) {
-  constexpr std::int64_t least = 4096, most = 32768;
-  return std::clamp(ceil_div(total, std::int64_t{8} * context.threads()), least, most);
+  constexpr std::int64_t least = 4096, limit = 32768;
+  return std::clamp(ceil_div(total, std::int64_t{8} * context.threads()), least, limit);
 }
 
 void atomic_max(std::uint32_t* pattern, std::uint32_t value) {

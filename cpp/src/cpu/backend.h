@@ -43,7 +43,7 @@ class CpuBackend final : public Backend {
                 const Workspace&) const override;
   // forward_linear.cpp
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
-  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
@@ -125,8 +125,8 @@ class QuantizeColumns {
  public:
   QuantizeColumns(const Context&, const ColumnsJob&);
   std::uint32_t* amax() const;
-  void add_largest(Phase&) const;                    // also writes the codes of whole strips
-  void add_codes(Phase&, bool found = false) const;  // found: another stage wrote amax()
+  void add_largest(Phase&) const;                         // also writes the codes of whole strips
+  void add_codes(Phase&, bool amax_known = false) const;  // amax_known: amax() is filled
   void add_finish(Phase&) const;
 
  private:

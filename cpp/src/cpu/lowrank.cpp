@@ -201,8 +201,8 @@ void QuantizeColumns::add_largest(Phase& phase) const {
   phase.add<&QuantizeColumns::largest>(tasks_.count(), *this);
 }
 
-void QuantizeColumns::add_codes(Phase& phase, bool found) const {
-  if (found || !tasks_.whole()) phase.add<&QuantizeColumns::codes>(tasks_.count(), *this);
+void QuantizeColumns::add_codes(Phase& phase, bool amax_known) const {
+  if (amax_known || !tasks_.whole()) phase.add<&QuantizeColumns::codes>(tasks_.count(), *this);
 }
 
 void QuantizeColumns::largest(std::int64_t task) const {
@@ -210,20 +210,20 @@ void QuantizeColumns::largest(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
   Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
   std::uint32_t best[strip_columns] = {};
-  std::uint32_t most = 0;
+  std::uint32_t tensor_amax = 0;
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
     if (quant.per_contraction) {
       for (int i = 0; i < group; ++i) {
         atomic_max(amax() + k + i, simd_.amax(rows + i * strip_columns, strip_columns, 0));
       }
     } else if (quant.per_tensor) {
-      most = simd_.amax(rows, group * strip_columns, most);
+      tensor_amax = simd_.amax(rows, group * strip_columns, tensor_amax);
     } else {
       simd_.amax_strip(rows, group, best);
     }
   });
   if (quant.per_tensor) {
-    atomic_max(amax(), most);
+    atomic_max(amax(), tensor_amax);
   } else if (!quant.per_contraction) {
     for (int c = 0; c < strip.cols(); ++c) atomic_max(amax() + col + c, best[c]);
   }
@@ -232,10 +232,11 @@ void QuantizeColumns::largest(std::int64_t task) const {
 // Writes a strip's codes, one group of rows at a time, once the largest values are known.
 class QuantizeColumns::Writer {
  public:
-  Writer(const QuantizeColumns& of, std::int64_t col, int cols) : of_(of), col_(col), cols_(cols) {
-    const OperandQuant& quant = of.job_.quant;
+  Writer(const QuantizeColumns& columns, std::int64_t col, int cols)
+      : of_(columns), col_(col), cols_(cols) {
+    const OperandQuant& quant = columns.job_.quant;
     for (int c = 0; !quant.per_contraction && c < cols; ++c) {
-      set(c, of.amax()[quant.per_tensor ? 0 : col + c]);
+      set(c, columns.amax()[quant.per_tensor ? 0 : col + c]);
     }
   }
 
@@ -279,16 +280,16 @@ void QuantizeColumns::codes(std::int64_t task) const {
 void QuantizeColumns::whole(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
   Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
-  alignas(64) float kept[most_kept_rows * strip_columns];
+  alignas(64) float all_rows[most_kept_rows * strip_columns];
   std::uint32_t best[strip_columns] = {};
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
     simd_.amax_strip(rows, group, best);
-    std::memcpy(kept + k * strip_columns, rows, group * strip_columns * sizeof(float));
+    std::memcpy(all_rows + k * strip_columns, rows, group * strip_columns * sizeof(float));
   });
   std::copy_n(best, strip.cols(), amax() + col);
   Writer writer(*this, col, strip.cols());
   for (std::int64_t k = 0; k < job_.out.k_padded; k += group) {
-    writer.group_of(k, kept + k * strip_columns);
+    writer.group_of(k, all_rows + k * strip_columns);
   }
 }
 

@@ -39,10 +39,10 @@ class Phase {
     const void* stage;
     void (*call)(const void* stage, std::int64_t task);
   };
-  static constexpr int most = 8;  // maximum number of jobs in a backward pass
+  static constexpr int max_jobs = 8;  // maximum number of jobs in a backward pass
 
   ThreadPool& pool_;
-  Job jobs_[most] = {};
+  Job jobs_[max_jobs] = {};
   int size_ = 0;
   std::int64_t total_ = 0;
 };

@@ -67,7 +67,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
   const std::int64_t row_blocks = ceil_div(x.cols, group);
   context.pool()->run(tasks, [&](std::int64_t task) {
     Row row(simd, x, 1, x.cols);
-    float kept[chunk], inv[chunk];  // for scales per channel
+    float masked[chunk], inv[chunk];  // for scales per channel
     std::int8_t codes[chunk];
     for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
       row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
@@ -77,10 +77,10 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
         if (spec.scale == Granularity::channel) {
           for (std::int64_t i = 0; i < count; ++i) {
             const Scale column = make_scale(amax[start + i], spec.bits);
-            kept[i] = float_from_bits(float_bits(v[i]) & column.keep);
+            masked[i] = float_from_bits(float_bits(v[i]) & column.keep);
             inv[i] = column.inv;
           }
-          simd.quantize_row(kept, count, inv, true, rounder, blk, to);
+          simd.quantize_row(masked, count, inv, true, rounder, blk, to);
         } else {
           write_codes(simd, v, count,
                       make_scale(amax[spec.scale == Granularity::token ? r : 0], spec.bits),
@@ -248,8 +248,8 @@ std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t toke
     sum += simd.sum_magnitudes(v, count, unit);
   });
   const float mean = static_cast<float>(sum) / static_cast<float>(cols);
-  const int found = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
-  return static_cast<std::uint8_t>(std::clamp(found, 27, 227));
+  const int exponent = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
+  return static_cast<std::uint8_t>(std::clamp(exponent, 27, 227));
 }
 
 }  // namespace

@@ -36,10 +36,11 @@ static_assert(sizeof(TileConfig) == 64);
 constexpr TileConfig config_of(int rows) {
   TileConfig config;
   const int first = rows < half ? rows : half;
-  const int of[8] = {first, first, rows - first, rows - first, first, rows - first, half, half};
+  const int heights[8] = {first, first,        rows - first, rows - first,
+                          first, rows - first, half,         half};
   for (int i = 0; i < 8; ++i) {
-    config.rows[i] = static_cast<std::uint8_t>(of[i]);
-    config.row_bytes[i] = of[i] == 0 ? std::uint16_t{0} : std::uint16_t{64};
+    config.rows[i] = static_cast<std::uint8_t>(heights[i]);
+    config.row_bytes[i] = heights[i] == 0 ? std::uint16_t{0} : std::uint16_t{64};
   }
   return config;
 }

@@ -165,9 +165,9 @@ struct SharedJob {
 
 ThreadPool::ThreadPool(int threads, const Executor& executor)
     : threads_(threads), executor_(executor), state_(std::make_unique<State>()) {
-  const int own = executor.run == nullptr ? threads : 1;
+  const int pool_size = executor.run == nullptr ? threads : 1;
   try {
-    for (int i = 1; i < own; ++i) {
+    for (int i = 1; i < pool_size; ++i) {
       state_->threads.emplace_back([state = state_.get()] { state->loop(); });
     }
   } catch (...) {  // no memory or no thread: joins the running threads before State is destroyed
