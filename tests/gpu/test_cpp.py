@@ -136,14 +136,14 @@ def test_c_abi_of_a_quantised_input(recipe: str) -> None:
     )
     rooms = (count, layout.bytes, max(keeping, product, 1))
     data, saved_bytes, scratch = (torch.empty(n, dtype=torch.uint8, device="cuda") for n in rooms)
-    codes, saved = make("hot_input"), make("hot_saved")
+    handle, saved = make("hot_input"), make("hot_saved")
     api.call(
-        *("hot_quantize_forward_input", context, view(x), forward, data.data_ptr(), count, codes),
+        *("hot_quantize_forward_input", context, view(x), forward, data.data_ptr(), count, handle),
         *(spec, saved_bytes.data_ptr(), layout.bytes, scratch.data_ptr(), keeping, saved),
     )
     y = torch.empty_like(expected)
     api.call(
-        *("hot_forward_linear_input", context, codes, view(w), None, None, forward, view(y)),
+        *("hot_forward_linear_input", context, handle, view(w), None, None, forward, view(y)),
         *(scratch.data_ptr(), product),
     )
     torch.cuda.synchronize()
