@@ -270,7 +270,7 @@ void set_field_text(const Row& f, std::string_view text, T& value) {
     int out = 0;
     const char* const end = digits.data() + digits.size();
     const auto [at, error] = std::from_chars(digits.data(), end, out);
-    if (error != std::errc{} || at != end) refuse("a 32-bit integer, or several with commas");
+    if (error != std::errc{} || at != end) refuse("a number of 32 bits, or several with commas");
     return out;
   };
   if constexpr (std::is_enum_v<T>) {
