@@ -71,8 +71,8 @@ class Divider {
         step_cycles_(area_ * tile_.step / (gpu_.rate * tile_.rate)),
         finish_cycles_(area_ * out_bytes / gpu_.finish) {}
 
-  // One CTA per tile. If an SM runs one CTA at a time, the grid is persistent. Otherwise a CTA
-  // that ends makes room for the next.
+  // One CTA per tile. If an SM runs one CTA at a time, the grid is persistent. Otherwise a CTA that
+  // ends makes room for the next.
   Division whole() const {
     Division out = start();
     out.cycles += static_cast<double>(tiles_ / slots_) * full_cycles();

@@ -1,10 +1,10 @@
 // Stage: x to INT4, and back to INT8 for g_w (decompress.cu: back to floats).
 //
 // groups_kernel, group_quads_kernel: x to INT4.
-//   A thread of groups_kernel takes the 64 tokens of a group in one channel. group_quads_kernel,
-//   for 16-bit types, takes 16 tokens of four channels (int4_activation.cuh). Traffic for
-//   fp16: 2.53 bytes per element. Equalised tokens need groups_kernel, because their products are
-//   fp32.
+//   A thread of groups_kernel takes the 64 tokens of a group in one channel. For 16-bit types a
+//   thread of group_quads_kernel takes 16 tokens of four channels (int4_activation.cuh). Equalised
+//   tokens need groups_kernel, because their products are fp32. Traffic for fp16: 2.53 bytes per
+//   element.
 //
 // requantize_kernel: INT4 back to INT8.
 //   A CTA takes a channel. Traffic: 1.53 bytes per element.

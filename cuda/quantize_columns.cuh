@@ -229,9 +229,9 @@ __device__ void project(const Args& args, const LaneK16& from, const std::uint8_
   }
 }
 
-// Largest magnitudes and sum of the tokens of a column. The last stage of a butterfly computes
-// a + b and a - b. The larger magnitude is |a| + |b|, with the same rounding, so that stage is
-// skipped. A weight above 1 keeps the order, so the rows of a sketch are weighted once, at the end
+// Largest magnitudes and sum of the tokens of a column. The last stage of a butterfly computes a +
+// b and a - b. The larger magnitude is |a| + |b|, with the same rounding, so that stage is skipped.
+// A weight above 1 keeps the order, so the rows of a sketch are weighted once, at the end
 // (`largest[1]`). Sums of k16 are added up in `Sum`.
 template <ColumnTransform transform, class Sum = double>
 struct Partial {
@@ -369,8 +369,8 @@ struct Place {
   unsigned column_tile;
 };
 
-// Place if the CTAs of a column tile are neighbours, as in a cluster. Divides in 32 bits, because
-// a 64-bit division takes as long as a load.
+// Place if the CTAs of a column tile are neighbours, as in a cluster. Divides in 32 bits, because a
+// 64-bit division takes as long as a load.
 __device__ inline Place place_in_cluster(const Args& args, unsigned block) {
   const auto ctas = static_cast<unsigned>(args.ctas);
   const unsigned tile = block / ctas;

@@ -60,8 +60,8 @@ inline std::vector<std::int8_t> codes(std::int64_t count, int limit) {
   return values;
 }
 
-// Matrix in poisoned memory, with gaps between rows and a margin before and after.
-// `margins_intact` detects writes outside the matrix.
+// Matrix in poisoned memory, with gaps between rows and a margin before and after. `margins_intact`
+// detects writes outside the matrix.
 template <class T>
 class Matrix {
  public:

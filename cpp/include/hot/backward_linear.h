@@ -157,8 +157,8 @@ HOT_API std::size_t quantize_weight_workspace(const Context& context, std::int64
                                               const BackwardLinearSpec& spec);
 
 /// Quantises w (f32, f16, bf16, any strides) once for several calls of backward_linear with the
-/// same spec. Their bits equal those with w itself, because w is rounded to nearest.
-/// Returns the argument `w` of backward_linear.
+/// same spec. Their bits equal those with w itself, because w is rounded to nearest. Returns the
+/// argument `w` of backward_linear.
 HOT_API ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
                                              const BackwardLinearSpec& spec,
                                              const QuantizedWeight& out,

@@ -74,8 +74,8 @@ struct ForwardInput {
   ConstSavedActivation saved{};
 };
 
-/// Combines quantize_forward_input and compress_activation, with the same bits as the two calls.
-/// On a GPU some kernels make both forms from one read of x (hot/explain.h lists the kernels).
+/// Combines quantize_forward_input and compress_activation, with the same bits as the two calls. On
+/// a GPU some kernels make both forms from one read of x (hot/explain.h lists the kernels).
 ///
 /// @param kept       spec of compress_activation.
 /// @param saved      saved_layout(...).bytes bytes, 16-byte aligned, no overlap with `out` or x.

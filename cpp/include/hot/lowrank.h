@@ -35,8 +35,8 @@ struct LowRank {
   TokenLayout layout{};
 };
 
-/// Operand of g_w that is projected. The side `gradient` applies the weights of `sketch`.
-/// Each side applies its part of the prefix factor (docs/numerics.md, "Low rank").
+/// Operand of g_w that is projected. The side `gradient` applies the weights of `sketch`. Each side
+/// applies its part of the prefix factor (docs/numerics.md, "Low rank").
 enum class Side : std::uint8_t { activation, gradient };
 
 /// Row order of `lowpass` or `sequency` for a block size: rank r keeps the first r entries.

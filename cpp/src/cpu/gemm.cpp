@@ -236,8 +236,8 @@ void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::
   gemm(context, args, workspace);
 }
 
-// Product in fp32 for gw_scale token. b is transposed into the workspace first, so that each k
-// of a result row reads one contiguous row.
+// Product in fp32 for gw_scale token. b is transposed into the workspace first, so that each k of a
+// result row reads one contiguous row.
 void gemm_token(const Context& context, const GemmArgs& args, void* workspace) {
   if (args.m == 0 || args.n == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());

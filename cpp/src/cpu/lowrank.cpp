@@ -1,9 +1,9 @@
 // Stage: HLA along the tokens, and the quantisation of its rows. The unit of work is a strip of
 // `strip_columns` columns. A small buffer receives a strip's rows of P x block by block. It passes
-// them on in groups of 16, the unit of the random bits and of the transposed stores.
-// Quantisation needs the largest values before it rounds. If a strip's rows fit a core's L2 cache,
-// it keeps them in between. Otherwise it makes two passes over x: computing the rows twice costs
-// less memory traffic than storing them.
+// them on in groups of 16, the unit of the random bits and of the transposed stores. Quantisation
+// needs the largest values before it rounds. If a strip's rows fit a core's L2 cache, it keeps them
+// in between. Otherwise it makes two passes over x: computing the rows twice costs less memory
+// traffic than storing them.
 #include <algorithm>
 #include <cstring>
 
