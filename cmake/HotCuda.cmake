@@ -1,10 +1,9 @@
-# HOT_CUDA=AUTO|ON|OFF. Sets HOT_CUDA_BUILT, and where it is ON the compiler and the architectures, for
-# HotCudaLanguage.cmake.
+# HOT_CUDA=AUTO|ON|OFF. Sets HOT_CUDA_BUILT. If it is ON, also sets the compiler and the
+# architectures for HotCudaLanguage.cmake.
 #
-# AUTO builds the CUDA backend where there is a CUDA compiler. It leaves it out in silence only
-# where there is no sign of CUDA: a GPU without a compiler, or a compiler that fails, is an error
-# that names the option to go on. A warning would not do, for pip shows CMake's output of a failed
-# build only.
+# AUTO builds the CUDA backend if there is a CUDA compiler. A GPU without a compiler, or a compiler
+# that fails, is an error that names the option to continue. (pip hides the warnings of a build that
+# succeeds.) Without any sign of CUDA, AUTO silently builds for the CPU.
 
 set(HOT_CUDA AUTO CACHE STRING "CUDA backend: AUTO (if a CUDA compiler is found), ON or OFF")
 set_property(CACHE HOT_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -20,7 +19,7 @@ include("${CMAKE_CURRENT_LIST_DIR}/HotCudaFind.cmake")
 
 set(HOT_CUDA_BUILT OFF)
 set(hot_cuda_why "HOT_CUDA=${HOT_CUDA}")
-set(hot_archs_why "as CMAKE_CUDA_ARCHITECTURES or CUDAARCHS says")  # HotSummary.cmake prints it
+set(hot_archs_why "from CMAKE_CUDA_ARCHITECTURES or CUDAARCHS")  # for HotSummary.cmake
 if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
   hot_find_cuda_compiler(hot_nvcc hot_nvcc_from)
   hot_find_gpus(hot_gpu_capabilities hot_gpu_sign)
@@ -32,7 +31,7 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
         "${hot_cuda_go_on}")
     endif()
   else()
-    if(NOT CMAKE_CUDA_COMPILER)  # check_language is slower, and does not say why it failed
+    if(NOT CMAKE_CUDA_COMPILER)  # check_language is slower and hides the reason of a failure
       get_filename_component(hot_program "${hot_nvcc}" PROGRAM PROGRAM_ARGS hot_nvcc_options)
       if(hot_program)  # CUDACXX may have options
         set(hot_nvcc "${hot_program}")
@@ -53,7 +52,7 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
       if(NOT hot_probe_result EQUAL 0)
         string(STRIP "${hot_said}" hot_said)
         message(FATAL_ERROR "hotcore: the CUDA compiler ${hot_nvcc} (from ${hot_nvcc_from}) cannot "
-          "compile a program (${hot_probe_result}): ${hot_said}\nMend or replace it (CUDACXX, "
+          "compile a program (${hot_probe_result}): ${hot_said}\nRepair or replace it (CUDACXX, "
           "CUDA_HOME; the host compiler: CUDAHOSTCXX), or, ${hot_cuda_go_on}")
       endif()
       if(NOT hot_nvcc_from STREQUAL "CUDACXX")
@@ -73,7 +72,7 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
     endif()
     set(HOT_CUDA_BUILT ON)
     if(CMAKE_CUDA_ARCHITECTURES MATCHES "^(native|all|all-major)$")
-      include(HotCudaLanguage)  # knows what the word means
+      include(HotCudaLanguage)  # resolves the name
     endif()
   endif()
   if(NOT HOT_CUDA_BUILT AND NOT HOT_CUDA STREQUAL "AUTO")

@@ -1,5 +1,5 @@
-# What HotCuda.cmake asks of the machine. Nothing here changes anything, and a test runs it by itself
-# (tests/python/test_build.py, which sets the two places below).
+# Queries of the machine for HotCuda.cmake. They change nothing. A test runs this file alone and sets
+# the two paths below (tests/python/test_build.py).
 
 if(NOT DEFINED hot_cuda_default)
   set(hot_cuda_default /usr/local/cuda)
@@ -8,13 +8,12 @@ if(NOT DEFINED hot_driver_file)
   set(hot_driver_file /dev/nvidiactl)
 endif()
 set(hot_release_archs "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual")
-# Where no GPU is found: machine code of the oldest GPU that the kernels run on, and its PTX, which
-# the driver compiles for every newer one. All of a release take an hour on two cores; the CPU alone
-# would leave out what a machine with nvcc is likely to build for.
+# Architectures if no GPU is found: machine code of the oldest supported GPU, and its PTX, which the
+# driver compiles for newer GPUs. All release architectures take an hour on two cores. A machine with
+# nvcc probably builds for some GPU, so the CPU alone would be wrong.
 set(hot_unknown_archs "80-real;80-virtual")
 
-# Path of a CUDA compiler, "" where there is none; `from` is where it was found, or what was looked
-# through.
+# Finds a CUDA compiler ("" if there is none). `from` is its origin, or the places searched.
 function(hot_find_cuda_compiler compiler from)
   set(${compiler} "" PARENT_SCOPE)
   if(CMAKE_CUDA_COMPILER)
@@ -54,8 +53,8 @@ function(hot_find_cuda_compiler compiler from)
   set(${from} "CUDACXX (not set), ${looked}" PARENT_SCOPE)
 endfunction()
 
-# Compute capabilities of this machine's GPUs as nvidia-smi prints them ("9.0"), and a sign that
-# there is a GPU ("" without one).
+# Finds the compute capabilities of this machine's GPUs in nvidia-smi's form ("9.0"), and a sign
+# that there is a GPU ("" without one).
 function(hot_find_gpus capabilities sign)
   set(${capabilities} "" PARENT_SCOPE)
   set(${sign} "" PARENT_SCOPE)
@@ -79,8 +78,8 @@ function(hot_find_gpus capabilities sign)
   set(${sign} "nvidia-smi: compute capability ${text}" PARENT_SCOPE)
 endfunction()
 
-# The architectures to build: those of the machine's GPUs, else the oldest with PTX for all newer
-# ones. A GPU that the compiler does not know gets the PTX of the newest that it knows.
+# Chooses the architectures: those of the machine's GPUs, otherwise hot_unknown_archs. A GPU that the
+# compiler does not know gets the PTX of the newest known architecture.
 function(hot_choose_archs compiler capabilities archs why)
   execute_process(COMMAND "${compiler}" --list-gpu-code
     OUTPUT_VARIABLE lines ERROR_QUIET RESULT_VARIABLE failed)
@@ -92,7 +91,7 @@ function(hot_choose_archs compiler capabilities archs why)
       set(newest "${code}")
     endif()
   endforeach()
-  if(failed OR NOT known)  # clang++, say: what it knows cannot be asked
+  if(failed OR NOT known)  # for example clang++, which has no such option
     set(known "")
   endif()
 
@@ -103,7 +102,7 @@ function(hot_choose_archs compiler capabilities archs why)
     if(capability VERSION_LESS 8.0)
       list(APPEND too_old "${capability}")
     elseif(number STREQUAL "90")
-      list(APPEND wanted "90a-real")  # wgmma is in 90a alone
+      list(APPEND wanted "90a-real")  # only 90a has wgmma
     else()
       list(APPEND wanted "${number}-real")
     endif()
@@ -117,14 +116,13 @@ function(hot_choose_archs compiler capabilities archs why)
     return()
   else()
     set(wanted "${hot_unknown_archs}")
-    set(${why} "no GPU was found here: machine code for A100s, which newer GPUs run by way of PTX, \
-slower than with an architecture of their own" PARENT_SCOPE)
+    set(${why} "no GPU was found here: code for an A100, slower on newer GPUs" PARENT_SCOPE)
   endif()
 
   set(chosen "")
   foreach(arch IN LISTS wanted)
     string(REGEX REPLACE "-.*$" "" code "${arch}")
-    # Listed without the letter too: a compiler that knows 90 but not 90a is older than 12.0.
+    # nvcc lists 90 for 90a. A compiler that knows 90 but not 90a is older than 12.0.
     if(NOT known OR code IN_LIST known OR (code STREQUAL "90a" AND "90" IN_LIST known))
       list(APPEND chosen "${arch}")
     else()

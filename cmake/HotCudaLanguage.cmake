@@ -1,5 +1,5 @@
-# Where HOT_CUDA_BUILT: the language CUDA and CUDA::cudart_static. CMake takes seconds for them, so the summary comes
-# before. Included, not called: enable_language must run at directory scope.
+# Enables the language CUDA and finds CUDA::cudart_static, if HOT_CUDA_BUILT. This takes seconds, so
+# the summary comes before. This is no function: enable_language must run at directory scope.
 
 include_guard()
 if(NOT HOT_CUDA_BUILT)
@@ -12,7 +12,7 @@ if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND
     "older than ${hot_cuda_minimum}. Install a newer CUDA toolkit; ${hot_cuda_go_on}")
 endif()
 find_package(CUDAToolkit REQUIRED)
-# What the build holds is compared with a GPU at run time: numbers, not CMake's words for them.
+# Replaces CMake's names by numbers, which are compared with the GPU at run time.
 if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
   set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES_NATIVE}")
 elseif(CMAKE_CUDA_ARCHITECTURES MATCHES "^all(-major)?$")
@@ -20,7 +20,7 @@ elseif(CMAKE_CUDA_ARCHITECTURES MATCHES "^all(-major)?$")
   if(CMAKE_CUDA_ARCHITECTURES STREQUAL "all-major")
     set(hot_archs "${CMAKE_CUDA_ARCHITECTURES_ALL_MAJOR}")
   endif()
-  list(FILTER hot_archs EXCLUDE REGEX "^[1-7][0-9]([^0-9]|$)")  # older than the kernels can serve
+  list(FILTER hot_archs EXCLUDE REGEX "^[1-7][0-9]([^0-9]|$)")  # too old for the kernels
   set(CMAKE_CUDA_ARCHITECTURES "${hot_archs}")
 endif()
 set(hot_archs ${CMAKE_CUDA_ARCHITECTURES})

@@ -1,9 +1,9 @@
-# HOT_CUTLASS=AUTO|ON|OFF: the CUTLASS headers as the interface target hot_cutlass. Nothing of them
-# is in this repository (third_party/README.md). Looked for in HOT_CUTLASS_DIR, then in
-# third_party/cutlass; where they are in neither they are fetched into third_party/cutlass, and a
-# fetch that fails stops the build: without them an H100 would run slower kernels, and nobody would
-# know. AUTO fetches for the architecture 90a alone, which is what they serve; ON for any; OFF goes
-# on without. Sets HOT_CUTLASS_FOUND, and HOT_WGMMA_BUILT where the kernels for wgmma are built.
+# HOT_CUTLASS=AUTO|ON|OFF: the CUTLASS headers as the interface target hot_cutlass. The repository
+# does not contain them (third_party/README.md). They are searched in HOT_CUTLASS_DIR, then in
+# third_party/cutlass. If missing, they are fetched into third_party/cutlass. A failed fetch stops
+# the build, because an H100 would silently run slower kernels without them. AUTO fetches only for
+# the architecture 90a, which needs them, ON for any, OFF never. Sets HOT_CUTLASS_FOUND, and
+# HOT_WGMMA_BUILT if the wgmma kernels are built.
 
 set(HOT_CUTLASS AUTO CACHE STRING
   "CUTLASS headers: AUTO (found or fetched for sm_90a), ON (for any architecture), OFF")

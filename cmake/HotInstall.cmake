@@ -1,5 +1,4 @@
-# Install rules of libhot: the library, its headers, the CMake package and the pkg-config file.
-# Included where HOT_INSTALL is on.
+# Install rules of libhot (HOT_INSTALL): library, headers, CMake package and pkg-config file.
 
 set(hot_built_archs "")
 if(HOT_CUDA_BUILT)
@@ -24,7 +23,7 @@ install(FILES
   "${CMAKE_CURRENT_BINARY_DIR}/hotcoreConfigVersion.cmake"
   DESTINATION "${hot_cmake_dir}" COMPONENT devel)
 
-# hotcore.pc. Its prefix is where it lies, so that a tree, or a wheel, may be moved.
+# hotcore.pc. Its prefix is relative to its own place, so that an installed tree can be moved.
 set(hot_pc_dir "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
 file(RELATIVE_PATH hot_pc_up "/prefix/${hot_pc_dir}" "/prefix")
 string(REGEX REPLACE "/$" "" hot_pc_up "${hot_pc_up}")
@@ -34,7 +33,7 @@ if(SKBUILD)  # there is no libhot.so
   set(hot_pc_libs "-l:$<TARGET_FILE_NAME:hot>")
 endif()
 if(NOT HOT_SHARED)
-  # What the program that links a static libhot needs, since pkg-config knows no C++ linker.
+  # Libraries for a program that links a static libhot: pkg-config knows no C++ linker.
   set(hot_pc_cflags " -DHOT_STATIC")
   string(APPEND hot_pc_libs " -lstdc++ -lm -lpthread")
   if(HOT_CUDA_BUILT)

@@ -1,5 +1,5 @@
-# The extension module hotcore._core. scikit-build-core drives this: the install prefix is the
-# package directory, libhot lies in its lib/.
+# The extension module hotcore._core, built by scikit-build-core. The install prefix is the package
+# directory, and libhot is in its lib/.
 
 find_package(Python 3.10 QUIET
   COMPONENTS Interpreter Development.Module OPTIONAL_COMPONENTS Development.SABIModule)
@@ -20,21 +20,20 @@ if(NOT nanobind_ROOT)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
-# hot_python_module(NAME SOURCE...). STABLE_ABI: one binary from Python 3.12 on; older ones get a
-# module of their own.
+# hot_python_module(NAME SOURCE...). STABLE_ABI: one binary for Python 3.12 and newer. Older versions
+# need one each.
 function(hot_python_module name)
   nanobind_add_module(${name} STABLE_ABI NB_STATIC NB_DOMAIN hotcore ${ARGN})
   target_link_libraries(${name} PRIVATE hotcore::hot)
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/cpp/src")  # config_fields.h
   target_compile_options(${name} PRIVATE -Wall -Wextra $<$<BOOL:${HOT_WERROR}>:-Werror>)
-  # Otherwise the module names libhot alone, and auditwheel cannot tell its C library.
+  # Otherwise the module names libhot only, and auditwheel cannot determine its C library.
   target_link_options(${name} PRIVATE -Wl,--no-as-needed)
   if(UNIX AND NOT APPLE)
     target_link_options(${name} PRIVATE
       "LINKER:--version-script=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/module.map")
   endif()
-  # From the link on: the build folder's path, rewritten at the install, would leave its length behind
-  # and two builds would differ.
+  # Sets the final path at link time. A path rewritten at the install would make builds differ.
   set_target_properties(${name} PROPERTIES
     INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR}" BUILD_WITH_INSTALL_RPATH ON)
   install(TARGETS ${name} LIBRARY DESTINATION . COMPONENT python)

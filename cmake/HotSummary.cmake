@@ -1,16 +1,16 @@
-# Says what is built, for how long, and which switch changes it, before the build starts. pip shows
-# nothing of a build that succeeds, so a build by pip says it on the terminal, where there is one, too,
-# and then how far it is.
+# Prints a summary before the build starts: contents, duration and switches. The output of a build
+# that succeeds is hidden by pip. Therefore a build by pip also writes to the terminal, if there is
+# one, and reports its progress there.
 
-# Seconds of a fast core: the CPU backend with the Python module, the CUDA files for one architecture
-# (machine code or PTX), the wgmma kernels. Measured with GCC 12 and nvcc 13.0; slow or shared cores
-# take up to four times as long.
+# Seconds on a fast core (GCC 12, nvcc 13.0). CPU: the backend with the Python module. Arch: the CUDA
+# files for one architecture (machine code or PTX). Slow or shared cores take up to four times as
+# long.
 set(hot_seconds_cpu 60)
 set(hot_seconds_arch 75)
 set(hot_seconds_wgmma 480)
 
-# The text for this configuration: HOT_CUDA_BUILT, HOT_WGMMA_BUILT, CMAKE_CUDA_ARCHITECTURES and the
-# reasons hot_cuda_why, hot_archs_why, hot_wgmma_why.
+# Sets the text for HOT_CUDA_BUILT, HOT_WGMMA_BUILT, CMAKE_CUDA_ARCHITECTURES, and their reasons
+# hot_cuda_why, hot_archs_why, hot_wgmma_why.
 function(hot_build_summary text cores)
   set(seconds ${hot_seconds_cpu})
   if(HOT_CUDA_BUILT)
@@ -21,17 +21,17 @@ function(hot_build_summary text cores)
         math(EXPR seconds "${seconds} + ${hot_seconds_arch}")
       endif()
     endforeach()
-    set(wgmma "without the wgmma kernels of CUTLASS (${hot_wgmma_why})")
+    set(wgmma "Without the wgmma kernels (${hot_wgmma_why})")
     if(HOT_WGMMA_BUILT)
       math(EXPR seconds "${seconds} + ${hot_seconds_wgmma}")
-      set(wgmma "with the wgmma kernels of CUTLASS")
+      set(wgmma "With the wgmma kernels")
     endif()
-    set(what "the CPU and CUDA, architectures ${archs} (${hot_archs_why}), ${wgmma}")
-    set(switch "CUDAARCHS=90a-real is for an H100 or H200, 86-real, 89-real, 100-real, 120-real for \
-others, CUDAARCHS=\"${hot_release_archs}\" for all; HOT_CUDA=OFF leaves CUDA out")
+    set(what "the CPU and CUDA. Architectures: ${archs} (${hot_archs_why}). ${wgmma}")
+    set(switch "CUDAARCHS=90a-real is for an H100 or H200, 86-real, 89-real, 100-real and 120-real are \
+    for other GPUs, CUDAARCHS=\"${hot_release_archs}\" is for all. HOT_CUDA=OFF leaves CUDA out")
   else()
     set(what "the CPU alone (${hot_cuda_why})")
-    set(switch "HOT_CUDA=ON makes it an error where CUDA cannot be built")
+    set(switch "HOT_CUDA=ON stops the build if CUDA cannot be built")
   endif()
   math(EXPR least "(${seconds} / ${cores} + 59) / 60")
   math(EXPR most "(4 * ${seconds} / ${cores} + 59) / 60")
@@ -43,8 +43,8 @@ others, CUDAARCHS=\"${hot_release_archs}\" for all; HOT_CUDA=OFF leaves CUDA out
 ${switch} (docs/quickstart.md)." PARENT_SCOPE)
 endfunction()
 
-# sh, since CMake itself cannot open a terminal. A build in the background may write there, too,
-# instead of being stopped (TTOU), and one without a terminal says nothing.
+# Writes to the terminal, by sh, because CMake cannot open it. Ignoring TTOU keeps a build in the
+# background from being stopped. Without a terminal nothing is written.
 function(hot_tell_terminal text)
   execute_process(
     COMMAND sh -c "trap '' TTOU; printf '\\n%s\\n' \"$1\" > /dev/tty" sh "${text}"
@@ -58,7 +58,7 @@ if(SKBUILD)
   hot_tell_terminal("${hot_summary}")
   if(UNIX AND CMAKE_GENERATOR STREQUAL "Ninja")
     file(REMOVE "${CMAKE_BINARY_DIR}/compiled")
-    # Also without a terminal: with another command every file would be compiled again.
+    # Set even without a terminal: another command would compile every file again.
     set_property(GLOBAL PROPERTY RULE_LAUNCH_COMPILE "sh \"${CMAKE_CURRENT_LIST_DIR}/progress.sh\"")
   endif()
 endif()

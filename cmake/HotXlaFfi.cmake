@@ -1,7 +1,7 @@
-# HOT_JAX=AUTO|ON|OFF: XLA's foreign function interface, three headers, as the interface target
-# hot_xla_ffi; hotcore.jax needs it. Nothing of XLA is in this repository (third_party/README.md).
-# Looked for in HOT_XLA_FFI_DIR, then in third_party/xla_ffi; ON fetches the headers into
-# third_party/xla_ffi if they are in neither, AUTO goes on without them and without hotcore.jax.
+# HOT_JAX=AUTO|ON|OFF: XLA's foreign function interface for hotcore.jax, three headers, as the
+# interface target hot_xla_ffi. The repository does not contain them (third_party/README.md). They
+# are searched in HOT_XLA_FFI_DIR, then in third_party/xla_ffi. If missing, ON fetches them into
+# third_party/xla_ffi, and AUTO builds without hotcore.jax.
 
 set(HOT_JAX AUTO CACHE STRING "hotcore.jax: AUTO (if XLA's headers are there), ON (fetch), OFF")
 set_property(CACHE HOT_JAX PROPERTY STRINGS AUTO ON OFF)

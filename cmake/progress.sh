@@ -1,5 +1,5 @@
-# sh progress.sh COMMAND...: one of the compilations of a build by Ninja, in the build folder. Tells the terminal how
-# far the build is, ten times in all (HotSummary.cmake sets it).
+# sh progress.sh COMMAND... runs one compilation of a build by Ninja, in the build folder. It reports
+# the progress on the terminal, ten times per build (HotSummary.cmake).
 "$@" || exit
 echo >>compiled
 done=$(wc -l <compiled)

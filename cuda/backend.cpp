@@ -1,4 +1,4 @@
-// The CUDA backend as a whole: facts about the device, and plans (plan.h), made and executed.
+// CUDA backend: gathers facts about the device, makes plans (plan.h) and executes them.
 #include "cuda/backend.h"
 
 #include <algorithm>
@@ -26,13 +26,14 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   facts_.shared_bytes = device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
   if (!restricted) plan::set_features(facts_, kernels_overlap(context, stage), sm90_built());
-  // sm_90 runs the instruction at a thirtieth of its INT8 rate, for tests of sm_80's kernels.
+  // sm_90 runs INT4 mma.sync at 1/30 of its INT8 rate; only tests of sm_80's kernels use it there.
   facts_.int4_units = major == 8 || (restricted && mma_int4(10 * major));
   facts_.queries = this;
 }
 
-std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& of, const LaunchShape& shape) const {
-  return clusters_at_once(context_, of, shape);
+std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& kernel,
+                                 const LaunchShape& shape) const {
+  return clusters_at_once(context_, kernel, shape);
 }
 
 std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
@@ -43,7 +44,7 @@ std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::
   args.n = n;
   args.k = args.lda = args.ldb = k;
   args.out.row_stride = n;
-  // The same for every instance.
+  // All instances need the same workspace.
   return sm90_instance(Sm90Kernel::stream_k, DType::bf16, Sm90Output::store)
       .workspace(context_, args, plan);
 }
@@ -69,26 +70,26 @@ struct BySource {
   const Job* operator[](Source source) const { return jobs[static_cast<int>(source)]; }
 };
 
-// The memory of a call. A null pointer is in no step of its plan.
+// Memory of a call. A null pointer is not used by any step of its plan.
 struct Memory {
   Zeroed zeroed{};
   MatrixIn gy{};
   BySource<RowsJob> rows{};               // g_y for g_x; x and w for the forward product
-  MatrixIn bias{};                        // of the forward product
-  float* wide_bias = nullptr;             // the bias in fp32
+  MatrixIn bias{};                        // bias of the forward product
+  float* wide_bias = nullptr;             // bias in fp32
   BySource<ColumnsJob> columns{};         // P g_y, w, P x
-  const CompressJob* kept = nullptr;      // x as it is kept
+  const CompressJob* kept = nullptr;      // x to be saved
   const GroupsJob* groups = nullptr;      // x from packed codes
-  const ColumnSum* sum = nullptr;         // g_b beside the codes of g_y
-  const ColumnSum* sum_alone = nullptr;   // g_b on its own
-  GemmArgs product[2]{};                  // g_x, g_w
-  void* scratch[2] = {nullptr, nullptr};  // of each
-  GemmArgs token{};                       // g_w with a scale for each token
+  const ColumnSum* sum = nullptr;         // g_b from a quantiser of g_y
+  const ColumnSum* sum_alone = nullptr;   // g_b from its own kernels
+  GemmArgs product[2]{};                  // g_x (or y), g_w
+  void* scratch[2] = {nullptr, nullptr};  // scratch of each product
+  GemmArgs token{};                       // g_w with gw_scale token
   MatrixIn packed[2]{};                   // INT4 operands
-  MatrixOut unpacked[2]{};                // the same operands in INT8
+  MatrixOut unpacked[2]{};                // INT4 operands unpacked to INT8
 };
 
-// Single scales as vectors in the workspace, and the rest of it.
+// Vectors of repeated single scales in the workspace, and the rest of it.
 struct BroadcastScales {
   float *a, *b;
   void* rest;
@@ -98,8 +99,8 @@ struct BroadcastScales {
         rest(b + round_up(args.n, 64)) {}
 };
 
-// The launchers of kernels.def: a step with the memory of its call. `next`: the step after it, or
-// null.
+// Launchers of kernels.def. Each gets a step, the step after it (or null), and the memory of its
+// call.
 #define HOT_LAUNCHER(name)                                                                    \
   void run_##name([[maybe_unused]] const Context& context, [[maybe_unused]] const Step& step, \
                   [[maybe_unused]] const Step* next, [[maybe_unused]] const Memory& memory)
@@ -186,7 +187,7 @@ HOT_LAUNCHER(mma) {
     launch_mma(context, *next, args, scratch);
   }
 }
-HOT_LAUNCHER(mma_fixup) {}  // with its tiles'
+HOT_LAUNCHER(mma_fixup) {}  // run_mma launches it
 HOT_LAUNCHER(token) { launch_token(context, step, memory.token); }
 #undef HOT_LAUNCHER
 
@@ -250,7 +251,7 @@ std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t 
 
 namespace {
 
-// The job with room for its largest values, at the start of the workspace.
+// Returns the job with memory for its largest values, from the start of the workspace.
 ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* workspace,
                      Zeroed& zeroed) {
   WorkspaceCursor cursor(workspace);
@@ -260,7 +261,7 @@ ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* works
   return job;
 }
 
-// x that is kept, as its plan and as the steps of it take it.
+// Shape and jobs of an x to be saved.
 struct Kept {
   Zeroed zeroed{};
   ColumnsJob columns{};
@@ -274,10 +275,10 @@ struct Kept {
   }
 };
 
-Memory memory_of(const CompressJob& job, const Kept& kept) {
+Memory memory_of(const CompressJob& job, const Kept& saved) {
   Memory memory;
-  memory.zeroed = kept.zeroed;
-  memory.columns[Source::x] = &kept.columns;
+  memory.zeroed = saved.zeroed;
+  memory.columns[Source::x] = &saved.columns;
   memory.kept = &job;
   return memory;
 }
@@ -287,8 +288,8 @@ Memory memory_of(const CompressJob& job, const Kept& kept) {
 void CudaBackend::compress(const Context& context, const CompressJob& job, void* workspace) const {
   const DeviceGuard guard(context.device().index, "compress_activation");
   const CudaDevice device(context);
-  const Kept kept(context, device.facts(), job, workspace);
-  run(context, plan::plan_compress(device.facts(), kept.shape), memory_of(job, kept));
+  const Kept saved(context, device.facts(), job, workspace);
+  run(context, plan::plan_compress(device.facts(), saved.shape), memory_of(job, saved));
 }
 
 void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
@@ -373,15 +374,15 @@ void CudaBackend::quantize_forward_weight(const Context& context, const RowsJob&
 }
 
 void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& job,
-                                         const CompressJob* kept, void* workspace) const {
+                                         const CompressJob* saved, void* workspace) const {
   const DeviceGuard guard(context.device().index, "quantize_forward_input");
   const CudaDevice device(context);
   const plan::DeviceFacts& facts = device.facts();
   std::optional<Kept> also;
   Memory memory;
-  if (kept != nullptr) {
-    also.emplace(context, facts, *kept, workspace);
-    memory = memory_of(*kept, *also);
+  if (saved != nullptr) {
+    also.emplace(context, facts, *saved, workspace);
+    memory = memory_of(*saved, *also);
   }
   memory.rows[Source::x] = &job;
   run(context,

@@ -1,5 +1,4 @@
-// The CUDA backend. A backward, a compression and a product are plans (plan.h), which backend.cpp
-// makes and executes.
+// The CUDA backend. backend.cpp makes and executes the plans (plan.h) of its calls.
 #pragma once
 
 #include "kernels.h"
@@ -38,13 +37,13 @@ class CudaBackend final : public Backend {
   void backward(const Context&, const BackwardCall&, const Checker&,
                 const Workspace&) const override;
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
-  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
-// Facts about a context's device for plans; answers queries during its life.
+// Facts about a context's device for plans. It answers queries while it lives.
 class CudaDevice final : public plan::DeviceQueries {
  public:
   explicit CudaDevice(const Context&);

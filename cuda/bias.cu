@@ -1,8 +1,8 @@
-// Stage: g_b on its own, and outputs that are zero.
+// Stage: g_b from its own kernels, and outputs that are zero.
 //
-// partial_sum_kernel, final_sum_kernel: sums of 128 tokens, then their sum, in a fixed order. 2
-//   bytes an element for fp16. Where g_y is quantised for g_w the partial sums come from there.
-// fill_zero_kernel: g_x or g_w of an empty contraction.
+// partial_sum_kernel, final_sum_kernel: sums of 128 tokens, then their sum, in a fixed order.
+//   Traffic for fp16: 2 bytes per element. A quantiser of g_y for g_w can replace the first kernel.
+// fill_zero_kernel: zeros for g_x or g_w if the contraction is empty.
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -16,7 +16,7 @@ namespace {
 using bias::sum_run;
 using bias::sum_threads;
 
-// Blocks of 16 tokens as row 0 of their FWHT adds them; a thread adds up the blocks of its run.
+// Adds blocks of 16 tokens in the order of row 0 of their FWHT. A thread adds up a run of blocks.
 template <class Tag>
 __global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, float* partial) {
   begin_kernel();

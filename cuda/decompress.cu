@@ -1,11 +1,11 @@
-// Stage: x as it was kept (basis full), back to floats.
+// Stage: saved x (basis full) back to floats.
 //
 // decompress_kernel
-//   A CTA takes 64 channels of a group of 64 tokens. Codes are contiguous along the
-//   tokens: four threads read a channel, whole sectors of 32 bytes, into shared memory. Rows
-//   of the result are contiguous along the channels: a warp takes a word of each of the 64 channels
-//   there (8 INT4 or 4 INT8 tokens, two channels a lane) and writes whole rows of 64 elements, in
-//   pairs where those are aligned. 0.53 (INT4) or 1 byte read for an element, 4 or 2 written.
+//   A CTA takes 64 channels of a group of 64 tokens. Codes are contiguous along the tokens. Four
+//   threads copy a channel to shared memory in whole sectors of 32 bytes. Rows of the result are
+//   contiguous along the channels. A warp reads a word of each of the 64 channels (8 INT4 or 4 INT8
+//   tokens), two channels per lane. It writes whole rows of 64 elements, in pairs if those are
+//   aligned. Traffic per element: 0.53 (INT4) or 1 byte read, 4 or 2 written.
 #include <cstdint>
 
 #include "cuda/backend.h"
@@ -21,15 +21,15 @@ constexpr int readers = threads / tile_channels;  // threads that read a channel
 static_assert(int4_group == 64 && readers == 4);
 
 struct DecompressArgs : DecompressJob {
-  bool pairs;  // rows of `out` can be written by pairs of neighbouring columns
+  bool pairs;  // rows of `out` can be written as pairs of neighbouring columns
 };
 
-// 2 to the exponent of a token, by which it was divided before it was kept.
+// Power of two by which a token was divided before it was saved.
 __device__ float token_size(const std::uint8_t* exponents, std::int64_t token) {
   return __uint_as_float(unsigned{exponents[token]} << 23);
 }
 
-// Two neighbouring elements, aligned as one.
+// Stores two neighbouring elements, aligned as a pair.
 template <class Tag>
 __device__ void store_pair(const MatrixOut& out, std::int64_t row, std::int64_t col,
                            const float (&v)[2]) {
@@ -47,9 +47,9 @@ template <bool int4, class Tag>
 __global__ void __launch_bounds__(threads)
     decompress_kernel(const __grid_constant__ DecompressArgs args) {
   constexpr int word_tokens = int4 ? 8 : 4;
-  constexpr int words = int4_group / word_tokens;  // of a channel
+  constexpr int words = int4_group / word_tokens;  // per channel
   constexpr int reader_words = words / readers;    // 8 or 16 bytes
-  constexpr int pitch = words + 1;                 // odd: channels of a warp in different banks
+  constexpr int pitch = words + 1;                 // odd, so that channels use different banks
   __shared__ unsigned tile[tile_channels * pitch];
   begin_kernel();
   const MatrixOut& out = args.out;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(threads)
     }
   }
   for (int w = thread / 32; w < words; w += warps) {
-    // Past the last channel the tile is undefined, and nothing is stored.
+    // Beyond the last channel the tile is undefined and nothing is stored.
     const unsigned word[2] = {tile[channel[0] * pitch + w], tile[channel[1] * pitch + w]};
 #pragma unroll
     for (int t = 0; t < word_tokens; ++t) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         constexpr int bits = 32 / word_tokens;
-        // To the top, then back with its sign.
+        // Shifts the code to the top, then back with its sign.
         const int code = static_cast<int>(word[c] << (32 - bits * (t + 1))) >> (32 - bits);
         v[c] = static_cast<float>(code) * scale[c];
         if (args.exponents != nullptr) v[c] *= token_size(args.exponents, row + args.first);

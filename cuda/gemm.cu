@@ -1,6 +1,5 @@
-// Stage: integer product on CUDA by the instances for sm_90a (wgmma, by CUTLASS), which take what
-// the tensor memory accelerator can move. plan_gemm.cpp chooses among them and the mma.sync
-// kernels.
+// Stage: integer product by the CUTLASS instances for sm_90a (wgmma). Operands must suit the tensor
+// memory accelerator. The choice between them and the mma.sync kernels is in plan_gemm.cpp.
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -12,14 +11,14 @@
 namespace hot::detail {
 namespace {
 
-// Broadcasts one scale to a vector.
+// Repeats a single scale in a vector.
 __global__ void broadcast_scale_kernel(const float* scale, std::int64_t count, float* out) {
   begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < count) out[i] = *scale;
 }
 
-// A bias as the products take it: a contiguous vector of fp32.
+// Converts a bias to a contiguous fp32 vector, as the products require.
 __global__ void widen_kernel(MatrixIn bias, float* out) {
   begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -30,8 +29,8 @@ __global__ void widen_kernel(MatrixIn bias, float* out) {
 
 const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, Sm90Output output) {
   for (const Sm90Instance* const* at = sm90_instances; *at != nullptr; ++at) {
-    const Sm90Instance& of = **at;
-    if (of.kernel == kernel && of.out == out && of.output == output) return of;
+    const Sm90Instance& one = **at;
+    if (one.kernel == kernel && one.out == out && one.output == output) return one;
   }
   throw Error(ErrorCode::unsupported, "gemm: this build has no such sm_90a kernel");
 }

@@ -1,12 +1,11 @@
 // Stage: integer product for sm_90a with CUTLASS's collective builder: wgmma on INT8, operands by
-// TMA, persistent grid, INT32 sums, and in the epilogue
-//   out[m, n] = (sum * b_scale[n]) * (a_scale[m] * inv_divisor), or out[m, n] + that, or that +
-//   bias[n]
-// as a visitor tree, so that the sums never leave the registers: one rounding to the type of out.
-// What is there already comes by TMA, as CUTLASS's C, each piece of a tile before that piece is
-// written, by the CTA that writes it: in stream-K the one that ends the tile. Compiled
-// with --fmad=false, since the order of these roundings is fixed (docs/numerics.md). One instance a
-// file (it compiles for a minute), made from gemm_int8_sm90_instance.cu.in.
+// TMA, persistent grid, INT32 sums. The epilogue is a visitor tree that computes
+//   scaled = (sum * b_scale[n]) * (a_scale[m] * inv_divisor)
+// and stores scaled, out[m, n] + scaled, or scaled + bias[n]. Sums stay in registers and are
+// rounded once to the type of out. TMA loads the old values of out as CUTLASS's C. The CTA that
+// writes a piece of a tile loads it first; in stream-K this is the CTA that finishes the tile.
+// Compiled with --fmad=false, because the order of roundings is fixed (docs/numerics.md). Each
+// instance has its own file (a minute of compilation), from gemm_int8_sm90_instance.cu.in.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +22,8 @@
 
 namespace hot::detail {
 
-// `tile_n`: columns of a tile. The two CTAs of a cluster, neighbours along N or M, share what both
-// read.
+// Instance of the product. `tile_n`: columns of a tile. The two CTAs of a cluster are neighbours
+// along N or M and share the operand that both read.
 template <class Out, Sm90Output output, int tile_n, class ClusterShape, class MainloopSchedule,
           class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
 struct Sm90Gemm {
@@ -47,7 +46,7 @@ struct Sm90Gemm {
       Tree<Compute<cutlass::multiplies, std::conditional_t<accumulate || bias, float, Out>>,
            Tree<Compute<cutlass::multiplies, float>, ColumnScale, Sum>,
            Tree<Compute<cutlass::multiplies, float>, RowScale, Divisor>>;
-  using Before = std::conditional_t<accumulate, Out, void>;  // CUTLASS's C
+  using Before = std::conditional_t<accumulate, Out, void>;  // type of CUTLASS's C
   using Added =
       Tree<Compute<cutlass::plus, Out>, cutlass::epilogue::fusion::Sm90SrcFetch<Before>, Scaled>;
   using Bias = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float>;
@@ -69,11 +68,11 @@ struct Sm90Gemm {
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
   static constexpr bool stream_k = cute::is_same_v<Scheduler, cutlass::gemm::StreamKScheduler>;
-  // Stream-K's workspace depends on these and on what all instances share: one answers for all.
+  // All stream-K instances must agree here, so that one of them answers for all workspaces.
   static_assert(!stream_k || (Epilogue::get_store_pipe_increment(TileShape{}) == 4 &&
                               cute::size<0>(ClusterShape{}) == 2));
 
-  // Both scales are vectors here: the caller has spread single ones.
+  // CUTLASS's arguments. Both scales are vectors: the caller repeats single ones.
   static typename Device::Arguments arguments(const Context& context, const GemmArgs& args,
                                               const Sm90Plan& plan) {
     const int m = static_cast<int>(args.m), n = static_cast<int>(args.n),
@@ -116,7 +115,7 @@ struct Sm90Gemm {
     Device gemm;
     check(gemm.initialize(arguments(context, args, plan), workspace, context.stream()),
           "initialize");
-    // Where kernels overlap, its producers wait for what is before, as begin_kernel does.
+    // If kernels overlap, CUTLASS's producers wait for the previous kernel, like begin_kernel.
     const bool overlap = !stream_k && kernels_overlap(context, "gemm");
     check(gemm.run(context.stream(), nullptr, overlap), "run");
   }

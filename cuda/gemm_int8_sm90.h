@@ -1,9 +1,9 @@
-// The instances of the sm_90a product (gemm_int8_sm90.cuh). cuda/CMakeLists.txt lists them and
-// makes a file of each, and the table below; a build without CUTLASS or without sm_90a has none.
-// Tiles of 128 x 128 and 128 x 192 are pingpong: two tiles in turns, the epilogue of one behind the
-// products of the other. Both consumer groups share those of 128 x 256, which move the fewest bytes
-// for their products. Stream-K divides the contraction where the tiles do not fill the GPU (INT32
-// sums: exact in any order).
+// Instances of the sm_90a product (gemm_int8_sm90.cuh). The list is in cuda/CMakeLists.txt, which
+// generates a file per instance and the table below. A build without CUTLASS or sm_90a has none.
+// * Tiles of 128 x 128 and 128 x 192 are pingpong: two tiles in turns. The epilogue of one overlaps
+//   the products of the other.
+// * Tiles of 128 x 256 are shared by both consumer groups and move the fewest bytes.
+// * Stream-K divides the contraction if tiles do not fill the GPU. INT32 sums are exact.
 #pragma once
 
 #include <cstddef>
@@ -14,20 +14,19 @@
 
 namespace hot::detail {
 
-// What happens to the scaled sums.
+// Use of the scaled sums.
 enum class Sm90Output : std::uint8_t { store, accumulate, bias };
 
 struct Sm90Instance {
   Sm90Kernel kernel;
   DType out;
   Sm90Output output;
-  // Both scales are vectors; why_not_wgmma (plan_gemm.cpp) says what else is needed. `workspace`:
-  // of stream-K alone.
+  // Both scales must be vectors; see also why_not_wgmma. Only stream-K uses `workspace`.
   void (*run)(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
   std::size_t (*workspace)(const Context&, const GemmArgs&, const Sm90Plan&);
 };
 
-// Ends with null.
+// All instances, then null.
 extern const Sm90Instance* const sm90_instances[];
 
 inline bool sm90_built() { return sm90_instances[0] != nullptr; }

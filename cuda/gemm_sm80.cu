@@ -1,6 +1,7 @@
-// Stage: integer product with mma.sync, for every architecture from sm_80 on: the way from a plan
-// to a tile's kernel (gemm_sm80.cuh); and
-// token_kernel: the fp32 product with a scale for each k (LQS), k in ascending order as on the CPU.
+// Stage: integer product with mma.sync for every architecture from sm_80 on: dispatch of a plan to
+// the kernel of its tile (gemm_sm80.cuh).
+//
+// token_kernel: fp32 product with a scale per k (LQS), k in ascending order as on the CPU.
 #include "cuda/gemm_sm80.h"
 
 #include "cuda/device/begin_kernel.cuh"

@@ -1,18 +1,18 @@
-// The products with mma.sync, for INT8 and for packed INT4 operands: the kernel, one instance a
-// tile (gemm_sm80_plan.h has the list, and chooses).
+// Products with mma.sync for INT8 and packed INT4 operands. There is one instance of the kernel per
+// tile (gemm_sm80_plan.h lists the tiles and chooses).
 //
-// tile_kernel: a persistent grid. A CTA goes through tiles in the plan's order and takes
-//   its steps of the contraction through a ring of stages of cp.async, which runs on over the end
-//   of a tile: the next one's operands come while this one's results are written. A warp multiplies
-//   fragments that ldmatrix reads a step ahead from rows whose 16-byte pieces are swizzled, free of
-//   bank conflicts. Tails of K are filled with zeros by cp.async itself; rows beyond M or N repeat
-//   the last one, and nothing of theirs is written.
-//   The last tiles may be shared: CTAs that work on one leave their INT32 sums in the
-//   workspace, and fixup_kernel adds them. They are exact, so the bits do not depend on the
-//   division. Of a contraction whose sums may pass INT32 all tiles are shared, in parts that do
-//   not; the tile `any`, which is never shared, keeps the high parts of its sums in registers.
-// The epilogue turns the fragments of four neighbouring lanes into 16 contiguous bytes a lane by
-//   shuffles, needs neither shared memory nor a barrier, and so runs beside the copies.
+// tile_kernel: a persistent grid. A CTA processes tiles in the plan's order. The operands of a step
+//   of the contraction pass through a ring of stages, filled by cp.async. The ring continues over
+//   the end of a tile: the next operands arrive while the results are written. A warp multiplies
+//   fragments that ldmatrix reads a step ahead. The 16-byte pieces of rows are swizzled to avoid
+//   bank conflicts. cp.async fills the tail of K with zeros. Rows beyond M or N repeat the last
+//   row, and their results are not written.
+//   The last tiles may be shared. Then each CTA writes its INT32 sums to the workspace, and
+//   fixup_kernel adds them up. Sums are exact, so the bits do not depend on the division. If sums
+//   of a contraction may exceed INT32, all tiles are shared, in parts that cannot exceed it. The
+//   tile `any` is never shared and keeps the high parts of its sums in registers.
+// The epilogue converts fragments of four neighbouring lanes to 16 contiguous bytes per lane by
+//   shuffles. It needs no shared memory and no barrier, and overlaps the copies.
 #pragma once
 
 #include <cstdint>
@@ -29,19 +29,19 @@
 namespace hot::detail {
 namespace {
 
-// What a launch works on; `k` and the strides of the operands count bytes.
+// Arguments of a launch. `k` and the strides of the operands count bytes.
 struct MmaWork {
   GemmArgs gemm;
   int tiles_m, tiles_n, band;
-  int steps;                   // of the contraction of a tile
-  int whole, shared, sharers;  // as in MmaPlan
-  int alignment;               // of the operands' rows: 16, 4 or 1 bytes
-  bool split;                  // the sums may pass INT32: their high parts are kept beside them
-  int4* sums;                  // of shared tiles
+  int steps;                   // steps of the contraction of a tile
+  int whole, shared, sharers;  // see MmaPlan
+  int alignment;               // alignment of the operands' rows: 16, 4 or 1 bytes
+  bool split;                  // sums may exceed INT32, so their high parts are kept separately
+  int4* sums;                  // sums of shared tiles
 };
 
-// Tiles in bands of rows, each band gone through column by column: neighbours in time share rows of
-// both operands in the L2.
+// Position of a tile. Tiles run in bands of rows, column by column. Tiles that run at the same time
+// thus share rows of both operands in the L2 cache.
 __device__ inline void tile_place(const MmaWork& work, int tile, int& row, int& column) {
   const int in_band = work.band * work.tiles_n, band = tile / in_band;
   const int height = min(work.band, work.tiles_m - band * work.band), at = tile - band * in_band;
@@ -49,7 +49,7 @@ __device__ inline void tile_place(const MmaWork& work, int tile, int& row, int& 
   row = band * work.band + at - column * height;
 }
 
-// The steps of the shared tiles, in the tiles' order, are cut into equal ranges.
+// Division of the steps of all shared tiles into equal ranges. A unit is the number of a step.
 __device__ inline int first_unit(const MmaWork& work, int sharer) {
   return static_cast<int>(std::int64_t{work.shared} * work.steps * sharer / work.sharers);
 }
@@ -58,7 +58,7 @@ __device__ inline int sharer_of_unit(const MmaWork& work, int unit) {
   return static_cast<int>(((unit + std::int64_t{1}) * work.sharers - 1) / units);
 }
 
-// What a CTA does one after the other: steps [first, end) of a tile.
+// Sequence of a CTA's work: segments of steps [first, end) of a tile.
 struct Segments {
   const MmaWork& work;
   int next_whole, unit, last_unit;
@@ -89,18 +89,18 @@ struct Segments {
     return true;
   }
 
-  // Which sums in the workspace are this segment's; those of one tile follow each other.
+  // Position of this segment's sums in the workspace. Sums of one tile are neighbours.
   __device__ int place() const { return static_cast<int>(blockIdx.x) + tile - work.whole; }
 };
 
-// Where a 16-byte piece of a row lies in a stage. Rows that lie 8 apart are swizzled alike.
+// Position of a 16-byte piece of a row in a stage. Rows 8 apart have the same swizzle.
 template <class T>
 __device__ inline unsigned piece_place(int row, int piece) {
   const int swizzle = T::step == 64 ? (row >> 1) & 3 : row & 7;
   return static_cast<unsigned>(row * T::step + ((piece ^ swizzle) << 4));
 }
 
-// A thread's copies from global memory, `unit` bytes of some rows in each step.
+// Copies of a thread from global memory: in each step `unit` bytes of some rows.
 template <class T, int unit>
 class UnitCopies {
  public:
@@ -111,8 +111,8 @@ class UnitCopies {
     open();
   }
 
-  // Calls copy(to, from, bytes, left) for those of the next step, if there is one: `bytes` of a
-  // unit, the rest is zeros; `left`: of the row. In any case a group of copies ends here.
+  // Calls copy(to, from, bytes, left) for the units of the next step, if any. `bytes` of a unit are
+  // copied, the rest is zero; `left` is the rest of the row. Always ends a group of copies.
   template <class Copy>
   __device__ void load(const Copy& copy) {
     if (step_ < segments_.end) {
@@ -168,11 +168,11 @@ class UnitCopies {
   Segments segments_;
   unsigned to_;
   int stage_, step_ = 0;
-  const std::int8_t *a_ = nullptr, *b_ = nullptr;  // of the first row
-  unsigned a_rows_ = 0, b_rows_ = 0;               // that follow
+  const std::int8_t *a_ = nullptr, *b_ = nullptr;  // addresses in the first row
+  unsigned a_rows_ = 0, b_rows_ = 0;               // number of rows that follow
 };
 
-// Of rows that are aligned to 16 bytes.
+// Copies for rows aligned to 16 bytes.
 template <class T>
 class PieceCopies {
  public:
@@ -187,8 +187,8 @@ class PieceCopies {
   UnitCopies<T, 16> pieces_;
 };
 
-// A word that starts anywhere in a row of which `left` bytes are left; zeros after them. Nothing
-// past the row's end is read: it may be out of bounds.
+// Unaligned word of a row with `left` remaining bytes, padded with zeros. Reads nothing beyond the
+// row's end, which may be out of bounds.
 __device__ inline unsigned word_at(const std::int8_t* from, std::int64_t left) {
   if (left < 8) {
     unsigned value = 0;
@@ -205,8 +205,8 @@ __device__ inline unsigned word_at(const std::int8_t* from, std::int64_t left) {
   return __funnelshift_r(aligned[0], high, 8 * shift);
 }
 
-// Of rows that start anywhere: in 32-bit words where they are not aligned to 16 bytes, by cp.async
-// where those are aligned, through registers and a funnel shift where they are not.
+// Copies for rows of any alignment. Rows not aligned to 16 bytes are copied in 32-bit words: by
+// cp.async if the words are aligned, otherwise through registers and a funnel shift.
 template <class T>
 class AnyCopies {
  public:
@@ -232,7 +232,7 @@ class AnyCopies {
   UnitCopies<T, 4> words_;
 };
 
-// A warp's fragments of an operand, of 32 bytes of K, number `k32` of a stage.
+// Loads a warp's fragments of an operand for 32 bytes of K, number `k32` of a stage.
 template <class T, int count>
 __device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned place, int k32) {
 #pragma unroll
@@ -242,7 +242,7 @@ __device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned
   }
 }
 
-// Starts the copies of a tile's scales, of rows then of columns.
+// Starts the copies of a tile's scales, first rows, then columns.
 template <class T>
 __device__ void load_scales(const MmaWork& work, int tile, float* scales) {
   const GemmArgs& gemm = work.gemm;
@@ -262,8 +262,7 @@ __device__ void load_scales(const MmaWork& work, int tile, float* scales) {
   }
 }
 
-// Words w[0..3] of four neighbouring lanes: lane q gets word q of all, in the lanes' order. Its own
-// inverse.
+// Transposes words w[0..3] of four neighbouring lanes: lane q gets word q of all. Its own inverse.
 __device__ inline void transpose_quad(unsigned (&w)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
   const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[1], 1);
@@ -282,8 +281,8 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
   }
 }
 
-// Words w[0..1], w[2..3] of two neighbouring lanes: the even lane gets both first pairs, the odd
-// one both second pairs, in the lanes' order. Its own inverse.
+// Transposes pairs w[0..1], w[2..3] of two neighbouring lanes. The even lane gets both first pairs,
+// the odd lane both second pairs, in lane order. It is its own inverse.
 __device__ inline void transpose_pair(unsigned (&w)[4]) {
   const bool odd = threadIdx.x & 1;
   const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[2], 1);
@@ -295,17 +294,17 @@ __device__ inline void transpose_pair(unsigned (&w)[4]) {
   }
 }
 
-// Bare sums, beside the three float types.
+// Type tag for unscaled sums, next to the three float types.
 struct I32 {
   static constexpr int size = 4;
 };
 
-// What happens to the scaled sums.
+// Use of the scaled sums.
 enum class Output { store, accumulate, bias };
 template <Output output>
 using OutputConstant = std::integral_constant<Output, output>;
 
-// Calls f(tag of the output's type, what happens to the sums): one kernel serves all.
+// Calls f(tag of the output's type, use of the sums). One kernel serves all combinations.
 template <class F>
 __device__ void with_output(const GemmArgs& gemm, const F& f) {
   if (gemm.a_scale == nullptr) {
@@ -319,9 +318,9 @@ __device__ void with_output(const GemmArgs& gemm, const F& f) {
   }
 }
 
-// Writes 16 rows x 32 columns of the output. Of 4 fragments of 8 columns a lane holds two
-// neighbouring columns of rows lane / 4 and lane / 4 + 8. `vectors`: as 16 contiguous bytes a lane,
-// which its quad exchanges. Nothing branches on the way, so that loads need not wait for stores.
+// Writes 16 rows x 32 columns of the output. In each of 4 fragments of 8 columns, a lane holds two
+// neighbouring columns of rows lane / 4 and lane / 4 + 8. With `vectors` four lanes exchange words
+// and each writes 16 contiguous bytes. There are no branches, so loads need not wait for stores.
 template <class Tag, bool vectors, Output output>
 class Writer {
  public:
@@ -330,8 +329,8 @@ class Writer {
   __device__ Writer(const GemmArgs& gemm, std::int64_t m0, std::int64_t n0)
       : gemm_(gemm), m0_(m0), n0_(n0), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  // `sum(j, e)`: of fragment j, element e as mma.sync has them; 32 or 64 bits. `a_scale`: of the
-  // two rows; `b_scale(j)`: of the two columns of fragment j.
+  // `sum(j, e)` is element e of fragment j, in mma.sync's order, in 32 or 64 bits. `a_scale` holds
+  // the scales of the two rows, `b_scale(j)` those of the two columns of fragment j.
   template <class Sum, class BScale>
   __device__ void write(const Sum& sum, const float (&a_scale)[2], const BScale& b_scale) const {
 #pragma unroll
@@ -373,11 +372,11 @@ class Writer {
   static constexpr bool bare = std::is_same_v<Tag, I32>;
   static constexpr int words = 8 * Tag::size / 4, pieces = words / 4;
 
-  // Of the lane's element number i of a row.
+  // Column of the lane's element i of a row.
   __device__ std::int64_t own_column(int i) const {
     return n0_ + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
   }
-  // The first of the lane's piece of 16 bytes, after the exchange.
+  // First column of the lane's 16-byte piece after the exchange.
   __device__ std::int64_t piece_column(int piece) const {
     return n0_ + (Tag::size == 2 ? lane_ % 4 * 8 : piece * 16 + lane_ % 2 * 8 + lane_ % 4 / 2 * 4);
   }
@@ -438,7 +437,7 @@ class Writer {
     }
   }
 
-  // Of contiguous rows.
+  // Address of an element in a contiguous row.
   __device__ void* place(std::int64_t m, std::int64_t n) const {
     return static_cast<char*>(gemm_.out.data) + (m * gemm_.out.row_stride + n) * Tag::size;
   }
@@ -448,7 +447,7 @@ class Writer {
   int lane_;
 };
 
-// A warp's place in a tile.
+// Position of a warp in a tile.
 template <class T>
 __device__ int warp_row() {
   return static_cast<int>(threadIdx.x) / 32 / T::warps_n * T::warp_m;
@@ -463,7 +462,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
   constexpr int k32s = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
                 pairs = columns / 2;
   constexpr bool any = T::any;
-  // The remainder of a sum is below 2^16, and this many steps add at most 2^30.
+  // Steps between carries. The remainder of a sum is below 2^16, and these steps add at most 2^30.
   constexpr int int32_steps = 65536 / T::step;
   extern __shared__ __align__(128) unsigned char shared[];
   const unsigned ring = shared_address(shared);
@@ -487,16 +486,16 @@ __device__ void multiply_tiles(const MmaWork& work) {
   while (segments.next()) {
     load_fragments<T>(a[0], here, a_place, 0);
     load_fragments<T>(b[0], here, b_place, 0);
-    // Split tiles store unscaled sums. Their scales are not prefetched: the copies could land after
-    // the next tile's.
+    // Shared tiles store unscaled sums. Their scales are not prefetched, because those copies could
+    // arrive after the scales of the next tile.
     const bool alone = segments.end - segments.first == work.steps;
     int sum[rows][columns][4] = {};
-    int high[any ? rows : 1][any ? columns : 1][4] = {};  // times 2^16, of sums that pass INT32
+    int high[any ? rows : 1][any ? columns : 1][4] = {};  // high parts of long sums, times 2^16
     for (int step = segments.first; step < segments.end; ++step) {
 #pragma unroll
       for (int k32 = 0; k32 < k32s; ++k32) {
         if (k32 == k32s - 1) {
-          // The next stage has come for all, and all have read the last of this one.
+          // The next stage has arrived for all threads, and all have read the current one.
           if (++stage == T::stages) stage = 0;
           here = ring + static_cast<unsigned>(stage * T::stage_bytes);
           wait_copies<T::stages - 2>();
@@ -547,9 +546,9 @@ __device__ void multiply_tiles(const MmaWork& work) {
       }
       continue;
     }
-    if (segments.end - segments.first < T::stages) {  // else they have come with the steps
+    if (segments.end - segments.first < T::stages) {  // otherwise the scales have arrived
       if (segments.end == segments.first) {
-        __syncthreads();  // all are done with the last tile's
+        __syncthreads();  // no thread uses the previous scales
         load_scales<T>(work, segments.tile, scales);
       }
       wait_all_copies();
@@ -596,8 +595,8 @@ __global__ void __launch_bounds__(T::threads, T::blocks)
 #endif
 }
 
-// Adds up the sums of shared tiles, 16 rows of a warp of tile_kernel in each warp here. In 64 bits,
-// which the sums of a long contraction need.
+// Adds up the sums of shared tiles in 64 bits, as long contractions require. A warp here handles 16
+// rows of a warp of tile_kernel.
 constexpr int fixup_threads = mma_fixup_threads;
 template <class T>
 __global__ void __launch_bounds__(fixup_threads)
@@ -610,7 +609,7 @@ __global__ void __launch_bounds__(fixup_threads)
   if (shared >= work.shared) return;
   const int first = sharer_of_unit(work, shared * work.steps);
   const int last = sharer_of_unit(work, (shared + 1) * work.steps - 1);
-  if (first == last) return;  // that CTA has finished the tile
+  if (first == last) return;  // one CTA computed the whole tile
   const int4* from = work.sums + std::int64_t{first + shared} * (T::m * T::n / 4) +
                      at * columns * 32 + static_cast<int>(threadIdx.x) % 32;
   std::int64_t sum[columns][4] = {};
@@ -652,7 +651,7 @@ __global__ void __launch_bounds__(fixup_threads)
   });
 }
 
-// ---- the host's side ---------------------------------------------------------------------------
+// ---- host --------------------------------------------------------------------------------------
 
 template <class T>
 MmaWork mma_work(const GemmArgs& args, std::int64_t k, const MmaPlan& plan, void* workspace) {

@@ -1,5 +1,5 @@
-// The products with mma.sync, for every architecture from sm_80 on. gemm_sm80_plan.h has their
-// tiles and chooses; each is compiled in a file of its own, made from gemm_sm80_tile.cu.in.
+// Products with mma.sync for every architecture from sm_80 on. gemm_sm80_plan.h lists the tiles and
+// chooses. Each tile is compiled in its own file, generated from gemm_sm80_tile.cu.in.
 #pragma once
 
 #include "kernels.h"
@@ -10,9 +10,9 @@ namespace hot::detail {
 enum class MmaCodes : std::uint8_t { int8, int4 };
 enum class MmaPart : std::uint8_t { tiles, fixup };
 
-// A launch of a plan whose tile can do the product: that of the tiles, or of the sums of those that
-// are shared. Of INT4 operands args.k counts values; their strides are bytes. `workspace`:
-// mma_workspace(plan) bytes, aligned to 16.
+// Launches a part of a plan: the tiles, or the fixup of shared tiles. The plan's tile must be able
+// to do the product. For INT4 args.k counts values and strides count bytes. `workspace` has
+// mma_workspace(plan) bytes and is 16-byte aligned.
 void mma_gemm(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&, MmaPart, void* workspace);
 
 // mma_gemm for one tile.

@@ -1,21 +1,21 @@
-// Stage: up to two independent INT8 products in one launch, where latency takes the time.
+// Stage: up to two independent INT8 products in one launch, for sizes that are bound by latency.
 //
-// gemm_small_kernel. The CTAs are divided between the products, the one with the longer
-//   contraction for a CTA first.
-//     tile     64 or 128 rows x 64 columns by 4 warps, 2 x 2, of mma.m16n8k32 (sums in registers).
-//     copies   steps of 128 bytes of K by cp.async into a ring of up to 3 stages of 16 or 24 KB,
-//              all of them requested at once: most CTAs have no more steps. The 16-byte
-//              pieces of a row are swizzled by row % 8: no bank conflicts, neither of cp.async nor
-//              of ldmatrix. Pieces of 32 k that K does not reach are neither copied nor multiplied;
-//              rows outside of the matrix are not copied: their place in shared memory only
-//              affects results that are not stored.
-//     cluster  a cluster of S CTAs (sm_90) divides the contractions of S / share tiles:
-//              `share` of them take one tile, and each finishes 1 / share of its rows, having been
-//              sent the others' INT32 sums (exact in any order) through the cluster's network.
-//     output   sums through shared memory, pieces swizzled, so that rows are stored by 16 bytes,
-//              where they are aligned, or one element at a time.
-//   Bytes moved: (tile_m + 64) of both operands for a tile's step of K, out of the L2; the output
-//   once. plan.cpp chooses by a model of two sums.
+// gemm_small_kernel. The CTAs are divided between the products. The product with the longer
+// contraction per CTA comes first.
+//   * tile: 64 or 128 rows x 64 columns, 4 warps (2 x 2) of mma.m16n8k32, sums in registers.
+//   * copies: Steps of 128 bytes of K by cp.async into a ring of up to 3 stages of 16 or 24 KB. All
+//     stages are requested at once: most CTAs have no more steps. The 16-byte pieces of a row are
+//     swizzled by row % 8, which avoids bank conflicts of cp.async and ldmatrix. Pieces of 32 k
+//     beyond K are neither copied nor multiplied. Rows outside the matrix are not copied, and their
+//     results are not stored.
+//   * cluster: A cluster of S CTAs (sm_90) computes S / share tiles. The contraction of a tile is
+//     divided among `share` CTAs. They exchange INT32 sums (exact in any order) through the
+//     cluster's network. Each finishes 1 / share of the rows.
+//   * output: Sums pass through swizzled shared memory. Rows are stored in pieces of 16 bytes if
+//     aligned, otherwise element by element.
+//   * traffic: A step of a tile reads tile_m + 64 rows of the operands from the L2 cache. The
+//     output is written once.
+// The division of the work is chosen by a model (TileCost, plan_gemm.cpp).
 #include <algorithm>
 #include <cstdint>
 
@@ -37,29 +37,29 @@ using small_gemm::sum_row_bytes;
 using small_gemm::threads;
 using small_gemm::tile_n;
 constexpr int mma_k = 32, step_mmas = step_k / mma_k;
-constexpr int row_pieces = step_k / 16;             // of a row in a stage
-constexpr int rows_at_once = threads / row_pieces;  // that all threads copy together
+constexpr int row_pieces = step_k / 16;             // 16-byte pieces of a row in a stage
+constexpr int rows_at_once = threads / row_pieces;  // rows that all threads copy together
 struct Product {
   GemmArgs gemm;
   unsigned tiles_n;
   int share, share_log2;
-  bool vectors;  // rows of the output can be stored by 16 bytes
+  bool vectors;  // rows of the output can be stored in pieces of 16 bytes
 };
 
 struct Args {
   Product product[2];
-  unsigned second_block;  // the first CTA of product 1; a multiple of the cluster
+  unsigned second_block;  // first CTA of product 1, a multiple of the cluster size
   int stages;
 };
 
-// Where a 16-byte piece of a row of an operand lies in its part of a stage.
+// Position of a 16-byte piece of an operand's row in a stage.
 __device__ inline unsigned operand_place(int row, int piece) {
   return static_cast<unsigned>(row * step_k + ((piece ^ (row & 7)) << 4));
 }
 
-// Where a sum lies in its row of sums. Of 16-byte pieces, four rows' neighbouring pairs, as a
-// half-warp writes fragments, fall into different banks, and so does every second of the 16 of a
-// row, as a quarter-warp reads them for 16-bit outputs.
+// Position of a sum in its row of sums. The swizzle of 16-byte pieces avoids bank conflicts of two
+// accesses. A half-warp that writes fragments accesses neighbouring pairs of four rows. A
+// quarter-warp that reads for 16-bit outputs accesses every second of the 16 pieces of a row.
 __device__ inline unsigned sum_place(int row, int column) {
   const int piece = (column / 4) ^ ((row & 3) << 1) ^ (column / 32);
   return static_cast<unsigned>(piece * 16 + column % 4 * static_cast<int>(sizeof(int)));
@@ -76,7 +76,7 @@ __device__ inline void wait_oldest(int stages) {
   }
 }
 
-// What a CTA does: steps of the contraction of a tile, as number `rank` of its tile's.
+// Work of one CTA: a range of K steps, and its rank among the CTAs that share the tile.
 template <int TileM>
 struct Work {
   const Product& product;
@@ -95,7 +95,7 @@ struct Work {
   }
   // CTAs that only fill up the last cluster lie beyond the last row.
   __device__ bool none() const { return m0 >= product.gemm.m; }
-  // Of 32 k, in a step.
+  // Number of products of 32 k in a step.
   __device__ int mmas(int step) const {
     return min(step_mmas, (k - (first_step + step) * step_k + mma_k - 1) / mma_k);
   }
@@ -106,7 +106,7 @@ struct Scales {
   alignas(16) float a[TileM], b[tile_n];
 };
 
-// A thread's copies from global memory: a 16-byte piece of every 16th row.
+// Copies of a thread from global memory: a 16-byte piece of every 16th row.
 template <int TileM>
 struct Copies {
   const Work<TileM>& work;
@@ -127,7 +127,7 @@ struct Copies {
     b = gemm.b + (w.n0 + row) * gemm.ldb + first_k;
   }
 
-  // Starts those of a step. Where K ends, zeros follow up to the next multiple of 32.
+  // Starts the copies of a step. Beyond the end of K, fills with zeros up to a multiple of 32.
   __device__ void load(int step, unsigned char* stage) const {
     const int left = work.k - (work.first_step + step) * step_k - piece * 16;
     unsigned char* const to = stage + operand_place(row, piece);
@@ -173,7 +173,7 @@ struct Copies {
   }
 };
 
-// A warp's part of a tile: rows x 32, in fragments of 16 x 8.
+// Part of a tile that a warp computes: rows x 32, in fragments of 16 x 8.
 template <int TileM>
 struct WarpTile {
   static constexpr int fragments_m = TileM / 32, fragments_n = 4;
@@ -191,7 +191,7 @@ struct WarpTile {
       load_matrices(a[i], stage + operand_place(row() + i * 16 + lane % 16, k32 * 2 + lane / 16));
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {  // two n8 fragments: rows 0-7 byte 0, 16, rows 8-15 byte 0, 16
+    for (int j = 0; j < 2; ++j) {  // two n8 fragments: rows 0-7 bytes 0, 16, rows 8-15 bytes 0, 16
       load_matrices(b[j],
                     stage + operand_place(TileM + column() + j * 16 + lane % 8 + lane / 16 * 8,
                                           k32 * 2 + lane / 8 % 2));
@@ -238,13 +238,13 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
   const int end = static_cast<int>(min(std::int64_t{(rank + 1) * rows}, gemm.m - m0));
   for (int row = rank * rows + static_cast<int>(threadIdx.x / row_threads); row < end;
        row += threads / row_threads) {
-    const unsigned char* const own = sums + (row & (rows - 1)) * sum_row_bytes;
+    const unsigned char* const own_sums = sums + (row & (rows - 1)) * sum_row_bytes;
     int sum[columns] = {};
 #pragma unroll 2
     for (int peer = 0; peer < product.share; ++peer) {
 #pragma unroll
       for (int c = 0; c < columns; c += 4) {
-        const int4 v = *reinterpret_cast<const int4*>(own + peer * rows * sum_row_bytes +
+        const int4 v = *reinterpret_cast<const int4*>(own_sums + peer * rows * sum_row_bytes +
                                                       sum_place(row, column + c));
         sum[c] += v.x, sum[c + 1] += v.y, sum[c + 2] += v.z, sum[c + 3] += v.w;
       }
@@ -286,7 +286,7 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
   }
 }
 
-// Adds up this CTA's steps, whose first copies are on their way.
+// Multiplies and adds up this CTA's steps. Their first copies have been started.
 template <int TileM>
 __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& copies,
                                unsigned char* ring, int stages, WarpTile<TileM>& tile) {
@@ -295,7 +295,7 @@ __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& cop
     wait_oldest(stages);
     __syncthreads();
     const int mmas = work.mmas(step);
-    if (mmas == step_mmas) {  // fragments of two (of 64 rows: four) at a time fit the registers
+    if (mmas == step_mmas) {  // registers hold fragments of two products (64 rows: four)
 #pragma unroll(TileM == 64 ? step_mmas : 2)
       for (int k32 = 0; k32 < step_mmas; ++k32) tile.multiply(shared_address(stage), k32);
     } else {
@@ -303,7 +303,7 @@ __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& cop
       for (int k32 = 0; k32 < mmas; ++k32) tile.multiply(shared_address(stage), k32);
     }
     if (step + stages < work.steps) {
-      __syncthreads();  // everyone is done with the stage
+      __syncthreads();  // no thread uses the stage any more
       copies.load(step + stages, stage);
     }
     commit_copies();
@@ -312,8 +312,8 @@ __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& cop
   }
 }
 
-// Sends every row of sums to the CTA that finishes it, which holds the rows from rank 0,
-// then those from rank 1, and so on.
+// Sends every row of sums to the CTA that finishes it. That CTA stores the rows of rank 0 first,
+// then those of rank 1, and so on.
 template <int TileM>
 __device__ void send_sums(const Work<TileM>& work, const WarpTile<TileM>& tile, unsigned char* sums,
                           std::uint64_t* arrived) {
@@ -333,12 +333,12 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
     gemm_small_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Scales<TileM> scales;
-  __shared__ std::uint64_t arrived;  // counts the sums that come from the cluster
+  __shared__ std::uint64_t arrived;  // barrier that counts the sums from the cluster
   const bool second = blockIdx.x >= args.second_block;
   const Work<TileM> work(args.product[second ? 1 : 0],
                          second ? blockIdx.x - args.second_block : blockIdx.x);
   const bool shared_tile = work.product.share > 1;
-  if (work.none() && !shared_tile) return;  // otherwise the others wait for its (zero) sums
+  if (work.none() && !shared_tile) return;  // in a shared tile others wait for its zero sums
   if (shared_tile) {
     if (threadIdx.x == 0) expect_bytes(shared_address(&arrived), TileM * sum_row_bytes);
     arrive_cluster();
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
   unsigned char* const sums = shared_tile ? ring + args.stages * stage_bytes(TileM) : ring;
   if (shared_tile) send_sums(work, tile, sums, &arrived);
   wait_copies<0>();
-  __syncthreads();  // the scales have come; everyone is done with the ring
+  __syncthreads();  // the scales have arrived, and no thread uses the ring
   if (shared_tile) {
     wait_bytes(shared_address(&arrived));
   } else {
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
 
 }  // namespace
 
-// The products in the order of their CTAs.
+// Launches the products in the plan's order.
 void launch_small_gemms(const Context& context, const plan::Step& step, const GemmArgs* products,
                         int count) {
   const auto& work = step.as<plan::SmallGemmStep>();

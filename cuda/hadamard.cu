@@ -1,25 +1,27 @@
-// Stage: FWHT. Every plan reads the input once and writes the output once, 4 to 8 bytes an element
-// in all, so the bound is the device copy. The order of the butterflies, distance 1, 2, 4, ..., is
-// the same in all three, and the CPU's: equal bits.
+// Stage: FWHT. Every kernel reads the input once and writes the output once, 4 to 8 bytes per
+// element in total. The bound is the time of a device copy. All three kernels and the CPU have the
+// same order of butterflies (distance 1, 2, 4, ...) and therefore equal bits.
 //
-// fwht_vectors, n <= 512, contiguous and aligned: no shared memory. A thread holds vectors of V
-//   elements (16 bytes of output). Index bits, lowest first: log2 V inside a vector (registers), T
-//   lanes (shuffles; T = 8 lanes read a full 128-byte line), C vectors T * V apart (registers).
-//   T grows past 8 only where C would pass 8. A thread takes 4 / C blocks: 64 bytes in flight.
-// fwht_exchange, n = 1024 to 32768, contiguous and aligned: n / 64 threads for each transform, 64
-//   elements a thread, 96 registers: 640 threads on a multiprocessor, so that the loads of some
-//   CTAs hide behind the arithmetic of others. cp.async copies the raw elements, 16 bytes
-//   a lane. Index bits 0-5 in registers (a thread reads 64 neighbours), exchange through n floats
-//   of shared memory in the raw elements' place, bits 6 and up; above n = 4096 these in two steps,
-//   with another exchange between. Groups of 4 floats are swizzled so that no access has bank
-//   conflicts. Shared memory moves 12 bytes for an element of 16 bits (20 with the second
-//   exchange); shuffles would move 4 for every distance. Of n = 16384 and 32768 a multiprocessor
-//   holds 2 and 1: there, elements of 16 bits of the next transform arrive during the arithmetic of
-//   this one.
-// fwht_tile, everything else (any stride and alignment, n to 32768): a tile of P neighbouring
-//   fibres x n in shared memory (at most 67 KB: it fits every GPU), read in whichever order the
-//   memory lies, five index bits at a time in registers. n = 32768 is two halves of 16384, the
-//   first waiting in registers.
+// fwht_vectors (n <= 512, contiguous and aligned) needs no shared memory.
+//   A thread holds vectors of V elements (16 bytes of output). The lowest log2 V index bits are
+//   inside a vector (registers). The next bits are T lanes (shuffles; T = 8 lanes read a full
+//   128-byte line). The last bits are C vectors T * V apart (registers). T exceeds 8 only if C
+//   would exceed 8. A thread takes 4 / C blocks: 64 bytes in flight.
+//
+// fwht_exchange (n = 1024 to 32768, contiguous and aligned) exchanges through shared memory.
+//   A transform takes n / 64 threads with 64 elements and 96 registers each. An SM runs 640
+//   threads: loads of some CTAs overlap arithmetic of others. The raw elements are copied by
+//   cp.async, 16 bytes per lane. Index bits 0-5 are in registers (a thread reads 64 neighbours). An
+//   exchange through n floats, in the place of the raw elements, precedes bits 6 and up. Above n =
+//   4096 these take two steps with another exchange. Groups of 4 floats are swizzled to avoid bank
+//   conflicts. Shared memory moves 12 bytes per 16-bit element (20 with the second exchange).
+//   Shuffles would move 4 per distance. An SM holds only 2 transforms of n = 16384 and 1 of n =
+//   32768. There the 16-bit elements of the next transform are copied during the arithmetic.
+//
+// fwht_tile handles everything else (any stride and alignment, n to 32768).
+//   A tile of P neighbouring fibres x n lies in shared memory (at most 67 KB, which fits every
+//   GPU). The tile is read in memory order. Registers transform five index bits at a time. A
+//   transform of 32768 takes two halves of 16384, with the first half in registers.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -36,20 +38,20 @@ namespace {
 
 // ---- layouts ------------------------------------------------------------------------------------
 
-// A dimension of equally spaced items, such as the blocks along the axis.
+// Dimension of equally spaced items, such as the blocks along the axis.
 struct Dim {
   std::int64_t size, stride_x, stride_out;
 };
 
-constexpr int max_loop_dims = max_dims;  // the blocks along the axis, and up to three other axes
+constexpr int max_loop_dims = max_dims;  // blocks along the axis, and up to three other axes
 
-// The blocks to transform: nested dimensions, the nearest neighbours first.
+// Blocks to transform, in nested dimensions with the smallest distance first.
 struct Blocks {
   int dims;
   Dim dim[max_loop_dims];
   std::int64_t count;
 
-  // Offsets of block i.
+  // Computes the offsets of block i.
   __device__ void offsets(std::int64_t i, std::int64_t& x, std::int64_t& out) const {
     x = 0;
     out = 0;
@@ -105,7 +107,7 @@ Blocks find_blocks(const FwhtArgs& args) {
   for (int d = 0; d < args.outer_dims; ++d) {
     add(args.outer_shape[d], args.outer_stride_x[d], args.outer_stride_out[d]);
   }
-  // Dimensions that continue each other are one.
+  // Merges dimensions that continue each other.
   int last = 0;
   for (int d = 1; d < blocks.dims; ++d) {
     Dim& low = blocks.dim[last];
@@ -120,7 +122,7 @@ Blocks find_blocks(const FwhtArgs& args) {
   return blocks;
 }
 
-// Whether every block starts where vectors of `elements` can be read and written.
+// Whether every block is aligned for vectors of `elements` elements.
 bool aligned(const Job& job, int elements) {
   const auto fits = [&](std::uintptr_t bytes, DType dtype) {
     return bytes % std::min<std::size_t>(16, elements * dtype_size(dtype)) == 0;
@@ -148,12 +150,12 @@ struct VectorPlan {
   static constexpr int lanes = 1 << log_lanes;
   static constexpr int chunks = 1 << (log_vectors - log_lanes);
   static constexpr int slots = chunks < 4 ? 4 / chunks : 1;
-  static constexpr int groups = vector_threads / lanes;  // that a CTA holds
+  static constexpr int groups = vector_threads / lanes;  // groups of lanes per CTA
   static constexpr int per_cta = groups * slots;
   static_assert(log_lanes <= 5);
 };
 
-// A block of `job` is one transform, or one vector where that holds several.
+// A block of `job` is one transform, or one vector if a vector contains several transforms.
 template <int LogN, int LogV>
 __global__ void __launch_bounds__(vector_threads, 2) fwht_vectors(const Job job) {
   begin_kernel();
@@ -228,7 +230,7 @@ void launch_vectors(const Context& context, int log_n, const Job& job) {
 // ---- fwht_exchange ------------------------------------------------------------------------------
 
 constexpr int exchange_log_limit = 15;
-constexpr int each = 64;  // elements of a thread
+constexpr int each = 64;  // elements per thread
 
 template <int LogN>
 struct ExchangePlan {
@@ -236,21 +238,20 @@ struct ExchangePlan {
   static constexpr int threads = n < 64 * each ? 64 : n / each;
   static constexpr int words = threads * each;  // floats of the tile
   static constexpr int transforms = words / n;
-  // CTAs on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
+  // CTAs per SM: 5 warps per scheduler, which leaves each thread 96 registers.
   static constexpr int blocks_per_sm = threads < 640 ? 640 / threads : 1;
-  // Index bits of the second and of the third step.
+  // Index bits of the second and third step.
   static constexpr int log_second = LogN <= 12 ? LogN - 6 : (LogN - 5) / 2;
   static constexpr int log_third = LogN - 6 - log_second;
 };
 
-// The swizzle: group g, 4 floats or 16 bytes of raw elements, of the 64 elements `owner` lies in
-// the place of g ^ own_swap(owner), so that neighbouring threads reach different banks with groups
-// of their own 64.
+// Swizzle. A group is 4 floats or 16 bytes of raw elements. Group g of the 64 elements of thread
+// `owner` has position g ^ own_swap(owner). Neighbouring threads then access different banks.
 __device__ constexpr int own_swap(int owner) { return owner & 7; }
 
-// Copies the raw elements, of `size` bytes, of the transforms from number `first` on to shared
-// memory, each by the n / 64 threads that take it first. Past the last transform the copy repeats
-// the last one, which is not stored.
+// Copies raw elements of `size` bytes to shared memory, for the transforms from number `first` on.
+// A transform is copied by the n / 64 threads that process it first. Beyond the last transform the
+// copy repeats the last one, whose results are not stored.
 template <int LogN, int size>
 __device__ void copy_raw(const Job& job, std::int64_t first, const unsigned char* raw) {
   using P = ExchangePlan<LogN>;
@@ -269,14 +270,15 @@ __device__ void copy_raw(const Job& job, std::int64_t first, const unsigned char
   commit_copies();
 }
 
-template <class Word, int Count>  // 4, 8 or 16 bytes at once
+// Words accessed as 4, 8 or 16 bytes at once.
+template <class Word, int Count>
 struct alignas(Count * sizeof(Word)) Piece {
   Word v[Count];
 };
 
-// Index bits [Bit, Bit + Log): a thread holds the 2^Log rows, 2^Bit apart, of some columns, `width`
-// neighbours each. Afterwards store(word, v): v has row r of the columns word, word + 1, ... from
-// v[r * width] on.
+// Step for index bits [Bit, Bit + Log). A thread holds 2^Log rows, 2^Bit apart, of groups of
+// `width` neighbouring columns. It then calls store(word, v), where v[r * width] is row r of column
+// `word` and the next columns follow.
 template <int Bit, int Log>
 struct ExchangeStep {
   static_assert(Bit == 6 ? Log >= 3 : Bit >= 9,
@@ -306,7 +308,7 @@ struct ExchangeStep {
     }
   }
 
-  // In place.
+  // Runs the step in place.
   __device__ static void run(float* tile, int threads) {
     run(tile, threads, [&](int word, const float* v) {
 #pragma unroll
@@ -319,7 +321,7 @@ struct ExchangeStep {
     });
   }
 
-  // To the output, transforms from number `first` on.
+  // Runs the step and writes the output of the transforms from number `first` on.
   template <int LogN>
   __device__ static void finish(const float* tile, int threads, const Job& job,
                                 std::int64_t first) {
@@ -347,8 +349,8 @@ struct ExchangeStep {
   }
 };
 
-// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a CTA takes
-// every gridDim.x-th transform and copies the next one meanwhile.
+// Prefetch (16-bit elements only): raw elements have separate memory. A CTA takes every
+// gridDim.x-th transform and copies the next one during the arithmetic.
 template <int LogN, bool Prefetch>
 __global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN>::blocks_per_sm)
     fwht_exchange(const Job job) {
@@ -408,14 +410,14 @@ template <int LogN, bool Prefetch>
 void launch_exchange(const Context& context, std::int64_t blocks, std::size_t shared,
                      const Job& job) {
   const auto kernel = fwht_exchange<LogN, Prefetch>;
-  // The L1 cache has no use here: all of it is shared memory.
+  // Uses the whole L1 cache as shared memory.
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared),
              "fwht", "cudaFuncSetAttribute");
   launch("fwht", context, kernel, blocks, ExchangePlan<LogN>::threads, shared, job);
 }
 
-// False, and nothing launched, where a multiprocessor has too little shared memory.
+// Launches fwht_exchange, or returns false if the device has too little shared memory.
 template <int LogN = vector_log_limit + 1>
 bool try_exchange(const Context& context, int log_n, const Job& job) {
   if constexpr (LogN <= exchange_log_limit) {
@@ -443,18 +445,18 @@ bool try_exchange(const Context& context, int log_n, const Job& job) {
 
 // ---- fwht_tile ----------------------------------------------------------------------------------
 
-constexpr int tile_log_limit = 14;   // elements of a tile: 16384
-constexpr int fibre_log_limit = 10;  // fibres of a tile
+constexpr int tile_log_limit = 14;   // at most 16384 elements per tile
+constexpr int fibre_log_limit = 10;  // at most 1024 fibres per tile
 constexpr int tile_threads = 512;
 
 struct TileShape {
   int log_n, log_fibres;
-  bool along_axis_x, along_axis_out;  // order of accesses: along the axis, across fibres
+  bool along_axis_x, along_axis_out;  // order of accesses: along the axis, otherwise across fibres
 };
 
 __device__ inline int padded(int word) { return word + (word >> 5); }
 
-// Bits [bit, bit + Log) of the word index.
+// Butterflies for bits [bit, bit + Log) of the word index.
 template <int Log>
 __device__ void tile_butterfly(float* tile, int words, int bit) {
   for (int unit = static_cast<int>(threadIdx.x); unit < words >> Log;
@@ -469,7 +471,7 @@ __device__ void tile_butterfly(float* tile, int words, int bit) {
   }
 }
 
-// `Log` index bits at a time.
+// Transforms a tile, `Log` index bits at a time.
 template <int Log>
 __device__ void tile_fwht(float* tile, int log_n, int log_fibres) {
   const int words = 1 << (log_n + log_fibres);
@@ -496,7 +498,7 @@ __device__ void tile_fwht(float* tile, int log_n, int log_fibres) {
   }
 }
 
-// Halves: two tiles of one fibre each, the halves of a transform twice as long.
+// Halves: two tiles of one fibre each are the halves of a transform twice as long.
 template <bool Halves>
 __global__ void __launch_bounds__(tile_threads) fwht_tile(const Job job, const TileShape shape) {
   begin_kernel();
@@ -529,7 +531,7 @@ __global__ void __launch_bounds__(tile_threads) fwht_tile(const Job job, const T
       }
     });
     __syncthreads();
-    tile_fwht<Halves ? 4 : 5>(tile, shape.log_n, shape.log_fibres);  // halves hold 32 registers
+    tile_fwht<Halves ? 4 : 5>(tile, shape.log_n, shape.log_fibres);  // halves need 32 registers
   };
 
   read(0);
@@ -574,7 +576,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
   const bool halves = log_n > tile_log_limit;
   TileShape shape{};
   shape.log_n = std::min(log_n, tile_log_limit);
-  // 8192 elements, 33 KB: several CTAs share a multiprocessor.
+  // Tiles of 8192 elements (33 KB) let several CTAs share an SM.
   shape.log_fibres = std::min(
       {std::max(0, tile_log_limit - 1 - log_n), fibre_log_limit, log2_ceil(job.blocks.count)});
   const int fibres = 1 << shape.log_fibres, words = fibres << shape.log_n;
@@ -613,7 +615,7 @@ void CudaBackend::fwht(const Context& context, const FwhtArgs& args) const {
   const int log_v = args.out_dtype == DType::f32 ? 2 : 3, v = 1 << log_v;
   Job vectors = job;
   if (args.block < v) {
-    // Transforms shorter than a vector: neighbours share one, the last few are left to a tile.
+    // Transforms shorter than a vector: neighbours share a vector, fwht_tile takes the last ones.
     Dim& near = vectors.blocks.dim[0];
     const std::int64_t rest = near.size * args.block % v / args.block;
     if (vectors.blocks.dims == 0 || near.stride_x != args.block || near.stride_out != args.block ||

@@ -1,16 +1,17 @@
-// Stage: x kept as INT4, and back to INT8 for g_w (back to floats: decompress.cu).
+// Stage: x to INT4, and back to INT8 for g_w (decompress.cu: back to floats).
 //
 // groups_kernel, group_quads_kernel: x to INT4.
-//   A thread takes the 64 tokens of a group in one channel, or half of them of two channels in
-//   16-bit types, and writes 16 contiguous bytes at a time. 2.53 bytes an element for fp16.
-//   Equalised tokens take the first: their powers are of fp32.
+//   A thread of groups_kernel takes the 64 tokens of a group in one channel. For 16-bit types a
+//   thread of group_quads_kernel takes 16 tokens of four channels (int4_activation.cuh). Equalised
+//   tokens need groups_kernel, because their products are fp32. Traffic for fp16: 2.53 bytes per
+//   element.
 //
 // requantize_kernel: INT4 back to INT8.
-//   A CTA takes a channel. 1.53 bytes an element.
+//   A CTA takes a channel. Traffic: 1.53 bytes per element.
 //
-// token_exponents_kernel: exponents of tokens that are equalised, for every storage.
-//   A warp reads a token twice: the largest value, then the sum of integers that are relative to
-//   it, in any order. The second time the row is in the L1 or L2.
+// token_exponents_kernel: exponents of equalised tokens, for every storage.
+//   A warp reads a token twice: first the largest value, then the sum of integers relative to it,
+//   which is exact in any order. The second read hits the L1 or L2 cache.
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   const std::int64_t tiles = (args.x.cols + 127) / 128;
   const std::int64_t col = blockIdx.x % tiles * 128 + threadIdx.x;
   const std::int64_t g = blockIdx.x / tiles;
-  __shared__ __align__(16) float power[64];  // of the tokens, where they are equalised
+  __shared__ __align__(16) float power[64];  // factors of equalised tokens
   if (args.x.exponents != nullptr) {
     const std::int64_t token = g * 64 + threadIdx.x;
     if (threadIdx.x < 64) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   }
 }
 
-// The same for 16-bit types.
+// groups_kernel for 16-bit types and aligned groups of four columns.
 template <class Tag>
 __global__ void __launch_bounds__(128) group_quads_kernel(GroupsArgs args) {
   begin_kernel();
@@ -81,10 +82,9 @@ __global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, b
   end_kernel(independent);
 }
 
-// ---- exponents of tokens that are equalised ----------------------------------------------------
+// ---- exponents of equalised tokens -------------------------------------------------------------
 
-// Calls four(words) for every 16 bytes of a row that a lane has, where rows are aligned, and one(v)
-// for the rest of its values.
+// Visits a lane's values of a row: four(words) per 16 aligned bytes, one(v) for the other values.
 template <class Tag, class Four, class One>
 __device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::int64_t row,
                                           const Four& four, const One& one) {
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(32 * exponent_rows)
   const std::int64_t row =
       std::int64_t{blockIdx.x} * exponent_rows + static_cast<int>(threadIdx.x) / 32;
   if (row >= x.rows) return;
-  // Patterns of magnitudes have the order of the values, two 16-bit ones in a word.
-  std::uint32_t most = 0, pairs = 0;
+  // Bit patterns of magnitudes have the order of the values. A word holds two 16-bit values.
+  std::uint32_t amax = 0, pairs = 0;
   visit_row<Tag>(
       x, aligned, row,
       [&](const unsigned (&words)[4]) {
@@ -120,25 +120,25 @@ __global__ void __launch_bounds__(32 * exponent_rows)
           if constexpr (Tag::size == 2) {
             pairs = __vmaxu2(pairs, word & 0x7fff7fffU);
           } else {
-            most = max(most, word & 0x7fffffffU);
+            amax = max(amax, word & 0x7fffffffU);
           }
         }
       },
-      [&](float v) { most = max(most, abs_bits(v)); });
+      [&](float v) { amax = max(amax, abs_bits(v)); });
   if constexpr (Tag::size == 2) {
     const unsigned one[1] = {pairs};
     float v[2];
     Tag::unpack(one, v);
-    most = max(most, max(abs_bits(v[0]), abs_bits(v[1])));
+    amax = max(amax, max(abs_bits(v[0]), abs_bits(v[1])));
   }
-  const std::uint32_t largest = warp_max(most) >> 23;
+  const std::uint32_t largest = warp_max(amax) >> 23;
   if (largest < 27 || largest == 255) {
     if (threadIdx.x % 32 == 0) {
       exponents[row] = static_cast<std::uint8_t>(largest == 255 ? 127 : 27);
     }
     return;
   }
-  const float unit = __uint_as_float((268U - largest) << 23);  // the largest becomes 2^14 to 2^15
+  const float unit = __uint_as_float((268U - largest) << 23);  // maps the largest to 2^14 ... 2^15
   const auto integer = [&](float v) {
     return __float_as_uint(__fmaf_rn(fabsf(v), unit, __uint_as_float(integer_bits)));
   };
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(32 * exponent_rows)
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, lanes);
   if (threadIdx.x % 32 != 0) return;
   const float mean = __fdiv_rn(__ull2float_rn(sum), __ll2float_rn(x.cols));
-  const int found = static_cast<int>(largest + (__float_as_uint(mean) >> 23)) - 141;
-  exponents[row] = static_cast<std::uint8_t>(min(max(found, 27), 227));
+  const int exponent = static_cast<int>(largest + (__float_as_uint(mean) >> 23)) - 141;
+  exponents[row] = static_cast<std::uint8_t>(min(max(exponent, 27), 227));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Device code of int4_activation.cu: x to INT4, and back to INT8. A header, because
-// quantize_rows_groups.cu and quantize_grouped.cu run it beside other work in one launch.
+// Device code of int4_activation.cu: x to INT4 and back to INT8. It is a header, because
+// quantize_rows_groups.cu and quantize_grouped.cu run it with other work in one launch.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace hot::detail {
 
-// INT4 value j of 16, as a float: 8 more than the value, below the bits of 2^23, less 2^23 + 8.
+// INT4 value j of 16 as a float: value + 8 as the low bits of 2^23, minus 2^23 + 8.
 __device__ inline float nibble(const uint2& packed, int j) {
   const std::uint32_t word = (j < 8 ? packed.x : packed.y) >> (j % 2 == 0 ? 0 : 4);
   const std::uint32_t biased = (word & 0x0f0f0f0fU) ^ 0x08080808U;
@@ -26,7 +26,7 @@ struct GroupsArgs {
   DeviceKey key;
 };
 
-// The smallest bf16 not below a positive finite value, as bits.
+// Rounds a positive finite value up to bf16; returns its bits.
 __device__ inline std::uint16_t bf16_up(float v) {
   return static_cast<std::uint16_t>((__float_as_uint(v) + 0xffffU) >> 16);
 }
@@ -34,7 +34,7 @@ __device__ inline std::uint16_t bf16_up(float v) {
 struct GroupScale {
   std::uint16_t bf16;
   float inv;
-  bool keep;  // false: codes are 0 although the values are not finite
+  bool keep;  // false: a value is not finite, and codes are 0
 };
 
 __device__ inline GroupScale group_scale(std::uint32_t amax) {
@@ -44,12 +44,12 @@ __device__ inline GroupScale group_scale(std::uint32_t amax) {
   return {half, __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16)), true};
 }
 
-// Rounds and writes half a group, 32 tokens of a channel, `value(t)` each: 16 bytes.
+// Rounds and writes half a group: `value(t)` for 32 tokens of a channel, 16 bytes.
 template <class Value>
 __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, std::int64_t col,
                             std::int64_t g, int half, const GroupScale& scale, const Value& value) {
   const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
-  if (at >= args.row_bytes) return;  // rows are whole 16 bytes
+  if (at >= args.row_bytes) return;  // row_bytes is a multiple of 16
   uint2 codes[2] = {};
   if (scale.keep) {
 #pragma unroll
@@ -63,10 +63,10 @@ __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, 
       make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
 }
 
-// Group g of as many columns as the CTA has threads, from `first_column` on, of a 16-bit type. A
-// lane has 16 tokens of four columns as they are in memory, 32 words in registers; three lanes, 8
-// apart, have the group's other tokens. The largest values of two columns by one instruction
-// (patterns of |v| have the order of the values). Each of the four lanes makes one column's scale.
+// Compresses group g of columns of a 16-bit type, from `first_column` on, one column per thread of
+// the CTA. A lane holds 16 tokens of four columns in 32 registers; three lanes, 8 apart, hold the
+// group's other tokens. One instruction finds the largest values of two columns, since bit patterns
+// of |v| have the order of the values. Each of the four lanes computes the scale of one column.
 template <class Tag>
 __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned thread,
                                                std::int64_t first_column, std::int64_t g) {
@@ -88,16 +88,16 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
                                                 : make_uint2(0, 0);
     }
   }
-  uint2 most = make_uint2(0, 0);
+  uint2 amax = make_uint2(0, 0);
 #pragma unroll
   for (int t = 0; t < 16; ++t) {
-    most.x = __vmaxu2(most.x, word[t].x & 0x7fff7fffU);
-    most.y = __vmaxu2(most.y, word[t].y & 0x7fff7fffU);
+    amax.x = __vmaxu2(amax.x, word[t].x & 0x7fff7fffU);
+    amax.y = __vmaxu2(amax.y, word[t].y & 0x7fff7fffU);
   }
 #pragma unroll
   for (int h = 8; h < 32; h *= 2) {
-    most.x = __vmaxu2(most.x, __shfl_xor_sync(0xffffffffU, most.x, h));
-    most.y = __vmaxu2(most.y, __shfl_xor_sync(0xffffffffU, most.y, h));
+    amax.x = __vmaxu2(amax.x, __shfl_xor_sync(0xffffffffU, amax.x, h));
+    amax.y = __vmaxu2(amax.y, __shfl_xor_sync(0xffffffffU, amax.y, h));
   }
   const auto value = [](unsigned packed, int c) {
     const unsigned one[1] = {packed};
@@ -105,10 +105,10 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
     Tag::unpack(one, v);
     return v[c];
   };
-  const unsigned two = quarter < 2 ? most.x : most.y;
+  const unsigned two = quarter < 2 ? amax.x : amax.y;
   const GroupScale scale = group_scale(abs_bits(quarter % 2 == 0 ? value(two, 0) : value(two, 1)));
   if (live) args.scale[(col + quarter) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
-  const unsigned kept = __ballot_sync(0xffffffffU, scale.keep) >> eighth;
+  const unsigned finite = __ballot_sync(0xffffffffU, scale.keep) >> eighth;
   const std::int64_t at = g * 32 + quarter * 8, row_blocks = (args.x.rows + 15) / 16;
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
     uint2 codes = round_group_packed(
         [&](int t) { return value(c < 2 ? word[t].x : word[t].y, c % 2); }, inv, args.key, offset,
         static_cast<std::uint64_t>((col + c) * row_blocks + g * 4 + quarter));
-    if ((kept >> (8 * c) & 1) == 0) codes = make_uint2(0, 0);
-    if (live && at < args.row_bytes) {  // rows are whole 16 bytes
+    if ((finite >> (8 * c) & 1) == 0) codes = make_uint2(0, 0);
+    if (live && at < args.row_bytes) {  // row_bytes is a multiple of 16
       *reinterpret_cast<uint2*>(args.packed + (col + c) * args.row_bytes + at) = codes;
     }
   }
@@ -132,7 +132,7 @@ struct RequantizeArgs {
   DeviceKey key;
 };
 
-// Thread t of the T that share channel `row`; `all_max` returns the largest of their values.
+// Requantises channel `row` as thread t of T. `all_max` is the maximum over these threads.
 template <class AllMax>
 __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, std::int64_t row,
                                                    int t, int T, const AllMax& all_max) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
   const auto* from = reinterpret_cast<const uint2*>(args.packed + row * args.row_bytes);
   const DeviceOffset offset = warp_offset<Rounding::stochastic>(args.key);
   const std::uint16_t* const scales = args.scale + row * args.groups;
-  std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
+  std::uint32_t largest = 0;  // scales are positive or NaN, so bit patterns have their order
   for (std::int64_t g = t; g < args.groups; g += T) {
     largest = max(largest, std::uint32_t{scales[g]});
   }

@@ -1,5 +1,5 @@
-// The host side of a launch. Caches slow, constant queries of the runtime, by device: the library's
-// only global state.
+// Host side of a launch. Caches slow, constant queries of the runtime per device, which is the
+// library's only global state.
 #include "cuda/launch.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ int query_device(int device, cudaDeviceAttr attribute, const char* stage) {
   return value;
 }
 
-// Of every device, from the first call on. The queries create no context of a device.
+// Facts of every device, queried at the first call. The queries create no CUDA context.
 const DeviceFacts& device_facts(const Context& context, const char* stage) {
   static const std::vector<DeviceFacts> all = [&] {
     std::vector<DeviceFacts> facts(static_cast<std::size_t>(cuda_device_count()));
@@ -44,7 +44,7 @@ const DeviceFacts& device_facts(const Context& context, const char* stage) {
   return all[static_cast<std::size_t>(context.device().index)];
 }
 
-// What a kernel has opted in to on a device.
+// Non-default launch limits already set for a kernel on a device.
 struct KernelLimits {
   std::size_t shared_bytes = 0;
   bool large_clusters = false;
@@ -126,14 +126,14 @@ const char* cuda_device_trouble() noexcept {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status == cudaSuccess) return "";
-  cudaGetLastError();  // an answer, as below
+  cudaGetLastError();  // clears the error, see cuda_device_count
   return cudaGetErrorString(status);
 }
 
 int cuda_device_count() noexcept {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();  // no driver or no device is an answer, not an error to leave behind
+    cudaGetLastError();  // clears the error: no driver or no device is a valid answer
     return 0;
   }
   return count;

@@ -1,5 +1,5 @@
-// Host side of a kernel launch: errors, the current device, the launch itself. Nothing here
-// allocates, synchronises or is forbidden during stream capture.
+// Host side of a kernel launch: errors, the current device, the launch. Nothing here allocates or
+// synchronises, and everything is allowed during stream capture.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ namespace hot::detail {
 
 inline void check_cuda(cudaError_t status, const char* stage, const char* call) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // reported here; the next call of whoever shares this thread starts clean
+  cudaGetLastError();  // clears the error, which is reported here
   std::string message = std::string(stage) + ": " + call +
                         " failed: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
                         ")";
@@ -28,7 +28,7 @@ inline void check_cuda(cudaError_t status, const char* stage, const char* call) 
   throw Error(ErrorCode::cuda, message);
 }
 
-// Makes a device current, and the previous one again at the end.
+// Guard that makes a device current, and at the end the previous one.
 class DeviceGuard {
  public:
   DeviceGuard(int device, const char* stage) : device_(device) {
@@ -46,22 +46,22 @@ class DeviceGuard {
   int previous_ = 0;
 };
 
-// An attribute of the context's device; those that every launch needs are queried once.
+// Attribute of the context's device. Attributes that every launch needs are queried once.
 int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage);
 
-// Whether a kernel's start may overlap the end of the previous one (programmatic dependent launch):
-// only where the code that runs is certain to begin as in cuda/device/begin_kernel.cuh.
+// Whether a kernel's start may overlap the end of the previous one (programmatic dependent launch).
+// True only if all kernels are certain to start as in cuda/device/begin_kernel.cuh.
 bool kernels_overlap(const Context& context, const char* stage);
 
-// Opts a kernel in to the shared memory and the clusters of a shape, on the context's device, which
-// is current. Limits only ever grow; another thread may be relying on them.
+// Opts a kernel in to the shared memory and the cluster size of a shape, on the context's (current)
+// device. Limits only grow, because another thread may rely on them.
 void set_kernel_limits(const char* stage, const Context& context, const void* kernel,
                        const LaunchShape& shape);
 
 template <class... Params>
 void set_kernel_limits(const char* stage, const Context& context, void (*kernel)(Params...),
                        const LaunchShape& shape) {
-  // Up to 48 KB needs no opt-in; this leaves 12 KB for static shared memory.
+  // Up to 48 KB needs no opt-in. The limit here leaves 12 KB for static shared memory.
   if (shape.shared_bytes > 36 * 1024 || shape.cluster > 8) {
     set_kernel_limits(stage, context, reinterpret_cast<const void*>(kernel), shape);
   }
@@ -84,7 +84,7 @@ inline cudaLaunchConfig_t launch_config(const LaunchShape& shape, cudaStream_t s
   return config;
 }
 
-// How many clusters of a shape the device runs at the same time; queried once.
+// Number of clusters of a shape that the device runs at the same time; queried once.
 int clusters_at_once(const char* stage, const Context& context, const void* kernel,
                      const LaunchShape& shape);
 
@@ -95,7 +95,7 @@ int clusters_at_once(const char* stage, const Context& context, void (*kernel)(P
   return clusters_at_once(stage, context, reinterpret_cast<const void*>(kernel), shape);
 }
 
-// `kernel<<<blocks, threads, shared, stream of context>>>(args...)`, with the launch's own status:
+// Launches `kernel` on the context's stream. Checks the launch's own status, because
 // cudaGetLastError would also return another library's earlier error.
 template <class... Params, class... Args>
 void launch(const char* stage, const Context& context, void (*kernel)(Params...),

@@ -1,5 +1,5 @@
-// The steps of a plan as launches, each in the file of its kernel. The step holds all decisions,
-// the other arguments hold the memory. The device is current.
+// Launchers of a plan's steps, each in the file of its kernel. The step holds all decisions, the
+// other arguments the memory. The context's device must be current.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace hot::detail {
 
 // quantize_rows.cu
 void launch_rows(const Context&, const plan::Step&, const RowsJob&);
-// quantize_rows_column_amax.cu; `sum`: null: not wanted, as below
+// quantize_rows_column_amax.cu; `sum` may be null, here and below
 void launch_rows_column_amax(const Context&, const plan::Step&, const RowsJob&, const ColumnsJob&,
                              const ColumnSum* sum);
 // quantize_rows_groups.cu
@@ -23,7 +23,7 @@ void launch_columns(const Context&, const plan::Step&, const ColumnsJob&, const 
 void launch_generic_columns(const Context&, const plan::Step&, const ColumnsJob&);
 // quantize.cu
 void launch_finish_scales(const Context&, const plan::Step&, const ColumnsJob&);
-// quantize_grouped.cu; null: not wanted
+// quantize_grouped.cu; jobs may be null
 struct GroupedJobs {
   const RowsJob* rows = nullptr;
   const ColumnsJob* columns = nullptr;
@@ -47,13 +47,13 @@ void launch_broadcast_scale(const Context&, const plan::Step&, const float* scal
                             std::int64_t count, float* vector);
 void launch_widen(const Context&, const plan::Step&, const MatrixIn& bias, float* out);
 void launch_wgmma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
-// gemm_small.cu; the products in the order of the plan
+// gemm_small.cu; products in the order of the plan
 void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* products, int count);
-// gemm_sm80.cu: the kernels mma_*; of INT4 operands args.k counts values. token
+// gemm_sm80.cu: kernels mma_* (args.k counts values, also for INT4) and token
 void launch_mma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 void launch_token(const Context&, const plan::Step&, const GemmArgs&);
 
-// How many of a kernel's CTAs or clusters the device runs at the same time.
+// Number of CTAs or clusters of a kernel that the device runs at the same time.
 std::int64_t clusters_at_once(const Context&, const plan::ColumnsOnePass&, const LaunchShape&);
 
 }  // namespace hot::detail

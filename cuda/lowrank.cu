@@ -1,7 +1,7 @@
-// Stage: HLA along the tokens, the rows of P x as floats.
+// Stage: HLA along the tokens: rows of P x as floats.
 //
-// hla_kernel: a thread takes a column; a block of it lies in shared memory, a column for each
-//   thread: no barriers, no bank conflicts.
+// hla_kernel: a thread takes a column and keeps a block of it in its own column of shared memory.
+//   There are no barriers and no bank conflicts.
 #include <cstdint>
 
 #include "cuda/backend.h"

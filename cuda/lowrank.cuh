@@ -1,5 +1,4 @@
-// Device code that HLA and the generic quantiser of columns share: the rows of P x, of any
-// projection, one column a thread.
+// Rows of P x for any projection, one column per thread, for HLA and the generic column quantiser.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +10,7 @@
 
 namespace hot::detail {
 
-// A column of shared memory: element i of this thread.
+// This thread's column of shared memory.
 struct SharedColumn {
   float* base;
   int threads;
@@ -29,8 +28,7 @@ __device__ inline void butterfly_shared(const SharedColumn& v, int length) {
   }
 }
 
-// Calls emit(k, value) for the rows of P x that the blocks [begin, end) give, in order; the range
-// that holds the last block also gives the prefix rows.
+// Calls emit(k, value) for the rows of P x from blocks [begin, end) and, at the end, the prefix.
 template <class Emit>
 __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int64_t col,
                           std::int64_t begin, std::int64_t end, const SharedColumn& v,
@@ -48,7 +46,7 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
       for (int fold = 0; fold < p.folds; ++fold, length /= 2) {
         const int a = sketch_draw(draw, fold, length);
         const int top = 1 << (31 - __clz(a));
-        int to = 0;  // in place: result i comes from rows i and above
+        int to = 0;  // folding in place is safe: result i reads only rows >= i
         for (int t = 0; t < length; ++t) {
           if ((t & top) == 0) v[to++] = v[t] + v[t ^ a];
         }

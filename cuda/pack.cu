@@ -1,4 +1,4 @@
-// Stage: INT4 packing. A thread makes or takes one byte; bound by memory, off the training path.
+// Stage: INT4 packing. A thread writes one byte. Bound by memory, and not used in training.
 #include "cuda/backend.h"
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/launch.h"

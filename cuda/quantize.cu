@@ -1,9 +1,8 @@
-// Stage: quantise and dequantise a matrix, the public stage: any strides, any granularity.
-//
-// matrix_amax_kernel, matrix_codes_kernel: a thread takes 16 elements of a row. The memory of the
-//   scales holds the bit patterns of the largest values between them.
-// finish_scales_kernel: scales from largest values.
-// dequantize_kernel: a thread takes an element.
+// Stage: quantise and dequantise a matrix (public functions), any strides, any granularity.
+// * matrix_amax_kernel, matrix_codes_kernel: a thread takes 16 elements of a row. Between the two
+//   kernels the memory of the scales holds bit patterns of the largest values.
+// * finish_scales_kernel: converts largest values to scales.
+// * dequantize_kernel: a thread takes an element.
 #include <algorithm>
 #include <cstdint>
 

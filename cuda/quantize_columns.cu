@@ -1,33 +1,32 @@
-// Stage: the K-contiguous operands of columns, in blocks of 16 tokens: g_y for g_w, w for g_x, x
-// kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself, with
-// equalised tokens times a power of two each.
+// Stage: K-contiguous operands from columns, in blocks of 16 tokens: g_y for g_w, w for g_x, x
+// saved as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself.
+// Equalised tokens are multiplied by a power of two each.
 //
 // columns_one_pass_kernel: one read of x.
-//   A cluster takes a column tile, 64 bytes of every token (32 columns in 16-bit types, two
-//   sectors), and keeps it in shared memory. Its CTAs reduce the largest values through the
-//   cluster's shared memory and write the codes from the same bytes. P x of rank 8 takes the place
-//   of the tokens that it is made from (16-bit types: 16 values in fp32 for 32 tokens, by the same
-//   lane); otherwise it is computed twice.
-//     work     A warp owns a token tile of 128 tokens (8 KB), from column tile to column tile. It
-//              waits for its own copies (cp.async), finds the largest values, meets the others at
-//              two barriers, writes the codes and starts the copies of the next column tile.
-//              A lane takes 16 k (a k16) of two neighbouring columns at a time in registers: 16
-//              tokens as they are (full), a whole block (w for g_x), or two blocks of rank 8. A
-//              sketch folds to 8 values first (it reads tokens t and t ^ a: no register is indexed
-//              at run time); lowpass and sequency keep 8 fixed rows. The warp notes
-//              the factors of its 128 tokens once, 256 bytes.
-//     banks    Bits 5 and 6 of an address are swizzled by the number of the k16 (16 tokens, or 32
-//              at rank 8), so that the four k16 of a warp use all banks. Every block starts on 1024
-//              bytes, so that tokens are reached by exclusive or.
-//     stores   A warp writes 64 contiguous bytes of each of 16 channels, straight from registers.
-//   16-bit types: 2 bytes read and 1 (rank 8: 0.5) written for an element, the least there is.
-//   g_b falls out: row 0 of a block is the sum of its tokens.
+//   A cluster keeps a column tile in shared memory: 64 bytes of every token (32 columns in 16-bit
+//   types, two sectors). Its CTAs reduce the largest values through the cluster's shared memory.
+//   They write the codes from the same bytes. In 16-bit types P x of rank 8 replaces its tokens (16
+//   values in fp32 for 32 tokens, by the same lane). Otherwise P x is computed twice.
+//   * work: A warp owns a token tile of 128 tokens (8 KB) in every column tile. It waits for its
+//     own copies (cp.async), finds the largest values and passes two barriers. Then it writes the
+//     codes and starts the copies of the next column tile. The factors of its tokens are stored
+//     once.
+//   * lanes: A lane keeps 16 k (a k16) of two neighbouring columns in registers. These are 16
+//     tokens (full), a whole block (w for g_x), or two blocks of rank 8. A sketch first folds to 8
+//     values: it reads tokens t and t ^ a, so no register is indexed at run time. The bases lowpass
+//     and sequency keep 8 fixed rows.
+//   * banks: Bits 5 and 6 of an address are swizzled by the number of the k16 (16 tokens, or 32 at
+//     rank 8). The four k16 of a warp then use all banks. Every block starts at a multiple of 1024
+//     bytes, so that tokens are addressed by exclusive or.
+//   * stores: A warp writes 64 contiguous bytes of each of 16 channels from registers.
+//   * traffic: In 16-bit types 2 bytes read and 1 (rank 8: 0.5) written per element, the minimum.
+//     The sum g_b costs no read: row 0 of a block is the sum of its tokens.
 //
-// column_amax_kernel, column_codes_kernel: two reads, where a cluster cannot hold a column tile.
-//   The largest values (atomicMax), then the codes in the opposite order, which finds the end of x
-//   in the L2. For devices without clusters (before sm_90), one scale for the whole tensor, or more
-//   than 16,384 tokens: clusters that hold more spill registers or fill an SM with one CTA, and
-//   take longer (docs/dev/kernels.md).
+// column_amax_kernel, column_codes_kernel: two reads, if a cluster cannot hold a column tile.
+//   The first computes the largest values (atomicMax). The second writes the codes in the opposite
+//   order, which finds the end of x in the L2 cache. They serve devices without clusters (before
+//   sm_90), a single scale, and more than 16,384 tokens. Clusters for more tokens would spill
+//   registers or fill an SM with one CTA, and take longer (docs/dev/kernels.md).
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -78,18 +77,18 @@ namespace {
 
 using namespace columns;
 
-// One read of x: a cluster holds a column tile.
+// Quantises with one read of x: a cluster holds a column tile.
 template <ColumnTransform transform, class Tag>
 __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, Pass::both))
     columns_one_pass_kernel(const __grid_constant__ Args args) {
 #if HOT_HOPPER_CODE
   extern __shared__ __align__(1024) char memory[];
-  // A k16 takes no more room than its tokens: P x is computed once.
+  // True if a k16 fits the memory of its tokens. Then P x is computed once.
   constexpr bool in_place = fits_in_place(transform, Tag::size);
   const Place place = place_in_cluster(args, blockIdx.x);
   const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
   tile.draw_folds();
-  // All CTAs must have started before any writes to another's shared memory.
+  // All CTAs must have started before one writes to another's shared memory.
   if (args.cluster > 1) arrive_cluster();
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, 
 #endif
 }
 
-// The first of two passes: largest values, and partial sums for g_b.
+// First of two passes: largest values, and partial sums of g_b.
 template <ColumnTransform transform, class Tag>
 __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::size, Pass::amax))
     column_amax_kernel(const __grid_constant__ Args args) {
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
   end_kernel(args.independent);
 }
 
-// The second: codes. It goes backwards through x, whose end the L2 still holds.
+// Second pass: codes. It goes backwards through x, because the L2 cache still holds the end.
 template <ColumnTransform transform, class Tag>
 __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::size, Pass::codes))
     column_codes_kernel(const __grid_constant__ Args args) {
@@ -194,10 +193,10 @@ KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
 
 }  // namespace
 
-std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
+std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& kernel,
                               const LaunchShape& shape) {
-  return clusters_at_once("backward_linear", context, kernel_of(of.transform, Pass::both, of.dtype),
-                          shape);
+  return clusters_at_once("backward_linear", context,
+                          kernel_of(kernel.transform, Pass::both, kernel.dtype), shape);
 }
 
 void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,

@@ -1,6 +1,6 @@
-// Device code of quantize_columns.cu, whose opening comment says how it works: what a warp does
-// with a token tile, and what warps and CTAs reduce. A header, because quantize_grouped.cu runs it
-// beside other work in one launch, and quantize_rows_column_amax.cu finds the same largest values.
+// Device code of quantize_columns.cu, whose opening comment explains it: the work of a warp on a
+// token tile, and the reductions of warps and CTAs. It is a header, because quantize_grouped.cu and
+// quantize_rows_column_amax.cu also use it.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -21,8 +21,8 @@
 
 namespace hot::detail::columns {
 
-// The bits of an address that the swizzle turns, by the number of the k16. 8 lanes read 32 bytes of
-// a token in 16-bit types, four k16 at once, and 64 bytes in fp32, two at once.
+// Address bits that the swizzle flips, by the number of the k16. In 16-bit types 8 lanes read 32
+// bytes of a token, and four k16 are read at once. In fp32 it is 64 bytes and two k16.
 template <class Tag>
 __device__ int swizzle(int number) {
   return Tag::size == 2 ? (number & 3) << 5 : (number & 1) << 6;
@@ -34,32 +34,31 @@ struct Args {
   MatrixIn x;
   TokenOrder order;
   std::int64_t body_tokens;
-  // `projected`: the fold of every block, `drawn_fold` if each block draws its own, 0 for none
-  // (lowpass).
+  // `projected`: fold of every block, `drawn_fold` if each block draws its own, 0 for lowpass.
   int fold;
   float sketch_weight;
   DeviceKey sketch, key;
   std::int8_t* codes;
   float* scale;
   std::int64_t scales;
-  std::uint32_t* amax;  // between two passes
+  std::uint32_t* amax;  // largest values between two passes
   std::int64_t k_padded, token_tiles, column_tiles;
-  int ctas;     // of a column tile
-  int cluster;  // of them that reduce to one scale: all, or 0 for none
+  int ctas;     // per column tile
+  int cluster;  // CTAs that reduce to one scale: all, or 0 for none
   int bits;
-  bool per_tensor, contiguous;  // contiguous: rows aligned, tokens in the order of memory
-  bool independent;             // of the kernel before
+  bool per_tensor, contiguous;  // contiguous: aligned rows, tokens in memory order
+  bool independent;             // see begin_kernel
   bool sum_wanted, sum_accumulate;
   MatrixOut sum;
-  float* partial_sums;  // [ctas, columns], of column_amax_kernel
+  float* partial_sums;  // [ctas, columns], written by column_amax_kernel
 };
 
-// Starts a warp's copies of a token tile, or of its half of the columns.
+// Starts a warp's copies of a token tile, or of half its columns.
 template <ColumnTransform transform, class Tag, int tile_warps>
 __device__ void load_tile(const Args& args, std::int64_t first_token, std::int64_t first_column,
                           char* tile) {
-  constexpr int vec16_elements = 16 / Tag::size, vecs = 4 / tile_warps;  // of a token
-  constexpr int step = 32 / vecs;  // tokens of a warp at a time
+  constexpr int vec16_elements = 16 / Tag::size, vecs = 4 / tile_warps;  // vectors per token
+  constexpr int step = 32 / vecs;  // tokens that a warp copies at a time
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int vec16 = static_cast<int>(threadIdx.x) / 32 % tile_warps * vecs + lane % vecs;
   const std::int64_t col = first_column + vec16 * vec16_elements;
@@ -105,7 +104,7 @@ __device__ void load_tile(const Args& args, std::int64_t first_token, std::int64
   }
 }
 
-// Two neighbouring columns of a token.
+// Loads two neighbouring columns of a token.
 template <class Tag>
 __device__ void load_two(const char* from, float& first, float& second) {
   unsigned words[Tag::size / 2];
@@ -120,8 +119,8 @@ __device__ void load_two(const char* from, float& first, float& second) {
   second = pair[1];
 }
 
-// A lane's k16 of two columns in shared memory, as tokens: token t is at `even` or `odd`, by the
-// parity of t, plus t * tile_row_bytes.
+// Tokens of a lane's k16 of two columns in shared memory. Token t is at t * tile_row_bytes after
+// `even` or `odd`, depending on the parity of t.
 struct LaneK16 {
   const char* even;
   const char* odd;
@@ -133,8 +132,8 @@ struct LaneK16 {
                     v[1][t]);
     }
   }
-  // A folded block: value i is token t plus token t ^ a, t being i with a 0 put in at the
-  // place of a's top bit: the bits of i below it, those of 2i above it.
+  // Loads a folded block. Value i is token t plus token t ^ a. The index t is i with a 0 inserted
+  // at the position of a's top bit. It has the bits of i below that position, those of 2i above.
   template <class Tag>
   __device__ void load_folded(int first_token, int a, float (&v)[2][8]) const {
     const unsigned top = (1U << (31 - __clz(a))) * tile_row_bytes;
@@ -153,7 +152,7 @@ struct LaneK16 {
       v[1][i] = x[1] + y[1];
     }
   }
-  // The k of both columns take the place of the tokens that they are made from: a word for a word.
+  // Address of a k of a column. The k of both columns replace their tokens, word for word.
   __device__ char* place(int column, int k) const {
     const int token = column * k16 + k;
     return const_cast<char*>(token % 2 == 0 ? even : odd) + token * tile_row_bytes;
@@ -173,7 +172,7 @@ struct LaneK16 {
   }
 };
 
-// Multiplies the tokens of two columns by their factors, `notes`.
+// Multiplies the tokens of two columns by their factors in `notes`.
 __device__ inline void multiply_factors(const std::uint8_t* notes, float (&v)[2][k16]) {
 #pragma unroll
   for (int t = 0; t < k16; t += 8) {
@@ -189,7 +188,7 @@ __device__ inline void multiply_factors(const std::uint8_t* notes, float (&v)[2]
   }
 }
 
-// The k16 of two neighbouring columns. `notes`: WarpTile::lane_notes.
+// Computes a k16 of two neighbouring columns. `notes` is WarpTile::lane_notes.
 template <ColumnTransform transform, class Tag>
 __device__ void project(const Args& args, const LaneK16& from, const std::uint8_t* notes,
                         float (&v)[2][k16]) {
@@ -230,10 +229,10 @@ __device__ void project(const Args& args, const LaneK16& from, const std::uint8_
   }
 }
 
-// The largest magnitudes and the sum of the tokens of a column. The last stage of a butterfly makes
-// a + b and a - b, the larger of which is |a| + |b|, rounded alike: so the pair is compared before
-// it exists. A weight above 1 keeps the order, so the weighted rows of a sketch are weighted once,
-// at the end: `largest[1]`. Sums of k16 are added up in `Sum`.
+// Largest magnitudes and sum of the tokens of a column. The last stage of a butterfly computes a +
+// b and a - b. The larger magnitude is |a| + |b|, with the same rounding, so that stage is skipped.
+// A weight above 1 keeps the order, so the rows of a sketch are weighted once, at the end
+// (`largest[1]`). Sums of k16 are added up in `Sum`.
 template <ColumnTransform transform, class Sum = double>
 struct Partial {
   float largest[2] = {0.0F, 0.0F};
@@ -273,14 +272,14 @@ struct Partial {
     if (sum_wanted) sum += static_cast<Sum>(v[0]);
   }
 
-  // Of two blocks of rank 8, weighted already.
+  // Adds two blocks of rank 8 that are already weighted.
   __device__ void projected(const float (&v)[k16], bool sum_wanted) {
 #pragma unroll
     for (int k = 0; k < k16; ++k) add(largest[0], v[k]);
     if (sum_wanted) sum += static_cast<Sum>(v[0]) + static_cast<Sum>(v[8]);
   }
 
-  // In the order in which row 0 of an FWHT adds them.
+  // Sum in the order of row 0 of an FWHT.
   template <int Size>
   __device__ static float tree_sum(const float (&v)[Size]) {
     float total[Size];
@@ -330,25 +329,25 @@ __device__ void accumulate(const Args& args, const LaneK16& from, const std::uin
   }
 }
 
-// Largest values and sums of the columns of a column tile, of a warp or of a CTA.
+// Largest values and sums of the columns of a column tile, per warp or per CTA.
 struct Partials {
   double sum[max_tile_columns];
   std::uint32_t amax[max_tile_columns];
 };
 static_assert(sizeof(Partials) == partials_bytes);
 
-// Shared memory: the token tiles, then this.
+// Shared memory behind the token tiles.
 struct SharedMemory {
-  Partials* cluster;    // [2][cluster]: a CTA may be one column tile ahead of another
+  Partials* cluster;    // [2][cluster], since a CTA may be one column tile ahead of another
   Partials* warp;       // [warps]
-  std::uint8_t* notes;  // [warps][tile_notes]: folds of blocks, or factors of tokens
+  std::uint8_t* notes;  // [warps][tile_notes], folds of blocks or factors of tokens
   __device__ SharedMemory(char* tiles, int tile_count, int warps, int cluster_size)
       : cluster(reinterpret_cast<Partials*>(tiles + tile_count * tile_bytes)),
         warp(cluster + 2 * max(1, cluster_size)),
         notes(reinterpret_cast<std::uint8_t*>(warp + warps)) {}
 };
 
-// Writes to the same place of the shared memory of CTA `rank`; without a cluster, to this CTA's.
+// Writes to the corresponding address in CTA `rank`, or without a cluster in this CTA.
 template <class T>
 __device__ void store_to_cta(T* place, int rank, int cluster, T value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -364,34 +363,34 @@ __device__ inline void cluster_barrier() {
 #endif
 }
 
-// Where a CTA works: its column tile, and its rank among the CTAs that share it.
+// Work of a CTA: its column tile, and its rank among the CTAs that share it.
 struct Place {
   int rank;
   unsigned column_tile;
 };
 
-// CTAs of a column tile are neighbours, as those of a cluster are. 32 bits: a division of 64 takes
-// as long as a load.
+// Place if the CTAs of a column tile are neighbours, as in a cluster. Divides in 32 bits, because a
+// 64-bit division takes as long as a load.
 __device__ inline Place place_in_cluster(const Args& args, unsigned block) {
   const auto ctas = static_cast<unsigned>(args.ctas);
   const unsigned tile = block / ctas;
   return {static_cast<int>(block - tile * ctas), tile};
 }
 
-// Column tiles are neighbours, so that whole rows of x are read at a time.
+// Place if column tiles are neighbours, so that whole rows of x are read at the same time.
 __device__ inline Place place_in_row(const Args& args, unsigned block) {
   const auto tiles = static_cast<unsigned>(args.column_tiles);
   const unsigned rank = block / tiles;
   return {static_cast<int>(rank), block - rank * tiles};
 }
 
-// The largest value and the sum of a lane's column.
+// Largest value and sum of a lane's column.
 struct ColumnTotal {
   std::uint32_t amax = 0;
   double sum = 0.0;
 };
 
-// A warp's token tile. `tile_warps` warps share one, each taking a half of its columns.
+// Token tile of a warp. If `tile_warps` is 2, two warps share it, with half of its columns each.
 template <ColumnTransform transform, class Tag, int tile_warps>
 class WarpTile {
  public:
@@ -409,14 +408,14 @@ class WarpTile {
         tile_(memory + warp_ / tile_warps * tile_bytes),
         notes_(shared_.notes + warp_ * tile_notes(transform)),
         k16_count_(args.k_padded / k16) {
-    // Of the last token tile only what holds k.
+    // The last token tile has only the steps that contain k.
     steps_ = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{tile_steps(transform)},
                                                        (k16_count_ + warp_k16s - 1) / warp_k16s -
                                                            number_ * tile_steps(transform))));
   }
 
-  // Writes the fold of each block. Drawn ones come first of all: the previous kernel may write the
-  // key's counter, so they wait for that kernel.
+  // Writes the fold of each block. Drawn folds wait for the previous kernel if the key has a
+  // counter, which that kernel may write.
   __device__ __forceinline__ void draw_folds() const {
     if constexpr (transform == ColumnTransform::projected) {
       const bool drawn = args_.fold == drawn_fold;
@@ -433,8 +432,7 @@ class WarpTile {
     }
   }
 
-  // Reads the exponents of the tokens, after the wait for the previous kernel, which may have
-  // compressed x.
+  // Reads the tokens' factors, after the wait for the previous kernel, which may write exponents.
   __device__ __forceinline__ void load_factors() const {
     if constexpr (transform == ColumnTransform::factored) {
       auto* const factors = reinterpret_cast<std::uint16_t*>(notes_);
@@ -447,7 +445,7 @@ class WarpTile {
     }
   }
 
-  // Whether there is such a token tile: the last CTA of a column tile may have warps to spare.
+  // Whether this warp has a token tile. The last CTA of a column tile may have idle warps.
   __device__ bool real() const { return number_ < args_.token_tiles; }
 
   __device__ __forceinline__ void load(unsigned column_tile) const {
@@ -460,8 +458,8 @@ class WarpTile {
     __syncwarp();
   }
 
-  // The largest values and sums of the token tile, for reduce(). `in_place`: leaves P x where the
-  // tokens were, for write_codes.
+  // Computes the largest values and sums of the token tile for reduce(). `in_place` replaces the
+  // tokens by P x, for write_codes().
   template <bool in_place>
   __device__ __forceinline__ void accumulate_tile() const {
 #pragma unroll 1
@@ -501,11 +499,11 @@ class WarpTile {
     __syncthreads();
   }
 
-  // Reduces the warps' partials, and gathers those of all CTAs in each: `cluster` of them, below 2:
-  // this one alone. `turn`: of column tiles of this CTA. Sums go to CTA 0.
+  // Reduces the partials of the warps, and gathers them from `cluster` CTAs in each CTA (below 2:
+  // from this CTA). `turn` counts the column tiles of this CTA. Sums go to CTA 0.
   __device__ __forceinline__ Partials* reduce(int cluster, int turn) const {
     Partials* const gathered = shared_.cluster + turn % 2 * cluster;
-    // A thread for a column and a CTA to write to.
+    // A thread handles a column and a target CTA.
     for (int i = thread_; i < columns * max(1, cluster); i += static_cast<int>(blockDim.x)) {
       const int c = i % columns, to = i / columns;
       std::uint32_t amax = 0;
@@ -529,7 +527,7 @@ class WarpTile {
     return gathered;
   }
 
-  // Of this lane's column; the sum in warp 0 of CTA 0 (without a cluster: of each).
+  // Total of this lane's column. The sum is valid in warp 0 of CTA 0 (without a cluster: of each).
   __device__ __forceinline__ ColumnTotal total(const Partials* gathered, int cluster) const {
     ColumnTotal total;
     if (lane_ >= columns) return total;
@@ -540,14 +538,14 @@ class WarpTile {
     return total;
   }
 
-  // A lane has a column of the column tile.
+  // Column of this lane in the column tile.
   __device__ std::int64_t column(unsigned column_tile) const {
     return std::int64_t{column_tile} * columns + lane_;
   }
   __device__ bool has_column(unsigned column_tile) const {
     return lane_ < columns && column(column_tile) < args_.x.cols;
   }
-  // Whether this lane is the one of all CTAs that writes its column's scale and sum.
+  // Whether this lane, among all CTAs, writes the scale and sum of its column.
   __device__ bool writes_column(unsigned column_tile) const {
     return warp_ == 0 && rank_ == 0 && has_column(column_tile);
   }
@@ -564,7 +562,7 @@ class WarpTile {
     store_element(args_.sum, 0, column(column_tile), sum);
   }
 
-  // `scale`: of this lane's column.
+  // Writes the codes. `scale` is that of this lane's column.
   template <bool in_place>
   __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
@@ -612,16 +610,16 @@ class WarpTile {
 
   __device__ int first_half() const { return tile_warps == 1 ? 0 : warp_ % tile_warps; }
   __device__ int last_half() const { return tile_warps == 1 ? halves : first_half() + 1; }
-  // Lanes 8 i to 8 i + 7 take k16 number i of a step, two columns each.
+  // Column pair of this lane. Lanes 8 i to 8 i + 7 process k16 number i of a step.
   __device__ int pair() const { return lane_ % 8; }
-  // Notes on the tokens of a lane's k16: two folds, or a factor of each token.
+  // Notes on the tokens of a lane's k16: two folds, or a factor per token.
   __device__ const std::uint8_t* lane_notes(int step) const {
     constexpr int bytes = tile_notes(transform) * k16_tokens(transform) / tile_tokens;
     return notes_ + (step * warp_k16s + lane_ / 8) * bytes;
   }
 
   __device__ __forceinline__ LaneK16 lane_k16(int step, int half) const {
-    // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.
+    // Swizzling bit 6 exchanges even and odd tokens, bit 5 the halves of a token.
     const int turned = swizzle<Tag>(lane_ / 8), parity = turned & tile_row_bytes;
     const char* from = tile_ +
                        (step * warp_k16s + lane_ / 8) * k16_tokens(transform) * tile_row_bytes +
@@ -632,16 +630,16 @@ class WarpTile {
   const Args& args_;
   int rank_, thread_, warp_, lane_, warps_;
   SharedMemory shared_;
-  int number_;  // of the token tile
+  int number_;  // number of the token tile
   char* tile_;
   std::uint8_t* notes_;
-  std::int64_t k16_count_;  // of a row of codes
+  std::int64_t k16_count_;  // per row of codes
   int steps_;
 };
 
 // ---- host (quantize_columns.cu)
 
-// All but how the work is divided: ctas, cluster. `sum`: g_b, null: not wanted.
+// Arguments except the division of the work (ctas, cluster). `sum` is g_b, or null.
 Args make_args(const Context&, const ColumnsJob&, ColumnTransform, const ColumnSum* sum);
 
 }  // namespace hot::detail::columns

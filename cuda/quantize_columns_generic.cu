@@ -1,9 +1,9 @@
-// Stage: the K-contiguous operands that quantize_columns.cu does not make: blocks to 256, any list
-// of kept rows, prefix tokens, scales by k, pseudo-stochastic rounding. Correct, slower.
+// Stage: K-contiguous operands that quantize_columns.cu does not support: blocks up to 256, any
+// list of kept rows, prefix tokens, scales per k, pseudo-stochastic rounding. It is slower.
 //
-// generic_columns_kernel: two passes over x, the largest values (atomicMax), then the codes.
-//   A thread takes a column; a block of it lies in shared memory, a column for each thread: no
-//   barriers, no bank conflicts.
+// generic_columns_kernel: two passes over x, first the largest values (atomicMax), then the codes.
+//   A thread takes a column and keeps a block of it in its own column of shared memory. There are
+//   no barriers and no bank conflicts.
 #include <algorithm>
 #include <cstdint>
 
@@ -25,7 +25,7 @@ struct ColumnArgs {
   std::int8_t* codes;
   std::uint32_t* amax;
   std::int64_t k_padded;
-  std::int64_t run;  // blocks of one thread
+  std::int64_t run;  // blocks per thread
   int bits;
   bool per_tensor, per_contraction;
   DeviceKey key;

@@ -1,21 +1,19 @@
 // Stage: all operands of a small layer, quantised in one launch.
 //
-// quantize_grouped_kernel: CTAs of 256 threads in four ranges, long work first: columns of w,
-// columns
-//   of P g_y (with g_b), rows of g_y, x from INT4. Each range runs the device code of the kernel
-//   that does the work alone (quantize_columns.cuh, quantize_rows.cuh, int4_activation.cuh) on its
-//   own share of the grid, so it writes the same bytes. It saves launches, each of which takes as
-//   long as a few hundred kilobytes.
-//     columns  A CTA holds 4 token tiles of a column tile (fp32: 8). Two warps share a token tile,
-//     a
-//              half of its columns each: the longest time here is a warp's own work. Longer column
-//              tiles take the whole cluster, whose size is that of the longest.
-//     rows     256 threads share 256 / T rows, T lanes with 2 blocks of 16 elements each.
-//     x        A warp takes a channel.
-//   One scale for a whole operand needs its largest value first: the same kernel runs before, over
-//   those operands alone. Every CTA leaves its largest value in a slot of its own, and the CTAs
-//   that round read all slots: no atomics, nothing to zero. The second launch starts its copies
-//   before it waits for the first. Neither needs clusters, but for the sums of g_b.
+// quantize_grouped_kernel: CTAs of 256 threads in four ranges, longest work first.
+//   The ranges are columns of w, columns of P g_y (with g_b), rows of g_y, and x from INT4. A range
+//   runs the device code of the separate kernel (quantize_columns.cuh, quantize_rows.cuh,
+//   int4_activation.cuh) on its share of the grid and writes the same bytes. This saves launches.
+//   Each launch costs as much time as a few hundred kilobytes.
+//   * columns: A CTA holds 4 token tiles of a column tile (fp32: 8). Two warps share a token tile,
+//     with half of its columns each, because the work of a warp limits the time. Longer column
+//     tiles take a whole cluster, whose size is that of the longest.
+//   * rows: 256 threads share 256 / T rows, T lanes with 2 blocks of 16 elements each.
+//   * x: A warp takes a channel.
+//   * single scales: The kernel first runs over the operands with a single scale, for the largest
+//     values. Every CTA writes its largest value to its own slot, and the CTAs of the second launch
+//     read all slots: no atomics, no zeroing. The second launch starts its copies before it waits
+//     for the first. Neither launch needs clusters, except for the sums of g_b.
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -37,7 +35,7 @@ using grouped::threads;
 using grouped::tile_warps;
 using Range = plan::GroupedRange;
 
-// Columns of an operand.
+// Range that quantises the columns of an operand.
 struct ColumnsRange {
   columns::Args args;
   Range range;
@@ -52,7 +50,7 @@ struct GroupedArgs {
   Range rows_range, groups_range;
 };
 
-// The largest of partial maxima, for every lane of a warp.
+// Maximum of the slots; every lane of the warp gets it.
 __device__ inline std::uint32_t slots_max(const std::uint32_t* slots, int count) {
   std::uint32_t amax = 0;
   for (int i = static_cast<int>(threadIdx.x) % 32; i < count; i += 32) amax = max(amax, slots[i]);
@@ -60,18 +58,18 @@ __device__ inline std::uint32_t slots_max(const std::uint32_t* slots, int count)
 }
 
 template <ColumnTransform transform, class Tag>
-__device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned block,
+__device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsigned block,
                                               char* memory) {
-  if (block >= of.range.blocks) return begin_kernel();  // it fills up the last cluster
-  const columns::Args& args = of.args;
+  if (block >= operand.range.blocks) return begin_kernel();  // CTA that only fills the last cluster
+  const columns::Args& args = operand.args;
   const columns::Place place = columns::place_in_cluster(args, block);
   const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
   tile.draw_folds();
-  // The second of two launches copies before it waits for the first: the first has waited for what
-  // makes x, and this one reads the slots later.
-  const bool waits_late = of.pass == Pass::codes;
-  // All CTAs must have started before any writes to another's shared memory.
-  const bool reduces = args.cluster > 1 && of.pass != Pass::codes;
+  // The second of two launches copies before it waits. The first launch has already waited for the
+  // kernels that make the matrix, and the slots are read later.
+  const bool waits_late = operand.pass == Pass::codes;
+  // All CTAs must have started before one writes to another's shared memory.
+  const bool reduces = args.cluster > 1 && operand.pass != Pass::codes;
   if (reduces) arrive_cluster();
   if (!waits_late) begin_kernel();
   if (tile.real()) tile.load(place.column_tile);
@@ -80,8 +78,8 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
   const DeviceOffset offset = warp_offset<columns::rounding_of(transform)>(args.key);
   tile.wait_loaded();
   columns::ColumnTotal total;
-  if (of.pass == Pass::codes) {
-    total.amax = slots_max(args.amax, static_cast<int>(of.range.blocks));
+  if (operand.pass == Pass::codes) {
+    total.amax = slots_max(args.amax, static_cast<int>(operand.range.blocks));
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
@@ -90,7 +88,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned b
       tile.write_sum(place.column_tile, total.sum);
     }
   }
-  if (of.pass == Pass::amax) {
+  if (operand.pass == Pass::amax) {
     if (tile.warp() == 0) {
       const std::uint32_t amax = warp_max(total.amax);
       if (tile.lane() == 0) args.amax[block] = amax;
@@ -107,7 +105,7 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
                                            std::uint32_t* shared) {
   const int T = 1 << args.row_lanes_log2, thread = static_cast<int>(threadIdx.x);
   const RowsArgs& rows = args.rows;
-  if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in columns_block
+  if (rows.pass != RowsPass::codes) begin_kernel();  // codes: waits later, see columns_block
   const std::int64_t row =
       std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
   quantize_row16<gradient_block, row_blocks, Tag>(
@@ -158,13 +156,13 @@ void launch_grouped(const Context& context, const plan::Step& step, const Groupe
   GroupedArgs args{};
   const auto columns = [&](const ColumnsJob* job, const plan::GroupedColumns& part,
                            ColumnTransform transform, const ColumnSum* sum) {
-    ColumnsRange of{};
-    if (job != nullptr) of.args = columns::make_args(context, *job, transform, sum);
-    of.args.ctas = part.ctas;
-    of.args.cluster = part.cluster;
-    of.range = part.range;
-    of.pass = part.pass;
-    return of;
+    ColumnsRange operand{};
+    if (job != nullptr) operand.args = columns::make_args(context, *job, transform, sum);
+    operand.args.ctas = part.ctas;
+    operand.args.cluster = part.cluster;
+    operand.range = part.range;
+    operand.pass = part.pass;
+    return operand;
   };
   args.weight = columns(jobs.weight, work.weight, ColumnTransform::hadamard, nullptr);
   args.gradient = columns(jobs.columns, work.gradient, work.transform, jobs.sum);

@@ -1,14 +1,14 @@
 // Stage: rows after an FWHT: g_y for g_x, x and w for the forward product.
 //
-// rows16_kernel: the hot path (Hadamard block 16, stochastic; 64 with neighbouring lanes, nearest).
-//   T lanes share a row, at best within one warp. A lane holds B blocks of 16 neighbouring elements
-//   in registers: one read of g_y (32 B bytes in flight for a lane in fp16), butterfly, largest
-//   value by shuffles, one write of 16 codes a block. With one scale for the whole tensor it runs
-//   twice, first for the largest value alone. 3 bytes an element for fp16 input and one scale a
-//   row.
+// rows16_kernel: the fast path (Hadamard block 16, stochastic; block 64 across lanes, nearest).
+//   T lanes share a row, if possible within one warp. A lane holds B blocks of 16 neighbouring
+//   elements in registers. It reads g_y once, with 32 B bytes in flight per lane in fp16.
+//   Butterflies follow, then the largest value by shuffles, then a write of 16 codes per block.
+//   With a single scale the kernel runs twice, first for the largest value. Traffic with a scale
+//   per row: 3 bytes per element for fp16.
 //
 // rows_kernel: any block and any length.
-//   A CTA takes a row through 4096 floats of shared memory, twice (largest value, codes).
+//   A CTA moves a row through 4096 floats of shared memory, twice (largest value, codes).
 //
 // Operand::amax holds the bit patterns of the largest values between two kernels.
 #include <cstdint>
@@ -23,8 +23,8 @@
 namespace hot::detail {
 namespace {
 
-// threadIdx.x is the lane of a row: up to 32 of them, a power of two, with several rows
-// (threadIdx.y) in a CTA, or a row to itself.
+// threadIdx.x is the lane within a row. A power of two up to 32 lanes allows several rows per CTA
+// (threadIdx.y). More lanes take a CTA per row.
 template <int hadamard, int B, class Tag>
 __global__ void __launch_bounds__(rows16_max_lanes)
     rows16_kernel(const __grid_constant__ RowsArgs args) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
   });
 }
 
-constexpr int row_chunk = 4096;  // floats in shared memory; a multiple of every transform
+constexpr int row_chunk = 4096;  // floats in shared memory, a multiple of every block
 
 template <Rounding rounding>
 __global__ void rows_kernel(RowsArgs args) {

@@ -1,6 +1,5 @@
-// Device code of quantize_rows.cu, whose opening comment says how it works. A header, because
-// quantize_grouped.cu, quantize_rows_column_amax.cu and quantize_rows_groups.cu run it beside other
-// work in one launch.
+// Device code of quantize_rows.cu, whose opening comment explains it. It is a header, because other
+// files run it with more work in one launch.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +21,17 @@ struct RowsArgs {
   std::int64_t scales;
   std::uint32_t* amax;
   std::int64_t k_padded;
-  int live_blocks;  // of 16, of a row of x; zeros follow up to k_padded
+  int live_blocks;  // blocks of 16 in a row of x; zeros follow up to k_padded
   int bits, block;
   DeviceKey key;
   RowsPass pass;
   bool aligned;
 };
 
-// Lane `lane` of the T that share row `row`, with the values of its B blocks of 16 at most in v.
-// `hadamard`: block of the transform; neighbouring lanes share one of more than 16.
-// `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
-// no codes are wanted. All threads of the CTA call it, also past the last row.
+// Quantises a row that T lanes share. Lane `lane` has up to B blocks of 16 values in v. `hadamard`
+// is the block of the transform; blocks above 16 span neighbouring lanes. `scale_of(amax)` replaces
+// the largest value of the lane by the largest value of the scale's range. It returns false if no
+// codes are needed. All threads of the CTA call this function, also beyond the last row.
 template <int hadamard, int B, class ScaleOf>
 __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
                                                     const DeviceOffset& offset, std::int64_t row,
@@ -59,19 +58,19 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
         [&](int j) { return v[i][j]; }, UniformScale{s.inv}, args.key, offset,
         first + static_cast<std::uint64_t>(i * T), args.bits);
     if (!s.keep) codes = make_uint4(0, 0, 0, 0);
-    // No branch before this one: it would divide the code of the blocks.
+    // An earlier branch would split the code of the blocks.
     if (lane + i * T < blocks) to[i * T] = codes;
   }
 }
 
-// The same from global memory.
+// quantize_row_values for a row in global memory.
 template <int hadamard, int B, class Tag, class ScaleOf>
 __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_t row, int lane,
                                                int T, const ScaleOf& scale_of) {
   const bool real = row < args.x.rows;
   float v[B][16];
   if (args.aligned) {
-    unsigned words[B][4 * Tag::size];  // all of a lane's loads first
+    unsigned words[B][4 * Tag::size];  // issues all loads of a lane first
     const char* from =
         static_cast<const char*>(args.x.data) + (row * args.x.row_stride + lane * 16) * Tag::size;
 #pragma unroll
@@ -102,7 +101,7 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
 
 // ---- host (quantize_rows.cu)
 
-// Calls call(number) with `lane_blocks` as a type's value.
+// Calls call(number) with `lane_blocks` as a compile-time constant.
 template <int B = rows16_min_blocks, class Call>
 void with_lane_blocks(int lane_blocks, const Call& call) {
   if constexpr (B < rows16_max_blocks) {
@@ -111,7 +110,7 @@ void with_lane_blocks(int lane_blocks, const Call& call) {
   call(std::integral_constant<int, B>{});
 }
 
-// All but the pass.
+// Arguments except the pass.
 RowsArgs rows_args(const Context&, const RowsJob&);
 
 }  // namespace hot::detail

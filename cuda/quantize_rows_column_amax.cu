@@ -1,24 +1,24 @@
-// Stage: g_y for both products, and x for the forward product and to be kept with storage int8,
-// where a cluster does not hold a column tile (quantize_columns.cu).
+// Stage: g_y for both products, if a cluster does not hold a column tile (quantize_columns.cu).
+// Also x for the forward product that is saved with storage int8.
 //
-// rows_column_amax_kernel reads g_y once. It makes the rows' codes for g_x (of one scale for the
-// whole tensor only the largest value) and the largest values of the columns of P g_y, with g_b. Of
-// x it makes the rows' codes and the largest values of the columns of P x.
-// The codes of those columns are a second read (column_codes_kernel), which starts where this one
-// ends: in the L2.
-//   tile     16 whole rows (as many times more as rows are short) in shared memory. One CTA of 16
-//            warps on an SM goes from tile to tile. It copies the next one, an instruction a row
-//            (cp.async.bulk, so Hopper on), while it works on this one.
-//   rows     As in rows16_kernel, with instances of g_y's block and of the forward pass's: T lanes
-//            of a warp hold a row, B blocks of 16 elements each, in registers; butterfly, largest
-//            value by shuffles, codes.
-//   columns  A thread takes 16 tokens of two neighbouring columns, folded (a sketch: a table says
-//            which tokens of the tile meet) or butterflied. It alone keeps their largest values and
-//            sums in shared memory from tile to tile.
-//   end      A CTA updates the largest values in global memory once, and leaves a partial sum of
-//            every column for every 32 tiles: that many fp32 additions keep g_b's error bound.
-//   2 bytes read and 1 written for an element, and 2 + 1 (rank 8: 0.5) for the columns' codes,
-//   where three kernels read 2 bytes three times.
+// rows_column_amax_kernel reads g_y once. It writes the codes of rows for g_x, or with a single
+// scale only the largest value. It also writes the largest values of the columns of P g_y, and g_b.
+// For x it writes the codes of rows and the largest values of the columns of P x. The codes of the
+// columns need a second read (column_codes_kernel), which starts where this one ended: in the L2
+// cache.
+//   * tile: 16 whole rows in shared memory, or a multiple if rows are short. One CTA of 16 warps
+//     per SM goes from tile to tile. While it processes a tile it copies the next one, with an
+//     instruction per row (cp.async.bulk, from Hopper on).
+//   * rows: T lanes of a warp hold a row in registers, B blocks of 16 elements each. The work is
+//     that of rows16_kernel: butterflies, largest value by shuffles, codes. There are instances for
+//     g_y's block and for the forward pass's.
+//   * columns: A thread takes 16 tokens of two neighbouring columns and transforms them. For a
+//     sketch it folds them first, by a table of the tokens to add. Only this thread updates the
+//     columns' largest values and sums in shared memory.
+//   * end: A CTA updates the largest values in global memory once. It writes a partial sum of every
+//     column per 32 tiles: this number of fp32 additions keeps g_b's error bound.
+//   * traffic: 2 bytes read and 1 written per element, and 2 + 1 (rank 8: 0.5) for the codes of the
+//     columns. Three kernels would read 2 bytes three times.
 #include <algorithm>
 #include <cstdint>
 
@@ -45,13 +45,13 @@ struct RowsColumnAmaxArgs {
   RowsArgs rows;
   columns::Args columns;
   ColumnTransform transform;
-  int lanes;         // of a row: T
-  int token_blocks;  // of a tile
+  int lanes;         // per row: T
+  int token_blocks;  // per tile
   unsigned tiles, sums;
 };
 
-// Starts the copies of a tile, and writes which tokens are folded there, as offsets: token i of
-// the lower half at 2 i, the one that is added to it at 2 i + 1.
+// Starts the copies of a tile and writes the offsets of its folds. Offset 2 i is a token of the
+// lower half, offset 2 i + 1 the token that is added to it.
 [[maybe_unused]] __device__ void start_tile(const RowsColumnAmaxArgs& args, const Layout& layout,
                                             unsigned tile, char* to, int* folds, unsigned barrier) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -83,7 +83,7 @@ struct RowsColumnAmaxArgs {
           ? sketch_draw(random_words(args.columns.sketch, offset_of(args.columns.sketch), block), 0,
                         token_block)
           : args.columns.fold;
-  // i / 2 with a 0 put in at the place of a's top bit.
+  // The token is i with a 0 inserted at the position of a's top bit.
   const int top = 1 << (31 - __clz(a)), i = thread % token_block / 2;
   const int token = (i & (top - 1)) | (2 * i & ~(2 * top - 1));
   folds[thread] = (thread % 2 == 0 ? token : token ^ a) * layout.row_bytes;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
                                                    unsigned tile, const char* tokens,
                                                    std::uint32_t& largest) {
   const int thread = static_cast<int>(threadIdx.x), T = args.lanes, lane = thread & (T - 1);
-  const int local = thread / T;  // as many rows as the CTA has such groups of lanes
+  const int local = thread / T;  // row within the tile; the CTA has one group of T lanes per row
   const int blocks = static_cast<int>(args.rows.k_padded / 16);
   const char* from = tokens + local * layout.row_bytes;
   unsigned words[B][8];
@@ -120,7 +120,7 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
   });
 }
 
-// Largest values of P g_y and sums of tokens, of two columns.
+// Updates the largest values and sums of two columns of P g_y per thread.
 template <ColumnTransform transform>
 __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& args,
                                                    const Layout& layout, const char* tokens,
@@ -185,7 +185,7 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
   }
 }
 
-// Writes the sums so far as partial sums number `run`, and begins anew.
+// Writes the current sums as partial sums number `run` and resets them.
 [[maybe_unused]] __device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums,
                                                     unsigned run) {
   const int columns = static_cast<int>(args.rows.x.cols);
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(threads, 1)
   for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
     const unsigned here = turn % 2, next = here ^ 1;
     wait_bulk(barriers + here * barrier_bytes, turn / 2);
-    __syncthreads();  // this tile is loaded, and all are done with the previous one
+    __syncthreads();  // this tile is loaded, and no thread uses the previous one
     if (tile + gridDim.x < args.tiles) {
       start_tile(args, layout, tile + gridDim.x, shared + next * layout.tile_bytes,
                  folds + next * layout.fold_words, barriers + next * barrier_bytes);

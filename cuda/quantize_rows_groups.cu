@@ -1,13 +1,12 @@
-// Stage: quantize_forward_input of an x that is kept as INT4.
+// Stage: quantize_forward_input for an x that is also saved as INT4.
 //
-// rows_groups_kernel reads x from DRAM once, 16-bit types. It makes the rows' INT8 codes for the
-// forward product, after a transform in blocks of 64, and the packed codes that are kept for
-// backward.
-//   chunk    64 tokens, a group of the packed codes. Some CTAs take its rows, as rows16_kernel
-//            does, the others its columns, as group_quads_kernel does. They are neighbours in the
-//            grid, so they run at the same time: the second reader hits the L2, and CTAs that wait
-//            for memory (rows) share an SM with those that draw random numbers (groups).
-//   2 bytes read and 1.53 written for an element, where two kernels read 4.
+// rows_groups_kernel reads x (16-bit types) from DRAM once. It transforms rows in blocks of 64 and
+// writes their INT8 codes for the forward product. It also writes the packed codes for backward.
+//   * chunk: 64 tokens, a group of the packed codes. Some CTAs process its rows like rows16_kernel,
+//     the others its columns like group_quads_kernel. They are neighbours in the grid and run at
+//     the same time. The second reader hits the L2 cache. CTAs that wait for memory (rows) share an
+//     SM with CTAs that compute random numbers (groups).
+//   * traffic: 2 bytes read and 1.53 written per element. Two kernels would read 4.
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -23,10 +22,10 @@ namespace {
 struct RowsGroupsArgs {
   RowsArgs rows;
   GroupsArgs groups;
-  int row_ctas, column_ctas;  // of a chunk
+  int row_ctas, column_ctas;  // per chunk
 };
 
-// CTAs on an SM at least, for rows of B blocks a lane: shorter ones leave registers for more warps.
+// Minimum CTAs per SM for B blocks per lane. Fewer blocks leave registers for more warps.
 template <int B>
 inline constexpr int min_ctas = B <= 2   ? 4
                                 : B == 3 ? 3
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
   if (cta < args.row_ctas) {
     const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
     const auto local = cta * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
-    // All threads take part; those past the chunk as if past the last row.
+    // All threads take part. Threads beyond the chunk behave as beyond the last row.
     const std::int64_t row = local < int4_group ? chunk * int4_group + local : args.rows.x.rows;
     quantize_row16<forward_block, B, Tag>(args.rows, row, lane, T, [&](std::uint32_t& amax) {
       amax = row_max(amax, T, lane, shared);
@@ -60,9 +59,9 @@ __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
 }  // namespace
 
 void launch_rows_groups(const Context& context, const plan::Step& step, const RowsJob& rows,
-                        const CompressJob& kept) {
+                        const CompressJob& saved) {
   const auto& work = step.as<plan::RowsGroupsStep>();
-  const RowsGroupsArgs args{rows_args(context, rows), groups_args(context, kept), work.row_ctas,
+  const RowsGroupsArgs args{rows_args(context, rows), groups_args(context, saved), work.row_ctas,
                             work.column_ctas};
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);

@@ -1,4 +1,4 @@
-// Floating-point arithmetic as docs/numerics.md defines it, whatever the caller's settings are.
+// Floating-point settings that docs/numerics.md requires, independent of the caller's settings.
 #pragma once
 
 #include <cfenv>
@@ -9,12 +9,12 @@
 
 namespace hot::detail {
 
-// While an object lives, its thread rounds to nearest, keeps subnormal numbers and traps nothing;
-// the destructor restores the caller's settings. Callers may have others (torch.set_flush_denormal,
-// or a library linked with -ffast-math), and a new thread inherits its creator's.
+// Guard object: its thread rounds to nearest, keeps subnormal numbers and does not trap. The
+// destructor restores the caller's settings. These can differ (torch.set_flush_denormal, a library
+// linked with -ffast-math), and a new thread inherits its creator's.
 class StandardArithmetic {
  public:
-#if defined(__SSE2__)  // fesetenv does more and takes 20 times as long
+#if defined(__SSE2__)  // fesetenv takes 20 times as long
   StandardArithmetic() : before_(_mm_getcsr()) {
     if ((before_ & ~raised) != standard) _mm_setcsr(standard);
   }
@@ -32,7 +32,7 @@ class StandardArithmetic {
 
  private:
 #if defined(__SSE2__)
-  static constexpr unsigned raised = 0x3F;  // exception flags are left as they are
+  static constexpr unsigned raised = 0x3F;  // exception flags, which are not changed
   static constexpr unsigned standard = 0x1F80;
   unsigned before_;
 #else

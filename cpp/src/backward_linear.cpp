@@ -1,4 +1,4 @@
-// compress_activation and backward_linear: composition of the backends' stages, no arithmetic here.
+// compress_activation and backward_linear: checks, then the backend. No arithmetic here.
 #include "hot/backward_linear.h"
 
 #include <algorithm>
@@ -69,7 +69,7 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
     layout.scales = detail::activation_quant(spec).per_tensor ? 1 : in_features;
     scale_bytes = sizeof(float);
   }
-  // Rows are whole multiples of 16 bytes, so the scales that follow are aligned.
+  // The length of a row is a multiple of 16 bytes, so the scales behind the rows are aligned.
   layout.scale_offset = static_cast<std::size_t>(in_features * layout.row_bytes);
   layout.exponent_offset =
       layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
@@ -95,15 +95,15 @@ Support supported(const Context& context, const LinearShape& shape,
 
 std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   check_spec("saved_format", spec);
-  // Fields that the bytes do not depend on get one value.
-  BackwardLinearSpec kept = spec;
-  kept.hadamard_block = 0;
+  // Fields that do not affect the bytes get a fixed value.
+  BackwardLinearSpec normalised = spec;
+  normalised.hadamard_block = 0;
   const bool one_scale = spec.storage == Storage::int8 && detail::activation_quant(spec).per_tensor;
-  kept.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
-  if (spec.low_rank.basis == Basis::full) kept.low_rank = {};
-  if (!kept.low_rank.rows.empty()) kept.low_rank.rank = 0;
+  normalised.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
+  if (spec.low_rank.basis == Basis::full) normalised.low_rank = {};
+  if (!normalised.low_rank.rows.empty()) normalised.low_rank.rank = 0;
   Fingerprint print;
-  detail::add_fields(print.add('x'), kept, detail::in_saved);
+  detail::add_fields(print.add('x'), normalised, detail::in_saved);
   return print.value();
 }
 
@@ -135,7 +135,7 @@ std::size_t compress_workspace(const Context& context, std::int64_t in_features,
 std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
-  saved_layout(tokens, in_features, spec);  // the same errors as the call itself
+  saved_layout(tokens, in_features, spec);  // throws the errors of the call itself
   return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
@@ -173,10 +173,10 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check.input("x", x, float_dtypes, 2, max_dims);
-  const detail::CompressCall made(check, call, context, x, check.collapsed("x", x), spec, saved,
-                                  workspace);
-  if (made.job) backend_of(context).compress(context, *made.job, workspace.data);
-  return made.kept;
+  const detail::CompressCall checked(check, call, context, x, check.collapsed("x", x), spec, saved,
+                                     workspace);
+  if (checked.job) backend_of(context).compress(context, *checked.job, workspace.data);
+  return checked.kept;
 }
 
 void decompress_activation(const Context& context, const ConstSavedActivation& saved,
@@ -199,12 +199,12 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
     detail::invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
-                              std::to_string(saved.tokens) + ", saved's tokens");
+                              std::to_string(saved.tokens) + " (saved.tokens)");
   }
   if (last < first || last > saved.tokens) {
-    detail::invalid(call, "last is " + std::to_string(last) + "; expected first, " +
-                              std::to_string(first) + ", to " + std::to_string(saved.tokens) +
-                              ", saved's tokens");
+    detail::invalid(call, "last is " + std::to_string(last) +
+                              "; expected first = " + std::to_string(first) + " to " +
+                              std::to_string(saved.tokens) + " (saved.tokens)");
   }
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {last - first, saved.in_features});
@@ -232,7 +232,7 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
-  quantized_weight_bytes(out_features, in_features, spec);  // the same errors as the call itself
+  quantized_weight_bytes(out_features, in_features, spec);  // throws the errors of the call itself
   return backend_of(context).columns_workspace(context, in_features,
                                                detail::out_feature_projection(out_features, spec),
                                                detail::weight_quant(spec));
@@ -278,7 +278,7 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
 
 namespace {
 
-// Checks `saved` against the call's sizes and fills what g_w reads of it.
+// Checks `saved` against the sizes of the call and fills the fields that g_w reads.
 void resolve_saved(detail::BackwardCall& call, Projection& tokens,
                    const ConstSavedActivation& saved, bool has_weight) {
   const BackwardLinearSpec& spec = call.work.spec;
@@ -299,7 +299,7 @@ void resolve_saved(detail::BackwardCall& call, Projection& tokens,
   tokens = detail::token_projection(shape.tokens, spec);
   const SavedLayout layout = layout_of(tokens, saved.in_features, spec);
   check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
-  auto* const codes = static_cast<std::uint8_t*>(const_cast<void*>(saved.data));  // only read
+  auto* const codes = static_cast<std::uint8_t*>(const_cast<void*>(saved.data));  // read only
   auto* const scales = codes + layout.scale_offset;
   if (spec.storage == Storage::int8) {
     call.saved = {reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(scales),
@@ -377,7 +377,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
     check.shape("gb", *out.gb, {shape.out_features});
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
-  // Unused without g_w; built only to check low_rank against the number of tokens.
+  // Without g_w the projection is unused. Building it checks low_rank against the tokens.
   if (out.gw == nullptr) tokens = detail::token_projection(shape.tokens, spec);
   work.gx = has_elements(call.gx) && shape.out_features > 0;
   work.gw = has_elements(call.gw) && shape.tokens > 0;

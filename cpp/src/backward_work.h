@@ -1,4 +1,4 @@
-// A backward pass as backends take it: arguments checked and resolved (backward_linear.cpp).
+// A backward pass with checked and resolved arguments (backward_linear.cpp), input of the backends.
 #pragma once
 
 #include <algorithm>
@@ -11,31 +11,31 @@
 
 namespace hot::detail {
 
-// What a backward pass computes: everything that its kernels and scratch depend on.
+// Description of a backward pass: everything that its kernels and scratch depend on.
 struct BackwardWork {
   const BackwardLinearSpec& spec;
   LinearShape shape;
-  const Projection& tokens;        // of g_y and x for g_w
-  const Projection& out_features;  // of g_y and w for g_x
-  bool gx = false, gw = false;     // the products
-  bool weight = false;             // whether w is to be quantised for g_x
+  const Projection& tokens;        // transform of g_y and x along the tokens, for g_w
+  const Projection& out_features;  // transform of g_y and w along O, for g_x
+  bool gx = false, gw = false;     // products to compute
+  bool weight = false;             // w must be quantised for g_x
   bool gb = false, accumulate = false;
-  bool clear_gx = false, clear_gw = false;  // empty sums: only zeros
+  bool clear_gx = false, clear_gw = false;  // the contraction is empty: write zeros
 };
 
-// A call, with its memory.
+// A backward pass and its memory.
 struct BackwardCall {
   BackwardWork work;
   MatrixIn gy{}, w{};
-  Operand quantized{};  // w, if it comes quantised
-  Operand saved{};      // x, INT8
-  GroupsJob groups{};   // x, packed; `out` and `offsets` are the backend's
-  Key sketch_key{};     // x was projected with it
+  Operand quantized{};  // w, if the caller quantised it
+  Operand saved{};      // x with storage int8
+  GroupsJob groups{};   // x with storage int4; the backend sets `out`
+  Key sketch_key{};     // key of the projection of x
   MatrixOut gx{}, gw{}, gb{};
-  const std::uint8_t* exponents = nullptr;  // of x's tokens, where they were equalised
+  const std::uint8_t* exponents = nullptr;  // token exponents of an equalised x
 };
 
-// How each operand is quantised. Weights are rounded to nearest: all tokens share them, so rounding
+// Quantisation of each operand. Weights are rounded to nearest: all tokens share them, so rounding
 // noise would not average out.
 inline OperandQuant gradient_rows_quant(const BackwardLinearSpec& spec) {
   return {spec.gx_bits, spec.gx_scale == Granularity::tensor, false, spec.gx_rounding,
@@ -54,7 +54,7 @@ inline OperandQuant activation_quant(const BackwardLinearSpec& spec) {
           Purpose::activation};
 }
 
-// w [O, I] transformed along O: a projection that keeps all rows of its blocks.
+// Transform of w [O, I] along O: a projection that keeps all rows of its blocks.
 inline Projection hadamard_projection(std::int64_t out_features, int block) {
   Projection p;
   p.tokens = p.body_tokens = out_features;
@@ -71,7 +71,7 @@ inline Projection out_feature_projection(std::int64_t out_features,
   return hadamard_projection(out_features, spec.hadamard_block);
 }
 
-// Largest values, zeroed before kernels update them (CUDA).
+// Scratch for largest values, zeroed before kernels update it (CUDA).
 struct Zeroed {
   std::uint32_t* words = nullptr;
   std::size_t bytes = 0;
@@ -80,31 +80,31 @@ inline Zeroed take_zeroed(WorkspaceCursor& cursor, std::int64_t words) {
   auto* const at = cursor.take<std::uint32_t>(words);
   return {at, static_cast<std::size_t>(words) * sizeof *at};
 }
-// Words of Operand::amax.
+// Numbers of words for Operand::amax.
 struct AmaxWords {
   std::int64_t rows = 0, weight = 0, columns = 0;
   std::int64_t all() const { return rows + weight + columns; }
 };
 
-// What the workspace of the CUDA backend has beyond that of the CPU.
+// Scratch of the CUDA backend that the CPU backend does not need.
 struct DeviceScratch {
   AmaxWords amax{};
-  std::int64_t sums = 0, sums_alone = 0;  // floats: of g_b beside codes, and alone
+  std::int64_t sums = 0, sums_alone = 0;  // floats for g_b: with other gradients, and alone
 };
 
-// The arrays of a backward in its workspace; null: not in this call.
+// Arrays of a backward pass in its workspace; null if the call does not use them.
 struct BackwardScratch {
   Operand rows{}, weight{};         // for g_x
-  Operand columns{}, activation{};  // for g_w; activation: from packed codes
+  Operand columns{}, activation{};  // for g_w; activation: x decoded from storage int4
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
-  // CUDA
+  // CUDA only
   char *sums = nullptr, *sums_alone = nullptr;
   Zeroed zeroed{};        // every Operand::amax
-  std::size_t bytes = 0;  // of the workspace
+  std::size_t bytes = 0;  // size of the workspace
 };
 
-// Without memory it only counts. `device`: null on the CPU; gemm_bytes(m, n, k): of the backend's
-// product.
+// Carves the workspace; a null workspace only counts bytes. `device` is null on the CPU.
+// gemm_bytes(m, n, k) returns the scratch of the backend's product.
 template <class GemmBytes>
 BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
                                       const DeviceScratch* device, const GemmBytes& gemm_bytes) {
@@ -115,7 +115,7 @@ BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
   const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
     return cursor.take<char>(static_cast<std::int64_t>(gemm_bytes(m, n, k)));
   };
-  // Scales that are written and read. Kernels of CUDA write one for all to many places.
+  // Number of stored scales. CUDA kernels store a single scale once per row.
   const auto places = [&](bool one, std::int64_t many) {
     return device == nullptr && one ? 1 : many;
   };
@@ -148,17 +148,17 @@ BackwardScratch take_backward_scratch(void* workspace, const BackwardWork& work,
   return s;
 }
 
-// What is done to g_y and x along the tokens for g_w.
+// Transform of g_y and x along the tokens, for g_w.
 inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
   Projection p = make_projection(tokens, spec.low_rank);
   p.equalized = spec.equalize_tokens;
   return p;
 }
 
-// A call that keeps x: its arguments checked (backward_linear.cpp), nothing written. It stays where
-// it is, for its job points at its projection.
+// Checked arguments of a call that saves x (backward_linear.cpp). The constructor writes nothing.
+// An object cannot move, because its job points at its projection.
 struct CompressCall {
-  // `rows`: x as a matrix, which the checker has checked. The messages name the arguments x, saved.
+  // `rows` is x as a checked matrix. Error messages name the arguments x and saved.
   CompressCall(const Checker&, const char* call, const Context&, const ConstTensorView& x,
                const MatrixIn& rows, const BackwardLinearSpec&, const SavedActivation& saved,
                const Workspace&);
@@ -167,10 +167,10 @@ struct CompressCall {
 
   Projection projection;
   ConstSavedActivation kept{};
-  std::optional<CompressJob> job{};  // none: there is nothing to keep
+  std::optional<CompressJob> job{};  // empty if x has no elements
 };
 
-// x as the columns that storage int8 keeps.
+// Column quantisation of x for storage int8.
 inline ColumnsJob activation_columns(const Context& context, const CompressJob& job) {
   return {
       job.equalized(), job.projection, Side::activation, context.key(), activation_quant(job.spec),

@@ -1,4 +1,4 @@
-// The C ABI: structs and handles in, the C++ API called, exceptions turned into status codes.
+// The C ABI: reads structs and handles, calls the C++ API, turns exceptions into status codes.
 #include <cstring>
 #include <exception>
 #include <new>
@@ -23,7 +23,7 @@ using hot::detail::invalid;
 
 // ---- errors ------------------------------------------------------------------------------------
 
-// Thread-local: the text that hot_last_error returns, and its memory.
+// Text of hot_last_error and its memory, per thread.
 thread_local const char* error_text = "";
 thread_local std::string error_memory;
 
@@ -32,7 +32,7 @@ hot_status fail(hot_status status, const char* text) noexcept {
     error_memory = text;
     error_text = error_memory.c_str();
   } catch (...) {
-    error_text = "out of memory while keeping the text of an error";
+    error_text = "out of memory while storing an error text";
   }
   return status;
 }
@@ -69,8 +69,8 @@ hot_status guarded(const Call& call) noexcept {
 
 // ---- structs with a size -----------------------------------------------------------------------
 
-// Size of a struct in the first version that had it. It never changes: new members follow it, and
-// callers compiled against that version do not have them.
+// Size of a struct in the first version that had it. It never changes: callers compiled against
+// that version lack the members added later.
 template <class T>
 constexpr std::size_t first_size = 0;
 template <>
@@ -90,26 +90,25 @@ constexpr std::size_t first_size<hot_gradients> = 40;
 template <>
 constexpr std::size_t first_size<hot_forward_spec> = 16;
 
-// Far more than any version will need. A larger number is no size, and `read` would look at memory
-// past the caller's struct.
+// Upper limit for struct_size, so that `read` does not trust an uninitialised number.
 constexpr std::size_t max_struct_size = 1024;
 
 template <class T>
-void check_struct(const char* call, const char* name, const T* given) {
+void check_struct(const char* call, const char* name, const T* from) {
   static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
-  if (given == nullptr) invalid(call, std::string(name) + " is null");
-  if (given->struct_size < first_size<T> || given->struct_size > max_struct_size) {
-    invalid(call, std::string(name) + ".struct_size is " + std::to_string(given->struct_size) +
+  if (from == nullptr) invalid(call, std::string(name) + " is null");
+  if (from->struct_size < first_size<T> || from->struct_size > max_struct_size) {
+    invalid(call, std::string(name) + ".struct_size is " + std::to_string(from->struct_size) +
                       "; expected the size of the struct, " + std::to_string(sizeof(T)));
   }
 }
 
-// The caller's struct, of any version, as one of this version.
+// Converts a caller's struct of any version to this version.
 template <class T>
-T read(const char* call, const char* name, const T* given) {
-  check_struct(call, name, given);
-  const std::size_t size = given->struct_size;
-  const auto* bytes = reinterpret_cast<const char*>(given);
+T read(const char* call, const char* name, const T* from) {
+  check_struct(call, name, from);
+  const std::size_t size = from->struct_size;
+  const auto* bytes = reinterpret_cast<const char*>(from);
   for (std::size_t i = sizeof(T); i < size; ++i) {
     if (bytes[i] != 0) {
       invalid(call, std::string(name) + ".struct_size is " + std::to_string(size) +
@@ -122,11 +121,10 @@ T read(const char* call, const char* name, const T* given) {
   return out;
 }
 
-// The same of structs that have a member for a later version. Another value may mean something
-// there.
+// `read` for structs with a member `reserved`, which must be 0: a later version may use it.
 template <class T>
-T read_known(const char* call, const char* name, const T* given) {
-  const T out = read(call, name, given);
+T read_known(const char* call, const char* name, const T* from) {
+  const T out = read(call, name, from);
   if (out.reserved != 0) {
     invalid(call,
             std::string(name) + ".reserved is " + std::to_string(out.reserved) + "; expected 0");
@@ -134,7 +132,7 @@ T read_known(const char* call, const char* name, const T* given) {
   return out;
 }
 
-// Fills the members that the caller's struct has; struct_size stays.
+// Fills the members that the caller's struct has. Keeps struct_size.
 template <class T>
 void write(T* out, T value) noexcept {
   value.struct_size = out->struct_size;
@@ -172,7 +170,7 @@ static_assert(same(HOT_ISA_PLAIN, hot::Isa::plain) && same(HOT_ISA_AVX2, hot::Is
 static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
               same(HOT_SIDE_GRADIENT, hot::Side::gradient));
 
-// The numbers of a field's choices are those of the header, in this order.
+// True if the numbers of a field's choices equal the header's constants, in this order.
 template <class E, std::size_t n>
 constexpr bool same(const hot::detail::Choice<E> (&choices)[n], const int (&constants)[n]) {
   for (std::size_t i = 0; i < n; ++i) {
@@ -192,13 +190,13 @@ static_assert(same(hot::detail::storages, {HOT_STORAGE_INT8, HOT_STORAGE_INT4}))
 
 const hot::Context& context_of(const char* call, const hot_context* context) {
   if (context == nullptr) {
-    invalid(call, "context is null; expected one of hot_context_cpu or hot_context_cuda");
+    invalid(call, "context is null; expected one from hot_context_cpu or hot_context_cuda");
   }
   return context->context;
 }
 
-TensorView view(const char* call, const char* name, const hot_tensor* given) {
-  const hot_tensor t = read(call, name, given);
+TensorView view(const char* call, const char* name, const hot_tensor* from) {
+  const hot_tensor t = read(call, name, from);
   const std::string which = name;
   TensorView out;
   out.data = t.data;
@@ -218,26 +216,25 @@ TensorView view(const char* call, const char* name, const hot_tensor* given) {
   return out;
 }
 
-// Stands for an array that a call does not need.
-ConstTensorView optional(const char* call, const char* name, const hot_tensor* given) {
-  return given == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, given));
+// View of an optional array; empty if it is null.
+ConstTensorView optional(const char* call, const char* name, const hot_tensor* from) {
+  return from == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, from));
 }
 
-// `name`: of the argument.
-hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
-                                const char* name = "spec") {
-  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read_known(call, name, given));
+// Reads the spec in the argument `name`.
+hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* from, const char* name = "spec") {
+  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read_known(call, name, from));
 }
 
-// Fills the caller's struct with what compress_activation returned.
+// Fills the caller's struct with the result of compress_activation.
 void write_saved(hot_saved* out, const hot::ConstSavedActivation& s) noexcept {
   write(out, {0, s.data, s.bytes, s.tokens, s.in_features, s.key.seed, s.key.offset, s.key.counter,
               s.key.stream, 0, s.format});
 }
 
-hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
-  if (given == nullptr) return {};
-  const hot_saved s = read_known(call, "saved", given);
+hot::ConstSavedActivation saved_of(const char* call, const hot_saved* from) {
+  if (from == nullptr) return {};
+  const hot_saved s = read_known(call, "saved", from);
   return {s.data,
           s.bytes,
           s.tokens,
@@ -246,23 +243,23 @@ hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
           s.format};
 }
 
-hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* given) {
-  return {read_known(call, "spec", given).hadamard_block};
+hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* from) {
+  return {read_known(call, "spec", from).hadamard_block};
 }
 
-// A quantised w; null: none.
-hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* given) {
-  if (given == nullptr) return {};
-  const hot_weight w = read(call, "weight", given);
+// Reads a quantised w; empty if it is null.
+hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* from) {
+  if (from == nullptr) return {};
+  const hot_weight w = read(call, "weight", from);
   return {w.data, w.bytes, w.out_features, w.in_features, w.format};
 }
 
-hot::ConstQuantizedInput input_of(const char* call, const hot_input* given) {
-  const hot_input x = read(call, "x", given);
+hot::ConstQuantizedInput input_of(const char* call, const hot_input* from) {
+  const hot_input x = read(call, "x", from);
   return {x.data, x.bytes, x.tokens, x.in_features, x.format};
 }
 
-// hot_backward_linear with a plain or a quantised w.
+// hot_backward_linear for a plain or a quantised w.
 template <class Weight>
 void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
               const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
@@ -272,9 +269,9 @@ void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
   const hot_gradients g = read_known(call, "out", gradients);
   TensorView gx, gw, gb;
   hot::BackwardOutputs out;
-  const auto wanted = [&](const char* name, const hot_tensor* given, TensorView& to) {
-    if (given == nullptr) return static_cast<const TensorView*>(nullptr);
-    to = view(call, name, given);
+  const auto wanted = [&](const char* name, const hot_tensor* from, TensorView& to) {
+    if (from == nullptr) return static_cast<const TensorView*>(nullptr);
+    to = view(call, name, from);
     return static_cast<const TensorView*>(&to);
   };
   out.gx = wanted("gx", g.gx, gx);
@@ -291,7 +288,7 @@ hot_status write_result(const char* call, const char* name, T* out, const Ask& a
   return guarded([&] { place(call, name, out) = ask(); });
 }
 
-// hot_forward_linear with either kind of x and of w.
+// hot_forward_linear for plain or quantised x and w.
 template <class Input, class Weight>
 void forward(const hot_context* context, const Input& x, const Weight& w, const hot_tensor* bias,
              const hot_forward_spec* spec, const hot_tensor* y, const hot::Workspace& workspace) {
@@ -300,7 +297,7 @@ void forward(const hot_context* context, const Input& x, const Weight& w, const 
                       spec_of(call, spec), view(call, "y", y), workspace);
 }
 
-// The scratch of it.
+// Workspace of hot_forward_linear.
 hot_status forward_workspace(const hot_context* context, const hot::LinearShape& shape,
                              const hot_forward_spec* spec, bool quantized_weight,
                              bool quantized_input, std::size_t* bytes) noexcept {
@@ -409,7 +406,7 @@ int32_t hot_context_threads(const hot_context* context) {
   return context == nullptr ? 0 : context->context.threads();
 }
 
-// ---- what a layer computes ---------------------------------------------------------------------
+// ---- specs and recipes -------------------------------------------------------------------------
 
 hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
   const char* const call = "recipe";
@@ -435,11 +432,11 @@ const char* hot_spec_field(int32_t index) {
 hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes) {
   const char* const call = "spec_get";
   return guarded([&] {
-    const hot::BackwardLinearSpec given = spec_of(call, spec);
+    const hot::BackwardLinearSpec current = spec_of(call, spec);
     place(call, "field", field);
     place(call, "text", text);
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
-      const std::string value = hot::detail::field_text(row, row.get(given));
+      const std::string value = hot::detail::field_text(row, row.get(current));
       if (value.size() >= bytes) {
         invalid(call, "text holds " + std::to_string(bytes) + " bytes; " + row.name + " needs " +
                           std::to_string(value.size() + 1));
@@ -475,7 +472,7 @@ const char* hot_recipe_name(int32_t index) {
     const std::vector<std::string>& names = known_recipes();
     const bool known = index >= 0 && static_cast<std::size_t>(index) < names.size();
     return known ? names[static_cast<std::size_t>(index)].c_str() : nullptr;
-  } catch (...) {  // out of memory for the names
+  } catch (...) {  // no memory for the names
     return nullptr;
   }
 }
@@ -790,11 +787,11 @@ hot_status hot_quantize_forward_input(const hot_context* context, const hot_tens
       return;
     }
     check_struct(call, "saved", saved);
-    const hot::ForwardInput made = hot::quantize_forward_input(
+    const hot::ForwardInput result = hot::quantize_forward_input(
         c, from, forward_spec, {data, bytes}, spec_of(call, kept, "kept"),
         {saved_data, saved_bytes}, {workspace, workspace_bytes});
-    fill(made.quantized);
-    write_saved(saved, made.saved);
+    fill(result.quantized);
+    write_saved(saved, result.saved);
   });
 }
 

@@ -52,10 +52,10 @@ void check_shape(const char* call, const LinearShape& shape) {
 
 void check_counted_sizes(const char* call, Names names, Sizes sizes) {
   check_sizes(call, names, sizes);
-  std::int64_t most = max_operations;
+  std::int64_t limit = max_operations;
   for (const std::int64_t size : sizes) {
-    if (size > most) invalid_sizes(call, names, sizes, "a product of at most 2^58");
-    most /= std::max<std::int64_t>(size, 1);
+    if (size > limit) invalid_sizes(call, names, sizes, "a product of at most 2^58");
+    limit /= std::max<std::int64_t>(size, 1);
   }
 }
 
@@ -104,11 +104,11 @@ bool is_empty(const ConstTensorView& view) {
   return false;
 }
 
-// Largest stride in elements; times an element's size it is still exact in 64 bits.
+// Largest stride in elements. Multiplied by an element's size it is exact in 64 bits.
 constexpr std::int64_t largest_reach = std::int64_t{1} << 58;
 
-// Whether memory can have these sizes and strides. If not, their products would overflow 64 bits,
-// and checks that use them would mean nothing.
+// Whether memory can have these sizes and strides. If not, their products may overflow 64 bits and
+// later checks would be wrong.
 bool addressable(const ConstTensorView& view) {
   std::int64_t count = 1;
   for (int d = 0; d < view.ndim; ++d) {
@@ -120,14 +120,14 @@ bool addressable(const ConstTensorView& view) {
   std::int64_t left = largest_reach;
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] < 2) continue;
-    const std::int64_t most = left / (view.shape[d] - 1);
-    if (view.stride[d] > most || view.stride[d] < -most) return false;
+    const std::int64_t limit = left / (view.shape[d] - 1);
+    if (view.stride[d] > limit || view.stride[d] < -limit) return false;
     left -= (view.shape[d] - 1) * std::abs(view.stride[d]);
   }
   return true;
 }
 
-// The first byte of a view and the one past its last.
+// Address range [first, last) of a view.
 std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   auto first = reinterpret_cast<std::uintptr_t>(view.data);
   auto last = first;
@@ -139,12 +139,12 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   return {first, last + static_cast<std::uintptr_t>(size)};
 }
 
-// Two views side by side in the rows of a larger matrix: the ranges overlap, the elements do not.
+// Whether two views lie side by side in a larger matrix: their ranges overlap, their elements not.
 bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
   const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
   const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
-  // The row stride of a one-row view may be anything.
+  // The row stride of a one-row view is arbitrary.
   if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
   if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
   const std::int64_t pitch = a.stride[0] * size_a;
@@ -175,16 +175,16 @@ void check_format(const char* call, const char* name, const char* made_by, std::
                   std::uint64_t expected) {
   if (format == expected) return;
   invalid(call, format == 0
-                    ? std::string(name) + ".format is 0; expected what " + made_by + " returned"
+                    ? std::string(name) + ".format is 0; expected the value from " + made_by + "()"
                     : std::string(name) + " was made by " + made_by +
-                          " with another spec; expected the one given here");
+                          " with another spec; pass the same spec to both calls");
 }
 
 Support refusal() noexcept {
   try {
     throw;
   } catch (const std::bad_alloc&) {
-    return {false, "out of memory"};  // short enough to take none itself
+    return {false, "out of memory"};  // short enough to need no allocation
   } catch (const std::exception& error) {
     try {
       return {false, error.what()};
@@ -266,7 +266,9 @@ void Checker::output(const char* name, const TensorView& view, std::initializer_
   std::int64_t reach = 0;
   for (const auto* dim = dims; dim != end; ++dim) {
     if (dim->first <= reach) {
-      invalid(call_, std::string(name) + " has strides by which elements share memory");
+      invalid(call_, std::string(name) +
+                         " has strides by which elements share memory; "
+                         "expected separate elements");
     }
     reach += dim->first * (dim->second - 1);
   }
@@ -325,7 +327,7 @@ void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
 }
 
 MatrixIn Checker::collapsed(const char* name, const ConstTensorView& view) const {
-  // Strides of a view without elements mean nothing, and their products may not fit 64 bits.
+  // Strides of a view without elements are ignored: their products may overflow 64 bits.
   const bool empty = is_empty(view);
   const int last = view.ndim - 1;
   std::int64_t rows = 1, row_stride = 0;
@@ -357,15 +359,15 @@ Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_pa
 
 ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
                               const ExpectedWeight& expected, Device device) {
-  ResolvedWeight found;
+  ResolvedWeight resolved;
   const bool outs = expected.contracts_out_features;
   if (w.quantized == nullptr) {
     check.input("w", *w.view, float_dtypes, 2, 2);
     check.shape("w", *w.view, {outs ? expected.contraction : -1, outs ? -1 : expected.contraction});
-    found.matrix = matrix_of(*w.view);
-    found.other_size = outs ? found.matrix.cols : found.matrix.rows;
-    found.memory = *w.view;
-    return found;
+    resolved.matrix = matrix_of(*w.view);
+    resolved.other_size = outs ? resolved.matrix.cols : resolved.matrix.rows;
+    resolved.memory = *w.view;
+    return resolved;
   }
   const ConstQuantizedWeight& quantized = *w.quantized;
   const std::int64_t contraction = outs ? quantized.out_features : quantized.in_features;
@@ -374,16 +376,16 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
                                (outs ? " out_features" : " in_features") + "; expected " +
                                expected.operand + "'s, " + std::to_string(expected.contraction));
   }
-  found.other_size = outs ? quantized.in_features : quantized.out_features;
+  resolved.other_size = outs ? quantized.in_features : quantized.out_features;
   check_sizes(expected.call, {"out_features", "in_features"},
               {quantized.out_features, quantized.in_features});
   check_format(expected.call, "w", expected.made_by, quantized.format, expected.format);
   check_bytes(expected.call, "w", quantized.data, quantized.bytes,
-              weight_bytes(found.other_size, expected.k_padded));
-  found.quantized = quantized_operand(quantized.data, found.other_size, expected.k_padded);
-  found.memory = bytes_view(quantized.data, quantized.bytes, device);
-  check.uses("w", found.memory);
-  return found;
+              weight_bytes(resolved.other_size, expected.k_padded));
+  resolved.quantized = quantized_operand(quantized.data, resolved.other_size, expected.k_padded);
+  resolved.memory = bytes_view(quantized.data, quantized.bytes, device);
+  check.uses("w", resolved.memory);
+  return resolved;
 }
 
 ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device) {

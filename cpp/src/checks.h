@@ -1,4 +1,4 @@
-// Argument checks. Every message reads "call: argument is this; expected that".
+// Argument checks. Messages have the form "call: argument is ...; expected ...".
 #pragma once
 
 #include <array>
@@ -20,30 +20,30 @@ namespace hot::detail {
 [[noreturn]] void invalid(const char* call, const std::string& what);
 [[noreturn]] void unsupported(const char* call, const std::string& what);
 
-// Refuses negative sizes, sizes above max_size, and products of two above max_product. `names` are
-// the arguments' names, in order.
+// Refuses negative sizes, sizes above max_size, and products of two sizes above max_product.
+// `names` are the arguments' names, in order.
 void check_sizes(const char* call, std::initializer_list<const char*> names,
                  std::initializer_list<std::int64_t> sizes);
 void check_shape(const char* call, const LinearShape& shape);
-// The same of sizes whose operations are counted: refuses a product of all above max_operations.
+// check_sizes, and refuses a product of all sizes above max_operations.
 void check_counted_sizes(const char* call, std::initializer_list<const char*> names,
                          std::initializer_list<std::int64_t> sizes);
-// Refuse values that are no enumerator: C++ allows the cast.
+// Refuse values outside the enumeration, which C++ allows by a cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
 void check_hadamard_block(const char* call, int block);
 
-// How long a buffer of codes and scales has to be.
+// Required length of a buffer of codes and scales.
 enum class BufferSize { exact, at_least };
 void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
                  std::size_t expected, BufferSize size = BufferSize::exact);
-// Refuses kept bytes that another spec made; `made_by` is the function that makes them.
+// Refuses a buffer made with another spec. `made_by` is the function that makes such buffers.
 void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
                   std::uint64_t expected);
 
-// The exception that is being handled, as an answer.
+// Converts the exception being handled to a Support.
 Support refusal() noexcept;
-// Runs checks that throw; what they throw becomes the answer.
+// Runs checks and converts an exception to a Support.
 template <class Check>
 Support answer_supported(const Check& check) noexcept {
   try {
@@ -59,18 +59,18 @@ std::string shape_text(std::initializer_list<std::int64_t> shape);  // -1 prints
 
 inline constexpr std::initializer_list<DType> float_dtypes = {DType::f32, DType::f16, DType::bf16};
 
-// Whether an optional array was passed: none is an empty view.
+// Whether an optional array was passed (an empty view means none).
 inline bool is_given(const ConstTensorView& view) { return view.ndim != 0 || view.data != nullptr; }
 
-// Checks of one call; `call` is the public function's name.
+// Checks of one call. `call` is the name of the public function.
 class Checker {
  public:
   Checker(const char* call, const Context& context) : call_(call), context_(context) {}
 
-  // Dtype, number of dimensions, device, data, alignment.
+  // Checks dtype, number of dimensions, device, data and alignment.
   void input(const char* name, const ConstTensorView& view, std::initializer_list<DType> dtypes,
              int min_ndim, int max_ndim) const;
-  // As `input`, and no two elements share memory.
+  // Checks like `input`, and that no two elements share memory.
   void output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
               int min_ndim, int max_ndim) const;
   void shape(const char* name, const ConstTensorView& view,
@@ -78,12 +78,11 @@ class Checker {
   void rows_contiguous(const char* name, const ConstTensorView& view) const;
   void disjoint(const char* name, const ConstTensorView& out, const char* other_name,
                 const ConstTensorView& other) const;
-  // Memory of the call, which its workspace must not overlap; `input` and `output` say it of
-  // theirs.
+  // Registers memory that the workspace must not overlap. `input` and `output` register theirs.
   void uses(const char* name, const ConstTensorView& view) const;
   void workspace(const Workspace& workspace, std::size_t needed) const;
 
-  // Views as matrices: all dimensions but the last collapse into rows.
+  // View as a matrix: all dimensions but the last collapse into rows.
   MatrixIn collapsed(const char* name, const ConstTensorView& view) const;
   MatrixOut collapsed_out(const char* name, const TensorView& view, std::int64_t rows,
                           std::int64_t cols) const;
@@ -100,39 +99,39 @@ class Checker {
   mutable std::size_t used_count_ = 0;
 };
 
-// w of a call: floats (`view`), or quantised before (`quantized`).
+// Argument w: floats (`view`) or quantised (`quantized`).
 struct WeightArgument {
   const ConstTensorView* view;
   const ConstQuantizedWeight* quantized;
 };
-// What a call expects of w. One of its sizes is that of another operand, the contraction.
+// Requirements of a call on w. Its contraction must match another operand.
 struct ExpectedWeight {
   const char* call;
-  const char* made_by;  // the function that quantises it
+  const char* made_by;  // function that quantises w
   std::uint64_t format;
-  bool contracts_out_features;  // otherwise the contraction is over in_features
+  bool contracts_out_features;  // contraction over O; otherwise over I
   std::int64_t contraction;     // size of the contraction
-  const char* operand;          // the operand that has this size, too
-  std::int64_t k_padded;        // the contraction of a quantised w, padded
+  const char* operand;          // name of the operand with the same contraction
+  std::int64_t k_padded;        // padded contraction of a quantised w
 };
 struct ResolvedWeight {
-  MatrixIn matrix{};                   // has no rows if w was quantised before
-  std::optional<Operand> quantized{};  // w, if it was quantised before
-  std::int64_t other_size = 0;         // the size of w that is not contracted
-  ConstTensorView memory{};            // outputs must not overlap it
+  MatrixIn matrix{};                   // w as floats; no rows if w is quantised
+  std::optional<Operand> quantized{};  // w, if it is quantised
+  std::int64_t other_size = 0;         // size of w that is not contracted
+  ConstTensorView memory{};            // memory that outputs must not overlap
 };
-// Codes that are only read: an Operand is writable.
+// Operand of read-only codes (const is cast away, because an Operand is writable).
 Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_padded);
 ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&,
                               Device device);
 
-// A buffer as a view, for what outputs must not overlap.
+// View of a buffer, for overlap checks.
 ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device);
-MatrixIn matrix_of(const ConstTensorView& view);  // 2 dimensions
+MatrixIn matrix_of(const ConstTensorView& view);  // view of 2 dimensions
 MatrixOut matrix_out_of(const TensorView& view);
 
-// Carves a workspace into arrays. Without memory it only counts, so the size of a workspace and its
-// layout come from the same code and cannot disagree.
+// Carves a workspace into arrays. Without memory it only counts bytes. The size of a workspace and
+// its layout therefore come from the same code.
 class WorkspaceCursor {
  public:
   WorkspaceCursor() = default;
@@ -149,7 +148,7 @@ class WorkspaceCursor {
     return at;
   }
 
-  // Includes room to align the start.
+  // Includes space to align the start.
   std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
 
  private:

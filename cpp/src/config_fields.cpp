@@ -1,4 +1,4 @@
-// Names of enumerators, from the table of fields.
+// Names of enumerators, read from the table of fields.
 #include "config_fields.h"
 
 namespace hot {

@@ -1,9 +1,9 @@
-// The one table of a configuration's fields: name, type, choices, meaning. Names of enumerators,
-// the checks of choices, the fingerprints, the C ABI, the bindings, JAX's attributes, Python's
-// HotConfig and the documentation's table read it. The defaults are the structs' own.
+// Table of all configuration fields: name, type, choices, meaning. It is the source of enumerators'
+// names, checks, fingerprints, the C ABI, the bindings, JAX's attributes, Python's HotConfig and
+// the table in the documentation. The structs define the defaults.
 //
-// A new field: a member of BackwardLinearSpec with its default, a member at the end of hot_spec, a
-// row here, a line in HotConfig (python/hotcore/config.py; a test compares it with this table).
+// To add a field, add a member with its default to BackwardLinearSpec, a member at the end of
+// hot_spec, and a row here. Add a line to HotConfig (python/hotcore/config.py; a test compares it).
 #pragma once
 
 #include <charconv>
@@ -24,7 +24,7 @@
 
 namespace hot::detail {
 
-// A value of an enumeration, its name, and its number in the C ABI.
+// An enumerator, its name, and its number in the C ABI.
 template <class E>
 struct Choice {
   constexpr Choice(E v, const char* n, int c) : value(v), name(n), number(c) {}
@@ -34,7 +34,7 @@ struct Choice {
   int number;
 };
 
-// A view of an array of choices; an empty one where a field has none.
+// View of an array of choices; empty for a field without choices.
 template <class E>
 struct Choices {
   constexpr Choices() = default;
@@ -59,16 +59,16 @@ inline constexpr Choice<Basis> bases[] = {{Basis::full, "full"},
                                           {Basis::sketch, "sketch"}};
 inline constexpr Choice<Storage> storages[] = {{Storage::int8, "int8"}, {Storage::int4, "int4"}};
 
-// Every enumerator, for names.
+// All enumerators of a type, for their names.
 template <class E>
 inline constexpr Choices<E> all_choices{};
 template <>
 inline constexpr Choices<Granularity> all_choices<Granularity>{granularities};
 
-// Those that a field takes.
+// Choices that a field accepts, if it does not accept all.
 inline constexpr Choice<Granularity> gx_scales[] = {{Granularity::token, "token"},
                                                     {Granularity::tensor, "tensor"}};
-// These have numbers of their own in the C ABI.
+// gw_scale has its own numbers in the C ABI.
 inline constexpr Choice<Granularity> gw_scales[] = {{Granularity::channel, "channel", 1},
                                                     {Granularity::tensor, "tensor", 0},
                                                     {Granularity::token, "token", 2}};
@@ -81,7 +81,7 @@ const char* name_of(Choices<E> choices, E value) noexcept {
   return "unknown";
 }
 
-// "'a', 'b', 'c'", or with other quotes.
+// List of names such as "'a', 'b', 'c'", with any quotes.
 template <class E>
 std::string names_of(Choices<E> choices, const char* quote = "'") {
   std::string text;
@@ -100,17 +100,17 @@ E parse_choice(const char* field, std::string_view text, Choices<E> choices) {
                                                "' is not one of " + names_of(choices));
 }
 
-// What keeps bytes that a field decides: a saved x, a quantised weight. Their fingerprints hash it.
+// Buffers whose bytes depend on a field: a saved x, a quantised weight. Their fingerprints hash it.
 enum Decides : unsigned { in_none = 0, in_saved = 1, in_weight = 2 };
 
-// The type of a member's value, for the choices.
+// Type of a field's choices.
 struct NoChoice {};
 template <class T>
 using ChoiceOf = std::conditional_t<std::is_enum_v<T>, T, NoChoice>;
 
-// A row of the table. `get(spec)` is a reference to the member: an int, a bool, an enumerator, a
-// list of ints, or a TokenLayout for the two sides of its grid. `c`: the member of the C struct;
-// nullptr for the list and the grid, which have several.
+// Row of the table. `get(spec)` is a reference to the member: an int, a bool, an enumerator, a list
+// of ints, or a TokenLayout (for its grid). `c` is the member of the C struct, or nullptr for the
+// list and the grid, which have several members.
 template <class T, class Get, class CMember>
 struct Field {
   using Value = T;
@@ -119,7 +119,7 @@ struct Field {
   CMember c;
   unsigned decides;
   Choices<ChoiceOf<T>> choices;
-  const char* values;  // in words, where there are no choices
+  const char* values;  // description of the values, if there are no choices
   const char* doc;
 };
 
@@ -135,11 +135,11 @@ constexpr Field<T, Get, CMember> field(const char* name, Get get, CMember c, uns
 }
 
 template <class Spec>
-struct FieldsOf {};  // says whose fields for_each_field visits
+struct FieldsOf {};  // selects the struct whose fields for_each_field visits
 
 #define HOT_GET(member) [](auto& spec) -> auto& { return spec.member; }
 
-// Calls visit(field) for every row, in the order of HotConfig's fields.
+// Calls visit(field) for every row, in HotConfig's order.
 template <class Visit>
 void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
   visit(field<int>("hadamard_block", HOT_GET(hadamard_block), &hot_spec::hadamard_block,
@@ -149,40 +149,40 @@ void for_each_field(FieldsOf<BackwardLinearSpec>, Visit&& visit) {
                    "bits of both operands of g_x = g_y w"));
   visit(field<Granularity>(
       "gx_scale", HOT_GET(gx_scale), &hot_spec::gx_scale, in_weight, gx_scales,
-      "what shares a scale of g_y there; w has a scale for each input channel, or one with "
+      "scales of g_y for g_x, one per token or one; w has one per input channel, or one with "
       "\"tensor\""));
   visit(field<Rounding>("gx_rounding", HOT_GET(gx_rounding), &hot_spec::gx_rounding, in_none,
-                        roundings, "rounding of g_y there; w is rounded to nearest"));
+                        roundings, "rounding of g_y for g_x; w is rounded to nearest"));
   visit(field<Basis>("basis", HOT_GET(low_rank.basis), &hot_spec::basis, in_saved, bases,
-                     "rows kept of each block of tokens for g_w = g_y^T x"));
+                     "rows kept in each block of tokens for g_w = g_y^T x"));
   visit(field<int>("rank", HOT_GET(low_rank.rank), &hot_spec::rank, in_saved, "1 to block",
-                   "rows kept of each block (not for \"full\", nor where rows is given)"));
+                   "number of rows kept in each block; unused with basis \"full\" or with rows"));
   visit(field<int>("block", HOT_GET(low_rank.block), &hot_spec::block, in_saved,
-                   "power of two, 2 to 64", "tokens of a block"));
+                   "power of two, 2 to 64", "tokens in a block"));
   visit(field<std::vector<int>>(
       "rows", HOT_GET(low_rank.rows), nullptr, in_saved, "distinct, below block",
-      "\"lowpass\" only: the natural-order rows to keep instead of the first rank"));
+      "\"lowpass\" only: natural-order rows to keep, instead of the first rank rows"));
   visit(field<TokenLayout>("token_grid", HOT_GET(low_rank.layout), nullptr, in_saved,
                            "(height, width)",
-                           "patches of a sample, which are then taken in tiles"));
+                           "grid of a sample's patches, which is divided into tiles"));
   visit(field<int>("prefix_tokens", HOT_GET(low_rank.layout.prefix_tokens),
                    &hot_spec::prefix_tokens, in_saved, "0 or more",
-                   "class tokens in front of every sample's grid; they are added exactly"));
+                   "class tokens before each sample's grid; they are not transformed"));
   visit(field<Granularity>("gw_scale", HOT_GET(gw_scale), &hot_spec::gw_scale, in_saved, gw_scales,
-                           "what shares a scale of g_y for g_w; an INT8 x has a scale for each "
-                           "channel with \"channel\", "
-                           "otherwise one. \"token\" is LQS's, and slower"));
+                           "scales of g_y for g_w, one per channel, per token, or one; an INT8 x "
+                           "has one per channel with \"channel\", "
+                           "otherwise one. \"token\" (chosen by LQS) is slower"));
   visit(field<Rounding>("gw_rounding", HOT_GET(gw_rounding), &hot_spec::gw_rounding, in_none,
                         roundings, "rounding of g_y for g_w"));
   visit(field<Storage>("storage", HOT_GET(storage), &hot_spec::storage, in_saved, storages,
-                       "how x is kept until backward; \"int4\" takes basis \"full\""));
+                       "format of the saved activation x; \"int4\" requires basis \"full\""));
   visit(field<bool>("equalize_tokens", HOT_GET(equalize_tokens), &hot_spec::equalize_tokens,
                     in_saved, "",
-                    "divide every token of x by a power of two of about its size before it is "
-                    "kept, and multiply that of g_y by it for g_w: exact"));
+                    "divide each token of x by a power of two near its size before x is saved, "
+                    "and multiply that token of g_y by it for g_w (exact)"));
 }
 
-// What HotConfig says of the forward pass; the backward pass knows nothing of it.
+// HotConfig's fields of the forward pass, which do not affect the backward pass.
 enum class Forward : std::uint8_t { plain, int8 };
 struct ForwardSettings {
   Forward forward = Forward::plain;
@@ -194,17 +194,18 @@ inline constexpr Choice<Forward> forwards[] = {{Forward::plain, "plain"}, {Forwa
 template <class Visit>
 void for_each_field(FieldsOf<ForwardSettings>, Visit&& visit) {
   visit(field<Forward>("forward", HOT_GET(forward), nullptr, in_none, forwards,
-                       "how y = x w^T + b is computed: by the framework's own product, or by "
-                       "hotcore.forward_linear; gradients pass straight through it"));
+                       "product y = x w^T + b: the framework's, or hotcore.forward_linear "
+                       "(straight-through gradients)"));
   visit(field<int>("forward_block", HOT_GET(spec.hadamard_block), nullptr, in_none,
-                   "power of two, 1 (none) to 256", "block of its Hadamard transform along I"));
+                   "power of two, 1 (none) to 256",
+                   "block of the int8 forward's Hadamard transform along I"));
   visit(field<bool>("forward_in_eval", HOT_GET(in_eval), nullptr, in_none, "",
-                    "whether modules keep forward in eval mode, where they are else plain"));
+                    "whether modules use forward in eval mode, too; otherwise eval is plain"));
 }
 
 #undef HOT_GET
 
-// Throws unless every field with choices has one of them.
+// Throws if a field with choices has another value.
 template <class Spec>
 void check_choices(const char* call, const Spec& spec) {
   for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
@@ -221,8 +222,7 @@ void check_choices(const char* call, const Spec& spec) {
   });
 }
 
-// A hash of the fields that decide some bytes. The caller has given fields that do not matter in
-// its case one value.
+// Hashes the fields that affect a buffer. The caller has set irrelevant fields to fixed values.
 template <class Spec>
 void add_fields(Fingerprint& print, const Spec& spec, Decides part) {
   for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
@@ -240,7 +240,7 @@ void add_fields(Fingerprint& print, const Spec& spec, Decides part) {
   });
 }
 
-// A value as text: a name, a number, true or false, numbers with commas, nothing for none.
+// Text of a value: a name, a number, "true" or "false", numbers with commas, or "" for none.
 template <class Row, class T>
 std::string field_text(const Row& f, const T& value) {
   if constexpr (std::is_enum_v<T>) {
@@ -259,7 +259,7 @@ std::string field_text(const Row& f, const T& value) {
   }
 }
 
-// The reverse. Throws for a text that is no value of the field's type.
+// Inverse of field_text. Throws for a text that does not fit the field's type.
 template <class Row, class T>
 void set_field_text(const Row& f, std::string_view text, T& value) {
   const auto refuse = [&](const char* expected) {
@@ -298,24 +298,24 @@ void set_field_text(const Row& f, std::string_view text, T& value) {
   }
 }
 
-// Calls visit(row) for the field of that name. Throws if there is none.
+// Calls visit(row) for the field `name`. Throws if there is none.
 template <class Spec, class Visit>
 void with_field(std::string_view name, const Visit& visit) {
-  bool found = false;
+  bool exists = false;
   std::string known;
   for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
     known += (known.empty() ? "" : ", ") + std::string(f.name);
     if (name != f.name) return;
-    found = true;
+    exists = true;
     visit(f);
   });
-  if (!found) {
+  if (!exists) {
     throw Error(ErrorCode::invalid_argument,
                 "no field '" + std::string(name) + "'; fields: " + known);
   }
 }
 
-// The C struct of a spec; rows and row_count are the caller's.
+// Fills the C struct from a spec, except rows and row_count, which belong to the caller.
 template <class Spec, class C>
 void to_c(const Spec& spec, C& out) {
   for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
@@ -334,9 +334,9 @@ void to_c(const Spec& spec, C& out) {
   });
 }
 
-// The reverse; `name`: of the argument. Throws for a number that is no choice.
+// Inverse of to_c; `name` is that of the argument. Throws for an invalid number.
 template <class Spec, class C>
-Spec from_c(const char* call, const std::string& name, const C& given) {
+Spec from_c(const char* call, const std::string& name, const C& from) {
   const auto refuse = [&](const char* member, const std::string& value, const std::string& known) {
     throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + "." + member +
                                                  " is " + value + "; expected " + known);
@@ -346,7 +346,7 @@ Spec from_c(const char* call, const std::string& name, const C& given) {
     using T = typename std::decay_t<decltype(f)>::Value;
     T& value = f.get(out);
     if constexpr (std::is_enum_v<T>) {
-      const std::int32_t number = given.*f.c;
+      const std::int32_t number = from.*f.c;
       std::string known;
       for (const auto& one : f.choices) {
         if (one.number == number) {
@@ -357,23 +357,23 @@ Spec from_c(const char* call, const std::string& name, const C& given) {
       }
       refuse(f.name, std::to_string(number), known);
     } else if constexpr (std::is_same_v<T, TokenLayout>) {
-      value.grid_h = given.grid_h;
-      value.grid_w = given.grid_w;
+      value.grid_h = from.grid_h;
+      value.grid_w = from.grid_w;
     } else if constexpr (std::is_same_v<T, std::vector<int>>) {
-      if (given.row_count > static_cast<std::size_t>(max_low_rank_block)) {
-        refuse("row_count", std::to_string(given.row_count),
+      if (from.row_count > static_cast<std::size_t>(max_low_rank_block)) {
+        refuse("row_count", std::to_string(from.row_count),
                "at most " + std::to_string(max_low_rank_block));
       }
-      if (given.row_count > 0 && given.rows == nullptr) {
+      if (from.row_count > 0 && from.rows == nullptr) {
         throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + ".rows is null");
       }
-      if (given.row_count > 0) value.assign(given.rows, given.rows + given.row_count);
+      if (from.row_count > 0) value.assign(from.rows, from.rows + from.row_count);
     } else if constexpr (std::is_same_v<T, bool>) {
-      const std::int32_t number = given.*f.c;
+      const std::int32_t number = from.*f.c;
       if (number != 0 && number != 1) refuse(f.name, std::to_string(number), "0 or 1");
       value = number == 1;
     } else {
-      value = given.*f.c;
+      value = from.*f.c;
     }
   });
   return out;

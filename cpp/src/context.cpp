@@ -35,21 +35,21 @@ const char* isa_name(Isa isa) noexcept {
 #if HOT_X86
 namespace {
 
-// clang's __builtin_cpu_supports knows "f16c" only since version 16.
+// Needed because clang's __builtin_cpu_supports knows "f16c" only since version 16.
 bool has_f16c() noexcept {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
 
 #if HOT_AMX
-// Whether the processor has INT8 products in tile registers and Linux lets this process use them.
+// Whether the processor has AMX with INT8 products and Linux lets this process use it.
 bool may_use_amx() noexcept {
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned tile_and_int8 = 3U << 24;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & tile_and_int8) != tile_and_int8) {
     return false;
   }
-  constexpr unsigned tile_state = 3U << 17;  // the state that the kernel saves, of XCR0
+  constexpr unsigned tile_state = 3U << 17;  // bits of XCR0: Linux saves the tile registers
   unsigned low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low & tile_state) != tile_state) return false;
@@ -162,7 +162,7 @@ Context Context::with_key(Key key) const {
 Context Context::with_isa(Isa isa) const {
   if (static_cast<int>(isa) > static_cast<int>(best_isa())) {
     throw Error(ErrorCode::unsupported, std::string("Context::with_isa: isa is ") + isa_name(isa) +
-                                            "; this machine and build go up to " +
+                                            "; this machine and build support at most " +
                                             isa_name(best_isa()));
   }
   Context context = *this;

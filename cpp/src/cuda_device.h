@@ -1,5 +1,4 @@
-// Queries of the CUDA runtime, defined in cuda/launch.cpp, or in cpu/no_cuda.cpp for a build
-// without CUDA.
+// Queries of the CUDA runtime. Defined in cuda/launch.cpp; without CUDA in cpu/no_cuda.cpp.
 #pragma once
 
 #include <functional>
@@ -12,22 +11,19 @@ struct Capability {
   int major, minor;
 };
 
-// The device must exist.
+// Compute capability of an existing device.
 Capability cuda_capability(int device);
 
-// The runtime's error text where it counts no devices (a driver older than the runtime, for
-// example);
-// "" otherwise.
+// Error text of the runtime if it cannot count devices (driver too old, for example), else "".
 const char* cuda_device_trouble() noexcept;
 
-// Throws `invalid_argument` if this process does not see the device (context.cpp).
+// Throws `invalid_argument` for a device that this process does not see (context.cpp).
 void check_cuda_device(const char* call, int device);
 
 namespace plan {
 struct DeviceFacts;
 }
-// Calls `call` with the facts that plans need about the context's device (cpp/src/plan/plan.h),
-// made current.
+// Makes the context's device current and calls `call` with its facts for plans (plan/plan.h).
 void with_device_facts(const Context& context,
                        const std::function<void(const plan::DeviceFacts&)>& call);
 

@@ -10,12 +10,12 @@
 namespace hot {
 namespace {
 
-constexpr int oldest = 80;  // the kernels need mma.sync for 8-bit integers and cp.async
+constexpr int oldest = 80;  // the kernels use mma.sync for 8-bit integers and cp.async
 
-// One of CMake's architectures: 90a-real is {90, 'a', true, false}. Others have code 0.
+// An architecture in CMake's notation: 90a-real is {90, 'a', true, false}. Invalid text: code 0.
 struct Arch {
   int code = 0;
-  char family = ' ';  // 'a': this GPU only; 'f': its family; ' ': newer ones too
+  char family = ' ';  // 'a': this GPU only; 'f': its family; ' ': also newer GPUs
   bool machine_code = true, ptx = true;
 };
 
@@ -38,24 +38,24 @@ Arch parse_arch(const std::string& text) {
 }
 
 std::vector<Arch> parse_archs(const std::string& text) {
-  std::vector<Arch> found;
+  std::vector<Arch> archs;
   for (std::size_t start = 0; start <= text.size();) {
     const std::size_t end = std::min(text.find(';', start), text.size());
     const Arch arch = parse_arch(text.substr(start, end - start));
-    if (arch.code != 0) found.push_back(arch);
+    if (arch.code != 0) archs.push_back(arch);
     start = end + 1;
   }
-  return found;
+  return archs;
 }
 
-// Machine code runs on its own GPU and on later ones of the same major number.
+// Machine code runs on its own GPU and on later GPUs of the same major number.
 bool runs_code(const Arch& arch, int code) {
   if (!arch.machine_code) return false;
   if (arch.family == 'a') return arch.code == code;
   return arch.code / 10 == code / 10 && arch.code <= code;
 }
 
-// The driver compiles PTX for every later GPU, unless it was made for one GPU or one family.
+// The driver compiles PTX for every later GPU, unless the PTX is for one GPU or one family.
 bool runs_ptx(const Arch& arch, int code) {
   if (!arch.ptx) return false;
   if (arch.family == 'a') return arch.code == code;
@@ -70,13 +70,13 @@ std::string name_of(const Arch& arch) {
 }
 
 const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Arch&, int)) {
-  const Arch* found = nullptr;
+  const Arch* chosen = nullptr;
   for (const Arch& arch : archs) {
-    // An architecture with a letter is preferred: 90a has instructions that 90 does not.
+    // Prefers an architecture with a letter: 90a has more instructions than 90.
     const auto rank = [](const Arch& a) { return 2 * a.code + (a.family == ' ' ? 0 : 1); };
-    if (runs(arch, code) && (found == nullptr || rank(arch) > rank(*found))) found = &arch;
+    if (runs(arch, code) && (chosen == nullptr || rank(arch) > rank(*chosen))) chosen = &arch;
   }
-  return found;
+  return chosen;
 }
 
 }  // namespace
@@ -99,25 +99,25 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
   const std::string gpu =
       "compute capability " + std::to_string(major) + "." + std::to_string(minor);
   if (code < oldest) {
-    return {Level::none, gpu + ", and the kernels need 8.0 (Ampere) or newer"};
+    return {Level::none, gpu + ": the kernels need 8.0 (Ampere) or newer"};
   }
   const std::vector<Arch> archs = parse_archs(architectures);
   // Only 90a has wgmma.
   const std::string wanted = std::to_string(code) + (code == 90 ? "a" : "") + "-real";
-  const std::string again = "; build it again where this GPU is, or with CUDAARCHS=" + wanted;
-  if (archs.empty()) return {Level::none, gpu + ", and this build has no kernels" + again};
+  const std::string again = "; rebuild on a machine with this GPU, or with CUDAARCHS=" + wanted;
+  if (archs.empty()) return {Level::none, gpu + ": this build has no kernels" + again};
 
   const Arch* const machine_code = best(archs, code, runs_code);
   const Arch* const ptx = best(archs, code, runs_ptx);
   if (machine_code == nullptr && ptx == nullptr) {
-    return {Level::none, gpu + ", and this build of hotcore has kernels for " + architectures +
-                             " alone" + again};
+    return {Level::none,
+            gpu + ": this build of hotcore has kernels for " + architectures + " alone" + again};
   }
   // The driver prefers machine code.
   const std::string kernels =
       machine_code != nullptr
           ? "kernels of " + name_of(*machine_code)
-          : "PTX of " + name_of(*ptx) + ", which the driver compiles when it is first used";
+          : "PTX of " + name_of(*ptx) + ", which the driver compiles at first use";
   if (code == 90 && !wgmma) {
     return {Level::slow,
             gpu + ": " + kernels +
@@ -131,8 +131,8 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
 
 DeviceVerdict cuda_device_verdict(int device) {
   detail::check_cuda_device("cuda_device_verdict", device);
-  const detail::Capability found = detail::cuda_capability(device);
-  return judge_device(found.major, found.minor, detail::cuda_archs(), cuda_wgmma());
+  const detail::Capability capability = detail::cuda_capability(device);
+  return judge_device(capability.major, capability.minor, detail::cuda_archs(), cuda_wgmma());
 }
 
 bool cuda_wgmma() noexcept { return HOT_WGMMA; }

@@ -1,5 +1,5 @@
-// The public functions of the single stages: check, pick the backend, call. Every argument is
-// checked before anything is written.
+// Public functions of the single stages: check the arguments, select the backend, call it. All
+// checks run before anything is written.
 #include <string>
 
 #include "arithmetic.h"
@@ -176,11 +176,11 @@ void unpack_int4(const Context& context, const ConstTensorView& packed, const Te
 
 namespace {
 
-// The workspace of a product; without memory it only counts.
+// Workspace of a product; null memory only counts bytes.
 struct GemmScratch {
   detail::WorkspaceCursor cursor;
   char* product;
-  std::int8_t *a, *b;  // gemm_int4's operands, if they are unpacked
+  std::int8_t *a, *b;  // unpacked operands of gemm_int4
   GemmScratch(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k, void* memory)
       : cursor(memory),
         product(cursor.take<char>(
@@ -212,7 +212,7 @@ const float* checked_scale(const Checker& check, const char* call, const char* n
   return static_cast<const float*>(scale.data);
 }
 
-// `given_k`: of packed INT4 operands; null for INT8.
+// Checks and runs a product. `given_k` is the K of packed INT4 operands, null for INT8.
 void run_gemm(const char* call, const Context& context, const ConstTensorView& a,
               const ConstTensorView& b, const std::int64_t* given_k, const ConstTensorView& a_scale,
               const ConstTensorView& b_scale, const GemmSpec& spec, const TensorView& out,
@@ -247,14 +247,14 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
   args.out = detail::matrix_out_of(out);
   if (out.dtype == DType::i32) {
     if (detail::is_given(a_scale) || detail::is_given(b_scale)) {
-      detail::invalid(call, "out is int32, the bare sums; expected no a_scale and no b_scale");
+      detail::invalid(call, "out is int32 (unscaled sums); expected no a_scale and no b_scale");
     }
     if (spec.divisor != 1 || spec.accumulate) {
-      detail::invalid(call, "out is int32, the bare sums; expected divisor 1, no accumulation");
+      detail::invalid(call, "out is int32 (unscaled sums); expected divisor 1 and no accumulation");
     }
     if (k > detail::int32_safe_k) {
       detail::invalid(call, "a has a contraction of " + std::to_string(k) +
-                                "; int32 sums hold at most " +
+                                "; with an int32 out, expected at most " +
                                 std::to_string(detail::int32_safe_k));
     }
   } else {

@@ -1,4 +1,4 @@
-// Plans as text: hot::explain.
+// hot::explain: the plan of a layer as a list of kernels and as text.
 #include "hot/explain.h"
 
 #include <algorithm>
@@ -33,13 +33,13 @@ constexpr const char* call_name = "explain";
 
 // ---- modelled devices --------------------------------------------------------------------------
 
-// A GPU's published figures; the floor uses its INT8 operations and bytes per second.
+// Figures of a GPU. The floor uses its INT8 operations and bytes per second.
 struct NamedDevice {
   int arch;
   const char* gpu;
   int sm_count;
-  std::int64_t shared_bytes;  // of a thread block, at most
-  int sm_shared_bytes;        // of an SM
+  std::int64_t shared_bytes;  // maximum per thread block
+  int sm_shared_bytes;        // per SM
   int sm_threads;
   double operations, bandwidth;
   const char* rates;
@@ -65,25 +65,25 @@ std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
 
 std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
 
-// Occupancy from threads, shared memory and registers, for a device that is not present. A present
-// device asks the CUDA runtime.
+// Occupancy of an absent device, modelled from threads, shared memory and registers. For a present
+// device the CUDA runtime answers.
 class Model final : public plan::DeviceQueries {
  public:
   explicit Model(const NamedDevice& device) : device_(device) {}
 
-  std::int64_t at_once(const plan::ColumnsOnePass& of,
+  std::int64_t at_once(const plan::ColumnsOnePass& one,
                        const detail::LaunchShape& shape) const override {
     namespace columns = detail::columns;
-    const int warps =
-        columns::max_warps *
-        columns::sm_ctas(of.transform, static_cast<int>(dtype_size(of.dtype)), columns::Pass::both);
+    const int warps = columns::max_warps * columns::sm_ctas(one.transform,
+                                                            static_cast<int>(dtype_size(one.dtype)),
+                                                            columns::Pass::both);
     const auto shared = static_cast<std::int64_t>(shape.shared_bytes) + 1024;
     const std::int64_t blocks =
         std::min<std::int64_t>({device_.sm_threads / shape.threads,
                                 device_.sm_shared_bytes / shared, warps / (shape.threads / 32)});
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
   }
-  // Tiles of 128 x 128 INT32 sums.
+  // Modelled as one 128 x 128 tile of INT32 sums per output tile.
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t,
                                  const detail::Sm90Plan&) const override {
     return static_cast<std::size_t>(detail::ceil_div(m, 128) * detail::ceil_div(n, 128)) * 65536;
@@ -136,17 +136,17 @@ class ByBuffer {
   std::array<std::int64_t, plan::buffer_count> values_{};
 };
 
-// Bytes of the buffers of a call, and operations of the products that write them.
+// Bytes of each buffer of a call, and operations of the product that writes it.
 struct Amounts {
   ByBuffer bytes, operations;
 };
 
-// Bytes of a quantised operand, as it is carved.
+// Bytes of a quantised operand in the workspace.
 std::int64_t size_of(const detail::Operand& operand) {
   return operand.rows * operand.k_padded + 4 * operand.scales;
 }
 
-// `scratch`: of a backward.
+// Amounts of a call. `scratch` is that of a backward pass.
 Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
                    const detail::BackwardScratch& scratch) {
   const auto [L, O, I] = layer.shape;
@@ -160,7 +160,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   all.operations[Buffer::gx] = 2 * L * I * kx;
   all.operations[Buffer::gw] = 2 * O * I * kw;
   all.operations[Buffer::y] = 2 * L * O * k;
-  ByBuffer& bytes = all.bytes;  // the partial sums of stream-K stay in the L2
+  ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
   bytes[Buffer::gy] = bytes[Buffer::y] = L * O * size;
   bytes[Buffer::w] = O * I * size;
   bytes[Buffer::x] = bytes[Buffer::gx] = L * I * size;
@@ -178,7 +178,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
   bytes[Buffer::rows_amax] = 4;
   bytes[Buffer::weight_amax] = detail::weight_quant(spec).per_tensor ? 4 : 4 * I;
-  // Largest values of columns are g_y's in a backward, x's where that is kept.
+  // columns_amax belongs to g_y in a backward pass, and to x when it is saved.
   const bool one_scale =
       backward ? spec.gw_scale == Granularity::tensor : detail::activation_quant(spec).per_tensor;
   bytes[Buffer::columns_amax] = one_scale ? 4 : 4 * (!backward ? I : by_token ? kw : O);
@@ -191,14 +191,14 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
   return all;
 }
 
-// How often a quantiser of rows goes over them.
+// Number of passes of a row quantiser over its rows.
 int row_passes_of(const Step& step) {
   const bool twice =
       step.kernel == Kernel::rows && step.as<plan::RowsStep>().pass == detail::RowsPass::row_scales;
   return twice ? 2 : 1;
 }
 
-// How often a step reads its part of g_y.
+// Number of reads of g_y by a step.
 int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
   if (step.kernel == Kernel::rows) return row_passes_of(step);
@@ -209,7 +209,7 @@ int gy_passes_of(const Step& step) {
   return 1;
 }
 
-// A fixup's are counted with the tiles.
+// Whether a step's operations are counted. A fixup's belong to the step that computes the tiles.
 bool multiplies(const Step& step) {
   return step.kernel == Kernel::gemm_small ||
          (std::holds_alternative<plan::ProductStep>(step.work) &&
@@ -218,7 +218,7 @@ bool multiplies(const Step& step) {
 
 // ---- reasons in words --------------------------------------------------------------------------
 
-// What the words of a reason call a step's array, the length of its rows and the contraction.
+// Names in the text of a reason: the array of a step, its row length and the contraction.
 struct Names {
   const char *array, *length, *contraction;
 };
@@ -253,9 +253,8 @@ std::string words(const char* text, const Step& step, const Reason& reason) {
   return all;
 }
 
-// Fills what a step says of the kernels before it in its operand's list. Where one reason holds for
-// two of them and the words for the cost of the second begin like those of the first, those are
-// enough.
+// Lists the kernels that the plan tried before a step's kernel, with their reasons. If two kernels
+// share a reason and the second's cost text begins with the first's, only the second is listed.
 void add_reasons(ExplainedStep& e, const Plan& plan, const Step& step) {
   std::string reason, slow;
   for (const Refusal& passed : plan.passed(step)) {
@@ -284,7 +283,7 @@ struct Rates {
   double operations = 0, bandwidth = 0;
 };
 
-void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& of,
+void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& amounts,
                const Rates& rates) {
   for (const Step& step : plan) {
     ExplainedStep e;
@@ -300,7 +299,7 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
     const int passes = gy_passes_of(step);
     for (int b = 0; b < plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
-      const std::int64_t bytes = of.bytes[buffer];
+      const std::int64_t bytes = amounts.bytes[buffer];
       if (step.reads.has(buffer)) {
         e.reads.emplace_back(plan::buffer_name(buffer));
         const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
@@ -309,10 +308,10 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
       if (step.writes.has(buffer)) {
         e.writes.emplace_back(plan::buffer_name(buffer));
         e.bytes_written += bytes;
-        if (multiplies(step)) e.operations += of.operations[buffer];
+        if (multiplies(step)) e.operations += amounts.operations[buffer];
       }
     }
-    if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the one scale of an operand
+    if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the operand's single scale
     if (step.kernel == Kernel::zero) {
       e.bytes_written = static_cast<std::int64_t>(step.as<plan::ZeroStep>().bytes);
     }
@@ -347,9 +346,9 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
               rates);
   }
   if (options.compress) {
-    const plan::CompressShape kept = layer.kept();
+    const plan::CompressShape saved = layer.kept();
     add_steps(all, layer, "quantize_forward_input",
-              plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
+              plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &saved),
               rates);
   }
   if (L == 0 || O == 0) return;
@@ -364,7 +363,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   all.workspace = plan::take_scratch(layer.facts, work, nullptr).bytes;
 }
 
-// Writes the device and the rates of the floor into `all` and returns the rates.
+// Writes the device and the rates of the floor into `all`, and returns the rates.
 Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& facts,
                  const NamedDevice* named) {
   all.device = name_of(facts.arch) + " (" +
@@ -438,8 +437,7 @@ std::string text_of(const Explanation& e, const std::string& title) {
 
 // ---- the call ----------------------------------------------------------------------------------
 
-// Calls call(facts, name, named) for a present or a named device; `named` is null for a present
-// one.
+// Calls call(facts, figures) for a named architecture or a present device. `figures` may be null.
 void with_device(std::string_view device, bool wgmma,
                  const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
   for (const NamedDevice& named : named_devices) {
@@ -475,7 +473,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                     const BackwardLinearSpec& spec, const ExplainOptions& options) {
   if (!options.y && !options.compress && !options.gx && !options.gw && !options.gb) {
     detail::invalid(call_name,
-                    "options want nothing; expected y, compress, gx, gw or gb, one at least");
+                    "options request no output; set at least one of y, compress, gx, gw, gb");
   }
   for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
@@ -483,7 +481,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                                      "; expected float32, float16 or bfloat16");
     }
   }
-  // The same checks as in the calls.
+  // Checks of the calls themselves.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
   if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);

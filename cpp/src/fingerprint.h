@@ -1,11 +1,11 @@
-// Hash of the fields that define a kept buffer's format.
+// Hash of the fields that define the format of a saved buffer.
 #pragma once
 
 #include <cstdint>
 
 namespace hot::detail {
 
-// FNV-1a over numbers; never 0.
+// FNV-1a hash of numbers; never 0.
 class Fingerprint {
  public:
   template <class Number>

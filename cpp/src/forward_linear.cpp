@@ -1,4 +1,4 @@
-// forward_linear: checks, then the backend; no arithmetic here.
+// forward_linear: checks, then the backend. No arithmetic here.
 #include "hot/forward_linear.h"
 
 #include <optional>
@@ -25,18 +25,18 @@ constexpr const char* forward_name = "forward_linear";
 
 void check_spec(const char* call, const ForwardLinearSpec& spec) {
   detail::check_hadamard_block(call, spec.hadamard_block);
-  if (spec.hadamard_block == 128) {  // 64 was never worse, 256 is what ConvRot's weights have
+  if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
     detail::invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
   }
 }
 
-// x of a call: floats (`view`), or quantised before (`quantized`).
+// Argument x: floats (`view`) or quantised (`quantized`).
 struct InputArgument {
   const ConstTensorView* view;
   const ConstQuantizedInput* quantized;
 };
 
-// Checks x, writes it and its sizes into `call`, and returns its memory.
+// Checks x, writes x and its sizes into `call`, and returns x's memory.
 ConstTensorView resolve_input(const Checker& check, const Context& context, const InputArgument& x,
                               detail::ForwardCall& call) {
   LinearShape& shape = call.work.shape;
@@ -47,17 +47,17 @@ ConstTensorView resolve_input(const Checker& check, const Context& context, cons
     shape.in_features = call.x.cols;
     return *x.view;
   }
-  const ConstQuantizedInput& given = *x.quantized;
-  detail::check_sizes(forward_name, {"tokens", "in_features"}, {given.tokens, given.in_features});
-  detail::check_format(forward_name, "x", "quantize_forward_input", given.format,
+  const ConstQuantizedInput& codes = *x.quantized;
+  detail::check_sizes(forward_name, {"tokens", "in_features"}, {codes.tokens, codes.in_features});
+  detail::check_format(forward_name, "x", "quantize_forward_input", codes.format,
                        forward_input_format(call.work.spec));
-  const std::int64_t k = forward_k(given.in_features, call.work.spec);
-  detail::check_bytes(forward_name, "x", given.data, given.bytes,
-                      detail::weight_bytes(given.tokens, k));
-  shape.tokens = given.tokens;
-  shape.in_features = given.in_features;
-  call.quantized_x = detail::quantized_operand(given.data, given.tokens, k);
-  const ConstTensorView memory = bytes_view(given.data, given.bytes, context.device());
+  const std::int64_t k = forward_k(codes.in_features, call.work.spec);
+  detail::check_bytes(forward_name, "x", codes.data, codes.bytes,
+                      detail::weight_bytes(codes.tokens, k));
+  shape.tokens = codes.tokens;
+  shape.in_features = codes.in_features;
+  call.quantized_x = detail::quantized_operand(codes.data, codes.tokens, k);
+  const ConstTensorView memory = bytes_view(codes.data, codes.bytes, context.device());
   check.uses("x", memory);
   return memory;
 }
@@ -153,7 +153,7 @@ namespace {
 
 constexpr const char* input_name = "quantize_forward_input";
 
-// `kept`: how x is kept, too; null: it is not.
+// Quantises x, and compresses it if `kept` (its spec) is not null.
 ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
                             const ForwardLinearSpec& spec, const QuantizedInput& out,
                             const BackwardLinearSpec* kept, const SavedActivation& saved,
@@ -168,12 +168,12 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   const ConstTensorView memory = bytes_view(out.data, out.bytes, x.device);
   check.disjoint("out", memory, "x", x);
   check.uses("out", memory);
-  ForwardInput made{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
+  ForwardInput result{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
   std::optional<detail::CompressCall> compress;
   if (kept != nullptr) {
     compress.emplace(check, input_name, context, x, rows, *kept, saved, workspace);
-    made.saved = compress->kept;
-    check.disjoint("saved", bytes_view(saved.data, made.saved.bytes, x.device), "out", memory);
+    result.saved = compress->kept;
+    check.disjoint("saved", bytes_view(saved.data, result.saved.bytes, x.device), "out", memory);
   }
   const detail::CompressJob* const job = compress && compress->job ? &*compress->job : nullptr;
   if (rows.rows > 0) {
@@ -184,7 +184,7 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   } else if (job != nullptr) {
     backend_of(context).compress(context, *job, workspace.data);
   }
-  return made;
+  return result;
 }
 
 }  // namespace

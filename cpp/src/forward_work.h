@@ -1,5 +1,4 @@
-// A forward product and its parts as backends take them: arguments checked and resolved
-// (forward_linear.cpp).
+// A forward product with checked, resolved arguments (forward_linear.cpp), input of the backends.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +9,7 @@
 
 namespace hot::detail {
 
-// What a forward product computes, as far as its kernels and its scratch depend on it.
+// Description of a forward product: everything that its kernels and scratch depend on.
 struct ForwardWork {
   const ForwardLinearSpec& spec;
   LinearShape shape;
@@ -21,31 +20,32 @@ struct ForwardWork {
   bool empty() const { return shape.tokens == 0 || shape.out_features == 0; }
 };
 
-// A call, with its memory.
+// A forward product and its memory.
 struct ForwardCall {
   ForwardWork work;
   MatrixIn x{}, w{};
-  Operand quantized_x{}, quantized{};  // x and w where they come quantised
-  MatrixIn bias{};                     // one row
+  Operand quantized_x{}, quantized{};  // x and w, if the caller quantised them
+  MatrixIn bias{};                     // a single row
   MatrixOut y{};
 };
 
-// Both operands are rounded to nearest: the forward pass is deterministic.
+// Quantisation of both operands, rounded to nearest: the forward pass is deterministic.
 inline constexpr OperandQuant forward_quant{8, false, false, Rounding::nearest, Purpose::quantize};
 
-// Length of a row of codes: in_features, padded to whole blocks of the transform.
+// Length of a row of codes: in_features padded to whole blocks of the transform and to 16.
 inline std::int64_t forward_k(std::int64_t in_features, const ForwardLinearSpec& spec) {
   return round_up(round_up(in_features, spec.hadamard_block), k_alignment);
 }
 
-// The arrays of a forward product in its workspace.
+// Arrays of a forward product in its workspace.
 struct ForwardScratch {
   Operand x{}, weight{};
   float* bias = nullptr;
   char* gemm = nullptr;
-  std::size_t bytes = 0;  // of the workspace
+  std::size_t bytes = 0;  // size of the workspace
 };
-// Without memory it only counts. gemm_workspace(m, n, k) are the bytes of the backend's product.
+// Carves the workspace; a null workspace only counts bytes. gemm_workspace(m, n, k) returns the
+// scratch of the backend's product.
 template <class GemmWorkspace>
 ForwardScratch take_forward_scratch(void* workspace, const ForwardWork& work,
                                     const GemmWorkspace& gemm_workspace) {

@@ -1,5 +1,5 @@
-// The interface of a backend. Arguments are checked and resolved before; backward and forward alone
-// check their workspace's size, as they carve it and before anything is written.
+// Interface of a backend. Its arguments are already checked and resolved. Only backward and forward
+// check something: the size of their workspace, before they write anything.
 #pragma once
 
 #include <cstddef>
@@ -17,28 +17,28 @@
 
 namespace hot::detail {
 
-// Throws for a stream or a counter that no Key may have (context.cpp).
+// Throws for an invalid stream or counter of a key (context.cpp).
 void check_key(const char* call, const char* name, const Key& key);
 
-// Both throw for a bad spec, make_projection also for one that does not fit the tokens.
+// Both throw for an invalid spec. make_projection also throws if the spec does not fit the tokens.
 void check_low_rank(const LowRank& spec);
 Projection make_projection(std::int64_t tokens, const LowRank& spec);
 
-// The column sums of a matrix, g_b.
+// Column sums of a matrix (g_b).
 struct ColumnSum {
-  MatrixOut out;  // one row
+  MatrixOut out;  // a single row
   bool accumulate;
   void* workspace;  // column_sum_workspace bytes
 };
 
-// Rows of x [L, O] transformed along O and quantised: [L, roundup(O, block) -> Kp].
+// Transforms x [L, O] along O and quantises its rows: [L, Kp], Kp = O rounded up to blocks and 16.
 struct RowsJob {
   MatrixIn x;
   int hadamard_block;
   OperandQuant quant;
   Operand out;
 };
-// P x for x [L, C], transposed and quantised: [C, Kp].
+// Computes P x for x [L, C], transposed and quantised: [C, Kp].
 struct ColumnsJob {
   MatrixIn x;
   const Projection* projection;
@@ -47,7 +47,7 @@ struct ColumnsJob {
   OperandQuant quant;
   Operand out;
 };
-// x as packed codes, groups of 64 tokens per channel, to INT8 with one scale per channel.
+// Requantises x from packed codes (groups of 64 tokens per channel) to INT8, one scale per channel.
 struct GroupsJob {
   const std::uint8_t* packed;
   std::int64_t row_bytes;
@@ -56,37 +56,36 @@ struct GroupsJob {
   Operand out;
 };
 
-// x [L, C] as it is kept for backward, by the key of the context: with storage int8 as `out`, with
-// int4 as packed codes and bf16 scales.
+// Compresses x [L, C] with the context's key: into `out` (int8) or `packed` and `scale` (int4).
 struct CompressJob {
   MatrixIn x;
-  // Where its tokens are equalised: their sizes, to be found first. x is then divided by them.
+  // Output for the token exponents if tokens are equalised, else null. They are computed first.
   std::uint8_t* exponents;
   const BackwardLinearSpec& spec;
-  const Projection* projection;  // P
+  const Projection* projection;
   Operand out;
   std::uint8_t* packed;
   std::int64_t row_bytes;
   std::uint16_t* scale;
-  // The view of x that is compressed.
+  // x divided by its token exponents, if tokens are equalised.
   MatrixIn equalized() const {
-    MatrixIn made = x;
-    made.exponents = exponents;
-    made.divide = exponents != nullptr;
-    return made;
+    MatrixIn divided = x;
+    divided.exponents = exponents;
+    divided.divide = exponents != nullptr;
+    return divided;
   }
 };
 
-// Decodes tokens [first, first + out.rows) of a saved x of basis full.
+// Decodes tokens [first, first + out.rows) of a saved x with basis full.
 struct DecompressJob {
   const void* codes;  // [channels, row_bytes], INT8 or packed
   std::int64_t row_bytes;
-  const void* scale;  // packed: bf16, `groups` for a channel; INT8: f32
+  const void* scale;  // packed: bf16, one per group and channel; INT8: f32
   Storage storage;
-  std::int64_t scale_step;  // scales from a channel to the next; 0: one for all
+  std::int64_t scale_step;  // distance between the scales of neighbouring channels; 0: one scale
   std::int64_t first;
   MatrixOut out;                            // [tokens, channels], not empty
-  const std::uint8_t* exponents = nullptr;  // of all tokens, where they were equalised
+  const std::uint8_t* exponents = nullptr;  // exponents of all tokens if equalised
 };
 
 struct FwhtArgs {
@@ -96,22 +95,22 @@ struct FwhtArgs {
   DType out_dtype;
   std::int64_t axis_length, axis_stride_x, axis_stride_out;
   int block;
-  // Up to three other axes.
+  // Up to three axes that are not transformed.
   int outer_dims;
   std::int64_t outer_shape[3], outer_stride_x[3], outer_stride_out[3];
 };
 
-// A product by token (docs/numerics.md, "token") has a scale for each k in `a_scale` and adds in
-// fp32, k ascending.
+// Arguments of a product. With gw_scale `token` (docs/numerics.md), `a_scale` holds one scale per k
+// and the product adds in fp32, k ascending.
 struct GemmArgs {
   const std::int8_t *a, *b;  // K contiguous
   std::int64_t m, n, k, lda, ldb;
-  const float *a_scale, *b_scale;           // null: bare int32 sums
+  const float *a_scale, *b_scale;           // null: unscaled int32 sums
   std::int64_t a_scale_step, b_scale_step;  // 0: one scale for all
   float inv_divisor;
   bool accumulate;
   MatrixOut out;
-  const float* bias = nullptr;  // [n], added to the scaled sums; never together with `accumulate`
+  const float* bias = nullptr;  // [n], added to the scaled sums; null if `accumulate` is set
 };
 
 class Checker;        // checks.h
@@ -137,12 +136,12 @@ class Backend {
   virtual std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                                      std::int64_t k) const = 0;
   virtual void gemm(const Context&, const GemmArgs&, void* workspace) const = 0;
-  // The same on packed INT4: lda and ldb count bytes, k counts values. `a` and `b` have room for
-  // the operands as INT8 [m, k] and [n, k], if the backend unpacks them.
+  // Product of packed INT4: lda and ldb count bytes, k counts values. `a` and `b` are scratch for
+  // the operands unpacked to INT8 [m, k] and [n, k]. A backend may leave them unused.
   virtual void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                          void* workspace) const = 0;
 
-  // Scratch of compress (storage int8) and of quantize_weight.
+  // Bytes of scratch for compress (storage int8) and for quantize_weight.
   virtual std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
                                         const OperandQuant&) const = 0;
   virtual void compress(const Context&, const CompressJob&, void* workspace) const = 0;
@@ -153,10 +152,10 @@ class Backend {
   virtual void backward(const Context&, const BackwardCall&, const Checker&,
                         const Workspace&) const = 0;
 
-  // Rows with a scale each, nothing random: w for the forward product; x for it, and, where `kept`
-  // is given, the same x as it is kept (scratch: that of compress).
+  // Quantise w and x for the forward product, rounding to nearest with a scale per row. If `saved`
+  // is not null, x is also compressed, with the workspace of compress.
   virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
-  virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+  virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
                                       void* workspace) const = 0;
   virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
   virtual void forward(const Context&, const ForwardCall&, const Checker&,
@@ -166,7 +165,7 @@ class Backend {
 const Backend& backend_of(const Context&);  // dispatch.cpp
 
 const Backend& cpu_backend();
-// Defined in cuda/backend.cpp, or in cpu/no_cuda.cpp for a build without CUDA: there the backend
+// Defined in cuda/backend.cpp, or in cpu/no_cuda.cpp for a build without CUDA. There cuda_backend
 // throws, the architectures are "" and the device count is 0.
 const Backend& cuda_backend();
 const char* cuda_archs() noexcept;

@@ -1,4 +1,4 @@
-// The rows that a basis keeps and the order of the tokens, for all backends.
+// Rows that a basis keeps, and the order of the tokens, for all backends.
 #include <algorithm>
 #include <string>
 #include <tuple>
@@ -12,7 +12,7 @@ namespace hot {
 
 namespace {
 
-constexpr int max_sketch_folds = 4;  // one Philox call holds the draws of four folds
+constexpr int max_sketch_folds = 4;  // one Philox call yields the random numbers of four folds
 
 using detail::is_power_of_two;
 using detail::max_low_rank_block;
@@ -23,7 +23,7 @@ int log2_of(int power) {
   return log;
 }
 
-// Sign changes of row k of the Sylvester matrix of order 2^bits: Gray decoding of the reversed k.
+// Sign changes in row k of the Sylvester matrix of order 2^bits: Gray decoding of the reversed k.
 int sequency_of(int k, int bits) {
   int s = 0;
   for (int i = 0; i < bits; ++i) s |= ((k >> i) & 1) << (bits - 1 - i);
@@ -53,7 +53,7 @@ std::vector<int> make_order(Basis basis, int bits) {
     } else {
       const int i = sequency_of(k >> low_bits, high_bits);
       const int j = sequency_of(k & ((1 << low_bits) - 1), low_bits);
-      ranked.emplace_back(i + j, -std::max(i, j), s, k);  // ties: along an edge of the tile first
+      ranked.emplace_back(i + j, -std::max(i, j), s, k);  // ties: frequencies along one edge first
     }
   }
   std::sort(ranked.begin(), ranked.end());
@@ -62,13 +62,13 @@ std::vector<int> make_order(Basis basis, int bits) {
   return order;
 }
 
-// basis_order of checked arguments. Computed once: every step of every layer asks for it.
+// basis_order for checked arguments. Computed once, because every call of every layer needs it.
 const std::vector<int>& known_order(Basis basis, int block) {
   using Orders = std::vector<std::vector<int>>;  // by log2(block)
-  const auto all = [](Basis of) {
+  const auto all = [](Basis kind) {
     Orders orders;
     for (int bits = 0; 1 << bits <= max_low_rank_block; ++bits) {
-      orders.push_back(make_order(of, bits));
+      orders.push_back(make_order(kind, bits));
     }
     return orders;
   };
@@ -116,7 +116,7 @@ void check_low_rank(const LowRank& spec) {
               "; expected 0 to block - 1 = " + std::to_string(spec.block - 1));
     }
     if (std::find(spec.rows.begin(), row, *row) != row) {
-      invalid("rows holds " + std::to_string(*row) + " twice");
+      invalid("rows contains " + std::to_string(*row) + " twice; expected distinct rows");
     }
   }
   if (spec.basis == Basis::sketch &&
@@ -139,18 +139,18 @@ void check_low_rank(const LowRank& spec) {
 namespace {
 
 KeptRows kept_rows(const LowRank& spec) {
-  KeptRows kept;
+  KeptRows rows;
   if (spec.rows.empty()) {
     const std::vector<int>& order = known_order(spec.basis, spec.block);
-    for (int i = 0; i < spec.rank; ++i) kept.add(order[static_cast<std::size_t>(i)]);
+    for (int i = 0; i < spec.rank; ++i) rows.add(order[static_cast<std::size_t>(i)]);
   } else {
-    for (const int row : spec.rows) kept.add(row);
+    for (const int row : spec.rows) rows.add(row);
   }
-  std::sort(kept.begin(), kept.end());
-  return kept;
+  std::sort(rows.begin(), rows.end());
+  return rows;
 }
 
-// The token order of a grid. Throws if the tokens are not a whole number of samples.
+// Token order of a grid. Throws unless the tokens are a whole number of samples.
 TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
   TokenOrder order;
   const TokenLayout& layout = spec.layout;

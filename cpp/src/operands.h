@@ -1,4 +1,4 @@
-// What the stages compute on, for the host and for kernels: matrices, operands, projections, keys.
+// Types of the stages' arguments, for host and kernels: matrices, operands, projections, keys.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace hot::detail {
 
-// Purposes of random numbers: one key serves a whole layer (docs/numerics.md, "Random bits").
+// Purpose of random numbers. It lets one key serve a whole layer (docs/numerics.md, "Random bits").
 enum class Purpose : std::uint32_t {
   quantize = 0,
   gradient_rows = 1,
@@ -24,8 +24,8 @@ enum class Purpose : std::uint32_t {
   requantize = 6,
 };
 
-// Reads the key's counter from CPU memory, if it has one (CUDA kernels read theirs in
-// cuda/device/rounding.cuh).
+// Random key of a purpose. Reads the key's counter, if any, from CPU memory; CUDA kernels read
+// theirs in cuda/device/rounding.cuh.
 inline RandomKey random_key(const Key& key, Purpose purpose) {
   const std::uint64_t offset = key.offset + (key.counter == nullptr ? 0 : *key.counter);
   RandomKey random;
@@ -44,7 +44,7 @@ struct MatrixIn {
   const void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
-  // Where given: row r is taken times 2^(exponents[r] - 127), or divided by it.
+  // If not null, row r is multiplied (or, with `divide`, divided) by 2^(exponents[r] - 127).
   const std::uint8_t* exponents = nullptr;
   bool divide = false;
 };
@@ -52,11 +52,11 @@ struct MatrixOut {
   void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
-  // The output as an input: what it holds.
+  // The same memory as an input.
   constexpr MatrixIn contents() const { return {data, dtype, rows, cols, row_stride, col_stride}; }
 };
 
-// The kept rows of a block, ascending.
+// Kept rows of a block, ascending.
 class KeptRows {
  public:
   void add(int row) { row_[count_++] = static_cast<std::uint8_t>(row); }
@@ -70,7 +70,7 @@ class KeptRows {
   std::size_t count_ = 0;
 };
 
-// A LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
+// LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
 struct Projection {
   Basis basis = Basis::full;
   int block = 1;
@@ -86,11 +86,11 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-  bool equalized = false;  // each token times a power of two (MatrixIn::exponents)
+  bool equalized = false;  // tokens have exponents (MatrixIn::exponents)
 };
 
-// Largest size and largest product of two sizes. No memory holds more; within these limits padded
-// sizes, buffers and scratch are exact in 64 bits.
+// Largest size and largest product of two sizes. Within these limits padded sizes, buffers and
+// scratch are exact in 64 bits. No memory holds more.
 inline constexpr std::int64_t max_size = std::int64_t{1} << 48;
 inline constexpr std::int64_t max_product = std::int64_t{1} << 52;
 inline constexpr std::int64_t max_operations = std::int64_t{1} << 58;  // room for padded sizes
@@ -103,35 +103,34 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
 }
 inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
 
-// The number of an element's scale.
+// Index of an element's scale.
 constexpr std::int64_t scale_at(Granularity scale, std::int64_t row, std::int64_t col) {
   return scale == Granularity::token ? row : scale == Granularity::channel ? col : 0;
 }
 
-// Number of blocks of `rank` rows that make whole groups of 16 rows: tasks split K at multiples of
-// it.
+// Blocks of `rank` rows that fill whole groups of 16 rows. Tasks split K at multiples of it.
 inline std::int64_t blocks_per_cut(int rank) {
   std::int64_t blocks = 1;
   while (blocks * rank % 16 != 0) ++blocks;
   return blocks;
 }
 
-inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row starts aligned
-inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
-inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
+inline constexpr std::int64_t k_alignment = 16;       // bytes: alignment of each stored row
+inline constexpr std::int64_t int4_group = 64;        // tokens per scale of an INT4 x
+inline constexpr std::int64_t int4_k_alignment = 32;  // values, 16 bytes of packed codes
 inline constexpr std::int64_t int32_safe_k = 131071;  // 128^2 * K <= 2^31 - 1
 
-// Codes of one quantised operand, contraction contiguous: [rows, k_padded] and its scales.
+// A quantised operand: codes [rows, k_padded], contraction contiguous, and scales.
 struct Operand {
   std::int8_t* codes;
   float* scale;
   std::int64_t rows, k_padded;
-  // 1, rows, or k_padded (token). A single scale of more places is in each of them.
+  // 1, rows, or k_padded (gw_scale token). A single scale may be repeated in all places.
   std::int64_t scales;
-  std::uint32_t* amax = nullptr;  // scratch of the CUDA backend: maxima
+  std::uint32_t* amax = nullptr;  // scratch of the CUDA backend for largest values
 };
 
-// A quantised weight's buffer: codes [rows, k_padded], then room for a scale of each row.
+// Bytes of a quantised weight: codes [rows, k_padded], then a scale per row.
 inline std::size_t weight_bytes(std::int64_t rows, std::int64_t k_padded) {
   return static_cast<std::size_t>(rows) * (static_cast<std::size_t>(k_padded) + sizeof(float));
 }
@@ -143,7 +142,7 @@ inline Operand weight_operand(void* data, std::int64_t rows, std::int64_t k_padd
 struct OperandQuant {
   int bits;
   bool per_tensor;
-  bool per_contraction;  // one scale for each column of the K-contiguous matrix ("token")
+  bool per_contraction;  // a scale per k (gw_scale token)
   Rounding rounding;
   Purpose purpose;
 };

@@ -1,4 +1,4 @@
-// The one table of recipes; Python's HotConfig.recipe and the C ABI read it.
+// Table of recipes, also read by Python's HotConfig.recipe and the C ABI.
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,7 +11,7 @@ namespace {
 
 struct Recipe {
   const char* name;
-  void (*change)(BackwardLinearSpec&);  // changes the defaults of the fields
+  void (*change)(BackwardLinearSpec&);  // changes default fields
 };
 
 constexpr Recipe recipes[] = {

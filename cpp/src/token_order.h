@@ -7,13 +7,13 @@
 namespace hot::detail {
 
 struct TokenOrder {
-  std::int64_t samples = 0;  // 0: flat, the order is the memory's
+  std::int64_t samples = 0;  // 0: one flat sequence in memory order
   int grid_h = 0, grid_w = 0, prefix = 0;
   int tile_h = 1, tile_w = 1;
 
   constexpr std::int64_t prefix_rows() const { return samples * prefix; }
 
-  // The token at a position of the transformed sequence: first the complete tiles of all samples,
+  // Token at a position of the transformed sequence. The complete tiles of all samples come first,
   // then the tokens outside tiles in raster order.
   constexpr std::int64_t body(std::int64_t position) const {
     if (samples == 0) return position;
@@ -33,7 +33,7 @@ struct TokenOrder {
       const std::int64_t left = area - tiled;  // tokens of a sample outside tiles
       sample = rest / left;
       std::int64_t index = rest % left;
-      const std::int64_t right = grid_w - tiles_w * tile_w;  // of them in a row that has tiles
+      const std::int64_t right = grid_w - tiles_w * tile_w;  // untiled tokens of a row with tiles
       const std::int64_t tiled_rows = tiles_w == 0 ? 0 : tiles_h * tile_h;
       if (index < tiled_rows * right) {
         y = index / right;
@@ -47,7 +47,7 @@ struct TokenOrder {
     return sample * (area + prefix) + prefix + y * grid_w + x;
   }
 
-  // The token of prefix row j, sample-major.
+  // Token of prefix row j, sample-major.
   constexpr std::int64_t prefix_token(std::int64_t j) const {
     const std::int64_t area = std::int64_t{grid_h} * grid_w;
     return j / prefix * (area + prefix) + j % prefix;

@@ -1,6 +1,6 @@
-// Copies from global to shared memory that run beside the arithmetic: by the threads, 16 bytes at a
-// time (cp.async, sm_80 on), or in bulk with one instruction, which a barrier in shared memory
-// counts (cp.async.bulk, sm_90 on; a no-op before).
+// Asynchronous copies from global to shared memory. Threads copy 16 bytes at a time (cp.async, from
+// sm_80 on). Bulk copies need one instruction, and a barrier in shared memory counts their bytes
+// (cp.async.bulk, from sm_90 on; a no-op before).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ inline unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// `bytes` of 16 from global memory, zeros for the rest; both addresses aligned to 16.
+// Copies `bytes` of 16 bytes and fills the rest with zeros. Both addresses are multiples of 16.
 __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -21,7 +21,7 @@ __device__ inline void copy_async(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same if `wanted`, without a branch.
+// Copies 16 bytes if `wanted`, without a branch.
 __device__ inline void copy_async_if(bool wanted, unsigned to, const void* from) {
   asm volatile(
       "{\n\t.reg .pred wanted;\n\t"
@@ -31,12 +31,12 @@ __device__ inline void copy_async_if(bool wanted, unsigned to, const void* from)
       : "memory");
 }
 
-// One 32-bit word.
+// Copies a 32-bit word.
 __device__ inline void copy_word_async(unsigned to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// `bytes` of one, zeros for the rest.
+// Copies `bytes` of a 32-bit word and fills the rest with zeros.
 __device__ inline void copy_word_async(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -48,16 +48,16 @@ __device__ inline void store_shared(unsigned to, unsigned word) {
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the last `Pending` groups of this thread's copies have arrived.
+// Waits for all but the last `Pending` groups of this thread's copies.
 template <int Pending>
 __device__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Waits until all of this thread's copies have arrived, also those of the open group.
+// Waits for all of this thread's copies, also those of the open group.
 __device__ inline void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// One thread, before a barrier of all threads: initialises the barrier (8 bytes).
+// Initialises a barrier (8 bytes). Called by one thread, before a barrier of all threads.
 __device__ inline void start_barrier(unsigned barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -67,7 +67,7 @@ __device__ inline void start_barrier(unsigned barrier) {
 #endif
 }
 
-// One thread, before the copies: how many bytes the barrier's next turn expects.
+// Sets the bytes that the next turn of a barrier expects. Called by one thread, before the copies.
 __device__ inline void expect_bulk(unsigned barrier, unsigned bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -75,7 +75,7 @@ __device__ inline void expect_bulk(unsigned barrier, unsigned bytes) {
 #endif
 }
 
-// Addresses and bytes are multiples of 16.
+// Starts a bulk copy. Addresses and bytes are multiples of 16.
 __device__ inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -86,7 +86,7 @@ __device__ inline void copy_bulk(unsigned to, const void* from, unsigned bytes, 
 #endif
 }
 
-// Waits until the barrier has counted all bytes of turn number `turn`, from 0 on.
+// Waits until the barrier has counted all bytes of turn number `turn`, counted from 0.
 __device__ inline void wait_bulk(unsigned barrier, unsigned turn) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(

@@ -1,8 +1,8 @@
-// How a kernel begins and ends where it may overlap its neighbours on the stream.
+// Begin and end of a kernel that may overlap its neighbours on the stream.
 #pragma once
 
-// Whether this code can run on sm_90 (or is the host's). Kernels that plans take there alone have
-// no body elsewhere: builds for other architectures neither compile nor carry it.
+// HOT_HOPPER_CODE is 1 in host code and in code for sm_90. Kernels that plans use only there have
+// no body in code for other architectures.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
 #define HOT_HOPPER_CODE 1
 #else
@@ -11,11 +11,11 @@
 
 namespace hot::detail {
 
-// First and last statement of every kernel that launch() starts, for all of its threads. Where
-// kernels may overlap (cuda/launch.h), a kernel starts when every CTA of the previous one has
-// started, and begin_kernel waits until that one has finished. An `independent` kernel has no data
-// dependency on any launch since the last dependent one. It waits at its end, so completion stays
-// ordered on the stream.
+// begin_kernel and end_kernel are the first and last statement of every kernel that launch()
+// starts, for all of its threads. If kernels may overlap (cuda/launch.h), a kernel starts when
+// every CTA of the previous one has started, and begin_kernel waits until that one has finished. An
+// `independent` kernel has no data dependency on any launch since the last dependent one. It waits
+// at its end, so that kernels still complete in stream order.
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

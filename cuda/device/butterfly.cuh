@@ -1,11 +1,10 @@
-// Butterflies of the Walsh-Hadamard transform, (a, b) -> (a + b, a - b), in registers and across
-// lanes. Distances rise, 1, 2, 4, ...: with one rounding for each addition that order fixes the
-// bits (docs/numerics.md, "FWHT").
+// Butterflies (a, b) -> (a + b, a - b) of the FWHT, in registers and across lanes. Distances rise:
+// 1, 2, 4, ... Every addition rounds, so this order determines the bits (docs/numerics.md, "FWHT").
 #pragma once
 
 namespace hot::detail {
 
-// Distances Begin, 2 Begin, ... below End between the elements of a register array.
+// Butterflies between elements of a register array, at distances Begin, 2 Begin, ... below End.
 template <int Begin, int End, int Size>
 __device__ void butterfly(float (&v)[Size]) {
 #pragma unroll
@@ -21,8 +20,8 @@ __device__ void butterfly(float (&v)[Size]) {
   }
 }
 
-// Distance h between the lanes of a warp, all of which take part. v * -1 is exact, so the fused
-// multiply-add rounds once, like the addition it stands for.
+// Butterflies between lanes at distance h. All lanes of the warp take part. v * -1 is exact, so the
+// fused multiply-add rounds once, like the addition that it replaces.
 template <int Size>
 __device__ void butterfly_lanes_at(float (&v)[Size], unsigned lane, unsigned h) {
   const float sign = (lane & h) != 0 ? -1.0F : 1.0F;
@@ -32,7 +31,7 @@ __device__ void butterfly_lanes_at(float (&v)[Size], unsigned lane, unsigned h) 
   }
 }
 
-// Distances 1, 2, ... below Lanes.
+// Butterflies between lanes at distances 1, 2, ... below Lanes.
 template <int Lanes, int Size>
 __device__ void butterfly_lanes(float (&v)[Size], unsigned lane) {
 #pragma unroll

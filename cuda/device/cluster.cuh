@@ -1,10 +1,10 @@
-// CTAs of a cluster that write to each other's shared memory (sm_90 on; before, a cluster
-// is one CTA, and nothing here does anything).
+// Stores of a CTA to the shared memory of other CTAs of its cluster (from sm_90 on). Before sm_90 a
+// cluster is one CTA, and these functions do nothing.
 //
-// The receiver sets how many bytes it expects (expect_bytes, one thread). All CTAs synchronise
+// The receiver sets the bytes that it expects (expect_bytes, one thread). All CTAs synchronise
 // (arrive_cluster, wait_cluster), so that all have started and expect. The senders send
-// (send_async) and may exit. The receiver waits (wait_bytes). That takes one trip through the
-// cluster's network; barriers around plain stores take two, and a fence of all memory.
+// (send_async) and may exit. The receiver waits (wait_bytes). This takes one trip through the
+// cluster's network. Barriers around plain stores would take two, and a fence of all memory.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ __device__ inline unsigned cluster_rank() {
   return rank;
 }
 
-// The address in CTA `rank` that corresponds to `address` here.
+// Address in CTA `rank` that corresponds to `address` in this CTA.
 __device__ inline unsigned cluster_address(unsigned address, unsigned rank) {
   unsigned there = address;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -30,13 +30,13 @@ __device__ inline unsigned cluster_address(unsigned address, unsigned rank) {
   return there;
 }
 
-// One thread, before arrive_cluster: `barrier` (8 bytes, once in its life) expects `bytes`.
+// Makes `barrier` (8 bytes, used once) expect `bytes`. Called by one thread, before arrive_cluster.
 __device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
   start_barrier(barrier);
   expect_bulk(barrier, bytes);
 }
 
-// All threads of all CTAs, whole warps at a time; orders nothing but expect_bytes.
+// Called by all threads of all CTAs, in whole warps. Orders expect_bytes only.
 __device__ inline void arrive_cluster() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __syncwarp();
@@ -51,7 +51,7 @@ __device__ inline void wait_cluster() {
 #endif
 }
 
-// 8 bytes to a cluster_address, counted by the barrier there.
+// Sends 8 bytes to a cluster_address. The barrier in that CTA counts them.
 __device__ inline void send_async(unsigned to, int2 v, unsigned barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(

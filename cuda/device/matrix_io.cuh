@@ -1,4 +1,4 @@
-// Elements of the strided matrices that the stages read and write.
+// Access to elements of strided matrices.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ __device__ inline float load_element(const MatrixIn& x, std::int64_t row, std::i
   return v;
 }
 
-// The power of two that a row is taken times, as the upper half of its pattern, a bf16.
+// Factor of a row, a power of two, as the bits of a bf16.
 __device__ inline unsigned row_power(const MatrixIn& x, std::int64_t row) {
   if (x.exponents == nullptr) return 127U << 7;
   const unsigned exponent = x.exponents[row];
   return (x.divide ? 254U - exponent : exponent) << 7;
 }
 
-// An element of a row that may be taken times its power.
+// Loads an element and multiplies it by the factor of its row.
 __device__ inline float load_scaled(const MatrixIn& x, std::int64_t row, std::int64_t col) {
   const float v = load_element(x, row, col);
   return x.exponents == nullptr ? v : v * __uint_as_float(row_power(x, row) << 16);

@@ -1,10 +1,10 @@
-// Integer products of a warp (mma.sync, sm_80 on): fragments, the multiply-add, dequantisation.
+// Integer products of a warp (mma.sync, from sm_80 on): fragments, multiply-add, dequantisation.
 #pragma once
 
 namespace hot::detail {
 
-// Four 8 x 8 matrices of 16-bit elements, which is 8 rows of 16 bytes each; lane l holds the
-// address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements, each 8 rows of 16 bytes. Lane l passes the address
+// of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -21,7 +21,7 @@ struct MmaInt8 {
   }
 };
 
-// Packed INT4: the same words of the fragments, twice as many values.
+// Multiply-add of packed INT4: the fragments have the same words, with twice as many values.
 struct MmaInt4 {
   __device__ static void run(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
@@ -32,7 +32,7 @@ struct MmaInt4 {
   }
 };
 
-// Three roundings, in this order (docs/numerics.md, "Integer GEMM and dequantisation").
+// Dequantises a sum with three roundings in this order (docs/numerics.md, "Integer GEMM").
 __device__ inline float dequantised(float acc, float a_scale, float b_scale, float inv_divisor) {
   return acc * b_scale * (a_scale * inv_divisor);
 }

@@ -1,4 +1,4 @@
-// A projection as kernels take it, and the folds of a sketch.
+// Projection as a kernel argument, and the folds of a sketch.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace hot::detail {
 
-// Projection without its vector.
+// Copy of a Projection in a fixed-size form for kernels.
 struct DeviceProjection {
   Basis basis;
   int block, rank, folds;
-  float sketch_weight;  // 1 on the activation's side
+  float sketch_weight;  // 1 on side activation
   float prefix_factor;
   std::int64_t body_tokens, blocks;
   TokenOrder order;
@@ -38,7 +38,7 @@ inline DeviceProjection device_projection(const Projection& p, Side side, const 
   return d;
 }
 
-// Fold number `fold` of a block of `length` values: value t is added to value t ^ a. Returns a.
+// Offset a of a fold in a block of `length` values: value t is added to value t ^ a.
 __device__ inline int sketch_draw(const RandomWords& draw, int fold, int length) {
   return 1 + static_cast<int>(__umulhi(draw.word[fold], static_cast<std::uint32_t>(length - 1)));
 }

@@ -1,4 +1,4 @@
-// The largest of values that threads hold, as bit patterns of magnitudes.
+// Maximum of the values of several threads, as bit patterns of magnitudes.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ __device__ inline std::uint32_t warp_max(std::uint32_t v) {
   return __reduce_max_sync(0xffffffffU, v);
 }
 
-// Of a CTA, for all of its threads.
+// Maximum over the CTA; every thread gets it.
 __device__ inline std::uint32_t block_max(std::uint32_t v, std::uint32_t* shared) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   v = warp_max(v);
@@ -21,14 +21,14 @@ __device__ inline std::uint32_t block_max(std::uint32_t v, std::uint32_t* shared
   return v;
 }
 
-// Of T neighbouring lanes of a warp, a power of two.
+// Maximum over T neighbouring lanes of a warp, T a power of two.
 __device__ inline std::uint32_t lanes_max(std::uint32_t v, int T) {
   for (int h = 1; h < T; h *= 2) v = max(v, __shfl_xor_sync(0xffffffffU, v, h));
   return v;
 }
 
-// Of a row that T lanes share, of which this is `lane`: of one warp if T is a power of two up to
-// 32, else of T / 32 neighbouring warps, by `shared` (a word for each warp of the CTA).
+// Maximum over the T lanes of a row; this thread is number `lane`. T is a power of two up to 32, or
+// a multiple of 32. In the second case `shared` (a word per warp of the CTA) connects the warps.
 __device__ inline std::uint32_t row_max(std::uint32_t v, int T, int lane, std::uint32_t* shared) {
   if (T < 32) return lanes_max(v, T);
   v = warp_max(v);

@@ -1,5 +1,5 @@
-// Scales, rounding and random bits of docs/numerics.md on the device: the same operations in the
-// same order as cpp/src/cpu (this directory is compiled with --fmad=false), so the same bits.
+// Scales, rounding and random bits of docs/numerics.md on the device. Operations and their order
+// equal those of cpp/src/cpu (with --fmad=false), and so do the bits.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@ namespace hot::detail {
 
 struct DeviceScale {
   float scale, inv;
-  bool keep;  // false: codes are 0 although the values are not finite
+  bool keep;  // false: a value is not finite, and codes are 0
 };
 
-// One factor for all 16 elements.
+// Single factor for all 16 elements of a group.
 struct UniformScale {
   float inv;
   __device__ float operator()(int) const { return inv; }
 };
 
-// a / q, rounded once like a division, for a of 2^-100 or more and q of 7 or 127, whose reciprocal
-// is r: the remainder is exact and corrects the product.
+// a / q for a >= 2^-100 and q = 7 or 127, rounded once like a division. r is the reciprocal of q.
+// The exact remainder corrects the product.
 __device__ inline float divided_by(float a, float q, float r) {
   const float guess = a * r;
   return __fmaf_rn(__fmaf_rn(-guess, q, a), r, guess);
@@ -38,7 +38,7 @@ __device__ inline DeviceScale device_scale(std::uint32_t amax_bits, int bits) {
 
 __device__ inline std::uint32_t abs_bits(float v) { return __float_as_uint(v) & 0x7fffffffU; }
 
-// atomicMax, without the atomic where the value is no larger: at one address atomics queue.
+// atomicMax that skips the atomic if the value is not larger, because atomics to one address queue.
 __device__ inline void atomic_max(std::uint32_t* amax, std::uint32_t v) {
   if (__ldcg(amax) < v) atomicMax(amax, v);
 }
@@ -47,12 +47,12 @@ struct RandomWords {
   std::uint32_t word[4];  // bytes of 16 elements, lowest byte first
 };
 
-// A key as kernels take it. The host computes the round keys of Philox, so that they are operands
-// in constant memory and cost no instruction.
+// Random key as a kernel argument. The host computes the round keys of Philox. They are operands in
+// constant memory and cost no instruction.
 struct DeviceKey {
   std::uint32_t stream_purpose, offset_low, offset_high;
   std::uint32_t round_low[philox_rounds], round_high[philox_rounds];
-  const std::uint64_t* counter;  // Key::counter, of the device
+  const std::uint64_t* counter;  // Key::counter, in device memory
 };
 
 inline DeviceKey device_key(const Key& key, Purpose purpose) {
@@ -67,13 +67,13 @@ inline DeviceKey device_key(const Key& key, Purpose purpose) {
   return d;
 }
 
-// A key's offset with its counter added, as words of the random counter.
+// Sum of a key's offset and counter, as words of the Philox counter.
 struct DeviceOffset {
   std::uint32_t low, high;
 };
 
-// Reads the counter, after the wait for the previous kernel (cuda/launch.h), which may write it. A
-// predicate: a branch would divide the code around it.
+// Reads the counter. Must follow the wait for the previous kernel (cuda/launch.h), which may write
+// it. Uses a predicate, because a branch would split the surrounding code.
 __device__ inline DeviceOffset offset_of(const DeviceKey& key) {
   DeviceOffset offset{key.offset_low, key.offset_high};
   asm volatile(
@@ -88,7 +88,7 @@ __device__ inline DeviceOffset offset_of(const DeviceKey& key) {
   return offset;
 }
 
-// The same for a whole warp; all lanes must call it. The result of a reduction stays in uniform
+// offset_of for a whole warp; all lanes must call it. The reduction moves the result to uniform
 // registers, which are plentiful.
 template <Rounding rounding>
 __device__ inline DeviceOffset warp_offset(const DeviceKey& key) {
@@ -97,7 +97,7 @@ __device__ inline DeviceOffset warp_offset(const DeviceKey& key) {
   return {__reduce_max_sync(0xffffffffU, offset.low), __reduce_max_sync(0xffffffffU, offset.high)};
 }
 
-// Philox4x32 of one block of 16 elements.
+// Random words of a block of 16 elements (Philox4x32).
 __device__ inline RandomWords random_words(const DeviceKey& key, const DeviceOffset& offset,
                                            std::uint64_t blk) {
   std::uint32_t c0 = static_cast<std::uint32_t>(blk);
@@ -114,7 +114,7 @@ __device__ inline RandomWords random_words(const DeviceKey& key, const DeviceOff
   return {{c0, c1, c2, c3}};
 }
 
-// Byte B of four words as one word, the first lowest.
+// Word of byte B of four words, the first word's byte lowest.
 template <int B>
 __device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1, std::uint32_t w2,
                                              std::uint32_t w3) {
@@ -122,17 +122,17 @@ __device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1,
   return __byte_perm(__byte_perm(w0, w1, pair), __byte_perm(w2, w3, pair), 0x5410);
 }
 
-// docs/numerics.md, "Rounding": a multiply-add to 1.5 * 2^23 leaves the product, rounded to an
-// integer once, in the low bits of the sum as two's complement. A conversion would run at a
-// fraction of the rate; so would shifts, which is why codes are picked as bytes of such sums.
+// Rounding by a multiply-add to 1.5 * 2^23 (docs/numerics.md, "Rounding"). The low bits of the sum
+// are the product in two's complement, rounded once to an integer. Codes are bytes of such sums:
+// conversions and shifts would run at a fraction of the rate.
 constexpr std::uint32_t integer_bits = 0x4b400000U;
 
 __device__ inline std::uint32_t nearest_sum(float v, float inv) {
   return __float_as_uint(__fmaf_rn(v, inv, __uint_as_float(integer_bits)));
 }
 
-// Of byte `byte` of random bits u, which comes with the addend: (256 v inv + u) >> 8 is byte 1 of
-// the sum.
+// Stochastic rounding with byte `byte` of the random bits u, which is part of the addend. The code,
+// (256 v inv + u) >> 8, is byte 1 of the sum.
 __device__ inline std::uint32_t stochastic_sum(float v, float inv, std::uint32_t u, int byte) {
   const float magic =
       __uint_as_float(__byte_perm(u, integer_bits, 0x7650U | static_cast<unsigned>(byte)));
@@ -150,8 +150,8 @@ __device__ inline int round_pseudo_stochastic(float v, int bits) {
   return v < 0.0F ? -code : code;
 }
 
-// Codes of 16 consecutive k as 4 words, lowest byte first: of `value(i)` times `inv(i)`, of
-// magnitude at most Q (1 + 2^-22): nothing needs a clamp.
+// Codes of value(i) * inv(i) for 16 consecutive k, as 4 words, lowest byte first. Products have
+// magnitudes of at most Q (1 + 2^-22), so codes need no clamp.
 template <Rounding rounding, class Value, class Inv>
 __device__ inline uint4 round_group(const Value& value, const Inv& inv, const DeviceKey& key,
                                     const DeviceOffset& offset, std::uint64_t blk, int bits) {
@@ -182,12 +182,12 @@ __device__ inline uint4 round_group(const Value& value, const Inv& inv, const De
   return make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }
 
-// Eight codes as nibbles; a byte of `even` and `odd` each.
+// Packs eight codes as nibbles. Their bytes come from `even` and `odd` in turns.
 __device__ inline std::uint32_t pack_nibbles(std::uint32_t even, std::uint32_t odd) {
   return (even & 0x0f0f0f0fU) | (odd << 4 & 0xf0f0f0f0U);
 }
 
-// The same as INT4, rounded stochastically and packed: code i in nibble i.
+// Stochastically rounded, packed INT4 codes of 16 consecutive k: code i in nibble i.
 template <class Value>
 __device__ inline uint2 round_group_packed(const Value& value, float inv, const DeviceKey& key,
                                            const DeviceOffset& offset, std::uint64_t blk) {
@@ -208,14 +208,14 @@ __device__ inline uint2 round_group_packed(const Value& value, float inv, const 
   return make_uint2(packed[0], packed[1]);
 }
 
-// The largest of |a| and |b| as bits; NaN wins.
+// Larger of |a| and |b|, or NaN if one is NaN.
 __device__ inline float max_magnitude(float a, float b) {
   float out;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(fabsf(a)), "f"(fabsf(b)));
   return out;
 }
 
-// A run-time rounding becomes a template argument on the host.
+// Calls `call` with a run-time rounding as a template argument (host).
 template <class Call>
 inline void with_rounding(Rounding rounding, const Call& call) {
   switch (rounding) {

@@ -1,4 +1,4 @@
-// Elements of the three float types to and from fp32, one at a time or as vectors.
+// Conversion of the three float types to and from fp32, single elements or vectors.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 
 namespace hot::detail {
 
-// A type tag: how elements look in memory. `Words` are the 32-bit words of a vector.
+// Type tags: layout of elements in memory. `Words` is the number of 32-bit words of a vector.
 struct F32 {
   static constexpr int size = 4;
   __device__ static float load(const void* p, std::int64_t i) {
@@ -83,8 +83,8 @@ struct BF16 {
   }
 };
 
-// Calls f with the tag of a type. The branch is the same for every thread: one kernel serves all
-// nine pairs of types at the price of two of these.
+// Calls f with the tag of a type. The branch is uniform. One kernel can therefore serve all nine
+// pairs of types at the cost of two of these branches.
 template <class F>
 __device__ void with_dtype(DType dtype, const F& f) {
   if (dtype == DType::f32) {
@@ -96,7 +96,7 @@ __device__ void with_dtype(DType dtype, const F& f) {
   }
 }
 
-// The same on the host, for kernels that have the type as a template argument.
+// with_dtype on the host, for kernels with the type as a template argument.
 template <class F>
 void host_with_dtype(DType dtype, const F& f) {
   if (dtype == DType::f32) {
@@ -108,7 +108,8 @@ void host_with_dtype(DType dtype, const F& f) {
   }
 }
 
-// 8, 16 or 32 bytes, aligned to 8 or 16. Plain loads: the output may be the input.
+// Loads 8 bytes aligned to 8, or a multiple of 16 aligned to 16. Not through the read-only cache:
+// the output may be the input.
 template <int Words>
 __device__ void load_words(const void* p, unsigned (&word)[Words]) {
   if constexpr (Words == 2) {

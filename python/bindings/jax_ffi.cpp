@@ -1,6 +1,6 @@
-// The extension module hotcore._jax_ffi: XLA's handlers for hotcore.jax. A handler makes views of
-// XLA's buffers, calls libhot once and returns its error. CPU and CUDA share the handlers and
-// differ only in the context. XLA's headers define the calling convention (third_party/README.md).
+// Extension module hotcore._jax_ffi: XLA's handlers for hotcore.jax. A handler makes views of XLA's
+// buffers, calls libhot once and returns its error. CPU and CUDA share the handlers and differ only
+// in the context. XLA's headers define the calling convention (third_party/README.md).
 #include <nanobind/stl/string_view.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace hotpy {
 
 namespace ffi = xla::ffi;
 
-// The context of a call: on the CPU the one Python chose last, on CUDA one on XLA's stream.
+// Sources of a call's context: on the CPU the settings from Python, on CUDA XLA's stream.
 struct Cpu {
   hot::Context context() const;
 };
@@ -47,7 +47,7 @@ struct CtxBinding<hotpy::Cuda> {
   using Ctx = hotpy::Cuda;
 };
 
-// The name of the type of a call's context depends on the version of the headers.
+// `Call` is a template argument, because its type's name depends on the version of the headers.
 template <>
 struct CtxDecoding<hotpy::Cpu> {
   using Type = hotpy::Cpu;
@@ -83,8 +83,8 @@ using Output = ffi::Result<ffi::AnyBuffer>;
   throw hot::Error(hot::ErrorCode::invalid_argument, message);
 }
 
-// Threads and instruction set from hotcore.set_num_threads and set_isa. XLA calls from its own
-// threads, so a lock guards them; a running call keeps the threads it began with.
+// Threads and instruction set from hotcore.set_num_threads and set_isa, guarded by a lock because
+// XLA calls from its own threads. A running call keeps its threads.
 class CpuChoice {
  public:
   void set(int threads, std::optional<hot::Isa> isa) {
@@ -95,7 +95,7 @@ class CpuChoice {
   }
   hot::Context get() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!context_) {  // the first call that needs threads starts them
+    if (!context_) {  // the first call starts the threads
       context_ = hot::Context::cpu(threads_);
       if (isa_) context_ = context_->with_isa(*isa_);
     }
@@ -109,7 +109,7 @@ class CpuChoice {
   std::optional<hot::Context> context_;
 };
 
-// Never destroyed: XLA's threads may still call while the process ends.
+// Never destroyed, because XLA's threads may still call while the process ends.
 CpuChoice& cpu_choice() {
   static CpuChoice& choice = *new CpuChoice;
   return choice;
@@ -151,21 +151,21 @@ View view(const Buffer& buffer, hot::Device device, const char* name) {
   return out;
 }
 
-// An empty output means that it is not wanted; either way there is nothing to write.
+// View of an output, or none if it is empty: an empty output is not requested.
 std::optional<hot::TensorView> wanted(Output& output, hot::Device device, const char* name) {
   if (output->element_count() == 0) return std::nullopt;
   return view<hot::TensorView>(*output, device, name);
 }
 
-// Scratch. On the CPU the call allocates it, because its size depends on the number of threads,
-// which may have changed; on CUDA XLA has allocated it.
-hot::Workspace workspace_of(const Scratch& own, Output& scratch) {
-  if (own.get().data != nullptr) return own.get();
+// Scratch of a call: XLA's on CUDA. On the CPU `local`, because the size depends on the number of
+// threads, which may have changed.
+hot::Workspace workspace_of(const Scratch& local, Output& scratch) {
+  if (local.get().data != nullptr) return local.get();
   return {scratch->untyped_data(), scratch->size_bytes()};
 }
 
-// The two words of a seed, low word first, are added to a key's offset. They are read in place when
-// the work runs: nothing is copied from the device.
+// Key whose counter is the seed (two words, low word first). The work reads it in place: nothing is
+// copied from the device.
 hot::Key key_of(const Buffer& seed) {
   if (seed.element_type() != ffi::DataType::U32 || seed.element_count() != 2) {
     invalid("seed: expected two uint32 words");
@@ -175,8 +175,8 @@ hot::Key key_of(const Buffer& seed) {
   return key;
 }
 
-// A call's one attribute, since XLA's header searches the names of several as if they were sorted,
-// which not every jaxlib does.
+// The single attribute of a call. With several, XLA's header assumes sorted names, which not every
+// jaxlib provides.
 template <class T>
 T attribute(const ffi::Dictionary& attributes, const char* name) {
   const auto value = attributes.get<T>(name);
@@ -184,7 +184,7 @@ T attribute(const ffi::Dictionary& attributes, const char* name) {
   return *value;
 }
 
-// All fields of HotConfig that a backward has, as text: "name=value;" each.
+// Reads all fields of HotConfig for the backward pass from the text "name=value;...".
 hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
   using Spec = hot::BackwardLinearSpec;
   Spec spec;
@@ -238,11 +238,11 @@ ffi::Error compress_activation(Where where, ffi::Dictionary attributes, Buffer x
     const hot::Context context = where.context().with_key(key_of(seed));
     const hot::BackwardLinearSpec spec = spec_of(attributes);
     const auto xv = view<hot::ConstTensorView>(x, context.device(), "x");
-    const Scratch own(context, {}, [&] {
+    const Scratch local(context, {}, [&] {
       return hot::compress_activation_workspace(context, xv.shape[0], xv.shape[1], spec);
     });
     hot::compress_activation(context, xv, spec, {saved->untyped_data(), saved->size_bytes()},
-                             workspace_of(own, scratch));
+                             workspace_of(local, scratch));
   });
 }
 
@@ -258,28 +258,27 @@ ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, B
     const auto gxv = wanted(gx, device, "gx");
     const auto gwv = wanted(gw, device, "gw");
     const auto gbv = wanted(gb, device, "gb");
-    if (!gxv && !gwv && !gbv) return;  // no tokens, and only g_x is wanted
+    if (!gxv && !gwv && !gbv) return;  // only g_x is requested, and there are no tokens
     hot::ConstTensorView wv;
     if (gxv) wv = view<hot::ConstTensorView>(w, device, "w");
-    hot::ConstSavedActivation kept;
+    hot::ConstSavedActivation xv;
     if (gwv) {
-      kept = {saved.untyped_data(), saved.size_bytes(), gyv.shape[0],
-              gwv->shape[1],        context.key(),      hot::saved_format(spec)};
+      xv = {saved.untyped_data(), saved.size_bytes(), gyv.shape[0],
+            gwv->shape[1],        context.key(),      hot::saved_format(spec)};
     }
     hot::BackwardOutputs outputs;
     outputs.gx = gxv ? &*gxv : nullptr;
     outputs.gw = gwv ? &*gwv : nullptr;
     outputs.gb = gbv ? &*gbv : nullptr;
-    const hot::LinearShape shape{gyv.shape[0], gyv.shape[1],
-                                 gxv ? gxv->shape[1] : kept.in_features};
-    const Scratch own(context, {}, [&] {
+    const hot::LinearShape shape{gyv.shape[0], gyv.shape[1], gxv ? gxv->shape[1] : xv.in_features};
+    const Scratch local(context, {}, [&] {
       return hot::backward_linear_workspace(context, shape, spec, gxv.has_value(), gwv.has_value());
     });
-    hot::backward_linear(context, gyv, wv, kept, spec, outputs, workspace_of(own, scratch));
+    hot::backward_linear(context, gyv, wv, xv, spec, outputs, workspace_of(local, scratch));
   });
 }
 
-// An empty bias means that there is none.
+// Handler of forward_linear. An empty bias means no bias.
 template <class Where>
 ffi::Error forward_linear(Where where, ffi::Dictionary attributes, Buffer x, Buffer w, Buffer bias,
                           Output y, Output scratch) {
@@ -295,13 +294,13 @@ ffi::Error forward_linear(Where where, ffi::Dictionary attributes, Buffer x, Buf
     const auto yv = wanted(y, device, "y");
     if (!yv) return;
     const hot::LinearShape shape{xv.shape[0], wv.shape[0], xv.shape[1]};
-    const Scratch own(context, {},
-                      [&] { return hot::forward_linear_workspace(context, shape, spec, false); });
-    hot::forward_linear(context, xv, wv, bv, spec, *yv, workspace_of(own, scratch));
+    const Scratch local(context, {},
+                        [&] { return hot::forward_linear_workspace(context, shape, spec, false); });
+    hot::forward_linear(context, xv, wv, bv, spec, *yv, workspace_of(local, scratch));
   });
 }
 
-// A function's parameters, in order, are what XLA passes.
+// XLA passes a function's parameters in their order.
 template <auto function>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   static const ffi::Ffi& bound =
@@ -313,7 +312,7 @@ nb::capsule capsule(XLA_FFI_Handler* pointer) {
   return nb::capsule(reinterpret_cast<const void*>(pointer));
 }
 
-// Name of a call -> its handler, for one of JAX's platforms.
+// Handlers by the name of the call, for one of JAX's platforms.
 template <class Where>
 nb::dict handlers() {
   nb::dict out;

@@ -1,4 +1,4 @@
-// The extension module hotcore._core: it converts arguments to views and calls libhot.
+// Extension module hotcore._core: converts arguments to views and calls libhot.
 #include <exception>
 
 #include "views.h"
@@ -20,7 +20,7 @@ void translate(const std::exception_ptr& pointer, void* /*payload*/) {
 
 NB_MODULE(_core, module) {
   module.doc() = "libhot over DLPack: every function writes into arrays that the caller passes.";
-  // Caches keep specs and contexts until the process ends, on purpose.
+  // Caches intentionally keep specs and contexts until the process ends.
   nanobind::set_leak_warnings(false);
   nanobind::register_exception_translator(translate);
   hotpy::bind_ops(module);

@@ -1,5 +1,4 @@
-// One binding for each function of libhot. Views are made with the GIL held; the work runs without
-// it.
+// Bindings of libhot's functions. Views are made with the GIL held; the work runs without it.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -28,10 +27,9 @@ namespace {
 using namespace nb::literals;
 using Text = std::string_view;
 
-// Releases the GIL while it lives. Before Python 3.14 a daemon thread that takes the GIL again
-// after the interpreter has ended is ended by pthread_exit, which unwinds its stack; unwinding
-// through this code would abort the process. The thread blocks until the process ends instead, as
-// in 3.14.
+// Guard that releases the GIL. A daemon thread may take the GIL again after the interpreter has
+// ended. Python before 3.14 then ends the thread by pthread_exit, whose unwinding would abort the
+// process here. Instead the thread blocks until the process ends, as in Python 3.14.
 class Gil {
  public:
   Gil() : state_(PyEval_SaveThread()) {}
@@ -53,15 +51,16 @@ class Gil {
   PyThreadState* state_;
 };
 
-// The threads of an OpenMP library of the process: `state` is its GOMP_parallel. All of its team is
-// asked each time, for it starts and ends threads where teams differ in size; `threads` of it work.
+// Executor on the threads of the process's OpenMP library; `state` is its GOMP_parallel. The whole
+// team is started each time, because OpenMP creates and ends threads if team sizes differ. Only
+// `threads` of them work.
 void run_openmp(void* state, int threads, hot::Executor::Work work, void* data) {
   struct Team {
     hot::Executor::Work work;
     void* data;
     std::atomic<int> left;
-    static void enter(void* of) {
-      Team& team = *static_cast<Team*>(of);
+    static void enter(void* data_of_team) {
+      Team& team = *static_cast<Team*>(data_of_team);
       if (team.left.fetch_sub(1) > 0) team.work(team.data);
     }
   } team{work, data, {threads}};
@@ -70,7 +69,7 @@ void run_openmp(void* state, int threads, hot::Executor::Work work, void* data) 
   reinterpret_cast<Parallel>(state)(&Team::enter, &team, usual, 0);
 }
 
-// Python's hot::Context: made once for a device, a stream and a number of threads.
+// Python's hot::Context, cached by device, stream and number of threads.
 struct CoreContext {
   hot::Context context;
 
@@ -87,7 +86,7 @@ struct Spec {
   hot::BackwardLinearSpec spec;
 };
 
-// A field's value in Python: an int, a bool, a name, a tuple or None.
+// Converts a field's value to Python: an int, a bool, a name, a tuple or None.
 template <class Row, class T>
 nb::object to_python(const Row& row, const T& value) {
   if constexpr (std::is_enum_v<T>) {
@@ -103,7 +102,7 @@ nb::object to_python(const Row& row, const T& value) {
   }
 }
 
-// The reverse.
+// Inverse of to_python.
 template <class Row, class T>
 void from_python(const Row& row, nb::handle given, T& value) {
   const auto cast = [&](auto& out) {
@@ -145,7 +144,7 @@ void init_spec(Spec* self, const nb::kwargs& fields) {
   new (self) Spec{std::move(spec)};
 }
 
-// The rows of the table of some settings, as tuples for hotcore.config.
+// Adds the rows of a settings table as tuples for hotcore.config.
 template <class Settings>
 void add_rows(nb::list& rows, bool backward) {
   const Settings defaults;
@@ -172,7 +171,7 @@ nb::list config_fields() {
   return rows;
 }
 
-// The fields that a recipe changes from the defaults.
+// Fields of a recipe that differ from the defaults.
 nb::dict recipe(Text name) {
   const nb::dict defaults = fields_of(hot::BackwardLinearSpec{});
   nb::dict changed;
@@ -182,7 +181,7 @@ nb::dict recipe(Text name) {
   return changed;
 }
 
-// Tokens of x [..., I]: the product of its leading dimensions.
+// Number of tokens of x [..., I]: the product of its leading dimensions.
 std::int64_t leading(const hot::ConstTensorView& x) {
   std::int64_t tokens = 1;
   for (int i = 0; i + 1 < x.ndim; ++i) tokens *= x.shape[i];
@@ -257,7 +256,7 @@ std::size_t gemm_workspace(const CoreContext& c, std::int64_t m, std::int64_t n,
   return hot::gemm_workspace(c.context, m, n, k);
 }
 
-// k < 0: INT8 operands, whose columns are K; otherwise packed INT4.
+// Product of INT8 operands if k < 0 (K is their number of columns), otherwise of packed INT4.
 void gemm(const CoreContext& c, const In& a, const In& b, std::int64_t k, const In& a_scale,
           const In& b_scale, int divisor, bool accumulate, const Out& out, const Out& workspace) {
   const hot::ConstTensorView av = view(a, "a");
@@ -267,7 +266,7 @@ void gemm(const CoreContext& c, const In& a, const In& b, std::int64_t k, const 
   const hot::TensorView ov = view(out, "out");
   const hot::GemmSpec spec{divisor, accumulate};
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    // 0 if the arguments are bad: the call below raises
+    // Invalid arguments: the call below raises.
     if (av.ndim != 2 || bv.ndim != 2 || (k >= 0 && (k + 1) / 2 != av.shape[1])) return 0;
     return hot::gemm_workspace(c.context, av.shape[0], bv.shape[0], k < 0 ? av.shape[1] : k);
   });
@@ -291,7 +290,7 @@ void gemm_int4(const CoreContext& c, const In& a, const In& b, std::int64_t k, c
   gemm(c, a, b, k, a_scale, b_scale, divisor, accumulate, out, workspace);
 }
 
-// (bytes, channels, k, k_padded, row_bytes, scales, scale_offset, exponent_offset)
+// Returns (bytes, channels, k, k_padded, row_bytes, scales, scale_offset, exponent_offset).
 std::tuple<std::size_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
            std::size_t, std::size_t>
 saved_layout(std::int64_t tokens, std::int64_t in_features, const Spec& s) {
@@ -305,8 +304,8 @@ std::size_t compress_activation_workspace(const CoreContext& c, std::int64_t tok
   return hot::compress_activation_workspace(c.context, tokens, in_features, s.spec);
 }
 
-// A compressed activation of these sizes. Its buffer has no format of its own: Python keeps the
-// configuration beside it, and hotcore.backward_linear compares that.
+// View of a compressed activation. Its buffer does not store a format: Python stores the
+// configuration, and hotcore.backward_linear compares it.
 hot::ConstSavedActivation kept_view(const In& array, const char* name, std::int64_t tokens,
                                     std::int64_t in_features, const hot::BackwardLinearSpec& spec) {
   hot::ConstSavedActivation out = saved_view(array, name);
@@ -354,7 +353,7 @@ void quantize_weight(const CoreContext& c, const In& w, const Spec& s, const Out
   const hot::ConstTensorView wv = view(w, "w");
   const hot::SavedActivation bytes = saved_view(out, "out");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if (wv.ndim != 2) return 0;  // the call below raises
+    if (wv.ndim != 2) return 0;  // invalid: the call below raises
     return hot::quantize_weight_workspace(c.context, wv.shape[0], wv.shape[1], s.spec);
   });
   Gil release;
@@ -423,7 +422,7 @@ std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
   return hot::forward_input_bytes(tokens, in_features, spec);
 }
 
-// x for the forward product and, where `kept` is given, for backward, into `saved`.
+// Quantises x for the forward product and, if `kept` is not null, compresses it into `saved`.
 void quantize_forward_input(const CoreContext& c, const In& x, const hot::ForwardLinearSpec& spec,
                             const Out& out, const Spec* kept, const KeyTuple& key, const Out& saved,
                             const Out& workspace) {
@@ -437,7 +436,7 @@ void quantize_forward_input(const CoreContext& c, const In& x, const hot::Forwar
   }
   const hot::SavedActivation sv = saved_view(saved, "saved");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if (xv.ndim < 2) return 0;  // the call below says what is wrong
+    if (xv.ndim < 2) return 0;  // invalid: the call below raises
     return hot::compress_activation_workspace(c.context, leading(xv), xv.shape[xv.ndim - 1],
                                               kept->spec);
   });
@@ -454,8 +453,8 @@ std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
                                        quantized_weight, quantized_input);
 }
 
-// x and w, or in their place what quantize_forward_input (of so many `in_features`) and
-// quantize_forward_weight left.
+// forward_linear for x and w, or for the results of quantize_forward_input (with `in_features`) and
+// quantize_forward_weight.
 void forward_linear(const CoreContext& c, const In& x, const In& w, const In& bias,
                     const hot::ForwardLinearSpec& spec, const Out& y, const Out& workspace,
                     const In& quantized_weight, const In& quantized_input,
@@ -471,7 +470,7 @@ void forward_linear(const CoreContext& c, const In& x, const In& w, const In& bi
   const hot::ConstSavedActivation bytes = saved_view(quantized_weight, "quantized_weight");
   const hot::ConstSavedActivation codes = saved_view(quantized_input, "quantized_input");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if ((!input && xv.ndim < 2) || yv.ndim < 2) return 0;  // the call below says what is wrong
+    if ((!input && xv.ndim < 2) || yv.ndim < 2) return 0;  // invalid: the call below raises
     return hot::forward_linear_workspace(c.context,
                                          {input ? tokens : leading(xv), out_features, in_features},
                                          spec, quantized, input);
@@ -581,8 +580,8 @@ nb::dict explain_gemm(Text device, std::int64_t m, std::int64_t n, std::int64_t 
       hot::explain_gemm(device, m, n, k, {float_of(out_dtype), int4, accumulate, wgmma}));
 }
 
-std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& found) {
-  return {hot::level_name(found.level), found.text};
+std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& device) {
+  return {hot::level_name(device.level), device.text};
 }
 
 }  // namespace
@@ -632,8 +631,8 @@ void bind_ops(nb::module_& m) {
   m.def("saved_format", [](const Spec& s) { return hot::saved_format(s.spec); }, "spec"_a);
   m.def("weight_format", [](const Spec& s) { return hot::weight_format(s.spec); }, "spec"_a);
 
-  // Every array is .noconvert(): otherwise nanobind would copy an output of the wrong type, have
-  // the copy written, and drop it.
+  // Every array needs .noconvert(). Otherwise nanobind would copy an output of a wrong type, write
+  // the copy and drop it.
   m.def("fwht", &fwht, "context"_a, "x"_a.noconvert(), "axis"_a, "block"_a, "out"_a.noconvert());
   m.def("hla", &hla, "context"_a, "x"_a.noconvert(), "basis"_a, "block"_a, "rank"_a, "rows"_a,
         "grid_h"_a, "grid_w"_a, "prefix_tokens"_a, "side"_a, "key"_a, "out"_a.noconvert());

@@ -14,7 +14,7 @@ namespace {
   throw hot::Error(hot::ErrorCode::invalid_argument, message);
 }
 
-// DLPack's numbers as literals: nanobind's names for them differ between versions.
+// DLPack's numbers. nanobind's names for them differ between versions.
 constexpr int code_int = 0, code_uint = 1, code_float = 2, code_bfloat = 4, code_complex = 5,
               code_bool = 6;
 constexpr int device_cpu = 1, device_cuda = 2, device_cuda_host = 3, device_cuda_managed = 13;
@@ -129,7 +129,7 @@ hot::ConstSavedActivation saved_view(const In& array, const char* name) {
   if (!array.is_valid()) return out;
   const hot::ConstTensorView v = view(array, name);
   check_bytes(v, name);
-  // An empty torch tensor has a null address, but it must not count as an absent argument.
+  // An empty torch tensor has a null address, but is not an absent argument.
   alignas(16) static constexpr unsigned char nothing[16] = {};
   out.data = v.data != nullptr ? v.data : nothing;
   out.bytes = static_cast<std::size_t>(v.shape[0]);
@@ -181,10 +181,10 @@ void* new_scratch(std::size_t bytes) { return ::operator new(bytes, scratch_alig
 
 void free_scratch(void* data) { ::operator delete(data, scratch_alignment); }
 
-// What a thread keeps from call to call: memory that goes back to the system costs a page fault for
-// every 4 KB at the next call, up to half of a layer's time.
+// Scratch that a thread keeps between calls. Memory returned to the system would cost a page fault
+// per 4 KB at the next call, up to half of a layer's time.
 struct KeptScratch {
-  static constexpr std::size_t most = std::size_t{64} << 20;
+  static constexpr std::size_t max_bytes = std::size_t{64} << 20;
   void* data = nullptr;
   std::size_t bytes = 0;
   bool lent = false;
@@ -196,29 +196,29 @@ struct KeptScratch {
   }
   ~KeptScratch() { release(); }
 };
-thread_local KeptScratch kept;
+thread_local KeptScratch thread_scratch;
 
 }  // namespace
 
 void Scratch::allocate(std::size_t bytes) {
   if (bytes == 0) return;
-  if (kept.lent || bytes > KeptScratch::most) {
+  if (thread_scratch.lent || bytes > KeptScratch::max_bytes) {
     owned_ = new_scratch(bytes);
     workspace_ = {owned_, bytes};
     return;
   }
-  if (kept.bytes < bytes) {
-    kept.release();
-    kept.data = new_scratch(bytes);
-    kept.bytes = bytes;
+  if (thread_scratch.bytes < bytes) {
+    thread_scratch.release();
+    thread_scratch.data = new_scratch(bytes);
+    thread_scratch.bytes = bytes;
   }
-  kept.lent = borrowed_ = true;
-  workspace_ = {kept.data, bytes};
+  thread_scratch.lent = borrowed_ = true;
+  workspace_ = {thread_scratch.data, bytes};
 }
 
 Scratch::~Scratch() {
   free_scratch(owned_);
-  if (borrowed_) kept.lent = false;
+  if (borrowed_) thread_scratch.lent = false;
 }
 
 }  // namespace hotpy

@@ -16,18 +16,18 @@ namespace hotpy {
 
 namespace nb = nanobind;
 
-// Arrays are passed on as they are: dtype and shape are checked here, nothing is converted.
+// Array arguments. Dtype and shape are checked; nothing is converted.
 using In = nb::ndarray<nb::ro>;
 using Out = nb::ndarray<>;
-// seed, offset, stream and the counter's address
+// Seed, offset, stream and address of the counter.
 using KeyTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t, std::uint64_t>;
 
-// `name` is the argument's name in messages. uint8 becomes i4x2. An absent array (None) gives ndim
-// 0 and no data.
+// View of an array. `name` is the argument's name in messages. uint8 becomes i4x2. None becomes a
+// view with ndim 0 and no data.
 hot::ConstTensorView view(const In& array, const char* name);
 hot::TensorView view(const Out& array, const char* name);
 
-// A contiguous uint8 vector.
+// View of a contiguous uint8 vector.
 hot::SavedActivation saved_view(const Out& array, const char* name);
 hot::ConstSavedActivation saved_view(const In& array, const char* name);
 
@@ -42,15 +42,15 @@ hot::Isa parse_isa(std::string_view text);
 hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<int> rows,
                       int grid_h, int grid_w, int prefix_tokens);
 
-// Scratch of one call: the caller's array or, on the CPU without one, memory that the thread keeps
-// (64 MB at most), or memory of its own; its size is computed only then.
+// Scratch of one call: the caller's array, if there is one. On the CPU without an array, memory
+// that the thread keeps (up to 64 MB), or new memory. Only then `size` is called.
 class Scratch {
  public:
   template <class Size>
-  Scratch(const hot::Context& context, const Out& given, const Size& size) {
-    if (given.is_valid()) {
-      const hot::SavedActivation array = saved_view(given, "workspace");
-      workspace_ = {array.data, array.bytes};
+  Scratch(const hot::Context& context, const Out& array, const Size& size) {
+    if (array.is_valid()) {
+      const hot::SavedActivation bytes = saved_view(array, "workspace");
+      workspace_ = {bytes.data, bytes.bytes};
     } else if (context.device().type == hot::Device::Type::cpu) {
       allocate(size());
     }
@@ -64,7 +64,7 @@ class Scratch {
   void allocate(std::size_t bytes);
 
   void* owned_ = nullptr;
-  bool borrowed_ = false;  // of this thread
+  bool borrowed_ = false;  // uses the thread's memory
   hot::Workspace workspace_{};
 };
 

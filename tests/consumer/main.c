@@ -1,5 +1,5 @@
-/* Backward of one linear layer through hot/hot_c.h, checked against the plain product; an error;
- * sizes of the structs. C99 alone. */
+/* Backward of a linear layer through hot/hot_c.h, compared with a plain product. Also an error and
+ * the sizes of the structs. Pure C99. */
 #include <hot/hot_c.h>
 #include <math.h>
 #include <stdio.h>

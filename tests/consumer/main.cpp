@@ -1,6 +1,5 @@
-// Backward of one linear layer through an installed libhot, checked against the plain products.
-// With
-// --cuda the same on a GPU, compared bit for bit.
+// Backward of a linear layer through an installed libhot, compared with plain products. The option
+// --cuda also runs on a GPU and compares bit for bit.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +31,7 @@ Floats waves(std::int64_t count, double step) {
   return values;
 }
 
-// |got - expected| / |expected| in the Euclidean norm; `expected(row, col)` in fp64.
+// Relative error |got - expected| / |expected| in the Euclidean norm. `expected(row, col)` is fp64.
 template <class Expected>
 double distance(const Floats& got, std::int64_t rows, std::int64_t cols, const Expected& expected) {
   double error = 0, norm = 0;
@@ -57,19 +56,19 @@ bool expect_below(const char* what, double value, double limit) {
   return value < limit;
 }
 
-// Where the arrays of a run lie.
+// Memory of a run's arrays.
 struct Place {
   hot::Context context;
   hot::Allocator allocator;
-  void (*copy)(void* to, const void* from, std::size_t bytes);  // in either direction
+  void (*copy)(void* to, const void* from, std::size_t bytes);  // in both directions
 
   hot::Tensor tensor(std::initializer_list<std::int64_t> shape) const {
     return hot::Tensor(hot::DType::f32, shape, allocator);
   }
   hot::Tensor tensor(std::initializer_list<std::int64_t> shape, const Floats& values) const {
-    hot::Tensor made = tensor(shape);
-    copy(made.data<void>(), values.data(), made.bytes());
-    return made;
+    hot::Tensor copied = tensor(shape);
+    copy(copied.data<void>(), values.data(), copied.bytes());
+    return copied;
   }
   Floats values(const hot::Tensor& tensor) const {
     Floats out(static_cast<std::size_t>(tensor.size()));
@@ -134,7 +133,7 @@ bool run(const Place& place, const Floats& gy, const Floats& w, const Floats& x)
 
 template <class Call>
 bool refuses(const char* what, const char* words, const Call& call) {
-  try {  // the library's exceptions keep their type across the boundary
+  try {  // exceptions keep their type across the library's boundary
     call();
   } catch (const hot::Error& error) {
     std::printf("expected error: %s\n", error.what());
@@ -172,7 +171,7 @@ bool errors(const Place& place) {
   return ok;
 }
 
-// Owning memory: freed once, by the last owner; null is an error.
+// Owning memory: the last owner frees it once; null is an error.
 bool ownership() {
   int held = 0, taken = 0;
   const hot::Allocator host = hot::host_allocator();

@@ -1,6 +1,6 @@
-# cmake -P, called by ctest (tests/cpp/CMakeLists.txt): installs hotcore as a `kind` library, moves the
-# tree (an installation must not depend on where it was made), builds the consumer on it, by
-# find_package and by pkg-config, and runs it.
+# Script for cmake -P, called by ctest (tests/cpp/CMakeLists.txt). It installs hotcore as a `kind`
+# library and moves the tree, because an installation must not depend on its place. Then it builds
+# the consumer by find_package and by pkg-config, and runs it.
 cmake_minimum_required(VERSION 3.24)
 
 function(run)
@@ -30,7 +30,7 @@ endif()
 if((is_shared AND built_shared) OR (NOT is_shared AND NOT built_shared))
   run("${CMAKE_COMMAND}" --install "${build}" --prefix "${work}/first" --component devel)
 
-  # Inside another project: nothing of hotcore is installed with that one.
+  # Inside another project, whose installation must not include hotcore.
   set(tree "${work}/fetched")
   run("${CMAKE_COMMAND}" ${common} -S "${source}/tests/consumer" -B "${tree}"
     -DHOTCORE_FROM=fetch -DHOT_CUDA=OFF)
@@ -39,8 +39,8 @@ if((is_shared AND built_shared) OR (NOT is_shared AND NOT built_shared))
     message(FATAL_ERROR "a project that fetches hotcore installs it")
   endif()
 else()
-  # The other kind is built as part of the consumer, which tries add_subdirectory as well. Without
-  # CUDA: its kernels take minutes, and tests/gpu/test_cpp.py has them.
+  # Builds the other kind inside the consumer, which also tests add_subdirectory. Without CUDA, whose
+  # kernels take minutes: tests/gpu/test_cpp.py builds them.
   set(tree "${work}/subdirectory")
   run("${CMAKE_COMMAND}" ${common} -S "${source}/tests/consumer" -B "${tree}"
     -DHOTCORE_FROM=subdirectory "-DHOT_SHARED=${is_shared}" -DHOT_INSTALL=ON

@@ -1,5 +1,6 @@
-// AMX's tile registers in plain C++, for machines without them: included before simd_amx.cpp, it
-// takes the intrinsics' place. What the processor would refuse fails the test.
+// Emulation of AMX's tile registers in plain C++, for machines without AMX. Included before
+// simd_amx.cpp, it replaces the intrinsics. Operations that the processor would refuse fail the
+// test.
 #pragma once
 
 #include <immintrin.h>
@@ -28,7 +29,7 @@ struct State {
 
 inline thread_local State state;
 
-void expect(bool held, const char* rule);  // of the test
+void expect(bool held, const char* rule);  // defined by the test
 
 inline bool usable(int tile) { return state.configured && state.rows[tile] > 0; }
 
@@ -74,7 +75,7 @@ inline void store(int tile, void* to, std::int64_t stride) {
   }
 }
 
-// sums += a times b, whose rows hold four k of each column.
+// sums += a times b. Rows of b hold four k of each column.
 inline void multiply(int sums, int a, int b) {
   expect(usable(sums) && usable(a) && usable(b), "multiply: configured tiles");
   expect(sums != a && sums != b && a != b, "multiply: three tiles");
@@ -83,7 +84,7 @@ inline void multiply(int sums, int a, int b) {
          "multiply: sizes that fit");
   const int columns = state.row_bytes[sums] / 4;
   for (int m = 0; m < state.rows[sums]; ++m) {
-    std::uint32_t row[most_bytes / 4];  // modulo 2^32, as there
+    std::uint32_t row[most_bytes / 4];  // modulo 2^32, like AMX
     std::memcpy(row, state.tile[sums][m], sizeof row);
     for (int k = 0; k < state.rows[b]; ++k) {
       for (int n = 0; n < columns; ++n) {

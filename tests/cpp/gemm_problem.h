@@ -1,5 +1,4 @@
-// One integer product with its arrays on both sides, for tests of kernels that libhot does not
-// export.
+// Integer product with its arrays on both sides, for tests of kernels that libhot does not export.
 #pragma once
 
 #include <memory>
@@ -15,18 +14,18 @@ constexpr Layout layouts[] = {Layout::rows, Layout::padded_rows, Layout::odd_row
                               Layout::second_columns, Layout::transposed};
 
 struct Options {
-  DType dtype = DType::bf16;  // i32: bare sums
+  DType dtype = DType::bf16;  // i32: unscaled sums
   Layout layout = Layout::rows;
   bool accumulate = false, extreme = false;
-  bool aligned = true;  // rows of the operands, to 16 bytes; else they start anywhere
-  bool int4 = false;    // packed operands; K is even
+  bool aligned = true;  // rows of the operands are aligned to 16 bytes
+  bool int4 = false;    // packed operands, K even
 
   static Options any() {
     return {float_types[random_int(0, 2)], layouts[random_int(0, 4)], random_int(0, 1) == 0, false};
   }
 };
 
-// Rows of codes; what follows the K codes of a row is not zero.
+// Rows of codes. The bytes behind the K codes of a row are not zero.
 inline std::unique_ptr<Mirrored> operand(std::int64_t rows, std::int64_t pitch, std::int64_t offset,
                                          bool extreme) {
   auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(offset + rows * pitch));
@@ -52,7 +51,8 @@ inline std::unique_ptr<Mirrored> random_numbers(std::int64_t count, DType dtype,
   return array;
 }
 
-// One product with its arrays; the output's memory, gaps and margin too, holds random numbers.
+// Product with its arrays. The output's memory initially holds random numbers, also in gaps and
+// margin.
 class Problem {
  public:
   Problem(std::int64_t m, std::int64_t n, std::int64_t k, Options options)
@@ -121,7 +121,7 @@ class Problem {
     }
   }
 
-  // The output on the GPU is that of the CPU, gaps and margin too.
+  // Expects equal outputs on GPU and CPU, also in gaps and margin.
   void expect_equal(const std::string& plan) const {
     const std::vector<char> got = out_->pulled();
     if (got == out_->host) return;

@@ -1,6 +1,6 @@
-// A table of layers and the kernels that an H200 runs for them: together every kernel of a
-// backward. test_plan.cpp compares it with hot::explain, without a GPU; test_trust_cuda.cpp runs
-// each.
+// Table of layers and their kernels on an H200. It includes every kernel of a backward pass. The
+// table is compared with hot::explain in test_plan.cpp, without a GPU, and run in
+// test_trust_cuda.cpp.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct PlanCase {
   hot::LinearShape shape;  // tokens, out_features, in_features
   hot::BackwardLinearSpec spec;
   hot::DType dtype;
-  std::vector<std::string> kernels;  // of compress_activation and backward_linear, in order
+  std::vector<std::string> kernels;  // of compress_activation, then backward_linear
 };
 
 inline hot::BackwardLinearSpec changed(
@@ -135,8 +135,8 @@ inline std::vector<PlanCase> plan_cases() {
   };
 }
 
-// The same of quantize_forward_weight, where w is quantised before, quantize_forward_input, where x
-// is kept, and forward_linear.
+// Case of quantize_forward_weight (if w is quantised before), quantize_forward_input (if x is
+// saved) and forward_linear.
 struct ForwardPlanCase {
   std::string name;
   hot::LinearShape shape;
@@ -144,7 +144,7 @@ struct ForwardPlanCase {
   hot::DType dtype, bias_dtype;
   bool quantized_weight;
   std::vector<std::string> kernels;
-  std::optional<hot::BackwardLinearSpec> kept{};  // how x is
+  std::optional<hot::BackwardLinearSpec> kept{};  // spec of the saved x
   bool once = false;                              // x is read once
 };
 
@@ -203,7 +203,7 @@ inline std::vector<ForwardPlanCase> forward_plan_cases() {
   };
 }
 
-// x that is kept, too, by one call.
+// Cases whose x is also saved, by one call.
 inline std::vector<ForwardPlanCase> kept_plan_cases() {
   using hot::DType;
   using Names = std::vector<std::string>;

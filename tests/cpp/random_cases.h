@@ -1,5 +1,5 @@
-// Random calls of every stage, many at a time: laid out in one block of memory, so that a batch is
-// one copy to the device and one back. What test_trust_cuda.cpp compares.
+// Random calls of every stage for test_trust_cuda.cpp. The calls of a batch share one block of
+// memory, so that a batch needs one copy to the device and one back.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace hot_test {
 
-// splitmix64: a case is its seed, whatever ran before it and on which thread.
+// Generator splitmix64. A case depends on its seed only.
 class Random {
  public:
   using result_type = std::uint64_t;
@@ -34,7 +34,7 @@ class Random {
   T of(const T (&values)[N]) {
     return values[from(0, static_cast<std::int64_t>(N) - 1)];
   }
-  // About normal, of one draw: the sum of four 16-bit numbers.
+  // Nearly normal number from one draw: the sum of four 16-bit numbers.
   float value() {
     const std::uint64_t z = (*this)();
     const auto sum = static_cast<std::int64_t>((z & 0xFFFF) + (z >> 16 & 0xFFFF) +
@@ -46,19 +46,19 @@ class Random {
   std::uint64_t state_;
 };
 
-// How large the sizes of a layer get.
+// Range of a layer's sizes.
 enum class Sizes {
   small,   // up to 72, some up to 400
-  spread,  // by their logarithm: up to 3,000 tokens and 800 features
+  spread,  // log-uniform, up to 3,000 tokens and 800 features
 };
 
-// An array of a batch: the same place on the host and on the device.
+// Array of a batch, at the same offset on host and device.
 struct Place {
-  std::size_t offset = 0;  // of the view; its memory begins at `begin`
+  std::size_t offset = 0;  // offset of the view; its memory begins at `begin`
   std::size_t begin = 0, end = 0;
   DType dtype = DType::f32;
   std::int64_t rows = 0, cols = 0, ld = 0;
-  double largest = 0;  // finite magnitude of what it was filled with
+  double largest = 0;  // largest finite magnitude of its values
 
   TensorView view(char* base, bool on_gpu) const {
     return hot::matrix(base + offset, dtype, rows, cols, ld, on_gpu ? gpu : hot::Device{});
@@ -68,7 +68,7 @@ struct Place {
   }
 };
 
-// Where a case runs: the host's copy of a batch, or the device's.
+// Copy of a batch on which a case runs: the host's or the device's.
 struct Side {
   char* base;
   char* scratch;
@@ -80,13 +80,13 @@ struct RandomCase {
   std::uint64_t seed = 0;
   std::string what;
   std::function<void(const hot::Context&, const Side&)> run;
-  std::vector<Place> exact;     // results that are equal bit for bit
-  std::vector<Place> integers;  // those of them that are codes or sums of codes
-  std::vector<Place> bounded;   // g_b: a sum in another order
-  double bound = 0;             // of its difference
+  std::vector<Place> exact;     // results that must be equal bit for bit
+  std::vector<Place> integers;  // exact results that are codes or sums of codes
+  std::vector<Place> bounded;   // g_b, a sum in another order
+  double bound = 0;             // bound on the difference of g_b
 };
 
-// Lays out cases in host memory. `seeds`: one for each case.
+// Lays out cases in host memory, one per seed.
 class RandomBatch {
  public:
   RandomBatch(char* host, std::size_t bytes, Sizes sizes)
@@ -99,20 +99,20 @@ class RandomBatch {
     used_ = 0;
   }
 
-  // False, and the batch is as it was, where the case does not fit beside the others. `gpu_context`
-  // says what the device supports.
+  // Adds a case, or returns false and changes nothing if it does not fit. `gpu_context` tells which
+  // specs the device supports.
   bool add(std::uint64_t seed, const hot::Context& gpu_context) {
     return add_drawn(seed, [&] { draw(gpu_context); });
   }
 
-  // A layer with these sizes and contiguous arrays of this type, as hot::explain takes them.
+  // Adds a layer with these sizes and contiguous arrays, like those of hot::explain.
   bool add_layer(std::uint64_t seed, const hot::LinearShape& shape,
                  const hot::BackwardLinearSpec& spec, DType dtype, const std::string& name) {
     return add_drawn(seed, [&] { layer(shape, spec, 0, dtype, name, true); });
   }
 
  private:
-  // Adds what `draw_it` makes of a case, as add() says.
+  // Adds a case that `draw_it` fills; see add().
   template <class Draw>
   bool add_drawn(std::uint64_t seed, const Draw& draw_it) {
     const std::size_t before = used_;
@@ -171,7 +171,7 @@ class RandomBatch {
     return place;
   }
 
-  // Values by one of several patterns; those at the edges of what numbers can be are rare.
+  // Values in one of several patterns. Patterns with extreme numbers are rare.
   Place filled(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
                std::int64_t shift = 0) {
     Random& r = *random_;
@@ -205,7 +205,7 @@ class RandomBatch {
       case 6:
         std::fill(values.begin(), values.end(), 0.0F);
         break;
-      case 7:  // one value
+      case 7:  // a single value
         std::fill(values.begin(), values.end(), 0.0F);
         values[any()] = 1.5F;
         break;
@@ -215,7 +215,7 @@ class RandomBatch {
           if (!r.one_in(5)) row(at, 0.0F);
         }
         break;
-      case 10:  // tokens of other sizes
+      case 10:  // tokens of different sizes
         for (std::int64_t at = 0; at < rows; ++at) {
           row(at, std::ldexp(1.0F, static_cast<int>(narrow ? r.from(-8, 8) : r.from(-30, 30))));
         }
@@ -244,7 +244,7 @@ class RandomBatch {
     return place;
   }
 
-  // Codes of INT8, or two of INT4 a byte; those of the gaps as well.
+  // INT8 codes, or two INT4 codes per byte, also in the gaps.
   Place codes_in(std::int64_t rows, std::int64_t cols, DType dtype, int limit, std::int64_t gap) {
     Place place = take(rows, cols, dtype, gap);
     if (full_) return place;
@@ -313,16 +313,16 @@ class RandomBatch {
     return spec;
   }
 
-  // A key, with a counter in the batch's memory in one case of three.
+  // Key, in one case of three with a counter in the batch's memory.
   struct DrawnKey {
     hot::Key key;
     Place counter;
     hot::Key on(const Side& side) const {
-      hot::Key found = key;
+      hot::Key drawn = key;
       if (counter.cols > 0) {
-        found.counter = reinterpret_cast<const std::uint64_t*>(side.base + counter.offset);
+        drawn.counter = reinterpret_cast<const std::uint64_t*>(side.base + counter.offset);
       }
-      return found;
+      return drawn;
     }
   };
   DrawnKey some_key() {
@@ -338,7 +338,7 @@ class RandomBatch {
       std::int64_t length = tokens();
       hot::BackwardLinearSpec spec = some_spec(length);
       hot::LinearShape shape{length, size(), size()};
-      if (!hot::supported(gpu_context, shape, spec).ok) {  // a form that the device lacks
+      if (!hot::supported(gpu_context, shape, spec).ok) {  // the device lacks this spec
         spec.equalize_tokens = false;
         if (spec.storage != hot::Storage::int8) spec.storage = hot::Storage::int4;
       }
@@ -363,7 +363,7 @@ class RandomBatch {
     }
   }
 
-  // The matrix, or its transpose.
+  // The matrix or its transpose.
   static TensorView turned(TensorView view, bool transpose) {
     if (transpose) {
       std::swap(view.shape[0], view.shape[1]);
@@ -372,7 +372,7 @@ class RandomBatch {
     return view;
   }
 
-  // An error of hot::Error's becomes the test's failure with the case's name.
+  // Turns a hot::Error into a test failure with the case's name.
   void named(const std::ostringstream& text) { one_->what = text.str(); }
 
   static void expect_room(std::size_t needed, const Side& side) {
@@ -386,11 +386,11 @@ class RandomBatch {
     Random& r = *random_;
     const std::int64_t L = shape.tokens, O = shape.out_features, I = shape.in_features;
     const auto chance = [&](std::int64_t n) { return r.one_in(n) && !plain; };
-    const auto gap = [&](std::int64_t most) { return chance(3) ? r.from(0, most) : 0; };
+    const auto gap = [&](std::int64_t limit) { return chance(3) ? r.from(0, limit) : 0; };
     const auto type = [&](DType usual) { return chance(2) ? some_float() : usual; };
     const Place gy = filled(L, O, dtype, gap(3), chance(5) ? 1 : 0);
     const Place w = filled(O, I, type(dtype), gap(2));
-    const bool by_columns = chance(8);  // x lies column by column
+    const bool by_columns = chance(8);  // x is column-major
     const Place x = filled(by_columns ? I : L, by_columns ? L : I, type(dtype), gap(2));
     const Place gx = take(L, I, type(dtype), gap(3));
     const bool accumulate = chance(3);
@@ -402,7 +402,7 @@ class RandomBatch {
     const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
     const bool quantized = chance(4);
     const Place codes = take(1, quantized ? static_cast<std::int64_t>(weight_bytes) : 0, DType::i8);
-    // x also for a forward product, by the same call.
+    // Quantises x for a forward product by the same call.
     const bool forward_too = chance(3);
     const hot::ForwardLinearSpec forward_spec{r.one_in(4) ? forward_block(r.from(0, 7)) : 64};
     const std::size_t input_bytes = forward_too ? hot::forward_input_bytes(L, I, forward_spec) : 0;
@@ -428,14 +428,14 @@ class RandomBatch {
                             hot::quantize_weight_workspace(c, O, I, spec)}),
                   side);
       const hot::Workspace scratch{side.scratch, side.scratch_bytes};
-      const hot::SavedActivation kept{side.base + saved.offset, layout.bytes};
+      const hot::SavedActivation memory{side.base + saved.offset, layout.bytes};
       const ConstTensorView from = turned(x.view(side.base, on_gpu), by_columns);
       const hot::ConstSavedActivation of_x =
           forward_too ? hot::quantize_forward_input(c, from, forward_spec,
                                                     {side.base + input.offset, input_bytes}, spec,
-                                                    kept, scratch)
+                                                    memory, scratch)
                             .saved
-                      : hot::compress_activation(c, from, spec, kept, scratch);
+                      : hot::compress_activation(c, from, spec, memory, scratch);
       const TensorView vx = gx.view(side.base, on_gpu), vw = gw.view(side.base, on_gpu),
                        vb = gb.flat(side.base, on_gpu);
       const hot::BackwardOutputs out{&vx, &vw, &vb, accumulate};
@@ -631,7 +631,7 @@ class RandomBatch {
     const Place x = filled(L, I, some_float());
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
     const Place saved = take(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
-    const bool by_columns = r.one_in(3);  // of the result
+    const bool by_columns = r.one_in(3);  // the result is column-major
     const std::int64_t rows = by_columns ? I : last - first, cols = by_columns ? last - first : I;
     const Place out = take(rows, cols, some_float(), r.from(0, 2));
     const DrawnKey key = some_key();

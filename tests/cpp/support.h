@@ -1,4 +1,4 @@
-// Shared by the C++ tests: seeded inputs, arrays with poisoned margins, plain products.
+// Helpers of the C++ tests: seeded inputs, arrays with poisoned margins, layers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ using hot::recipe;
 using hot::recipe_names;
 using hot::TensorView;
 
-// A fresh seed each run, printed; HOT_TEST_SEED repeats one.
+// Seed of this run, new in each run and printed. HOT_TEST_SEED repeats one.
 inline std::uint64_t run_seed() {
   static const std::uint64_t seed = [] {
     const char* fixed = std::getenv("HOT_TEST_SEED");
@@ -60,8 +60,8 @@ inline std::vector<std::int8_t> codes(std::int64_t count, int limit) {
   return values;
 }
 
-// A float matrix inside poisoned memory: rows `ld` apart, a margin before and after it.
-// `margins_intact` finds writes outside of the matrix.
+// Matrix in poisoned memory, with gaps between rows and a margin before and after. `margins_intact`
+// detects writes outside the matrix.
 template <class T>
 class Matrix {
  public:
@@ -156,15 +156,15 @@ inline hot::Context cpu(int threads = 2) {
   return hot::Context::cpu(threads).with_key({0x123456789ABCDEFULL, 7, 5});
 }
 
-// A key whose offset is split between itself and a counter, and the equal key without a counter.
-// The sum overflows 2^64 in half of the runs.
+// Key whose offset is split between itself and a counter, and the equal key without a counter. The
+// sum overflows 2^64 in half of the runs.
 struct CountedKey {
   std::uint64_t counter = generator()();
   hot::Key plain{generator()(), generator()(), static_cast<std::uint32_t>(random_int(0, 8191))};
   hot::Key counted() const { return {plain.seed, plain.offset - counter, plain.stream, &counter}; }
 };
 
-// Expects hot::Error with this code and every given part in its message.
+// Expects hot::Error with this code and all `parts` in its message.
 inline void expect_error(hot::ErrorCode code, const std::vector<std::string>& parts,
                          const std::function<void()>& call) {
   try {
@@ -189,7 +189,7 @@ struct Layer {
   std::vector<char> saved;
   hot::SavedLayout layout;
   hot::Key key{};
-  std::uint64_t format = 0;  // of the last compression
+  std::uint64_t format = 0;  // format of the last compression
 
   Layer(std::int64_t tokens, std::int64_t out, std::int64_t in, hot::BackwardLinearSpec s)
       : L(tokens),
@@ -234,7 +234,7 @@ struct Layer {
     backward(context);
   }
 
-  // What was kept and every gradient.
+  // Bytes of the saved activation and of all gradients.
   std::vector<char> bytes() {
     std::vector<char> all(saved_data(), saved_data() + layout.bytes);
     for (const std::vector<float>& values : {gx.values(), gw.values(), gb}) {
@@ -245,10 +245,10 @@ struct Layer {
   }
 };
 
-// Blocks of the forward's transform, by numbers from 0 to 7.
+// Block of the forward's transform for a number from 0 to 7.
 inline int forward_block(std::int64_t number) { return number == 7 ? 256 : 1 << number; }
 
-// Every recipe, by name.
+// All recipes by name.
 inline std::vector<std::pair<std::string, hot::BackwardLinearSpec>> recipes() {
   std::vector<std::pair<std::string, hot::BackwardLinearSpec>> specs;
   for (const std::string& name : recipe_names()) specs.emplace_back(name, recipe(name));

@@ -1,5 +1,5 @@
-// What the CUDA tests share: checked calls, memory on the device, and a fixture with a stream of
-// its own that skips where there is no device.
+// Helpers of the CUDA tests: checked calls, device memory, and a fixture with its own stream. The
+// fixture skips if there is no device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,7 +37,7 @@ class DeviceMemory {
   void* data_ = nullptr;
 };
 
-// What `call` queues on a stream, as a CUDA graph.
+// CUDA graph of the work that `call` queues on a stream.
 class Graph {
  public:
   Graph(cudaStream_t stream, const std::function<void()>& call) : stream_(stream) {
@@ -60,13 +60,13 @@ class Graph {
   cudaGraphExec_t executable_ = nullptr;
 };
 
-// The same bytes on both sides.
+// Equal bytes on host and device.
 class Mirrored {
  public:
   explicit Mirrored(std::size_t bytes, char fill = 0) : host(bytes, fill), device_(bytes) {}
 
-  // A copy from pageable memory may return before its last part has landed, and the tests' stream
-  // does not wait for the default one.
+  // Synchronises, because a copy from pageable memory may return early, and the tests' stream does
+  // not wait for the default stream.
   void push() {
     check(cudaMemcpy(device_.data(), host.data(), host.size(), cudaMemcpyHostToDevice));
     check(cudaDeviceSynchronize());
@@ -87,7 +87,7 @@ class Mirrored {
   DeviceMemory device_;
 };
 
-// The same array on both sides: poisoned, filled or not, compared byte by byte with its margins.
+// Equal arrays on both sides in poisoned memory, compared byte by byte with their margins.
 struct Mirror : Mirrored {
   Mirror(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
          std::int64_t offset = 0)
@@ -119,7 +119,7 @@ struct Mirror : Mirrored {
     hot::fwht(cpu(), source.view(), 1, 1, view(false));  // block 1 converts
     push();
   }
-  // Bytes, any NaN equal to any other.
+  // Compares bytes. All NaNs count as equal.
   void expect_equal(const std::string& what) const {
     const std::vector<char> got = pulled();
     if (got == host) return;
@@ -151,8 +151,8 @@ struct Mirror : Mirrored {
   DType dtype_;
 };
 
-// Whether unit number `unit` of a long test belongs to the part of it that HOT_TEST_PART names:
-// "1/4" is the second of four. scripts/gpu_trust.py runs the parts side by side under sanitizers.
+// Whether unit number `unit` of a long test belongs to the part that HOT_TEST_PART names: "1/4" is
+// the second of four. Parts run in parallel under sanitizers (scripts/gpu_trust.py).
 inline bool in_part(std::int64_t unit) {
   const char* const text = std::getenv("HOT_TEST_PART");
   if (text == nullptr) return true;
@@ -167,12 +167,12 @@ inline bool in_part(std::int64_t unit) {
 
 inline DType any_float() { return float_types[random_int(0, 2)]; }
 
-// Sizes at which kernels turn: 0 and 1, primes, multiples and their neighbours.
-inline std::int64_t any_size(std::int64_t most = 400) {
+// Random size among those where kernels change: 1, primes, multiples of 16 and their neighbours.
+inline std::int64_t any_size(std::int64_t limit = 400) {
   const std::int64_t sizes[] = {1,  2,  15,  16,  17,  31,  33,  49,  64,
                                 65, 97, 127, 128, 129, 197, 256, 300, 391};
   const std::int64_t size = sizes[random_int(0, 17)];
-  return size <= most ? size : random_int(1, most);
+  return size <= limit ? size : random_int(1, limit);
 }
 
 inline std::vector<float> awkward(std::int64_t count) {
@@ -194,7 +194,7 @@ class CudaTest : public testing::Test {
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
       GTEST_SKIP() << "no CUDA device on this machine";
     }
-    // Does not wait for the default stream, nor the default stream for it.
+    // Neither this stream nor the default stream waits for the other.
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   }
   void TearDown() override {

@@ -43,7 +43,7 @@ TEST(BackwardLinear, same_bits_on_every_path) {
   }
 }
 
-// Every configuration that keeps x itself.
+// All configurations that store x itself.
 std::vector<BackwardLinearSpec> full_specs() {
   std::vector<BackwardLinearSpec> all;
   for (const std::string& name : recipe_names()) {
@@ -76,7 +76,7 @@ TEST(BackwardLinear, decompresses_into_any_strides) {
 TEST(BackwardLinear, strided_and_many_dimensional) {
   Layer layer(24, 18, 20, recipe("default"));
   layer.run(cpu());
-  // The same gradients from [2, 3, 4, O] with a gap between rows, column-major w.
+  // Expects equal gradients from [2, 3, 4, O] with a gap between rows, and a column-major w.
   Floats gy = floats(24, 18, layer.gy.values(), 6);
   ConstTensorView deep{gy.data(), DType::f32, {}, 4, {2, 3, 4, 18}, {12 * 24, 4 * 24, 24, 1}};
   std::vector<float> turned(18 * 20);
@@ -98,7 +98,7 @@ TEST(BackwardLinear, strided_and_many_dimensional) {
   EXPECT_EQ(gw.values(), layer.gw.values());
 }
 
-// Threads of the program: as many calls as are asked for, fewer, or more than there are cores.
+// Threads of the program that make the requested calls, or fewer.
 TEST(BackwardLinear, an_executor_gives_the_same_bits) {
   struct Crew {
     int most;  // calls
@@ -117,8 +117,8 @@ TEST(BackwardLinear, an_executor_gives_the_same_bits) {
     layer.run(cpu(3));
     const auto gx = layer.gx.values(), gw = layer.gw.values();
     const auto gb = layer.gb;
-    for (const int most : {0, 1, 3, 9}) {
-      Crew crew{most};
+    for (const int calls : {0, 1, 3, 9}) {
+      Crew crew{calls};
       const hot::Context context =
           hot::Context::cpu(hot::Executor{Crew::run, &crew}, 5).with_key(cpu().key());
       EXPECT_EQ(context.threads(), 5);
@@ -146,7 +146,7 @@ TEST(BackwardLinear, callers_come_and_go) {
   for (std::size_t i = 0; i < layers.size(); ++i) {
     callers.emplace_back([&, i] {
       for (int round = 0; round < 10; ++round) {
-        // Every second caller makes and destroys a thread pool for each call.
+        // Every second caller creates and destroys a thread pool per call.
         layers[i].run(i % 2 == 0 ? shared : cpu(3));
         EXPECT_EQ(layers[i].gw.values(), alone[i]) << recipes[i % 4];
       }

@@ -1,4 +1,4 @@
-// The table of a configuration's fields, here with one more: whatever reads the table finds it.
+// Table of configuration fields with an additional field, which all readers of the table must find.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct WideC : hot_spec {
   std::int32_t sauce;
 };
 
-// All of the table's rows and one of a test.
+// All rows of the table and a row of the test.
 template <class Visit>
 void for_each_field(hot::detail::FieldsOf<WideSpec>, Visit&& visit) {
   for_each_field(hot::detail::FieldsOf<hot::BackwardLinearSpec>{}, visit);
@@ -44,7 +44,7 @@ TEST(ConfigFields, a_new_field_is_in_the_c_struct) {
   const auto back = hot::detail::from_c<WideSpec>("call", "spec", c);
   EXPECT_EQ(back.sauce, Sauce::hot);
   EXPECT_EQ(back.low_rank.layout.grid_w, 5);
-  c.sauce = 0;  // an enumerator, but no choice of the field
+  c.sauce = 0;  // an enumerator that the field does not accept
   expect_error(invalid, {"call", "spec.sauce is 0", "1 (mild), 2 (hot)"},
                [&] { hot::detail::from_c<WideSpec>("call", "spec", c); });
 }
@@ -86,7 +86,7 @@ TEST(ConfigFields, a_new_field_is_checked_and_in_the_fingerprint) {
                [&] { hot::detail::check_choices("call", spec); });
 }
 
-// Texts of every field come back, and what is no value is refused.
+// Every field's text is converted back, and invalid values are refused.
 TEST(ConfigFields, texts) {
   hot::BackwardLinearSpec spec, back;
   spec.low_rank.rows = {0, 3, 5};

@@ -1,4 +1,4 @@
-// The verdict on a GPU, as a table; no GPU is needed.
+// Verdicts on GPUs as a table, tested without a GPU.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -20,7 +20,7 @@ struct Case {
   const char* architectures;
   bool wgmma;
   Level level;
-  const char* words;  // in the text
+  const char* words;  // part of the text
 };
 
 const Case cases[] = {
@@ -68,15 +68,16 @@ const Case cases[] = {
 
 TEST(Device, verdicts) {
   for (const Case& c : cases) {
-    const hot::DeviceVerdict found = hot::judge_device(c.major, c.minor, c.architectures, c.wgmma);
+    const hot::DeviceVerdict verdict =
+        hot::judge_device(c.major, c.minor, c.architectures, c.wgmma);
     const std::string what = std::to_string(c.major) + "." + std::to_string(c.minor) + " with \"" +
-                             c.architectures + "\": " + found.text;
-    EXPECT_EQ(hot::level_name(found.level), std::string(hot::level_name(c.level))) << what;
-    EXPECT_NE(found.text.find(c.words), std::string::npos) << what << "\nwants: " << c.words;
+                             c.architectures + "\": " + verdict.text;
+    EXPECT_EQ(hot::level_name(verdict.level), std::string(hot::level_name(c.level))) << what;
+    EXPECT_NE(verdict.text.find(c.words), std::string::npos) << what << "\nwants: " << c.words;
     const std::string gpu =
         "compute capability " + std::to_string(c.major) + "." + std::to_string(c.minor);
-    EXPECT_EQ(found.text.find(gpu), 0U) << what;
-    EXPECT_EQ(found.text.find('\n'), std::string::npos) << what;
+    EXPECT_EQ(verdict.text.find(gpu), 0U) << what;
+    EXPECT_EQ(verdict.text.find('\n'), std::string::npos) << what;
   }
 }
 

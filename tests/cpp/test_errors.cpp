@@ -12,7 +12,7 @@ namespace {
 
 constexpr ErrorCode invalid = ErrorCode::invalid_argument;
 
-// The arguments of a call of tests/errors.txt. Every array has its own part of `memory`.
+// Arguments of a call of tests/errors.txt. Every array has its own part of `memory`.
 struct Arguments {
   std::map<std::string, TensorView> views;
   std::map<std::string, std::int64_t> numbers;
@@ -43,7 +43,7 @@ struct Arguments {
     return all.at(name);
   }
 
-  // "name=value" or "array.part=value".
+  // Applies "name=value" or "array.part=value".
   void set(const std::string& word) {
     const std::size_t equals = word.find('=');
     const std::string value = word.substr(equals + 1);
@@ -155,7 +155,7 @@ void call(const std::string& name, Arguments& t) {
 
 }  // namespace
 
-// Every row of the table fails with its words and leaves the memory as it was.
+// Every row of the table fails with its words and leaves the memory unchanged.
 TEST(Errors, table) {
   std::ifstream file(HOT_ERRORS);
   std::string line, name, good;
@@ -209,15 +209,15 @@ TEST(Errors, keys) {
   expect_error(invalid, {"backward_linear", "saved.key.counter"}, [&] { layer.backward(cpu()); });
 }
 
-// Found by tests/fuzz: products of sizes and strides overflowed 64 bits and became small.
+// Products of sizes and strides overflowed 64 bits and became small (found by tests/fuzz).
 TEST(Errors, sizes_beyond_memory) {
-  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t limit = std::numeric_limits<std::int64_t>::max();
   const std::int64_t far = std::int64_t{1} << 40;
   const hot::Context context = cpu();
   const hot::BackwardLinearSpec spec{};
   expect_error(invalid, {"saved_layout", "tokens", "2^48"},
-               [&] { hot::saved_layout(most, 1, spec); });
-  // 2^40 rows of 2^40 / 2 bytes: 2^79, of which 64 bits keep 0.
+               [&] { hot::saved_layout(limit, 1, spec); });
+  // 2^40 rows of 2^40 / 2 bytes: 2^79, which is 0 in 64 bits.
   expect_error(invalid, {"saved_layout", "in_features", "2^52"},
                [&] { hot::saved_layout(far, far, spec); });
   expect_error(invalid, {"quantized_weight_bytes", "2^52"},
@@ -226,18 +226,18 @@ TEST(Errors, sizes_beyond_memory) {
                [&] { hot::gemm_workspace(context, far, 1, far); });
   expect_error(invalid, {"backward_linear_workspace", "2^52"},
                [&] { hot::backward_linear_workspace(context, {far, far, 1}, spec, true, true); });
-  expect_error(invalid, {"low_rank", "tokens"}, [&] { hot::hla_rows(most, {}); });
+  expect_error(invalid, {"low_rank", "tokens"}, [&] { hot::hla_rows(limit, {}); });
   EXPECT_FALSE(hot::supported(context, {far, far, far}, spec).ok);
   EXPECT_TRUE(hot::supported(context, {std::int64_t{1} << 24, 1 << 15, 1 << 15}, spec).ok);
 }
 
 // A single row may have any stride.
 TEST(Errors, a_stride_that_is_not_used) {
-  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t limit = std::numeric_limits<std::int64_t>::max();
   std::vector<float> memory(16);
-  const TensorView x = hot::matrix(memory.data(), DType::f32, 1, 16, most);
+  const TensorView x = hot::matrix(memory.data(), DType::f32, 1, 16, limit);
   EXPECT_NO_THROW(hot::fwht(cpu(), x, 1, 16, x));
-  // Times the size of an element it overflowed, as tests/fuzz found under UBSan.
+  // Multiplied by the size of an element it overflowed (found by tests/fuzz under UBSan).
   const hot::BackwardLinearSpec spec{};
   alignas(16) char codes[1024];
   const std::size_t bytes = hot::quantized_weight_bytes(1, 16, spec);
@@ -246,23 +246,23 @@ TEST(Errors, a_stride_that_is_not_used) {
   EXPECT_NO_THROW(hot::quantize_weight(cpu(), x, spec, {codes, bytes}, scratch.workspace()));
 }
 
-// So may an array without elements, with several leading dimensions. Found by tests/fuzz: the
-// product of its strides and sizes overflowed, as UBSan says.
+// An empty array with several leading dimensions may have any strides. The product of its strides
+// and sizes overflowed (found by tests/fuzz under UBSan).
 TEST(Errors, strides_of_an_empty_array) {
-  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t limit = std::numeric_limits<std::int64_t>::max();
   const hot::BackwardLinearSpec spec{};
   float one = 0;
-  ConstTensorView x{&one, DType::f32, {}, 4, {3, 2, 2, 0}, {most, most / 2, most - 5, most}};
+  ConstTensorView x{&one, DType::f32, {}, 4, {3, 2, 2, 0}, {limit, limit / 2, limit - 5, limit}};
   const hot::SavedLayout layout = hot::saved_layout(12, 0, spec);
-  alignas(16) char kept[16];
+  alignas(16) char memory[16];
   Scratch scratch(hot::compress_activation_workspace(cpu(), 12, 0, spec));
   const hot::ConstSavedActivation saved =
-      hot::compress_activation(cpu(), x, spec, {kept, layout.bytes}, scratch.workspace());
+      hot::compress_activation(cpu(), x, spec, {memory, layout.bytes}, scratch.workspace());
   EXPECT_EQ(saved.tokens, 12);
   EXPECT_EQ(saved.in_features, 0);
 }
 
-// Numbers that are no enumerator were once printed as `unknown` or taken for another value.
+// Numbers outside an enumeration were once printed as `unknown` or mistaken for another value.
 TEST(Errors, unknown_enumerations) {
   const auto refused = [](const char* name,
                           const std::function<void(hot::BackwardLinearSpec&)>& spoil) {

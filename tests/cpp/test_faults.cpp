@@ -1,5 +1,5 @@
-// Faults: every host allocation fails once, and callers set the floating-point unit to flush
-// subnormals or to round another way.
+// Faults: every host allocation fails once, and callers change the floating-point unit's rounding
+// and flushing of subnormals.
 #include <cfenv>
 #include <cstdlib>
 #include <new>
@@ -15,7 +15,7 @@ using namespace hot_test;
 
 namespace {
 
-// Allocations of this thread until one fails; negative: none does.
+// Allocations of this thread until one fails; negative: none fails.
 thread_local std::int64_t allocations_left = -1;
 thread_local std::int64_t allocations_failed = 0;
 
@@ -29,8 +29,8 @@ void* allocate(std::size_t bytes) {
   return memory;
 }
 
-// Runs `call` with its first allocation failing, then its second, and so on until none fails.
-// `after` must hold after each. Returns the number of allocations.
+// Runs `call` with a failure of its first allocation, then of its second, until none fails. `after`
+// must hold after each run. Returns the number of allocations.
 template <class Call, class After>
 std::int64_t fail_at_every_allocation(const Call& call, const After& after) {
   for (std::int64_t n = 0; n < 1000; ++n) {
@@ -52,7 +52,7 @@ std::int64_t fail_at_every_allocation(const Call& call, const After& after) {
   return 1000;
 }
 
-// Saves the caller's floating-point environment and restores it.
+// Guard of the caller's floating-point environment.
 class Environment {
  public:
   Environment() { std::fegetenv(&before_); }
@@ -64,7 +64,7 @@ class Environment {
   std::fenv_t before_{};
 };
 
-// Bits of everything that a layer computes, addresses excluded.
+// Bits of all results of a layer, without addresses.
 std::vector<float> results(Layer& layer, const hot::Context& context) {
   layer.run(context);
   std::vector<float> all = layer.gx.values();
@@ -99,8 +99,7 @@ void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); 
 
 constexpr const char* no_new = "libhot does not allocate by this program's operator new";
 
-// Whether libhot's allocations are this program's operator new. They are not where libhot has its
-// own, as with a static libstdc++.
+// Whether libhot uses this program's operator new. With a static libstdc++ it has its own.
 bool sees_allocations() {
   const std::int64_t before = allocations_failed;
   allocations_left = 0;
@@ -114,7 +113,7 @@ bool sees_allocations() {
 
 TEST(Faults, context_without_memory) {
   if (!sees_allocations()) GTEST_SKIP() << no_new;
-  // Some threads run already when the next cannot be made: they must end.
+  // Running threads must end if the next cannot be created.
   std::optional<hot::Context> context;
   const std::int64_t count =
       fail_at_every_allocation([&] { context.emplace(hot::Context::cpu(4)); }, [] {});
@@ -143,12 +142,12 @@ TEST(Faults, context_without_memory_in_c) {
     EXPECT_EQ(context, nullptr);
     ++refused;
   }
-  EXPECT_GE(refused, 5);  // the handle, too
+  EXPECT_GE(refused, 5);  // with the handle
 }
 
 TEST(Faults, calls_without_memory) {
   if (!sees_allocations()) GTEST_SKIP() << no_new;
-  // Calls of a layer allocate host memory only for an error: the caller provides scratch.
+  // A layer's calls allocate host memory only for errors: the caller provides scratch.
   const hot::Context context = cpu(2);
   for (const std::string& name : recipe_names()) {
     Layer layer(70, 33, 40, recipe(name));
@@ -173,7 +172,7 @@ TEST(Faults, calls_without_memory) {
 
 TEST(Faults, errors_without_memory) {
   if (!sees_allocations()) GTEST_SKIP() << no_new;
-  // An error needs memory for its text; without memory bad_alloc is thrown instead.
+  // An error needs memory for its text. Without memory bad_alloc is thrown instead.
   std::vector<float> values(24, 1.0F), out(24, 7.0F);
   const hot::Context context = cpu(1);
   const TensorView target = as_vector(out, DType::f32);
@@ -194,7 +193,7 @@ TEST(Faults, errors_without_memory) {
 
 TEST(Faults, supported_without_memory) {
   if (!sees_allocations()) GTEST_SKIP() << no_new;
-  // It is noexcept: it must return even without memory for its reason.
+  // The function is noexcept and must return even without memory for its reason.
   hot::BackwardLinearSpec spec = recipe("default");
   spec.hadamard_block = 3;
   const hot::Context context = cpu(1);
@@ -213,7 +212,7 @@ TEST(Faults, supported_without_memory) {
 
 #if defined(__SSE__)
 TEST(Faults, callers_that_flush_subnormals) {
-  // torch.set_flush_denormal sets these bits, and so does any library linked with -ffast-math.
+  // These bits are set by torch.set_flush_denormal, and by libraries linked with -ffast-math.
   constexpr unsigned flush_to_zero = 0x8000, denormals_are_zero = 0x0040;
   for (const std::string& name : recipe_names()) {
     Layer layer = tiny_layer(name);

@@ -48,7 +48,7 @@ Forward any_forward() {
           forward_block(random_int(0, 7))};
 }
 
-// A buffer of so many bytes, aligned to 16 and poisoned, with a margin after it.
+// Poisoned buffer of a size, 16-byte aligned, with a margin behind it.
 class Buffer {
  public:
   explicit Buffer(std::size_t bytes)

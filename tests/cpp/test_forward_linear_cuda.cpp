@@ -1,5 +1,5 @@
-// forward_linear and quantize_forward_input on CUDA against the CPU, bit for bit: random shapes,
-// strides and types, every plan of the tables, a CUDA graph.
+// Compares forward_linear and quantize_forward_input on CUDA with the CPU, bit for bit: random
+// shapes, strides and types, every plan of the tables, a CUDA graph.
 #include "plan_cases.h"
 #include "support_cuda.h"
 
@@ -25,7 +25,7 @@ class ForwardLayer {
     bias_.fill(normal(shape.out_features));
   }
 
-  // Queues the call, whose scratch lives as long as the layer; w and x may be quantised before.
+  // Queues the call. Its scratch lives as long as the layer; w and x may be quantised before.
   void queue(const hot::Context& context, bool on_gpu, bool with_bias, bool quantized,
              bool quantized_x = false) {
     const std::size_t bytes =
@@ -62,7 +62,7 @@ class ForwardLayer {
   std::unique_ptr<Mirrored> scratch_;
 };
 
-// x on both sides, its codes for the forward product, and what is kept of it.
+// x on both sides with its codes for the forward product and its saved form.
 class KeptInput {
  public:
   KeptInput(std::int64_t tokens, std::int64_t in_features, DType dtype, int block,
@@ -80,7 +80,7 @@ class KeptInput {
     x_.fill(awkward(tokens * in_features));
   }
 
-  // Queues the call with its scratch; `kept`: both forms of x.
+  // Queues the call with its scratch. `kept` requests both forms of x.
   void queue(const hot::Context& context, bool on_gpu, bool kept = true) {
     const ConstTensorView x = x_.view(on_gpu);
     const hot::QuantizedInput out{codes_.view(on_gpu).data,
@@ -103,7 +103,7 @@ class KeptInput {
     codes_.expect_equal(what + ": codes");
     kept_.expect_equal(what + ": kept");
   }
-  // Both results on the device as they were before a call.
+  // Resets both results on the device.
   void poison(cudaStream_t stream) {
     for (Mirror* const one : {&codes_, &kept_}) {
       const auto bytes = static_cast<std::size_t>(one->view(true).shape[1]);
@@ -121,7 +121,7 @@ class KeptInput {
 
 class ForwardLinearCuda : public CudaTest {
  protected:
-  // On CUDA with x quantised before in half of the calls.
+  // Half of the calls on CUDA quantise x before.
   void equals_cpu(ForwardLayer& layer, bool with_bias, bool quantized, const std::string& what,
                   int arch = 0) {
     layer.queue(cpu(4), false, with_bias, quantized);
@@ -142,24 +142,26 @@ class ForwardLinearCuda : public CudaTest {
 }  // namespace
 
 TEST_F(ForwardLinearCuda, every_plan_equals_cpu) {
-  for (const ForwardPlanCase& of : forward_plan_cases()) {
-    hot::LinearShape shape = of.shape;
-    shape.tokens = std::min<std::int64_t>(shape.tokens, 6000);  // the CPU's share of the time
+  for (const ForwardPlanCase& one : forward_plan_cases()) {
+    hot::LinearShape shape = one.shape;
+    shape.tokens = std::min<std::int64_t>(shape.tokens, 6000);  // limits the CPU's time
     for (const bool with_bias : {true, false}) {
-      ForwardLayer layer(shape, of.hadamard_block, of.dtype, of.dtype, of.bias_dtype, of.dtype);
-      equals_cpu(layer, with_bias, of.quantized_weight, of.name);
+      ForwardLayer layer(shape, one.hadamard_block, one.dtype, one.dtype, one.bias_dtype,
+                         one.dtype);
+      equals_cpu(layer, with_bias, one.quantized_weight, one.name);
     }
   }
 }
 
 TEST_F(ForwardLinearCuda, every_plan_of_a_kept_input_equals_cpu) {
-  for (const ForwardPlanCase& of : kept_plan_cases()) {
-    KeptInput input(of.shape.tokens, of.shape.in_features, of.dtype, of.hadamard_block, *of.kept);
-    kept_equals_cpu(input, true, of.name);
+  for (const ForwardPlanCase& one : kept_plan_cases()) {
+    KeptInput input(one.shape.tokens, one.shape.in_features, one.dtype, one.hadamard_block,
+                    *one.kept);
+    kept_equals_cpu(input, true, one.name);
   }
 }
 
-// All lanes that a row can have.
+// All numbers of lanes per row.
 TEST_F(ForwardLinearCuda, every_row_of_a_kept_input_equals_cpu) {
   for (const std::int64_t blocks :
        {1,  2,  3,  4,  5,  6,  7,  8,  9,  10,  11,  12,  13,  14,  15,  16,  21,
@@ -177,7 +179,7 @@ TEST_F(ForwardLinearCuda, a_captured_kept_input_repeats_its_bits) {
     KeptInput input(197, 1024, DType::bf16, 64, recipe(name));
     const hot::Context context = hot::Context::cuda(0, stream_).with_key({1, 2, 3});
     input.queue(cpu(4).with_key({1, 2, 3}), false);
-    input.queue(context, true);  // kernels are loaded before a capture
+    input.queue(context, true);  // loads the kernels before the capture
     check(cudaStreamSynchronize(stream_));
     const Graph graph(stream_, [&] { input.queue(context, true); });
     input.poison(stream_);
@@ -191,7 +193,7 @@ TEST_F(ForwardLinearCuda, a_captured_call_repeats_its_bits) {
   ForwardLayer layer({300, 256, 320}, 64, DType::bf16, DType::f32, DType::bf16, DType::bf16);
   const hot::Context context = hot::Context::cuda(0, stream_);
   layer.queue(cpu(4), false, true, false);
-  layer.queue(context, true, true, false);  // kernels are loaded before a capture
+  layer.queue(context, true, true, false);  // loads the kernels before the capture
   check(cudaStreamSynchronize(stream_));
   const Graph graph(stream_, [&] { layer.queue(context, true, true, false); });
   const TensorView y = layer.y().view(true);

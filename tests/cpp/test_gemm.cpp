@@ -49,7 +49,7 @@ TEST(Gemm, strided_output) {
   }
 }
 
-// The stride of an array of one row means nothing, and no address is computed with it.
+// The stride of a single row is arbitrary, and no address is computed with it.
 TEST(Gemm, a_single_row_may_have_any_stride) {
   for (const hot::Isa isa : isas()) {
     const Bytes a = bytes(1, 37, codes(37, 127)), b = bytes(1, 37, codes(37, 127));

@@ -1,5 +1,5 @@
-// The product by AMX's tile registers, which are played by amx_tiles.h: on any machine with
-// AVX-512. simd_amx.cpp itself is compiled for this test.
+// Product with AMX's tile registers, emulated by amx_tiles.h on any machine with AVX-512. The test
+// compiles simd_amx.cpp itself.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,7 +16,7 @@ namespace {
 using hot::detail::gemm_task_rows;
 using hot::detail::GemmKernels;
 
-// Bytes that end where a page without access begins.
+// Bytes that end at a page without access.
 class Guarded {
  public:
   explicit Guarded(std::int64_t count)
@@ -40,7 +40,7 @@ class Guarded {
   char *memory_, *data_;
 };
 
-// Rows of codes, `pitch` apart, nothing behind the last.
+// Rows of codes, `pitch` apart, without memory behind the last row.
 struct Codes {
   Codes(std::int64_t rows, std::int64_t k, std::int64_t pitch_)
       : pitch(pitch_), memory(std::max<std::int64_t>(0, (rows - 1) * pitch_ + k)) {
@@ -66,7 +66,7 @@ class GemmAmx : public testing::Test {
   }
 };
 
-// A task of `rows` rows of a by panels of so many rows of b, as gemm.cpp runs one.
+// Runs a task of `rows` rows of a with panels of b, like gemm.cpp.
 void check(int rows, const std::vector<int>& panels, std::int64_t k, std::int64_t gap,
            std::int8_t fill = 0) {
   SCOPED_TRACE("rows " + std::to_string(rows) + ", k " + std::to_string(k) + ", gap " +
@@ -91,9 +91,9 @@ void check(int rows, const std::vector<int>& panels, std::int64_t k, std::int64_
       for (int n = 0; n < columns; ++n) {
         std::int64_t sum = 0;
         for (std::int64_t i = 0; i < k; ++i) sum += a.at(m, i) * b.at(n, i);
-        std::int32_t found;
-        std::memcpy(&found, static_cast<const char*>(sums.data()) + 4 * (m * gemm.nr + n), 4);
-        wrong += found != sum;
+        std::int32_t got;
+        std::memcpy(&got, static_cast<const char*>(sums.data()) + 4 * (m * gemm.nr + n), 4);
+        wrong += got != sum;
       }
     }
     EXPECT_EQ(wrong, 0) << columns << " columns";

@@ -1,6 +1,6 @@
-// The mma.sync products (cuda/gemm_sm80.h) against the CPU, byte for byte, margins included: every
-// tile by name, with tiles of their own and shared out, on any GPU. libhot does not export them:
-// tests/cpp/CMakeLists.txt links their objects.
+// Compares the mma.sync products (cuda/gemm_sm80.h) with the CPU, byte for byte with margins. Every
+// tile is tested by name, with whole and shared tiles, on any GPU. The objects are linked by
+// tests/cpp/CMakeLists.txt, since libhot does not export them.
 #include "cuda/gemm_sm80.h"
 #include "cuda/launch.h"
 #include "gemm_problem.h"
@@ -58,7 +58,7 @@ class GemmMmaCuda : public CudaTest {
  protected:
   hot::Context context() const { return hot::Context::cuda(0, stream_); }
 
-  // Twice in a row, the second time on what the first has left.
+  // Runs the product twice, the second time on the result of the first.
   void expect_as_cpu(Problem& problem, bool packed, const MmaPlan& plan) {
     const MmaCodes codes = packed ? MmaCodes::int4 : MmaCodes::int8;
     const GemmArgs args = problem.args(true);
@@ -72,7 +72,7 @@ class GemmMmaCuda : public CudaTest {
     problem.expect_equal(plan_text(plan));
   }
 
-  // By one tile, and by all divisions that it knows.
+  // Tests one tile with all its divisions.
   void expect_as_cpu(std::int64_t m, std::int64_t n, std::int64_t k, const Options& options,
                      int tile) {
     if (mma_tiles[tile].shared_bytes >
@@ -85,15 +85,15 @@ class GemmMmaCuda : public CudaTest {
           mma_product(problem.args(true), options.int4 ? MmaCodes::int4 : MmaCodes::int8);
       MmaPlan plan = mma_plan_of(mma_device(context()), product, tile, share);
       expect_as_cpu(problem, options.int4, plan);
-      if (product.long_k && !mma_tiles[tile].any) break;  // it has one division
-      // Fewer thread blocks than tiles, in narrow bands: each goes through several tiles.
+      if (product.long_k && !mma_tiles[tile].any) break;  // only one division
+      // Fewer thread blocks than tiles, in narrow bands: each computes several tiles.
       const int tiles = plan.whole + plan.shared;
       plan.band = static_cast<int>(random_int(1, 3));
       plan.blocks = static_cast<int>(random_int(1, 3));
       if (share && !mma_tiles[tile].any) {
         plan.shared = static_cast<int>(random_int(1, tiles));
         plan.whole = tiles - plan.shared;
-        plan.sharers = 1;  // and as many as there are thread blocks, where there are steps for them
+        plan.sharers = 1;  // then as many as there are thread blocks, if there are enough steps
         const std::int64_t steps = (product.k + mma_tiles[tile].step - 1) / mma_tiles[tile].step;
         if (plan.shared * steps >= plan.blocks) plan.sharers = plan.blocks;
       }
@@ -103,7 +103,7 @@ class GemmMmaCuda : public CudaTest {
     }
   }
 
-  // Whether INT4 can be tested here.
+  // Whether this GPU can run INT4.
   bool int4_here() const { return hot::detail::mma_int4(mma_device(context()).capability); }
 
   static Options any_options(bool packed) {
@@ -119,7 +119,7 @@ class GemmMmaCuda : public CudaTest {
     const std::int64_t sizes[] = {1, 2, 7, 16, 31, 64, 127, 128, 129, 251, 256, 257, 509, 640};
     return sizes[random_int(0, 13)];
   }
-  // Columns whose rows take 16-byte accesses in every type.
+  // Number of columns that allows 16-byte accesses in every type.
   static std::int64_t whole_columns() { return 8 * random_int(1, 80); }
 };
 
@@ -166,8 +166,8 @@ TEST_F(GemmMmaCuda, longer_contractions_are_exact) {
   }
 }
 
-// A thread block that ends with a part of one tile and goes on with the whole of another, which
-// alone writes its results: nothing of the first may arrive in the second.
+// A thread block that ends a part of one tile and continues with a whole tile must not mix their
+// results.
 TEST_F(GemmMmaCuda, a_shared_tile_and_the_next) {
   for (int tile = 0; tile < mma_tile_count; ++tile) {
     if (mma_tiles[tile].any ||
@@ -179,7 +179,7 @@ TEST_F(GemmMmaCuda, a_shared_tile_and_the_next) {
       const std::int64_t steps = random_int(2, 9);
       Options options = any_options(false);
       options.layout = Layout::rows;
-      // Three tiles one above the other by two thread blocks: one and a half each.
+      // Three tiles for two thread blocks: one and a half each.
       Problem problem(2 * mma_tiles[tile].m + random_int(1, mma_tiles[tile].m), mma_tiles[tile].n,
                       steps * mma_tiles[tile].step, options);
       MmaPlan plan = mma_plan_of(mma_device(context()),

@@ -23,7 +23,7 @@ namespace {
 constexpr MmaDevice devices[] = {{108, 80}, {84, 86},  {82, 86},   {16, 87},
                                  {128, 89}, {132, 90}, {148, 100}, {170, 120}};
 
-// The most shared memory of a thread block, bytes: CUDA's programming guide.
+// Maximum shared memory of a thread block in bytes (CUDA's programming guide).
 int most_shared(int capability) {
   const int kb = capability == 80 || capability == 87    ? 163
                  : capability == 90 || capability == 100 ? 227
@@ -49,16 +49,17 @@ void expect_sound(const MmaDevice& device, const MmaProduct& product, const MmaP
     return;
   }
   const std::int64_t steps = (product.k + tile.step - 1) / tile.step;
-  if (product.long_k) {  // INT32 holds what a sharer adds up
+  if (product.long_k) {  // a sharer's sums fit an INT32
     EXPECT_EQ(plan.whole, 0);
-    const std::int64_t most = (plan.shared * steps + plan.sharers - 1) / plan.sharers * tile.step;
-    EXPECT_LE(most * 128 * 128, INT32_MAX);
+    const std::int64_t longest =
+        (plan.shared * steps + plan.sharers - 1) / plan.sharers * tile.step;
+    EXPECT_LE(longest * 128 * 128, INT32_MAX);
   }
-  // No sharer is without a step: fixup_kernel would read sums that nobody wrote.
+  // Every sharer has a step. Otherwise fixup_kernel would read unwritten sums.
   EXPECT_GE(plan.sharers, 1);
   EXPECT_LE(plan.sharers, plan.blocks);
   EXPECT_LE(plan.sharers, plan.shared * steps);
-  // A sharer leaves sums of each tile that it works on; one more for each tile that begins.
+  // A sharer writes sums per tile that it works on: one more per tile that begins.
   EXPECT_EQ(mma_workspace(plan), static_cast<std::size_t>(plan.sharers + plan.shared) *
                                      static_cast<std::size_t>(tile.m * tile.n) * 4);
 }
@@ -70,7 +71,7 @@ MmaPlan chosen(const MmaDevice& device, std::int64_t m, std::int64_t n, std::int
 
 }  // namespace
 
-// Otherwise the kernel would return at once, and nobody would learn that nothing was multiplied.
+// Without the code of a tile the kernel would silently return.
 TEST(MmaPlan, code_that_runs_on_a_later_gpu_holds_its_tiles) {
   for (const MmaDevice& built : devices) {
     for (const MmaDevice& device : devices) {
@@ -123,7 +124,7 @@ TEST(MmaPlan, any_tile_takes_everything_everywhere) {
 }
 
 TEST(MmaPlan, few_tiles_of_a_long_contraction_are_shared) {
-  // g_w of a ViT's proj: 36 tiles of 128 x 128.
+  // g_w of a ViT's `proj` layer: 36 tiles of 128 x 128.
   for (const MmaDevice& device : devices) {
     if (device.sm_count < 80) continue;
     const MmaPlan plan = chosen(device, 768, 768, 12608);
@@ -135,8 +136,8 @@ TEST(MmaPlan, few_tiles_of_a_long_contraction_are_shared) {
 TEST(MmaPlan, tiles_of_sums_beyond_int32_are_shared) {
   for (const MmaDevice& device : devices) {
     for (int round = 0; round < 200; ++round) {
-      const std::int64_t most = round % 4 == 0 ? 20000 : 600;
-      const MmaProduct product{random_int(1, most), random_int(1, most),
+      const std::int64_t limit = round % 4 == 0 ? 20000 : 600;
+      const MmaProduct product{random_int(1, limit), random_int(1, limit),
                                random_int(133144, 2000000), true, true};
       const MmaPlan plan = mma_choose(device, product, true);
       EXPECT_GT(plan.shared, 0);

@@ -1,6 +1,6 @@
-// Small products on CUDA (cuda/gemm_small.cu) against the CPU, byte for byte, margins included: by
-// every plan, at the sizes of the paper's layers, with outputs of any strides. libhot does not
-// export them: tests/cpp/CMakeLists.txt links their object, and those of plans and launches.
+// Compares small products on CUDA (cuda/gemm_small.cu) with the CPU, byte for byte with margins.
+// Cases are all plans, the sizes of the paper's layers, and outputs of any strides. The objects are
+// linked by tests/cpp/CMakeLists.txt, since libhot does not export them.
 #include "cuda/launchers.h"
 #include "plan/plan.h"
 
@@ -49,8 +49,8 @@ class GemmSmallCuda : public CudaTest {
     return all;
   }
 
-  // Twice in a row, the second time on what the first has left: an accumulating product that
-  // started too early would lose a sum.
+  // Runs the product twice, the second time on the result of the first. An accumulating product
+  // that started too early would lose a sum.
   void expect_as_cpu(const hot::Context& context, const Problems& problems, const SmallPlan& by) {
     const std::vector<GemmArgs> products = gpu_args(problems);
     ASSERT_TRUE(small_gemms_can(products.data(), static_cast<int>(products.size())));
@@ -71,7 +71,7 @@ class GemmSmallCuda : public CudaTest {
     return std::make_unique<Problem>(m, n, k, options);
   }
 
-  // What the backend would choose.
+  // The backend's choice.
   static SmallPlan small_plan(const hot::Context& context, const std::vector<GemmArgs>& products) {
     plan::DeviceFacts facts;
     int sm_count = 0;

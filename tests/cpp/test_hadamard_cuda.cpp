@@ -1,4 +1,4 @@
-// The FWHT on CUDA against the CPU's, bit for bit. Built with CUDA only, skipped without a device.
+// Compares the FWHT on CUDA with the CPU's, bit for bit. Skipped without a device.
 #include <algorithm>
 #include <array>
 
@@ -8,12 +8,12 @@ using namespace hot_test;
 
 namespace {
 
-// How an array lies in memory; counts elements.
+// Layout of an array in memory, in elements.
 struct Layout {
   int ndim = 0;
   std::int64_t shape[4] = {}, stride[4] = {};
-  std::int64_t first = 0;  // where element (0, 0, ...) lies
-  std::int64_t span = 0;   // elements of memory in all
+  std::int64_t first = 0;  // offset of element (0, 0, ...)
+  std::int64_t span = 0;   // total elements of memory
 
   TensorView view(char* memory, DType dtype, hot::Device device) const {
     TensorView view{memory + first * static_cast<std::int64_t>(hot::dtype_size(dtype)),
@@ -40,7 +40,7 @@ Layout contiguous(const std::vector<std::int64_t>& shape) {
   return layout;
 }
 
-// The axes in a random order, with random gaps, some of them reversed, behind `first` elements.
+// Layout with axes in random order, random gaps and some reversed axes, behind `first` elements.
 Layout scattered(const std::vector<std::int64_t>& shape) {
   Layout layout = contiguous(shape);
   std::array<int, 4> order{0, 1, 2, 3};
@@ -60,7 +60,7 @@ Layout scattered(const std::vector<std::int64_t>& shape) {
   return layout;
 }
 
-// Values of `dtype`, made from fp32 by the CPU's conversion.
+// Values of `dtype`, converted from fp32 by the CPU.
 std::vector<char> memory_of(const std::vector<float>& values, DType dtype) {
   std::vector<char> memory(values.size() * hot::dtype_size(dtype));
   const auto count = static_cast<std::int64_t>(values.size());
@@ -81,7 +81,7 @@ class HadamardCuda : public CudaTest {
   }
   hot::Context cuda() const { return hot::Context::cuda(0, stream_); }
 
-  // All of the output's memory is compared: what lies between its elements must keep its poison.
+  // Compares all of the output's memory: bytes between its elements must keep their poison.
   void compare(const Layout& x, DType x_dtype, const Layout& out, DType out_dtype, int axis,
                int block) {
     std::vector<char> input = memory_of(normal(x.span), x_dtype);
@@ -103,7 +103,7 @@ class HadamardCuda : public CudaTest {
     std::vector<char> expected = memory_of(normal(x.span), dtype);
     DeviceMemory device(expected.size());
     upload(expected, device.data());
-    check(cudaStreamSynchronize(stream_));  // `expected` is about to change
+    check(cudaStreamSynchronize(stream_));  // `expected` changes next
     const TensorView host_view = x.view(expected.data(), dtype, {});
     const TensorView device_view = x.view(device.data(), dtype, gpu);
     hot::fwht(cpu(), host_view, axis, block, host_view);
@@ -125,7 +125,7 @@ class HadamardCuda : public CudaTest {
   }
 };
 
-// A shape with about `elements` elements whose axis is a multiple of `block`.
+// Shape with about `elements` elements and an axis that is a multiple of `block`.
 std::vector<std::int64_t> random_shape(int ndim, int axis, int block, std::int64_t elements) {
   std::vector<std::int64_t> shape;
   std::int64_t left = std::max<std::int64_t>(1, elements / block);
@@ -143,7 +143,7 @@ TEST_F(HadamardCuda, every_block_and_type) {
   for (int block = 1; block <= hot::max_fwht_block; block *= 2) {
     for (const DType from : float_types) {
       for (const DType to : float_types) {
-        // Odd numbers of blocks: no tile of the kernels is full at the end.
+        // Odd numbers of blocks leave the kernels' last tile incomplete.
         const Layout layout = contiguous({(40000 / block) | 1, 3 * block});
         compare(layout, from, layout, to, 1, block);
       }
@@ -176,7 +176,7 @@ TEST_F(HadamardCuda, padded_rows_and_broadcast_input) {
   for (const int block : {2, 8, 16, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768}) {
     const std::int64_t outer = block > 4096 ? 2 : 37;
     const std::vector<std::int64_t> shape{outer, 5, block * 2};
-    // Rows that keep the alignment of 16 bytes, rows that keep half of it, and rows that keep none.
+    // Rows aligned to 16 bytes, to half of it, and unaligned rows.
     for (const int gap : {16, 4, 3}) {
       Layout x = contiguous(shape);
       x.stride[1] += gap;
@@ -194,7 +194,7 @@ TEST_F(HadamardCuda, padded_rows_and_broadcast_input) {
 }
 
 TEST_F(HadamardCuda, more_transforms_than_fit_the_device) {
-  // Thread blocks that go through several transforms, not all of them the same number.
+  // Thread blocks with several transforms, not all with the same number.
   int multiprocessors = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
   for (const int block : {16384, 32768}) {
@@ -249,15 +249,14 @@ TEST_F(HadamardCuda, values_that_are_not_numbers) {
     const std::size_t bytes = x.size() * sizeof(float);
     DeviceMemory device(bytes);
     check(cudaMemcpy(device.data(), x.data(), bytes, cudaMemcpyHostToDevice));
-    check(
-        cudaDeviceSynchronize());  // the copy may return early, and the stream does not wait for it
+    check(cudaDeviceSynchronize());  // the copy may return early, and the stream does not wait
     const TensorView view = hot::vector(device.data(), DType::f32, 6 * block, gpu);
     hot::fwht(cuda(), view, 0, block, view);
     std::vector<float> got(x.size());
     const std::vector<char> raw = download(device.data(), bytes);
     std::memcpy(got.data(), raw.data(), bytes);
     for (std::size_t i = 0; i < x.size(); ++i) {
-      // Any NaN will do; everything else has its bits, the sign of zero included.
+      // All NaNs count as equal. Other values have equal bits, also the sign of zero.
       if (std::isnan(expected[i]) && std::isnan(got[i])) continue;
       ASSERT_EQ(std::memcmp(&got[i], &expected[i], sizeof(float)), 0)
           << "block " << block << " element " << i << ": " << got[i] << ", CPU " << expected[i];

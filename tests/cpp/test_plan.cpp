@@ -21,7 +21,7 @@ hot::ExplainOptions as(DType dtype) {
   return options;
 }
 
-// Only the forward product, and x kept for backward.
+// Options for the forward product and x saved for backward only.
 hot::ExplainOptions as(const ForwardPlanCase& layer) {
   hot::ExplainOptions options = as(layer.dtype);
   options.gx = options.gw = options.gb = false;
@@ -49,7 +49,7 @@ bool meets(const std::vector<std::string>& a, const std::vector<std::string>& b)
   });
 }
 
-// A layer of any shape and spec, on any device.
+// Random layer of any shape and spec, on any device.
 struct AnyLayer {
   std::string device = hot::explain_devices()[static_cast<std::size_t>(random_int(0, 5))];
   hot::LinearShape shape{any_size(), any_size(), any_size()};
@@ -111,7 +111,7 @@ TEST(Plan, forward_products_get_their_kernels) {
 TEST(Plan, an_x_that_is_kept_is_read_as_seldom_as_can_be) {
   for (const ForwardPlanCase& layer : kept_plan_cases()) {
     const Explanation explanation = explained(layer);
-    std::vector<std::string> kernels;  // but for the product's
+    std::vector<std::string> kernels;  // without the product's
     for (const ExplainedStep& step : explanation.steps) {
       if (step.writes.front() != "y") kernels.push_back(step.kernel);
     }
@@ -123,7 +123,7 @@ TEST(Plan, an_x_that_is_kept_is_read_as_seldom_as_can_be) {
     }
     EXPECT_EQ(reads == 1, layer.once) << layer.name << "\n" << explanation.text;
   }
-  // On every device.
+  // Tests every device.
   const ForwardPlanCase layer = kept_plan_cases()[0];
   EXPECT_EQ(kernels_of(hot::explain("sm_80", layer.shape, *layer.kept, as(layer)))[0],
             "rows_groups_kernel");
@@ -155,7 +155,7 @@ TEST(Plan, nothing_is_read_before_it_is_written) {
     std::string call;
     std::set<std::string> known;
     for (const ExplainedStep& step : layer.explanation().steps) {
-      if (step.call != call) {  // its arguments
+      if (step.call != call) {  // a new call: its arguments
         known = {"g_y", "w", "x"};
         if (step.call == "backward_linear") {
           known.insert({"saved x", "sizes of tokens", "quantised w"});
@@ -166,7 +166,7 @@ TEST(Plan, nothing_is_read_before_it_is_written) {
         call = step.call;
       }
       for (const std::string& name : step.reads) {
-        // Partial sums of no tokens are none.
+        // Without tokens there are no partial sums.
         EXPECT_TRUE(known.count(name) == 1) << step.kernel << " reads " << name << "\n"
                                             << layer.text();
       }
@@ -182,7 +182,7 @@ TEST(Plan, what_is_wanted_is_written) {
     const hot::ExplainOptions& o = layer.options;
     std::map<std::string, int> written;
     for (const ExplainedStep& step : layer.explanation().steps) {
-      if (step.kernel == "fixup_kernel") continue;  // finishes what the kernel before it has begun
+      if (step.kernel == "fixup_kernel") continue;  // finishes the previous kernel's work
       for (const std::string& name : step.writes) ++written[name];
     }
     EXPECT_EQ(written["g_x"], o.gx && L > 0 && I > 0 ? 1 : 0) << layer.text();
@@ -194,8 +194,8 @@ TEST(Plan, what_is_wanted_is_written) {
   }
 }
 
-// Kernels overlap where one does not wait for the one before. What may still run then: the last
-// kernel that waited, and all since.
+// Kernels overlap if one does not wait for the previous one. Then the last kernel that waited, and
+// all since, may still run.
 TEST(Plan, kernels_that_overlap_share_nothing) {
   int overlaps = 0;
   for (int round = 0; round < 2000; ++round) {
@@ -245,7 +245,7 @@ TEST(Plan, every_kernel_is_reached) {
                                      hot::explain_gemm("sm_90", 512, 512, 500)}) {
     for (const std::string& kernel : kernels_of(product)) reached.insert(kernel);
   }
-  for (const std::int64_t m : {64, 512, 3072, 8192}) {  // every tile is some device's choice
+  for (const std::int64_t m : {64, 512, 3072, 8192}) {  // every tile is chosen by some device
     for (const std::int64_t n : {64, 512, 3072, 8192}) {
       for (const char* const device : {"sm_80", "sm_86"}) {
         for (const std::string& kernel : kernels_of(hot::explain_gemm(device, m, n, 4096))) {
@@ -326,7 +326,7 @@ TEST(Plan, more_reads_than_needed_and_generic_kernels_say_why) {
       const bool slow = !step.slow.empty();
       EXPECT_TRUE(slow || generic.count(step.kernel) == 0) << step.kernel << "\n" << layer.text();
       reasons += slow ? 1 : 0;
-      // The sizes of features come from a sample.
+      // Sizes of features come from a sample.
       const bool samples =
           step.kernel == "sampled_tokens_kernel" || step.kernel == "feature_sums_kernel";
       for (const std::string& name : step.reads) {
@@ -396,9 +396,9 @@ TEST(Plan, a_second_read_of_x_says_why) {
   options.gx = options.gw = options.gb = false;
   const hot::LinearShape shape{6000, 3072, 768};
   hot::BackwardLinearSpec spec = hot::recipe("default");
-  const auto expect = [&](const hot::LinearShape& of, const std::string& reason,
+  const auto expect = [&](const hot::LinearShape& of_shape, const std::string& reason,
                           const char* device = "sm_90") {
-    const std::vector<std::string> slow = hot::explain(device, of, spec, options).slow;
+    const std::vector<std::string> slow = hot::explain(device, of_shape, spec, options).slow;
     std::string all;
     for (const std::string& one : slow) all += one + "; ";
     if (reason.empty()) {
@@ -422,7 +422,7 @@ TEST(Plan, a_second_read_of_x_says_why) {
   options.forward.hadamard_block = 64;
   spec.equalize_tokens = true;
   expect(shape, "tokens are equalised");
-  spec = hot::recipe("fast");  // not in INT4
+  spec = hot::recipe("fast");  // storage int8
   expect(shape, "");
 }
 
@@ -441,7 +441,7 @@ TEST(Plan, slow_products_say_why) {
   has(reason("sm_80", 250, 256, options), "half the speed: rows of out");
   has(reason("sm_80", 256, 250, options), "half the speed: rows of the operands");
   has(reason("sm_90", 255, 256, options), "rows of out are not a multiple of 16 bytes");
-  EXPECT_EQ(reason("sm_80", 256, 140000, options), "");  // by parts
+  EXPECT_EQ(reason("sm_80", 256, 140000, options), "");  // computed in parts
   has(reason("sm_90", 256, 140000, options), "(K 140000) is longer than INT32 sums hold");
   has(reason("sm_90", 256, 140001, options), "rows of the operands");
   options.wgmma = false;
@@ -477,11 +477,11 @@ TEST(Plan, explains_bytes_and_floor) {
   }
   EXPECT_EQ(e.bytes_read, read);
   EXPECT_EQ(e.bytes_written, written);
-  // The products alone, and the slowest that bytes and products one after the other could be.
+  // Bounds: the products alone, and the sum of the times of bytes and products.
   EXPECT_GT(e.floor_us, 1e6 * 2.38e11 / 1450e12);
   EXPECT_LT(e.floor_us, 1e6 * (2.38e11 / 1450e12 + static_cast<double>(read + written) / 4.3e12));
   EXPECT_NE(e.text.find("g_y is read 2 times"), std::string::npos);
-  // Largest values of x's columns, not of g_y's.
+  // Largest values are those of x's columns, not g_y's.
   hot::ExplainOptions options = as(DType::bf16);
   options.gx = options.gw = options.gb = false;
   options.y = true;
@@ -490,7 +490,7 @@ TEST(Plan, explains_bytes_and_floor) {
   EXPECT_EQ(of_x.steps[0].bytes_written, 4 * 768);
   EXPECT_EQ(of_x.steps[1].bytes_read, std::int64_t{40000} * 768 * 2 + 4 * 768);
   EXPECT_EQ(of_x.steps[1].bytes_written, std::int64_t{40000} * (768 + 4) + 4 * 768);
-  // One scale a tensor is known only after a pass of its own.
+  // A single scale needs a separate pass.
   EXPECT_EQ(
       hot::explain("sm_90", {25216, 3072, 768}, hot::recipe("paper"), as(DType::bf16)).gy_passes,
       3);
@@ -515,13 +515,13 @@ TEST(Plan, what_cannot_be_explained_is_refused) {
     expect([&] { hot::explain("cuda:0", shape, spec); }, "no CUDA backend");
   }
   expect([&] { hot::explain("sm_90", {-1, 64, 64}, spec); }, "tokens");
-  const std::int64_t large = std::int64_t{1} << 26;  // three of them: 2^78 multiplications
+  const std::int64_t large = std::int64_t{1} << 26;  // cubed: 2^78 multiplications
   expect([&] { hot::explain("sm_90", {large, large, large}, spec); }, "a product of at most 2^58");
   expect([&] { hot::explain_gemm("sm_90", large, large, large); }, "a product of at most 2^58");
   EXPECT_NO_THROW(hot::explain_gemm("sm_90", large, large, 64));
   hot::ExplainOptions options;
   options.compress = options.gx = options.gw = options.gb = false;
-  expect([&] { hot::explain("sm_90", shape, spec, options); }, "want nothing");
+  expect([&] { hot::explain("sm_90", shape, spec, options); }, "request no output");
   options = {};
   options.dtype = DType::i8;
   expect([&] { hot::explain("sm_90", shape, spec, options); }, "dtype is int8");

@@ -1,6 +1,6 @@
-// Products of CUDA against the CPU's, bit for bit, that random_cases.h does not draw, and layers in
-// CUDA graphs. The proof that CUDA equals the CPU: TrustCuda.random_cases_equal_cpu and
-// TrustCuda.every_plan_equals_cpu. Built with CUDA only, skipped without a device.
+// Compares CUDA's products with the CPU's, bit for bit, in cases that random_cases.h does not draw,
+// and tests layers in CUDA graphs. Skipped without a device. The main comparisons of CUDA and CPU
+// are TrustCuda.random_cases_equal_cpu and TrustCuda.every_plan_equals_cpu.
 #include "support_cuda.h"
 
 using namespace hot_test;
@@ -15,7 +15,7 @@ class StagesCuda : public CudaTest {
   static hot::Key any_key() {
     return {generator()(), generator()(), static_cast<std::uint32_t>(random_int(0, 8191))};
   }
-  // The same call on both devices; the stream is done at the end.
+  // Runs a call on both devices and waits for the stream.
   template <class Call>
   void both(const Call& call) {
     const hot::Key key = any_key();
@@ -27,8 +27,8 @@ class StagesCuda : public CudaTest {
   struct GemmShape {
     std::int64_t M, N, K;
   };
-  // Rows of 16 bytes, as the fast kernels want them; arch 0: the device's own. Accumulating is done
-  // twice in a row: the second product reads what the first has just written.
+  // Compares products with rows of 16 bytes, which the fast kernels need. An accumulating product
+  // runs twice, so that the second reads the first's result.
   void compare_aligned_gemm(const GemmShape& shape, DType dtype, bool accumulate, int arch) {
     const std::int64_t M = shape.M, N = shape.N, K = shape.K;
     Mirror a(M, K, DType::i8, 16 * random_int(0, 2)), b(N, K, DType::i8, 16 * random_int(0, 2));
@@ -66,29 +66,29 @@ class StagesCuda : public CudaTest {
 TEST_F(StagesCuda, every_sm90_gemm_equals_cpu) {
   int multiprocessors = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-  // Columns of tiles; a tile of the result is 128 x 128, the last ones are cut off here and there.
+  // Number of columns for some tiles of 128 x 128. Some last tiles are incomplete.
   const std::int64_t few = 3, many = multiprocessors / 6, most = multiprocessors / 2 + 1;
   const auto cut = [](std::int64_t tiles) { return 128 * tiles - 16 * random_int(0, 7); };
   for (const DType dtype : float_types) {
     for (const bool accumulate : {false, true}) {
       const std::int64_t long_k = 16 * random_int(256, 300), short_k = 16 * random_int(1, 40);
-      // Stream-K where there is one for the type: equal parts, then CUTLASS's division.
+      // Stream-K, if the type has an instance: equal parts, then CUTLASS's division.
       compare_aligned_gemm({random_int(1, 256), cut(few), long_k}, dtype, accumulate, 0);
       compare_aligned_gemm({random_int(385, 512), cut(many), long_k}, dtype, accumulate, 0);
       // Pingpong: more tiles than two waves.
       compare_aligned_gemm({random_int(385, 512), cut(most), short_k}, dtype, accumulate, 0);
-      // The same in stripes of 8 tiles, both ways of which fill them.
+      // Pingpong in stripes of 8 tiles, with full stripes in both directions.
       compare_aligned_gemm({random_int(1921, 2048), cut(16), short_k}, dtype, accumulate, 0);
-      // Tiles of 128 x 192 where there are such, two of them in a row.
+      // Tiles of 128 x 192, if the type has an instance, two in a row.
       compare_aligned_gemm({random_int(8833, 8960), cut(few), short_k}, dtype, accumulate, 0);
-      // Tiles of 128 x 256 where there are such, which fill nearly a wave.
+      // Tiles of 128 x 256, if the type has an instance, nearly a wave.
       const std::int64_t longest_k = 16 * random_int(512, 530);
       compare_aligned_gemm({random_int(1921, 2048), cut(16), longest_k}, dtype, accumulate, 0);
     }
   }
 }
 
-// Sums that pass 32 bits are exact on both sides, and rounded to the output's type once.
+// Sums that exceed 32 bits are exact on both sides, and rounded once to the output's type.
 TEST_F(StagesCuda, contraction_beyond_int32) {
   struct Case {
     std::int64_t m, n, k;
@@ -98,19 +98,19 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
                         {16, 16, 300000, false},
                         {3, 8, 600000, true},                       // 127 * 127 * K
                         {5, 7, random_int(133144, 300000), false},  // unaligned: the tile `any`
-                        {3, 2, 300001, true},                       // the same
+                        {3, 2, 300001, true},                       // unaligned, too
                         {200, 136, 16 * random_int(8322, 9000), false}};  // several tiles
-  for (const Case& of : cases) {
+  for (const Case& one : cases) {
     for (const DType dtype : float_types) {
       for (const int arch : {0, 80}) {
         for (const bool accumulate : {false, true}) {
-          const std::int64_t M = of.m, N = of.n, K = of.k;
+          const std::int64_t M = one.m, N = one.n, K = one.k;
           Mirror a(M, K, DType::i8), b(N, K, DType::i8), out(M, N, dtype);
           Mirror a_scale(1, 1, DType::f32), b_scale(1, N, DType::f32);
           for (Mirror* m : {&a, &b}) {
             const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
             std::memcpy(m->host.data(), values.data(), values.size());
-            if (of.largest) std::fill(m->host.begin(), m->host.end(), static_cast<char>(127));
+            if (one.largest) std::fill(m->host.begin(), m->host.end(), static_cast<char>(127));
             m->push();
           }
           a_scale.fill({0x1p-20F});
@@ -138,7 +138,7 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
 
 namespace {
 
-// A layer on the device: compress_activation and backward_linear, and all that they write.
+// Layer on the device: compress_activation, backward_linear and all their outputs.
 class Step {
  public:
   Step(const hot::Context& c, const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec,
@@ -162,16 +162,16 @@ class Step {
   }
 
   void queue(const hot::Context& c) {
-    void* const kept = saved_.view(true).data;
+    void* const memory = saved_.view(true).data;
     const hot::Workspace scratch{scratch_.view(true).data, bytes_};
     const TensorView vx = gx_.view(true), vw = gw_.view(true), vb = gb_.flat(true);
     const hot::ConstSavedActivation of_x =
-        hot::compress_activation(c, x_.view(true), spec_, {kept, layout_.bytes}, scratch);
+        hot::compress_activation(c, x_.view(true), spec_, {memory, layout_.bytes}, scratch);
     hot::backward_linear(c, gy_.view(true), w_.view(true), of_x, spec_, {&vx, &vw, &vb, false},
                          scratch);
   }
 
-  // What `launch` makes of poisoned memory: g_x, g_w, g_b and the kept x.
+  // Results of `launch` in poisoned memory: g_x, g_w, g_b and the saved x.
   std::vector<std::vector<char>> results(cudaStream_t stream, const std::function<void()>& launch) {
     for (Mirror* m : {&gx_, &gw_, &gb_, &saved_, &scratch_}) m->push();
     launch();
@@ -189,8 +189,8 @@ class Step {
 }  // namespace
 
 TEST_F(StagesCuda, repeats_and_captures) {
-  // Twice the same bits, and the same again from a CUDA graph.
-  // Small, a large cluster, and more tokens than stay on the chip.
+  // Expects equal bits from two runs and a CUDA graph, for a small layer, a large cluster, and more
+  // tokens than a cluster holds.
   const hot::LinearShape shapes[] = {{394, 192, 160}, {8210, 32, 16}, {16400, 16, 16}};
   for (const std::string& name : recipe_names()) {
     for (const hot::LinearShape& shape : shapes) {
@@ -206,8 +206,8 @@ TEST_F(StagesCuda, repeats_and_captures) {
 }
 
 TEST_F(StagesCuda, every_replay_reads_the_counter) {
-  // One launch of quantisers, kernels of their own, and more tokens than stay on the chip; the last
-  // also with short rows of many blocks (cuda/quantize_rows_column_amax.cu).
+  // Cases: one launch of quantisers, separate kernels, more tokens than a cluster holds, and short
+  // rows of many blocks (cuda/quantize_rows_column_amax.cu).
   const hot::LinearShape shapes[] = {
       {394, 192, 160}, {2100, 1040, 528}, {16400, 48, 40}, {16500, 768, 64}};
   int unit = 0;
@@ -221,9 +221,9 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
       key.counter = counter;
       const hot::Context counting = context(true, key);
       Step step(direct, shape, recipe(name), any_float());
-      step.queue(direct);  // kernels are loaded before a capture
+      step.queue(direct);  // loads the kernels before the capture
       check(cudaStreamSynchronize(stream_));
-      // The graph takes its count itself, right before the first kernel.
+      // The graph increments its counter itself, before the first kernel.
       const Graph graph(stream_, [&] {
         check(cudaMemcpyAsync(counter, counter + 1, sizeof *counter, cudaMemcpyDeviceToDevice,
                               stream_));
@@ -231,7 +231,7 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
       });
       std::vector<std::vector<char>> before;
       for (int replay = 0; replay < 3; ++replay) {
-        const std::uint64_t value = generator()();  // the sum passes 2^64 as often as not
+        const std::uint64_t value = generator()();  // the sum exceeds 2^64 in half of the cases
         const std::uint64_t values[] = {0, value};
         std::memcpy(numbers.host.data(), values, sizeof values);
         numbers.push();

@@ -1,12 +1,12 @@
 // Load and faults on CUDA. Short by default; scripts/gpu_trust.py sets the sizes of a long run:
 //
-//   HOT_RANDOM_CASES   random small calls, CUDA against the CPU bit for bit (1,000,000 there)
-//   HOT_OVERLAP_CASES  random layers, launches overlapped against one at a time (10,000)
-//   HOT_LOAD_SECONDS   64 threads on 8 streams (60)
-//   HOT_TRUST_THREADS  threads of the first two
-//   HOT_LARGE          1: arrays of more than 2^31 elements (tens of GB)
+// * HOT_RANDOM_CASES: random small calls, CUDA and CPU compared bit for bit (1,000,000 there)
+// * HOT_OVERLAP_CASES: random layers, overlapped and separate launches compared (10,000)
+// * HOT_LOAD_SECONDS: 64 threads on 8 streams (60)
+// * HOT_TRUST_THREADS: threads of the first two
+// * HOT_LARGE: 1 for arrays of more than 2^31 elements (tens of GB)
 //
-// Figures are properties of the tests (--gtest_output=json).
+// Figures are reported as properties of the tests (--gtest_output=json).
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -36,7 +36,7 @@ int worker_threads() {
   return static_cast<int>(setting("HOT_TRUST_THREADS", std::clamp<std::int64_t>(cores / 4, 1, 8)));
 }
 
-// Memory of the host that copies of the device go to and come from without a wait.
+// Pinned host memory, for asynchronous copies.
 class PinnedMemory {
  public:
   explicit PinnedMemory(std::size_t bytes) { check(cudaMallocHost(&data_, bytes)); }
@@ -61,7 +61,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Sleeps while it waits: more threads than cores do.
+// Event that sleeps while it waits, since there are more threads than cores.
 class Event {
  public:
   Event() {
@@ -89,8 +89,8 @@ bool is_nan(DType dtype, const char* at) {
   return dtype == DType::bf16 && (bits & 0x7fffU) > 0x7f80U;
 }
 
-// Elements of a place, its gaps and margins as well, that differ; any NaN equals any other. An
-// element past the last whole one counts by its bytes.
+// Number of elements of a place that differ, also in gaps and margins. All NaNs count as equal. An
+// incomplete last element is compared by its bytes.
 std::int64_t differences(const Place& place, const char* left, const char* right) {
   const std::size_t bytes = place.end - place.begin;
   if (std::memcmp(left + place.begin, right + place.begin, bytes) == 0) return 0;
@@ -108,7 +108,7 @@ std::int64_t differences(const Place& place, const char* left, const char* right
 
 std::int64_t elements(const Place& place) { return place.rows * place.cols; }
 
-// Sums of what the threads of a test found.
+// Findings of all threads of a test.
 struct Findings {
   std::mutex mutex;
   std::int64_t cases = 0, integers = 0, floats = 0, different_integers = 0, different_floats = 0,
@@ -121,7 +121,7 @@ struct Findings {
   }
 };
 
-// Host and device memory of one thread, and its stream.
+// Host and device memory of a thread, and its stream.
 class Bench {
  public:
   Bench(std::size_t bytes, std::size_t scratch_bytes, Sizes sizes)
@@ -165,21 +165,21 @@ class Bench {
   hot::Context context;
 };
 
-// Runs a case; an error is a finding, with the case's name.
-bool ran(const RandomCase& one, const hot::Context& context, const Side& side, Findings& found) {
+// Runs a case. Reports an error as a finding with the case's name.
+bool ran(const RandomCase& one, const hot::Context& context, const Side& side, Findings& findings) {
   try {
     one.run(context, side);
     return true;
   } catch (const std::exception& error) {
-    found.note("case " + std::to_string(one.seed) + " (" + one.what + "), " +
-               (side.on_gpu ? "CUDA: " : "CPU: ") + error.what());
-    const std::lock_guard<std::mutex> lock(found.mutex);
-    ++found.errors;
+    findings.note("case " + std::to_string(one.seed) + " (" + one.what + "), " +
+                  (side.on_gpu ? "CUDA: " : "CPU: ") + error.what());
+    const std::lock_guard<std::mutex> lock(findings.mutex);
+    ++findings.errors;
     return false;
   }
 }
 
-void compare(const RandomCase& one, const char* cpu, const char* cuda, Findings& found) {
+void compare(const RandomCase& one, const char* cpu, const char* cuda, Findings& findings) {
   std::int64_t integers = 0, floats = 0, bad_integers = 0, bad_floats = 0, bad_sums = 0;
   for (const Place& place : one.integers) {
     integers += elements(place);
@@ -195,52 +195,52 @@ void compare(const RandomCase& one, const char* cpu, const char* cuda, Findings&
       std::memcpy(&a, cpu + place.offset + 4 * c, 4);
       std::memcpy(&b, cuda + place.offset + 4 * c, 4);
       if (std::isfinite(a) != std::isfinite(b)) {
-        bad_sums += one.bound < 1e34;  // near the largest number the order decides about Inf
+        bad_sums += one.bound < 1e34;  // near the largest number the order can cause Inf
       } else if (std::isfinite(a)) {
         bad_sums += std::fabs(static_cast<double>(a) - static_cast<double>(b)) > one.bound;
       }
     }
   }
   if (bad_integers + bad_floats + bad_sums > 0) {
-    found.note("case " + std::to_string(one.seed) + " (" + one.what +
-               "): " + std::to_string(bad_integers) + " codes, " + std::to_string(bad_floats) +
-               " results, " + std::to_string(bad_sums) + " sums differ");
+    findings.note("case " + std::to_string(one.seed) + " (" + one.what +
+                  "): " + std::to_string(bad_integers) + " codes, " + std::to_string(bad_floats) +
+                  " results, " + std::to_string(bad_sums) + " sums differ");
   }
-  const std::lock_guard<std::mutex> lock(found.mutex);
-  ++found.cases;
-  found.integers += integers;
-  found.floats += floats;
-  found.different_integers += bad_integers;
-  found.different_floats += bad_floats;
-  found.out_of_bound += bad_sums;
+  const std::lock_guard<std::mutex> lock(findings.mutex);
+  ++findings.cases;
+  findings.integers += integers;
+  findings.floats += floats;
+  findings.different_integers += bad_integers;
+  findings.different_floats += bad_floats;
+  findings.out_of_bound += bad_sums;
 }
 
-// Calls work(thread) on so many threads; what one throws fails the test.
-void on_threads(int count, Findings& found, const std::function<void(int)>& work) {
+// Calls work(thread) on `count` threads. An exception fails the test.
+void on_threads(int count, Findings& findings, const std::function<void(int)>& work) {
   std::vector<std::thread> threads;
   for (int index = 0; index < count; ++index) {
     threads.emplace_back([&, index] {
       try {
         work(index);
       } catch (const std::exception& error) {
-        found.note(std::string("a thread ended: ") + error.what());
-        const std::lock_guard<std::mutex> lock(found.mutex);
-        ++found.errors;
+        findings.note(std::string("a thread ended: ") + error.what());
+        const std::lock_guard<std::mutex> lock(findings.mutex);
+        ++findings.errors;
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
 }
 
-void report(const Findings& found) {
-  for (const std::string& line : found.first) ADD_FAILURE() << line;
-  EXPECT_EQ(found.different_integers, 0);
-  EXPECT_EQ(found.different_floats, 0);
-  EXPECT_EQ(found.out_of_bound, 0);
-  EXPECT_EQ(found.errors, 0);
+void report(const Findings& findings) {
+  for (const std::string& line : findings.first) ADD_FAILURE() << line;
+  EXPECT_EQ(findings.different_integers, 0);
+  EXPECT_EQ(findings.different_floats, 0);
+  EXPECT_EQ(findings.out_of_bound, 0);
+  EXPECT_EQ(findings.errors, 0);
 }
 
-// A property of the running test, as a number that any gtest takes.
+// Records a property of the running test, in a form that every version of gtest accepts.
 void property(const char* name, std::int64_t value) {
   testing::Test::RecordProperty(name, std::to_string(value));
 }
@@ -263,14 +263,14 @@ class TrustCuda : public CudaTest {};
 
 }  // namespace
 
-// One batch is on the device while the CPU computes the same.
+// The CPU computes a batch while the device computes it, too.
 TEST_F(TrustCuda, random_cases_equal_cpu) {
   const std::int64_t wanted = setting("HOT_RANDOM_CASES", 4000);
   const std::uint64_t seed = run_seed();
   std::atomic<std::int64_t> next{0};
-  Findings found;
+  Findings findings;
   const Clock clock;
-  on_threads(worker_threads(), found, [&](int) {
+  on_threads(worker_threads(), findings, [&](int) {
     check(cudaSetDevice(0));
     Bench bench(std::size_t{6} << 20, std::size_t{32} << 20, Sizes::small);
     const hot::Context cpu = hot::Context::cpu(1);
@@ -284,37 +284,37 @@ TEST_F(TrustCuda, random_cases_equal_cpu) {
       bench.push();
       std::vector<const RandomCase*> queued;
       for (const RandomCase& one : bench.batch.cases) {
-        if (ran(one, bench.context, bench.gpu_side(), found)) queued.push_back(&one);
+        if (ran(one, bench.context, bench.gpu_side(), findings)) queued.push_back(&one);
       }
       bench.pull();
-      bench.pushed();  // the CPU writes where the copy reads
+      bench.pushed();  // waits: the CPU overwrites the copy's source
       std::vector<const RandomCase*> both;
       for (const RandomCase* one : queued) {
-        if (ran(*one, cpu, bench.cpu_side(), found)) both.push_back(one);
+        if (ran(*one, cpu, bench.cpu_side(), findings)) both.push_back(one);
       }
       bench.pulled();
-      for (const RandomCase* one : both) compare(*one, bench.host(), bench.back(), found);
+      for (const RandomCase* one : both) compare(*one, bench.host(), bench.back(), findings);
     }
   });
-  property("cases", found.cases);
-  property("integers_compared", found.integers);
-  property("integers_different", found.different_integers);
-  property("results_compared", found.floats);
-  property("results_different", found.different_floats);
-  property("sums_out_of_bound", found.out_of_bound);
+  property("cases", findings.cases);
+  property("integers_compared", findings.integers);
+  property("integers_different", findings.different_integers);
+  property("results_compared", findings.floats);
+  property("results_different", findings.different_floats);
+  property("sums_out_of_bound", findings.out_of_bound);
   property("milliseconds", static_cast<std::int64_t>(1e3 * clock.seconds()));
   std::printf("%lld cases, %lld integers and %lld results compared, %.1f s\n",
-              static_cast<long long>(found.cases), static_cast<long long>(found.integers),
-              static_cast<long long>(found.floats), clock.seconds());
-  EXPECT_EQ(found.cases, wanted);
-  report(found);
+              static_cast<long long>(findings.cases), static_cast<long long>(findings.integers),
+              static_cast<long long>(findings.floats), clock.seconds());
+  EXPECT_EQ(findings.cases, wanted);
+  report(findings);
 }
 
-// Every plan of the table of test_plan.cpp, whatever this device makes of it; an H200 with the
-// wgmma kernels runs every kernel of the table.
+// Runs every plan of test_plan.cpp's table. On an H200 with wgmma kernels these are all kernels of
+// the table.
 TEST_F(TrustCuda, every_plan_equals_cpu) {
   std::set<std::string> expected, reached;
-  Findings found;
+  Findings findings;
   Bench bench(std::size_t{192} << 20, std::size_t{256} << 20, Sizes::spread);
   std::int64_t index = 0;
   for (const PlanCase& layer : plan_cases()) {
@@ -329,12 +329,12 @@ TEST_F(TrustCuda, every_plan_equals_cpu) {
                                       layer.dtype, layer.name));
     const RandomCase& one = bench.batch.cases.front();
     bench.push();
-    const bool queued = ran(one, bench.context, bench.gpu_side(), found);
+    const bool queued = ran(one, bench.context, bench.gpu_side(), findings);
     bench.pull();
     bench.pushed();
-    if (!queued || !ran(one, hot::Context::cpu(4), bench.cpu_side(), found)) continue;
+    if (!queued || !ran(one, hot::Context::cpu(4), bench.cpu_side(), findings)) continue;
     bench.pulled();
-    compare(one, bench.host(), bench.back(), found);
+    compare(one, bench.host(), bench.back(), findings);
   }
   int sm_count = 0, major = 0;
   check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
@@ -342,10 +342,10 @@ TEST_F(TrustCuda, every_plan_equals_cpu) {
   if (major == 9 && sm_count == 132 && hot::cuda_wgmma()) {
     EXPECT_EQ(reached, expected);
   }
-  report(found);
+  report(findings);
 }
 
-// ---- launches one at a time, and overlapped ----------------------------------------------------
+// ---- separate and overlapped launches ----------------------------------------------------------
 
 namespace {
 
@@ -361,16 +361,15 @@ std::uint64_t hash_of(const char* data, std::size_t bytes) {
   return hash;
 }
 
-// A hash of all results of each case, twice in a row in the same memory. On several streams at a
-// time: how long a launch takes depends on what else the device does. `blocking`: every call has
-// ended when it returns.
+// Hashes of all results of each case, computed twice in the same memory. Several streams run at the
+// same time, which varies the durations of launches. `blocking`: every call waits for its end.
 std::vector<std::uint64_t> hashes_of_cases(std::int64_t count, std::uint64_t seed, bool blocking,
-                                           Findings& found) {
+                                           Findings& findings) {
   const std::vector<PlanCase> plans = plan_cases();
   const auto planned = static_cast<std::int64_t>(plans.size());
   std::vector<std::uint64_t> hashes(static_cast<std::size_t>(count + planned), 0);
   std::atomic<std::int64_t> next{0};
-  on_threads(worker_threads(), found, [&](int) {
+  on_threads(worker_threads(), findings, [&](int) {
     check(cudaSetDevice(0));
     Bench bench(std::size_t{192} << 20, std::size_t{256} << 20, Sizes::spread);
     for (std::int64_t index = next++; index < count + planned; index = next++) {
@@ -387,7 +386,7 @@ std::vector<std::uint64_t> hashes_of_cases(std::int64_t count, std::uint64_t see
       const RandomCase& one = bench.batch.cases.front();
       bench.push();
       for (int time = 0; time < 2; ++time) {
-        if (!ran(one, bench.context, bench.gpu_side(), found)) break;
+        if (!ran(one, bench.context, bench.gpu_side(), findings)) break;
         if (blocking && cudaStreamQuery(bench.stream()) != cudaSuccess) {
           throw std::runtime_error("CUDA_LAUNCH_BLOCKING=1 did not wait for " + one.what);
         }
@@ -406,7 +405,7 @@ std::vector<std::uint64_t> hashes_of_cases(std::int64_t count, std::uint64_t see
   return hashes;
 }
 
-// This program again, with one test of its own and other variables of the environment.
+// Child process: this program with one of its tests and other environment variables.
 class Child {
  public:
   Child(const std::string& test, const std::vector<std::pair<std::string, std::string>>& variables)
@@ -430,7 +429,7 @@ class Child {
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
 
-  // Its exit code (a signal: 128 and its number).
+  // Exit code (for a signal 128 plus its number).
   int wait() {
     int status = 0;
     if (waitpid(process_, &status, 0) != process_) return -1;
@@ -446,7 +445,7 @@ class Child {
   pid_t process_ = -1;
 };
 
-// Only where a parent test asks for it.
+// Skips unless a parent test runs this test.
 #define HOT_CHILD_ONLY() \
   if (std::getenv("HOT_TRUST_CHILD") == nullptr) GTEST_SKIP() << "for its parent test only"
 
@@ -456,16 +455,16 @@ class TrustCudaChild : public CudaTest {};
 
 TEST_F(TrustCudaChild, DISABLED_hashes_one_at_a_time) {
   HOT_CHILD_ONLY();
-  Findings found;
-  const auto hashes = hashes_of_cases(setting("HOT_OVERLAP_CASES", 0), run_seed(), true, found);
+  Findings findings;
+  const auto hashes = hashes_of_cases(setting("HOT_OVERLAP_CASES", 0), run_seed(), true, findings);
   std::ofstream file(std::getenv("HOT_TRUST_CHILD"), std::ios::binary);
   file.write(reinterpret_cast<const char*>(hashes.data()),
              static_cast<std::streamsize>(hashes.size() * sizeof hashes[0]));
-  report(found);
+  report(findings);
 }
 
-// A race between two launches shows where they overlap and not where each waits for the other. Both
-// processes run at the same time: the device switches between them at any moment.
+// A race between two launches can show only if they overlap. Both processes run at the same time,
+// so that the device switches between them at any moment.
 TEST_F(TrustCuda, overlapping_launches_change_nothing) {
   const std::int64_t count = setting("HOT_OVERLAP_CASES", 150);
   const std::string path = testing::TempDir() + "/hot-hashes-" + std::to_string(getpid());
@@ -475,8 +474,8 @@ TEST_F(TrustCuda, overlapping_launches_change_nothing) {
                {"HOT_TRUST_CHILD", path},
                {"HOT_TEST_SEED", std::to_string(run_seed())},
                {"HOT_OVERLAP_CASES", std::to_string(count)}});
-  Findings found;
-  const std::vector<std::uint64_t> got = hashes_of_cases(count, run_seed(), false, found);
+  Findings findings;
+  const std::vector<std::uint64_t> got = hashes_of_cases(count, run_seed(), false, findings);
   ASSERT_EQ(child.wait(), 0) << child.output();
   std::vector<std::uint64_t> expected(got.size());
   std::ifstream file(path, std::ios::binary);
@@ -494,21 +493,21 @@ TEST_F(TrustCuda, overlapping_launches_change_nothing) {
   property("different", different);
   property("milliseconds", static_cast<std::int64_t>(1e3 * clock.seconds()));
   std::printf("%zu cases, %.1f s\n", got.size(), clock.seconds());
-  report(found);
+  report(findings);
 }
 
 // ---- threads and streams -----------------------------------------------------------------------
 
-// 64 threads share 8 streams: the launches of one layer lie between those of others.
+// 64 threads share 8 streams, so that the launches of several layers interleave.
 TEST_F(TrustCuda, threads_on_shared_streams) {
   constexpr int threads = 64, streams = 8, layers = 12;
   const auto seconds = static_cast<double>(setting("HOT_LOAD_SECONDS", 2));
   std::vector<std::unique_ptr<Stream>> all;
   for (int i = 0; i < streams; ++i) all.push_back(std::make_unique<Stream>());
-  Findings found;
+  Findings findings;
   std::atomic<std::int64_t> rounds{0}, largest{0};
   std::vector<std::unique_ptr<Bench>> benches(threads);
-  on_threads(threads, found, [&](int index) {  // memory is taken before the time begins
+  on_threads(threads, findings, [&](int index) {  // allocates before the time starts
     check(cudaSetDevice(0));
     benches[static_cast<std::size_t>(index)] =
         std::make_unique<Bench>(std::size_t{24} << 20, std::size_t{24} << 20, Sizes::small);
@@ -516,7 +515,7 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
   std::size_t free_before = 0, free_after = 0, total = 0;
   check(cudaMemGetInfo(&free_before, &total));
   const Clock clock;
-  on_threads(threads, found, [&](int index) {
+  on_threads(threads, findings, [&](int index) {
     check(cudaSetDevice(0));
     const cudaStream_t stream = all[static_cast<std::size_t>(index % streams)]->get();
     Bench& bench = *benches[static_cast<std::size_t>(index)];
@@ -526,7 +525,7 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
     }
     std::vector<char> start(bench.host(), bench.host() + bench.batch.used());
     for (const RandomCase& one : bench.batch.cases) {
-      if (!ran(one, cpu, bench.cpu_side(), found)) return;
+      if (!ran(one, cpu, bench.cpu_side(), findings)) return;
     }
     const std::vector<char> expected(bench.host(), bench.host() + bench.batch.used());
     std::memcpy(bench.host(), start.data(), start.size());
@@ -535,14 +534,14 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
       check(cudaMemcpyAsync(bench.gpu_side().base, bench.host(), start.size(),
                             cudaMemcpyHostToDevice, stream));
       for (const RandomCase& one : bench.batch.cases) {
-        if (!ran(one, hot::Context::cuda(0, stream), bench.gpu_side(), found)) return;
+        if (!ran(one, hot::Context::cuda(0, stream), bench.gpu_side(), findings)) return;
       }
       check(cudaMemcpyAsync(bench.back(), bench.gpu_side().base, start.size(),
                             cudaMemcpyDeviceToHost, stream));
       done.record(stream);
       done.wait();
       for (const RandomCase& one : bench.batch.cases) {
-        compare(one, expected.data(), bench.back(), found);
+        compare(one, expected.data(), bench.back(), findings);
       }
       ++rounds;
     }
@@ -552,20 +551,20 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
   property("threads", threads);
   property("streams", streams);
   property("seconds", static_cast<std::int64_t>(clock.seconds()));
-  property("calls", found.cases);
-  property("integers_different", found.different_integers);
-  property("results_different", found.different_floats);
-  property("sums_out_of_bound", found.out_of_bound);
+  property("calls", findings.cases);
+  property("integers_different", findings.different_integers);
+  property("results_different", findings.different_floats);
+  property("sums_out_of_bound", findings.out_of_bound);
   std::printf("%lld calls in %.1f s; free memory before %zu, after %zu\n",
-              static_cast<long long>(found.cases), clock.seconds(), free_before, free_after);
-  report(found);
+              static_cast<long long>(findings.cases), clock.seconds(), free_before, free_after);
+  report(findings);
 }
 
 // ---- sizes past 2^31 ---------------------------------------------------------------------------
 
 namespace {
 
-// Large arrays on both sides, made from a tile of numbers that is repeated; its length is prime.
+// Large arrays on both sides, filled by repeating numbers with a prime period.
 class LargeArray {
  public:
   LargeArray(std::int64_t rows, std::int64_t cols, DType dtype, bool fill)
@@ -604,7 +603,7 @@ class LargeArray {
     const auto address = reinterpret_cast<std::uintptr_t>(host_.get());
     return host_.get() + (64 - address % 64) % 64;
   }
-  // Bytes that differ between both sides.
+  // Number of bytes that differ.
   std::int64_t different() const {
     std::vector<char> part(std::size_t{256} << 20);
     std::int64_t count = 0;
@@ -628,7 +627,7 @@ class LargeArray {
 #define HOT_LARGE_ONLY() \
   if (setting("HOT_LARGE", 0) == 0) GTEST_SKIP() << "HOT_LARGE=1 runs it: tens of GB"
 
-// The whole layer on both sides, one of whose arrays is past 2^31 elements.
+// Layer on both sides with an array of more than 2^31 elements.
 void compare_large(cudaStream_t stream, const std::string& recipe_name,
                    const hot::LinearShape& shape) {
   const auto [L, O, I] = shape;
@@ -684,7 +683,7 @@ TEST_F(TrustCuda, fwht_past_two_to_the_31) {
   EXPECT_EQ(x.different(), 0);
 }
 
-// x past 2^31 elements; the sums stay within 131,071 codes, so all bits are equal.
+// x has more than 2^31 elements. The contraction is at most 131,071, so all bits are equal.
 TEST_F(TrustCuda, large_x) {
   HOT_LARGE_ONLY();
   property("elements", std::int64_t{131072} * 16400);
@@ -709,7 +708,7 @@ TEST_F(TrustCuda, large_weight) {
 
 namespace {
 
-// A layer's run on CUDA in memory that `allocate` gives, against the CPU's.
+// Compares a layer on CUDA, in memory from `allocate`, with the CPU.
 void compare_in_memory(cudaStream_t stream, const std::function<char*(std::size_t)>& allocate) {
   const std::size_t bytes = std::size_t{8} << 20;
   std::vector<char> host(bytes + 64), host_scratch(bytes);
@@ -720,16 +719,16 @@ void compare_in_memory(cudaStream_t stream, const std::function<char*(std::size_
   char* const device = allocate(bytes);
   std::memcpy(device, base, batch.used());
   char* const scratch = allocate(bytes);
-  Findings found;
+  Findings findings;
   for (const RandomCase& one : batch.cases) {
-    if (ran(one, cuda, {device, scratch, bytes, true}, found)) {
-      ran(one, hot::Context::cpu(1), {base, host_scratch.data(), bytes, false}, found);
+    if (ran(one, cuda, {device, scratch, bytes, true}, findings)) {
+      ran(one, hot::Context::cpu(1), {base, host_scratch.data(), bytes, false}, findings);
     }
   }
   check(cudaStreamSynchronize(stream));
-  for (const RandomCase& one : batch.cases) compare(one, base, device, found);
-  property("cases", found.cases);
-  report(found);
+  for (const RandomCase& one : batch.cases) compare(one, base, device, findings);
+  property("cases", findings.cases);
+  report(findings);
 }
 
 }  // namespace
@@ -743,7 +742,7 @@ TEST_F(TrustCuda, managed_memory) {
 }
 
 TEST_F(TrustCuda, pinned_memory) {
-  // The device reads and writes the host's memory; its address is the same on both.
+  // The device accesses the host's memory at the same address.
   compare_in_memory(stream_, [](std::size_t bytes) {
     void* data = nullptr;
     check(cudaMallocHost(&data, bytes));
@@ -755,7 +754,7 @@ TEST_F(TrustCuda, pinned_memory) {
 
 namespace {
 
-// A layer that runs again and again; a large one, whose kernels opt in to more shared memory.
+// Layer that runs repeatedly; a large one has kernels that opt in to more shared memory.
 class FaultLayer {
  public:
   FaultLayer()
@@ -774,7 +773,7 @@ class FaultLayer {
     memory_ = std::make_unique<DeviceMemory>(size);
     scratch_ = std::make_unique<DeviceMemory>(size);
   }
-  void forget() {  // a reset has freed it
+  void forget() {  // a reset has freed the memory
     static_cast<void>(memory_.release());
     static_cast<void>(scratch_.release());
   }
@@ -787,10 +786,10 @@ class FaultLayer {
   void expect_equal(const char* when) {
     std::vector<char> got(start_.size());
     check(cudaMemcpy(got.data(), memory_->data(), got.size(), cudaMemcpyDeviceToHost));
-    Findings found;
-    compare(batch_.cases[0], expected_.data(), got.data(), found);
+    Findings findings;
+    compare(batch_.cases[0], expected_.data(), got.data(), findings);
     SCOPED_TRACE(when);
-    report(found);
+    report(findings);
   }
 
  private:
@@ -801,7 +800,7 @@ class FaultLayer {
   std::unique_ptr<DeviceMemory> memory_, scratch_;
 };
 
-// The line of a child's output that begins so, without that word; "" if there is none.
+// Rest of the line of a child's output that begins with a word, or "".
 std::string said(const std::string& output, const std::string& word) {
   const std::size_t at = output.find(word + ": ");
   if (at == std::string::npos) return "";
@@ -809,7 +808,7 @@ std::string said(const std::string& output, const std::string& word) {
   return output.substr(from, output.find('\n', from) - from);
 }
 
-// Runs a test of TrustCudaChild, which must pass; what it reported is this test's property.
+// Runs a test of TrustCudaChild, which must pass, and records its report as a property.
 void run_child(const std::string& test) {
   Child child(test, {{"HOT_TRUST_CHILD", "1"}});
   const int code = child.wait();
@@ -817,7 +816,7 @@ void run_child(const std::string& test) {
   testing::Test::RecordProperty("message", said(child.output(), "REPORTED"));
 }
 
-// The message of the hot::Error with code cuda that a call throws; any other end fails the test.
+// Message of the hot::Error with code cuda that a call throws. Anything else fails the test.
 std::string cuda_error_of(const std::function<void()>& call) {
   try {
     call();
@@ -837,7 +836,7 @@ TEST_F(TrustCudaChild, DISABLED_illegal_address) {
   layer.allocate();
   layer.queue(stream_);
   check(cudaStreamSynchronize(stream_));
-  // A view of memory that is not there: the launch is fine, the kernel is not.
+  // View of missing memory: the launch succeeds and the kernel fails.
   const auto nowhere = reinterpret_cast<void*>(std::uintptr_t{1} << 20);
   const TensorView bad = hot::matrix(nowhere, DType::f32, 64, 64, 0, gpu);
   hot::fwht(hot::Context::cuda(0, stream_), bad, 1, 16, bad);
@@ -845,7 +844,7 @@ TEST_F(TrustCudaChild, DISABLED_illegal_address) {
   EXPECT_EQ(status, cudaErrorIllegalAddress) << cudaGetErrorName(status);
   const DeviceMemory* const none = nullptr;
   static_cast<void>(none);
-  // Every call from now on says so, and names itself.
+  // Every later call reports the error and names itself.
   for (int time = 0; time < 2; ++time) {
     const std::string message = cuda_error_of([&] {
       const TensorView good = hot::matrix(nowhere, DType::f32, 64, 64, 0, gpu);
@@ -863,7 +862,7 @@ TEST_F(TrustCuda, an_illegal_address_is_reported_by_name) {
   run_child("TrustCudaChild.DISABLED_illegal_address");
 }
 
-// Somebody else's error, which nobody asked for yet, is neither hidden nor reported as hotcore's.
+// An earlier error of other code is neither cleared nor reported as hotcore's.
 TEST_F(TrustCuda, an_error_of_others_is_not_ours) {
   FaultLayer layer;
   layer.allocate();
@@ -885,7 +884,7 @@ TEST_F(TrustCuda, an_error_of_others_is_not_ours) {
   layer.expect_equal("after another library's error");
 }
 
-// The device is full before the first kernel of hotcore is loaded.
+// Fills the device's memory before hotcore's first kernel is loaded.
 TEST_F(TrustCudaChild, DISABLED_full_device) {
   HOT_CHILD_ONLY();
   FaultLayer layer;
@@ -923,8 +922,8 @@ TEST_F(TrustCuda, a_full_device) {
   run_child("TrustCudaChild.DISABLED_full_device");
 }
 
-// A reset under the library: what it has cached of a device must not lead to wrong results. It
-// works again, or says which call of CUDA failed.
+// Resets the device. The library's cached facts must not cause wrong results: it works again, or
+// reports the failed CUDA call.
 TEST_F(TrustCudaChild, DISABLED_device_reset) {
   HOT_CHILD_ONLY();
   FaultLayer layer;

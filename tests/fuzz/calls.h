@@ -1,12 +1,12 @@
-// Every call of libhot with the arguments of fuzz.h. `Api` is the C++ functions or the C ABI: two
-// targets with the same arguments and the same properties.
+// All calls of libhot with the arguments of fuzz.h. `Api` is the C++ API or the C ABI, so that both
+// targets have the same arguments and properties.
 #pragma once
 
 #include "fuzz.h"
 
 namespace hot_fuzz {
 
-// A compressed activation or a quantised weight: any bytes, and their description.
+// Breaks a compressed activation or a quantised weight (bytes and their description).
 template <class Kept>
 void spoil_bytes(Input& input, Memory& memory, Kept& kept) {
   switch (input.from(0, 2)) {
@@ -46,7 +46,7 @@ inline void spoil_saved(Input& input, Memory& memory, hot::ConstSavedActivation&
   }
 }
 
-// Runs the work on the caller's thread, one call after the other, or not at all.
+// Executor that runs the calls on the caller's thread in sequence, or none.
 inline void calls_of_an_executor(void* calls, int threads, hot::Executor::Work work, void* data) {
   for (int i = 0; i < threads && i < *static_cast<int*>(calls); ++i) work(data);
 }
@@ -99,13 +99,13 @@ class Calls {
     return memory_.check([&] {
       api_.begin();
       const Outcome outcome = call();
-      // The API itself could not pass the argument on.
+      // The API could not pass the argument on.
       if (outcome.ok() && api_.refused() != nullptr) broken(api_.refused());
       return outcome;
     });
   }
 
-  // The result of a separate call with valid memory; `failed` as the size if it refuses.
+  // Result of a separate call with valid memory, or `failed` if it refuses.
   template <class Ask>
   std::size_t asked(const Ask& ask, std::size_t failed = 0) {
     try {
@@ -115,7 +115,7 @@ class Calls {
     }
   }
 
-  // Without the name of the call.
+  // Error text without the name of the call.
   static std::string reason(const std::string& text) {
     const std::size_t colon = text.find(": ");
     return colon == std::string::npos ? text : text.substr(colon);
@@ -207,7 +207,7 @@ class Calls {
     spec.divisor = input_.rarely() ? input_.wild_int() : bare ? 1 : 1 << input_.from(0, 8);
     spec.accumulate = !bare && input_.flip();
     const std::int64_t said = input_.rarely() ? input_.wild() : k;
-    // By the views' own fields, since one of them may be broken.
+    // Uses the fields of the views, since one of them may be broken.
     const auto needed = asked([&] {
       return hot::gemm_workspace(api_.context(), a.shape[0], b.shape[0],
                                  packed ? said : a.shape[1]);
@@ -219,7 +219,7 @@ class Calls {
     });
   }
 
-  // [rows, cols], or the rows split into two or three dimensions.
+  // Shape [rows, cols], or with rows split into two or three dimensions.
   std::vector<std::int64_t> batched(std::int64_t rows, std::int64_t cols) {
     if (rows % 2 != 0 || !input_.rarely(3)) return {rows, cols};
     if (input_.flip()) return {2, rows / 2, cols};
@@ -267,7 +267,7 @@ class Calls {
     check([&] { return api_.decompress_activation(saved, first, last, spec, out); });
   }
 
-  // Memory for so many bytes, at times too few, not aligned or null.
+  // Memory for some bytes, sometimes too small, unaligned or null.
   template <class Kept>
   Kept some_room(std::size_t size) {
     if (input_.rarely()) size = input_.from<std::size_t>(0, size);
@@ -353,7 +353,7 @@ class Calls {
                        : api_.backward(gy, w, saved, spec, out, workspace);
     });
     if (memory_.spoiled() || workspace.bytes < needed || twist || api_.refused() != nullptr) return;
-    // Only the spec and the shape can be wrong: the call agrees with `supported`.
+    // Only the spec and the shape can be wrong, so the call must agree with `supported`.
     if (!want_gx && !want_gw && !want_gb) {
       if (outcome.ok()) broken("a call without an output was carried out");
     } else if (outcome.ok() != support.ok()) {
@@ -467,7 +467,7 @@ class Calls {
     if (outcome.ok() != supported) broken("forward_supported disagrees: " + outcome.text);
   }
 
-  // Any numbers give an error or a sufficient size.
+  // Any numbers must give an error or a sufficient size.
   void sizes() {
     const auto spec = some_spec(input_);
     const auto number = [&] { return input_.flip() ? input_.wild() : input_.size(); };
@@ -577,21 +577,21 @@ int run(const std::uint8_t* data, std::size_t size) {
   return 0;
 }
 
-// One context for each instruction set, with one thread, or with an executor that calls twice (1)
-// or never (2): the target does not look for races.
+// Contexts of all instruction sets, with one thread, or with an executor that calls twice (1) or
+// never (2). The target does not test for races.
 inline const hot::Context& context_with(int isa, int executor = 0) {
   static const std::vector<hot::Context> all = [] {
-    std::vector<hot::Context> made;
+    std::vector<hot::Context> contexts;
     static int twice = 2, never = 0;
     const hot::Context bases[] = {hot::Context::cpu(1),
                                   hot::Context::cpu({calls_of_an_executor, &twice}, 3),
                                   hot::Context::cpu({calls_of_an_executor, &never}, 3)};
     for (int i = 0; i <= static_cast<int>(hot::best_isa()); ++i) {
       for (const hot::Context& base : bases) {
-        made.push_back(base.with_isa(static_cast<hot::Isa>(i)));
+        contexts.push_back(base.with_isa(static_cast<hot::Isa>(i)));
       }
     }
-    return made;
+    return contexts;
   }();
   return all[static_cast<std::size_t>(3 * isa + executor) % all.size()];
 }

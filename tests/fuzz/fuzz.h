@@ -1,10 +1,10 @@
-// Shared by the fuzz targets: arguments made from the fuzzer's bytes, in memory of exactly the size
-// that they claim, and the properties that must hold after every call.
+// Helpers of the fuzz targets: arguments made from the fuzzer's bytes, and properties that must
+// hold after every call. Arguments have memory of exactly the claimed size.
 //
-// Most arguments are valid; sometimes one field is broken. A claimed size is either true (the
-// memory exists to the byte, and AddressSanitizer watches its ends) or impossible on any machine
-// (more bytes than an address space has), and then it must be refused. Sizes between these are not
-// claimed: no library could distinguish them from true ones.
+// Most arguments are valid; sometimes one field is broken. A claimed size is either true or
+// impossible. True: the memory exists to the byte, and AddressSanitizer checks its ends.
+// Impossible: more bytes than an address space has, which must be refused. Sizes in between are not
+// claimed, because no library could distinguish them from true sizes.
 #pragma once
 
 #include <fuzzer/FuzzedDataProvider.h>
@@ -33,7 +33,7 @@ __extension__ using Wide = __int128;  // holds every product of sizes
   std::abort();
 }
 
-// How a call ended; `code` is HOT_OK (0) or the number of hot_status.
+// Result of a call. `code` is HOT_OK (0) or another hot_status.
 struct Outcome {
   int code = 0;
   std::string text;
@@ -44,7 +44,7 @@ class Input {
  public:
   Input(const std::uint8_t* data, std::size_t size) : data_(data, size) {}
 
-  // When the bytes run out: `low`, and false.
+  // If the bytes run out, numbers are `low` and choices false.
   template <class T>
   T from(T low, T high) {
     return data_.ConsumeIntegralInRange<T>(low, high);
@@ -56,7 +56,7 @@ class Input {
     return data_.ConsumeIntegral<T>();
   }
 
-  // Numbers around every limit that a size, a stride or a count could have.
+  // Numbers around every possible limit of a size, a stride or a count.
   std::int64_t wild() {
     if (flip()) return any<std::int64_t>();
     const int shift = from(0, 63);
@@ -67,18 +67,18 @@ class Input {
   }
   int wild_int() { return static_cast<int>(wild()); }
   std::int64_t size() { return rarely(7) ? from(0, 130) : from(0, 20); }
-  std::string text(std::size_t most) { return data_.ConsumeRandomLengthString(most); }
+  std::string text(std::size_t limit) { return data_.ConsumeRandomLengthString(limit); }
 
  private:
   FuzzedDataProvider data_;
 };
 
-// Memory of one call. All of it is compared afterwards.
+// Memory of one call, all of which is compared afterwards.
 class Memory {
  public:
   explicit Memory(Input& input) : input_(input), state_(input.any<std::uint32_t>() | 1) {}
 
-  // A good array of that shape in some strides, or one with a field spoiled.
+  // Valid array of a shape with some strides, or one with a broken field.
   TensorView array(std::vector<std::int64_t> shape, DType dtype, bool output) {
     TensorView good;
     good.dtype = dtype;
@@ -106,7 +106,7 @@ class Memory {
     return view;
   }
 
-  // Plain bytes, `align`ed, and how many; what a call may write of them is `writable`.
+  // Aligned bytes. The call may write them if `writable`.
   std::uint8_t* bytes(std::size_t size, bool writable, std::size_t align = 1) {
     Block& block = add(size + align);
     std::uint8_t* const start = block.data.get() + align;
@@ -116,8 +116,8 @@ class Memory {
     return start;
   }
 
-  // Exactly what a call asks for, from an odd address; rarely too little.
-  // `strict`: whether less must be refused (where nothing is computed, backward needs nothing).
+  // Workspace of exactly the requested size at an odd address, rarely too small. `strict`: a
+  // smaller one must be refused. (A backward that computes nothing needs none.)
   hot::Workspace workspace(std::size_t needed, bool strict = true) {
     const bool small = needed > 0 && input_.rarely();
     const bool huge = needed > limit * 16;
@@ -129,7 +129,7 @@ class Memory {
     return {bytes(size, true, input_.from<std::size_t>(1, 16)), size};
   }
 
-  // An output that is the input itself, for the call that takes that.
+  // Output equal to the input, for calls that allow it.
   TensorView same_place(const TensorView& view) {
     arrays_.push_back({view, true});
     shared_ = true;
@@ -138,10 +138,10 @@ class Memory {
   void in_place_is_allowed() { in_place_ = true; }
 
   void must_fail(const char* what) { refused_ = what; }
-  // Whether an array may be bad, or lies where another one does.
+  // Whether an array may be invalid or overlap another one.
   bool spoiled() const { return spoiled_ || shared_ || refused_ != nullptr; }
 
-  // Calls, and compares.
+  // Runs the call and compares the memory.
   Outcome check(const std::function<Outcome()>& call) {
     for (const Array& array : arrays_) {
       if (array.output) mark(array.view);
@@ -165,7 +165,7 @@ class Memory {
   }
 
  private:
-  static constexpr std::size_t limit = std::size_t{1} << 20;  // bytes of an array
+  static constexpr std::size_t limit = std::size_t{1} << 20;  // maximum bytes of an array
   struct Block {
     std::unique_ptr<std::uint8_t[]> data;
     std::size_t size;
@@ -183,7 +183,7 @@ class Memory {
     block.data.reset(new std::uint8_t[size]);
     block.size = size;
     block.writable.assign(size, 0);
-    // Any bytes; bit patterns of NaN and infinity are among them.
+    // Any bytes, which include bit patterns of NaN and infinity.
     for (std::size_t i = 0; i < size; i += sizeof state_) {
       state_ ^= state_ << 13;
       state_ ^= state_ >> 17;
@@ -193,7 +193,7 @@ class Memory {
     return block;
   }
 
-  // Strides of a good array: any order of the dimensions, gaps, negative ones.
+  // Strides of a valid array: any order of dimensions, gaps, negative strides.
   void lay(TensorView& view, const std::vector<std::int64_t>& shape) {
     const bool transposed = input_.rarely(6), gaps = input_.rarely(4), back = input_.rarely(12);
     std::int64_t step = input_.rarely(12) ? 2 : 1;
@@ -234,7 +234,7 @@ class Memory {
     }
   }
 
-  // Gives a view its memory. False: no honest memory could be given, nor is it impossible.
+  // Assigns memory to a view. False if its size is neither available nor impossible.
   bool place(TensorView& view, bool misaligned) {
     view.data = nullptr;
     const std::size_t element = std::max<std::size_t>(hot::dtype_size(view.dtype), 1);
@@ -287,7 +287,7 @@ class Memory {
       if (view.shape[d] <= 0) return;
       count = std::min(count * view.shape[d], Wide{1} << 64);
     }
-    if (count > static_cast<Wide>(limit)) return;  // what must be refused
+    if (count > static_cast<Wide>(limit)) return;  // must be refused
     const auto element = static_cast<std::int64_t>(hot::dtype_size(view.dtype));
     for (;;) {
       Wide at = 0;
@@ -325,7 +325,7 @@ class Memory {
     return same;
   }
 
-  // A call that was carried out has no output that shares a byte with another array.
+  // If the call succeeded, no output shares a byte with another array.
   void check_shared() const {
     for (const Array& out : arrays_) {
       if (!out.output) continue;
@@ -354,7 +354,7 @@ class Memory {
   bool shared_ = false, in_place_ = false, spoiled_ = false, odd_ = false;
 };
 
-// ---- what a layer computes ---------------------------------------------------------------------
+// ---- specs -------------------------------------------------------------------------------------
 
 inline hot::BackwardLinearSpec good_spec(Input& input) {
   const auto names = hot::recipe_names();
@@ -389,7 +389,7 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   return spec;
 }
 
-// The same with one field spoiled at times; enumerations may be numbers without a name then.
+// Spec with sometimes a broken field. Enumerations may then have unknown numbers.
 inline hot::BackwardLinearSpec some_spec(Input& input) {
   auto spec = good_spec(input);
   if (!input.rarely(10)) return spec;
@@ -435,7 +435,7 @@ inline hot::BackwardLinearSpec some_spec(Input& input) {
   return spec;
 }
 
-// Tokens that a spec takes, mostly.
+// Number of tokens, mostly valid for a spec.
 inline std::int64_t some_tokens(Input& input, const hot::BackwardLinearSpec& spec) {
   const hot::TokenLayout& layout = spec.low_rank.layout;
   if (layout.grid_h <= 0 || layout.grid_h > 9 || layout.grid_w <= 0 || layout.grid_w > 9 ||

@@ -1,4 +1,4 @@
-// libFuzzer target: the same calls through the C ABI, with null pointers and structs of other
+// libFuzzer target for the C ABI: the calls of calls.h, with null pointers and structs of other
 // sizes.
 #include "calls.h"
 #include "hot/hot_c.h"
@@ -20,7 +20,7 @@ class CApi {
   ~CApi() { hot_context_destroy(handle_); }
 
   const hot::Context& context() const { return context_; }
-  // Before a call; afterwards `refused` says why it must have failed, or null.
+  // Prepares a call. Afterwards `refused` is the reason why it must fail, or null.
   void begin() { refused_ = nullptr; }
   const char* refused() const { return refused_; }
 
@@ -245,7 +245,7 @@ class CApi {
     return {status, hot_last_error()};
   }
 
-  // A struct that the call fills: as it was after an error.
+  // Struct that the call fills, unchanged after an error.
   template <class T, class Call>
   Outcome filled(T& out, const Call& call) {
     T before = out;
@@ -268,7 +268,7 @@ class CApi {
     return nullptr;
   }
 
-  // The struct in memory of its own size, of another version at times.
+  // Struct in memory of its own size, sometimes of another version.
   template <class T>
   const T* put(T value) {
     if (input_.rarely(60)) {
@@ -318,7 +318,7 @@ class CApi {
     return t;
   }
   const hot_tensor* tensor(const TensorView& view) { return put(converted(view)); }
-  // Null where C++ takes an empty view.
+  // Null if C++ has an empty view.
   const hot_tensor* optional(const TensorView& view) {
     const bool none = view.ndim == 0 && view.data == nullptr;
     return none ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
@@ -347,7 +347,7 @@ class CApi {
                              out.accumulate ? 1 : 0, 0});
   }
 
-  // The scales of g_w's operands have numbers of their own in C.
+  // gw_scale has its own numbers in C.
   static int gw_scale(hot::Granularity scale) {
     return scale == hot::Granularity::channel ? HOT_GW_SCALE_CHANNEL
            : scale == hot::Granularity::token ? HOT_GW_SCALE_TOKEN
@@ -390,7 +390,7 @@ class CApi {
       switch (input_.from(0, 2)) {
         case 0:
           s.rows = nullptr;
-          s.row_count = static_cast<std::size_t>(input_.wild()) | 1;  // 0: another spec, a good one
+          s.row_count = static_cast<std::size_t>(input_.wild()) | 1;  // 0 would be a valid spec
           refused_ = "rows of null were taken";
           break;
         case 1:

@@ -1,11 +1,11 @@
-// libFuzzer target: the calls of the C++ API.
+// libFuzzer target for the C++ API.
 #include "calls.h"
 
 namespace {
 
 using namespace hot_fuzz;
 
-// An exception of another kind than hot::Error ends the run.
+// Any exception except hot::Error ends the run.
 template <class Call>
 Outcome outcome_of(const Call& call) {
   try {

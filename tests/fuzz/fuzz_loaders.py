@@ -1,10 +1,10 @@
-"""Fuzzing of the loaders: HotConfig.from_json and a Saved's buffer.
+"""Fuzzing of the loaders: HotConfig.from_json and the buffer of a Saved.
 
-    python tests/fuzz/fuzz_loaders.py [--seconds 20] [--seed N]     in turns; the seed is printed
+python tests/fuzz/fuzz_loaders.py [--seconds 20] [--seed N]
 
-Every text is a writer's output with defects (bytes changed, cut, doubled, fields of other types,
-other numbers, deeper nesting), or no JSON at all. A loader either raises a ValueError that names
-the argument, or returns an object that is equal after writing and reading.
+A text is a writer's output with defects (bytes changed, cut, doubled, fields of other types, other
+numbers, deeper nesting), or no JSON. A loader must either raise a ValueError that names the
+argument, or return an object that survives writing and reading. The seed is printed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
 
 def loaders() -> dict[str, Callable[[bytes], bool]]:
-    """Name -> function that takes bytes and returns whether they were read; raises on a defect."""
+    """Loaders by name. A loader returns true if the bytes were read, and raises on a defect."""
     import hotcore
     from hotcore import HotConfig, Key
     from hotcore.saved import Saved, saved_layout
@@ -33,25 +33,25 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
     def config(data: bytes) -> bool:
         text = data.decode("utf-8", "surrogateescape")
         try:
-            found = HotConfig.from_json(text)
+            loaded = HotConfig.from_json(text)
         except ValueError as error:
             assert str(error).startswith("text"), error
             return False
-        assert HotConfig.from_json(found.to_json()) == found
-        assert found.spec is not None  # libhot takes what was accepted
+        assert HotConfig.from_json(loaded.to_json()) == loaded
+        assert loaded.spec is not None  # libhot accepts the configuration
         return True
 
     def saved(data: bytes) -> bool:
-        """Sizes that do not fit the buffer, and any bytes where they do."""
+        """Load sizes that do not fit the buffer, and any bytes if they fit."""
         if len(data) < 6:
             return False
         tokens, features = data[0] % 70, data[1] % 9
         settings = HotConfig.recipe(("default", "fast", "paper", "accurate")[data[2] % 4])
-        kept = np.frombuffer(data[6:], np.uint8)
-        if data[3] % 2 and tokens * features:  # as long as it has to be
+        buffer = np.frombuffer(data[6:], np.uint8)
+        if data[3] % 2 and tokens * features:  # the required length
             size = saved_layout(tokens, features, settings).bytes
-            kept = np.resize(kept if kept.size else np.zeros(1, np.uint8), size)
-        value = Saved(kept, tokens, features, settings, Key(data[4]))
+            buffer = np.resize(buffer if buffer.size else np.zeros(1, np.uint8), size)
+        value = Saved(buffer, tokens, features, settings, Key(data[4]))
         try:
             value.codes(), value.scales(), value.exponents()
         except ValueError as error:
@@ -69,7 +69,7 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Outputs of the loaders' own writers."""
+    """Return outputs of the writers."""
     from hotcore import HotConfig
     from hotcore.config import RECIPES
 
@@ -88,7 +88,7 @@ ODD = [
 
 
 def spoiled(data: bytes, rng: random.Random) -> bytes:
-    """The same bytes with one to three changes, of values or of the text."""
+    """Change values or text at one to three places."""
     for _ in range(rng.randint(1, 3)):
         if rng.random() < 0.6:
             try:
@@ -116,7 +116,7 @@ def spoiled(data: bytes, rng: random.Random) -> bytes:
 
 
 def changed(value: Any, rng: random.Random) -> Any:
-    """JSON with one value, somewhere, another one; or gone, or beside a new name."""
+    """Change, remove or add a value somewhere in JSON."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
         return rng.choice(ODD)
     key: Any = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
@@ -134,7 +134,7 @@ def changed(value: Any, rng: random.Random) -> Any:
 
 
 def in_turns(seconds: float, seed: int) -> dict[str, tuple[int, int]]:
-    """Run all loaders for that long; executions and how many of them were read, by loader."""
+    """Run all loaders for a time. Return the executions and the successful reads by loader."""
     known, start = loaders(), seeds()
     counts = {name: [0, 0] for name in known}
     rng = random.Random(seed)
@@ -169,7 +169,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The installed one, else the sources with what was built in them.
+    # Uses the installed package, otherwise the sources with their built modules.
     if importlib.util.find_spec("hotcore") is None:
         sys.path.insert(0, str(PACKAGE))
     sys.exit(main())

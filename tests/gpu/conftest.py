@@ -1,6 +1,4 @@
-"""Before every GPU test: collect the last ones' garbage, seed torch from the run's seed, poison the
-allocator's memory.
-"""
+"""Setup of GPU tests: collect garbage, seed torch from the run's seed, poison the allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # support_gpu.py
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_cores() -> None:
-    """Side by side (pytest -n), each process takes its share: the CPU's threads wait actively."""
+    """Divide the cores among parallel processes (pytest -n), because waiting CPU threads spin."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers < 2:
         return
@@ -43,10 +41,10 @@ def jax() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def prepared(rng: np.random.Generator) -> None:
-    import torch  # here, so that the tests skip themselves where there is none
+    import torch  # imported here, so that tests can skip without torch
     from support_gpu import poison
 
-    gc.collect()  # graphs in a cycle that are freed during a capture would invalidate it
+    gc.collect()  # freeing graphs during a capture would invalidate it
     torch.manual_seed(int(rng.integers(1 << 62)))
     if torch.cuda.is_available():
         poison()

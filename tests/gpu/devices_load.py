@@ -1,4 +1,4 @@
-"""Random layers on one device against the CPU, for a while: a process or thread of test_trust.py.
+"""Random layers on one device, compared with the CPU: a process or thread of test_trust.py.
 
 python tests/gpu/devices_load.py DEVICE SEED SECONDS prints what :func:`load` returns, as JSON.
 """
@@ -19,12 +19,12 @@ HASHED = 12
 
 
 def load(device: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Backwards of random layers: how many, how many differ from the CPU's, a hash of the first.
+    """Run backwards of random layers. Count them and those that differ, and hash the first.
 
     Args:
-        device: of the work.
-        seed: of shapes, recipes, values and keys; equal seeds give equal hashes.
-        seconds: at least ``HASHED`` layers are done, however long it takes.
+        device: Device of the work.
+        seed: Seed of shapes, recipes, values and keys. Equal seeds give equal hashes.
+        seconds: Duration. At least ``HASHED`` layers run, however long it takes.
     """
     rng = np.random.default_rng(seed)
     values = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def load(device: str, seed: int, seconds: float) -> dict[str, Any]:
         wanted = whole_backward(arrays, recipe, "cpu", key)
         got = whole_backward(arrays, recipe, device, key)
         torch.cuda.synchronize(device)
-        for a, b in zip(got[:3], wanted[:3], strict=True):  # kept bytes, g_x, g_w
+        for a, b in zip(got[:3], wanted[:3], strict=True):  # saved x, g_x, g_w
             different += not same_bits(a, b)
             if layers < HASHED:
                 digest.update(a.cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Shared by the GPU tests."""
+"""Helpers of the GPU tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POISON = 0xFF  # NaN in every float type, -1 in every integer type
 
 
 def poison(largest: int = 1 << 28) -> None:
-    """Fill what the current stream's next allocations will get, small blocks and large ones."""
+    """Fill the memory of the current stream's next allocations, small and large ones."""
     sizes = [largest, *[1 << 19] * 64, *[1 << 12] * 64]
     blocks = [torch.full((n,), POISON, dtype=torch.uint8, device="cuda") for n in sizes]
     del blocks
@@ -33,7 +33,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def on_a_side_stream(call: Callable[[], object], times: int = 3) -> None:
-    """Before a capture, as torch asks for."""
+    """Run a call on a side stream, which torch requires before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,7 +43,7 @@ def on_a_side_stream(call: Callable[[], object], times: int = 3) -> None:
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of the call, made after a call outside of it; and what it returned."""
+    """Return a CUDA graph of a call (made after a call outside the graph) and its result."""
     on_a_side_stream(call, 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -52,7 +52,7 @@ def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 class Block(nn.Module):
-    """A transformer's, as timm writes it; unless told otherwise of ViT-B."""
+    """Transformer block in timm's form, by default of ViT-B."""
 
     def __init__(self, width: int = 768, heads: int = 12) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def layer(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Layer:
-    """gy, w, x on the CPU."""
+    """Return gy, w, x on the CPU."""
     return (
         torch.randn(length, outs, generator=generator).to(dtype),
         torch.randn(outs, ins, generator=generator).to(dtype),
@@ -87,7 +87,7 @@ def layer(
 
 
 def whole_backward(arrays: Layer, recipe: str, device: str, key: int) -> list[Any]:
-    """Compressed x, g_x, g_w, g_b, computed on ``device`` from arrays anywhere."""
+    """Return the saved x, g_x, g_w, g_b, computed on ``device``."""
     gy, w, x = (array.to(device) for array in arrays)
     config = hotcore.HotConfig.recipe(recipe)
     saved = hotcore.compress_activation(x, config, key=key)
@@ -95,7 +95,7 @@ def whole_backward(arrays: Layer, recipe: str, device: str, key: int) -> list[An
 
 
 def assert_equal_backward(got: list[Any], wanted: list[Any]) -> None:
-    """Compressed x, g_x, g_w bit for bit; g_b, a plain sum in another order, closely."""
+    """Compare the saved x, g_x, g_w bit for bit; and g_b, a sum in another order, closely."""
     for name, a, b in zip(("saved", "gx", "gw"), got, wanted, strict=False):
         assert same_bits(a, b), name
     assert torch.allclose(got[3].float().cpu(), wanted[3].float().cpu(), rtol=1e-2, atol=1e-3)

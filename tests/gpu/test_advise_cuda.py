@@ -43,21 +43,21 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def advise(model: nn.Module, tokens: int = 512, **options: object) -> object:
-    own = torch.Generator("cuda").manual_seed(0)  # the state of torch's is compared
-    x = torch.randn(32, tokens, WIDTH, device="cuda", generator=own)
+    generator = torch.Generator("cuda").manual_seed(0)  # the test compares torch's own state
+    x = torch.randn(32, tokens, WIDTH, device="cuda", generator=generator)
     with torch.autocast("cuda", torch.bfloat16):
         return hot.advise(model, x, loss, progress=False, **options)
 
 
 @pytest.mark.parametrize("compiled", [False, True, "reduce-overhead"])
 def test_peaks(compiled: bool | str) -> None:
-    """Every setting runs; recomputing and HOT have smaller peaks; the model is as it was."""
+    """Every setting runs, recomputing and HOT have smaller peaks, the model is unchanged."""
     model = Net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     state, random = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state()
     held = torch.cuda.memory_allocated()
     options = {"allow": ["default"], "budget": 900.0, "step": optimizer.step}
-    goal = "time" if compiled == "reduce-overhead" else "memory"  # fewer to compile
+    goal = "time" if compiled == "reduce-overhead" else "memory"  # fewer settings to compile
     advice = advise(model, compiled=compiled, goal=goal, **options)
     print(advice)
     assert advice.memory == "peak"
@@ -76,8 +76,8 @@ def test_peaks(compiled: bool | str) -> None:
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert not optimizer.state and all(p.grad is None for p in model.parameters())
     assert not any(hot._compat.is_compiled(module) for module in model.modules())
-    # Nothing of a setting stays: neither graphs' pools nor optimizer states.
-    assert torch.cuda.memory_allocated() <= held + 2**28  # workspaces of cuBLAS stay
+    # All memory of a setting is freed, such as graphs' pools and optimizer states.
+    assert torch.cuda.memory_allocated() <= held + 2**28  # cuBLAS keeps workspaces
 
 
 def test_both_ways_by_default() -> None:
@@ -90,7 +90,7 @@ def test_both_ways_by_default() -> None:
 
 
 def test_lack_of_memory_is_a_row() -> None:
-    """Plain torch does not fit; the settings that keep less go on, and none is harmed by it."""
+    """Plain torch does not fit. Settings with smaller peaks still run, unaffected."""
     model = Net().cuda()
     roomy = advise(model, compiled=False, allow=["default"], budget=900.0)
     peak = {row.name: row.measured.kept_bytes for row in roomy.rows}
@@ -111,7 +111,7 @@ def test_lack_of_memory_is_a_row() -> None:
 
 
 def test_layers_that_would_be_slower() -> None:
-    """By the rule for CUDA; plain settings and those of what is saved stay."""
+    """The rule for CUDA leaves layers plain. Settings that save memory are still measured."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))).cuda()
     x, options = torch.randn(64, 64, device="cuda"), {"compiled": False, "progress": False}
     notes = {row.name: row.note for row in hot.advise(model, x, budget=900.0, **options).rows}

@@ -57,7 +57,7 @@ def test_cupy_on_its_current_stream(cupy: Any, rng: np.random.Generator) -> None
     with stream:
         late = [cupy.zeros_like(cupy.asarray(array)) for array in arrays]
         sources = [cupy.asarray(array) for array in arrays]
-        for _ in range(8):  # the values arrive late, on this stream alone
+        for _ in range(8):  # the values arrive late, on this stream only
             slow = slow @ slow * cupy.float32(1e-4)
         for target, source in zip(late, sources, strict=True):
             target[...] = source
@@ -70,7 +70,7 @@ def test_cupy_on_its_current_stream(cupy: Any, rng: np.random.Generator) -> None
 
 @pytest.mark.parametrize("dtype", ("float32", "float16"))
 def test_cupy_stages(cupy: Any, dtype: str, rng: np.random.Generator) -> None:
-    """Every stage gives CuPy arrays with the CPU's bits."""
+    """Every stage returns CuPy arrays with the CPU's bits."""
     x = rng.standard_normal((48, 32)).astype(dtype)
     for function in (
         *array_functions(dtype),
@@ -100,7 +100,7 @@ def test_cupy_arrays_are_written(cupy: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("recipe", ("default", "fast"))
 def test_jax(jax: Any, recipe: str, rng: np.random.Generator) -> None:
-    """JAX arrays in, JAX arrays on the same device out."""
+    """JAX arrays give JAX arrays on the same device."""
     arrays = numpy_layer(rng)
     wanted = expected(arrays, recipe)
     device = jax.devices("gpu")[0]

@@ -1,8 +1,7 @@
-"""Usual ways to train on a GPU: compiled, captured, graphed, under reduce-overhead.
+"""Common ways to train on a GPU: compiled, captured, graphed, under reduce-overhead.
 
-Each beside eager: the gradient of the whole model may be as far from the plain model's as HOT's
-noise puts it in eager, neither farther nor nearer (HOT has to have run), and every replay of a
-graph has to draw its noise anew.
+Each is compared with eager. The whole model's gradient must have the error of HOT in eager: a
+smaller error would mean that HOT did not run. Every replay of a graph must draw new noise.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"vit": Vit, "mlp": mlp}
 
 @pytest.fixture(autouse=True)
 def compiler(prepared: None) -> Iterator[None]:
-    """Nothing compiled before counts, no TF32: the plain gradient is the exact one."""
+    """Reset the compiler, and disable TF32, so that the plain gradient is exact."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.reset()
@@ -80,7 +79,7 @@ def build(name: str) -> nn.Module:
 
 
 def converted(model: nn.Module, recipe: str) -> nn.Module:
-    """A copy; every linear layer but the head."""
+    """Convert a copy: every linear layer except the head."""
     model = copy.deepcopy(model)
     last = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
     return hot.convert(model, recipe, lambda m, fqn: isinstance(m, nn.Linear) and fqn != last)
@@ -91,14 +90,14 @@ def loss_of(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -
 
 
 def gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Gradients:
-    """Copies: a graph's memory is written again by its next replay."""
+    """Copy gradients, because the next replay of a graph overwrites its memory."""
     model.zero_grad(set_to_none=True)
     loss_of(model, images, labels).backward()
     return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def flat(found: Gradients) -> Tensor:
-    return torch.cat([found[name].flatten() for name in sorted(found)])
+def flat(values: Gradients) -> Tensor:
+    return torch.cat([values[name].flatten() for name in sorted(values)])
 
 
 def error(got: Gradients, exact: Gradients) -> float:
@@ -107,7 +106,7 @@ def error(got: Gradients, exact: Gradients) -> float:
 
 
 def assert_as_in_eager(draws: list[Gradients], eager: list[Gradients], exact: Gradients) -> None:
-    """As far off as in eager, every time, with noise of its own: the mean is closer."""
+    """The error is that of eager, and each run has new noise: the mean is closer."""
     size = np.mean([error(got, exact) for got in eager])
     assert size > 1e-4, "HOT's noise is not there in eager"
     errors = [error(got, exact) for got in draws]
@@ -123,7 +122,7 @@ def draws_of(step: Callable[[], Gradients], count: int = 6) -> list[Gradients]:
 
 
 def falls(step: Callable[[], Tensor]) -> list[float]:
-    """Losses of some steps; read at the end, so that the host may run ahead."""
+    """Return the losses of some steps, read at the end, so that the host can run ahead."""
     return torch.stack([step().detach().clone() for _ in range(STEPS)]).tolist()
 
 
@@ -189,7 +188,7 @@ def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Te
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
-    """The optimizer in the graph as well: the loss falls as in eager."""
+    """With the optimizer in the graph, too, the loss falls as in eager."""
     model = converted(build("vit"), recipe)
     losses = trained(copy.deepcopy(model), images, labels)
     start = copy.deepcopy(model.state_dict())
@@ -207,7 +206,7 @@ def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = step()
-    with torch.no_grad():  # back to the start: the steps before the capture have trained
+    with torch.no_grad():  # resets the model: the steps before the capture have trained it
         model.load_state_dict(start)
         for state in optimizer.state.values():
             for value in state.values():

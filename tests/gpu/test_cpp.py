@@ -27,7 +27,7 @@ def test_consumer_of_the_package(tmp_path: Path) -> None:
 
 
 def test_consumer_of_a_static_library(tmp_path: Path) -> None:
-    # Built here, inside the consumer; without CUTLASS, whose kernels take minutes.
+    # Builds libhot inside the consumer, without CUTLASS, whose kernels take minutes.
     folder = build(
         CONSUMER,
         tmp_path / "build",
@@ -40,7 +40,7 @@ def test_consumer_of_a_static_library(tmp_path: Path) -> None:
         CONSUMER_CUDA="ON",
     )
     assert "GPU: g_x and g_w as on the CPU" in run(folder / "consumer", "--cuda")
-    # And from a prefix, whose package has to name what a static libhot needs.
+    # Also builds from a prefix, whose package must list the dependencies of a static libhot.
     prefix = tmp_path / "prefix"
     run("cmake", "--install", folder, "--prefix", prefix, "--component", "devel")
     other = build(CONSUMER, tmp_path / "other", CONSUMER_CUDA="ON", CMAKE_PREFIX_PATH=prefix)
@@ -58,18 +58,18 @@ def test_trainer(tmp_path: Path) -> None:
         assert "on cuda" in text
         check_curves(curves(text))
         on_cpu = curves(run(program, digits, "--epochs", 8, "--recipe", recipe))
-        # The sums of fp32 go in another order; the integers are the same.
+        # fp32 sums have another order; integers are equal.
         assert abs(curves(text)[0][3] - on_cpu[0][3]) < 0.01
 
 
 def view(value: torch.Tensor) -> ctypes.Structure:
-    """The view of a contiguous tensor on CUDA device 0."""
-    made = make("hot_tensor", data=value.data_ptr(), ndim=value.dim(), device_index=0)
-    made.device_type = CONSTANTS["HOT_CUDA"]
-    made.dtype = CONSTANTS["HOT_" + DTYPES[str(value.dtype).removeprefix("torch.")]]
+    """Return the view of a contiguous tensor on CUDA device 0."""
+    tensor = make("hot_tensor", data=value.data_ptr(), ndim=value.dim(), device_index=0)
+    tensor.device_type = CONSTANTS["HOT_CUDA"]
+    tensor.dtype = CONSTANTS["HOT_" + DTYPES[str(value.dtype).removeprefix("torch.")]]
     for axis in range(value.dim()):
-        made.shape[axis], made.stride[axis] = value.shape[axis], value.stride(axis)
-    return made
+        tensor.shape[axis], tensor.stride[axis] = value.shape[axis], value.stride(axis)
+    return tensor
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -92,13 +92,13 @@ def test_c_abi(recipe: str) -> None:
     api.call("hot_saved_layout_of", tokens, ins, spec, layout)
     forward = api.number("hot_compress_activation_workspace", context, tokens, ins, spec)
     backward = api.number("hot_backward_linear_workspace", context, tokens, outs, ins, spec, 1, 1)
-    kept = torch.empty(layout.bytes, dtype=torch.uint8, device="cuda")
+    saved_bytes = torch.empty(layout.bytes, dtype=torch.uint8, device="cuda")
     scratch = torch.empty(max(forward, backward, 1), dtype=torch.uint8, device="cuda")
     api.call(
-        *("hot_compress_activation", context, view(x), spec, kept.data_ptr(), layout.bytes),
+        *("hot_compress_activation", context, view(x), spec, saved_bytes.data_ptr(), layout.bytes),
         *(scratch.data_ptr(), forward, saved),
     )
-    assert torch.equal(kept, model.data)
+    assert torch.equal(saved_bytes, model.data)
 
     out = {name: torch.empty_like(value) for name, value in zip(need, expected, strict=True)}
     views = {name: view(value) for name, value in out.items()}
@@ -135,20 +135,20 @@ def test_c_abi_of_a_quantised_input(recipe: str) -> None:
         "hot_forward_linear_input_workspace", context, tokens, outs, ins, forward, 0
     )
     rooms = (count, layout.bytes, max(keeping, product, 1))
-    data, kept, scratch = (torch.empty(n, dtype=torch.uint8, device="cuda") for n in rooms)
-    made, saved = make("hot_input"), make("hot_saved")
+    data, saved_bytes, scratch = (torch.empty(n, dtype=torch.uint8, device="cuda") for n in rooms)
+    handle, saved = make("hot_input"), make("hot_saved")
     api.call(
-        *("hot_quantize_forward_input", context, view(x), forward, data.data_ptr(), count, made),
-        *(spec, kept.data_ptr(), layout.bytes, scratch.data_ptr(), keeping, saved),
+        *("hot_quantize_forward_input", context, view(x), forward, data.data_ptr(), count, handle),
+        *(spec, saved_bytes.data_ptr(), layout.bytes, scratch.data_ptr(), keeping, saved),
     )
     y = torch.empty_like(expected)
     api.call(
-        *("hot_forward_linear_input", context, made, view(w), None, None, forward, view(y)),
+        *("hot_forward_linear_input", context, handle, view(w), None, None, forward, view(y)),
         *(scratch.data_ptr(), product),
     )
     torch.cuda.synchronize()
     assert torch.equal(data, codes.data)
-    assert torch.equal(kept, model.data)
+    assert torch.equal(saved_bytes, model.data)
     assert torch.equal(y, expected)
     api.lib.hot_context_destroy(context)
     api.close()

@@ -25,7 +25,7 @@ CONFIGS = ("default", hotcore.HotConfig.recipe("accurate", forward="int8"))
 
 
 def test_torch_loads_after_hotcore() -> None:
-    # libhot must not lend its symbols to libraries that are loaded later.
+    # libhot must not export symbols to libraries that are loaded later.
     code = "import hotcore, torch; assert torch.ones(2, device='cuda').sum() == 2"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -53,31 +53,31 @@ def test_adapter_equals_cpu(config: str | hotcore.HotConfig) -> None:
 
 @pytest.mark.parametrize("autocast", (None, torch.bfloat16, torch.float16))
 def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
-    """Of layers, eager, captured and with a weight that is not trained."""
+    """Layers have the CPU's bits: eager, captured, and with a weight that is not trained."""
     import hotcore.torch as hot
 
     config = hot.HotConfig(forward="int8", forward_in_eval=True)
     layers = [(hot.HotLinear(200, 96, config=config), (2, 65, 200)),
               (hot.HotConv2d(200, 96, 1, stride=2, config=config), (2, 200, 9, 9))]  # fmt: skip
     for model, shape in layers:
-        x, found = torch.randn(shape), []
+        x, outputs = torch.randn(shape), []
         for device in ("cpu", "cuda"):
             on, there = model.to(device), x.to(device).requires_grad_()
             with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
-                found.append(on(there))
+                outputs.append(on(there))
                 with torch.no_grad():
-                    found.append(on.eval()(there))
+                    outputs.append(on.eval()(there))
                 on.train().weight.requires_grad_(False)
-                found += [on(there), on(there)]
+                outputs += [on(there), on(there)]
             on.weight.requires_grad_(True)
-        assert all(same_bits(found[0].detach(), y.detach()) for y in found)
+        assert all(same_bits(outputs[0].detach(), y.detach()) for y in outputs)
         graph, y = captured(lambda model=model, there=there: model(there))
         graph.replay()
         assert same_bits(model(there).detach().cpu(), y.detach())
 
 
 def test_averages_of_frozen_codes_are_found() -> None:
-    """An average that was cast back is an error of the next call; equal bytes are none."""
+    """Averaged codes make the next call fail. Equal bytes do not."""
     import hotcore.torch as hot
 
     model = torch.nn.Sequential(torch.nn.LayerNorm(200), torch.nn.Linear(200, 96)).cuda()
@@ -97,7 +97,7 @@ def test_averages_of_frozen_codes_are_found() -> None:
             write(model[1].weight)
     with pytest.raises(RuntimeError, match="__dlpack__"):
         torch.from_dlpack(model[1].weight)
-    graph, still = torch.cuda.CUDAGraph(), copy.deepcopy(model)  # nothing has read these codes
+    graph, still = torch.cuda.CUDAGraph(), copy.deepcopy(model)  # codes that were never read
     with torch.no_grad(), torch.cuda.graph(graph):
         captured = still(x)
     graph.replay()
@@ -105,7 +105,7 @@ def test_averages_of_frozen_codes_are_found() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
-            model(x).sum().backward()  # once read, codes are not summed again
+            model(x).sum().backward()  # codes are checked only at the first read
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -113,29 +113,29 @@ def test_averages_of_frozen_codes_are_found() -> None:
 @pytest.mark.parametrize("recipe", ("default", "accurate"))
 @pytest.mark.parametrize("shape", ((3, 67, 768), (2, 65, 3072), (130, 704), (17000, 128)), ids=str)
 def test_layers_of_one_x_equal_cpu(recipe: str, shape: tuple[int, ...]) -> None:
-    """q, k and v with an 8-bit forward: x is quantised once, and kept from the same read."""
+    """q, k and v with an 8-bit forward quantise and save x once, from one read."""
     import hotcore.torch as hot
 
     config = hot.HotConfig.recipe(recipe, forward="int8")
     parts = torch.nn.ModuleList(hot.HotLinear(shape[-1], 48, config=config) for _ in range(3))
     parts.bfloat16()
     x, gy = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 48).bfloat16()
-    found = []
+    runs = []
     for device in ("cpu", "cuda"):
         on = copy.deepcopy(parts).to(device)
         torch.manual_seed(4)
-        ys = [part(x.to(device).requires_grad_() + 0) for part in on]  # one after the other
+        ys = [part(x.to(device).requires_grad_() + 0) for part in on]  # in sequence
         source = x.to(device).requires_grad_() + 0
         ys += [part(source) for part in on]
         torch.autograd.backward(ys, [gy.to(device)] * len(ys))
-        found.append([*(y.detach() for y in ys), *(part.weight.grad for part in on)])
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+        runs.append([*(y.detach() for y in ys), *(part.weight.grad for part in on)])
+    assert all(same_bits(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("forward", ("plain", "int8"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> None:
-    """Codes, the dequantised weight, y and g_x; captured; frozen on either device."""
+    """Frozen layers on both devices agree: codes, dequantised weight, y, g_x, also captured."""
     import hotcore.torch as hot
 
     config = hot.HotConfig(forward=forward)
@@ -146,7 +146,7 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
         assert len(hot.freeze_int8(model).freeze_report.layers) == 2
     moved.cuda()
     x = torch.randn(2, 65, 200, dtype=dtype)
-    found = []
+    runs = []
     for model in (on_cpu, moved, there):
         torch.manual_seed(4)
         leaf = x.clone().to(model[0].weight.device).requires_grad_()
@@ -154,17 +154,17 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
         y.float().square().sum().backward()
         values = [model[0].weight_codes, model[0].weight.dequantized(), leaf.grad]
         # y of a plain forward is torch's, and g_x follows from it.
-        found.append([*values, y.detach()] if forward == "int8" else values[:2])
-    assert all(same_bits(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        runs.append([*values, y.detach()] if forward == "int8" else values[:2])
+    assert all(same_bits(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
     state = there.state_dict()
-    assert state["0.weight"].is_cpu and same_bits(state["0.weight"], found[0][1])
+    assert state["0.weight"].is_cpu and same_bits(state["0.weight"], runs[0][1])
     on_cpu.load_state_dict(plain.state_dict())
     there.load_state_dict(plain.state_dict())
     assert same_bits(on_cpu[0].weight_codes, there[0].weight_codes)
     leaf = x.cuda().requires_grad_()
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        """Nothing is added to a .grad: its node would be of the stream that saw it first."""
+        """Use autograd.grad, because a .grad belongs to the stream that created it."""
         y = there(leaf)
         return y, torch.autograd.grad(y.float().square().sum(), leaf)[0]
 
@@ -173,5 +173,5 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
     for _ in range(2):
         graph.replay()
         grads.append(gx.clone())
-    assert torch.allclose(y, there(leaf)) and not torch.equal(*grads)  # every replay rounds anew
+    assert torch.allclose(y, there(leaf)) and not torch.equal(*grads)  # replays round differently
     assert torch.nn.functional.cosine_similarity(*(g.float().flatten() for g in grads), 0) > 0.99

@@ -1,4 +1,4 @@
-"""hot.linear_cross_entropy on CUDA: beside float64, in memory, in a CUDA graph, compiled."""
+"""hot.linear_cross_entropy on CUDA: compared with float64, peak memory, CUDA graph, compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def arrays(tokens: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Arrays:
-    """x, weight, target, bias."""
+    """Return x, weight, target, bias."""
     x = torch.randn(tokens, width, device="cuda").to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, device="cuda") / math.sqrt(width)).to(dtype)
     target = torch.randint(vocab, (tokens,), device="cuda")
@@ -71,7 +71,7 @@ def test_rows(
     triton: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A chunk's losses and gradients beside float64, with NaN in what pads the rows."""
+    """A chunk's losses and gradients agree with float64, with NaN in the padding of rows."""
     if not triton:
         monkeypatch.setattr(head, "_kernels", lambda: None)
     smoothing, softcap, z = options
@@ -115,7 +115,7 @@ def test_peak(config: Any) -> None:
         before = torch.cuda.memory_allocated()
         hot.linear_cross_entropy(x, weight, target, None, config).backward()
         peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 8192 * 50257 * 2 * 0.6  # of whole bf16 logits, with g_w and all else
+    assert peak < 8192 * 50257 * 2 * 0.6  # share of the whole bf16 logits' bytes
 
 
 @pytest.mark.parametrize("config", [None, INT8], ids=str)

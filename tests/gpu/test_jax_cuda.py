@@ -39,7 +39,7 @@ def test_the_self_test_by_xla(hot: Any) -> None:
 
 
 def layer(rng: np.random.Generator, tokens: int, outs: int, ins: int) -> list[np.ndarray]:
-    """gy, x, w, b."""
+    """Return gy, x, w, b."""
     shapes = ((tokens, outs), (tokens, ins), (outs, ins), (outs,))
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
@@ -55,7 +55,7 @@ def loss(hot: Any, gy: Any, x: Any, w: Any, b: Any, key: Any, config: str = "def
 
 
 def gradients(jax: Any, hot: Any, device: Any, arrays: Any, key: Any, config: str) -> list[Any]:
-    """g_x, g_w and g_b, computed on a device."""
+    """Return g_x, g_w and g_b, computed on a device."""
     step = jax.jit(jax.grad(functools.partial(loss, hot, config=config), (1, 2, 3)))
     return list(step(*(jax.device_put(array, device) for array in (*arrays, key))))
 
@@ -95,7 +95,7 @@ def test_8_bit_forward(
 
 
 def test_steps_draw_anew_and_none_waits(jax: Any, hot: Any, rng: np.random.Generator) -> None:
-    """Many layers in flight: seeds are read where they are, when the kernels run."""
+    """With many layers in flight, kernels read their seeds in place when they run."""
     gy, x, w, b = (jax.device_put(array) for array in layer(rng, 512, 256, 256))
     keys = jax.random.split(jax.random.key(1), 24)
 
@@ -106,7 +106,7 @@ def test_steps_draw_anew_and_none_waits(jax: Any, hot: Any, rng: np.random.Gener
 
     together = np.asarray(all_steps(w, keys))
     one = jax.jit(jax.grad(functools.partial(loss, hot), 2))
-    alone = [one(gy, x, w, b, key) for key in keys]  # queued, and looked at afterwards
+    alone = [one(gy, x, w, b, key) for key in keys]  # queued, read later
     for i, result in enumerate(alone):
         np.testing.assert_array_equal(together[i], np.asarray(result), f"step {i}")
     assert len({result.tobytes() for result in together}) == len(keys)

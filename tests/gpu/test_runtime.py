@@ -1,4 +1,4 @@
-"""The CUDA backend among streams, threads, devices and graphs."""
+"""The CUDA backend with streams, threads, devices and graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPIN = 20_000_000  # about 10 ms
 
 @pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
 def test_threads_at_once(recipe: str, rng: np.random.Generator) -> None:
-    """Four threads, a stream and a shape each: no scratch, context or counter is shared."""
+    """Four threads with a stream and a shape each share no scratch, context or counter."""
     keys = [int(key) for key in rng.integers(1 << 62, size=len(SHAPES))]
     arrays = [layer(*shape) for shape in SHAPES]
     wanted = [whole_backward(a, recipe, "cpu", key) for a, key in zip(arrays, keys, strict=True)]
@@ -61,7 +61,7 @@ def test_threads_at_once(recipe: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_whole_backward_waits_for_its_stream(recipe: str, rng: np.random.Generator) -> None:
-    """Inputs that arrive late, on a stream that is not the default one."""
+    """Inputs arrive late on a stream that is not the default stream."""
     key = int(rng.integers(1 << 62))
     arrays = layer(160, 64, 96, torch.bfloat16)
     wanted = whole_backward(arrays, recipe, "cpu", key)
@@ -125,14 +125,14 @@ def test_the_build_is_for_this_gpu() -> None:
 
 
 def test_the_self_test() -> None:
-    """Passes within 50 ms (the best of 100: others use the cores), frees all; not in a capture."""
+    """The self-test takes at most 50 ms (best of 100), frees its memory, refuses captures."""
     device = torch.cuda.current_device()
     gate = selftest.Gate(lambda number: selftest.way_of(number))
     unmeasured = (99, 0)
     graph = torch.cuda.CUDAGraph()
     words = "not be inside of a stream capture"
     with pytest.raises(RuntimeError, match=words), torch.cuda.graph(graph):
-        torch.zeros(1, device="cuda")  # an empty graph is a warning
+        torch.zeros(1, device="cuda")  # an empty graph would cause a warning
         gate.admits(device, unmeasured)
     assert gate.admits(device, unmeasured)
     way = selftest.way_of(device)
@@ -162,7 +162,7 @@ def test_a_device_that_is_not_there() -> None:
 @pytest.mark.parametrize("ins", [16, 24, 13])
 @pytest.mark.parametrize("recipe", ["default", "accurate"])
 def test_many_tokens_have_the_bits_of_the_cpu(recipe: str, ins: int, dtype: torch.dtype) -> None:
-    """One rounding of g_w, new and added to what is there; also where rows are not aligned."""
+    """g_w is rounded once, also when accumulated and with unaligned rows."""
     gy, _, x = layer(300_000, 16, ins, dtype)
     before = torch.randn(16, ins).to(dtype)
     results = []
@@ -185,7 +185,7 @@ Gradients = tuple[torch.Tensor, ...]
 
 
 def layer_and_inputs(recipe: str) -> tuple[hot.HotLinear, tuple[torch.Tensor, ...], torch.Tensor]:
-    """A layer, what it is differentiated by (x, weight, bias), and g_y."""
+    """Return a layer, its leaves (x, weight, bias), and g_y."""
     model = hot.HotLinear.from_linear(torch.nn.Linear(96, 64).cuda(), recipe)
     leaves = (torch.randn(192, 96, device="cuda", requires_grad=True), *model.parameters())
     return model, leaves, torch.randn(192, 64, device="cuda")
@@ -197,14 +197,14 @@ def gradients_of(
     recipe: str,
     key: hotcore.Key,
 ) -> Gradients:
-    """g_x, g_w, g_b of a layer with this key, without the adapter."""
+    """Return g_x, g_w, g_b of a layer with a key, without the adapter."""
     x, w, _ = (leaf.detach() for leaf in leaves)
     saved = hotcore.compress_activation(x, recipe, key=key)
     return tuple(hotcore.backward_linear(gy, w, saved, need=("gx", "gw", "gb"), key=key))
 
 
 def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
-    """Run a step as torch asks for before a capture, on the stream to capture on."""
+    """Run a step on the stream of the capture, which torch requires before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -215,7 +215,7 @@ def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
 
 
 def seed_of(y: torch.Tensor) -> torch.Tensor:
-    """The seed that a layer drew; that of a graph holds a new number a replay."""
+    """Return the seed of a layer. A graph's seed holds a new number in each replay."""
     seeds = [t for t in y.grad_fn.saved_tensors if t is not None and t.dtype == torch.int64]
     assert len({seed.data_ptr() for seed in seeds}) == 1
     return seeds[0]
@@ -229,7 +229,7 @@ def change(*tensors: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layer_in_a_graph(recipe: str) -> None:
-    """HotLinear's forward and backward captured together: every replay has a key of its own.
+    """HotLinear's forward and backward are captured together: every replay has its own key.
 
     No step has run before, and none of the layer's tensors is on the CPU.
     """
@@ -241,14 +241,14 @@ def test_layer_in_a_graph(recipe: str) -> None:
         return (y, *torch.autograd.grad(y, leaves, gy))
 
     seeds: list[torch.Tensor] = []
-    # cuBLAS wants to be called once outside of a capture, the layer does not.
+    # cuBLAS needs a call before a capture; the layer does not.
     torch.nn.functional.linear(*leaves)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = step()
     assert [seed.device.type for seed in seeds] == ["cuda"]
     change(leaves[0], gy)
-    found, keys = [], []
+    draws, keys = [], []
     for replay in range(4):
         with torch.no_grad():
             for result in got:
@@ -261,15 +261,15 @@ def test_layer_in_a_graph(recipe: str) -> None:
         expected = gradients_of(leaves, gy, recipe, keys[-1])
         for name, a, b in zip(("gx", "gw", "gb"), got[1:], expected, strict=True):
             assert same_bits(a, b), (name, replay)
-        found.append(got[2].clone())
+        draws.append(got[2].clone())
     assert len(set(keys)) == len(keys)
-    for i, gw in enumerate(found):
-        assert not any(same_bits(gw, other) for other in found[:i]), "two replays rounded alike"
-    if recipe == "paper":  # what its basis leaves out is no noise
+    for i, gw in enumerate(draws):
+        assert not any(same_bits(gw, other) for other in draws[:i]), "two replays rounded alike"
+    if recipe == "paper":  # its basis causes a bias, which does not average out
         return
     # Fresh noise averages out: the mean is closer than each of its terms.
     exact = gy.double().t() @ leaves[0].detach().double()
-    errors = [float((gw - exact).norm()) for gw in (*found, torch.stack(found).double().mean(0))]
+    errors = [float((gw - exact).norm()) for gw in (*draws, torch.stack(draws).double().mean(0))]
     assert errors[-1] < 0.75 * min(errors[:-1])
 
 
@@ -310,15 +310,15 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
         torch.nn.functional.conv2d(*leaves, padding=kernel // 2), leaves, gy
     )
     eager = [float((a - b).norm()) for a, b in zip(step(), exact, strict=True)]
-    found = []
+    replays = []
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
-        found.append([gradient.clone() for gradient in got])
+        replays.append([gradient.clone() for gradient in got])
         for name, a, b, error in zip(("gx", "gw"), got, exact, eager, strict=False):
             assert float((a - b).norm()) < max(1.5 * error, 0.001 * float(b.norm())), name
-    for name, results in zip(("gx", "gw"), zip(*found, strict=True), strict=False):
-        if name == "gx" and (kernel, recipe) != (1, "fast"):  # torch's own, nothing random
+    for name, results in zip(("gx", "gw"), zip(*replays, strict=True), strict=False):
+        if name == "gx" and (kernel, recipe) != (1, "fast"):  # torch's own, not random
             continue
         first, second, third = results
         assert not same_bits(first, second), name
@@ -329,7 +329,7 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
 
 
 def test_a_slow_host_does_not_count_as_the_device_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that takes the host 5 ms to queue, and the device next to nothing."""
+    """A call takes the host 5 ms to queue, and the device almost no time."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     timing = importlib.import_module("timing")
     x = torch.zeros(1024, device="cuda")

@@ -1,8 +1,8 @@
 """Load and faults of training on CUDA. Short by default; scripts/gpu_trust.py sets the sizes.
 
-HOT_STEPS: steps of the test of growth (100,000 there). HOT_LARGE=1: tensors of more than 2^31
-elements, and a device that is really full. HOT_LOAD_SECONDS: of each test of several GPUs. Figures
-are properties of the tests (--junit-xml).
+* HOT_STEPS: steps of the test of growth (100,000 there).
+* HOT_LARGE=1: tensors of more than 2^31 elements, and a device that is really full.
+* HOT_LOAD_SECONDS: duration of each test of several GPUs.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def torch_faults() -> ModuleType:
 
 
 def devices() -> list[str]:
-    """Every device; one that is alone is taken twice."""
-    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return found if len(found) > 1 else found * 2
+    """Return every device; a single device twice."""
+    every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return every if len(every) > 1 else every * 2
 
 
 def alike(results: list[dict[str, Any]], record_property: Record) -> None:
-    """Each device had the CPU's bits, and so the others'."""
+    """Check that each device had the CPU's bits."""
     record_property("devices", torch.cuda.device_count())
     record_property("layers", sum(result["layers"] for result in results))
     record_property("different", sum(result["different"] for result in results))
@@ -81,7 +81,7 @@ def alike(results: list[dict[str, Any]], record_property: Record) -> None:
 
 
 def test_several_gpus_of_one_process(rng: np.random.Generator, record_property: Record) -> None:
-    """A thread for each device, all at once."""
+    """Several devices work at the same time, a thread each."""
     seed = int(rng.integers(1 << 30))
     every = devices()
     with ThreadPoolExecutor(len(every)) as pool:
@@ -107,7 +107,7 @@ def test_several_gpus_and_a_process_each(rng: np.random.Generator, record_proper
 
 
 def test_steps_without_growth(record_property: Record) -> None:
-    """Whole steps, and forwards and backwards that are given up: not a byte stays on the device."""
+    """Steps, and abandoned forwards and backwards, leave no byte on the device."""
     steps = int(os.environ.get("HOT_STEPS", "400"))
     began = time.monotonic()
     grown, kinds = torch_load.growth("cuda", steps)
@@ -118,7 +118,7 @@ def test_steps_without_growth(record_property: Record) -> None:
         record_property(f"growth_{name}", value)
     assert grown["device"] == 0
     assert grown["reserved"] == 0
-    assert grown["host"] < 64 << 10  # libraries' own caches; a byte a step would be more
+    assert grown["host"] < 64 << 10  # caches of libraries; a byte per step would exceed it
     assert grown["objects"] < 1000
     assert grown["resident"] < 8 << 20
 
@@ -127,7 +127,7 @@ def test_steps_without_growth(record_property: Record) -> None:
 
 
 class Trained:
-    """A model with shared x, a convolution, a frozen layer and a checkpoint, on the device."""
+    """Model on the device with shared x, a convolution, a frozen layer and a checkpoint."""
 
     def __init__(self, faults: ModuleType) -> None:
         self.faults = faults
@@ -153,7 +153,7 @@ class Trained:
         return list(self.faults.state(self.model, self.optimizer))
 
     def again(self) -> None:
-        """As it was before the step that may fail."""
+        """Restore the state before the step that may fail."""
         self.model.load_state_dict(self.start[0])
         self.optimizer.load_state_dict(copy.deepcopy(self.start[1]))
         self.seed()
@@ -163,7 +163,7 @@ class Trained:
         torch.cuda.set_rng_state(self.seeds[1])
 
     def check(self, where: str) -> None:
-        """Nothing of the failed step is left, and the next one has the bits of another process."""
+        """Check that the failed step left nothing, and that the next step has the right bits."""
         assert self.faults.same(self.state(), self.before), where
         assert sharing.current().entry is None, where
         self.seed()
@@ -196,7 +196,7 @@ def test_a_step_on_cuda_that_fails_anywhere(
 
 @contextlib.contextmanager
 def room(more: int) -> Iterator[None]:
-    """At most so many bytes more than there are tensors."""
+    """Limit the allocator to the tensors' bytes plus a number."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -223,7 +223,7 @@ def gradients(model: Any, x: Any) -> list[Any]:
 
 
 def test_memory_that_runs_out_at_a_limit(record_property: Record) -> None:
-    """The allocator's limit is raised until the step fits: it fails at one place after another."""
+    """Raise the allocator's limit until the step fits, so that it fails at many places."""
     model, small, large = wide_layers()
     expected = gradients(model, small)
     failed: list[str] = []
@@ -266,7 +266,7 @@ def test_memory_that_really_runs_out_on_the_device(record_property: Record) -> N
     failures = 0
     with pytest.raises(torch.OutOfMemoryError):
         gradients(model, large)
-    while filler:  # the smallest first, until the step fits
+    while filler:  # frees the smallest first, until the step fits
         filler.pop()
         torch.cuda.empty_cache()
         try:
@@ -291,7 +291,7 @@ def program(tmp_path: Path, text: str) -> str:
 
 
 def test_a_device_assertion_in_a_step(tmp_path: Path, record_property: Record) -> None:
-    """Another library's kernel fails for good: the next call of hotcore says so by name."""
+    """After a fatal error of another library's kernel, hotcore's next call names the error."""
     out = program(
         tmp_path,
         """
@@ -313,26 +313,26 @@ def test_a_device_assertion_in_a_step(tmp_path: Path, record_property: Record) -
             torch.cuda.synchronize()
         except RuntimeError as error:
             assert "assert" in str(error), error
-        found = []
+        errors = []
         for call in (lambda: hotcore.fwht(arrays[0], out=out), lambda: model(x).sum().backward()):
             try:
                 call()
             except RuntimeError as error:
-                found.append(str(error).splitlines()[0])
-        print("|".join(found), flush=True)
+                errors.append(str(error).splitlines()[0])
+        print("|".join(errors), flush=True)
         os._exit(0)
         """,
     )
-    found = out.strip().split("|")
-    record_property("message", found[0])
-    assert len(found) == 2, out
-    assert "fwht" in found[0], out
-    assert "cudaErrorAssert" in found[0], out
-    assert "assert" in found[1], out
+    errors = out.strip().split("|")
+    record_property("message", errors[0])
+    assert len(errors) == 2, out
+    assert "fwht" in errors[0], out
+    assert "cudaErrorAssert" in errors[0], out
+    assert "assert" in errors[1], out
 
 
 def in_child(work: Callable[[], bytes], seconds: int = 60) -> bytes:
-    """What a forked child's `work` returns."""
+    """Return the result of ``work`` in a forked child."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -352,7 +352,7 @@ def in_child(work: Callable[[], bytes], seconds: int = 60) -> bytes:
 
 
 def test_a_fork_after_cuda_was_used(record_property: Record) -> None:
-    """The child computes on the CPU, with the parent's bits; CUDA refuses, by name."""
+    """A forked child computes on the CPU with the parent's bits, and refuses CUDA by name."""
     arrays = tuple(np.random.default_rng(0).standard_normal((48, 32), np.float32) for _ in range(2))
 
     def on_cpu() -> bytes:
@@ -372,7 +372,7 @@ def test_a_fork_after_cuda_was_used(record_property: Record) -> None:
     answer = in_child(on_cuda).decode()
     record_property("message", answer.splitlines()[0])
     assert answer.startswith("ERROR RuntimeError"), answer
-    whole_backward(cuda, "default", "cuda", 1)  # the parent goes on
+    whole_backward(cuda, "default", "cuda", 1)  # the parent still works
     torch.cuda.synchronize()
 
 
@@ -382,7 +382,7 @@ def test_a_fork_after_cuda_was_used(record_property: Record) -> None:
 @pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: tens of GB")
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 def test_a_layer_past_two_to_the_31(recipe: str, record_property: Record) -> None:
-    """Through the adapter: the first and the last tokens as in a layer of these alone."""
+    """In the adapter, g_x of the first and last tokens and g_w are close to exact gradients."""
     tokens, ins, outs = 131_072 + 64, 16_400, 16
     torch.manual_seed(0)
     model = hot.HotLinear(ins, outs, config=recipe, bias=False).cuda().bfloat16()

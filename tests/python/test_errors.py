@@ -319,7 +319,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: hla(X[0]), r"x: shape \(16,\); expected 2 dimensions"),
         Case(lambda: hla(X, basis="high"), "basis: 'high' is not one of 'full'"),
         Case(lambda: hla(X, side="left"), "side: 'left' is not one of"),
-        Case(lambda: hla(X, basis="lowpass", rows=[1, 1]), "rows holds 1 twice"),
+        Case(lambda: hla(X, basis="lowpass", rows=[1, 1]), "rows contains 1 twice"),
         Case(lambda: hla(X, basis="lowpass", rows=[16]), r"rows\[0\] is 16"),
         Case(lambda: hla(X, basis="lowpass", rows=[]), "rows: "),
         Case(lambda: hla(X, rows=[1]), "rows was given with basis sketch"),

@@ -1,4 +1,4 @@
-/* Export macro and version. Included by every public header, the C one too. */
+/* Export macro and version. Every public header includes it, also the C header. */
 #ifndef HOT_API_H
 #define HOT_API_H
 

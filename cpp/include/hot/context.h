@@ -1,4 +1,4 @@
-// Where and how a call runs: device, stream or threads, random key. A cheap value; copy it freely.
+// Context of a call: device, stream or threads, random key. It is cheap to copy.
 #pragma once
 
 #include <cstddef>
@@ -12,18 +12,18 @@ struct CUstream_st;
 
 namespace hot {
 
-/// The same type as cudaStream_t, without a CUDA header.
+/// Same type as cudaStream_t, declared without a CUDA header.
 using Stream = struct CUstream_st*;
 
-/// Key of the counter-based random numbers (docs/numerics.md, "Random bits"). The same key and
-/// inputs give the same bits on every backend. `stream` tells layers apart, 0 <= stream < 8192.
+/// Key of the counter-based random numbers (docs/numerics.md, "Random bits"). Equal keys and inputs
+/// give equal bits on every backend. `stream` distinguishes layers, 0 <= stream < 8192.
 ///
-/// `counter` is for CUDA graphs, which replay the keys of their capture: kernels add its value to
-/// `offset` (mod 2^64) when they run, so every replay reads the current value. It points to memory
-/// of the context's device, aligned to 8 bytes, or is null. The caller owns it, keeps it alive as
-/// long as the work or a graph that holds it can run, and changes it only in stream order. It must
-/// not change between the compression of x and its backward: `sketch` needs the same numbers in
-/// both. The CPU backend reads it during the call.
+/// `counter` is for CUDA graphs, which replay the keys of their capture. Kernels add its value to
+/// `offset` (mod 2^64) when they run, so every replay uses the current value. It points to memory
+/// of the context's device, aligned to 8 bytes, or is null. The caller owns that memory. It must
+/// stay valid while work or a graph that uses it can run, and may change only in stream order. It
+/// must not change between the compression of x and its backward: `sketch` needs the same numbers
+/// in both. The CPU backend reads it during the call.
 struct Key {
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
@@ -32,26 +32,26 @@ struct Key {
 };
 
 /// Instruction sets of the CPU backend, in ascending order. All give the same bits. `amx` is
-/// AVX-512 with integer products by AMX; the first question for the best set asks Linux for the
-/// permission to use it (arch_prctl), for the whole process.
+/// AVX-512 with integer products by AMX. The first call of best_isa() asks Linux for permission to
+/// use AMX (arch_prctl), for the whole process.
 enum class Isa : std::uint8_t { plain, avx2, avx512, amx };
 
 HOT_API const char* isa_name(Isa isa) noexcept;
-/// The best instruction set of this machine that the library was built with.
+/// Best instruction set that this machine and the build support.
 HOT_API Isa best_isa() noexcept;
 
-/// Scratch memory on the context's device, any alignment. Its size comes from the `*_workspace`
-/// function beside each call (asked with the same context); a call that needs none takes `{}`.
+/// Scratch memory on the context's device, any alignment. Its size comes from the call's
+/// `*_workspace` function, with the same context. A call that needs none takes `{}`.
 struct Workspace {
   void* data = nullptr;
   std::size_t bytes = 0;
 };
 
-/// Threads of the program, for the CPU backend in place of its own: OpenMP's, say, which wait
-/// actively after their last work and would else hold the cores. `run` calls work(data) on as many
-/// as `threads` threads at the same time, and returns when all calls have returned; fewer calls, or
-/// none, are slower, not wrong. work neither throws nor waits. Several threads may be in `run` at
-/// once. A forked child does without.
+/// Threads of the program, which the CPU backend uses instead of its own pool. OpenMP's threads,
+/// for example, spin after their last task and would occupy the cores. `run` calls work(data) on up
+/// to `threads` threads at the same time and returns when all calls have returned. Fewer calls are
+/// slower but correct, even none. work neither throws nor waits. Several threads may be in `run` at
+/// once. After a fork, the child process does not use the executor.
 struct Executor {
   using Work = void (*)(void* data);
   void (*run)(void* state, int threads, Work work, void* data) = nullptr;
@@ -62,23 +62,23 @@ class ThreadPool;
 
 class HOT_API Context {
  public:
-  /// CPU backend with its own pool of `threads` threads (0: one for each core this process may
-  /// use). The result does not depend on the number.
+  /// CPU backend with its own pool of `threads` threads (0: one per core that this process may
+  /// use). Results do not depend on the number of threads.
   static Context cpu(int threads = 0);
-  /// The same with as many threads of the program, and none of its own. `executor.state` outlives
-  /// the context and its copies. Throws `invalid_argument` if there is no `run`.
+  /// CPU backend on up to `threads` threads of the program, without its own pool. `executor.state`
+  /// must outlive the context and its copies. Throws `invalid_argument` if `run` is null.
   static Context cpu(const Executor& executor, int threads = 0);
-  /// CUDA backend: work is queued on `stream` of CUDA device `device` (nullptr: the legacy default
+  /// CUDA backend: queues work on `stream` of CUDA device `device` (nullptr: the legacy default
   /// stream). Throws `unsupported` in a build without CUDA.
   static Context cuda(int device, Stream stream);
 
-  /// Throws `invalid_argument` for a stream or a counter that a Key cannot have.
+  /// Copy with another key. Throws `invalid_argument` for an invalid `stream` or `counter`.
   Context with_key(Key key) const;
-  /// Restrict the CPU backend to an instruction set; throws `unsupported` if the machine lacks it.
+  /// Copy restricted to a CPU instruction set. Throws `unsupported` if the machine lacks it.
   Context with_isa(Isa isa) const;
 
-  /// Restrict the CUDA backend to the kernels of an architecture, for tests and comparisons: 80
-  /// uses mma.sync on any GPU; 0, the default, chooses the best for the device.
+  /// Copy restricted to an architecture's CUDA kernels, for tests and comparisons. `arch` 80
+  /// selects mma.sync kernels on any GPU. The default, 0, selects the best kernels for the device.
   Context with_arch(int arch) const;
 
   Device device() const noexcept { return device_; }
@@ -99,8 +99,7 @@ class HOT_API Context {
   std::shared_ptr<ThreadPool> pool_;
 };
 
-/// What this build holds: "cpu" always; "cuda" with the architectures its kernels were compiled
-/// for, e.g. "80-real;90a-real", empty without CUDA.
+/// CUDA support of this build, and its architectures, e.g. "80-real;90a-real" ("" without CUDA).
 HOT_API bool built_with_cuda() noexcept;
 HOT_API const char* cuda_architectures() noexcept;
 

@@ -10,10 +10,10 @@
 namespace hot {
 
 enum class ErrorCode : std::uint8_t {
-  invalid_argument,     // the message names the argument, its value and the expected one
+  invalid_argument,     // the message names the argument, its value and the expected value
   unsupported,          // valid, but not on this device, in this build, or with these options
-  workspace_too_small,  // the message says how many bytes are needed
-  cuda,                 // a CUDA call failed; the message has its text
+  workspace_too_small,  // the message states the required bytes
+  cuda,                 // a CUDA call failed; the message contains CUDA's text
 };
 
 class HOT_API Error : public std::runtime_error {

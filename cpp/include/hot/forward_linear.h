@@ -15,8 +15,7 @@ struct ForwardLinearSpec {
   int hadamard_block = 64;  // block of the transform along I; power of two, 1 to 256
 };
 
-/// Whether this build and device can run forward_linear with the spec, and if not, why. Never
-/// throws.
+/// Reports if this build and device can run forward_linear, and the reason if not. Never throws.
 HOT_API Support forward_supported(const Context& context, const LinearShape& shape,
                                   const ForwardLinearSpec& spec) noexcept;
 
@@ -27,28 +26,29 @@ HOT_API std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t
                                          const ForwardLinearSpec& spec);
 
 /// Quantises w [O, I] (f32, f16, bf16, any strides) once for several calls of forward_linear with
-/// the same spec, which then give the same bits as with w itself. No random numbers.
+/// the same spec. Their bits equal those with w itself. No random numbers.
 ///
-/// @param out  forward_weight_bytes bytes, 16-byte aligned: codes [O, K], O scales; K is I
-///             rounded up to whole blocks n and to 16.
-/// Returns what forward_linear takes. docs/numerics.md: "Forward".
+/// @param out  forward_weight_bytes bytes, 16-byte aligned: codes [O, K], then O scales. K is I
+///             rounded up to a multiple of hadamard_block, then of 16.
+/// Returns the argument `w` of forward_linear. docs/numerics.md: "Forward".
 HOT_API ConstQuantizedWeight quantize_forward_weight(const Context& context,
                                                      const ConstTensorView& w,
                                                      const ForwardLinearSpec& spec,
                                                      const QuantizedWeight& out);
 
-/// x prepared for forward_linear: transformed along I, quantised. Layers with the same x share it.
+/// Memory for x prepared for forward_linear: transformed along I and quantised. Layers with the
+/// same x can share the result.
 struct QuantizedInput {
   void* data = nullptr;  // forward_input_bytes bytes, 16-byte aligned
   std::size_t bytes = 0;
 };
-/// A quantised x, as quantize_forward_input returns it.
+/// A quantised x, returned by quantize_forward_input.
 struct ConstQuantizedInput {
   const void* data = nullptr;
   std::size_t bytes = 0;
   std::int64_t tokens = 0;
   std::int64_t in_features = 0;
-  std::uint64_t format = 0;  // forward_input_format of the spec it was made with
+  std::uint64_t format = 0;  // forward_input_format of the spec that quantised it
 };
 
 /// Format id of an x quantised for the forward pass; never 0.
@@ -57,29 +57,29 @@ HOT_API std::uint64_t forward_input_format(const ForwardLinearSpec& spec);
 HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
                                         const ForwardLinearSpec& spec);
 
-/// Quantises x [L, I] (f32, f16, bf16; 2 to 4 dimensions whose leading ones collapse) once for
-/// several calls of forward_linear with the same spec, which then give the same bits as with x
-/// itself. No random numbers.
+/// Quantises x [L, I] once for several calls of forward_linear with the same spec. Their bits equal
+/// those with x itself. No random numbers.
 ///
-/// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, K], L scales; K as of
-///             quantize_forward_weight.
-/// Returns what forward_linear takes. docs/numerics.md: "Forward".
+/// @param x    f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
+/// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, K], then L scales. K is that
+///             of quantize_forward_weight.
+/// Returns the argument `x` of forward_linear. docs/numerics.md: "Forward".
 HOT_API ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                                    const ForwardLinearSpec& spec,
                                                    const QuantizedInput& out);
 
-/// Both forms of an x: for the forward product, and kept for backward.
+/// Both forms of an x: quantised for the forward product, and saved for backward.
 struct ForwardInput {
   ConstQuantizedInput quantized{};
   ConstSavedActivation saved{};
 };
 
-/// The same, and compress_activation of that x by `kept`, with the same bits as the two calls. On a
-/// GPU both forms come from one read of x where a kernel can (hot/explain.h says which).
+/// Combines quantize_forward_input and compress_activation, with the same bits as the two calls. On
+/// a GPU some kernels make both forms from one read of x (hot/explain.h lists the kernels).
 ///
-/// @param kept       how x is kept for backward.
+/// @param kept       spec of compress_activation.
 /// @param saved      saved_layout(...).bytes bytes, 16-byte aligned, no overlap with `out` or x.
-/// @param workspace  compress_activation_workspace bytes, for `kept`.
+/// @param workspace  compress_activation_workspace bytes for the spec `kept`.
 HOT_API ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                             const ForwardLinearSpec& spec,
                                             const QuantizedInput& out,
@@ -87,33 +87,33 @@ HOT_API ForwardInput quantize_forward_input(const Context& context, const ConstT
                                             const SavedActivation& saved,
                                             const Workspace& workspace);
 
-/// Scratch for forward_linear; `quantized_weight`, `quantized_input`: w, x were quantised before.
+/// Bytes of scratch for forward_linear. The flags say that the call gets w or x already quantised.
 HOT_API std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,
                                              const ForwardLinearSpec& spec, bool quantized_weight,
                                              bool quantized_input = false);
 
-/// y = x w^T + b by an INT8 product: both operands after a Hadamard transform in blocks along I,
-/// rounded to nearest, x with a scale for each token and w with one for each out feature.
+/// Computes y = x w^T + b by an INT8 product. Both operands are Hadamard-transformed in blocks
+/// along I and rounded to nearest, x with a scale per token, w with a scale per output feature.
 ///
 /// @param x     [L, I] f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
 /// @param w     [O, I] f32, f16 or bf16, any strides.
-/// @param bias  [O] f32, f16 or bf16, any stride; none: an empty view (ConstTensorView{}). Added in
-///              fp32 before the one rounding to y's type.
+/// @param bias  [O] f32, f16 or bf16, any stride, or an empty view (ConstTensorView{}) for none. It
+///              is added in fp32, before the result is rounded once to y's type.
 /// @param y     [L, O] f32, f16 or bf16, any row stride, no overlap with an input.
-/// Deterministic. A row of x or w with NaN or Inf makes that row or column of y NaN.
-/// docs/numerics.md: "Forward".
+/// Deterministic. NaN or Inf in a row of x makes that row of y NaN; in a row of w, that column.
+/// Throws `workspace_too_small`. docs/numerics.md: "Forward".
 HOT_API void forward_linear(const Context& context, const ConstTensorView& x,
                             const ConstTensorView& w, const ConstTensorView& bias,
                             const ForwardLinearSpec& spec, const TensorView& y,
                             const Workspace& workspace);
 
-/// The same with w quantised before (quantize_forward_weight).
+/// Overload for a w from quantize_forward_weight.
 HOT_API void forward_linear(const Context& context, const ConstTensorView& x,
                             const ConstQuantizedWeight& w, const ConstTensorView& bias,
                             const ForwardLinearSpec& spec, const TensorView& y,
                             const Workspace& workspace);
 
-/// The same with x quantised before (quantize_forward_input), and w as it is or quantised, too.
+/// Overloads for an x from quantize_forward_input, with a plain and with a quantised w.
 HOT_API void forward_linear(const Context& context, const ConstQuantizedInput& x,
                             const ConstTensorView& w, const ConstTensorView& bias,
                             const ForwardLinearSpec& spec, const TensorView& y,

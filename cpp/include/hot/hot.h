@@ -1,4 +1,4 @@
-// Everything of libhot.
+// All public headers of libhot.
 #pragma once
 
 #include "hot/api.h"

@@ -1,17 +1,17 @@
-/* libhot for C and for every language that can call C: the same core as hot/hot.h. Those headers
- * state what each stage computes, with shapes, dtypes and errors; docs/numerics.md defines the
- * bits.
+/* libhot for C and for every language that can call C. It has the same functions as hot/hot.h. The
+ * C++ headers document each stage: shapes, dtypes and errors. docs/numerics.md defines the bits.
  *
- * - Every function that can fail returns a hot_status: HOT_OK or the kind of error. After an error
- *   hot_last_error() has the text, and no output was written. No C++ exception leaves the library.
- * - Contexts are opaque handles. All other arguments are plain structs of the caller, with
- *   struct_size = sizeof the struct as the first member (the HOT_*_INIT macros set it). A later
- *   version adds members at the end and still takes the shorter structs of earlier ones. A longer
- *   struct, from a later header, is refused unless the members that this library lacks are zero.
- * - Enumerations are int32_t in structs and arguments; a value out of range is an error.
- * - Memory is the caller's. A pointer that is not said to be optional must not be null. The library
- *   allocates no device memory; sizes of scratch come from the *_workspace functions.
- * - A handle may be used by several threads as long as none changes or destroys it.
+ * - A function that can fail returns a hot_status: HOT_OK or the kind of error. After an error
+ *   hot_last_error() returns the text, and no output was written. No C++ exception leaves the
+ *   library.
+ * - Contexts are opaque handles. All other arguments are plain structs of the caller. Their first
+ *   member is struct_size, the sizeof of the struct (set by the HOT_*_INIT macros).
+ * - Later versions add members at the end and still accept shorter structs of earlier versions. A
+ *   longer struct is refused unless the members that this library lacks are zero.
+ * - Enumerations are int32_t in structs and arguments. A value out of range is an error.
+ * - The caller owns all memory. Pointers must not be null unless documented as optional. The
+ *   library allocates no device memory; the *_workspace functions return the sizes of scratch.
+ * - Several threads may use a handle as long as none changes or destroys it.
  *
  * C99, and C++. */
 #ifndef HOT_C_H
@@ -30,25 +30,25 @@ extern "C" {
 
 enum {
   HOT_OK = 0,
-  HOT_INVALID_ARGUMENT = 1,    /* the text names the argument, its value and the expected one */
-  HOT_UNSUPPORTED = 2,         /* valid, but not on this device, in this build or so combined */
-  HOT_WORKSPACE_TOO_SMALL = 3, /* the text says how many bytes are needed */
-  HOT_CUDA_ERROR = 4,          /* a CUDA call failed; the text has CUDA's own */
-  HOT_OUT_OF_MEMORY = 5,       /* of the host */
-  HOT_INTERNAL_ERROR = 6       /* a defect of the library */
+  HOT_INVALID_ARGUMENT = 1,    /* the text names the argument, its value and the expected value */
+  HOT_UNSUPPORTED = 2,         /* valid, but not on this device, in this build or combination */
+  HOT_WORKSPACE_TOO_SMALL = 3, /* the text states the required bytes */
+  HOT_CUDA_ERROR = 4,          /* a CUDA call failed; the text contains CUDA's message */
+  HOT_OUT_OF_MEMORY = 5,       /* host memory */
+  HOT_INTERNAL_ERROR = 6       /* a bug in the library */
 };
 typedef int32_t hot_status;
 
-/* "invalid_argument" and so on; "unknown" for another number. */
+/* Name of a status, for example "invalid_argument"; "unknown" for an unknown number. */
 HOT_API const char* hot_status_name(hot_status status);
 
-/* Error text of this thread's last failed call, valid until its next failed call; "" before any. */
+/* Error text of this thread's last failed call, valid until its next failed call; initially "". */
 HOT_API const char* hot_last_error(void);
 
-/* "major.minor.patch" of the library that was linked. */
+/* Version of the linked library, "major.minor.patch". */
 HOT_API const char* hot_version(void);
 
-/* Whether the library holds CUDA kernels (1 or 0), and the architectures they were compiled for. */
+/* CUDA support of this build (1 or 0), and the architectures of its kernels ("" without CUDA). */
 HOT_API int32_t hot_built_with_cuda(void);
 HOT_API const char* hot_cuda_architectures(void);
 
@@ -58,12 +58,12 @@ enum { HOT_F32 = 0, HOT_F16 = 1, HOT_BF16 = 2, HOT_I8 = 3, HOT_I32 = 4, HOT_I4X2
 enum { HOT_CPU = 0, HOT_CUDA = 1 }; /* device_type */
 enum { HOT_MAX_DIMS = 4 };
 
-/* Bytes of one element; 0 for an unknown dtype. HOT_I4X2 is two INT4 in one byte, low nibble first;
- * its shapes and strides count bytes. */
+/* Bytes of one element; 0 for an unknown dtype. HOT_I4X2 holds two INT4 per byte, low nibble first.
+ * Its shapes and strides count bytes. */
 HOT_API size_t hot_dtype_size(int32_t dtype);
 
-/* A strided array of the caller. Strides count elements. Inputs are only read, and may have zero or
- * negative strides. */
+/* A strided array of the caller. Strides count elements; those of inputs may be zero or negative.
+ * The library does not write to inputs. */
 typedef struct hot_tensor {
   size_t struct_size;
   void* data;
@@ -77,7 +77,7 @@ typedef struct hot_tensor {
 
 #define HOT_TENSOR_INIT {sizeof(hot_tensor), 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0}}
 
-/* A contiguous row-major matrix and a contiguous vector on the CPU. */
+/* Views of a contiguous row-major matrix and of a contiguous vector on the CPU. */
 static inline hot_tensor hot_matrix(void* data, int32_t dtype, int64_t rows, int64_t cols) {
   hot_tensor t = HOT_TENSOR_INIT;
   t.data = data;
@@ -103,38 +103,37 @@ static inline hot_tensor hot_vector(void* data, int32_t dtype, int64_t size) {
 
 typedef struct hot_context hot_context;
 
-/* The CPU with `threads` threads, 0: one for each core this process may use. */
+/* Context of the CPU with `threads` threads (0: one per core that this process may use). */
 HOT_API hot_status hot_context_cpu(int32_t threads, hot_context** out);
-/* The same with threads of the program: `run` calls work(data) on as many as `threads` threads at
- * the same time, and returns when all calls have returned (hot/context.h, Executor). `state`
- * outlives the context and its copies. */
+/* Context of the CPU on threads of the program. `run` calls work(data) on up to `threads` threads
+ * at the same time and returns when all calls have returned (hot/context.h, Executor). `state` must
+ * outlive the context and its copies. */
 typedef void (*hot_work)(void* data);
 typedef void (*hot_run)(void* state, int threads, hot_work work, void* data);
 HOT_API hot_status hot_context_cpu_on(hot_run run, void* state, int32_t threads, hot_context** out);
 
-/* CUDA device `device`; work is queued on `stream` (a cudaStream_t, null: the legacy default
- * stream). */
+/* Context of CUDA device `device`, which queues work on `stream` (a cudaStream_t; null: the legacy
+ * default stream). */
 HOT_API hot_status hot_context_cuda(int32_t device, void* stream, hot_context** out);
 
-/* Another context of the same device, stream or threads (which are shared), key and restrictions.
- */
+/* Copy of a context: same device, stream, key and restrictions. Copies share their threads. */
 HOT_API hot_status hot_context_copy(const hot_context* context, hot_context** out);
 
 /* `context` may be null. */
 HOT_API void hot_context_destroy(hot_context* context);
 
 /* Sets the random key of the following calls. `stream`, 0 to 8191, distinguishes layers. `counter`
- * is optional: a number in memory of the context's device, aligned to 8 bytes, which is added to
- * `offset` when the work runs (hot::Key in hot/context.h). */
+ * is optional. It points to a number in memory of the context's device, aligned to 8 bytes, which
+ * is added to `offset` when the work runs (hot::Key in hot/context.h). */
 HOT_API hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t offset,
                                        uint32_t stream, const uint64_t* counter);
 
-/* Restrict the CPU to an instruction set, up to the best of this machine and build. */
+/* Restricts the CPU to an instruction set, at most hot_best_isa(). */
 enum { HOT_ISA_PLAIN = 0, HOT_ISA_AVX2 = 1, HOT_ISA_AVX512 = 2, HOT_ISA_AMX = 3 };
 HOT_API int32_t hot_best_isa(void);
 HOT_API hot_status hot_context_set_isa(hot_context* context, int32_t isa);
 
-/* Restrict CUDA to the kernels of an architecture: 80, or 0 for the best of the device. */
+/* Restricts CUDA to the kernels of an architecture: 80, or 0 for the best of the device. */
 HOT_API hot_status hot_context_set_arch(hot_context* context, int32_t arch);
 
 /* Threads of a CPU context; 0 for CUDA and for null. */
@@ -145,12 +144,12 @@ HOT_API int32_t hot_context_threads(const hot_context* context);
 enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_TOKEN = 1, HOT_SCALE_CHANNEL = 2 };
 enum { HOT_NEAREST = 0, HOT_STOCHASTIC = 1, HOT_PSEUDO_STOCHASTIC = 2 };
 enum { HOT_BASIS_FULL = 0, HOT_BASIS_LOWPASS = 1, HOT_BASIS_SEQUENCY = 2, HOT_BASIS_SKETCH = 3 };
-/* gw_scale. */
+/* Numbers of gw_scale. */
 enum { HOT_GW_SCALE_TENSOR = 0, HOT_GW_SCALE_CHANNEL = 1, HOT_GW_SCALE_TOKEN = 2 };
 enum { HOT_STORAGE_INT8 = 0, HOT_STORAGE_INT4 = 1 };
 enum { HOT_SIDE_ACTIVATION = 0, HOT_SIDE_GRADIENT = 1 };
 
-/* hot::BackwardLinearSpec, its LowRank included. Filled by hot_spec_recipe; then change fields. */
+/* hot::BackwardLinearSpec with its LowRank. Fill it by hot_spec_recipe, then change fields. */
 typedef struct hot_spec {
   size_t struct_size;
   int32_t hadamard_block;
@@ -160,7 +159,7 @@ typedef struct hot_spec {
   int32_t basis;
   int32_t block;
   int32_t rank;
-  const int32_t* rows; /* of basis lowpass, optional: the rows to keep */
+  const int32_t* rows; /* optional, for basis lowpass: the rows to keep */
   size_t row_count;
   int32_t grid_h, grid_w, prefix_tokens; /* 0: one flat sequence */
   int32_t gw_scale;                      /* HOT_GW_SCALE_* */
@@ -172,15 +171,14 @@ typedef struct hot_spec {
 
 #define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 
-/* The recipe of that name: "default", "fast", "paper", "accurate".
- * spec->struct_size is read. */
+/* Fills `spec` with a recipe: "default", "fast", "paper" or "accurate". Reads spec->struct_size. */
 HOT_API hot_status hot_spec_recipe(const char* name, hot_spec* spec);
 
-/* The same fields by name, as hotcore.HotConfig has them, and their values as text: a number,
- * "true" or "false", a choice such as "stochastic", "height,width" of token_grid ("" for none). Set
- * refuses what is no value of the field, and "rows", which is an array of the caller; the
- * combination of all fields is checked by the calls that take the spec. Get writes at most `bytes`
- * with the 0 at the end; 256 are enough for every field. */
+/* Set and get a field by its name in hotcore.HotConfig. Values are text: a number, "true" or
+ * "false", a choice such as "stochastic", or "height,width" for token_grid ("" for none). Set
+ * refuses invalid values, and "rows", which is an array of the caller. The calls that take the spec
+ * check combinations of fields. Get writes at most `bytes` bytes with the final 0; 256 bytes are
+ * enough for every field. */
 HOT_API hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text);
 HOT_API hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes);
 
@@ -190,7 +188,7 @@ HOT_API const char* hot_spec_field(int32_t index);
 /* Name of recipe `index`; null past the last. */
 HOT_API const char* hot_recipe_name(int32_t index);
 
-/* HOT_OK, or HOT_UNSUPPORTED with the reason as hot_last_error(). */
+/* Returns HOT_OK, or HOT_UNSUPPORTED with the reason in hot_last_error(). */
 HOT_API hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                                  int64_t in_features, const hot_spec* spec);
 
@@ -199,15 +197,15 @@ HOT_API hot_status hot_supported(const hot_context* context, int64_t tokens, int
 HOT_API hot_status hot_fwht(const hot_context* context, const hot_tensor* x, int32_t axis,
                             int32_t block, const hot_tensor* out);
 
-/* `rows` gets `block` numbers. HOT_BASIS_LOWPASS and HOT_BASIS_SEQUENCY only. */
+/* Writes `block` numbers to `rows`. HOT_BASIS_LOWPASS and HOT_BASIS_SEQUENCY only. */
 HOT_API hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows);
 
-/* Reads the fields from basis to prefix_tokens of `spec`. */
+/* Both functions read the fields of `spec` from basis to prefix_tokens. */
 HOT_API hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows);
 HOT_API hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
                            int32_t side, const hot_tensor* out);
 
-/* `bits` 8 or 4, `granularity` HOT_SCALE_*. `scale` holds 1, R or C elements. */
+/* `bits` is 8 or 4, `granularity` one of HOT_SCALE_*. `scale` holds 1, R or C elements. */
 HOT_API hot_status hot_quantize(const hot_context* context, const hot_tensor* x, int32_t bits,
                                 int32_t granularity, int32_t rounding, const hot_tensor* q,
                                 const hot_tensor* scale);
@@ -220,7 +218,7 @@ HOT_API hot_status hot_pack_int4(const hot_context* context, const hot_tensor* q
 HOT_API hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
                                    const hot_tensor* out);
 
-/* Both scales are null for the bare sums in an int32 `out`. */
+/* Both scales are null for unscaled sums in an int32 `out`. */
 HOT_API hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                                       size_t* bytes);
 HOT_API hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a,
@@ -244,12 +242,12 @@ typedef struct hot_saved_layout {
   int64_t row_bytes;
   int64_t scales;
   size_t scale_offset;
-  size_t exponent_offset; /* of the tokens' exponents, a byte each, where they are equalised */
+  size_t exponent_offset; /* start of the token exponents (one byte each) of equalised tokens */
 } hot_saved_layout;
 
 #define HOT_SAVED_LAYOUT_INIT {sizeof(hot_saved_layout), 0, 0, 0, 0, 0, 0, 0, 0}
 
-/* A compressed activation: what hot_compress_activation filled in, kept until backward. */
+/* A compressed activation, filled by hot_compress_activation and kept until backward. */
 typedef struct hot_saved {
   size_t struct_size;
   const void* data;
@@ -260,12 +258,12 @@ typedef struct hot_saved {
   const uint64_t* key_counter;
   uint32_t key_stream;
   uint32_t reserved; /* 0 */
-  uint64_t format;   /* of the spec it was made with; backward refuses another */
+  uint64_t format;   /* identifies the spec; backward refuses another format */
 } hot_saved;
 
 #define HOT_SAVED_INIT {sizeof(hot_saved), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 
-/* A quantised weight: what hot_quantize_weight filled in. */
+/* A quantised weight, filled by hot_quantize_weight. */
 typedef struct hot_weight {
   size_t struct_size;
   const void* data;
@@ -277,7 +275,7 @@ typedef struct hot_weight {
 
 #define HOT_WEIGHT_INIT {sizeof(hot_weight), 0, 0, 0, 0, 0}
 
-/* An x quantised for the forward product: what hot_quantize_forward_input filled in. */
+/* An x quantised for the forward product, filled by hot_quantize_forward_input. */
 typedef struct hot_input {
   size_t struct_size;
   const void* data;
@@ -289,19 +287,19 @@ typedef struct hot_input {
 
 #define HOT_INPUT_INIT {sizeof(hot_input), 0, 0, 0, 0, 0}
 
-/* Outputs of a backward pass. A null gradient is not computed; at least one is not null. */
+/* Outputs of a backward pass. A null gradient is not computed; at least one must not be null. */
 typedef struct hot_gradients {
   size_t struct_size;
   const hot_tensor* gx; /* [L, I] */
   const hot_tensor* gw; /* [O, I] */
   const hot_tensor* gb; /* [O] */
-  int32_t accumulate;   /* not 0: g_w and g_b are added to the values there */
+  int32_t accumulate;   /* not 0: adds g_w and g_b to the values in their arrays */
   int32_t reserved;     /* 0 */
 } hot_gradients;
 
 #define HOT_GRADIENTS_INIT {sizeof(hot_gradients), 0, 0, 0, 0, 0}
 
-/* Fills `layout`; reads its struct_size. */
+/* Fills `layout`. Reads its struct_size. */
 HOT_API hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_spec* spec,
                                        hot_saved_layout* layout);
 
@@ -309,14 +307,14 @@ HOT_API hot_status hot_compress_activation_workspace(const hot_context* context,
                                                      int64_t in_features, const hot_spec* spec,
                                                      size_t* bytes);
 
-/* Compresses x into `data`, 16-byte aligned, of at least the layout's bytes, and fills `saved` (its
- * struct_size is read). */
+/* Compresses x into `data` (16-byte aligned, at least the bytes of the layout) and fills `saved`.
+ * Reads saved->struct_size. */
 HOT_API hot_status hot_compress_activation(const hot_context* context, const hot_tensor* x,
                                            const hot_spec* spec, void* data, size_t bytes,
                                            void* workspace, size_t workspace_bytes,
                                            hot_saved* saved);
 
-/* Decodes tokens `first` to `last` of an x saved with basis full into `out` [last - first, I]. */
+/* Decodes tokens [first, last) of an x saved with basis full into `out` [last - first, I]. */
 HOT_API hot_status hot_decompress_activation(const hot_context* context, const hot_saved* saved,
                                              int64_t first, int64_t last, const hot_spec* spec,
                                              const hot_tensor* out);
@@ -326,7 +324,7 @@ HOT_API hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_f
 HOT_API hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,
                                                  int64_t in_features, const hot_spec* spec,
                                                  size_t* bytes);
-/* `data` 16-byte aligned, of exactly hot_quantized_weight_bytes. */
+/* `data` is 16-byte aligned and has exactly hot_quantized_weight_bytes bytes. */
 HOT_API hot_status hot_quantize_weight(const hot_context* context, const hot_tensor* w,
                                        const hot_spec* spec, void* data, size_t bytes,
                                        void* workspace, size_t workspace_bytes, hot_weight* weight);
@@ -336,7 +334,7 @@ HOT_API hot_status hot_backward_linear_workspace(const hot_context* context, int
                                                  const hot_spec* spec, int32_t need_gx,
                                                  int32_t need_gw, size_t* bytes);
 
-/* `w` (or `weight`) is needed for gx only, `saved` for gw only; otherwise they may be null. */
+/* `w` (or `weight`) is needed for gx only, and `saved` for gw only. Otherwise they may be null. */
 HOT_API hot_status hot_backward_linear(const hot_context* context, const hot_tensor* gy,
                                        const hot_tensor* w, const hot_saved* saved,
                                        const hot_spec* spec, const hot_gradients* out,
@@ -355,25 +353,25 @@ typedef struct hot_forward_spec {
 
 #define HOT_FORWARD_SPEC_INIT {sizeof(hot_forward_spec), 64, 0}
 
-/* HOT_OK, or HOT_UNSUPPORTED with the reason as hot_last_error(). */
+/* Returns HOT_OK, or HOT_UNSUPPORTED with the reason in hot_last_error(). */
 HOT_API hot_status hot_forward_supported(const hot_context* context, int64_t tokens,
                                          int64_t out_features, int64_t in_features,
                                          const hot_forward_spec* spec);
 
 HOT_API hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
                                             const hot_forward_spec* spec, size_t* bytes);
-/* `data` 16-byte aligned, of exactly hot_forward_weight_bytes. */
+/* `data` is 16-byte aligned and has exactly hot_forward_weight_bytes bytes. */
 HOT_API hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
                                                const hot_forward_spec* spec, void* data,
                                                size_t bytes, hot_weight* weight);
 
-/* `quantized_weight` not 0: for hot_forward_linear_quantized. */
+/* Set `quantized_weight` for hot_forward_linear_quantized. */
 HOT_API hot_status hot_forward_linear_workspace(const hot_context* context, int64_t tokens,
                                                 int64_t out_features, int64_t in_features,
                                                 const hot_forward_spec* spec,
                                                 int32_t quantized_weight, size_t* bytes);
 
-/* `bias` may be null: none. */
+/* `bias` is optional. */
 HOT_API hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x,
                                       const hot_tensor* w, const hot_tensor* bias,
                                       const hot_forward_spec* spec, const hot_tensor* y,
@@ -385,22 +383,22 @@ HOT_API hot_status hot_forward_linear_quantized(const hot_context* context, cons
 
 HOT_API hot_status hot_forward_input_bytes(int64_t tokens, int64_t in_features,
                                            const hot_forward_spec* spec, size_t* bytes);
-/* Quantises x into `data`, 16-byte aligned, of exactly hot_forward_input_bytes, and fills `input`
- * (its struct_size is read). `kept` null: no more, and the arguments after it are not looked at.
- * Otherwise it also does what hot_compress_activation does with the spec `kept`, into `saved_data`;
- * the workspace is hot_compress_activation_workspace of `kept`. */
+/* Quantises x into `data` (16-byte aligned, exactly hot_forward_input_bytes bytes) and fills
+ * `input`. Reads input->struct_size. If `kept` is null, the arguments after it are ignored.
+ * Otherwise the call also performs hot_compress_activation with the spec `kept` into `saved_data`.
+ * Its workspace is hot_compress_activation_workspace of `kept`. */
 HOT_API hot_status hot_quantize_forward_input(const hot_context* context, const hot_tensor* x,
                                               const hot_forward_spec* spec, void* data,
                                               size_t bytes, hot_input* input, const hot_spec* kept,
                                               void* saved_data, size_t saved_bytes, void* workspace,
                                               size_t workspace_bytes, hot_saved* saved);
 
-/* For hot_forward_linear_input; `quantized_weight` not 0: with a `weight`. */
+/* Workspace of hot_forward_linear_input. Set `quantized_weight` if the call gets a `weight`. */
 HOT_API hot_status hot_forward_linear_input_workspace(const hot_context* context, int64_t tokens,
                                                       int64_t out_features, int64_t in_features,
                                                       const hot_forward_spec* spec,
                                                       int32_t quantized_weight, size_t* bytes);
-/* hot_forward_linear with x quantised before; one of `w` and `weight` is null. */
+/* hot_forward_linear for an x from hot_quantize_forward_input. One of `w` and `weight` is null. */
 HOT_API hot_status hot_forward_linear_input(const hot_context* context, const hot_input* x,
                                             const hot_tensor* w, const hot_weight* weight,
                                             const hot_tensor* bias, const hot_forward_spec* spec,

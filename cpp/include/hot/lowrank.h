@@ -11,15 +11,15 @@
 namespace hot {
 
 enum class Basis : std::uint8_t {
-  full,      // no transform, every token kept
-  lowpass,   // the paper's: the lowest rows of the two-dimensional Walsh order, or any row list
-  sequency,  // the lowest rows of the one-dimensional sequency order
-  sketch,    // unbiased: a random subspace for each block
+  full,      // no transform, all tokens kept
+  lowpass,   // the paper's basis: lowest rows of the two-dimensional Walsh order, or any row list
+  sequency,  // lowest rows of the one-dimensional sequency order
+  sketch,    // unbiased: a random subspace per block
 };
 
 HOT_API const char* basis_name(Basis basis) noexcept;
 
-/// Layout of the L tokens: samples of `prefix_tokens` class tokens and a grid of `grid_h` x
+/// Layout of the L tokens. A sample has `prefix_tokens` class tokens, then a grid of `grid_h` x
 /// `grid_w` patches. All zero: one flat sequence.
 struct TokenLayout {
   int grid_h = 0;
@@ -30,23 +30,22 @@ struct TokenLayout {
 struct LowRank {
   Basis basis = Basis::full;
   int block = 16;
-  int rank = 16;          // kept rows of a block; ignored by `full` and where `rows` is given
-  std::vector<int> rows;  // `lowpass` only: the natural-order rows to keep, distinct, any order
+  int rank = 16;          // kept rows of a block; ignored by `full` and if `rows` is not empty
+  std::vector<int> rows;  // `lowpass` only: natural-order rows to keep, distinct, in any order
   TokenLayout layout{};
 };
 
-/// The operand of the product that is projected. `gradient` carries the weights of `sketch` and the
-/// larger part of the prefix factor.
+/// Operand of g_w that is projected. The side `gradient` applies the weights of `sketch`. Each side
+/// applies its part of the prefix factor (docs/numerics.md, "Low rank").
 enum class Side : std::uint8_t { activation, gradient };
 
-/// Row order of a basis for blocks of `block`: the first r entries are the rows kept at rank r.
-/// `lowpass` and `sequency` only.
+/// Row order of `lowpass` or `sequency` for a block size: rank r keeps the first r entries.
 HOT_API std::vector<int> basis_order(Basis basis, int block);
 
-/// Rows of the projection of L tokens (K in docs/numerics.md, without padding).
+/// Number of rows of the projection of L tokens (K in docs/numerics.md, without padding).
 HOT_API std::int64_t hla_rows(std::int64_t tokens, const LowRank& spec);
 
-/// out[K, C] = P x for x [L, C]: blocks of tokens transformed, `rank` rows of each kept.
+/// Computes out [K, C] = P x for x [L, C]: transforms blocks of tokens and keeps `rank` rows each.
 ///
 /// @param x     f32, f16 or bf16, any strides.
 /// @param out   [hla_rows(L), C], f32, f16 or bf16; no overlap with x.

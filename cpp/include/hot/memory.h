@@ -1,6 +1,6 @@
-// Owning tensors and buffers, for programs without their own. Header only and optional: every call
-// of the library takes plain views and allocates no device memory. These classes allocate by
-// functions that the program passes (on the CPU by default the C++ library's).
+// Owning tensors and buffers, for programs without their own. Header only and optional: all other
+// calls take views and allocate no device memory. These classes allocate with functions that the
+// program passes (default: host_allocator()).
 #pragma once
 
 #include <algorithm>
@@ -20,20 +20,19 @@
 
 namespace hot {
 
-/// Alignment of every Buffer; the CUDA allocators give it too.
+/// Alignment of every Buffer, equal to that of CUDA allocators.
 inline constexpr std::size_t buffer_alignment = 256;
 
-/// Allocates and frees memory of one device. `allocate` gets a size above 0 and returns memory
-/// aligned to 256 bytes, throws, or returns null; `release` gets the returned pointer and must not
-/// throw. With CUDA use, for example, cudaMalloc and cudaFree, or a pool's functions on the stream
-/// of the calls.
+/// Allocates and frees memory of one device. `allocate` gets a size above 0. It returns memory
+/// aligned to 256 bytes, returns null, or throws. `release` must not throw. With CUDA use, for
+/// example, cudaMalloc and cudaFree, or a pool's functions on the stream of the calls.
 struct Allocator {
   Device device{};
   std::function<void*(std::size_t bytes)> allocate;
   std::function<void(void* data)> release;
 };
 
-/// Zeroed memory of the C++ library (std::aligned_alloc is not in Microsoft's).
+/// Allocator of zeroed host memory. It uses operator new: Microsoft lacks std::aligned_alloc.
 inline Allocator host_allocator() {
   return {Device{},
           [](std::size_t bytes) {
@@ -45,7 +44,7 @@ inline Allocator host_allocator() {
           [](void* data) { ::operator delete(data, std::align_val_t{buffer_alignment}); }};
 }
 
-/// Bytes of one device, freed with the object. Moves, never copies.
+/// Memory of one device, freed by the destructor. Movable, not copyable.
 class Buffer {
  public:
   Buffer() = default;
@@ -84,13 +83,12 @@ class Buffer {
   Allocator allocator_{};
 };
 
-/// A contiguous row-major array of 1 to 4 dimensions. Zeroed on the CPU; another allocator decides
-/// for itself.
+/// A contiguous row-major array of 1 to 4 dimensions, zeroed if the allocator zeroes memory.
 class Tensor {
  public:
   Tensor() = default;
-  /// Throws `invalid_argument` for no dimensions, more than four, a negative one, or more elements
-  /// than an address counts (a size of 0 counts as 1).
+  /// Throws `invalid_argument` unless there are 1 to 4 dimensions, no negative size, and at most
+  /// PTRDIFF_MAX / 8 elements (a size of 0 counts as 1).
   Tensor(DType dtype, std::initializer_list<std::int64_t> shape,
          Allocator allocator = host_allocator()) {
     if (shape.size() < 1 || shape.size() > static_cast<std::size_t>(max_dims)) {
@@ -101,19 +99,19 @@ class Tensor {
     view_.dtype = dtype;
     view_.device = allocator.device;
     size_ = 1;
-    std::int64_t most = PTRDIFF_MAX / 8;  // elements; a dtype has up to 4 bytes
+    std::int64_t limit = PTRDIFF_MAX / 8;  // elements left; an element has up to 4 bytes
     for (const std::int64_t size : shape) {
       if (size < 0) {
         throw Error(ErrorCode::invalid_argument, "Tensor: shape[" + std::to_string(view_.ndim) +
                                                      "] is " + std::to_string(size) +
                                                      "; expected no negative size");
       }
-      if (size > most) {
+      if (size > limit) {
         throw Error(ErrorCode::invalid_argument, "Tensor: shape[" + std::to_string(view_.ndim) +
                                                      "] is " + std::to_string(size) +
                                                      "; expected fewer elements");
       }
-      if (size > 0) most /= size;
+      if (size > 0) limit /= size;
       view_.shape[view_.ndim++] = size;
       size_ *= size;
     }
@@ -134,11 +132,11 @@ class Tensor {
   Tensor& operator=(const Tensor&) = delete;
   ~Tensor() = default;
 
-  /// A view for calls of the library, valid until the tensor is moved or destroyed.
+  /// View for calls of the library, valid until the tensor is moved or destroyed.
   const TensorView& view() noexcept { return view_; }
   ConstTensorView view() const noexcept { return view_; }
 
-  /// The elements, of the type that the dtype means.
+  /// Pointer to the elements. T must match the dtype.
   template <class T>
   T* data() noexcept {
     return static_cast<T*>(buffer_.data());
@@ -162,16 +160,15 @@ class Tensor {
   std::int64_t size_ = 0;
 };
 
-/// Scratch that grows to the largest call. One object serves calls that run in order: on one
-/// stream, or in one CPU thread. Growing frees the smaller buffer; on CUDA the allocator must keep
-/// that memory until queued work is done, as cudaFree and cudaFreeAsync on the stream of the calls
-/// do.
+/// Scratch that grows to the size of the largest call. One object serves calls that run in order:
+/// on one stream, or in one CPU thread. Growing frees the smaller buffer. On CUDA the allocator
+/// must defer this until queued work is done; cudaFree, and cudaFreeAsync on that stream, do so.
 class ScratchBuffer {
  public:
   explicit ScratchBuffer(Allocator allocator = host_allocator())
       : allocator_(std::move(allocator)) {}
 
-  /// At least `bytes` bytes, for the next call.
+  /// Returns at least `bytes` bytes, valid until the next call that asks for more.
   Workspace at_least(std::size_t bytes) {
     if (bytes > buffer_.bytes()) {
       buffer_ = Buffer();
@@ -185,12 +182,12 @@ class ScratchBuffer {
   Buffer buffer_;
 };
 
-/// x of one layer between forward and backward: the bytes and their description. Every step of the
-/// same size reuses the memory.
+/// Saved activation of one layer between forward and backward: the bytes and their description.
+/// Steps of the same size reuse the memory.
 class SavedBuffer {
  public:
   explicit SavedBuffer(Allocator allocator = host_allocator()) : allocator_(std::move(allocator)) {}
-  /// The other keeps nothing, and can only be assigned to or destroyed.
+  /// Afterwards `other` is empty and can only be assigned to or destroyed.
   SavedBuffer(SavedBuffer&& other) noexcept
       : allocator_(std::move(other.allocator_)),
         buffer_(std::move(other.buffer_)),
@@ -202,7 +199,7 @@ class SavedBuffer {
     return *this;
   }
 
-  /// compress_activation of x [.., I]; the key is the context's.
+  /// Runs compress_activation for x [.., I] with the context's key.
   void compress(const Context& context, const ConstTensorView& x, const BackwardLinearSpec& spec,
                 ScratchBuffer& scratch) {
     const int dims = std::clamp(x.ndim, 0, max_dims);  // compress_activation refuses others
@@ -220,7 +217,7 @@ class SavedBuffer {
         scratch.at_least(compress_activation_workspace(context, tokens, in_features, spec)));
   }
 
-  /// For backward_linear, which refuses it before the first compress.
+  /// Argument `saved` of backward_linear, which refuses it before the first compress().
   operator const ConstSavedActivation&() const noexcept { return saved_; }
   std::size_t bytes() const noexcept { return saved_.bytes; }
 

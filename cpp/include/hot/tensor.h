@@ -14,10 +14,10 @@ enum class DType : std::uint8_t {
   bf16,
   i8,
   i32,
-  i4x2,  // two INT4 a byte, low nibble first; shapes and strides of such a view count bytes
+  i4x2,  // two INT4 per byte, low nibble first; shapes and strides of its views count bytes
 };
 
-/// Bytes of one element of a view (i4x2: 1, a byte holds two values).
+/// Bytes of one element of a view (i4x2: 1 byte, which holds two values).
 HOT_API std::size_t dtype_size(DType dtype) noexcept;
 HOT_API const char* dtype_name(DType dtype) noexcept;
 
@@ -34,8 +34,8 @@ inline bool operator!=(Device a, Device b) noexcept { return !(a == b); }
 
 inline constexpr int max_dims = 4;
 
-/// A read-only strided array. Strides count elements, may be zero or negative for inputs; only
-/// element alignment of `data` is assumed.
+/// A read-only strided array. Strides count elements; those of inputs may be zero or negative.
+/// `data` needs element alignment only.
 struct ConstTensorView {
   const void* data = nullptr;
   DType dtype = DType::f32;
@@ -57,7 +57,7 @@ struct TensorView {
   operator ConstTensorView() const noexcept;
 };
 
-/// Contiguous vector, and row-major matrix whose rows are `ld` elements apart (0: `cols`).
+/// View of a contiguous vector, or of a row-major matrix with row stride `ld` (0: `cols`).
 HOT_API ConstTensorView vector(const void* data, DType dtype, std::int64_t size,
                                Device device = {}) noexcept;
 HOT_API TensorView vector(void* data, DType dtype, std::int64_t size, Device device = {}) noexcept;

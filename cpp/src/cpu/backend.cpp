@@ -34,8 +34,8 @@ void fill_zero(const Context& context, const MatrixOut& out) {
 }
 
 std::int64_t task_elements(const Context& context, std::int64_t total) {
-  constexpr std::int64_t least = 4096, most = 32768;
-  return std::clamp(ceil_div(total, std::int64_t{8} * context.threads()), least, most);
+  constexpr std::int64_t least = 4096, limit = 32768;
+  return std::clamp(ceil_div(total, std::int64_t{8} * context.threads()), least, limit);
 }
 
 void atomic_max(std::uint32_t* pattern, std::uint32_t value) {
@@ -88,10 +88,10 @@ void store_run(const SimdKernels& simd, const float* src, std::int64_t count, vo
 namespace {
 
 bool is_resized(const MatrixIn& x, std::int64_t row) {
-  return x.exponents != nullptr && x.exponents[row] != 127;  // times 1
+  return x.exponents != nullptr && x.exponents[row] != 127;  // 127: factor 1
 }
 
-// What a row with an exponent is multiplied by.
+// Factor of a row with an exponent.
 float row_power(const MatrixIn& x, std::int64_t row) {
   const std::uint32_t biased = x.exponents[row];
   return float_from_bits((x.divide ? 254U - biased : biased) << 23);

@@ -1,5 +1,4 @@
-// The CPU backend, the executable definition of docs/numerics.md. One file for each stage; the
-// inner loops are in simd_*.cpp.
+// The CPU backend, the executable definition of docs/numerics.md. Inner loops are in simd_*.cpp.
 #pragma once
 
 #include "backward_work.h"
@@ -44,30 +43,29 @@ class CpuBackend final : public Backend {
                 const Workspace&) const override;
   // forward_linear.cpp
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
-  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
 };
 
-// The stages of compress_activation; `x` is equalised where that is wanted.
+// Stages of compress_activation. `x` of compress_groups is divided by its token exponents, if any.
 void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents);  // quantize.cpp
 void compress_groups(const Context&, const MatrixIn& x, const CompressJob&);       // quantize.cpp
 
-// Stages whose parts join the phases of a backward pass. Each adds its tasks to a phase; what a
-// part needs has to have been run in a phase before. The single scale of a whole operand is its
-// scales' first element.
+// The following stages consist of parts. A part adds its tasks to a phase of the backward pass and
+// may read only results of earlier phases. A single scale is the first element of `scale`.
 
-// Rows of g_y, x or w. quantize.cpp
+// Quantises rows of g_y, x or w. quantize.cpp
 class QuantizeRows {
  public:
   QuantizeRows(const Context&, const RowsJob&);
-  // The codes' pass also finds the columns' largest values, as bit patterns: one read of x less.
-  // For x of at most most_found columns and a scale for each row.
+  // Makes `codes` also find the largest values of x's columns (bit patterns), which saves a read of
+  // x. Requires at most most_found columns and a scale per row.
   void find_columns(std::uint32_t* amax);
   static constexpr std::int64_t most_found = 4096;
 
-  void add_largest(Phase&) const;  // nothing, unless one scale is for all
+  void add_largest(Phase&) const;  // only for a single scale
   void add_codes(Phase&) const;
   void finish() const;
 
@@ -82,7 +80,7 @@ class QuantizeRows {
   std::uint32_t* columns_ = nullptr;
 };
 
-// x as packed codes to INT8. quantize.cpp
+// Requantises x from packed codes to INT8. quantize.cpp
 class RequantizeGroups {
  public:
   RequantizeGroups(const Context&, const GroupsJob&);
@@ -97,19 +95,19 @@ class RequantizeGroups {
   std::int64_t per_task_;
 };
 
-// A stage that needs a strip's largest values before it rounds keeps up to this many rows on the
-// stack (384 KB) if there are enough strips for all threads.
+// Rows of a strip that QuantizeColumns keeps on the stack (384 KB) between largest values and
+// rounding, if there are enough strips for all threads.
 inline constexpr std::int64_t most_kept_rows = 1536;
 inline bool keeps_strips(const Context& context, std::int64_t strips, std::int64_t rows) {
   return rows <= most_kept_rows && strips >= std::int64_t{4} * context.threads();
 }
 
-// The tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads;
-// whole strips where the stage can keep them. lowrank.cpp
+// Tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads.
+// Strips stay whole if the stage can keep their rows. lowrank.cpp
 class StripTasks {
  public:
   struct Task {
-    std::int64_t col, begin, end;  // the first column, a range of blocks
+    std::int64_t col, begin, end;  // first column, range of blocks
   };
   StripTasks(const Context&, const MatrixIn& x, const Projection&, bool may_be_whole = false);
   bool whole() const { return whole_; }
@@ -121,14 +119,14 @@ class StripTasks {
   bool whole_ = false;
 };
 
-// Rows of P x, transposed. Until `finish`, the scales' memory holds the largest values' bit
-// patterns. lowrank.cpp
+// Quantises P x, transposed. Until `finish`, `scale` holds bit patterns of the largest values.
+// lowrank.cpp
 class QuantizeColumns {
  public:
   QuantizeColumns(const Context&, const ColumnsJob&);
   std::uint32_t* amax() const;
-  void add_largest(Phase&) const;                    // of whole strips the codes, too
-  void add_codes(Phase&, bool found = false) const;  // found: the largest values, elsewhere
+  void add_largest(Phase&) const;                         // also writes the codes of whole strips
+  void add_codes(Phase&, bool amax_known = false) const;  // amax_known: amax() is filled
   void add_finish(Phase&) const;
 
  private:
@@ -140,13 +138,13 @@ class QuantizeColumns {
 
   const SimdKernels& simd_;
   ColumnsJob job_;
-  RandomKey random_;  // of the sketch
+  RandomKey random_;  // key of the sketch
   Rounder rounder_;
   StripTasks tasks_;
   std::int64_t scales_;
 };
 
-// g_b. lowrank.cpp
+// Computes g_b. lowrank.cpp
 class SumColumns {
  public:
   SumColumns(const Context& context, const MatrixIn& x, const MatrixOut& out, bool accumulate)
@@ -162,7 +160,7 @@ class SumColumns {
   bool accumulate_;
 };
 
-// An integer product: b as panels, the starts of a's sums, then the tiles. gemm.cpp
+// Integer product: panels of b, initial sums of a's rows, tiles. gemm.cpp
 class Product {
  public:
   Product(const Context&, const GemmArgs&, void* workspace);
@@ -189,39 +187,39 @@ class Product {
   std::int32_t* bias_ = nullptr;
 };
 
-// Stages by themselves.
+// Stages that run on their own.
 void quantize_rows(const Context&, const RowsJob&);
 void quantize_columns(const Context&, const ColumnsJob&);
 void gemm_token(const Context&, const GemmArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);               // backend.cpp
-// Codes as nibbles, the lower first; the last upper one is 0 where the count is odd. pack.cpp
+// Packs codes as nibbles, low nibble first. An odd count leaves the last high nibble 0. pack.cpp
 void pack_row(const std::int8_t* codes, std::int64_t count, std::uint8_t* out);
 
-// Load and store elements [col, col + count) of a row as fp32, with any stride.
+// Load and store elements [col, col + count) of a row as fp32, any stride.
 void load_row(const SimdKernels&, const MatrixIn&, std::int64_t row, std::int64_t col,
               std::int64_t count, float* dst);
 void store_row(const SimdKernels&, const float* src, std::int64_t row, std::int64_t col,
                std::int64_t count, const MatrixOut&);
-// Columns [col, col + count) of a matrix, whose rows are loaded one by one.
+// Columns [col, col + count) of a matrix, loaded row by row.
 class ColumnStrip {
  public:
   ColumnStrip(const SimdKernels&, const MatrixIn&, std::int64_t col, std::int64_t count);
   std::int64_t count() const { return count_; }
-  // dst: strip_columns floats; those past the count keep what they have, times a row's factor.
+  // Loads a row into dst, which has strip_columns floats. Floats beyond the count are not loaded,
+  // but multiplied by the row's factor.
   void load(std::int64_t row, float* dst) const {
     if (!plain_) return load_row(simd_, x_, row, col_, count_, dst);
     simd_.load(at(row), x_.dtype, count_, dst);
     if (x_.exponents != nullptr) resize(row, dst);
   }
-  // Asks the caches for a row, where its elements lie together: strips of rows are not foreseen.
+  // Prefetches a row if its elements are contiguous: hardware does not predict strips of rows.
   void prefetch(std::int64_t row) const {
     const char* const from = at(row);
     for (std::int64_t i = 0; i < bytes_together_; i += 64) __builtin_prefetch(from + i);
   }
 
  private:
-  // Of rows that exist alone: the stride of a single row may be any number, and an array without
-  // rows may have no memory.
+  // Address of an existing row. (A single row may have any stride, an empty array a null pointer.)
   const char* at(std::int64_t row) const {
     return static_cast<const char*>(x_.data) + (row * x_.row_stride + col_ * x_.col_stride) * size_;
   }
@@ -233,21 +231,19 @@ class ColumnStrip {
   std::int64_t col_, count_, size_, bytes_together_;
   bool plain_;
 };
-// Loads and stores of any strided run of elements.
+// Load and store a strided run of elements.
 void load_run(const SimdKernels&, const void* data, DType, std::int64_t first, std::int64_t stride,
               std::int64_t count, float* dst);
 void store_run(const SimdKernels&, const float* src, std::int64_t count, void* data, DType,
                std::int64_t first, std::int64_t stride);
 
-// The scales of codes of `bits` bits, in place of the bit patterns of their largest values.
-// quantize.cpp
+// Replaces bit patterns of largest values by the scales of `bits`-bit codes. quantize.cpp
 void patterns_to_scales(float* scale, std::int64_t count, int bits);
 
-// *pattern = max(*pattern, value), atomically.
+// Atomic *pattern = max(*pattern, value).
 void atomic_max(std::uint32_t* pattern, std::uint32_t value);
 
-// Elements of a task, of `total`: few enough to balance the threads, enough to pay for the
-// hand-over.
+// Elements per task: few enough to balance the threads, enough to outweigh the cost of a task.
 std::int64_t task_elements(const Context&, std::int64_t total);
 
 }  // namespace hot::detail

@@ -1,4 +1,4 @@
-// A backward pass on the CPU: its stages in order.
+// Backward pass on the CPU.
 #include "backward_work.h"
 
 #include <algorithm>
@@ -18,8 +18,8 @@ BackwardScratch take_scratch(const Backend& backend, const Context& context,
                                });
 }
 
-// Whether the pass over g_y's rows may find the largest values of the columns as they are quantised
-// for g_w: each column has a scale and is not transformed.
+// Whether the pass over g_y's rows can also find the largest values of the columns for g_w. The
+// columns must have their own scales and no transform.
 bool can_find_columns(const BackwardWork& work) {
   const BackwardLinearSpec& spec = work.spec;
   const Projection& p = work.tokens;
@@ -43,9 +43,9 @@ std::size_t CpuBackend::backward_workspace(const Context& context, const Backwar
   return take_scratch(*this, context, work, nullptr).bytes;
 }
 
-// Four phases, which the threads start and end together: what reads g_y, w and x first; codes that
-// need the largest values of all, unless a strip was kept whole; panels; products. A phase begins
-// with its longest tasks: one that begins last keeps the other threads waiting.
+// Runs four phases. Phase 1 reads g_y, w and x. Phase 2 writes codes that need the largest values
+// of phase 1. Phase 3 packs panels, phase 4 computes products. Threads synchronise between phases.
+// A phase starts its longest tasks first: a long task at the end makes the other threads wait.
 void CpuBackend::backward(const Context& context, const BackwardCall& call, const Checker& check,
                           const Workspace& workspace) const {
   const BackwardWork& work = call.work;

@@ -1,4 +1,4 @@
-// A forward product on the CPU: its stages, one after the other.
+// Forward product on the CPU.
 #include "cpu/backend.h"
 #include "forward_work.h"
 
@@ -21,9 +21,9 @@ void CpuBackend::quantize_forward_weight(const Context& context, const RowsJob& 
 }
 
 void CpuBackend::quantize_forward_input(const Context& context, const RowsJob& job,
-                                        const CompressJob* kept, void* workspace) const {
+                                        const CompressJob* saved, void* workspace) const {
   quantize_rows(context, job);
-  if (kept != nullptr) compress(context, *kept, workspace);
+  if (saved != nullptr) compress(context, *saved, workspace);
 }
 
 std::size_t CpuBackend::forward_workspace(const Context& context, const ForwardWork& work) const {

@@ -1,6 +1,6 @@
-// Stage: integer product. b is packed once into panels (workspace); a is read in place. A task
-// multiplies `gemm_task_rows` rows of a by all panels of a slice, tile by tile. Sums stay in
-// registers for the whole contraction, the epilogue dequantises the tile.
+// Stage: integer product. b is packed once into panels (in the workspace); a is read in place. A
+// task multiplies `gemm_task_rows` rows of a by all panels of a slice, tile by tile. Sums stay in
+// registers for the whole contraction. The epilogue dequantises the tile.
 #include <algorithm>
 #include <cstring>
 
@@ -9,17 +9,17 @@
 namespace hot::detail {
 namespace {
 
-// An INT32 holds the sum of this many products of any two INT8 values, -128 included.
+// Number of products of two INT8 values (-128 included) whose sum fits an INT32.
 constexpr std::int64_t k_chunk = 131008;
 constexpr int max_tile = gemm_task_rows * 32;
-constexpr std::int64_t task_rows = gemm_task_rows;  // with K = 1024 they stay in a core's L2
+constexpr std::int64_t task_rows = gemm_task_rows;  // fit a core's L2 cache at K = 1024
 
 std::int64_t chunks_of(std::int64_t k) { return std::max<std::int64_t>(1, ceil_div(k, k_chunk)); }
 
 std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// The registers that the kernels of an instruction set want set up for a task's tiles; those of
-// such a set have the height of the task.
+// Guard that sets up and releases registers for the tiles of a task, if the kernels need it (AMX).
+// Kernels that need it have tiles as high as a task.
 class TaskRegisters {
  public:
   TaskRegisters(const GemmKernels& kernels, int rows) : kernels_(kernels) {
@@ -35,12 +35,12 @@ class TaskRegisters {
   const GemmKernels& kernels_;
 };
 
-// The epilogue of a tile: scales, accumulation, bias, output type.
+// Epilogue of a tile: scales, accumulation, bias, output type.
 struct Epilogue {
   const SimdKernels& simd;
   const GemmArgs& args;
 
-  // `acc`: [rows, gemm.nr], of which `cols` columns count.
+  // Writes a tile. `acc` is [rows, gemm.nr]; the first `cols` columns are valid.
   void tile(std::int64_t m, std::int64_t n, int rows, int cols, const std::int32_t* acc) const {
     const MatrixOut& out = args.out;
     if (args.a_scale == nullptr) {
@@ -84,7 +84,7 @@ struct Epilogue {
     }
   }
 
-  // For contractions too long for one INT32 sum.
+  // Writes a row of sums whose contraction is too long for one INT32 sum.
   void long_row(std::int64_t m, std::int64_t n, int cols, const std::int64_t* acc) const {
     if (args.a_scale == nullptr) {
       std::int32_t narrow[64];
@@ -120,7 +120,7 @@ std::size_t CpuBackend::gemm_workspace(const Context& context, std::int64_t m, s
 Product::Product(const Context& context, const GemmArgs& args, void* workspace)
     : simd_(simd_kernels(context.isa())), args_(args) {
   if (args.m == 0 || args.n == 0) return;
-  if (args.k == 0) {  // empty operands may have no memory and any stride
+  if (args.k == 0) {  // empty operands may have a null pointer and any stride
     static constexpr std::int8_t nothing = 0;
     args_.a = args_.b = &nothing;
     args_.lda = args_.ldb = 0;
@@ -131,7 +131,7 @@ Product::Product(const Context& context, const GemmArgs& args, void* workspace)
   packed_ = static_cast<char*>(workspace);
   bias_ = reinterpret_cast<std::int32_t*>(
       packed_ + aligned(static_cast<std::size_t>(panels_ * chunks_) * panel_bytes_));
-  // With few rows, tasks also split the panels.
+  // With few rows, tasks also split the panels into slices.
   row_tasks_ = ceil_div(args.m, task_rows);
   slices_ = std::min(panels_, ceil_div(std::int64_t{8} * context.threads(), row_tasks_));
 }
@@ -236,7 +236,8 @@ void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::
   gemm(context, args, workspace);
 }
 
-// b is transposed first (workspace): each k of a result row then reads one contiguous row.
+// Product in fp32 for gw_scale token. b is transposed into the workspace first, so that each k of a
+// result row reads one contiguous row.
 void gemm_token(const Context& context, const GemmArgs& args, void* workspace) {
   if (args.m == 0 || args.n == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());

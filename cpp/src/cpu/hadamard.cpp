@@ -1,5 +1,5 @@
-// Stage: FWHT along any axis. A contiguous axis is transformed row by row, any other axis in strips
-// of `strip_columns` neighbouring fibres, which reads memory along cache lines.
+// Stage: FWHT along any axis. A contiguous axis is transformed row by row. Any other axis is
+// transformed in strips of `strip_columns` neighbouring fibres, which reads whole cache lines.
 #include <algorithm>
 
 #include "cpu/backend.h"
@@ -7,7 +7,7 @@
 namespace hot::detail {
 namespace {
 
-constexpr int strip_block_limit = 256;  // a strip of 256 x 64 floats, 64 KB of stack
+constexpr int strip_block_limit = 256;  // a strip has up to 256 x 64 floats: 64 KB of stack
 
 struct OuterIndex {
   std::int64_t x = 0, out = 0;  // element offsets
@@ -28,7 +28,7 @@ void fwht_fibres(const Context& context, const SimdKernels& simd, const FwhtArgs
   std::int64_t fibres = 1;
   for (int d = 0; d < args.outer_dims; ++d) fibres *= args.outer_shape[d];
   const std::int64_t blocks = args.axis_length / args.block;
-  // As many blocks at once as the buffer holds.
+  // Transforms several short blocks at once.
   constexpr std::int64_t buffer_size = max_fwht_block;
   const std::int64_t run = std::min(blocks, std::max<std::int64_t>(1, 4096 / args.block));
   const std::int64_t runs = ceil_div(blocks, run);
@@ -50,7 +50,7 @@ void fwht_fibres(const Context& context, const SimdKernels& simd, const FwhtArgs
   });
 }
 
-// The last outer axis is contiguous: neighbouring fibres are the lanes of a strip.
+// Transforms strips. The last outer axis is contiguous: neighbouring fibres are the strip's lanes.
 void fwht_strips(const Context& context, const SimdKernels& simd, const FwhtArgs& args) {
   const int last = args.outer_dims - 1;
   const std::int64_t width = args.outer_shape[last];

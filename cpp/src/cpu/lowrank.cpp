@@ -1,9 +1,9 @@
-// Stage: HLA along the tokens, and the quantisation of its rows. Work goes by strips of
-// `strip_columns` columns. A small buffer receives a strip's rows of P x block by block and passes
+// Stage: HLA along the tokens, and the quantisation of its rows. The unit of work is a strip of
+// `strip_columns` columns. A small buffer receives a strip's rows of P x block by block. It passes
 // them on in groups of 16, the unit of the random bits and of the transposed stores. Quantisation
-// keeps a strip's rows between finding the largest values and rounding, where they fit a core's
-// second cache; otherwise it makes two passes over x: computing the rows twice costs less traffic
-// than storing them.
+// needs the largest values before it rounds. If a strip's rows fit a core's L2 cache, it keeps them
+// in between. Otherwise it makes two passes over x: computing the rows twice costs less memory
+// traffic than storing them.
 #include <algorithm>
 #include <cstring>
 
@@ -27,7 +27,7 @@ class Strip {
         side_(side),
         random_(random),
         x_(simd, x, col, std::min<std::int64_t>(strip_columns, x.cols - col)) {
-    // Lanes past the last column stay 0 through every transform.
+    // Lanes beyond the last column stay 0 in every transform.
     if (x_.count() < strip_columns) {
       std::memset(raw_, 0, sizeof raw_);
       std::memset(rows_, 0, sizeof rows_);
@@ -36,8 +36,8 @@ class Strip {
 
   int cols() const { return static_cast<int>(x_.count()); }
 
-  // Calls visit(k, rows) for every `group` rows of P x, starting at row k, of blocks [begin, end).
-  // The last range of blocks also covers the prefix rows and the padding.
+  // Calls visit(k, rows) for every `group` rows of P x, starting at row k, in blocks [begin, end).
+  // The last range also covers the prefix rows and the padding.
   template <class Visit>
   void groups(std::int64_t begin, std::int64_t end, const Visit& visit) {
     std::int64_t k = begin * p_.rank;
@@ -117,7 +117,7 @@ class Strip {
         const auto nonzero = static_cast<std::uint64_t>(length - 1);
         const int a = 1 + static_cast<int>((draw.word[j] * nonzero) >> 32);
         const bool last = j + 1 == p_.folds;
-        // Folding in place is safe: result i reads only rows i and above.
+        // Folding in place is safe: result i reads only rows >= i.
         float* half = last ? to : folded_;
         simd_.fold_strip(j == 0 ? raw_ : folded_, length, a, half);
       }
@@ -133,10 +133,10 @@ class Strip {
   const SimdKernels& simd_;
   const Projection& p_;
   Side side_;
-  RandomKey random_;  // of the sketch
+  RandomKey random_;  // key of the sketch
   ColumnStrip x_;
   alignas(64) float raw_[max_strip_block * strip_columns];
-  alignas(64) float folded_[32 * strip_columns];  // half of the largest low-rank block
+  alignas(64) float folded_[32 * strip_columns];  // half the largest low-rank block
   alignas(64) float rows_[(group + max_strip_block) * strip_columns];
 };
 
@@ -201,8 +201,8 @@ void QuantizeColumns::add_largest(Phase& phase) const {
   phase.add<&QuantizeColumns::largest>(tasks_.count(), *this);
 }
 
-void QuantizeColumns::add_codes(Phase& phase, bool found) const {
-  if (found || !tasks_.whole()) phase.add<&QuantizeColumns::codes>(tasks_.count(), *this);
+void QuantizeColumns::add_codes(Phase& phase, bool amax_known) const {
+  if (amax_known || !tasks_.whole()) phase.add<&QuantizeColumns::codes>(tasks_.count(), *this);
 }
 
 void QuantizeColumns::largest(std::int64_t task) const {
@@ -210,32 +210,33 @@ void QuantizeColumns::largest(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
   Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
   std::uint32_t best[strip_columns] = {};
-  std::uint32_t most = 0;
+  std::uint32_t tensor_amax = 0;
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
     if (quant.per_contraction) {
       for (int i = 0; i < group; ++i) {
         atomic_max(amax() + k + i, simd_.amax(rows + i * strip_columns, strip_columns, 0));
       }
     } else if (quant.per_tensor) {
-      most = simd_.amax(rows, group * strip_columns, most);
+      tensor_amax = simd_.amax(rows, group * strip_columns, tensor_amax);
     } else {
       simd_.amax_strip(rows, group, best);
     }
   });
   if (quant.per_tensor) {
-    atomic_max(amax(), most);
+    atomic_max(amax(), tensor_amax);
   } else if (!quant.per_contraction) {
     for (int c = 0; c < strip.cols(); ++c) atomic_max(amax() + col + c, best[c]);
   }
 }
 
-// Writes the codes of groups of rows of a strip whose largest values are known.
+// Writes a strip's codes, one group of rows at a time, once the largest values are known.
 class QuantizeColumns::Writer {
  public:
-  Writer(const QuantizeColumns& of, std::int64_t col, int cols) : of_(of), col_(col), cols_(cols) {
-    const OperandQuant& quant = of.job_.quant;
+  Writer(const QuantizeColumns& columns, std::int64_t col, int cols)
+      : of_(columns), col_(col), cols_(cols) {
+    const OperandQuant& quant = columns.job_.quant;
     for (int c = 0; !quant.per_contraction && c < cols; ++c) {
-      set(c, of.amax()[quant.per_tensor ? 0 : col + c]);
+      set(c, columns.amax()[quant.per_tensor ? 0 : col + c]);
     }
   }
 
@@ -275,20 +276,20 @@ void QuantizeColumns::codes(std::int64_t task) const {
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) { writer.group_of(k, rows); });
 }
 
-// One pass over x, whose rows of P x are kept in between.
+// Quantises a strip in one pass over x. Keeps the rows of P x between largest values and rounding.
 void QuantizeColumns::whole(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
   Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
-  alignas(64) float kept[most_kept_rows * strip_columns];
+  alignas(64) float all_rows[most_kept_rows * strip_columns];
   std::uint32_t best[strip_columns] = {};
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
     simd_.amax_strip(rows, group, best);
-    std::memcpy(kept + k * strip_columns, rows, group * strip_columns * sizeof(float));
+    std::memcpy(all_rows + k * strip_columns, rows, group * strip_columns * sizeof(float));
   });
   std::copy_n(best, strip.cols(), amax() + col);
   Writer writer(*this, col, strip.cols());
   for (std::int64_t k = 0; k < job_.out.k_padded; k += group) {
-    writer.group_of(k, kept + k * strip_columns);
+    writer.group_of(k, all_rows + k * strip_columns);
   }
 }
 
@@ -299,7 +300,7 @@ void QuantizeColumns::add_finish(Phase& phase) const {
 void QuantizeColumns::finish(std::int64_t) const {
   const Operand& out = job_.out;
   patterns_to_scales(out.scale, scales_, job_.quant.bits);
-  // As CUDA writes it: the bytes of a quantised weight mean the same to both.
+  // Repeats a single scale as CUDA does, so that both backends read the same quantised weight.
   if (job_.quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
 }
 
@@ -322,8 +323,8 @@ void SumColumns::add_sums(Phase& phase) const {
   phase.add<&SumColumns::sum>(ceil_div(x_.cols, strip_columns), *this);
 }
 
-// Adds blocks of 16 tokens in the order of row 0 of their FWHT; 64 blocks in fp32, their sums in
-// fp64.
+// Sums of a strip's columns. Blocks of 16 tokens are added in the order of row 0 of their FWHT, 64
+// blocks in fp32, the sums of these in fp64.
 void SumColumns::sum(std::int64_t strip) const {
   constexpr int run_blocks = 64;
   const std::int64_t col = strip * strip_columns;

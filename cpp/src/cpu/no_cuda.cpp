@@ -1,4 +1,4 @@
-// Replaces cuda/ in a build without CUDA.
+// Replacement for cuda/ in a build without CUDA.
 #include "cuda_device.h"
 #include "hot/error.h"
 #include "kernels.h"
@@ -7,10 +7,10 @@ namespace hot::detail {
 
 const Backend& cuda_backend() {
   throw Error(ErrorCode::unsupported,
-              "this build of hotcore has no CUDA backend; build it again where there is a CUDA "
+              "this build of hotcore has no CUDA backend; rebuild it on a machine with a CUDA "
               "compiler (nvcc 12.0 or newer): in its source tree, HOT_CUDA=ON pip install "
               "--force-reinstall --no-deps . (C++: cmake -DHOT_CUDA=ON). "
-              "python -m hotcore.info shows what a build has");
+              "python -m hotcore.info describes a build");
 }
 
 const char* cuda_archs() noexcept { return ""; }

@@ -6,8 +6,8 @@
 
 namespace hot::detail {
 
-// Eight nibbles at a time, of bytes in memory's order (little endian): each step brings them
-// together, or apart, by twice as much or half.
+// Packs eight nibbles at a time from little-endian bytes. Each step moves groups of nibbles next to
+// each other and doubles their size. unpack_row does the reverse.
 void pack_row(const std::int8_t* codes, std::int64_t count, std::uint8_t* out) {
   std::int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
@@ -36,7 +36,7 @@ void unpack_row(const std::uint8_t* packed, std::int64_t count, std::int8_t* out
     all = (all | all << 16) & 0x0000FFFF0000FFFFU;
     all = (all | all << 8) & 0x00FF00FF00FF00FFU;
     all = (all | all << 4) & 0x0F0F0F0F0F0F0F0FU;
-    // Extends the signs: (v ^ 8) - 8, with a top bit that keeps a byte from its neighbour.
+    // Extends the signs: (v ^ 8) - 8 per byte. The top bits prevent a borrow between bytes.
     all = ((all ^ 0x8888888888888888U) - 0x0808080808080808U) ^ 0x8080808080808080U;
     std::memcpy(out + i, &all, sizeof all);
   }

@@ -1,4 +1,4 @@
-// Jobs of stages that do not wait for each other, run as one: the threads start and meet once.
+// Phase: independent jobs of several stages that run as one job. Threads synchronise once.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ class Phase {
  public:
   explicit Phase(const Context& context) : pool_(*context.pool()) {}
 
-  // `(stage.*task)(i)` for i in [0, count). The stage lives until run() has returned. Nothing is
-  // allocated: a call that has begun cannot run out of memory.
+  // Adds `(stage.*task)(i)` for i in [0, count). The stage must live until run() returns. Nothing
+  // is allocated, so a call cannot run out of memory halfway.
   template <auto task, class Stage>
   void add(std::int64_t count, const Stage& stage) {
     if (count == 0) return;
@@ -23,7 +23,7 @@ class Phase {
                       }};
   }
 
-  // Runs the queued work in order.
+  // Runs the added tasks in order.
   void run() {
     pool_.run(total_, [this](std::int64_t i) {
       int job = 0;
@@ -39,10 +39,10 @@ class Phase {
     const void* stage;
     void (*call)(const void* stage, std::int64_t task);
   };
-  static constexpr int most = 8;  // of a backward's stages
+  static constexpr int max_jobs = 8;  // maximum number of jobs in a backward pass
 
   ThreadPool& pool_;
-  Job jobs_[most] = {};
+  Job jobs_[max_jobs] = {};
   int size_ = 0;
   std::int64_t total_ = 0;
 };

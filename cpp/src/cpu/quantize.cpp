@@ -1,4 +1,4 @@
-// Stages: quantise and dequantise a matrix; rows after an FWHT (g_y for g_x); INT4 groups of x.
+// Stages: quantise and dequantise a matrix, rows after an FWHT (g_y for g_x), INT4 groups of x.
 #include <algorithm>
 #include <cstring>
 
@@ -67,7 +67,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
   const std::int64_t row_blocks = ceil_div(x.cols, group);
   context.pool()->run(tasks, [&](std::int64_t task) {
     Row row(simd, x, 1, x.cols);
-    float kept[chunk], inv[chunk];  // of columns with scales of their own
+    float masked[chunk], inv[chunk];  // for scales per channel
     std::int8_t codes[chunk];
     for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
       row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
@@ -77,10 +77,10 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
         if (spec.scale == Granularity::channel) {
           for (std::int64_t i = 0; i < count; ++i) {
             const Scale column = make_scale(amax[start + i], spec.bits);
-            kept[i] = float_from_bits(float_bits(v[i]) & column.keep);
+            masked[i] = float_from_bits(float_bits(v[i]) & column.keep);
             inv[i] = column.inv;
           }
-          simd.quantize_row(kept, count, inv, true, rounder, blk, to);
+          simd.quantize_row(masked, count, inv, true, rounder, blk, to);
         } else {
           write_codes(simd, v, count,
                       make_scale(amax[spec.scale == Granularity::token ? r : 0], spec.bits),
@@ -143,7 +143,7 @@ void QuantizeRows::largest(std::int64_t task) const {
   atomic_max(reinterpret_cast<std::uint32_t*>(job_.out.scale), best);
 }
 
-// One pass over a row that fits the stack buffer, two over a longer one or with one scale for all.
+// Quantises rows. A row that fits the stack buffer and has its own scale is read once, else twice.
 void QuantizeRows::codes(std::int64_t task) const {
   const Operand& out = job_.out;
   const OperandQuant& quant = job_.quant;
@@ -181,7 +181,7 @@ void quantize_rows(const Context& context, const RowsJob& job) {
   rows.finish();
 }
 
-// A task holds a group of 64 tokens of 64 channels: one pass over x.
+// Compresses x to INT4 in one pass. A task handles a group of 64 tokens of 64 channels.
 void compress_groups(const Context& context, const MatrixIn& x, const CompressJob& job) {
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{Rounding::stochastic, 4, random_key(context.key(), Purpose::activation)};
@@ -238,8 +238,8 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
 
 namespace {
 
-// Biased exponent of the power of two at or below the mean magnitude of a token whose largest value
-// has the biased exponent `largest`, 27 to 254.
+// Biased exponent of the power of two at or below a token's mean magnitude. `largest` is the biased
+// exponent of the token's largest value, 27 to 254.
 std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t token, int largest,
                             std::int64_t cols) {
   const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
@@ -248,8 +248,8 @@ std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t toke
     sum += simd.sum_magnitudes(v, count, unit);
   });
   const float mean = static_cast<float>(sum) / static_cast<float>(cols);
-  const int found = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
-  return static_cast<std::uint8_t>(std::clamp(found, 27, 227));
+  const int exponent = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
+  return static_cast<std::uint8_t>(std::clamp(exponent, 27, 227));
 }
 
 }  // namespace
@@ -270,8 +270,8 @@ void token_exponents(const Context& context, const MatrixIn& x, std::uint8_t* ex
   });
 }
 
-// A task holds a group of 64 tokens of 64 channels: codes are contiguous along the tokens, rows of
-// the result along the channels.
+// Decodes a saved x. A task handles a group of 64 tokens of 64 channels: codes are contiguous along
+// tokens, the result along channels.
 void CpuBackend::decompress(const Context& context, const DecompressJob& job) const {
   const SimdKernels& simd = simd_kernels(context.isa());
   const MatrixOut& out = job.out;
@@ -283,7 +283,7 @@ void CpuBackend::decompress(const Context& context, const DecompressJob& job) co
     const std::int64_t col = task % strips * strip_columns;
     const std::int64_t cols = std::min<std::int64_t>(strip_columns, out.cols - col);
     const std::int64_t g = first_group + task / strips;
-    // Codes come in pairs; rows hold an even number of them.
+    // A byte holds two codes, so the decoded range starts and ends at even tokens.
     const std::int64_t start = g * int4_group;
     const std::int64_t from = std::max(job.first, start), to = std::min(end, start + int4_group);
     const std::int64_t begin = from / 2 * 2, count = round_up(to, 2) - begin;
@@ -332,7 +332,7 @@ void RequantizeGroups::codes(std::int64_t task) const {
   for (std::int64_t r = task * per_task_; r < std::min(out.rows, (task + 1) * per_task_); ++r) {
     const std::uint8_t* const packed = job_.packed + r * job_.row_bytes;
     const std::uint16_t* const group_scale = job_.scale + r * groups;
-    std::uint16_t largest = 0;  // scales are positive or NaN: the pattern orders them
+    std::uint16_t largest = 0;  // scales are positive or NaN, so bit patterns have their order
     for (std::int64_t g = 0; g < groups; ++g) largest = std::max(largest, group_scale[g]);
     const float amax = 7.0F * bf16_to_float(largest);
     const Scale s = make_scale(float_bits(amax) & 0x7fffffffU, 8);

@@ -1,4 +1,4 @@
-// A row of a matrix as the row quantisers take it.
+// Reader of a matrix row for the row quantisers.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,19 @@ inline std::int64_t rows_per_task(const Context& context, std::int64_t rows, std
       1, task_elements(context, rows * cols) / std::max<std::int64_t>(1, cols));
 }
 
-// fp32 values of a row, `chunk` at a time, transformed and padded with zeros to `padded`.
+// fp32 values of a row, `chunk` at a time: transformed, and padded with zeros to `padded` values.
 class Row {
  public:
-  static constexpr std::int64_t chunk = 4096;  // floats on the stack; a multiple of any transform
+  static constexpr std::int64_t chunk = 4096;  // floats on the stack, a multiple of every block
 
-  // `columns`: patterns of the columns' largest values so far, before the transform; may be null.
+  // `columns` (may be null) collects bit patterns of the columns' largest untransformed values.
   Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded,
       std::uint32_t* columns = nullptr)
       : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns) {}
 
-  // Values [start, start + count) of row; start is a multiple of chunk.
+  // Returns values [start, start + count) of a row. `start` is a multiple of chunk.
   const float* values(std::int64_t row, std::int64_t start, std::int64_t count) {
-    if (row == row_ && start == start_) return values_;  // short rows are computed once
+    if (row == row_ && start == start_) return values_;  // computes short rows only once
     const std::int64_t real =
         std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
     load_row(simd_, x_, row, start, real, values_);
@@ -53,7 +53,7 @@ class Row {
   }
 
  private:
-  // Blocks that hold a value: behind them, the padding to 16 may end inside a block.
+  // Length of the blocks that contain a value. The padding behind them may end inside a block.
   std::int64_t transformed(std::int64_t start, std::int64_t count) const {
     return std::min(count, round_up(x_.cols, block_) - start);
   }

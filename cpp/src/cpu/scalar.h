@@ -1,5 +1,5 @@
-// Scalar forms of docs/numerics.md: 16-bit floats, Philox, rounding.
-// Everything is static: files compiled for different instruction sets must not share these.
+// Scalar functions of docs/numerics.md: 16-bit floats, Philox, scales. All have internal linkage,
+// because files compiled for different instruction sets must not share them.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ inline std::uint16_t float_to_bf16(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
-// The smallest bf16 not below a positive finite value.
+// Rounds a positive finite value up to bf16.
 inline std::uint16_t float_to_bf16_up(float value) {
   return static_cast<std::uint16_t>((float_bits(value) + 0xffffU) >> 16);
 }
@@ -44,11 +44,11 @@ inline std::uint16_t float_to_bf16_up(float value) {
 inline float f16_to_float(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
   const std::uint32_t magnitude = half & 0x7fffU;
-  if (magnitude >= 0x7c00U) {  // infinity, NaN (made quiet, as the hardware does)
+  if (magnitude >= 0x7c00U) {  // infinity or NaN; a NaN becomes quiet, as in hardware
     const std::uint32_t quiet = magnitude > 0x7c00U ? 0x400000U : 0U;
     return float_from_bits(sign | float_infinity_bits | quiet | ((magnitude & 0x3ffU) << 13));
   }
-  // 2^112 moves the exponent bias from 15 to 127; exact, subnormals included.
+  // Multiplying by 2^112 moves the exponent bias from 15 to 127. Exact, also for subnormals.
   return float_from_bits(
       sign | float_bits(float_from_bits(magnitude << 13) * float_from_bits(0x77800000U)));
 }
@@ -91,15 +91,14 @@ inline Philox philox4x32(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2, s
   return {{c0, c1, c2, c3}};
 }
 
-// The random words of block `blk` of a key and purpose.
+// Random words of block `blk`.
 inline Philox philox_block(const RandomKey& key, std::uint64_t blk) {
   return philox4x32(static_cast<std::uint32_t>(blk),
                     (static_cast<std::uint32_t>(blk >> 32) & 0xffffU) | key.stream_purpose,
                     key.offset_low, key.offset_high, key.seed_low, key.seed_high);
 }
 
-// The scale and its inverse from the bit pattern of amax; `keep` is 0 where codes must be 0 because
-// values are not finite.
+// Scale and its inverse. `keep` has all bits set, or is 0 (codes 0) if a value is not finite.
 struct Scale {
   float scale, inv;
   std::uint32_t keep;

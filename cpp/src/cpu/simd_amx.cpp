@@ -1,6 +1,6 @@
-// The inner loops with AMX: integer products by tile registers, everything else as with AVX-512.
-// tdpbssd multiplies signed bytes, so sums start at 0. Sums of bytes are exact: the same bits.
-// GCC 12 warns about the "undefined" registers that its own intrinsics pass.
+// Inner loops with AMX: integer products in tile registers, everything else as in AVX-512. tdpbssd
+// multiplies signed bytes, so sums start at 0. Integer sums are exact and give the same bits. GCC
+// 12 warns about "undefined" registers in its own intrinsics.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -17,14 +17,14 @@
 namespace hot::detail {
 namespace {
 
-// Tile 96 x 32, three blocks of 32 rows. Of a block the registers 0 to 3 hold the sums of two
-// halves of a by two halves of b, 4 and 5 halves of a, 6 and 7 halves of b. A step multiplies 64 k.
-// Panel: for every step and half, 16 lines of four k, of 16 rows of b each, 1024 bytes.
+// Tile of 96 x 32: three blocks of 32 rows. A block splits a and b into halves. Registers 0 to 3
+// hold its sums, 4 and 5 the halves of a, 6 and 7 the halves of b. A step multiplies 64 k. Panel
+// layout: for every step and half, 16 lines of four k for 16 rows of b, 1024 bytes.
 constexpr int tile_m = gemm_task_rows, tile_n = 32, block_m = 32, half = 16;
 constexpr std::int64_t step_k = 64;
 constexpr std::size_t half_bytes = 1024;
 
-// The operand of ldtilecfg.
+// Operand of ldtilecfg.
 struct TileConfig {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
   std::uint16_t row_bytes[16] = {};
@@ -32,14 +32,15 @@ struct TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// For a of `rows` rows. Registers without rows are not configured and must not be used.
+// Configuration for `rows` rows of a. Registers without rows must not be used.
 constexpr TileConfig config_of(int rows) {
   TileConfig config;
   const int first = rows < half ? rows : half;
-  const int of[8] = {first, first, rows - first, rows - first, first, rows - first, half, half};
+  const int heights[8] = {first, first,        rows - first, rows - first,
+                          first, rows - first, half,         half};
   for (int i = 0; i < 8; ++i) {
-    config.rows[i] = static_cast<std::uint8_t>(of[i]);
-    config.row_bytes[i] = of[i] == 0 ? std::uint16_t{0} : std::uint16_t{64};
+    config.rows[i] = static_cast<std::uint8_t>(heights[i]);
+    config.row_bytes[i] = heights[i] == 0 ? std::uint16_t{0} : std::uint16_t{64};
   }
   return config;
 }
@@ -67,7 +68,7 @@ void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k,
   }
 }
 
-// One step; a's second half exists where `two`.
+// Multiplies one step. `two`: a has a second half.
 template <bool two>
 void multiply(const std::int8_t* a, std::int64_t lda, const char* b) {
   _tile_loadd(4, a, lda);
@@ -82,7 +83,7 @@ void multiply(const std::int8_t* a, std::int64_t lda, const char* b) {
   }
 }
 
-// A block's sums.
+// Computes the sums of a block.
 template <bool two>
 void block(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const char* b,
            std::int32_t* sums) {
@@ -99,12 +100,12 @@ void block(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, con
     multiply<two>(a + i, lda, b);
     b += 2 * half_bytes;
   }
-  if (i < k) {  // nothing is read past a's rows
+  if (i < k) {  // copies the rest, so that no read passes the end of a's rows
     alignas(64) std::int8_t rest[block_m * step_k] = {};
     for (int m = 0; m < rows; ++m) {
       std::memcpy(rest + m * step_k, a + m * lda + i, static_cast<std::size_t>(k - i));
     }
-    // GCC's intrinsics do not say that a tile's load reads memory.
+    // Needed because GCC's intrinsics do not declare that a tile load reads memory.
     __asm__ volatile("" ::"r"(rest) : "memory");
     multiply<two>(rest, step_k, b);
   }
@@ -117,10 +118,10 @@ void block(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, con
   __asm__ volatile("" ::: "memory");
 }
 
-// One configuration for all tiles of a task: to load one has a long latency.
+// Loads one configuration for all tiles of a task, because loading has a long latency.
 void gemm_begin(int rows) { _tile_loadconfig(&configs.of_rows[rows < block_m ? rows : block_m]); }
 
-void gemm_end() { _tile_release(); }  // else the kernel saves 8 KB at every switch of threads
+void gemm_end() { _tile_release(); }  // otherwise Linux saves 8 KB at every thread switch
 
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
                const std::int32_t*, std::int32_t* acc) {
@@ -128,7 +129,7 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
   if (rows <= half) return block<false>(a, lda, rows, k, b, acc);
   if (rows <= block_m) return block<true>(a, lda, rows, k, b, acc);
   for (int next = 0; next < rows; next += block_m) {
-    // The last block takes the last 32 rows, some of them again.
+    // The last block takes the last 32 rows, and may repeat some.
     const int m = next + block_m <= rows ? next : rows - block_m;
     block<true>(a + m * lda, lda, block_m, k, b, acc + m * tile_n);
   }

@@ -1,5 +1,5 @@
-// The inner loops with AVX2 and F16C: 8 lanes. The product widens to INT16 (vpmaddwd), which is
-// exact for every INT8 pair; vpmaddubsw would saturate.
+// Inner loops with AVX2 and F16C: 8 lanes. The product widens to INT16 (vpmaddwd), which is exact
+// for every INT8 pair. vpmaddubsw would saturate.
 #include <immintrin.h>
 
 #include <cstddef>
@@ -32,7 +32,7 @@ struct V {
   static I load_i8(const std::int8_t* p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  // Packed codes from number `first` on, a multiple of the width, the lower nibble first.
+  // Loads packed codes from index `first` (a multiple of the width), low nibble first.
   static I load_int4(const std::uint8_t* p, std::int64_t first) {
     std::uint32_t word;
     std::memcpy(&word, p + first / 2, sizeof word);
@@ -96,7 +96,7 @@ struct V {
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
   }
 
-  // FWHT of 8 lanes: lanes whose index has the bit take (partner - own), the others the sum.
+  // One level of the FWHT of 8 lanes: partner - v in lanes with a negative sign, else partner + v.
   static F stage(F v, F partner, F sign) { return add(partner, _mm256_xor_ps(v, sign)); }
   static F fwht_inside(F v) {
     const float n = -0.0F;
@@ -114,8 +114,8 @@ struct V {
 namespace hot::detail {
 namespace {
 
-// Tile 6 x 16: 12 accumulators, two vectors of b, one of a. Panel: for every pair of k, the 16 rows
-// of b as INT16 pairs, 64 bytes.
+// Tile of 6 x 16: 12 accumulators, two vectors of b, one of a. Panel layout: for every pair of k,
+// the INT16 pairs of 16 rows of b, 64 bytes.
 constexpr int tile_m = 6, tile_n = 16;
 
 std::size_t gemm_panel_bytes(std::int64_t k) { return static_cast<std::size_t>((k + 1) / 2) * 64; }
@@ -125,7 +125,7 @@ void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k,
   for (std::int64_t i = 0; i < k; i += 2) {
     for (int n = 0; n < tile_n; ++n, out += 2) {
       out[0] = out[1] = 0;
-      if (n >= rows) continue;  // a row that is not there has no address, either
+      if (n >= rows) continue;  // a missing row has no address
       const std::int8_t* const row = b + n * ldb + i;
       out[0] = row[0];
       if (i + 1 < k) out[1] = row[1];
@@ -135,7 +135,7 @@ void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k,
 
 std::int32_t gemm_row_bias(const std::int8_t*, std::int64_t) { return 0; }
 
-// Sums of this type stay in registers: those of type __m256i GCC 12 stores at every step.
+// Type of sums. GCC 12 keeps it in registers, but stores sums of type __m256i at every step.
 using Sums = std::int32_t __attribute__((vector_size(32)));
 
 Sums add_products(Sums sums, __m256i a, __m256i b) {

@@ -1,6 +1,6 @@
-// The inner loops with AVX-512 (F, BW, VL, DQ) and VNNI: 16 lanes. vpdpbusd multiplies unsigned by
-// signed bytes: b is stored plus 128, and a row of sums starts at -128 * sum(a), modulo 2^32.
-// GCC 12 warns about the "undefined" registers that its own intrinsics pass.
+// Inner loops with AVX-512 (F, BW, VL, DQ) and VNNI: 16 lanes. vpdpbusd multiplies unsigned by
+// signed bytes. Therefore b is stored plus 128, and the sums of a row start at -128 * sum(a),
+// modulo 2^32. GCC 12 warns about "undefined" registers in its own intrinsics.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -34,7 +34,7 @@ struct V {
   static I load_i8(const std::int8_t* p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  // Packed codes from number `first` on, a multiple of the width: the lowest bits of a byte first.
+  // Loads packed codes from index `first` (a multiple of the width), low nibble first.
   static I load_int4(const std::uint8_t* p, std::int64_t first) {
     const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + first / 2));
     const __m128i all = _mm_unpacklo_epi8(pairs, _mm_srli_epi16(pairs, 4));
@@ -95,8 +95,8 @@ struct V {
     return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
   }
 
-  // FWHT of 16 lanes: lanes whose index has the bit take (partner - own), the others the sum. Times
-  // 1 or -1 is exact: a fused multiply-add rounds as the sum does.
+  // One level of the FWHT of 16 lanes: `upper` lanes become partner - v, the others partner + v. A
+  // fused multiply-add by 1 or -1 rounds like the sum.
   static F stage(F v, F partner, __mmask16 upper) {
     return _mm512_fmadd_ps(v, _mm512_mask_blend_ps(upper, set(1.0F), set(-1.0F)), partner);
   }
@@ -116,8 +116,8 @@ struct V {
 namespace hot::detail {
 namespace {
 
-// Tile 6 x 64: 24 accumulators, four vectors of b, one of a. Panel: for every four k, the 64 rows
-// of b as four bytes each, 256 bytes.
+// Tile of 6 x 64: 24 accumulators, four vectors of b, one of a. Panel layout: for every four k, the
+// four bytes of each of 64 rows of b, 256 bytes.
 constexpr int tile_m = 6, tile_n = 64;
 
 std::size_t gemm_panel_bytes(std::int64_t k) { return static_cast<std::size_t>((k + 3) / 4) * 256; }
@@ -150,14 +150,14 @@ std::int32_t gemm_row_bias(const std::int8_t* a, std::int64_t k) {
   return -128 * _mm512_reduce_add_epi32(sums);
 }
 
-// Sums of this type stay in registers: those of type __m512i GCC 12 stores at every step.
+// Type of sums. GCC 12 keeps it in registers, but stores sums of type __m512i at every step.
 using Sums = std::int32_t __attribute__((vector_size(64)));
 
 Sums add_products(Sums sums, __m512i b, __m512i a) {
   return reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), b, a));
 }
 
-// `steps` of four k.
+// Sums of `rows` rows over `steps` steps of four k.
 template <int rows>
 void tile_rows(const std::int8_t* a, std::int64_t lda, std::int64_t steps, const std::int8_t* b,
                const std::int32_t* bias, std::int32_t* acc) {
@@ -200,7 +200,7 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
       const int factor = a[m * lda + i];
       for (int n = 0; n < tile_n; ++n) {
         std::int32_t& sum = acc[m * tile_n + n];
-        // Sums of bytes plus 128 may leave an INT32 on the way.
+        // Unsigned arithmetic: intermediate sums of bytes plus 128 may overflow an INT32.
         sum =
             static_cast<std::int32_t>(static_cast<std::uint32_t>(sum) +
                                       static_cast<std::uint32_t>(factor * rest[4 * n + i - done]));

@@ -1,6 +1,6 @@
-// The inner loops, written once over a vector type `V` of V::width lanes. Included by simd_*.cpp
-// after they define V. Everything has internal linkage and no template of the standard library is
-// used: the linker must never put code compiled for AVX-512 into the plain path.
+// Inner loops, written once for a vector type `V` of V::width lanes. simd_*.cpp define V and then
+// include this file. Everything has internal linkage and uses no templates of the standard library.
+// Otherwise the linker could put code compiled for AVX-512 into the plain path.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@ constexpr int W = V::width;
 void load(const void* src, DType dtype, std::int64_t count, float* dst) {
   std::int64_t i = 0;
   if (dtype == DType::f32) {
-    // A strip's rows are short: a copy of constant size is no call.
+    // Rows of a strip are short. A copy of constant size avoids a call.
     if (count == strip_columns) {
       std::memcpy(dst, src, strip_columns * sizeof(float));
     } else {
@@ -53,7 +53,7 @@ void store(const float* src, std::int64_t count, DType dtype, void* dst) {
 
 // ---- Hadamard ---------------------------------------------------------------------------------
 
-// Each h an instance of its own: GCC keeps the values in memory where h is a variable.
+// FWHT of values in registers. With a variable h, GCC would keep the values in memory.
 template <int count, int h = 1>
 inline void fwht_registers(F (&t)[count]) {
   if constexpr (h < count) {
@@ -68,7 +68,7 @@ inline void fwht_registers(F (&t)[count]) {
   }
 }
 
-// `radix` vectors that lie `stride` floats apart; `inside`: each of them by itself before.
+// FWHT across `radix` vectors, `stride` floats apart. `inside` first transforms each vector.
 template <int radix, bool inside>
 inline void fwht_vectors(float* v, int stride) {
   F t[radix];
@@ -80,8 +80,8 @@ inline void fwht_vectors(float* v, int stride) {
   for (int j = 0; j < radix; ++j) V::store(v + j * stride, t[j]);
 }
 
-// The transform's levels between units that lie `stride` floats apart, of `width` floats each: all
-// of `units` in one pass where registers hold them, else 16 at a time.
+// FWHT across `units` units of `width` floats with a stride of `stride` floats. Up to 16 units fit
+// the registers and take one pass. More take a pass per factor of 16.
 template <bool inside>
 inline void fwht_levels(float* v, int units, int stride, int width) {
   const int radix = units < 16 ? units : 16;
@@ -98,7 +98,7 @@ inline void fwht_levels(float* v, int units, int stride, int width) {
   if (radix < units) fwht_levels<false>(v, units / radix, stride * radix, radix * stride);
 }
 
-// One row: butterflies closer than a vector's width by shuffles, the others between vectors.
+// FWHT of a row: butterflies within a vector use shuffles, the others combine vectors.
 void fwht_row(float* row, std::int64_t count, int block) {
   for (std::int64_t start = 0; start < count; start += block) {
     float* v = row + start;
@@ -203,7 +203,7 @@ inline std::uint32_t counter_high(const RandomKey& key, std::uint64_t blk) {
   return (static_cast<std::uint32_t>(blk >> 32) & 0xffffU) | key.stream_purpose;
 }
 
-// Random bytes of `blocks` consecutive blocks, blocks <= W.
+// Writes the random bytes of `blocks` consecutive blocks, blocks <= W.
 inline void random_run(const RandomKey& key, std::uint64_t blk, int blocks, std::uint8_t* out) {
   std::uint32_t low[W], high[W], words[4][W];
   for (int i = 0; i < W; ++i) {
@@ -226,8 +226,8 @@ inline void random_run(const RandomKey& key, std::uint64_t blk, int blocks, std:
 
 // ---- rounding ---------------------------------------------------------------------------------
 
-// Codes of value * inv: docs/numerics.md, "Rounding". Adding 1.5 * 2^23 to the product with one
-// rounding leaves the integer (half to even) in the low bits of the sum.
+// Rounding of value * inv to codes (docs/numerics.md, "Rounding"). A fused addition of 1.5 * 2^23
+// leaves the integer (half to even) in the low bits of the sum.
 constexpr float integer_float = 12582912.0F;
 constexpr std::uint32_t integer_bits = 0x4b400000U;
 
@@ -245,7 +245,7 @@ inline I pseudo_stochastic_code(F v) {
   const I p = V::shift_right(f, h + 1);
   const I r = V::bit_and(f, V::seti((1U << (h + 1)) - 1));
   const I up = V::bit_and(V::greater(V::addi(V::addi(p, p), V::seti(1)), r),
-                          V::greater(f, V::seti(0)));  // all ones where true
+                          V::greater(f, V::seti(0)));  // all bits set if true
   return V::copy_sign_int(V::min_i(V::subi(whole, up), V::seti(q_max)), v);
 }
 
@@ -254,9 +254,9 @@ inline I round_code(F value, F inv, I u) {
   if constexpr (rounding == Rounding::nearest) {
     return rounded_product(value, inv, V::set(integer_float));
   } else if constexpr (rounding == Rounding::stochastic) {
-    const F magic = V::add(V::to_float(u), V::set(integer_float));  // exact, as is 256 inv
+    const F magic = V::add(V::to_float(u), V::set(integer_float));  // exact, also 256 * inv
     const I sum = rounded_product(value, V::mul(inv, V::set(256.0F)), magic);
-    // An arithmetic shift made of a logical one.
+    // Arithmetic shift by 8, built from a logical shift.
     return V::subi(V::shift_right(V::addi(sum, V::seti(1U << 16)), 8), V::seti(1U << 8));
   } else {
     return pseudo_stochastic_code<bits>(V::mul(value, inv));
@@ -266,7 +266,7 @@ inline I round_code(F value, F inv, I u) {
 template <Rounding rounding, int bits>
 void quantize_row_as(const float* v, std::int64_t count, const float* inv, bool each,
                      const RandomKey& key, std::uint64_t blk, std::int8_t* out) {
-  constexpr int run = 16 * W;  // elements of W random blocks
+  constexpr int run = 16 * W;  // elements that share W random blocks
   std::uint8_t random[run] = {};
   float tail[run], tail_inv[run];
   for (std::int64_t start = 0; start < count; start += run) {
@@ -338,7 +338,7 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
   }
 }
 
-// Calls `call` with rounding and bits as constants: one instance of the loop for each pair.
+// Calls `call` with rounding and bits as compile-time constants.
 template <class Call>
 inline void dispatch_rounder(const Rounder& r, const Call& call) {
   using std::integral_constant;
@@ -398,7 +398,7 @@ void expand_int4(const std::uint8_t* packed, std::int64_t count, const float* ta
 
 // ---- products ---------------------------------------------------------------------------------
 
-// What is done to sums is known to the compiler: the loops over columns have no branches.
+// Dequantises a tile. The template arguments keep branches out of the loops over columns.
 template <bool accumulate, bool biased, bool one_scale>
 inline void dequantize_rows(const SumsTile& tile) {
   for (int m = 0; m < tile.rows; ++m) {
@@ -449,7 +449,7 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
   }
 }
 
-// The table of an instruction set: the loops above and its products.
+// Function table of an instruction set: the loops above and its products.
 SimdKernels kernels_with(const GemmKernels& gemm) {
   return {
       load,

@@ -1,4 +1,4 @@
-// The inner loops without instruction set extensions: one lane.
+// Inner loops in plain C++: one lane.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -25,8 +25,7 @@ struct V {
   static I seti(std::uint32_t v) { return v; }
   static I load_u8(const std::uint8_t* p) { return *p; }
   static I load_i8(const std::int8_t* p) { return unsigned_of(*p); }
-  // Packed codes from number `first` on, a multiple of the width, in ascending order: the lowest
-  // bits of a byte first.
+  // Loads packed codes from index `first` (a multiple of the width), low nibble first.
   static I load_int4(const std::uint8_t* p, std::int64_t first) {
     return p[first / 2] >> (first % 2 * 4) & 15U;
   }
@@ -78,7 +77,7 @@ struct V {
 namespace hot::detail {
 namespace {
 
-// Panel: for every k, the 8 rows of b side by side.
+// Panel layout: for every k, the values of 8 rows of b side by side.
 constexpr int tile_m = 4, tile_n = 8;
 
 std::size_t gemm_panel_bytes(std::int64_t k) { return static_cast<std::size_t>(k) * tile_n; }

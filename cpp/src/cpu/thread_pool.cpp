@@ -32,12 +32,12 @@ int default_thread_count() {
 
 namespace {
 
-// Waits a little without sleeping: a backward runs a dozen jobs within a millisecond, and to put
-// threads to sleep and wake them costs as much as a small layer's job. True as soon as `ready` is.
+// Waits for `ready` up to 50 us without sleeping, and returns true once it holds. A backward pass
+// runs a dozen jobs within a millisecond, and waking threads costs as much as a small job.
 template <class Ready>
 bool spin_until(const Ready& ready) {
   constexpr std::chrono::microseconds limit{50};
-  constexpr int checks = 64;  // between two looks at the clock
+  constexpr int checks = 64;  // checks per reading of the clock
   const auto end = std::chrono::steady_clock::now() + limit;
   do {
     for (int i = 0; i < checks; ++i) {
@@ -53,23 +53,23 @@ bool spin_until(const Ready& ready) {
 }  // namespace
 
 // A job is open while some of its tasks are not taken. A worker takes a task by a compare-and-swap
-// and finishes it by an increment. Late workers find no work and are not waited for. Only sleepers
-// lock.
+// and reports its end by an increment. The caller does not wait for workers that come too late for
+// a task. Only threads that sleep take the lock.
 struct ThreadPool::State {
-  static constexpr std::int64_t max_tasks = 0xffffffff;  // of a job
+  static constexpr std::int64_t max_tasks = 0xffffffff;  // per job
 
-  std::mutex caller;  // held by the caller whose job is running
+  std::mutex caller;  // held by the thread whose job is running
   std::mutex mutex;
   std::condition_variable wake, done;
   std::atomic<int> sleeping{0};
   std::atomic<bool> caller_sleeps{false};
   std::atomic<bool> stop{false};
 
-  // The job's number above the count of its tasks that are left: a number does not come again
-  // while somebody looks at it.
+  // Upper half: number of the job. Lower half: tasks that are not taken. The job number keeps a
+  // late compare-and-swap from taking a task of another job.
   alignas(64) std::atomic<std::uint64_t> open{0};
   alignas(64) std::atomic<std::int64_t> finished{0};
-  // Written while no job is open; read by those that have a task, before they have finished it.
+  // Description of the job. Written while no job is open; read only by holders of a task.
   Call call = nullptr;
   const void* task = nullptr;
   std::int64_t first = 0, count = 0;
@@ -91,7 +91,7 @@ struct ThreadPool::State {
     if (sleeping == 0) return;
     {
       const std::lock_guard<std::mutex> lock(mutex);
-    }  // a worker that is about to sleep does so first
+    }  // lets a worker that is about to sleep do so before it is notified
     if (tasks > static_cast<std::int64_t>(threads.size())) return wake.notify_all();
     for (std::int64_t i = 1; i < tasks; ++i) wake.notify_one();
   }
@@ -110,7 +110,7 @@ struct ThreadPool::State {
     }
   }
 
-  // Of the caller, whose job has no task left.
+  // Called by the submitting thread when its job has no tasks left to take.
   void wait() {
     if (spin_until([&] { return is_finished(); })) return;
     std::unique_lock<std::mutex> lock(mutex);
@@ -145,7 +145,7 @@ struct ThreadPool::State {
 
 namespace {
 
-// A job of an executor's threads.
+// Job for the threads of an executor.
 struct SharedJob {
   void (*call)(const void*, std::int64_t);
   const void* task;
@@ -165,12 +165,12 @@ struct SharedJob {
 
 ThreadPool::ThreadPool(int threads, const Executor& executor)
     : threads_(threads), executor_(executor), state_(std::make_unique<State>()) {
-  const int own = executor.run == nullptr ? threads : 1;
+  const int pool_size = executor.run == nullptr ? threads : 1;
   try {
-    for (int i = 1; i < own; ++i) {
+    for (int i = 1; i < pool_size; ++i) {
       state_->threads.emplace_back([state = state_.get()] { state->loop(); });
     }
-  } catch (...) {  // no memory or no thread: join those that run before their State is destroyed
+  } catch (...) {  // no memory or no thread: joins the running threads before State is destroyed
     state_->join();
     throw;
   }
@@ -178,9 +178,9 @@ ThreadPool::ThreadPool(int threads, const Executor& executor)
 
 ThreadPool::~ThreadPool() {
   if (state_->owner != getpid()) {
-    // In a forked child the threads do not exist; joining them would never return.
+    // In a forked child the threads do not exist, and joining them would never return.
     for (std::thread& thread : state_->threads) thread.detach();
-    static_cast<void>(state_.release());  // threads that no longer exist may hold its locks
+    static_cast<void>(state_.release());  // leaked: vanished threads may hold its locks
     return;
   }
   state_->join();
@@ -192,7 +192,7 @@ void ThreadPool::run_erased(std::int64_t count, Call call, const void* task) {
     if (executor_.run != nullptr) {
       SharedJob job{call, task, count};
       executor_.run(executor_.state, threads_, SharedJob::work, &job);
-      SharedJob::work(&job);  // what is left, if its threads are busy
+      SharedJob::work(&job);  // remaining tasks, if the executor's threads were busy
       return;
     }
     std::unique_lock<std::mutex> caller(state.caller, std::try_to_lock);

@@ -1,4 +1,4 @@
-// The threads of a CPU context.
+// Thread pool of a CPU context.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@ namespace hot {
 
 int default_thread_count();
 
-// Runs tasks [0, count) of a call on its threads and the caller's. Every task writes its own part
-// of the result, so only the time depends on the number of threads. Several callers may share a
-// pool: one uses its threads, the others run their tasks themselves, as does a forked child, which
-// has no threads. With an executor it has none of its own.
+// Runs tasks [0, count) on its own threads and the caller's. Every task writes its own part of the
+// result, so only the time depends on the number of threads. If several callers share a pool, one
+// uses its threads and the others run their tasks alone. A forked child, which has no threads, also
+// runs them alone. A pool with an executor has no threads of its own.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads, const Executor& executor = {});
@@ -23,7 +23,7 @@ class ThreadPool {
 
   int size() const noexcept { return threads_; }
 
-  // Calls `task(index)` for every index and returns when all are done. A task must not throw.
+  // Calls `task(index)` for every index in [0, count) and waits for all. A task must not throw.
   template <class Task>
   void run(std::int64_t count, const Task& task) {
     run_erased(

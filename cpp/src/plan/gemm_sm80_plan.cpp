@@ -7,14 +7,13 @@
 namespace hot::detail {
 namespace {
 
-// One multiprocessor of a generation of GPUs. The H200's figures are measured at 1.75 GHz
-// (docs/dev/mma-sync.md); the others follow from them by the rates and the memory in the data
-// sheets.
+// Model of an SM of a GPU generation. The H200's figures were measured at 1.75 GHz
+// (docs/dev/mma-sync.md). The others are derived from them and from data sheets.
 struct Generation {
   int shared_bytes;
-  double rate;     // multiply-adds of INT8 in a cycle
-  double finish;   // bytes of the result in a cycle
-  double partial;  // bytes of shared tiles' sums in a cycle, written and read again
+  double rate;     // INT8 multiply-adds per cycle
+  double finish;   // bytes of the result per cycle
+  double partial;  // bytes of shared tiles' sums per cycle, written and read again
 };
 
 Generation generation_of(int capability) {
@@ -25,13 +24,13 @@ Generation generation_of(int capability) {
   return {228 * kb, 2200, 14, 5.3};
 }
 
-constexpr int block_reserved_bytes = 1024;  // of shared memory, by the system
-constexpr double start_cycles = 8000;       // of a launch, until the first results are written
+constexpr int block_reserved_bytes = 1024;  // shared memory that the system reserves per CTA
+constexpr double start_cycles = 8000;       // from a launch to the first results
 constexpr double second_launch_cycles = 2000;
-constexpr double min_gain = 1.03;  // by sharing tiles: it takes memory and a launch
-constexpr int out_bytes = 2;       // of a result; its type does not change the choice
+constexpr double min_gain = 1.03;  // required for sharing tiles, which costs memory and a launch
+constexpr int out_bytes = 2;       // assumed for every type of the result
 
-// CTAs of a tile's kernel on a multiprocessor; 0: it does not fit.
+// CTAs of a tile's kernel per SM; 0 if it does not fit.
 int blocks_per_sm(int capability, const MmaTileFacts& tile) {
   if (tile.shared_bytes > mma_shared_block(capability)) return 0;
   const int held = tile.shared_bytes + block_reserved_bytes;
@@ -42,11 +41,11 @@ std::int64_t ceil_of(std::int64_t value, std::int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
 
-// What share of its full time a multiprocessor needs for `blocks` of the `at_once` CTAs
-// that it could run: fewer are quicker, not in proportion.
+// Time of an SM with `blocks` CTAs, relative to the time with `at_once`, the number that it could
+// run. Fewer CTAs are faster, but not in proportion.
 double part_of_full(std::int64_t blocks, int at_once) {
   if (blocks >= at_once) return 1.0;
-  constexpr double alone = 0.45;  // one of four; of two: 0.65
+  constexpr double alone = 0.45;  // one of four CTAs; one of two: 0.65
   return at_once == 2 ? 0.65 : alone + 0.2 * static_cast<double>(blocks - 1);
 }
 
@@ -72,8 +71,8 @@ class Divider {
         step_cycles_(area_ * tile_.step / (gpu_.rate * tile_.rate)),
         finish_cycles_(area_ * out_bytes / gpu_.finish) {}
 
-  // A CTA for each tile. Where a multiprocessor holds one, it goes through all that fall
-  // to it; of several, whichever is done makes room for the next.
+  // One CTA per tile. If an SM runs one CTA at a time, the grid is persistent. Otherwise a CTA that
+  // ends makes room for the next.
   Division whole() const {
     Division out = start();
     out.cycles += static_cast<double>(tiles_ / slots_) * full_cycles();
@@ -85,8 +84,7 @@ class Divider {
     return out;
   }
 
-  // The tiles that do not fill the GPU are shared out, evenly, or each among as many CTAs
-  // as there are for it, which leaves fewer sums.
+  // Shares the last tiles, which do not fill the GPU, evenly or with whole CTAs (fewer sums).
   Division shared() const {
     if (rest_ == 0 || steps_ == 0) return whole();
     const Division even = shared_among(std::min(slots_, rest_ * steps_));
@@ -95,18 +93,17 @@ class Divider {
     return split.cycles < even.cycles ? split : even;
   }
 
-  // Of a contraction that is longer than INT32 sums hold: every tile is shared out, in parts that
-  // they do hold. Few CTAs take parts of two tiles.
+  // Shares every tile of a contraction too long for INT32 sums, in parts that fit.
   Division parts() const {
     if (steps_ == 0) return whole();
     const std::int64_t longest = mma_int32_codes / tile_.step;
     const std::int64_t fewest = tiles_ * ceil_of(steps_, longest);
-    const std::int64_t most = tiles_ * std::min(steps_, most_parts);
-    return shared_among(std::clamp(slots_, fewest, std::max(fewest, most)), tiles_);
+    const std::int64_t limit = tiles_ * std::min(steps_, most_parts);
+    return shared_among(std::clamp(slots_, fewest, std::max(fewest, limit)), tiles_);
   }
 
  private:
-  static constexpr std::int64_t most_parts = 64;  // of a tile: fixup_kernel adds them in turn
+  static constexpr std::int64_t most_parts = 64;  // per tile: fixup_kernel adds them in sequence
 
   double full_cycles() const {
     return at_once_ * (static_cast<double>(steps_) * step_cycles_ + finish_cycles_);
@@ -115,7 +112,7 @@ class Divider {
   Division start() const {
     Division out{};
     out.plan.tile = number_;
-    // The tiles in work at a time should be about as high as wide.
+    // Tiles that run at the same time should cover about a square.
     const double side = std::sqrt(static_cast<double>(slots_) * tile_.n / tile_.m);
     out.plan.band = static_cast<int>(std::clamp<std::int64_t>(std::llround(side), 1, tiles_m_));
     out.cycles = start_cycles;
@@ -136,7 +133,7 @@ class Divider {
     out.plan.whole = static_cast<int>(tiles_ - shared);
     out.plan.shared = static_cast<int>(shared);
     out.plan.sharers = static_cast<int>(sharers);
-    const bool aligned = sharers % shared == 0;  // no CTA works on two tiles
+    const bool aligned = sharers % shared == 0;  // then no CTA works on two tiles
     const double sums = static_cast<double>(sharers + (aligned ? 0 : shared)) * area_ * 4;
     const std::int64_t steps = ceil_of(sharers, slots_) * ceil_of(shared * steps_, sharers);
     out.cycles += at_once_ * static_cast<double>(steps) * step_cycles_ +
@@ -168,7 +165,7 @@ bool mma_can(const MmaDevice& device, const MmaProduct& product, int tile) {
   const std::int64_t tiles = ceil_of(product.m, facts.m) * ceil_of(product.n, facts.n);
   if (tiles > INT32_MAX) return false;
   if (facts.any || !product.long_k) return facts.any || product.aligned;
-  // All steps of all tiles have a number.
+  // The steps of all tiles must be countable in 32 bits.
   return product.aligned && tiles * ceil_of(product.k, facts.step) <= INT32_MAX;
 }
 
@@ -187,16 +184,16 @@ MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_
   for (int tile = 0; tile < any; ++tile) {
     if (!mma_can(device, product, tile) || (product.long_k && !may_share)) continue;
     const Divider divider(device, product, tile);
-    Division found = product.long_k ? divider.parts() : divider.whole();
+    Division candidate = product.long_k ? divider.parts() : divider.whole();
     if (may_share && !product.long_k) {
       const Division shared = divider.shared();
-      if (shared.cycles * min_gain < found.cycles) found = shared;
+      if (shared.cycles * min_gain < candidate.cycles) candidate = shared;
     }
-    // Of two tiles that are each other's mirror image the one whose longer side lies along the
-    // shorter side of the product.
+    // Among mirrored tiles, prefers the one whose longer side lies along the product's shorter
+    // side.
     const bool along = (mma_tiles[tile].m > mma_tiles[tile].n) == (product.m < product.n);
-    if (!along) found.cycles *= 1.001;
-    if (found.cycles < best.cycles) best = found;
+    if (!along) candidate.cycles *= 1.001;
+    if (candidate.cycles < best.cycles) best = candidate;
   }
   return best.plan;
 }
@@ -210,7 +207,7 @@ std::size_t mma_workspace(const MmaPlan& plan) {
 
 std::int64_t mma_fixup_blocks(const MmaPlan& plan) {
   const MmaTileFacts& tile = mma_tiles[plan.tile];
-  // A warp for each 16 rows of a warp of the tile's kernel.
+  // One warp per 16 rows of a warp of tile_kernel.
   const std::int64_t fragments =
       std::int64_t{plan.shared} * (tile.threads / 32) * (tile.warp_m / 16);
   return ceil_of(fragments, mma_fixup_threads / 32);

@@ -1,4 +1,4 @@
-// The shape of a kernel's launch.
+// Shape of a kernel launch.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ struct LaunchShape {
   std::int64_t blocks = 0;
   int threads = 0;
   std::size_t shared_bytes = 0;
-  int cluster = 1;  // CTAs that share their memory; above 1 from sm_90 on
+  int cluster = 1;  // CTAs per cluster; above 1 only from sm_90 on
   int rows = 1;     // blockDim.y
 };
 

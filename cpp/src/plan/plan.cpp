@@ -1,4 +1,4 @@
-// The plans of whole calls, their workspaces, and what a plan is made of.
+// Plans of whole calls, their workspaces, and the members of Plan.
 #include <algorithm>
 #include <cstdint>
 #include <new>
@@ -44,7 +44,7 @@ void set_features(DeviceFacts& facts, bool sm90, bool wgmma) {
   if (major >= 9) facts.hardware = since_sm90;
   if (major == 9) facts.hardware |= Feature::wgmma;
   if (major == 10 || major == 11) facts.hardware |= Feature::tcgen05;
-  // No later architecture has kernels of its own.
+  // There are no kernels for later architectures.
   if (major == 9 && sm90) facts.kernels = since_sm90;
   if (major == 9 && wgmma) facts.kernels |= Feature::wgmma;
 }
@@ -75,7 +75,7 @@ Kernel Plan::choose(std::initializer_list<Refusal> list) {
 
 namespace {
 
-// Whether both hold the same memory somewhere.
+// Whether two sets of buffers share memory.
 bool overlap(Buffers a, Buffers b) {
   return a.meets(b) || (a.has(Buffer::all_scratch) && b.meets(scratch)) ||
          (b.has(Buffer::all_scratch) && a.meets(scratch));
@@ -84,18 +84,18 @@ bool overlap(Buffers a, Buffers b) {
 }  // namespace
 
 static_assert(std::is_trivially_copyable_v<Step> &&
-              std::is_trivially_copyable_v<Refusal>);  // as Plan's slots are
+              std::is_trivially_copyable_v<Refusal>);  // Plan::Slots copies bytes
 
-// A step that waits starts when all steps before it have ended. A step that does not wait starts
-// when every CTA of the previous one has started. So the last step that waited, and all since, may
-// still run. The first step of a call waits: it cannot know what runs before the call.
+// A step that waits starts when all earlier steps have ended. An independent step starts when every
+// CTA of the previous step has started. Therefore the last step that waited, and all steps since,
+// may still run. The first step of a call waits, because earlier work on the stream is unknown.
 void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
                const StepWork& work, DType dtype) {
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
   Step& step = *::new (&steps_.at[count_]) Step{kernel, shape, reads, writes, work, dtype};
-  if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // those only help the next
+  if (kernel != Kernel::zero && kernel != Kernel::broadcast_scale) {  // these prepare another step
     step.first_passed = first_passed_;
     step.end_passed = first_passed_ = end_passed_;
   }
@@ -142,8 +142,8 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   const bool by_token = spec.gw_scale == Granularity::token;
   Plan plan;
 
-  // All operands are quantised before the products: g_y is read again while the L2 may still hold
-  // it, and kernels overlap.
+  // Quantises all operands before the products. Then g_y is read again while the L2 cache may still
+  // hold it, and kernels overlap.
   const RowsShape rows{
       Source::gy,          Buffer::gy_rows,           arrays.gy, shape.tokens, shape.out_features,
       spec.hadamard_block, gradient_rows_quant(spec), kx};
@@ -204,52 +204,51 @@ void add_sum_alone(Plan& plan, const LinearShape& shape, const ArrayFacts& gy, b
 
 namespace {
 
-ColumnsShape activation_shape(const CompressShape& kept) {
-  const OperandQuant quant = activation_quant(kept.spec);
-  return {
-      Source::x, Buffer::saved, kept.x, kept.cols, kept.p, quant, quant.per_tensor ? 1 : kept.cols};
+ColumnsShape activation_shape(const CompressShape& job) {
+  const OperandQuant quant = activation_quant(job.spec);
+  return {Source::x, Buffer::saved, job.x, job.cols, job.p, quant, quant.per_tensor ? 1 : job.cols};
 }
 
-void add_token_exponents(Plan& plan, const CompressShape& kept) {
-  if (!kept.spec.equalize_tokens) return;
+void add_token_exponents(Plan& plan, const CompressShape& job) {
+  if (!job.spec.equalize_tokens) return;
   constexpr int warps = exponent_rows;
   plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
-  note_loads(plan, Kernel::token_exponents, not_vectors(kept.x.rows_aligned, kept.cols));
-  plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
-           Buffer::exponents, {}, kept.x.dtype);
+  note_loads(plan, Kernel::token_exponents, not_vectors(job.x.rows_aligned, job.cols));
+  plan.add(Kernel::token_exponents, {ceil_div(job.rows, warps), 32 * warps}, Buffer::x,
+           Buffer::exponents, {}, job.x.dtype);
 }
 
-void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
-  if (kept.spec.storage != Storage::int8) return;
-  add_zero(plan, {0, 0, columns_amax_words(facts, kept.cols, kept.p, activation_quant(kept.spec))});
+void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressShape& job) {
+  if (job.spec.storage != Storage::int8) return;
+  add_zero(plan, {0, 0, columns_amax_words(facts, job.cols, job.p, activation_quant(job.spec))});
 }
 
-void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
-  if (kept.spec.storage == Storage::int8) {
-    add_columns(plan, facts, activation_shape(kept));
+void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& job) {
+  if (job.spec.storage == Storage::int8) {
+    add_columns(plan, facts, activation_shape(job));
     return;
   }
   Buffers reads = Buffer::x;
-  if (kept.spec.equalize_tokens) reads |= Buffer::exponents;
-  const bool two_bytes = dtype_size(kept.x.dtype) == 2;
+  if (job.spec.equalize_tokens) reads |= Buffer::exponents;
+  const bool two_bytes = dtype_size(job.x.dtype) == 2;
   const Kernel kernel =
       plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
-                    !two_bytes                  ? of_dtype
-                    : kept.spec.equalize_tokens ? equalized
-                    : !kept.x.quads_aligned     ? not_fours(kept.cols)
-                                                : Reason{}},
+                    !two_bytes                 ? of_dtype
+                    : job.spec.equalize_tokens ? equalized
+                    : !job.x.quads_aligned     ? not_fours(job.cols)
+                                               : Reason{}},
                    {Kernel::groups}});
-  const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
-  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, kept.x.dtype);
+  const std::int64_t blocks = ceil_div(job.cols, 128) * ceil_div(job.rows, int4_group);
+  plan.add(kernel, {blocks, 128}, reads, Buffer::saved, {}, job.x.dtype);
 }
 
 }  // namespace
 
-Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
+Plan plan_compress(const DeviceFacts& facts, const CompressShape& job) {
   Plan plan;
-  add_token_exponents(plan, kept);
-  add_activation_zero(plan, facts, kept);
-  add_activation(plan, facts, kept);
+  add_token_exponents(plan, job);
+  add_activation_zero(plan, facts, job);
+  add_activation(plan, facts, job);
   return plan;
 }
 
@@ -266,9 +265,10 @@ Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t col
 
 namespace {
 
-RowsShape forward_rows(Source of, Buffer codes, const ArrayFacts& array, std::int64_t rows,
+RowsShape forward_rows(Source source, Buffer codes, const ArrayFacts& array, std::int64_t rows,
                        std::int64_t cols, const ForwardLinearSpec& spec) {
-  return {of, codes, array, rows, cols, spec.hadamard_block, forward_quant, forward_k(cols, spec)};
+  return {
+      source, codes, array, rows, cols, spec.hadamard_block, forward_quant, forward_k(cols, spec)};
 }
 
 }  // namespace
@@ -301,21 +301,21 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
 
 Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int64_t rows,
                         std::int64_t cols, const ForwardLinearSpec& spec,
-                        const CompressShape* kept) {
+                        const CompressShape* saved) {
   Plan plan;
   const RowsShape job = forward_rows(Source::x, Buffer::forward_x, x, rows, cols, spec);
-  if (kept == nullptr) {
+  if (saved == nullptr) {
     add_rows(plan, job);
     return plan;
   }
-  add_token_exponents(plan, *kept);
-  if (kept->spec.storage == Storage::int8) {
-    add_activation_zero(plan, facts, *kept);
-    add_rows_and_columns(plan, facts, job, activation_shape(*kept));
-  } else if (const Reason why = add_rows_groups(plan, job, *kept)) {
+  add_token_exponents(plan, *saved);
+  if (saved->spec.storage == Storage::int8) {
+    add_activation_zero(plan, facts, *saved);
+    add_rows_and_columns(plan, facts, job, activation_shape(*saved));
+  } else if (const Reason why = add_rows_groups(plan, job, *saved)) {
     add_rows(plan, job);
     plan.takes({Kernel::rows_groups, "x is read again to be kept", why});
-    add_activation(plan, facts, *kept);
+    add_activation(plan, facts, *saved);
   }
   return plan;
 }
@@ -327,7 +327,7 @@ Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t co
   return plan;
 }
 
-// ---- what plans know of arrays -----------------------------------------------------------------
+// ---- properties of arrays ----------------------------------------------------------------------
 
 namespace {
 
@@ -370,8 +370,8 @@ ProductShape product_shape(const GemmArgs& args) {
 
 BackwardScratch take_scratch(const DeviceFacts& facts, const BackwardWork& work, void* workspace) {
   const std::int64_t L = work.shape.tokens, O = work.shape.out_features;
-  // If only g_b is computed, its partial sums may use the whole workspace. There is a partial sum
-  // for every 128 tokens, or those of rows_column_amax_kernel.
+  // If only g_b is computed, its partial sums may use the whole workspace. There is one per 128
+  // tokens, or the number that rows_column_amax_kernel needs.
   const std::int64_t runs = std::max(sum_runs(L), rows_column_amax_sums(facts, L));
   DeviceScratch device{amax_words(facts, work)};
   if (work.gb) device.sums_alone = runs * O;

@@ -1,4 +1,4 @@
-// Which kernels run the products of a call.
+// Choice of the kernels for the products of a call.
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int64_t wgmma_tile = 128, wgmma_wide_tile = 192, wgmma_large_tile = 256;
 
-// Why rows of a product's operands or of its result take no 16 bytes at once.
+// Reason against accesses of 16 bytes to a product's operands or result.
 Reason why_not_vectors(const ProductShape& p) {
   if (!p.rows_aligned) {
     return {"rows of the operands are not a multiple of 16 bytes (%k %n)", p.k};
@@ -32,7 +32,7 @@ Reason why_not_wgmma(const DeviceFacts& facts, const ProductShape& p) {
   if (const Reason why = why_not_vectors(p)) return why;
   if (p.k % 16 != 0) return {"%k %n is not a multiple of 16", p.k};
   if (!p.scaled) return {"bare INT32 sums"};
-  // No step is faster by such instances than by an addition of its own.
+  // Instances that accumulate in 16 bits were not faster than a separate addition.
   if (p.accumulate && p.out.dtype != DType::f32) return {"sums are added to %a in %t"};
   if (p.k == 0) return {"the contraction is empty"};
   if (p.k > int32_safe_k) return too_long_k(p.k);
@@ -40,15 +40,15 @@ Reason why_not_wgmma(const DeviceFacts& facts, const ProductShape& p) {
   return {};
 }
 
-// Why no fast tile of mma.sync serves a product.
+// Reason against the fast tiles of mma.sync.
 Reason why_not_tiles(const ProductShape& p) {
   if (const Reason why = why_not_vectors(p)) return why;
   if (!p.rows_near) return {"rows of the operands are 2^32 bytes apart"};
   return too_long_k(p.k);
 }
 
-// Tiles per stripe: at most half of the shorter side, where rounding both sides up to whole stripes
-// (of clusters, two tiles along N) adds few tiles.
+// Tiles per stripe: at most half of the shorter side, and only if rounding both sides up to whole
+// stripes adds few tiles. Stripes consist of clusters, which have two tiles along N.
 int swizzle_of(const Thresholds& t, std::int64_t tiles_m, std::int64_t tiles_n) {
   for (int swizzle = t.max_swizzle; swizzle > 1; swizzle /= 2) {
     const std::int64_t padded = round_up(tiles_m, swizzle) * round_up(tiles_n, 2 * swizzle);
@@ -67,8 +67,8 @@ Kernel kernel_of(const Sm90Plan& plan) {
                              static_cast<int>(plan.kernel));
 }
 
-// With a third of a wave of tiles or less, equal shares of the contraction beat CUTLASS's own
-// division.
+// Plan of stream-K. For up to a third of a wave of tiles, equal shares of the contraction are
+// faster than CUTLASS's own division.
 Sm90Plan stream_k_plan(const DeviceFacts& facts, std::int64_t tiles) {
   const int sm_count = facts.sm_count;
   const int splits =
@@ -88,23 +88,22 @@ Sm90Plan wgmma_plan(const DeviceFacts& facts, std::int64_t m, std::int64_t n, st
   const auto time_of = [&](std::int64_t tile_n) {
     return waves(round_up(tiles_m, 2) * ceil_div(n, tile_n)) * tile_n;
   };
-  // In columns of tiles that an SM computes, one after the other. Clusters are whole: two tiles
-  // along N, or along M.
+  // Time, measured in tile columns that an SM computes in sequence. Clusters have two tiles along N
+  // (here) or along M (time_of).
   const std::int64_t usual = waves(tiles_m * round_up(tiles_n, 2)) * wgmma_tile;
-  // Stream-K divides a long contraction among CTAs where there are fewer than two waves of tiles,
-  // but not nearly one (g_w of a ViT).
+  // Stream-K shares a long contraction among CTAs if there are fewer than two waves of tiles. An
+  // exception are tiles that nearly fill one wave (g_w of a ViT).
   const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
   const bool shares = k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave;
-  // A large tile moves the fewest bytes for its products. That pays where the card's power sets the
-  // clock and the contraction is long enough to hide an epilogue that nothing overlaps.
+  // A large tile moves the fewest bytes. That is faster if the power limit sets the clock and the
+  // contraction is long enough to hide its epilogue, which nothing overlaps.
   const std::int64_t least =
       shares ? tiles * wgmma_tile * t.large_gain_of_shared : usual * sm_count * t.large_gain_of;
   if (has_large && k >= t.large_min_k && time_of(wgmma_large_tile) * sm_count * 100 <= least) {
     return {Sm90Kernel::tile_128x256, sm_count, m < n, 2, 1};
   }
   if (shares) return stream_k_plan(facts, tiles);
-  // With a narrow operand (g_x of a ViT) stripes gain nothing. A wider tile gains where it does not
-  // cost more waves than it saves.
+  // With a narrow operand (g_x of a ViT) stripes do not help, but a wider tile can.
   const std::int64_t wide = time_of(wgmma_wide_tile);
   if (has_wide && std::min(tiles_m, tiles_n) < t.narrow_tiles && m >= n &&
       wide * t.wide_gain <= usual * t.wide_gain_of) {
@@ -114,8 +113,8 @@ Sm90Plan wgmma_plan(const DeviceFacts& facts, std::int64_t m, std::int64_t n, st
   return {Sm90Kernel::tile_128x128, sm_count, swizzle > 1 || n > m, swizzle, 1};
 }
 
-// Wide tiles serve g_x, stream-K serves g_w. There are none for fp16 outputs, which are rare: with
-// autocast g_w is fp32.
+// Instances that are built: wide tiles for g_x, stream-K for g_w. fp16 outputs have neither, since
+// they are rare (with autocast g_w is fp32).
 bool has_large(const ProductShape& p) {
   return p.out.dtype != DType::f16 && !(p.out.dtype == DType::f32 && p.bias);
 }
@@ -124,7 +123,7 @@ bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !
 
 Sm90Plan wgmma_plan(const DeviceFacts& facts, const ProductShape& p) {
   Sm90Plan plan = wgmma_plan(facts, p.m, p.n, p.k, has_wide(p), has_large(p));
-  // Without a stream-K instance the tiles keep its order.
+  // Without a stream-K instance the plain tiles use its order.
   if (plan.kernel == Sm90Kernel::stream_k && !has_stream_k(p)) {
     plan.kernel = Sm90Kernel::tile_128x128;
   }
@@ -133,13 +132,13 @@ Sm90Plan wgmma_plan(const DeviceFacts& facts, const ProductShape& p) {
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// Tiles are shared where gemm_workspace has room for that. It does not know the output: with wgmma
-// there is room only where no output has a wgmma kernel, the contraction being too long.
+// Whether CTAs may share mma.sync tiles: only if gemm_workspace reserves memory for that. It does
+// not know the output. With wgmma it reserves memory only for contractions too long for wgmma.
 bool may_share(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
   return (!facts.kernels.has(Feature::wgmma) || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
 }
 
-// The kernel of a tile, and the sums of tiles that CTAs share.
+// Adds the mma.sync kernel, and the kernel that adds up the tiles shared by CTAs.
 void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index, bool int4,
              Buffers reads, Buffers writes) {
   const bool share = !int4 && may_share(facts, p.m, p.n, p.k);
@@ -154,13 +153,13 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
   plan.add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)},
            reads, shared ? writes | Buffer::stream_k : writes, work, p.out.dtype);
   if (!shared) return;
-  Buffers sums = Buffer::stream_k;  // the scales are older than the tiles' step
+  Buffers sums = Buffer::stream_k;  // scales need no entry: they are older than the tiles
   if (p.accumulate) sums |= writes;
   plan.add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes, work,
            p.out.dtype);
 }
 
-// Number `index` of a call's products.
+// Adds product number `index` of a call.
 void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index,
                  const ProductBuffers& buffers) {
   if (p.m == 0 || p.n == 0) return;
@@ -182,7 +181,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   const Sm90Plan wgmma = wgmma_plan(facts, p);
   const Kernel kernel = kernel_of(wgmma);
   if (kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
-  // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own shape).
+  // Persistent grid: a CTA of three warp groups per SM. CUTLASS sets the actual shape.
   plan.add(kernel, {facts.sm_count, 384, 0, 2}, reads, writes, ProductStep{index, wgmma},
            p.out.dtype);
 }
@@ -191,8 +190,8 @@ std::int64_t small_tiles(const ProductShape& p, int tile_m) {
   return ceil_div(p.m, tile_m) * ceil_div(p.n, small_gemm::tile_n);
 }
 
-// Predicted time: the longest CTA plus the mean load of an SM (the bound of list scheduling). Both
-// products count in both, so the shares of one are chosen beside those of the other.
+// Predicted time: the longest CTA plus the mean load of an SM (bound of list scheduling). Both
+// terms include both products, so their shares are chosen together.
 double cost_of(const ProductShape* products, int count, const SmallPlan& plan, const TileCost& cost,
                int sm_count) {
   double work = 0, longest = 0;
@@ -226,7 +225,7 @@ Reason why_not_small_gemms(const ProductShape* products, int count) {
 }
 
 SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int count) {
-  // More CTAs than steps of the contraction only add work.
+  // More CTAs than steps of the contraction would only add work.
   const auto max_share = [&](const ProductShape& p) {
     int share = 1;
     while (facts.kernels.has(Feature::clusters) && share < small_gemm::max_cluster &&
@@ -350,7 +349,7 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
   plan.passed_as_before();
   plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b,
            UnpackStep{true});
-  // With the scales of a and b.
+  // Reads a and b as well, for their scales.
   add_product(plan, facts, shape, 0,
               {Buffer::a | Buffer::unpacked_a, Buffer::b | Buffer::unpacked_b, Buffer::out});
   return plan;
@@ -363,8 +362,8 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
   return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
 }
 
-// wgmma: single scales as vectors, and stream-K's partial sums.
-// mma.sync: the sums of tiles that CTAs share.
+// Workspace of a product. wgmma: single scales as vectors, and stream-K's partial sums. mma.sync:
+// sums of tiles that CTAs share.
 std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
                            std::int64_t k) {
   const bool wgmma = facts.kernels.has(Feature::wgmma);

@@ -1,4 +1,4 @@
-// Which kernels quantise the operands of a call.
+// Choice of the kernels that quantise the operands of a call.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -9,8 +9,8 @@ namespace hot::detail::plan {
 
 // ---- rows --------------------------------------------------------------------------------------
 
-// At most 1 idle lane in 8 where possible (the loads of the others then hide the latency); a row
-// within a warp is preferred to a row across warps.
+// Chooses the lanes per row. Prefers at most 1 idle lane in 8 (the loads of the others then hide
+// the latency), and a row within a warp.
 RowShare row_share(std::int64_t blocks, int most_per_lane) {
   RowShare best{};
   std::int64_t best_cost = 0;
@@ -20,11 +20,11 @@ RowShare row_share(std::int64_t blocks, int most_per_lane) {
     if (lanes > 32) {
       lanes = round_up(lanes, 32);
     } else {
-      std::int64_t power = 4;  // a block of 64 lies in 4 lanes
+      std::int64_t power = 4;  // a block of 64 takes 4 lanes
       while (power < lanes) power *= 2;
       lanes = power;
     }
-    // Slots stand for time: idle ones count, and an eighth more where warps wait for each other.
+    // Slots, idle ones included, model the time: an eighth more if warps wait for each other.
     const std::int64_t slots = 8 * lanes * per_lane;
     const std::int64_t cost = lanes > 32 ? slots + slots / 8 : slots;
     if (best.lanes == 0 || cost <= best_cost) {
@@ -54,7 +54,7 @@ const char* block_name(const RowsShape& job) {
   return job.of == Source::gy ? "hadamard_block" : "forward's hadamard_block";
 }
 
-// rows16_kernel loads 16 elements at once.
+// Reason against loads of 16 elements in rows16_kernel.
 Reason not_16(const RowsShape& job) {
   if (job.x.rows_aligned && job.cols % 16 == 0) return {};
   return {"%f %n is not a multiple of 16", job.cols};
@@ -76,7 +76,7 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
   Buffers reads = buffer_of(job.of), writes = job.codes;
   if (pass == RowsPass::amax) {
-    reads |= Buffer::rows_amax;  // by atomicMax
+    reads |= Buffer::rows_amax;  // read by atomicMax
     writes = Buffer::rows_amax;
   } else if (pass == RowsPass::codes) {
     reads |= Buffer::rows_amax;
@@ -84,7 +84,7 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const Kernel kernel =
       plan.choose({{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job)},
                    {Kernel::rows}});
-  const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // of a CTA
+  const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // per CTA
   LaunchShape shape{job.rows, 256};
   if (kernel == Kernel::rows16) {
     shape = {ceil_div(job.rows, rows), share.lanes, 0, 1, rows};
@@ -93,7 +93,7 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   plan.add(kernel, shape, reads, writes, RowsStep{job.of, pass, share.blocks}, job.x.dtype);
 }
 
-// After a pass for the largest value.
+// Adds the codes after a pass for the largest value.
 void add_rows_codes(Plan& plan, const RowsShape& job) {
   plan.takes({Kernel::rows16, "%a is read first for its scale", one_scale});
   add_rows_pass(plan, job, RowsPass::codes);
@@ -111,7 +111,7 @@ namespace {
 
 // ---- columns -----------------------------------------------------------------------------------
 
-// Whether `projected` makes these 8 rows of 16: those of a sketch, or lists that it knows.
+// Whether ColumnTransform::projected can make a projection: a sketch, or one of its lists of rows.
 bool projects(const Projection& p) {
   if (p.block != 16 || p.rank != 8) return false;
   if (p.basis == Basis::sketch) return true;
@@ -124,10 +124,10 @@ bool projects(const Projection& p) {
   return keeps(columns::lowpass_row) || keeps([](int i) { return 2 * i; });
 }
 
-// Why quantize_columns.cu has no kernels for a projection; where it has, of which transform.
+// Reason why quantize_columns.cu has no kernels for a projection. If it has, sets the transform.
 Reason why_not_block16(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
   const bool full = p.basis == Basis::full;
-  if (p.equalized && !full) {  // no other transform has factors of tokens
+  if (p.equalized && !full) {  // only `factored` applies token exponents
     return {"equalize_tokens with basis %s, where full has a fast kernel", 0, basis_name(p.basis)};
   }
   if (quant.per_contraction) return scales_by_token;
@@ -147,13 +147,13 @@ Reason why_not_block16(const Projection& p, const OperandQuant& quant, ColumnTra
   return {};
 }
 
-// The same, also where it has none of this rounding.
+// why_not_block16, and the reason why there is no kernel with this rounding.
 Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTransform& transform) {
   if (const Reason why = why_not_block16(p, quant, transform)) return why;
   return quant.rounding == columns::rounding_of(transform) ? Reason{} : other_rounding(quant);
 }
 
-// Why no cluster that the device can run holds a column tile.
+// Reason against columns_one_pass_kernel, for example that no cluster holds a column tile.
 Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
                         const OperandQuant& quant, ColumnTransform& transform) {
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
@@ -168,7 +168,7 @@ Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Proje
   return {"a column of %n codes is too long for a cluster", p.k_padded};
 }
 
-// How many CTAs share a column tile, and their warps: the division with the least predicted time.
+// CTAs per column tile and warps per CTA, with the least predicted time.
 struct ClusterSplit {
   int ctas = 0, warps = 0;
 };
@@ -236,7 +236,7 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
       cluster_split(facts, token_tiles(job.p, transform), tiles,
                     columns::max_warps * columns::sm_ctas(transform, size, Pass::both));
   LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
-  // So few column tiles surely fit half of the SMs: no query.
+  // A smaller grid surely fits the device and needs no query.
   if (2 * shape.blocks > facts.sm_count) {
     const std::int64_t at_once = facts.queries->at_once({transform, job.x.dtype}, shape);
     shape.blocks = std::min(tiles, at_once) * split.ctas;
@@ -251,7 +251,7 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
            ColumnsStep{job.of, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
 }
 
-// One of the two passes where a cluster cannot hold a column tile.
+// Adds one of two passes, for columns that do not fit a cluster.
 int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transform, Pass pass) {
   const ClusterSplit split{
       static_cast<int>(ceil_div(token_tiles(job.p, transform), columns::two_pass_warps)),
@@ -288,7 +288,7 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
 
 bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) {
   ColumnTransform transform{};
-  if (job.cols == 0 || job.p.k_padded == 0) {  // no codes; a scale, where there is one, is 0
+  if (job.cols == 0 || job.p.k_padded == 0) {  // no codes; scales, if any, are 0
     if (job.scales > 0) add_finish_scales(plan, job);
     return false;
   }
@@ -312,11 +312,11 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
   return job.sum;
 }
 
-// ---- rows, and the largest values of columns, in one read ---------------------------------------
+// ---- rows and the largest values of columns in one read ----------------------------------------
 
 namespace {
 
-// `work` and `shape` are filled where there is no reason.
+// Reason against rows_column_amax_kernel. Without a reason, fills `work` and `shape`.
 Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
                                 const ColumnsShape& columns, RowsColumnAmaxStep& work,
                                 LaunchShape& shape) {
@@ -378,7 +378,7 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
   const Reason why =
       apart ? why_not_rows_column_amax(facts, rows, columns, work, shape) : fits_cluster;
   if (!why) {
-    plan.takes({Kernel::columns_one_pass, nullptr, apart});  // which would read no less
+    plan.takes({Kernel::columns_one_pass, nullptr, apart});  // no cost: it would read as much
     add_rows_column_amax(plan, rows, columns, work, shape);
     return columns.sum;
   }
@@ -389,23 +389,22 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
   return add_columns(plan, facts, columns);
 }
 
-// ---- rows of x, and x as INT4, in one read -----------------------------------------------------
+// ---- rows of x and x as INT4 in one read -------------------------------------------------------
 
-// Blocks of a lane at most, where the row is not too long; threads of a CTA, where a row needs no
-// more.
+// Preferred maximum of blocks per lane, and threads per CTA unless a row needs more.
 constexpr int rows_groups_lane_blocks = 3, rows_groups_threads = 128;
 
-Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& kept) {
+Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& saved) {
   const auto fits = [](const RowShare& share) {
     return share.lanes > 0 && share.lanes <= rows_groups::max_threads(share.blocks);
   };
   RowShare share = row_share(rows.k_padded / 16, rows_groups_lane_blocks);
   if (!fits(share)) share = row_share(rows.k_padded / 16);
-  if (kept.spec.storage != Storage::int4) {
-    return {"storage is %s", 0, storage_name(kept.spec.storage)};
+  if (saved.spec.storage != Storage::int4) {
+    return {"storage is %s", 0, storage_name(saved.spec.storage)};
   }
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
-  if (kept.spec.equalize_tokens) return equalized;
+  if (saved.spec.equalize_tokens) return equalized;
   if (rows.hadamard_block != forward_block) {
     return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
   }
@@ -442,7 +441,7 @@ class GroupedOperands {
   GroupedOperands(const DeviceFacts& facts, const OperandShapes& operands)
       : facts_(facts), of_(operands) {}
 
-  // Why the kernel cannot quantise these operands, or is not the faster way.
+  // Reason why the kernel cannot quantise these operands or is not faster.
   Reason why_not() {
     if (const ColumnsShape* job = of_.weight) {
       if (const Reason why = add(*job, weight_)) return why;
@@ -470,7 +469,7 @@ class GroupedOperands {
       if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
     }
     for (Columns* columns : {&weight_, &gradient_}) {
-      // A column tile that fits in one CTA keeps to it; another takes the whole cluster.
+      // A column tile takes one CTA if it fits, otherwise the whole cluster.
       columns->ctas = columns->needed_ctas > 1 ? cluster_ : columns->needed_ctas;
       columns->blocks = columns->tiles * columns->ctas;
     }
@@ -531,21 +530,20 @@ class GroupedOperands {
   }
 
  private:
-  // An operand of columns: its column tiles, and the CTAs of each.
+  // Operand quantised by columns: its column tiles, and the CTAs per tile.
   struct Columns {
     ColumnTransform transform{};
     std::int64_t tiles = 0, blocks = 0;
     int needed_ctas = 0, ctas = 0;
   };
 
-  // One launch: some of the operands, each in its pass. `cluster`: CTAs of the longest column tile
-  // that reduces across CTAs.
+  // One launch with some of the operands. `cluster`: CTAs that reduce the longest column tile.
   class Launch {
    public:
-    Launch(const GroupedOperands& of, RowsPass rows_pass, int cluster)
-        : dtype_(of.dtype_.value_or(DType::f32)), cluster_(cluster) {
-      step.transform = of.gradient_.transform;
-      step.row_lanes_log2 = of.lanes_log2_;
+    Launch(const GroupedOperands& operands, RowsPass rows_pass, int cluster)
+        : dtype_(operands.dtype_.value_or(DType::f32)), cluster_(cluster) {
+      step.transform = operands.gradient_.transform;
+      step.row_lanes_log2 = operands.lanes_log2_;
       step.rows_pass = rows_pass;
     }
 

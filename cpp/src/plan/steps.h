@@ -1,5 +1,5 @@
-// What the files of the plan share: plan.cpp makes the plans of whole calls, plan_quantize.cpp adds
-// the steps that quantise operands, plan_gemm.cpp those of products.
+// Declarations shared by the files of the plan. Plans of whole calls are in plan.cpp, steps that
+// quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
 #pragma once
 
 #include <cstdint>
@@ -8,53 +8,52 @@
 
 namespace hot::detail::plan {
 
-// ---- thresholds: every number that was measured ------------------------------------------------
+// ---- thresholds: all measured numbers ----------------------------------------------------------
 
-// Cycles of gemm_small_kernel, fitted to the times of every division of the paper's 16 layers at
-// both ranks on an H200 (in a CUDA graph). The divisions that it chooses take 1.02 times those of
-// the best, in geometric mean, and 1.21 at most.
+// Model of the cycles of gemm_small_kernel. It was fitted to the times of all divisions for the
+// paper's 16 layers, at both ranks, on an H200 in a CUDA graph. A chosen division takes 1.02 times
+// the time of the best one in geometric mean, and at most 1.21 times.
 struct TileCost {
   int tile_m;
-  double block;          // of an SM, for a CTA: start, output
-  double step;           // of an SM, for 128 k of a tile
-  double wait;           // for 128 k of a tile, of a CTA that is alone
-  double exchange;       // of an SM, for a CTA's sums, where a tile is shared
-  double exchange_wait;  // the same of a CTA that is alone
+  double block;          // SM time per CTA: start, output
+  double step;           // SM time per 128 k of a tile
+  double wait;           // latency per 128 k of a tile
+  double exchange;       // SM time per CTA for the sums of a shared tile
+  double exchange_wait;  // latency of that exchange
 };
 
-// Every architecture takes them: no other was measured.
+// Thresholds of all architectures, measured on an H200 unless a comment says otherwise.
 struct Thresholds {
-  // A model of an SM's cycles for a column tile in a cluster: a token tile takes `tile_cycles`, but
-  // no less than `latency_cycles` pass from its copies to its codes (H200, at 2 and 16 warps on an
-  // SM); the all-reduce of the cluster takes `reduce_cycles`.
+  // Model of an SM's cycles for a column tile in a cluster. A token tile takes `tile_cycles`, with
+  // a latency of at least `latency_cycles` (measured with 2 and 16 warps per SM). The all-reduce of
+  // the cluster takes `reduce_cycles`.
   std::int64_t tile_cycles = 900, latency_cycles = 6000, reduce_cycles = 1500;
-  // A g_y with more tokens than a portable cluster holds, and so many columns, goes to
-  // rows_column_amax_kernel, which also makes the rows' codes; wider rows do not fit there.
-  // H200, `default`, 12608 x 3072 x 768: 190 us, by clusters of 16 204.
+  // Columns of g_y for rows_column_amax_kernel, if a portable cluster cannot hold its tokens. That
+  // kernel also makes the codes of rows; wider rows do not fit. For `default`, 12608 x 3072 x 768,
+  // it takes 190 us; clusters of 16 take 204.
   std::int64_t rows_column_amax_min_columns = 2048, rows_column_amax_max_columns = 3072;
-  // More waves of CTAs than this hide a launch by themselves: no quantize_grouped_kernel.
-  // H200, the paper's layers.
+  // Maximum waves of CTAs for quantize_grouped_kernel. More waves hide a launch by themselves.
+  // Measured on the paper's layers.
   int grouped_waves = 4;
-  // Above this many multiply-adds the kernels for large products are as fast as gemm_small_kernel,
-  // launch by launch. H200.
+  // Maximum multiply-adds for gemm_small_kernel. Above it separate kernels are as fast.
   std::int64_t small_gemm_work = std::int64_t{1} << 30;
   TileCost tile_costs[2] = {{64, 1190, 400, 300, 1260, 140}, {128, 2240, 530, 730, 2520, 700}};
-  // wgmma products; H200, a sweep of 14 kernels in 8 orders (docs: "Products, TOPS").
-  std::int64_t stream_k_min_k = 4096;      // shorter contractions are not shared out
-  int max_splits = 6;                      // of a contraction, in equal shares
-  std::int64_t narrow_tiles = 32;          // an operand of fewer is narrow: a wider tile may gain
-  int wide_gain = 94, wide_gain_of = 100;  // a wider tile's time for equal work, of the usual one's
-  // Tiles of 128 x 256; H100 at its power limit, 45 products of five models, 26 November 2026: from
-  // this contraction on, where they take at most these percents of the usual tiles' columns an SM,
-  // or of stream-K's.
+  // wgmma products: a sweep of 14 kernels in 8 orders (docs: "Products, TOPS").
+  std::int64_t stream_k_min_k = 4096;      // minimum contraction for stream-K
+  int max_splits = 6;                      // equal shares of a contraction
+  std::int64_t narrow_tiles = 32;          // an operand with fewer tiles is narrow
+  int wide_gain = 94, wide_gain_of = 100;  // time of a wide tile for equal work, in percent
+  // Tiles of 128 x 256, measured on an H100 at its power limit (45 products of five models, 26
+  // November 2026). They need this contraction, and at most these percentages of the usual tiles'
+  // columns per SM, or of stream-K's.
   std::int64_t large_min_k = 8192;
   int large_gain_of = 106, large_gain_of_shared = 140;
-  int max_swizzle = 8;   // tiles of a stripe
-  int stripe_waste = 3;  // tiles added by rounding to whole stripes, in percent
+  int max_swizzle = 8;   // tiles per stripe
+  int stripe_waste = 3;  // maximum tiles added by rounding up to whole stripes, in percent
 };
 inline constexpr Thresholds thresholds{};
 
-// ---- reasons that several kernels have ---------------------------------------------------------
+// ---- reasons shared by several kernels ---------------------------------------------------------
 
 Reason why_not(const DeviceFacts&, Feature);
 inline constexpr Reason of_dtype{"%t"}, equalized{"tokens are equalised"},
@@ -62,13 +61,13 @@ inline constexpr Reason of_dtype{"%t"}, equalized{"tokens are equalised"},
 inline Reason too_long(std::int64_t columns) {
   return {"%f %n is too long for registers", columns};
 }
-// `can`: rows start on 16 bytes and are whole 16 bytes.
 inline Reason not_fours(std::int64_t columns) { return {"%f %n is not a multiple of 4", columns}; }
+// `can`: rows start at multiples of 16 bytes and have a multiple of 16 bytes.
 inline Reason not_vectors(bool can, std::int64_t columns) {
   return can ? Reason{} : Reason{"rows of %a are not a multiple of 16 bytes (%f %n, %t)", columns};
 }
 
-// The next step's kernel loads single elements where there is a reason against 16 bytes at once.
+// Records that the next step's kernel loads single elements, if there is a reason against 16 bytes.
 inline void note_loads(Plan& plan, Kernel kernel, const Reason& why) {
   plan.takes({kernel, "%a is read element by element", why});
 }
@@ -97,38 +96,38 @@ struct ColumnsShape {
   Buffer amax() const { return of == Source::w ? Buffer::weight_amax : Buffer::columns_amax; }
 };
 
-// How lanes share a row in registers.
+// Division of a row among the registers of lanes.
 struct RowShare {
-  int lanes, blocks;  // of a row; of 16 elements of a lane. No lanes: too long
+  int lanes, blocks;  // lanes per row (0: the row is too long), blocks of 16 per lane
 };
 RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks);
 
 void add_zero(Plan&, const AmaxWords&);
 
-// Null: not wanted.
+// Operands of a call; null if not needed.
 struct OperandShapes {
   const RowsShape* rows = nullptr;
   const ColumnsShape* columns = nullptr;
   const ColumnsShape* weight = nullptr;
-  std::int64_t packed_channels = 0;  // of x, from packed codes to INT8
+  std::int64_t packed_channels = 0;  // channels of x to requantise from packed codes to INT8
   AmaxWords zeroed{};
 };
 
-// All operands of a backward. Returns whether these steps also make g_b.
+// Adds all operands of a backward pass. Returns true if these steps also make g_b.
 bool add_operands(Plan&, const DeviceFacts&, const OperandShapes&);
 void add_rows(Plan&, const RowsShape&);
-// Rows and x as INT4 from one read, or the reason why no kernel does that.
+// Adds rows and x as INT4 from one read, or returns the reason against it.
 Reason add_rows_groups(Plan&, const RowsShape&, const CompressShape&);
-// Return whether these steps also make the sum. Largest values are zeros.
+// Both return true if these steps also make g_b. The largest values must be zeroed before.
 bool add_rows_and_columns(Plan&, const DeviceFacts&, const RowsShape&, const ColumnsShape&);
 bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
-// g_b from `runs` partial sums of each column.
+// Adds g_b from `runs` partial sums per column.
 void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums);
-// Partial sums of a column: of g_b on its own, and of rows_column_amax_kernel at most.
+// Partial sums per column: for g_b alone, and at most by rows_column_amax_kernel.
 std::int64_t sum_runs(std::int64_t rows);
 std::int64_t rows_column_amax_sums(const DeviceFacts&, std::int64_t rows);
 
-// g_b on its own, at the end of a call; before it the reason, where g_y has been read.
+// Records why g_y is read again for g_b alone. add_sum_alone then adds g_b at the end of a call.
 inline void note_sum_again(Plan& plan, const Reason& why) {
   plan.takes({Kernel::partial_sum, "g_y is read again for g_b", why});
 }
@@ -141,18 +140,18 @@ struct ProductBuffers {
   Buffer out;
 };
 
-// Up to two products that do not depend on each other, and their numbers in the call.
+// Up to two independent products, and their numbers in the call.
 struct Products {
   ProductShape shapes[2]{};
   ProductBuffers buffers[2]{};
   int index[2]{};
   int count = 0;
 
-  // [m, k] times [n, k], with a scale for each row.
+  // Adds a product of [m, k] and [n, k] with a scale per row.
   ProductShape& add(int number, std::int64_t m, std::int64_t n, std::int64_t k, const OutFacts& out,
-                    const ProductBuffers& of) {
+                    const ProductBuffers& arrays) {
     index[count] = number;
-    buffers[count] = of;
+    buffers[count] = arrays;
     ProductShape& p = shapes[count++];
     p.m = m;
     p.n = n;
@@ -164,9 +163,9 @@ struct Products {
   }
 };
 
-// g_x = g_y w, or zeros.
+// Adds g_x = g_y w, or zeros.
 void add_gx(Plan&, Products&, const BackwardWork&, const OutFacts& out);
-// Zeros, where they are g_w.
+// Adds zeros for g_w if its contraction is empty.
 void add_no_gw(Plan&, const BackwardWork&);
 void add_products(Plan&, const DeviceFacts&, const Products&);
 
