@@ -1,5 +1,4 @@
-// How products are divided among thread blocks (cpp/src/plan/gemm_sm80_plan.h): host code, for any
-// GPU.
+// Division of products among thread blocks (plan/gemm_sm80_plan.h): host code, for any GPU.
 #include "plan/gemm_sm80_plan.h"
 #include "support.h"
 

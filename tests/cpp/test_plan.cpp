@@ -1,5 +1,5 @@
-// Plans of CUDA calls (cpp/src/plan/plan.h) and hot::explain, without a GPU: which kernels a layer
-// gets, that steps' reads and writes fit together, and that every kernel there is can be reached.
+// Plans of CUDA calls (plan/plan.h) and hot::explain, without a GPU. Tests the kernels of layers,
+// the consistency of the steps' reads and writes, and that every kernel can be reached.
 #include <algorithm>
 #include <map>
 #include <set>
