@@ -111,6 +111,7 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert facts["GPU 2, INT8"].startswith("INT8 at 2 times bf16's rate (derived: no GeForce")
     assert facts["CUDA architectures"] == "80-real, 90a-real"
     assert facts["wgmma kernels"] == "yes" and "sm_90a: tested on an H200" in facts["of these"]
+    assert facts["advice"] == "see the line of Tesla T4: cannot be used"
 
     fake.cuda_wgmma = lambda: False
     facts = info.table(info.collect())
@@ -124,6 +125,25 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
         assert "cannot be used" in facts[gpu] and "HOT_CUDA=ON" in facts[gpu]
 
 
+@pytest.mark.usefixtures("no_torch_gpus")
+@pytest.mark.parametrize(
+    ("gpu", "advice"),
+    [
+        ("NVIDIA H200, 9.0", "begin with hot.convert(model"),
+        ("NVIDIA L4, 8.9", "first python -m hotcore.info --self-test"),
+        ("NVIDIA GB300, 10.3", "this GPU saves memory but no time"),
+        ("", "no GPU is here, layers run on the CPU"),
+    ],
+)
+def test_advice(gpu: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, monkeypatch, [gpu])
+    monkeypatch.setattr(info, "_core", FakeCore([], f"{PAIR};100-real", wgmma=True))
+    facts = info.collect() | {"torch": "2.11", "driver": bool(gpu)}
+    assert info.table(facts)["advice"].startswith(advice)
+    facts["gpus"], facts["driver"] = [], True
+    assert info.table(facts)["advice"].startswith("a driver is loaded, but no GPU is visible")
+
+
 def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "_core", fake := FakeCore([(9, 0)], PAIR, wgmma=True))
     assert info.table(info.collect())["CUDA runtime"] == "finds GPUs"
@@ -133,8 +153,13 @@ def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
     fake.__dict__["cuda_device_verdict"] = none
     said = "this process sees 0 CUDA device(s): the driver is too old"
-    assert info.collect()["cuda_error"] == said
-    assert info.table(info.collect())["CUDA runtime"] == f"finds no GPU: {said}"
+    facts = info.collect()
+    assert facts["cuda_error"] == said
+    for driver, text in (
+        (True, f"finds no GPU: {said}"),
+        (False, "no NVIDIA driver on this machine"),
+    ):
+        assert info.table({**facts, "driver": driver})["CUDA runtime"] == text
     fake.built_with_cuda = lambda: False
     assert info.collect()["cuda_error"] is None
     assert info.table(info.collect())["CUDA runtime"] == "none"

@@ -229,7 +229,7 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
         ("out_dtype: ", (x, w), {"out_dtype": "int8"}),
         ("w: quantised with forward_block = 64; expected 16", (x, codes),
          {"config": HotConfig(forward_block=16)}),
-        ("forward_block: 48; expected a power of two", (x, w), {"config": {"forward_block": 48}}),
+        ("forward_block: expected .*, got 48", (x, w), {"config": {"forward_block": 48}}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^({match})"):
             config = options.pop("config", None)

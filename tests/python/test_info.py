@@ -24,7 +24,8 @@ def run(*arguments: str) -> str:
 
 
 def test_prints_what_this_is() -> None:
-    lines = run("-m", "hotcore.info").splitlines()
+    lines = run("-m", "hotcore").splitlines()
+    assert lines[-1].startswith("advice  ")
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in lines}
     assert facts["hotcore"] == hotcore.__version__
     assert facts["backends"].startswith("cpu")
@@ -48,7 +49,7 @@ def test_json_and_the_cmake_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_has_values() -> None:
-    """Numbers, truths, lists and None, no sentences that a program would have to take apart."""
+    """Values are numbers, bools, lists and None: a program does not have to parse sentences."""
     facts = json.loads(run("-m", "hotcore.info", "--json"))
     assert facts["threads"] == hotcore.num_threads() and facts["threads"] > 0
     assert facts["instruction_sets"] == isas() and facts["instruction_set"] == hotcore.isa()
@@ -116,7 +117,8 @@ def test_every_probe_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(info._PROBES, key, broken)
         facts = info.collect()
         assert facts[key] == {"error": "OSError: no such thing"}
-        assert "unknown (OSError: no such thing)" in info.table(facts).values()
+        rows = info.table(facts)
+        assert "unknown (OSError: no such thing)" in rows.values() and rows["advice"]
         monkeypatch.undo()
 
 
