@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import os
 import re
+import sys
 from pathlib import Path
 
 import hotcore
@@ -30,6 +31,26 @@ def test_one_version() -> None:
     assert hotcore.__version__ == declared[1]
     assert _core.version() == declared[1]
     assert importlib.metadata.version(DISTRIBUTION) == declared[1]
+
+
+def test_one_extra_serves_all_examples() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    names = {re.match(r"[\w-]+", entry)[0] for entry in extras["examples"]}
+    modules = {"pillow": "PIL", "scikit-learn": "sklearn"}
+    text = "".join(path.read_text() for path in sorted((ROOT / "examples").rglob("*.py")))
+    imports = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
+    ours = {
+        "hotcore",
+        "train_lib",
+        "numpy",
+        "jax",
+    }  # numpy comes with hotcore, jax is another extra
+    assert imports - sys.stdlib_module_names - ours == {
+        *(modules.get(name, name) for name in names if name != "accelerate"),  # of the Trainer
+    }
 
 
 @uninstalled

@@ -137,9 +137,9 @@ def test_the_pages_yaml_is_taken(plugin: Any) -> None:
 
 
 def test_what_it_refuses(plugin: Any) -> None:
-    with pytest.raises(ValueError, match="lora_qkv_kernel: HOT's layers are not called"):
+    with pytest.raises(ValueError, match="lora_qkv_kernel: bypasses the layers that HOT"):
         plugin.register(DictDefault(adapter="lora", lora_qkv_kernel=True))
-    with pytest.raises(ValueError, match="hot_freeze: frozen weights are not trained"):
+    with pytest.raises(ValueError, match="hot_freeze: requires an adapter"):
         plugin.register(DictDefault(hot_freeze=True))
     with pytest.raises(pydantic.ValidationError, match="hot_freeze"):
         validated(plugin, DictDefault(hot_freeze="often"))
