@@ -456,16 +456,15 @@ def quantize_forward_input(
     sizes = (math.prod(source.shape[:-1]), source.shape[-1])
     spec = settings.forward_spec
     data = source.empty((_core.forward_input_bytes(*sizes, spec),), "uint8")
+    kept: tuple[Any, ...] = ()
+    if keep:
+        full_key, backward = as_key(key), settings.spec
+        saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
+        workspace = source.workspace(_core.compress_activation_workspace, *sizes, backward)
+        kept = (backward, full_key, saved.dlpack, workspace)
+    _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack, *kept)
     codes = QuantizedInput(_result(source, data), source.shape, source.dtype, settings)
-    arguments = (source.context(), source.dlpack, spec, data.dlpack)
-    if not keep:
-        _core.quantize_forward_input(*arguments)
-        return codes
-    full_key, backward = as_key(key), settings.spec
-    saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
-    workspace = source.workspace(_core.compress_activation_workspace, *sizes, backward)
-    _core.quantize_forward_input(*arguments, backward, full_key, saved.dlpack, workspace)
-    return codes, Saved(_result(source, saved), *sizes, settings, full_key)
+    return (codes, Saved(_result(source, saved), *sizes, settings, full_key)) if keep else codes
 
 
 def forward_linear(

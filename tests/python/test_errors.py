@@ -307,7 +307,7 @@ CASES: dict[str, list[Case]] = {
     "fwht": [
         Case(lambda: fwht(np.array(1, F)), "x has 0 dimensions; expected 1 to 4"),
         Case(lambda: fwht(np.ones((1, 1, 1, 1, 16), F)), "x: 5 dimensions"),
-        Case(lambda: fwht(Elsewhere()), "x: off the CPU", NotImplementedError),
+        Case(lambda: fwht(Elsewhere()), "x: expected an array on the CPU", NotImplementedError),
         Case(lambda: fwht(X, out=X.astype(np.float64)), "out: dtype float64"),
         Case(lambda: fwht(X, out=X.astype(np.int8)), "out: dtype int8"),
         Case(lambda: fwht(X, out=read_only(X)), "out: the array is read-only"),

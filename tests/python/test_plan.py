@@ -127,7 +127,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
             hotcore.explain(64, 64, 64, device="cuda")
     with pytest.raises(ValueError, match="tokens"):
         hotcore.explain(-1, 64, 64)
-    with pytest.raises(ValueError, match="need: nothing"):
+    with pytest.raises(ValueError, match="need: expected at least one of"):
         hotcore.explain(64, 64, 64, need=())
     with pytest.raises(ValueError, match="need: 'w'"):
         hotcore.explain(64, 64, 64, need=("gx", "w"))  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def test_cuda_array_without_cuda() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (2, 0)
 
-    with pytest.raises(NotImplementedError, match="x: on CUDA, a OnCuda .* sees no CUDA device"):
+    with pytest.raises(NotImplementedError, match="x: torch reads a OnCuda .* sees no CUDA device"):
         hotcore.fwht(OnCuda(np.ones((4, 16), np.float32)))
 
 
