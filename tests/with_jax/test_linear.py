@@ -374,10 +374,10 @@ class Scalar:
         ((X, W.T), {}, ValueError, r"w: shape \(8, 6\); expected \[O, 8\]"),
         ((X, W[0]), {}, ValueError, r"w: shape \(8,\)"),
         ((X, W, B[:5]), {}, ValueError, r"b: shape \(5,\); w has 6 out features"),
-        ((X, W), {"key": 7}, TypeError, "key: int; expected jax.random.key"),
-        ((X, W), {"key": Scalar()}, TypeError, "key: Scalar; expected jax.random.key"),
-        ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
-        ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
+        ((X, W), {"key": 7}, TypeError, "key: expected jax.random.key.*got int"),
+        ((X, W), {"key": Scalar()}, TypeError, "key: expected .*got Scalar"),
+        ((X, W), {"key": np.float32(7)}, ValueError, r"key: expected .*got float32 \(\)"),
+        ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: .*got uint32 \(3, 2\)"),
         ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
         ((X, W), {"config": 8}, TypeError, "config: expected a HotConfig"),
     ],
@@ -401,11 +401,11 @@ def test_a_configuration_that_does_not_fit_is_refused_when_traced(argument: int)
     ("sizes", "argument", "forward", "message"),
     [
         ("b, 8; 6, 8", None, "plain", None),
-        ("b, 8; 6, 8", 0, "plain", r"y: shape \(b, 6\)"),
-        ("b, 8; 6, 8", 1, "plain", r"x: shape \(b, 8\)"),
-        ("b, 8; 6, 8", None, "int8", r"x: shape \(b, 8\)"),
-        ("5, 8; o, 8", None, "int8", r"w: shape \(o, 8\)"),
-        ("5, 8; o, 8", 1, "plain", r"y: shape \(5, o\)"),
+        ("b, 8; 6, 8", 0, "plain", r"y: .* got shape \(b, 6\)"),
+        ("b, 8; 6, 8", 1, "plain", r"x: .* got shape \(b, 8\)"),
+        ("b, 8; 6, 8", None, "int8", r"x: .* got shape \(b, 8\)"),
+        ("5, 8; o, 8", None, "int8", r"w: .* got shape \(o, 8\)"),
+        ("5, 8; o, 8", 1, "plain", r"y: .* got shape \(5, o\)"),
     ],
 )
 def test_symbolic_sizes_are_named(
@@ -440,7 +440,7 @@ def test_an_exported_gradient(rng: np.random.Generator) -> None:
 
 def test_several_random_keys_are_refused() -> None:
     for impl in ("threefry2x32", "rbg"):
-        with pytest.raises(ValueError, match=r"key: key<\w+> \(3,\)"):
+        with pytest.raises(ValueError, match=r"key: .*got key<\w+> \(3,\)"):
             hot.linear(X, W, key=jax.random.split(jax.random.key(1, impl=impl), 3))
 
 

@@ -1,17 +1,17 @@
-"""Imported first: raises an error that says what is missing, JAX or this build's handlers."""
+"""Checks for JAX and for this build's handlers; hotcore.jax imports it first."""
 
 import importlib.util
 
 _OLDEST = (0, 10)
 _NEEDED = "hotcore.jax needs jax 0.10 or newer: pip install 'jax>=0.10'"
 _HANDLERS = (
-    "this build of hotcore has no handlers for XLA, since it was made without XLA's headers. In a "
+    "this build of hotcore has no handlers for XLA, because XLA's headers were missing. In a "
     "checkout of hotcore: HOT_JAX=ON pip install '.[jax]' (docs/jax.md)"
 )
 
 
 def _also() -> str:
-    """What else is missing, so that one error names it all."""
+    """Return the missing handlers for the end of an error, or an empty text."""
     return "" if importlib.util.find_spec("hotcore._jax_ffi") else f"; and {_HANDLERS}"
 
 

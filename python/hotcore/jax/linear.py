@@ -33,26 +33,25 @@ def linear(
     key: Array,
     config: HotConfig | str = "default",
 ) -> Array:
-    """``x w^T + b``, as jnp computes it or in INT8; gradients are computed in integers with HOT.
+    """``x w^T + b``, by jnp or in INT8; HOT computes the gradients in integers.
 
-    The gradient of w needs the compressed x (0.53 bytes per value with recipe ``"default"``), that
-    of x needs w. Gradients that are not wanted cost neither memory nor time. Works under jit, grad,
-    checkpoint, scan and vmap (calls in sequence); not in forward mode, nor differentiated twice.
+    The gradient of w needs the compressed x (0.53 bytes per value with recipe ``"default"``), the
+    gradient of x needs w. Only requested gradients cost memory and time. Works under jit, grad,
+    checkpoint, scan and vmap (calls in sequence), but not in forward mode or differentiated twice.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16.
         w: ``[O, I]`` of these dtypes; a kernel ``[I, O]`` is passed as ``kernel.T``.
         b: ``[O]`` of these dtypes, or None.
         key: random key of the rounding, different for every layer and step: one key of
-            ``jax.random``, of any implementation, or the uint32 words of one, or an integer array
-            of shape (). The number n stands for ``hotcore.Key(0, offset=n)``;
-            ``jax.random.key(n)`` (threefry) has the number n, keys of other implementations 64
-            bits that ``jax.random.bits`` draws with them.
+            ``jax.random``, its uint32 words, or an integer array of shape (). The number n means
+            ``hotcore.Key(0, offset=n)``. ``jax.random.key(n)`` (threefry) has the number n; for
+            other implementations ``jax.random.bits`` draws 64 bits.
         config: a HotConfig or a recipe's name. With ``forward="int8"`` y is that of
             :func:`hotcore.forward_linear`; gradients pass straight through it.
 
     Returns:
-        ``[..., O]`` in jnp's dtype, of an INT8 product in x's. Gradients have the dtypes of x, w
+        ``[..., O]`` in jnp's dtype, for an INT8 product in x's. Gradients have the dtypes of x, w
         and b.
 
     Raises:
@@ -74,7 +73,7 @@ def linear(
         if b.shape != w.shape[:1]:
             raise ValueError(f"b: shape {b.shape}; w has {w.shape[0]} out features")
     seed = _seed(key)
-    # Inside a shard_map devices share w and b but not x: the gradients of w and b are summed.
+    # Inside a shard_map devices share w and b but not x: backward sums the gradients of w and b.
     arrays = (x, w, seed) if b is None else (x, w, seed, b)
     x, w, seed, *rest = pcast_to_varying(arrays, varying_axes(*arrays))
     b = rest[0] if rest else None
@@ -94,13 +93,13 @@ def _floats(array: Array, name: str) -> Array:
 
 
 def _seed(key: Array) -> Array:
-    """The offset of the layer's key: two words, low word first."""
+    """Return the offset of the layer's key: two words, low word first."""
     if not isinstance(key, jax.Array | np.ndarray | np.generic):
         raise TypeError(
-            f"key: {type(key).__name__}; expected jax.random.key(...) or an integer array, another "
-            "one in every step"
+            "key: expected jax.random.key(...) or an integer array, a new one in every step, got "
+            f"{type(key).__name__}"
         )
-    if key.shape == (4,) and key.dtype == np.uint32:  # the words of rbg and of unsafe_rbg
+    if key.shape == (4,) and key.dtype == np.uint32:  # words of rbg and unsafe_rbg
         key = jax.random.wrap_key_data(jnp.asarray(key), impl="rbg")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
         if jax.random.key_impl(key) != _THREEFRY:
@@ -109,12 +108,12 @@ def _seed(key: Array) -> Array:
     if key.shape == (2,) and key.dtype == np.uint32:  # jax.random's keys have the high word first
         return jnp.flip(jnp.asarray(key))
     if key.shape == () and jnp.issubdtype(key.dtype, jnp.integer):
-        # Not jnp, which may truncate NumPy's 64 bits to 32 before they are read.
+        # jnp may truncate NumPy's 64 bits to 32, so they are read first.
         high = key >> 32 if key.dtype.itemsize > 4 else key * 0
         return jnp.stack([key.astype(np.uint32), high.astype(np.uint32)])
     raise ValueError(
-        f"key: {key.dtype} {key.shape}; expected one key of jax.random, its two (threefry) or four "
-        "(rbg) uint32 words, or one integer"
+        "key: expected one key of jax.random, its two (threefry) or four (rbg) uint32 words, or an "
+        f"integer, got {key.dtype} {key.shape}"
     )
 
 
@@ -140,11 +139,11 @@ class _Kept:
     seed: Array
     x_shape: tuple[int, ...]
     dtypes: tuple[Any, Any, Any]
-    """The dtypes of g_x, g_w and g_b; None: not wanted."""
+    """The dtypes of g_x, g_w and g_b; None: not requested."""
 
 
 def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tuple[Array, _Kept]:
-    """Each argument is a value and whether it is differentiated."""
+    """Compute y and the residuals. ``perturbed`` of an argument: it is differentiated."""
     for name, a in (("x", x), ("w", w), ("b", b)):
         if a is not None and any(jax.typeof(a.value).sharding.spec):
             raise NotImplementedError(
@@ -178,11 +177,11 @@ def _backward(config: HotConfig, kept: _Kept, gy: Array) -> tuple[Array | None, 
 def _check_numbers(array: Array, name: str) -> None:
     if not all(isinstance(size, int) for size in array.shape):  # jax.export's symbolic shapes
         shape = ", ".join(map(str, array.shape))
-        raise NotImplementedError(f"{name}: shape ({shape}); HOT needs sizes that are numbers")
+        raise NotImplementedError(f"{name}: expected sizes that are numbers, got shape ({shape})")
 
 
 def _matrix(x: Array, name: str = "x") -> Array:
-    """``[..., I]`` as ``[L, I]``."""
+    """Reshape ``[..., I]`` to ``[L, I]``."""
     _check_numbers(x, name)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
