@@ -112,11 +112,12 @@ def hla(
     source = _matrix(operand(x, "x"))
     check_ints(rank=rank, block=block, prefix_tokens=prefix_tokens)
     check_type(str, basis=basis, side=side)
-    grid = as_ints(token_grid or (0, 0), "token_grid", "(height, width)", 2)
+    grid = (0, 0) if token_grid is None else token_grid
+    grid_h, grid_w = as_ints(grid, "token_grid", "(height, width)", 2)
     row_list = () if rows is None else as_ints(rows, "rows", "ints")
     if rows is not None and not row_list:
         raise ValueError("rows: an empty list")
-    low_rank = (basis, block, rank, row_list, *grid, prefix_tokens)
+    low_rank = (basis, block, rank, row_list, grid_h, grid_w, prefix_tokens)
     if out is None:
         count = _core.hla_rows(source.shape[0], *low_rank)
         target = source.empty((count, source.shape[1]), "float32")

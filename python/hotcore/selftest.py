@@ -61,7 +61,7 @@ def results(put: Callable[[Any], Any] = np.asarray, get: Callable[[Any], Any] = 
     """
     from . import functions as hot
 
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for sizes in SIZES:
         x, w, gy = map(put, layer(*sizes))
         saved = hot.compress_activation(x, CONFIG, key=KEY)

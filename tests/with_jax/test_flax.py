@@ -82,9 +82,9 @@ def test_linen_in_eval_and_errors() -> None:
         Net(HotDense).apply(params, X)
     for more in ({}, {"deterministic": True}):
         for options, message in (
-            ({"precision": "highest"}, "precision: HOT has its own"),
+            ({"precision": "highest"}, "precision: HOT replaces"),
             ({"config": "best"}, "'best' is not one of"),
-            ({"config": IN_EVAL}, "config: forward_in_eval"),
+            ({"config": IN_EVAL}, "config: expected forward_in_eval"),
         ):
             with pytest.raises(ValueError, match=message):
                 Net(HotDense, {**options, **more}).apply(params, X, rngs={"hot": KEY})
@@ -182,7 +182,7 @@ def test_nnx_errors() -> None:
             HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
     with pytest.raises(ValueError, match="'best' is not one of"):
         HotLinear(64, 64, rngs=nnx.Rngs(0), config="best")
-    with pytest.raises(ValueError, match="config: forward_in_eval"):
+    with pytest.raises(ValueError, match="config: expected forward_in_eval"):
         HotLinear(64, 64, rngs=nnx.Rngs(0), config=IN_EVAL)
-    with pytest.raises(ValueError, match="out_sharding: HOT's product takes none"):
+    with pytest.raises(ValueError, match="out_sharding: expected None"):
         HotLinear(64, 64, rngs=nnx.Rngs(0))(X, out_sharding=1)
