@@ -17,22 +17,16 @@ MAX_DEPTH = 16
 """Limit of nested lists and objects."""
 
 _DIGITS = 20  # a 64-bit number with its sign
-_TOKEN = re.compile(
-    r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL
-)  # brackets in texts do not count
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)  # a string or a bracket
 
 
 def parse(text: str, name: str) -> Any:
     """Parse ``text``. Raises a ValueError that begins with ``name``."""
     depth = 0
     for token in _TOKEN.finditer(text):
-        bracket = token.group()
-        if bracket in ("[", "{"):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"{name}: JSON nested deeper than {MAX_DEPTH} at {token.start()}")
-        elif bracket in ("]", "}"):
-            depth -= 1
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{name}: JSON nested deeper than {MAX_DEPTH} at {token.start()}")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields: dict[str, Any] = {}

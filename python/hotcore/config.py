@@ -326,13 +326,7 @@ class HotConfig:
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
-        fields = _without_gone(fields, "text: ")
-        for name in fields:
-            if name not in _NAMES:
-                raise ValueError(f"text: HotConfig has no field {name!r}")
-        for name in ("rows", "token_grid"):
-            if isinstance(fields.get(name), list):
-                fields[name] = tuple(fields[name])
+        fields = _of_today(fields, "text")
         try:
             return cls(**fields)
         except (TypeError, ValueError) as error:  # a bad value: the names are known
@@ -360,10 +354,7 @@ class HotConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields and check them."""
-        state = _without_gone(state, "state: ")
-        if unknown := state.keys() - set(_NAMES):
-            raise ValueError(f"state: HotConfig has no field {min(unknown)!r}")
-        self.__dict__.update(state)
+        self.__dict__.update(_of_today(state, "state"))
         self.__post_init__()
 
     def _nearest(self) -> tuple[RecipeName, dict[str, Any]]:
@@ -414,10 +405,10 @@ def _init_of_today(self: HotConfig, *values: Any, **fields: Any) -> None:
 HotConfig.__init__ = _init_of_today  # type: ignore[method-assign]  # names removed fields
 
 
-def _without_gone(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Drop removed fields from saved ones where today's code does what they say.
+def _of_today(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return saved fields without removed ones whose value is today's behaviour.
 
-    Raises ValueError for any other value of a removed field.
+    Raises ValueError for any other value of a removed field, and for an unknown field.
     """
     one_x_scale = fields.get("gw_scale", "channel") != "channel" and fields.get("storage") == "int8"
     used = {
@@ -426,11 +417,12 @@ def _without_gone(fields: dict[str, Any], where: str) -> dict[str, Any]:
         "x_scale": "tensor" if one_x_scale else "channel",
     }
     rest = {name: v for name, v in fields.items() if name not in used or v != used[name]}
-    try:
-        for name in rest.keys() & used.keys():
+    for name in rest.keys() - set(_NAMES):
+        try:
             check_gone(name)
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: HotConfig has no field {name!r}")
     return rest
 
 
