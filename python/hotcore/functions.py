@@ -307,8 +307,6 @@ def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyL
 
     Returns:
         A :class:`Saved`: one uint8 vector, about 0.53 bytes per value with recipe ``"default"``.
-
-    Source: docs/numerics.md.
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(x, "x"), at_least=True)
@@ -380,8 +378,6 @@ def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeig
 
     Returns:
         A :class:`QuantizedWeight`: about one byte per value.
-
-    Source: docs/numerics.md.
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(w, "w"))
@@ -563,6 +559,9 @@ if TYPE_CHECKING:
     _Gx = TypeVar("_Gx")
     _Gw = TypeVar("_Gw")
     _Gb = TypeVar("_Gb")
+    _Pair = tuple[Literal["gx"], Literal["gw"]]
+    _All = tuple[Literal["gx"], Literal["gw"], Literal["gb"]]
+    _Some = Need | Collection[Need]
 
     class Gradients(NamedTuple, Generic[_Gx, _Gw, _Gb]):
         """Result of :func:`backward_linear`."""
@@ -595,30 +594,15 @@ def backward_linear(
 ) -> Gradients[None, Array, None]: ...
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array,
-    saved_or_x: Array,
-    *,
-    need: tuple[Literal["gx"], Literal["gw"]] = ...,
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: _Pair = ..., **options: Unpack[_Options]
 ) -> Gradients[Array, Array, None]: ...
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array,
-    saved_or_x: Array,
-    *,
-    need: tuple[Literal["gx"], Literal["gw"], Literal["gb"]],
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: _All, **options: Unpack[_Options]
 ) -> Gradients[Array, Array, Array]: ...
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array,
-    saved_or_x: Array,
-    *,
-    need: Need | Collection[Need],
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: _Some, **options: Unpack[_Options]
 ) -> Gradients[Array | None, Array | None, Array | None]: ...
 def backward_linear(
     gy: Array,
@@ -656,8 +640,6 @@ def backward_linear(
     Raises:
         ValueError: a shape, dtype or device does not fit, arrays overlap, or an argument would have
             no effect (``gw_out`` without ``"gw"``).
-
-    Source: docs/numerics.md.
     """
     grad = _matrix(operand(gy, "gy"), at_least=True)
     wanted = arrays.needed(need, get_args(Need))
