@@ -103,11 +103,9 @@ def verdict(major: int, minor: int) -> str:
 
 def _judge(major: int, minor: int) -> tuple[str, str]:
     if not _core.built_with_cuda():
-        return (
-            "none",
-            f"compute capability {major}.{minor}, and this build has no CUDA backend; where there "
-            "is a CUDA compiler: HOT_CUDA=ON pip install --force-reinstall --no-deps . "
-            "(docs/quickstart.md)",
+        return "none", (
+            "this build has no CUDA backend; on a machine with nvcc: HOT_CUDA=ON pip install "
+            "--force-reinstall --no-deps . (docs/quickstart.md)"
         )
     return _core.judge_device(major, minor, _core.cuda_architectures(), _core.cuda_wgmma())
 
@@ -120,29 +118,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the values as one JSON object")
-    form.add_argument(
-        "--cmake-dir", action="store_true", help="only the folder of its CMake package"
-    )
-    form.add_argument(
-        "--self-test",
-        action="store_true",
-        help="compare products and roundings of every GPU of this process with the CPU's bits",
-    )
-    form.add_argument(
-        "--explain",
-        nargs=3,
-        type=int,
-        metavar=("TOKENS", "OUT", "IN"),
-        help="the kernels of a linear layer on a GPU, which need not be there",
-    )
-    parser.add_argument(
-        "--device", help="with --explain: sm_90 (the default), sm_80, ... or cuda:0"
-    )
-    *others, last = RECIPES
-    recipes = f"{', '.join(others)} or {last}"
-    parser.add_argument("--recipe", help=f"with --explain: {recipes}")
-    parser.add_argument("--forward", help="with --explain: plain (the default) or int8")
+    for flag, text in (
+        ("--json", "the values as one JSON object"),
+        ("--cmake-dir", "only the folder of its CMake package"),
+        ("--self-test", "compare products and roundings of every visible GPU with the CPU's bits"),
+    ):
+        form.add_argument(flag, action="store_true", help=text)
+    text = "the kernels of a linear layer on a GPU, which need not be there"
+    form.add_argument("--explain", nargs=3, type=int, metavar=("TOKENS", "OUT", "IN"), help=text)
+    for flag, text in (
+        ("--device", "sm_90 (the default), sm_80, ... or cuda:0"),
+        ("--recipe", ", ".join(RECIPES)),
+        ("--forward", "plain (the default) or int8"),
+    ):
+        parser.add_argument(flag, help=f"with --explain: {text}")
     options = parser.parse_args(arguments)
     if options.explain:
         return _explain(parser, options)
@@ -155,15 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is None:
             parser.exit(1, "hotcore.info: this installation has no CMake package\n")
         print(folder)
-        return 0
-    facts = collect()
-    if options.json:
-        print(json.dumps(facts, indent=1))
-        return 0
-    rows = table(facts)
-    width = max(map(len, rows))
-    for label, text in rows.items():
-        print(f"{label:<{width}}  {text}")
+    elif options.json:
+        print(json.dumps(collect(), indent=1))
+    else:
+        rows = table(collect())
+        width = max(map(len, rows))
+        for label, text in rows.items():
+            print(f"{label:<{width}}  {text}")
     return 0
 
 
@@ -217,11 +204,9 @@ def _extension() -> str:
 
 def _find(pattern: str) -> str | None:
     # An editable install has Python files and built files in two places.
-    roots = dict.fromkeys([Path(__file__).resolve().parent, Path(_extension()).parent])
-    for root in roots:
-        if paths := sorted(root.rglob(pattern)):
-            return str(paths[0])
-    return None
+    roots = (Path(__file__).resolve().parent, Path(_extension()).parent)
+    paths = (path for root in roots for path in sorted(root.rglob(pattern)))
+    return next(map(str, paths), None)
 
 
 def _cmake() -> str | None:
@@ -238,19 +223,18 @@ def _version_of(name: str) -> str | None:
 
 def _cuda_error() -> str | None:
     # Causes are a missing or old driver, and hidden devices.
-    if _core.built_with_cuda():
-        try:
+    try:
+        if _core.built_with_cuda():
             _core.cuda_device_verdict(0)
-        except (RuntimeError, ValueError) as error:
-            return str(error)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
     return None
 
 
 def _gpus() -> list[dict[str, Any]]:
-    present, source = _gpus_of_torch(), "torch"
-    if not present:
-        present, source = _gpus_of_driver(), "nvidia-smi"
-    return [_gpu(*gpu, source) for gpu in present]
+    if present := _gpus_of_torch():
+        return [_gpu(*gpu, "torch") for gpu in present]
+    return [_gpu(*gpu, "nvidia-smi") for gpu in _gpus_of_driver()]
 
 
 def _gpu(name: str, major: int, minor: int, source: str) -> dict[str, Any]:
@@ -269,16 +253,11 @@ def _gpu(name: str, major: int, minor: int, source: str) -> dict[str, Any]:
 
 def _gpus_of_torch() -> list[Gpu]:
     # torch lists the devices of this process, in its order.
-    try:
-        cuda = importlib.import_module("torch").cuda
-    except ModuleNotFoundError:
+    if _version_of("torch") is None:
         return []
-    if not cuda.is_available():
-        return []
-    return [
-        (str(cuda.get_device_name(index)), *cuda.get_device_capability(index))
-        for index in range(cuda.device_count())
-    ]
+    cuda = sys.modules["torch"].cuda
+    devices = range(cuda.device_count() if cuda.is_available() else 0)
+    return [(str(cuda.get_device_name(i)), *cuda.get_device_capability(i)) for i in devices]
 
 
 def _gpus_of_driver() -> list[Gpu]:
@@ -321,6 +300,10 @@ def _installed(version: str | None) -> str:
     return version or "not installed"
 
 
+def _backends_text(names: list[str]) -> str:
+    return ", ".join(names) + ("" if "cuda" in names else " (built without CUDA)")
+
+
 def _wgmma_text(built: bool, backends: list[str]) -> str:
     why = " (built without the CUTLASS headers, or not for 90a)" if "cuda" in backends else ""
     return "yes" if built else f"no{why}"
@@ -342,18 +325,14 @@ def _gpus_text(gpus: list[dict[str, Any]], driver: bool) -> str:
 
 _ROWS: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
     ("hotcore", ("hotcore",), str),
-    (
-        "backends",
-        ("backends",),
-        lambda names: ", ".join(names) + ("" if "cuda" in names else " (built without CUDA)"),
-    ),
+    ("backends", ("backends",), _backends_text),
     ("instruction sets", ("instruction_sets",), ", ".join),
     ("instruction set used", ("instruction_set", "threads"), "{}, {} threads".format),
     ("CUDA architectures", ("cuda_architectures",), lambda archs: ", ".join(archs) or "none"),
     (
         "of these",
         ("cuda_tested",),
-        lambda archs: ", ".join(f"{arch}: {text}" for arch, text in archs.items()) or "none",
+        lambda archs: ", ".join(map(": ".join, archs.items())) or "none",
     ),
     ("wgmma kernels", ("wgmma", "backends"), _wgmma_text),
     ("hotcore.jax", ("jax",), lambda built: "built" if built else "not built (HOT_JAX=ON)"),
