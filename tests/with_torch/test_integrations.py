@@ -134,7 +134,7 @@ def test_bad_arguments() -> None:
         HotLoop(model, model)
     with pytest.raises(ValueError, match="layers: 'x' matches none of"):
         HotLoop(model, optimizer, noise_every=1, noise_layers="x")
-    with pytest.raises(TypeError, match="log: int is no logger"):
+    with pytest.raises(TypeError, match="log: expected .*, got int"):
         HotLoop(model, optimizer, log=3)
     with pytest.raises(ValueError, match=REMOVED):
         HotLoop(model, optimizer, accumulate=True)
@@ -293,7 +293,7 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     assert not no_trace(model)
     callback.close()
     assert no_trace(model)
-    with pytest.raises(TypeError, match="no option warm_up; expected some of log, "):
+    with pytest.raises(TypeError, match="expected options log, .*, got warm_up"):
         HotCallback(warm_up=3)
     with pytest.raises(ValueError, match=REMOVED):
         HotCallback(accumulate=True)

@@ -79,11 +79,11 @@ def test_bad_arguments() -> None:
         paper.PrecisionSchedule(model, -1)
     with pytest.raises(TypeError, match="warmup: expected an int"):
         paper.PrecisionSchedule(model, 1.5)
-    with pytest.raises(ValueError, match="then_bits: 2"):
+    with pytest.raises(ValueError, match="then_bits: .*got 2"):
         paper.PrecisionSchedule(model, 1, then_bits=2)
-    with pytest.raises(ValueError, match="bits: None"):
+    with pytest.raises(ValueError, match="^bits: .*got None"):
         paper.PrecisionSchedule(model, 1, bits=None)
-    with pytest.raises(ValueError, match="no layer of it is converted"):
+    with pytest.raises(ValueError, match="no layer is converted"):
         paper.PrecisionSchedule(hot.revert(model), 1)
     assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 

@@ -1,9 +1,9 @@
-"""The method as it was published (HOT, CVPR 2025), for those who compare with it.
+"""The method as published (HOT, CVPR 2025), for comparisons with it.
 
-The published configuration, layer-wise quantiser selection (LQS), the precision schedule, and the
-count of bit operations that its tables are in. Its bases, scales of a tensor and pseudo-stochastic
-rounding are settings of the kernels that every recipe uses, not code of their own. Nothing else of
-hotcore imports this package. It needs torch. Source: docs/paper.md.
+The package has the published configuration, layer-wise quantiser selection (LQS), the precision
+schedule, and the count of bit operations of the paper's tables. Its bases, tensor scales and
+pseudo-stochastic rounding are settings of the common kernels. Nothing else in hotcore imports this
+package. It needs torch. Source: docs/paper.md.
 """
 
 from .compute import compute_report

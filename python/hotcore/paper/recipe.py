@@ -1,4 +1,4 @@
-"""``published``: the configuration with all that the paper says of a layer."""
+"""``published``: the paper's configuration of a layer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from ..config import HotConfig
 def published(token_grid: tuple[int, int] | None = None, prefix_tokens: int = 0) -> HotConfig:
     """The recipe ``"paper"`` with the paper's rounding and tiles of tokens.
 
-    g_x in INT4 and g_w from 8 low-pass rows of 16 tokens in INT8, one scale for a tensor, rounding
-    by the values' own low bits. The two parts that change with the layer or in time stand beside
-    it: :func:`hotcore.paper.calibrate` and :class:`hotcore.paper.PrecisionSchedule`.
+    g_x in INT4, g_w from 8 low-pass rows of 16 tokens in INT8, one scale per tensor, rounding by
+    the values' low bits. :func:`hotcore.paper.calibrate` chooses scales per layer, and
+    :class:`hotcore.paper.PrecisionSchedule` changes the bits of g_x in time.
 
     Args:
-        token_grid: (height, width) of the patches of an image, which are taken in 4 x 4 tiles; None
-            for text.
+        token_grid: (height, width) of an image's patches, in tiles of 4 x 4; None for text.
         prefix_tokens: class tokens in front of every image's patches.
 
     Raises:
