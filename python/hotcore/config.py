@@ -373,8 +373,7 @@ class HotConfig:
 
     def __repr__(self) -> str:
         """An expression: ``HotConfig.recipe('default', forward='int8')``."""
-        name, changed = self._nearest()
-        fields = [f"{field}={value!r}" for field, value in changed.items()]
+        name, *fields = str(self).split(", ", 1)
         return f"HotConfig.recipe({', '.join([repr(name), *fields])})"
 
 

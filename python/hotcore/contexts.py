@@ -53,22 +53,18 @@ def cuda(device: int, stream: int) -> _core.CoreContext:
     stream capture.
     """
     context = _get(0, "", device, stream)
-    if device not in _admitted:
-        _admit(device)
-    return context
-
-
-def _admit(device: int) -> None:
+    if device in _admitted:
+        return context
     level, text = _core.cuda_device_verdict(device)
-    if device not in _warned:
-        _warned.add(device)
-        if level == "slow":
-            message = f"hotcore: cuda:{device} is slower than it could be: {text}"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+    if level == "slow" and device not in _warned:
+        message = f"hotcore: cuda:{device} is slower than it could be: {text}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    _warned.add(device)
     capability = re.match(r"compute capability (\d+)\.(\d+)", text)
     assert capability is not None, text
     if selftest.gate.admits(device, (int(capability[1]), int(capability[2]))):
         _admitted.add(device)
+    return context
 
 
 def num_threads() -> int:

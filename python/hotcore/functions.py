@@ -492,10 +492,6 @@ def forward_linear(
     Returns:
         ``out``, or a new ``[..., O]``.
 
-    Raises:
-        ValueError: a shape, dtype or device does not fit, or an operand was quantised with another
-            block.
-
     Source: docs/numerics.md, "Forward".
     """
     if isinstance(w, QuantizedWeight):
@@ -636,10 +632,6 @@ def backward_linear(
 
     Returns:
         :class:`Gradients`; gx has gy's leading dimensions.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit, arrays overlap, or an argument would have
-            no effect (``gw_out`` without ``"gw"``).
     """
     grad = _matrix(operand(gy, "gy"), at_least=True)
     wanted = arrays.needed(need, get_args(Need))
@@ -748,9 +740,6 @@ def supported(
 
     Returns:
         ``(True, "")``, or False and the reason.
-
-    Raises:
-        ValueError: a device of another kind.
     """
     settings = HotConfig() if config is None else as_config(config)
     where, _, index = str(device).partition(":")

@@ -119,11 +119,8 @@ def explain(
             True in a build without CUDA.
 
     Returns:
-        The steps, with bytes, operations and a floor time.
-
-    Raises:
-        ValueError: an argument is out of range; the message names it.
-        NotImplementedError: a GPU of this machine, in a build without CUDA.
+        The steps, with bytes, operations and a floor time. A GPU of this machine in a build without
+        CUDA raises NotImplementedError.
 
     Source: docs/python.md, "Which kernels run".
     """

@@ -52,11 +52,7 @@ def linear(
 
     Returns:
         ``[..., O]`` in jnp's dtype, for an INT8 product in x's. Gradients have the dtypes of x, w
-        and b.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        NotImplementedError: the configuration does not run here.
+        and b. An unusable argument is an error that names it, as in ``hotcore``.
 
     Source: docs/jax.md; docs/numerics.md.
     """

@@ -151,10 +151,7 @@ def compute_report(
         slower: see ``convert``.
 
     Returns:
-        A :class:`.ComputeReport`.
-
-    Raises:
-        ValueError: nothing in the model can be converted, or the configuration does not fit it.
+        A :class:`.ComputeReport`. ValueError if no layer can be converted.
 
     Source: the paper, Appendix D, Table 5. Its worked example, (49, 448, 1792) from 137.3 to 11.5
     MFLOPs, cannot be reproduced: docs/dev/rivals.md.
@@ -187,8 +184,10 @@ def compute_report(
             }
             plain = costs[last] = costs[FULL_PRECISION]
             if layer_config is not None and products_of(layer, layer_config) is False:
+                # torch's products; libhot scales the codes of x back.
                 pixels = sum(math.prod(call.shape) for call in watch.uses[name].calls)
-                costs[last] = plain + trained * _restore_bops(pixels, layer_config)
+                steps = 1 + settings(layer_config, False, None).equalize_tokens
+                costs[last] = plain + trained * pixels * steps * _FULL
             elif layer_config is not None and taken:
                 costs[last] = backward_bops(*shape, layer_config, trained=trained)
             rows.append(
@@ -231,12 +230,22 @@ def backward_bops(
 
     Source: the paper, Appendix D, Table 5; the products' bits as in its authors' code.
     """
+    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
     if method == "HOT":
         method = HotConfig.recipe("paper")
     if isinstance(method, HotConfig):
         gx, gw = _config_bops(tokens, outs, ins, method)
+    elif method == FULL_PRECISION:
+        gx = gw = product * _FULL
+    elif method == "LBP-WHT":
+        steps, low = math.log2(_BLOCK), product * _RANK / _BLOCK
+        gx, gw = ((gy + x) * steps + low) * _FULL, (x * steps + low) * _FULL
+    elif method in RIVALS:
+        each = _LUQ_OPERATIONS if method == "LUQ" else 1
+        gx = gw = (each * gy + w + x) * _FULL + product * 4 * 4
     else:
-        gx, gw = _named_bops(tokens, outs, ins, method)
+        known = ", ".join((FULL_PRECISION, *RIVALS, "HOT"))
+        raise ValueError(f"method: expected a HotConfig or one of {known}, got {method!r}")
     return round(gx + gw) if trained else round(gx)
 
 
@@ -251,28 +260,6 @@ def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> 
         return product * _FULL
     operands, steps = tokens * ins + outs * ins, math.log2(config.forward_block)
     return round((operands * (steps + 1) + tokens * outs) * _FULL) + product * 8 * 8
-
-
-def _restore_bops(values: int, config: HotConfig) -> int:
-    """BOPs of scaling the codes of a kept x."""
-    config = settings(config, False, None)
-    return values * (1 + config.equalize_tokens) * _FULL
-
-
-def _named_bops(tokens: int, outs: int, ins: int, method: str) -> tuple[float, float]:
-    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
-    if method == FULL_PRECISION:
-        return product * _FULL, product * _FULL
-    if method == "LBP-WHT":
-        steps, share = math.log2(_BLOCK), _RANK / _BLOCK
-        low = product * share
-        return ((gy + x) * steps + low) * _FULL, (x * steps + low) * _FULL
-    if method in ("LUQ", "naive INT4"):
-        each = _LUQ_OPERATIONS if method == "LUQ" else 1
-        small = product * 4 * 4
-        return (each * gy + w + x) * _FULL + small, (each * gy + x + w) * _FULL + small
-    known = ", ".join((FULL_PRECISION, *RIVALS, "HOT"))
-    raise ValueError(f"method: expected a HotConfig or one of {known}, got {method!r}")
 
 
 def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[float, float]:
