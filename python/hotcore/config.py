@@ -50,8 +50,7 @@ class HotConfigFields(TypedDict, total=False):
 
 
 RECIPES = cast(
-    "dict[RecipeName, HotConfigFields]",
-    {name: _core.recipe(name) for name in get_args(RecipeName)},
+    "dict[RecipeName, HotConfigFields]", {name: _core.recipe(name) for name in get_args(RecipeName)}
 )
 """Recipe -> the fields that differ from the defaults. libhot has the table (hot::recipe)."""
 

@@ -77,13 +77,9 @@ def set_num_threads(threads: int) -> None:
 
     Raises TypeError for a value that is no int, ValueError for a negative number.
     """
-    global _threads
-    threads = as_int(threads, "threads")
-    if threads < 0:
+    if as_int(threads, "threads") < 0:
         raise ValueError(f"threads: {threads} is negative")
-    _get(threads, _isa, -1, 0)  # raises before anything changes
-    _threads = threads
-    _notify_followers()
+    _set_defaults(as_int(threads, "threads"), _isa)
 
 
 def use_openmp(address: int) -> None:
@@ -108,13 +104,17 @@ def set_isa(name: str | None) -> None:
     ``name`` is a result of :func:`isa`. Raises NotImplementedError if the machine or the build
     lacks it, ValueError for another name, TypeError for a value that is no str.
     """
-    global _isa
     if not isinstance(name, str | None):
         raise TypeError(f"name: expected a str or None, got {type(name).__name__}")
-    wanted = name or ""
-    _get(_threads, wanted, -1, 0)
-    _isa = wanted
-    _notify_followers()
+    _set_defaults(_threads, name or "")
+
+
+def _set_defaults(threads: int, isa: str) -> None:
+    global _threads, _isa
+    _get(threads, isa, -1, 0)  # raises before anything changes
+    _threads, _isa = threads, isa
+    for follower in _followers:
+        follower(threads, isa)
 
 
 _followers: list[Callable[[int, str], None]] = []
@@ -128,11 +128,6 @@ def follow_cpu(follower: Callable[[int, str], None]) -> Callable[[], None]:
     follower(_threads, _isa)
     _followers.append(follower)
     return lambda: _followers.remove(follower)
-
-
-def _notify_followers() -> None:
-    for follower in _followers:
-        follower(_threads, _isa)
 
 
 def _reset_after_fork() -> None:

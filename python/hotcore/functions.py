@@ -97,7 +97,7 @@ def hla(
         rank: kept rows of a block; ignored for basis ``"full"`` and with ``rows``.
         basis: ``"full"``, ``"lowpass"``, ``"sequency"`` or ``"sketch"``.
         block: tokens of a block, power of two, 2 to 64.
-        rows: ``"lowpass"`` only: natural-order rows to keep.
+        rows: natural-order rows to keep, for ``"lowpass"``.
         token_grid: (height, width) of a sample's patches, taken in tiles.
         prefix_tokens: class tokens in front of each sample's grid.
         side: ``"activation"`` or ``"gradient"`` (which carries the sketch's weights).
@@ -191,12 +191,11 @@ def dequantize(
 
     Args:
         q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``; C contiguous.
-        scale: float32 vector of R (``"token"``), C (``"channel"``) or 1 (``"tensor"``) elements,
-            contiguous.
-        granularity: ``"token"``, ``"channel"`` or ``"tensor"``.
+        scale: contiguous float32 vector of R, C or 1 elements.
+        granularity: ``"token"`` (R scales), ``"channel"`` (C) or ``"tensor"`` (1).
         dtype: float32, float16 or bfloat16.
         packed: q holds two INT4 codes a byte.
-        columns: C of a packed q; ``2 * q.shape[1]`` unless given.
+        columns: C of a packed q; None: ``2 * q.shape[1]``.
 
     Returns:
         ``[R, C]`` in ``dtype``.
@@ -228,7 +227,7 @@ def pack_int4(q: Array) -> Array:
 
 
 def unpack_int4(packed: Array, columns: int | None = None) -> Array:
-    """Undo :func:`pack_int4`: int8 ``[R, columns]``, ``2 * packed.shape[1]`` unless given.
+    """Undo :func:`pack_int4`: int8 ``[R, columns]``; None: ``2 * packed.shape[1]`` columns.
 
     The bytes of a row are contiguous.
 
@@ -284,12 +283,12 @@ def gemm_int4(
     out: Array | None = None,
     accumulate: bool = False,
 ) -> Array:
-    """:func:`gemm_int8` on packed operands, with its other arguments and its result.
+    """:func:`gemm_int8` on packed operands; see there for the other arguments and the result.
 
     Args:
         a: uint8 ``[M, ceil(K/2)]``.
         b: uint8 ``[N, ceil(K/2)]``.
-        k: K; ``2 * a.shape[1]`` unless given.
+        k: K; None: ``2 * a.shape[1]``.
 
     Source: docs/numerics.md, "INT4".
     """
@@ -390,9 +389,7 @@ def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeig
 
 
 def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> QuantizedForwardWeight:
-    """Quantise w ``[O, I]`` once for several calls of :func:`forward_linear`.
-
-    The calls give the same bits as with w itself.
+    """Quantise w ``[O, I]`` once for several calls of :func:`forward_linear`, with the same bits.
 
     Args:
         w: float32, float16 or bfloat16, any strides.
@@ -670,25 +667,24 @@ def backward_linear(
 
     outputs = {"gx": None, "gw": gw_out, "gb": gb_out}
     if accumulate and wanted == {"gx"}:
-        raise ValueError("accumulate: nothing would be added; need leaves 'gw' and 'gb' out")
+        raise ValueError("accumulate: requires 'gw' or 'gb' in need")
     dtype = grad.dtype if out_dtype is None else grad.float_dtype(out_dtype, "out_dtype")
     shapes = {
         "gx": (*grad.shape[:-1], in_features),
         "gw": (out_features, in_features),
         "gb": (out_features,),
     }
-    targets: list[Operand | None] = []
+    targets: dict[str, Operand] = {}
     for name, array in outputs.items():
         if array is not None:
             if name not in wanted:
-                raise ValueError(f"{name}_out: nothing would be written; need leaves {name!r} out")
-            targets.append(output(array, f"{name}_out", grad))
-        elif accumulate and name != "gx" and name in wanted:
-            raise ValueError(f"accumulate: there is no {name}_out to add to")
-        else:
-            targets.append(grad.empty(shapes[name], dtype) if name in wanted else None)
-
-    gx, gw, gb = (None if target is None else target.dlpack for target in targets)
+                raise ValueError(f"{name}_out: requires {name!r} in need")
+            targets[name] = output(array, f"{name}_out", grad)
+        elif name in wanted:
+            if accumulate and name != "gx":
+                raise ValueError(f"accumulate: requires {name}_out")
+            targets[name] = grad.empty(shapes[name], dtype)
+    gx, gw, gb = (targets[name].dlpack if name in targets else None for name in outputs)
     x_bytes = _bytes(saved.data, "saved_or_x", grad) if saved and "gw" in wanted else None
     sizes = (tokens, out_features, in_features, settings.spec, "gx" in wanted, "gw" in wanted)
     workspace = grad.workspace(_core.backward_linear_workspace, *sizes)
@@ -713,9 +709,8 @@ def backward_linear(
     except (ValueError, NotImplementedError) as error:
         names = {"gw": "gw_out", "gb": "gb_out", "quantized_weight": "w"}
         raise _renamed(error, **names) from None
-    results = zip(targets, outputs.values(), strict=True)
     return Gradients(
-        *(_result(grad, target, array) if target else None for target, array in results)
+        *(_result(grad, targets[n], outputs[n]) if n in targets else None for n in outputs)
     )
 
 
@@ -835,7 +830,7 @@ def _gemm(
     if out is not None:
         target = output(out, "out", left, ("int32",) if missing else FLOATS)
     elif accumulate:
-        raise ValueError("accumulate: there is no out to add to")
+        raise ValueError("accumulate: requires out")
     else:
         dtype = "int32" if missing else left.float_dtype(out_dtype, "out_dtype")
         target = left.empty(shape, dtype)

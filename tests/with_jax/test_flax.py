@@ -178,7 +178,7 @@ def test_code_of_the_page_runs() -> None:
 
 def test_nnx_errors() -> None:
     for name, value in (("precision", "highest"), ("preferred_element_type", jnp.float32)):
-        with pytest.raises(ValueError, match=f"{name}: HOT has its own"):
+        with pytest.raises(ValueError, match=f"{name}: HOT replaces"):
             HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
     with pytest.raises(ValueError, match="'best' is not one of"):
         HotLinear(64, 64, rngs=nnx.Rngs(0), config="best")

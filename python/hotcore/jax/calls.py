@@ -39,14 +39,9 @@ def compress_activation(x: Array, seed: Array, config: HotConfig) -> Array:
     """Compress x ``[L, I]`` to a uint8 vector; ``seed`` is uint32 ``[2]``, low word first."""
     tokens, in_features = x.shape
     size = _core.saved_layout(tokens, in_features, config.spec)[0]
-    (saved,) = _call(
-        "compress_activation",
-        {"config": _text(config)},
-        (x, seed),
-        [((size,), np.uint8)],
-        (_core.compress_activation_workspace, tokens, in_features, config.spec),
-    )
-    return saved
+    workspace = (_core.compress_activation_workspace, tokens, in_features, config.spec)
+    operands, result = (x, seed), ((size,), np.uint8)
+    return _call("compress_activation", {"config": _text(config)}, operands, [result], workspace)[0]
 
 
 def backward_linear(
@@ -67,39 +62,30 @@ def backward_linear(
     _core.saved_layout(tokens, in_features, config.spec)  # raises errors during tracing
     sizes = (tokens, out_features, in_features)
     shapes = ((tokens, in_features), (out_features, in_features), (out_features,))
-    need_gx, need_gw, _ = wanted = [dtype is not None for dtype in dtypes]
-    results = _call(
-        "backward_linear",
-        {"config": _text(config)},
-        (
-            gy,
-            jnp.zeros(_NOTHING, gy.dtype) if w is None else w,
-            jnp.zeros(_NOTHING, np.uint8) if saved is None else saved,
-            seed,
-        ),
-        [
-            (_NOTHING, gy.dtype) if dtype is None else (shape, dtype)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ],
-        (_core.backward_linear_workspace, *sizes, config.spec, need_gx, need_gw),
+    need_gx, need_gw, need_gb = (dtype is not None for dtype in dtypes)
+    operands = (
+        gy,
+        jnp.zeros(_NOTHING, gy.dtype) if w is None else w,
+        jnp.zeros(_NOTHING, np.uint8) if saved is None else saved,
+        seed,
     )
-    gx, gw, gb = (
-        result if is_wanted else None for result, is_wanted in zip(results, wanted, strict=True)
-    )
-    return gx, gw, gb
+    results = [
+        (_NOTHING, gy.dtype) if dtype is None else (shape, dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    workspace = (_core.backward_linear_workspace, *sizes, config.spec, need_gx, need_gw)
+    attribute = {"config": _text(config)}
+    gx, gw, gb = _call("backward_linear", attribute, operands, results, workspace)
+    return gx if need_gx else None, gw if need_gw else None, gb if need_gb else None
 
 
 def forward_linear(x: Array, w: Array, b: Array | None, config: HotConfig) -> Array:
     """Return ``x w^T + b`` in INT8, ``[L, O]`` in x's dtype; see :func:`hotcore.forward_linear`."""
     sizes = (x.shape[0], len(w), x.shape[1])
-    (y,) = _call(
-        "forward_linear",
-        {"forward_block": np.int64(config.forward_block)},
-        (x, w, jnp.zeros(_NOTHING, x.dtype) if b is None else b),
-        [(sizes[:2], x.dtype)],
-        (_core.forward_linear_workspace, *sizes, config.forward_spec, False, False),
-    )
-    return y
+    workspace = (_core.forward_linear_workspace, *sizes, config.forward_spec, False, False)
+    operands = (x, w, jnp.zeros(_NOTHING, x.dtype) if b is None else b)
+    attribute = {"forward_block": np.int64(config.forward_block)}
+    return _call("forward_linear", attribute, operands, [(sizes[:2], x.dtype)], workspace)[0]
 
 
 def varying_axes(*arrays: Array) -> tuple[Any, ...]:

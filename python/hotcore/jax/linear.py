@@ -26,12 +26,7 @@ _THREEFRY = "threefry2x32"
 
 
 def linear(
-    x: Array,
-    w: Array,
-    b: Array | None = None,
-    *,
-    key: Array,
-    config: HotConfig | str = "default",
+    x: Array, w: Array, b: Array | None = None, *, key: Array, config: HotConfig | str = "default"
 ) -> Array:
     """``x w^T + b``, by jnp or in INT8; HOT computes the gradients in integers.
 

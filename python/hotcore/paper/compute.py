@@ -25,14 +25,7 @@ from ..torch.modules import is_pointwise
 from ..torch.ops.conv import settings
 from ..torch.probe import preserve_state
 from ..torch.report import aligned
-from ..torch.selection import (
-    Filter,
-    candidates,
-    features_of,
-    is_frozen,
-    products_of,
-    weights_of,
-)
+from ..torch.selection import Filter, candidates, features_of, is_frozen, products_of, weights_of
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
@@ -194,7 +187,7 @@ def compute_report(
                 LayerCompute(
                     f"{name}{part}".lstrip("."), type(layer).__name__, *shape, taken, trained,
                     math.prod(shape) * _FULL, costs,
-                    forward_bops(*shape, None if plain_forward else layer_config),
+                    forward_bops(*shape, None if plain_forward else layer_config)
                 )
             )  # fmt: skip
     return ComputeReport(tuple(rows), methods)
