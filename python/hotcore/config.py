@@ -376,17 +376,13 @@ class HotConfig:
         return f"HotConfig.recipe({', '.join([repr(name), *fields])})"
 
 
-def _argument(field: Field) -> str:
-    """Line of a field in HotConfig's docstring."""
-    text = f"{field.doc}. Values: {field.values_text()}. Default: ``{field.default!r}``."
-    indent = " " * 12
-    return textwrap.fill(
-        f"{field.name}: {text}", 100, initial_indent=" " * 8, subsequent_indent=indent
-    )
-
-
 if HotConfig.__doc__:  # not with python -OO
-    HotConfig.__doc__ += "\n    Args:\n" + "\n".join(map(_argument, FIELDS.values())) + "\n    "
+    HotConfig.__doc__ += "\n    Args:\n"
+    for _field in FIELDS.values():
+        _text = f"{_field.name}: {_field.doc}. Values: {_field.values_text()}. Default: "
+        _lines = textwrap.wrap(f"{_text}``{_field.default!r}``.", 88, subsequent_indent="    ")
+        HotConfig.__doc__ += textwrap.indent("\n".join(_lines), " " * 8) + "\n"
+    HotConfig.__doc__ += "    "
 
 _NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
 _init = HotConfig.__init__

@@ -59,8 +59,7 @@ class Saved:
 
         The columns are the contraction (tokens, or kept rows of their blocks), padded with zeros.
         """
-        layout = self.layout
-        source = self._operand(layout.bytes)
+        layout, source = self._read()
         flat = source.array[: layout.channels * layout.row_bytes]
         if self.config.storage == "int8":
             flat = source.kind.view(flat, "int8")
@@ -71,8 +70,7 @@ class Saved:
 
         A view for INT8 codes; otherwise a copy, since the scales are stored as bfloat16.
         """
-        layout = self.layout
-        source = self._operand(layout.bytes)
+        layout, source = self._read()
         plain = self.config.storage == "int8"
         kind, width = source.kind, 4 if plain else 2
         end = layout.scale_offset + width * layout.scales
@@ -93,17 +91,17 @@ class Saved:
         """
         if not self.config.equalize_tokens:
             return None
-        layout = self.layout
-        return self._operand(layout.bytes).array[layout.exponent_offset :]
+        layout, source = self._read()
+        return source.array[layout.exponent_offset :]
 
-    def _operand(self, expected: int) -> arrays.Operand:
-        operand = arrays.operand(self.data, "saved.data", ("uint8",))
-        if tuple(operand.shape) != (expected,):
+    def _read(self) -> tuple[Layout, arrays.Operand]:
+        layout, source = self.layout, arrays.operand(self.data, "saved.data", ("uint8",))
+        if source.shape != (layout.bytes,):
             raise ValueError(
-                f"saved.data: shape {tuple(operand.shape)}; expected ({expected},) for "
+                f"saved.data: shape {source.shape}; expected ({layout.bytes},) for "
                 f"{self.tokens} tokens, {self.in_features} in_features and this config"
             )
-        return operand
+        return layout, source
 
 
 @dataclasses.dataclass(frozen=True)

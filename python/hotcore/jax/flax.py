@@ -38,9 +38,7 @@ def _checked(layer: Any, config: ConfigLike) -> HotConfig:
 class HotDense(_linen.Dense):  # type: ignore[misc]
     """``flax.linen.Dense`` trained through HOT.
 
-    ::
-
-        y = HotDense(256, config="fast").apply(variables, x, rngs={"hot": key})
+    ``y = HotDense(256, config="fast").apply(variables, x, rngs={"hot": key})``.
 
     Args:
         config: a HotConfig or a recipe's name.
@@ -74,9 +72,7 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
 class HotLinear(_nnx.Linear):  # type: ignore[misc]
     """``flax.nnx.Linear`` trained through HOT.
 
-    ::
-
-        layer = HotLinear(64, 256, config="fast", rngs=nnx.Rngs(0, hot=1))
+    ``layer = HotLinear(64, 256, config="fast", rngs=nnx.Rngs(0, hot=1))``.
 
     ``model.train()``, ``model.eval()`` and ``nnx.view`` set ``deterministic``, which makes it the
     plain layer.

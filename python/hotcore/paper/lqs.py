@@ -312,8 +312,8 @@ def _square(values: Tensor) -> float:
 
 
 def _pattern(gy: Tensor) -> tuple[tuple[float, ...], ...]:
-    size = tuple(min(PATTERN_SIZE, length) for length in gy.shape)
-    if 0 in size:
+    if not gy.numel():
         return ()
+    size = tuple(min(PATTERN_SIZE, length) for length in gy.shape)
     cells = F.adaptive_max_pool2d(gy.detach().float().abs()[None, None], size)[0, 0]
-    return tuple(tuple(row) for row in cells.tolist())
+    return tuple(map(tuple, cells.tolist()))
