@@ -10,7 +10,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from . import _core, _strict_json
 
@@ -49,9 +49,7 @@ class HotConfigFields(TypedDict, total=False):
     forward_in_eval: bool
 
 
-RECIPES = cast(
-    "dict[RecipeName, HotConfigFields]", {name: _core.recipe(name) for name in get_args(RecipeName)}
-)
+RECIPES: dict[RecipeName, dict[str, Any]] = {n: _core.recipe(n) for n in get_args(RecipeName)}
 """Recipe -> the fields that differ from the defaults. libhot has the table (hot::recipe)."""
 
 _INT4 = "use storage='int4', with equalize_tokens=True where the sizes of tokens differ widely"

@@ -128,10 +128,7 @@ def hla(
 
 
 def basis_order(basis: Literal["lowpass", "sequency"], block: int = 16) -> list[int]:
-    """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
-
-    Source: docs/numerics.md, "Low rank".
-    """
+    """Row order of ``"lowpass"`` or ``"sequency"``; rank r keeps its first r entries."""
     check_type(str, basis=basis)
     check_ints(block=block)
     return _core.basis_order(basis, block)
@@ -216,9 +213,8 @@ def dequantize(
 def pack_int4(q: Array) -> Array:
     """Pack int8 ``[R, C]`` codes in [-8, 7] two a byte, low nibble first: uint8 ``[R, ceil(C/2)]``.
 
-    C is contiguous. Codes outside of that range lose their upper bits.
-
-    Source: docs/numerics.md, "INT4".
+    C is contiguous. Codes outside of that range lose their upper bits. Source: docs/numerics.md,
+    "INT4".
     """
     source = _matrix(operand(q, "q", ("int8",)))
     target = source.empty((source.shape[0], (source.shape[1] + 1) // 2), "uint8")
@@ -229,9 +225,7 @@ def pack_int4(q: Array) -> Array:
 def unpack_int4(packed: Array, columns: int | None = None) -> Array:
     """Undo :func:`pack_int4`: int8 ``[R, columns]``; None: ``2 * packed.shape[1]`` columns.
 
-    The bytes of a row are contiguous.
-
-    Source: docs/numerics.md, "INT4".
+    The bytes of a row are contiguous. Source: docs/numerics.md, "INT4".
     """
     source = _matrix(operand(packed, "packed", ("uint8",)))
     target = source.empty((source.shape[0], _columns(source, columns)), "int8")
@@ -430,7 +424,7 @@ def quantize_forward_input(
     The calls give the same bits as with x itself: layers that share an input (q, k and v of
     attention) share its codes. With ``keep`` it also compresses x for backward, with the bits of
     :func:`compress_activation`. On a GPU this can read x fewer times: :func:`hotcore.explain` shows
-    how often.
+    how often. Source: docs/numerics.md, "Forward".
 
     Args:
         x: float32, float16 or bfloat16, 2 to 4 dimensions whose leading ones collapse; any strides.
@@ -442,8 +436,6 @@ def quantize_forward_input(
     Returns:
         A :class:`QuantizedInput`, about one byte a value, or with ``keep`` a pair of it and a
         :class:`Saved`.
-
-    Source: docs/numerics.md, "Forward".
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(x, "x"), at_least=True)
@@ -474,7 +466,7 @@ def forward_linear(
 
     Both operands are transformed in blocks along I and rounded to nearest, x with a scale for each
     token, w with one for each out feature. Deterministic. A row of x (of w) with NaN or Inf makes
-    that row (column) of y NaN.
+    that row (column) of y NaN. Source: docs/numerics.md, "Forward".
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. Or
@@ -488,8 +480,6 @@ def forward_linear(
 
     Returns:
         ``out``, or a new ``[..., O]``.
-
-    Source: docs/numerics.md, "Forward".
     """
     if isinstance(w, QuantizedWeight):
         raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")

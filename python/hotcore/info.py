@@ -70,7 +70,7 @@ def table(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _failed(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == {"error"}
+    return isinstance(value, dict) and value.keys() == {"error"}
 
 
 def _advice(facts: dict[str, Any]) -> str:

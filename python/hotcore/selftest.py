@@ -118,10 +118,9 @@ def _torch(device: int, start: bool) -> Way | None:
         return None
     if not (start or torch.cuda.is_initialized()):
         return None
-    where = f"cuda:{device}"
 
     def put(array: Any) -> Any:
-        return torch.from_numpy(array).to(where)
+        return torch.from_numpy(array).to(f"cuda:{device}")
 
     def is_capturing() -> bool:
         with torch.cuda.device(device):
@@ -153,7 +152,7 @@ class Gate:
     """Tests classes of GPUs once, and refuses those whose bits differ. Threads wait for a test."""
 
     def __init__(self, way: Callable[[int], Way | None] = way_of) -> None:
-        """Begin without results. ``way`` returns the access to a device."""
+        """Start without results. ``way`` returns the access to a device."""
         self._way = way
         self._lock = threading.Lock()
         self._failures: dict[gpus.Capability, list[str]] = {}

@@ -138,7 +138,7 @@ class LoopCallback:
             self.loop.close()
 
 
-def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:
+def scalar_logger(target: Any) -> Callable[[Scalars, int], object]:
     """Return ``log(scalars, step)`` for a common logger.
 
     Args:
@@ -152,12 +152,7 @@ def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:
     if target is None:
         return lambda scalars, step: None
     if hasattr(target, "add_scalar"):
-
-        def write(scalars: Scalars, step: int) -> None:
-            for name, value in scalars.items():
-                target.add_scalar(name, value, step)
-
-        return write
+        return lambda scalars, step: [target.add_scalar(n, v, step) for n, v in scalars.items()]
     for method in ("log_metrics", "log_dict", "log"):
         if hasattr(target, method):
             return lambda scalars, step: getattr(target, method)(dict(scalars), step=step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -116,11 +115,7 @@ def _product(config: HotConfig, x: Array, w: Array, b: Array | None) -> Array:
     return y if b is None else y + b
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["saved", "w", "seed"],
-    meta_fields=["x_shape", "dtypes"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Kept:
     """Residuals for backward: arrays, and static values known during tracing."""
@@ -128,8 +123,8 @@ class _Kept:
     saved: Array | None
     w: Array | None
     seed: Array
-    x_shape: tuple[int, ...]
-    dtypes: tuple[Any, Any, Any]
+    x_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtypes: tuple[Any, Any, Any] = dataclasses.field(metadata={"static": True})
     """The dtypes of g_x, g_w and g_b; None: not requested."""
 
 
@@ -141,19 +136,10 @@ def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tup
                 f"{name}: sharded over explicit axes of a mesh, {jax.typeof(a.value)}; use "
                 "shard_map, or a mesh with axis_types=(AxisType.Auto,)"
             )
-    gx_dtype, gw_dtype, gb_dtype = (
-        a.value.dtype if a is not None and a.perturbed else None for a in (x, w, b)
-    )
-    saved = None
-    if gw_dtype is not None:
-        saved = compress_activation(_matrix(x.value), seed.value, config)
-    kept = _Kept(
-        saved,
-        None if gx_dtype is None else w.value,
-        seed.value,
-        x.value.shape,
-        (gx_dtype, gw_dtype, gb_dtype),
-    )
+    dtypes: Any = tuple(a.value.dtype if a and a.perturbed else None for a in (x, w, b))
+    weight = w.value if x.perturbed else None
+    saved = compress_activation(_matrix(x.value), seed.value, config) if w.perturbed else None
+    kept = _Kept(saved, weight, seed.value, x.value.shape, dtypes)
     return _product(config, x.value, w.value, None if b is None else b.value), kept
 
 
