@@ -1,8 +1,8 @@
 """The caller's arrays: their framework, their properties, and new arrays of the same framework.
 
-No array is converted or copied. An unusable one raises an error that names the argument:
-TypeError for an object that is no array, ValueError for a wrong dtype, layout or device,
-NotImplementedError for a device without a backend.
+No array is converted or copied. An unusable one raises an error that names the argument. An object
+that is no array raises TypeError, a wrong dtype, layout or device ValueError, and a device without
+a backend NotImplementedError.
 """
 
 from __future__ import annotations

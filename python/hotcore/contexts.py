@@ -48,9 +48,8 @@ def cuda(device: int, stream: int) -> _core.CoreContext:
     """Return a context of a CUDA device and stream. Warns once if another build would be faster.
 
     The first use of a device runs the self-test if its class was never measured. Raises
-    NotImplementedError in a build without CUDA or kernels for the device, or if the self-test
-    fails; ValueError if there is no such device; RuntimeError if the self-test would run inside a
-    stream capture.
+    NotImplementedError without CUDA or kernels for the device, or if the self-test fails. Raises
+    ValueError if there is no such device, RuntimeError for a self-test inside a stream capture.
     """
     context = _get(0, "", device, stream)
     if device in _admitted:

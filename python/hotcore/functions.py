@@ -1,10 +1,10 @@
 """The stages as functions of arrays.
 
 Every function takes NumPy, torch (detached) or CuPy arrays, or any other array with
-``__dlpack__``, allocates its result in the framework of its first array, and works on the caller's
-current stream on a GPU. No input is converted or copied. An unusable argument raises ValueError,
-TypeError for an object that is no array, NotImplementedError if this build or device cannot do it;
-the message names the argument. docs/numerics.md defines shapes, rounding and bits.
+``__dlpack__``. It allocates its result in the framework of its first array, and works on the
+caller's current stream on a GPU. No input is converted or copied. An unusable argument raises
+ValueError, an object that is no array TypeError, and a call that this build or device cannot run
+NotImplementedError. Each names the argument. docs/numerics.md defines shapes, rounding and bits.
 """
 
 from __future__ import annotations
@@ -442,13 +442,13 @@ def quantize_forward_input(
     sizes = (math.prod(source.shape[:-1]), source.shape[-1])
     spec = settings.forward_spec
     data = source.empty((_core.forward_input_bytes(*sizes, spec),), "uint8")
-    kept: tuple[Any, ...] = ()
+    compression: tuple[Any, ...] = ()
     if keep:
         full_key, backward = as_key(key), settings.spec
         saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
         workspace = source.workspace(_core.compress_activation_workspace, *sizes, backward)
-        kept = (backward, full_key, saved.dlpack, workspace)
-    _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack, *kept)
+        compression = (backward, full_key, saved.dlpack, workspace)
+    _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack, *compression)
     codes = QuantizedInput(_result(source, data), source.shape, source.dtype, settings)
     return (codes, Saved(_result(source, saved), *sizes, settings, full_key)) if keep else codes
 
@@ -464,9 +464,9 @@ def forward_linear(
 ) -> Array:
     """``y = x w^T + bias`` as an INT8 product, for every value of ``config.forward``.
 
-    Both operands are transformed in blocks along I and rounded to nearest, x with a scale for each
-    token, w with one for each out feature. Deterministic. A row of x (of w) with NaN or Inf makes
-    that row (column) of y NaN. Source: docs/numerics.md, "Forward".
+    Both operands are transformed in blocks along I and rounded to nearest. x has a scale for each
+    token, w for each out feature. The result is deterministic. A row of x (of w) with NaN or Inf
+    makes that row (column) of y NaN. Source: docs/numerics.md, "Forward".
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. Or

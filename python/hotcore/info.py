@@ -38,8 +38,9 @@ def collect() -> dict[str, Any]:
     * ``cuda_error``: the CUDA runtime's message if it finds no GPU; None if it finds one, or in a
       build without CUDA. ``driver``: whether an NVIDIA driver is loaded.
     * ``gpus``: a list of ``name``, ``compute_capability`` (two numbers), ``level`` ("none", "slow",
-      "full"), ``verdict`` (a sentence), ``int8_ratio`` (the rate of INT8 products as a multiple of
-      bf16's; None: unknown), ``int8`` (a sentence) and ``source`` ("torch" or "nvidia-smi").
+      "full"), ``verdict``, ``int8_ratio``, ``int8`` and ``source`` ("torch" or "nvidia-smi").
+      ``verdict`` and ``int8`` are sentences. ``int8_ratio`` is the rate of INT8 products as a
+      multiple of bf16's; None: unknown.
     * ``extension``, ``library``, ``cmake_dir``, ``python_executable``: paths; None for a library
       that is inside the extension and for an installation without a CMake package. ``platform``.
 
@@ -75,22 +76,22 @@ def _failed(value: Any) -> bool:
 
 def _advice(facts: dict[str, Any]) -> str:
     """Return the next step on this machine."""
-    found, driver, torch = (facts[key] for key in ("gpus", "driver", "torch"))
-    if _failed(found) or _failed(driver) or _failed(torch):
+    devices, driver, torch = (facts[key] for key in ("gpus", "driver", "torch"))
+    if _failed(devices) or _failed(driver) or _failed(torch):
         return "begin with the lines that are unknown"
-    if not found and driver:
+    if not devices and driver:
         return "a driver is loaded, but no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES"
-    for gpu in found:
+    for gpu in devices:
         if gpu["level"] != "full":
             return f"see the line of {gpu['name']}: {_VERDICTS[gpu['level']]}"
     if torch is None:
         return "for hotcore.torch: pip install 'torch>=2.6'"
     measure = "hot.advise(model, batch) measures your model"
-    if not found:
+    if not devices:
         return f"no GPU is here, layers run on the CPU; {measure}"
-    if not (found[0]["int8_ratio"] or 0) > 1:
+    if not (devices[0]["int8_ratio"] or 0) > 1:
         return f"this GPU saves memory but no time; {measure}"
-    if tuple(found[0]["compute_capability"]) not in gpus.MEASURED:
+    if tuple(devices[0]["compute_capability"]) not in gpus.MEASURED:
         return f"first python -m hotcore.info --self-test; {measure}"
     return f'begin with hot.convert(model, "default", forward="int8"); {measure}'
 

@@ -62,9 +62,8 @@ class Explanation:
     bytes_written: int
     operations: int
     floor_us: float
-    """Lower bound of the time of these steps in microseconds: bytes at the device's bandwidth, or
-    products at its INT8 rate if that takes longer; no launches, no latency. 0 if ``rates`` is
-    empty."""
+    """Lower bound of the time in microseconds, without launches and latency; 0 if ``rates`` is
+    empty. It is the longer of bytes at the device's bandwidth and products at its INT8 rate."""
     rates: str
     """The rates behind the floor."""
     slow: tuple[str, ...]

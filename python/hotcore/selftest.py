@@ -27,7 +27,7 @@ KEY = Key(0, 7)
 CONFIG = HotConfig.recipe("default", forward="int8")
 
 
-class Way(NamedTuple):
+class Access(NamedTuple):
     """Access to a device through a framework that already uses it."""
 
     name: str
@@ -93,7 +93,7 @@ def mismatches(computed: Results, expected: Results) -> list[str]:
     return [name for name, array in computed.items() if bits(array) != bits(expected[name])]
 
 
-def way_of(device: int, start: bool = False) -> Way | None:
+def access_of(device: int, start: bool = False) -> Access | None:
     """Return the access to a CUDA device by a framework of this process; None: there is none.
 
     Args:
@@ -112,7 +112,7 @@ def _module(name: str, start: bool) -> Any:
     return sys.modules.get(name)
 
 
-def _torch(device: int, start: bool) -> Way | None:
+def _torch(device: int, start: bool) -> Access | None:
     torch = _module("torch", start)
     if torch is None or not torch.cuda.is_available():
         return None
@@ -126,10 +126,10 @@ def _torch(device: int, start: bool) -> Way | None:
         with torch.cuda.device(device):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    return Way("torch", is_capturing, lambda: results(put, lambda tensor: tensor.cpu().numpy()))
+    return Access("torch", is_capturing, lambda: results(put, lambda tensor: tensor.cpu().numpy()))
 
 
-def _cupy(device: int, start: bool) -> Way | None:
+def _cupy(device: int, start: bool) -> Access | None:
     cupy = _module("cupy", start)
     if cupy is None:
         return None
@@ -138,22 +138,22 @@ def _cupy(device: int, start: bool) -> Way | None:
         with cupy.cuda.Device(device):
             return results(cupy.asarray, cupy.asnumpy)
 
-    return Way("CuPy", lambda: cupy.cuda.get_current_stream().is_capturing(), on_device)
+    return Access("CuPy", lambda: cupy.cuda.get_current_stream().is_capturing(), on_device)
 
 
-def _jax(device: int, start: bool) -> Way | None:
+def _jax(device: int, start: bool) -> Access | None:
     calls = _module("hotcore.jax.calls", start)
     if calls is None or not calls.has_cuda():
         return None
-    return Way("JAX", lambda: False, calls.self_test)  # XLA captures no stream in Python
+    return Access("JAX", lambda: False, calls.self_test)  # XLA captures no stream in Python
 
 
 class Gate:
     """Tests classes of GPUs once, and refuses those whose bits differ. Threads wait for a test."""
 
-    def __init__(self, way: Callable[[int], Way | None] = way_of) -> None:
-        """Start without results. ``way`` returns the access to a device."""
-        self._way = way
+    def __init__(self, find: Callable[[int], Access | None] = access_of) -> None:
+        """Start without results. ``find`` returns the access to a device."""
+        self._find = find
         self._lock = threading.Lock()
         self._failures: dict[gpus.Capability, list[str]] = {}
         self._tester: int | None = None
@@ -173,15 +173,15 @@ class Gate:
         name = f"cuda:{device}: compute capability {capability[0]}.{capability[1]}"
         with self._lock:
             if capability not in self._failures:
-                way = self._way(device)
-                if way is None:
+                access = self._find(device)
+                if access is None:
                     return False
-                if way.is_capturing():
+                if access.is_capturing():
                     raise RuntimeError(
                         f"{name} is tested at its first use, which must not be inside of a stream "
                         "capture; call hotcore or hot.convert on this GPU before the capture"
                     )
-                self._failures[capability] = self.mismatches(way)[0]
+                self._failures[capability] = self.mismatches(access)[0]
         if failed := self._failures[capability]:
             raise NotImplementedError(
                 f"{name} fails hotcore's self-test: not the CPU's bits in {', '.join(failed)}; "
@@ -189,7 +189,7 @@ class Gate:
             )
         return True
 
-    def mismatches(self, way: Way) -> tuple[list[str], str]:
+    def mismatches(self, access: Access) -> tuple[list[str], str]:
         """Test now; return the names of the arrays that differ, and a summary."""
 
         # A new thread has no dispatch mode, no autocast, no trace and the default stream.
@@ -197,11 +197,13 @@ class Gate:
             self._tester = threading.get_ident()
             try:
                 begin = time.perf_counter()
-                arrays = way.results()
+                arrays = access.results()
                 ms = 1e3 * (time.perf_counter() - begin)
             finally:
                 self._tester = None
-            return mismatches(arrays, results()), f"{len(arrays)} arrays, {ms:.0f} ms, {way.name}"
+            return mismatches(
+                arrays, results()
+            ), f"{len(arrays)} arrays, {ms:.0f} ms, {access.name}"
 
         with ThreadPoolExecutor(1, "hotcore-self-test") as pool:
             return pool.submit(run).result()
@@ -212,12 +214,12 @@ gate = Gate()
 
 
 def report(
-    devices: Iterable[tuple[int, str]], way: Callable[[int], Way | None] | None = None
+    devices: Iterable[tuple[int, str]], find: Callable[[int], Access | None] | None = None
 ) -> tuple[bool, list[str]]:
     """Test CUDA devices by number and name; return True if all passed, and a line for each."""
     lines, passed = [], True
     for device, name in devices:
-        access = way_of(device, start=True) if way is None else way(device)
+        access = access_of(device, start=True) if find is None else find(device)
         verdict = "not tested: no torch, CuPy or JAX that sees the GPU"
         if access is not None:
             try:

@@ -75,7 +75,7 @@ def test_a_slow_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_an_unmeasured_gpu_is_tested_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = selftest.Way("test", lambda: False, lambda: {"g_x of 325 tokens": np.zeros(1)})
+    wrong = selftest.Access("test", lambda: False, lambda: {"g_x of 325 tokens": np.zeros(1)})
     monkeypatch.setattr(contexts, "_core", FakeCore([(9, 0), (8, 0)], PAIR, wgmma=True))
     monkeypatch.setattr(selftest, "gate", selftest.Gate(lambda device: wrong))
     contexts.cuda(0, 0)  # measured

@@ -81,7 +81,7 @@ CLASS = (12, 0)
 
 def way(
     change: Callable[[dict[str, Any]], object] = lambda found: None, capturing: bool = False
-) -> tuple[selftest.Way, list[int]]:
+) -> tuple[selftest.Access, list[int]]:
     """A device that computes as the CPU does, but for a change; and the threads that called it."""
     calls: list[int] = []
 
@@ -91,7 +91,7 @@ def way(
         change(found)
         return found
 
-    return selftest.Way("test", lambda: capturing, results), calls
+    return selftest.Access("test", lambda: capturing, results), calls
 
 
 def test_a_class_is_tested_once() -> None:
@@ -140,7 +140,7 @@ def test_no_test_inside_of_a_capture() -> None:
 
 
 def test_a_class_waits_for_a_framework() -> None:
-    devices: list[selftest.Way | None] = [None, way()[0]]
+    devices: list[selftest.Access | None] = [None, way()[0]]
     gate = selftest.Gate(lambda number: devices[0])
     assert not gate.admits(0, CLASS)
     del devices[0]
@@ -154,12 +154,12 @@ def test_a_framework_that_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = types.SimpleNamespace(Device=nullcontext, get_current_stream=lambda: stream)
     cupy = types.SimpleNamespace(asarray=np.asarray, asnumpy=np.asarray, cuda=cuda)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    found = selftest.way_of(0)
+    found = selftest.access_of(0)
     assert found is not None and found.name == "CuPy" and found.is_capturing()
     assert selftest.mismatches(found.results(), selftest.results()) == []
     monkeypatch.delitem(sys.modules, "cupy")
     if not info.collect()["gpus"]:
-        assert selftest.way_of(0) is None
+        assert selftest.access_of(0) is None
 
 
 def test_the_tests_own_calls_pass() -> None:

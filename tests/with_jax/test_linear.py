@@ -514,6 +514,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_self_test_by_xla() -> None:
-    """The bits of hotcore's; on CUDA selftest.way_of asks for these."""
+    """The bits of hotcore's; on CUDA selftest.access_of asks for these."""
     found = calls.self_test("cpu")
     assert len(found) == 8 and selftest.mismatches(found, selftest.results()) == []

@@ -117,7 +117,7 @@ def _product(config: HotConfig, x: Array, w: Array, b: Array | None) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class _Residuals:
     """Residuals for backward: arrays, and static values known during tracing."""
 
     saved: Array | None
@@ -128,7 +128,9 @@ class _Kept:
     """The dtypes of g_x, g_w and g_b; None: not requested."""
 
 
-def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tuple[Array, _Kept]:
+def _forward(
+    config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any
+) -> tuple[Array, _Residuals]:
     """Compute y and the residuals. ``perturbed`` of an argument: it is differentiated."""
     for name, a in (("x", x), ("w", w), ("b", b)):
         if a is not None and any(jax.typeof(a.value).sharding.spec):
@@ -139,16 +141,22 @@ def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tup
     dtypes: Any = tuple(a.value.dtype if a and a.perturbed else None for a in (x, w, b))
     weight = w.value if x.perturbed else None
     saved = compress_activation(_matrix(x.value), seed.value, config) if w.perturbed else None
-    kept = _Kept(saved, weight, seed.value, x.value.shape, dtypes)
-    return _product(config, x.value, w.value, None if b is None else b.value), kept
+    residuals = _Residuals(saved, weight, seed.value, x.value.shape, dtypes)
+    return _product(config, x.value, w.value, None if b is None else b.value), residuals
 
 
-def _backward(config: HotConfig, kept: _Kept, gy: Array) -> tuple[Array | None, ...]:
-    in_features = kept.x_shape[-1]
+def _backward(config: HotConfig, residuals: _Residuals, gy: Array) -> tuple[Array | None, ...]:
+    in_features = residuals.x_shape[-1]
     gx, gw, gb = backward_linear(
-        _matrix(gy, "y"), kept.w, kept.saved, kept.seed, config, in_features, kept.dtypes
+        _matrix(gy, "y"),
+        residuals.w,
+        residuals.saved,
+        residuals.seed,
+        config,
+        in_features,
+        residuals.dtypes,
     )
-    return None if gx is None else gx.reshape(kept.x_shape), gw, gb, None
+    return None if gx is None else gx.reshape(residuals.x_shape), gw, gb, None
 
 
 def _check_numbers(array: Array, name: str) -> None:

@@ -126,13 +126,11 @@ def compute_report(
     """Count the bit operations of every layer's products, in full precision and by method.
 
     One forward pass without gradients finds the shapes; a model and inputs on the ``meta`` device
-    cost nothing. Linear layers, convolutions and attention's projections count; products without a
-    weight (attention itself) and everything else do not. g_x counts for every layer, g_w if the
-    weight is trained.
+    cost nothing. Linear layers, convolutions and attention's projections count, but no products
+    without a weight. g_x counts for every layer, g_w if the weight is trained.
 
-    The methods: "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
-    "HOT" (the paper's: INT4 g_x, INT8 g_w of 8 rows of 16), and the name of the configuration. See
-    :func:`backward_bops` for the formulas.
+    The methods are "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
+    "HOT" (the paper's) and the name of the configuration. :func:`backward_bops` has the formulas.
 
     Args:
         model: plain, or converted by :func:`hotcore.torch.convert`; it is not changed.
@@ -205,11 +203,11 @@ def backward_bops(
     * LUQ: three operations for each g_y, one for each w and x, LI + OI to scale the results; two
       products of LOI in 4 bits;
     * naive INT4: LUQ's count with one operation per g_y;
-    * HOT: LO log n + IO log n transforms, LO + IO roundings, a product of LOI in 4 bits; LI log n +
-      LO log n transforms, (LI + LO) r/n roundings, a product of LOI r/n in 8 bits; IO + LI to scale
-      the results. Each is half of Table 5's FLOPs, which count two per operation;
+    * HOT, g_x: LO log n + IO log n transforms, LO + IO roundings, a product of LOI in 4 bits;
+    * HOT, g_w: LI log n + LO log n transforms, (LI + LO) r/n roundings, a product of LOI r/n in 8
+      bits. IO + LI scale both results. Table 5's FLOPs count each operation twice;
     * a configuration: HOT's count with its bits, blocks and rows. Basis ``full`` has no transform
-      along L, the sketch n - r additions per block and a transform of r; an INT4 x takes LI
+      along L. The sketch has n - r additions per block and a transform of r. An INT4 x takes LI
       operations to become INT8.
 
     Args:
@@ -245,8 +243,8 @@ def backward_bops(
 def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> int:
     """BOPs of one layer's forward product under a configuration; None: in 32 bits.
 
-    ``forward="int8"``: LI log n + IO log n transforms, LI + IO roundings and LO operations to scale
-    the results, in 32 bits; a product of LOI in 8 bits.
+    ``forward="int8"`` has LI log n + IO log n transforms, LI + IO roundings and LO operations that
+    scale the results, all in 32 bits. Its product of LOI is in 8 bits.
     """
     product = tokens * outs * ins
     if config is None or config.forward == "plain":

@@ -149,10 +149,10 @@ def calibrate(
     Runs forward and backward on every batch; a few are enough. For each layer that
     :func:`hotcore.torch.convert` converts, or has converted, g_y is quantised with each choice.
     Convolutions with torch's products are left out: their backward quantises no g_y. The error of
-    g_x and g_w is relative to the product of the unquantised g_y: the transformed g_y for g_x, and
-    for g_w the g_y projected on the basis of ``config``, so that the loss of rank does not count.
-    The fine scale is chosen where it reduces the squared error by more than ``gain``. Parameters,
-    their ``.grad`` and buffers do not change; other tensors behind the loss get gradients.
+    g_x and g_w is relative to the product of the unquantised g_y. For g_w that g_y is projected on
+    the basis of ``config``, so that the loss of rank does not count. The fine scale is chosen where
+    it reduces the squared error by more than ``gain``. Parameters, their ``.grad`` and buffers do
+    not change; other tensors behind the loss get gradients.
 
     Args:
         model: plain or converted.
