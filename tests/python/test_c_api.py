@@ -121,7 +121,7 @@ def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> 
         got = api.backward_linear(gy, operand, saved, spec, in_features=35, need=ALL, key=OTHER_KEY)
         for name, ours, theirs in zip(ALL, got, expected, strict=True):
             equal_bits(ours, theirs, name)
-    for name in ALL:  # each alone, without unneeded arguments
+    for name in ALL:  # one gradient at a time, without unneeded arguments
         got = api.backward_linear(
             gy,
             w if name == "gx" else None,
@@ -161,7 +161,7 @@ def test_an_input_that_is_kept(api: CApi, rng: np.random.Generator, recipe: str)
     assert (quantized.bytes, quantized.format) == (other.bytes, other.format)
     memory, expected = api.compress_activation(x, kept, key=KEY)
     equal_bits(room, memory)
-    expected.data = saved.data  # all but its place
+    expected.data = saved.data  # all fields except its address
     assert bytes(saved) == bytes(expected)
     assert saved.data == room.ctypes.data
 
@@ -228,7 +228,7 @@ def test_counters(api: CApi, rng: np.random.Generator) -> None:
     plain, counted, counter = parted_key(rng)
     expected, _ = api.quantize(x, bits=4, key=plain)
     equal_bits(api.quantize(x, bits=4, key=counted)[0], expected)
-    assert counter.size == 1  # alive to here
+    assert counter.size == 1  # must live until here
 
 
 def test_contexts(api: CApi, rng: np.random.Generator) -> None:
@@ -240,7 +240,7 @@ def test_contexts(api: CApi, rng: np.random.Generator) -> None:
     api.key(KEY)
     copied = ctypes.c_void_p()
     api.on("hot_context_copy", ctypes.byref(copied))
-    api.key(OTHER_KEY)  # is not the copy's
+    api.key(OTHER_KEY)  # does not belong to the copy
     api._context, first = copied, api._context
     q, s = np.empty((9, 131), np.int8), np.empty(9, np.float32)
     row, stochastic = CONSTANTS["HOT_SCALE_TOKEN"], CONSTANTS["HOT_STOCHASTIC"]
@@ -321,7 +321,7 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("gw_rounding", 3))
     for field, value in (
         *numbers,
-        ("storage", 2),  # a form that is gone
+        ("storage", 2),  # a removed form
         ("equalize_tokens", 2),
         ("row_count", 65),
         ("gx_bits", 5),
@@ -409,7 +409,7 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
     ):
         refused(lambda c=change: run(c), "saved was made", "another spec")
     refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), "w was made", "another spec")
-    run({"gx_bits": 4})  # a field that x does not depend on
+    run({"gx_bits": 4})  # x does not depend on this field
     saved.format = 0
     refused(lambda: run({}), "saved.format is 0")
     saved.struct_size = 8
@@ -417,7 +417,7 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
 
 
 def test_reserved_members_are_zero(api: CApi) -> None:
-    """Another value would mean something in a later version."""
+    """Other values are reserved for later versions."""
     spec, forward, w = api.spec("default"), api.forward_spec(16), np.ones((8, 16), np.float32)
     memory, saved = aligned(1 << 16), make("hot_saved")
     kept = (memory.ctypes.data, memory.size, None, 0, saved)

@@ -68,7 +68,7 @@ BAD_PAIRS = [
 
 
 def unlike_the_table(table: Mapping[str, Field]) -> list[str]:
-    """What the dataclass and the typed fields of an override say otherwise than the table."""
+    """Return differences between the table and HotConfig or HotConfigFields."""
     typed, loose = get_type_hints(HotConfig), get_type_hints(HotConfigFields)
     names = [field.name for field in dataclasses.fields(HotConfig)]
     wrong = [f"{name} is missing" for name in table if name not in names]
@@ -120,8 +120,8 @@ def test_former_words_for_scales() -> None:
 
 
 def test_no_other_place_lists_the_fields() -> None:
-    # What reads the table (bindings, JAX, the C ABI, the stub) names no field of its own, but for
-    # those of hla, which takes some as arguments.
+    # Code that reads the table (bindings, JAX, the C ABI, the stub) names no field itself. Only hla
+    # takes some as arguments.
     root = Path(__file__).resolve().parents[2]
     of_hla = {"basis", "block", "rank", "rows", "prefix_tokens", "hadamard_block", "token_grid"}
     for place in (
@@ -258,7 +258,7 @@ def test_the_forward_is_an_option_of_every_recipe() -> None:
         assert repr(config) == f"HotConfig.recipe({name!r}, forward='int8')"
         assert eval(repr(config)) == config != plain
         assert HotConfig.from_json(config.to_json()) == config
-        # A plan or a report of before, without the fields.
+        # A text from before these fields existed.
         fields = {k: v for k, v in json.loads(plain.to_json()).items() if "forward" not in k}
         assert HotConfig.from_json(json.dumps(fields)) == plain
         assert config.forward_spec is config.forward_spec
@@ -348,7 +348,7 @@ def test_keys() -> None:
 
 
 def test_an_address_is_not_pickled() -> None:
-    """Another process that read it died."""
+    """Regression: another process that read the address crashed."""
     key = Key(1, 2, 3)
     assert pickle.loads(pickle.dumps(key)) == key and type(copy.deepcopy(key)) is Key
     saved = hotcore.compress_activation(np.ones((4, 4), np.float32), key=key)

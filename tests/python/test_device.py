@@ -34,7 +34,7 @@ def test_missing_devices() -> None:
 
 
 class FakeCore(types.SimpleNamespace):
-    """Stands for a build with CUDA on a machine with GPUs, as far as Python calls it."""
+    """Fake of a CUDA build on a machine with GPUs, with the parts that Python calls."""
 
     def __init__(self, capabilities: list[tuple[int, int]], architectures: str, wgmma: bool):
         super().__init__(capabilities=capabilities)
@@ -85,7 +85,7 @@ def test_an_unmeasured_gpu_is_tested_at_its_first_call(monkeypatch: pytest.Monke
 
 
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int = 0) -> None:
-    """An nvidia-smi that prints these lines."""
+    """Put an nvidia-smi on the path that prints these lines."""
     script = tmp_path / "nvidia-smi"
     body = "".join(f"echo '{line}'\n" for line in lines)
     script.write_text(f"#!/bin/sh\n[ $# = 2 ] || exit 9\n{body}exit {code}\n")

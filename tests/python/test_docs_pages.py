@@ -1,4 +1,4 @@
-"""The pages: their lengths, links and drawings, and what code says of them. The site's build
+"""The pages: their lengths, links and drawings, and citations of them in code. The site's build
 (scripts/docs.sh) checks every internal link and anchor."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_public_headers_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drawings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stale: run python docs/draw.py."""
+    """If this fails: run python docs/draw.py."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     sys.modules.pop("draw", None)
     import draw
@@ -110,7 +110,7 @@ def test_the_page_of_names_has_all_in_order() -> None:
         assert f"`{name}`" in text
 
 
-# The page of a package, and what a reader looks for first.
+# The page of a package, and the names that a reader looks for first.
 API = {
     "docs/api/hotcore.rst": ("python/hotcore/__init__.py", "backward_linear"),
     "docs/api/torch.rst": ("python/hotcore/torch/__init__.py", "convert"),
@@ -121,11 +121,11 @@ API = {
 
 @pytest.mark.parametrize("page", API)
 def test_api_pages_name_what_is_public(page: str) -> None:
-    """Each public name once, by use and not by the alphabet."""
+    """The page has each public name once, in the order of use."""
     module, first = API[page]
     public = set(exported(module)) - {"__version__"}
     if page != "docs/api/hotcore.rst":
-        public.discard("HotConfig")  # hotcore's, which has an entry there
+        public.discard("HotConfig")  # has its entry under hotcore
     entry = r"^\.\. auto(?:function|class|module):: (?:hotcore\.\w+\.(?=policies))?(\w+)$"
     shown = re.findall(entry, text_of(ROOT / page), re.M)
     assert shown[0] == first

@@ -1,6 +1,6 @@
 """Bad input: every case is a clear error that names the argument, and nothing is written.
 
-What C++, C and Python share stands in ``tests/errors.txt``.
+``tests/errors.txt`` has the cases that C++, C and Python share.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TABLE = (Path(__file__).resolve().parents[1] / "errors.txt").read_text()
 
 
 def table() -> Iterator[tuple[str, str, str, str]]:
-    """Call, its good arguments, what a row breaks in them, and the rest of the row."""
+    """Yield the call, its good arguments, the changes of a row, and the rest of the row."""
     name = good = ""
     for line in TABLE.splitlines():
         if line.startswith("["):
@@ -219,7 +219,7 @@ def swapped(values: np.ndarray) -> np.ndarray:
 
 
 def field_view(values: np.ndarray) -> np.ndarray:
-    """Strides that are no multiple of the item."""
+    """View whose strides are no multiple of the item size."""
     record = np.zeros(values.shape, np.dtype([("pad", np.uint8), ("x", values.dtype)]))
     record["x"] = values
     return record["x"]
@@ -539,7 +539,7 @@ def test_scalars_of_another_type(name: str) -> None:
 
 
 QX = hotcore.quantize_forward_input(X)
-# What a call kept, how it is used again, and fields that it cannot have.
+# A result of a call, its next use, and fields that it cannot have.
 KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]]]] = {
     "saved_or_x": (
         hotcore.compress_activation(X),
@@ -575,7 +575,7 @@ KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]
 
 @pytest.mark.parametrize("name", KEPT)
 def test_fields_of_what_was_kept(name: str) -> None:
-    """Made by hand, or changed in a file."""
+    """Fields that were set by hand or changed in a file."""
     kept, use, fields = KEPT[name]
     use(kept)
     for field, values in fields.items():
@@ -607,7 +607,7 @@ def test_overlapping_output() -> None:
 
 
 def test_wrong_output_is_never_copied() -> None:
-    # By default nanobind converts: it would fill a copy and drop it.
+    # nanobind converts by default: it would write into a copy and drop it.
     context = _core.CoreContext(1)
     out = np.full(16, -1.0)
     with pytest.raises(ValueError, match="out: dtype float64"):
@@ -619,7 +619,7 @@ def test_wrong_output_is_never_copied() -> None:
 
 
 def test_too_small_workspace() -> None:
-    # On the CPU Python allocates scratch; a caller of _core may pass its own.
+    # Python allocates the workspace on the CPU; a caller of _core may pass one.
     context = _core.CoreContext(1)
     kept = hotcore.compress_activation(X)
     gx = np.empty((32, 16), F)

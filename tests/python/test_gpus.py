@@ -53,7 +53,7 @@ def test_rates(name: str, capability: tuple[int, int], ratio: float | None, sour
 
 @pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_explain_says_the_rate(device: str) -> None:
-    """The card that libhot models, whose INT8 rate its floor uses, and the table's agree."""
+    """libhot's model of a card and the table have the same INT8 rate."""
     found = hotcore.explain(64, 64, 64, device=device)
     assert found.int8 in found.text
     assert found.int8.startswith("no fast INT8") == (device == "sm_100")
@@ -82,7 +82,7 @@ CLASS = (12, 0)
 def way(
     change: Callable[[dict[str, Any]], object] = lambda found: None, capturing: bool = False
 ) -> tuple[selftest.Access, list[int]]:
-    """A device that computes as the CPU does, but for a change; and the threads that called it."""
+    """Return a device with the CPU's results after ``change``, and the threads that called it."""
     calls: list[int] = []
 
     def results() -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_a_class_is_tested_once() -> None:
         thread.join()
     assert gate.admits(0, CLASS) and len(calls) == 1
     assert gate.admits(0, (8, 6)) and len(calls) == 2  # another class
-    assert calls[0] != threading.get_ident()  # no mode and no trace of the caller's
+    assert calls[0] != threading.get_ident()  # without the caller's modes and traces
 
 
 @pytest.mark.parametrize("name", ["quantize of 325 tokens", "gemm_int8 of 2048 tokens"])
@@ -148,7 +148,7 @@ def test_a_class_waits_for_a_framework() -> None:
 
 
 def test_a_framework_that_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy where torch is not imported; no module is imported for the test's sake."""
+    """CuPy is used if torch is not imported; the self-test imports no module."""
     monkeypatch.setitem(sys.modules, "torch", None)
     stream = types.SimpleNamespace(is_capturing=lambda: True)
     cuda = types.SimpleNamespace(Device=nullcontext, get_current_stream=lambda: stream)
@@ -163,7 +163,7 @@ def test_a_framework_that_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tests_own_calls_pass() -> None:
-    """They ask the gate, too, which must neither wait for itself nor admit the class."""
+    """The test's calls pass through the gate, which must not wait for itself or admit the class."""
     inner: list[bool] = []
     device, _ = way(lambda found: inner.append(gate.admits(0, CLASS)))
     gate = selftest.Gate(lambda number: device)

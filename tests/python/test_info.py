@@ -1,4 +1,4 @@
-"""``python -m hotcore.info``, and what importing hotcore brings in."""
+"""``python -m hotcore.info``, and the imports of hotcore."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_adapter_without_its_package_says_what_to_install(name: str, least: s
         "else: raise SystemExit('imported')"
     )
     said = run("-c", code)
-    # hotcore on PyPI is another project: no advice may name it.
+    # PyPI's hotcore is another project: no advice may name it.
     assert f"needs {name} {least} or newer: pip install '{name}>={least}'" in said
     assert "hotcore[" not in said
     built = name == "torch" or info.collect()["jax"]
@@ -101,7 +101,7 @@ def test_the_adapter_refuses_an_old_torch(tmp_path: Path, version: str, refused:
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "try:\n import hotcore.torch\n"
-        "except ImportError as error: print(error)\n"  # of a later import, where it is taken
+        "except ImportError as error: print(error)\n"  # a later import may fail
     )
     said = run("-c", code)
     expected = f"needs torch 2.6 or newer: pip install 'torch>=2.6' (torch is {version}, in"

@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md on where code lies, as far as a reader of files can check them."""
+"""CONTRIBUTING.md's rules on the places of code, checked in the files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_public_headers_include_no_framework() -> None:
         assert not [name for name in includes_of(path) if strangers.search(name)], path
 
 
-# Folders that pytest or a script puts on the path, or whose parent it does.
+# Folders that pytest or a script puts on the path, or their children.
 PYTHON = ("tests", "benchmarks", "examples")
 
 
@@ -75,7 +75,7 @@ def top_level_names() -> set[str]:
 
 
 def strangers(names: set[str]) -> set[str]:
-    """Those of ``names`` that are no files or packages of these folders."""
+    """Return the names that are no files or packages of these folders."""
     own = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
     own |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
@@ -83,10 +83,10 @@ def strangers(names: set[str]) -> set[str]:
 
 
 def found_instead(folder: Path, names: set[str]) -> list[str]:
-    """What lies in a folder under the name of another's package, and is found in its place.
+    """Return files and folders that Python could import in place of another package.
 
-    A folder without ``__init__.py`` is a namespace package, which Python takes where it finds
-    nothing else: ``tests/torch`` passed for torch where torch was not installed.
+    A folder without ``__init__.py`` is a namespace package. Python imports it if nothing else has
+    the name: ``tests/torch`` was imported as torch on a machine without torch.
     """
     return sorted(
         path.relative_to(folder).as_posix()
@@ -98,7 +98,7 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
     names = strangers(top_level_names())
     assert {"torch", "numpy", "pytest", "hotcore", "subprocess", "sklearn"} <= names
-    assert not {"support", "rivals", "models", "c_api"} & names  # their own, imported on purpose
+    assert not {"support", "rivals", "models", "c_api"} & names  # the repository's modules
     for folder in PYTHON:
         assert found_instead(ROOT / folder, names) == [], folder
     for there in ("torch", "deep/torch", "jax"):

@@ -16,7 +16,7 @@ from cpp_projects import CONSUMER, INSTALLED, ROOT, build, run, tool
 from hotcore import _core
 
 DISTRIBUTION = "hotcore-int8"
-# Taken from the checkout (PYTHONPATH) there is no distribution to look at. Elsewhere there must be.
+# A checkout on PYTHONPATH has no distribution; every other installation must have one.
 uninstalled = pytest.mark.skipif(
     ROOT / "python" in INSTALLED.parents
     and not list(importlib.metadata.distributions(name=DISTRIBUTION)),
@@ -49,7 +49,9 @@ def test_one_extra_serves_all_examples() -> None:
         "jax",
     }  # numpy comes with hotcore, jax is another extra
     assert imports - sys.stdlib_module_names - ours == {
-        *(modules.get(name, name) for name in names if name != "accelerate"),  # of the Trainer
+        *(
+            modules.get(name, name) for name in names if name != "accelerate"
+        ),  # the Trainer needs it
     }
 
 
@@ -79,7 +81,7 @@ def test_wheel_holds_what_it_should() -> None:
 
 
 def test_the_library_has_a_versioned_soname() -> None:
-    # The name that _core and other programs ask the loader for is the one file's, in the wheel.
+    # The wheel's one file has the name that _core and other programs ask the loader for.
     (library,) = (INSTALLED / "lib").glob("libhot.so*")
     wanted = "libhot.so." + ".".join(hotcore.__version__.split(".")[:2])
     assert library.name == wanted
@@ -90,7 +92,7 @@ def test_the_library_has_a_versioned_soname() -> None:
 @pytest.mark.long
 @uninstalled
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:
-    # As scikit-build-core does: the entry point names the module whose folder is the prefix.
+    # scikit-build-core does the same: the entry point names the module whose folder is the prefix.
     (point,) = importlib.metadata.entry_points(group="cmake.prefix", name="hotcore")
     assert point.value == "hotcore"
 
@@ -98,7 +100,7 @@ def test_find_package_from_the_wheel(tmp_path: Path) -> None:
     for program in ("consumer", "consumer_c"):
         said = run(folder / program)
         assert f"libhot {hotcore.__version__}" in said
-    # The structs as a C compiler lays them out, and as test_c_api.py does.
+    # A C compiler and test_c_api.py give the structs the same layout.
     sizes = re.findall(r" (hot_\w+) (\d+)", said[said.index("sizes:") :])
     assert {name: int(size) for name, size in sizes} == {
         name: ctypes.sizeof(struct) for name, struct in STRUCTS.items()

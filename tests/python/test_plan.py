@@ -13,12 +13,12 @@ from hotcore.plans import Explanation
 
 
 def explain(*shape: int, **options: Any) -> Explanation:
-    """With the wgmma kernels, whatever this build has."""
+    """Explain with the wgmma kernels, also in a build without them."""
     return hotcore.explain(*shape, **{"wgmma": True, **options})
 
 
-# Which kernels a layer gets, that reads and writes of steps fit together, and that every kernel is
-# in some plan: tests/cpp/test_plan.cpp, from tables that are not repeated here.
+# tests/cpp/test_plan.cpp has tables of each layer's kernels. It checks that the steps' reads and
+# writes fit together, and that every kernel is in some plan.
 
 
 def test_steps_of_a_layer() -> None:
@@ -32,7 +32,7 @@ def test_steps_of_a_layer() -> None:
 
 
 def test_steps_of_a_forward() -> None:
-    """y alone, with w quantised before, and with x kept from the same read."""
+    """Plans of y: with floats, with w quantised ahead, and with x compressed in the same read."""
     config = HotConfig(forward="int8")
     options: dict[str, Any] = {"config": config, "device": "sm_90", "bias_dtype": "bfloat16"}
     found = explain(4096, 4096, 14336, need="y", quantized_weight=True, **options)
@@ -90,7 +90,7 @@ def test_explains_bytes_and_floor() -> None:
     assert str(found) == found.text
     assert "g_y is read 2 times" in found.text
     assert explain(25216, 3072, 768, need="x").operations == 0
-    # Largest values of x's columns, not of g_y's.
+    # The largest values are those of x's columns.
     cleared, rows, _ = explain(40000, 64, 768, "fast", need=("y", "x")).steps[:3]
     assert cleared.bytes_written == 4 * 768
     assert rows.bytes_written == 40000 * (768 + 4) + 4 * 768

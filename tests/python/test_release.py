@@ -51,7 +51,7 @@ GOOD = {
         ({"tests/test_gemm.py": b""}, PLATFORM, "holds tests/test_gemm.py"),
         ({"hotcore/ballast": bytes(3_000_001)}, PLATFORM, "3.0 MB is more than 3, .* CPU"),
         ({"hotcore/ballast": bytes(2_990_000)}, PLATFORM, None),
-        # what is allowed with CUDA
+        # the limit with CUDA
         ({"hotcore/lib/libhot.so.0.1": CUDA}, PLATFORM, None),
     ],
 )  # fmt: skip
