@@ -1,4 +1,4 @@
-"""hot/hot_c.h through ctypes: its structs, constants and prototypes, read from the header itself.
+"""hot/hot_c.h through ctypes: its structs, constants and prototypes, read from the header.
 
 :class:`CApi` has functions of the names and arguments of ``hotcore``'s own, for NumPy arrays.
 """
@@ -68,7 +68,7 @@ STRUCTS = structs()
 
 
 def prototypes() -> dict[str, tuple[str, list[str]]]:
-    """Every exported function: what it returns, and the types of its arguments."""
+    """Every exported function: its result type and argument types."""
     found = {}
     for result, name, arguments in re.findall(
         r"^HOT_API ([\w ]+?\*?) (\w+)\(([^)]*)\);", _text(), re.MULTILINE
@@ -80,7 +80,7 @@ def prototypes() -> dict[str, tuple[str, list[str]]]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libhot with the header's prototypes; skips the test where it is inside the extension."""
+    """libhot with the header's prototypes; skip the test if the extension contains libhot."""
     path = info.collect()["library"]
     if path is None:
         pytest.skip("libhot is inside the extension")
@@ -156,21 +156,21 @@ class CApi:
             raise HotError(status, self.lib.hot_last_error().decode())
 
     def on(self, name: str, *arguments: Any) -> None:
-        """The same with the context in front."""
+        """Call such a function with the context as the first argument."""
         self.call(name, self._context, *arguments)
 
     def number(self, name: str, *arguments: Any, kind: Any = ctypes.c_size_t) -> int:
-        """What a function answers by its last argument."""
+        """Return the value that a function writes to its last argument."""
         out = kind()
         self.call(name, *arguments, ctypes.byref(out))
         return out.value
 
     def key(self, key: Key | int) -> None:
-        """The key of the calls that follow."""
+        """Set the key of the following calls."""
         self.on("hot_context_set_key", *(key if isinstance(key, tuple) else Key(key)))
 
     def spec(self, config: HotConfig | str) -> ctypes.Structure:
-        """A spec: of a recipe by its name, or of a configuration by its fields."""
+        """Make a spec from the name of a recipe or the fields of a configuration."""
         made = make("hot_spec")
         if isinstance(config, str):
             self.call("hot_spec_recipe", config.encode(), made)
@@ -300,7 +300,7 @@ class CApi:
     def compress_activation(
         self, x: np.ndarray, spec: ctypes.Structure, *, key: Key | int = 0
     ) -> tuple[np.ndarray, ctypes.Structure]:
-        """The bytes, and the hot_saved that says what they are."""
+        """Return the bytes, and the hot_saved that describes them."""
         tokens, width = math.prod(x.shape[:-1]), x.shape[-1]
         layout, saved = make("hot_saved_layout"), make("hot_saved")
         self.call("hot_saved_layout_of", tokens, width, spec, layout)
@@ -364,7 +364,7 @@ class CApi:
         *,
         key: Key | int = 0,
     ) -> tuple[np.ndarray, ctypes.Structure, np.ndarray, ctypes.Structure]:
-        """Codes and the hot_input; where ``kept`` says how, what is kept and the hot_saved."""
+        """Return codes and the hot_input; with ``kept`` also the compressed x and the hot_saved."""
         sizes = math.prod(x.shape[:-1]), x.shape[-1]
         count = self.number("hot_forward_input_bytes", *sizes, spec)
         memory, made, saved = aligned(count), make("hot_input"), make("hot_saved")
@@ -389,7 +389,7 @@ class CApi:
         bias: np.ndarray | None,
         spec: ctypes.Structure,
     ) -> np.ndarray:
-        """y in fp32; x and w as arrays or quantised before."""
+        """Return y in fp32; x and w are arrays or quantised ahead."""
         quantized = isinstance(w, ctypes.Structure)
         outs = w.out_features if quantized else w.shape[0]
         added = None if bias is None else tensor(bias)

@@ -14,8 +14,8 @@ CPU = ROOT / "cpp" / "src" / "cpu"
 PYTHON_TESTS = ROOT / "tests" / "python"
 
 # Headers that are no stage, and stages composed of others: a backend has no file for them, or one
-# that only calls the others. Other tests cover explain (test_plan), hot_c (test_c_api.py) and memory
-# (test_docs_cpp.py and the consumer).
+# that only calls the others. Tests elsewhere: explain in test_plan, hot_c in test_c_api, memory in
+# test_docs_cpp and the consumer.
 INFRASTRUCTURE = {
     "api",
     "context",

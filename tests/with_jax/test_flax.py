@@ -65,7 +65,7 @@ def test_linen(dtype: Any, use_bias: bool) -> None:
         assert got.dtype == wanted.dtype
         assert cosine(got, wanted) > 0.99
     kernels = [tree["params"]["up"]["kernel"] for tree in (found, exact)]
-    assert not np.array_equal(*kernels)  # it is HOT's backward
+    assert not np.array_equal(*kernels)  # HOT's backward
     other = jax.grad(lambda p: loss(ours, p, rngs={"hot": jax.random.key(4)}))(params)
     assert not np.array_equal(other["params"]["up"]["kernel"], kernels[0])
 
@@ -97,7 +97,7 @@ class Step(linen.Module):
 
 
 def test_linen_scan_and_remat() -> None:
-    """Layers under scan and remat have keys of their own, and the same ones again in backward."""
+    """Layers under scan and remat have different keys; backward uses the forward's keys."""
     over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "hot": True}}
     stack = linen.scan(linen.remat(Step), length=3, **over)()
     params = stack.init(jax.random.key(1), X, None)
@@ -144,7 +144,7 @@ def test_nnx(use_bias: bool) -> None:
     leaves = [jax.tree.leaves(nnx.state(g, nnx.Param)) for g in (exact, first, second)]
     for wanted, one, two in zip(*leaves, strict=True):
         assert cosine(one, wanted) > 0.99 and cosine(two, wanted) > 0.99
-    assert not np.array_equal(first.up.kernel[...], second.up.kernel[...])  # the stream goes on
+    assert not np.array_equal(first.up.kernel[...], second.up.kernel[...])  # the stream continues
     ours.eval()
     equal_bits(np.asarray(ours(X)), np.asarray(plain(X)))
     again = gradient(ours, X)

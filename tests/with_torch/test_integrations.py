@@ -28,7 +28,7 @@ REMOVED = r"^accumulate: removed in hotcore 0\.1\.0 \(2026-11\); leave it out: a
 
 
 class Net(nn.Module):
-    """Takes and returns what models of transformers do."""
+    """Model with the arguments and results of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def no_trace(model: nn.Module) -> bool:
-    """Whether a loop has left no hooks."""
+    """Whether no hook of a loop remains."""
     return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -99,7 +99,7 @@ def test_noise() -> None:
         noise_layers="body.2",
         log=lambda scalars, step: logged.append((step, scalars)),
     )
-    assert no_trace(model)  # before it is entered
+    assert no_trace(model)  # before the loop is entered
     with loop:
         train(model, 4)
     assert no_trace(model)
@@ -205,7 +205,7 @@ def test_accelerate_unwraps_what_was_set_on_a_model(what: str) -> None:
         return each(input_ids=ids, labels=ids).loss.detach()
 
     def same_as_before(each: Any) -> None:
-        """A copy runs its own weights, whose change it alone sees."""
+        """A copy computes with its weights; a change of them affects only the copy."""
         assert inspect.signature(each.forward) == signature
         twin = copy.deepcopy(each)
         before = loss_of(each)
@@ -216,7 +216,7 @@ def test_accelerate_unwraps_what_was_set_on_a_model(what: str) -> None:
 
     same_as_before(pickle.loads(pickle.dumps(model)))
     accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.native_amp = True  # as with mixed_precision, which a process chooses once
+    accelerator.native_amp = True  # like mixed_precision, which a process sets once
     for _ in range(2):
         prepared = accelerator.prepare_model(model)
         same_as_before(prepared)
@@ -305,7 +305,7 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
 def lightning() -> Any:
     from models import mend_torchvision
 
-    mend_torchvision()  # torchmetrics takes what is installed for what can be imported
+    mend_torchvision()  # torchmetrics expects that every installed package can be imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("lightning.pytorch")

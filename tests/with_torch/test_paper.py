@@ -1,4 +1,4 @@
-"""hotcore.paper: the published method, in a corner of its own."""
+"""hotcore.paper: the published method, which no other module imports."""
 
 from __future__ import annotations
 

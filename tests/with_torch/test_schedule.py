@@ -89,7 +89,7 @@ def test_bad_arguments() -> None:
 
 
 def test_an_optimizer_drives_it() -> None:
-    """As inside a trainer, which owns the loop (docs/paper.md)."""
+    """The schedule follows a trainer's optimizer (docs/paper.md)."""
     model = converted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = paper.PrecisionSchedule(model, 2)

@@ -1,11 +1,11 @@
 """torchtitan's overrides, against torchtitan itself or, without it, against its interface.
 
-The interface is that of pytorch/torchtitan at b5bcd76 (2026-08-21), written again from
-torchtitan/config/configurable.py:18-180 (``Configurable``), torchtitan/protocols/module.py:57-70
-(``Module.Config.build``), 72-206 (``init_states``), torchtitan/models/common/linear.py:26-40
-(``Linear``), torchtitan/config/override.py:137-172 (``Override``), 175-246 (``override``), 249-304
-(``derive``) and torchtitan/distributed/activation_checkpoint.py:112-163 (the base's ``apply``),
-185-287 (``SelectiveAC``: ``get_save_ops``, the policy of ``_wrap_block``).
+The interface is that of pytorch/torchtitan at b5bcd76 (2026-08-21), below torchtitan:
+
+* config/configurable.py:18-180 (``Configurable``), models/common/linear.py:26-40 (``Linear``);
+* protocols/module.py:57-70 (``Module.Config.build``), 72-206 (``init_states``);
+* config/override.py:137-172 (``Override``), 175-246 (``override``), 249-304 (``derive``);
+* distributed/activation_checkpoint.py:112-163 (the base's ``apply``), 185-287 (``SelectiveAC``).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def derive(source: Any, target_cls: Any, **deltas: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def titan() -> Iterator[Any]:
-    """torchtitan's names; and ``ours``, the registered overrides of hotcore."""
+    """Yield torchtitan's names, and ``ours``: hotcore's registered overrides."""
     here = sys.modules[__name__]
     places = {
         "torchtitan.config.override": ("_REGISTRY", "derive", "override"),

@@ -84,7 +84,7 @@ def test_without_hotcore_the_checkpoint_is_a_plain_model(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(plain).save_pretrained(tmp_path / "saved")
-    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "hot")  # as before the import
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "hot")  # the state before the import
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert not hot_layers(model)
     for name, value in AutoModelForCausalLM.from_pretrained(plain).state_dict().items():
