@@ -38,9 +38,7 @@ def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
     cut = tmp_path / "cut.bin"
     cut.write_bytes(digits.read_bytes()[:-1])
     label = tmp_path / "label.bin"
-    label.write_bytes(
-        digits.read_bytes()[:-1] + b"\x0a"
-    )  # a label of 10: once read beyond the logits
+    label.write_bytes(digits.read_bytes()[:-1] + b"\x0a")  # once read beyond the logits
     none = tmp_path / "empty.bin"
     none.write_bytes(b"DIGITS1\0" + struct.pack("<3I", 0, 64, 10))
     other = tmp_path / "other.bin"

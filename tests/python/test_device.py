@@ -125,23 +125,18 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
         assert "cannot be used" in facts[gpu] and "HOT_CUDA=ON" in facts[gpu]
 
 
-@pytest.mark.usefixtures("no_torch_gpus")
-@pytest.mark.parametrize(
-    ("gpu", "advice"),
-    [
-        ("NVIDIA H200, 9.0", "begin with hot.convert(model"),
-        ("NVIDIA L4, 8.9", "first python -m hotcore.info --self-test"),
-        ("NVIDIA GB300, 10.3", "this GPU saves memory but no time"),
-        ("", "no GPU is here, layers run on the CPU"),
-    ],
-)
-def test_advice(gpu: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(tmp_path, monkeypatch, [gpu])
+def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "_core", FakeCore([], f"{PAIR};100-real", wgmma=True))
-    facts = info.collect() | {"torch": "2.11", "driver": bool(gpu)}
-    assert info.table(facts)["advice"].startswith(advice)
-    facts["gpus"], facts["driver"] = [], True
-    assert info.table(facts)["advice"].startswith("a driver is loaded, but no GPU is visible")
+    facts = {"torch": "2.11", "driver": True, "gpus": []}
+    assert info._advice(facts).startswith("a driver is loaded, but no GPU is visible")
+    assert info._advice({**facts, "driver": False}).startswith("no GPU is here")
+    for capability, text in (
+        ((9, 0), "begin with hot.convert(model"),
+        ((8, 9), "first python -m hotcore.info --self-test"),
+        ((10, 3), "this GPU saves memory but no time"),
+    ):
+        facts["gpus"] = [info._gpu("NVIDIA", *capability, "torch")]
+        assert info._advice(facts).startswith(text)
 
 
 def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -460,10 +460,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "supported": [
         Case(lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: expected .*, got 'tpu'"),
-        Case(
-            lambda: hotcore.supported(1, 1, 1, device="cuda:\u00b2"),
-            "device: .*, got 'cuda:\u00b2'",
-        ),
+        Case(lambda: hotcore.supported(1, 1, 1, device="cuda:\u00b2"), "device: .*, got 'cuda:"),
         Case(lambda: hotcore.supported(1, 1, 1, device=f"cuda:{2**40}"), "device: 1099.*32 bits"),
     ],
     "settings of the CPU": [

@@ -119,20 +119,18 @@ def test_equalised_tokens_and_their_sizes_are_explained() -> None:
 
 
 def test_what_cannot_be_explained_is_refused() -> None:
-    for device in ("sm_70", "cpu", "cuda:x"):
-        with pytest.raises(ValueError, match="device"):
-            hotcore.explain(64, 64, 64, device=device)
+    for options, message in (
+        *(({"device": device}, "device") for device in ("sm_70", "cpu", "cuda:x")),
+        ({"tokens": -1}, "tokens"),
+        ({"need": ()}, "need: expected at least one of"),
+        ({"need": ("gx", "w")}, "need: 'w'"),
+        ({"dtype": "int8"}, "dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hotcore.explain(**{"tokens": 64, "out_features": 64, "in_features": 64, **options})
     if not _core.built_with_cuda():
         with pytest.raises(NotImplementedError, match="no CUDA backend"):
             hotcore.explain(64, 64, 64, device="cuda")
-    with pytest.raises(ValueError, match="tokens"):
-        hotcore.explain(-1, 64, 64)
-    with pytest.raises(ValueError, match="need: expected at least one of"):
-        hotcore.explain(64, 64, 64, need=())
-    with pytest.raises(ValueError, match="need: 'w'"):
-        hotcore.explain(64, 64, 64, need=("gx", "w"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype"):
-        hotcore.explain(64, 64, 64, dtype="int8")
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,12 +177,13 @@ def test_code_of_the_page_runs() -> None:
 
 
 def test_nnx_errors() -> None:
-    for name, value in (("precision", "highest"), ("preferred_element_type", jnp.float32)):
-        with pytest.raises(ValueError, match=f"{name}: HOT replaces"):
+    for name, value, message in (
+        ("precision", "highest", "precision: HOT replaces"),
+        ("preferred_element_type", jnp.float32, "preferred_element_type: HOT replaces"),
+        ("config", "best", "'best' is not one of"),
+        ("config", IN_EVAL, "config: expected forward_in_eval"),
+    ):
+        with pytest.raises(ValueError, match=message):
             HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
-    with pytest.raises(ValueError, match="'best' is not one of"):
-        HotLinear(64, 64, rngs=nnx.Rngs(0), config="best")
-    with pytest.raises(ValueError, match="config: expected forward_in_eval"):
-        HotLinear(64, 64, rngs=nnx.Rngs(0), config=IN_EVAL)
     with pytest.raises(ValueError, match="out_sharding: expected None"):
         HotLinear(64, 64, rngs=nnx.Rngs(0))(X, out_sharding=1)

@@ -270,11 +270,11 @@ def test_without_gradients(batches: list[torch.Tensor]) -> None:
 
 
 def test_bad_arguments(batches: list[torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match="batches: empty"):
-        paper.calibrate(Net(), [], loss_of)
-    with pytest.raises(ValueError, match="gw_fine: 'row'"):
-        paper.calibrate(Net(), batches, loss_of, gw_fine="row")
-    with pytest.raises(ValueError, match="gain: .*got 1.5"):
-        paper.calibrate(Net(), batches, loss_of, gain=1.5)
-    with pytest.raises(ValueError, match="no "):
-        paper.calibrate(nn.ReLU(), batches, loss_of)
+    for model, data, options, message in (
+        (Net(), [], {}, "batches: empty"),
+        (Net(), batches, {"gw_fine": "row"}, "gw_fine: 'row'"),
+        (Net(), batches, {"gain": 1.5}, "gain: .*got 1.5"),
+        (nn.ReLU(), batches, {}, "no "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paper.calibrate(model, data, loss_of, **options)

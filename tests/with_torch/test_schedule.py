@@ -75,14 +75,14 @@ def test_resume() -> None:
 
 def test_bad_arguments() -> None:
     model = converted()
-    with pytest.raises(ValueError, match="warmup: -1"):
-        paper.PrecisionSchedule(model, -1)
-    with pytest.raises(TypeError, match="warmup: expected an int"):
-        paper.PrecisionSchedule(model, 1.5)
-    with pytest.raises(ValueError, match="then_bits: .*got 2"):
-        paper.PrecisionSchedule(model, 1, then_bits=2)
-    with pytest.raises(ValueError, match="^bits: .*got None"):
-        paper.PrecisionSchedule(model, 1, bits=None)
+    for arguments, options, message in (
+        ((-1,), {}, "warmup: -1"),
+        ((1.5,), {}, "warmup: expected an int"),
+        ((1,), {"then_bits": 2}, "then_bits: .*got 2"),
+        ((1,), {"bits": None}, "^bits: .*got None"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            paper.PrecisionSchedule(model, *arguments, **options)
     with pytest.raises(ValueError, match="no layer is converted"):
         paper.PrecisionSchedule(hot.revert(model), 1)
     assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
