@@ -17,14 +17,7 @@ import pytest
 from c_api import CONSTANTS, STRUCTS, CApi, HotError, aligned, library, make, prototypes, tensor
 from hotcore import HotConfig, Key, _core
 from hotcore.config import FIELDS, RECIPES
-from support import (
-    ALL,
-    KEY,
-    OTHER_KEY,
-    data,
-    equal_bits,
-    parted_key,
-)
+from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key
 
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
 
@@ -60,10 +53,7 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
     equal_bits(api.pack_int4(q), packed)
     equal_bits(api.unpack_int4(packed, 13), hotcore.unpack_int4(packed, 13))
     scales = [data(rng, (n,)) for n in (7, 1)]
-    for call, operands in (
-        ("gemm_int8", (q, q[:5])),
-        ("gemm_int4", (packed, packed[:5])),
-    ):
+    for call, operands in (("gemm_int8", (q, q[:5])), ("gemm_int4", (packed, packed[:5]))):
         equal_bits(api.gemm(*operands), getattr(hotcore, call)(*operands))
         before = data(rng, (7, 5)).astype(np.float16)
         for accumulate in (False, True):
@@ -81,8 +71,8 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
         {"hadamard_block": 32, "equalize_tokens": True, "storage": "int8"},
         {"basis": "sketch", "rank": 4, "gw_scale": "tensor", "storage": "int8"},
         {"basis": "lowpass", "rows": (0, 3, 5), "token_grid": (5, 6), "prefix_tokens": 2,
-         "storage": "int8", "gx_rounding": "pseudo_stochastic"},
-    ],
+         "storage": "int8", "gx_rounding": "pseudo_stochastic"}
+    ]
 )  # fmt: skip
 def test_backward_linear(api: CApi, rng: np.random.Generator, changes: dict[str, Any]) -> None:
     config = HotConfig(**changes)
@@ -402,11 +392,7 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
         api.backward_linear(gy, operand, saved, api.spec(config), in_features=5, need=need)
 
     refused(lambda: run({}, need=()), "out requests no gradient")
-    for change in (
-        {"basis": "sketch"},
-        {"gw_scale": "tensor"},
-        {"equalize_tokens": True},
-    ):
+    for change in ({"basis": "sketch"}, {"gw_scale": "tensor"}, {"equalize_tokens": True}):
         refused(lambda c=change: run(c), "saved was made", "another spec")
     refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), "w was made", "another spec")
     run({"gx_bits": 4})  # x does not depend on this field
