@@ -36,8 +36,8 @@ def _text() -> str:
 
 def constants() -> dict[str, int]:
     """Every enumerator."""
-    found = re.findall(r"\b(HOT_\w+) = (\d+)", _text())
-    return {name: int(value) for name, value in found}
+    values = re.findall(r"\b(HOT_\w+) = (\d+)", _text())
+    return {name: int(value) for name, value in values}
 
 
 CONSTANTS = constants()
@@ -51,7 +51,7 @@ def _type(words: str) -> Any:
 
 def structs() -> dict[str, type[ctypes.Structure]]:
     """Every struct of the header, in the order of its members."""
-    found: dict[str, type[ctypes.Structure]] = {}
+    classes: dict[str, type[ctypes.Structure]] = {}
     for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", _text(), re.DOTALL):
         fields = []
         for member in filter(None, map(str.strip, body.split(";"))):
@@ -60,8 +60,8 @@ def structs() -> dict[str, type[ctypes.Structure]]:
                 base, _, count = field.strip().rstrip("]").partition("[")
                 one = _type(kind)
                 fields.append((base.strip(" *"), one * CONSTANTS[count] if count else one))
-        found[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-    return found
+        classes[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return classes
 
 
 STRUCTS = structs()
@@ -69,13 +69,13 @@ STRUCTS = structs()
 
 def prototypes() -> dict[str, tuple[str, list[str]]]:
     """Every exported function: its result type and argument types."""
-    found = {}
+    functions_of_c = {}
     for result, name, arguments in re.findall(
         r"^HOT_API ([\w ]+?\*?) (\w+)\(([^)]*)\);", _text(), re.MULTILINE
     ):
         kinds = [re.sub(r"\s*\w+$", "", one.strip()) for one in arguments.split(",")]
-        found[name] = (result, [] if arguments == "void" else kinds)
-    return found
+        functions_of_c[name] = (result, [] if arguments == "void" else kinds)
+    return functions_of_c
 
 
 @functools.cache
@@ -119,12 +119,12 @@ def make(name: str, **fields: Any) -> ctypes.Structure:
 
 def tensor(array: np.ndarray) -> ctypes.Structure:
     """The view of an array."""
-    made = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
-    made.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
+    view = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
+    view.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
     for axis in range(array.ndim):
-        made.shape[axis] = array.shape[axis]
-        made.stride[axis] = array.strides[axis] // array.itemsize
-    return made
+        view.shape[axis] = array.shape[axis]
+        view.stride[axis] = array.strides[axis] // array.itemsize
+    return view
 
 
 def aligned(count: int) -> np.ndarray:
@@ -171,24 +171,24 @@ class CApi:
 
     def spec(self, config: HotConfig | str) -> ctypes.Structure:
         """Make a spec from the name of a recipe or the fields of a configuration."""
-        made = make("hot_spec")
+        struct = make("hot_spec")
         if isinstance(config, str):
-            self.call("hot_spec_recipe", config.encode(), made)
-            return made
+            self.call("hot_spec_recipe", config.encode(), struct)
+            return struct
         for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
-            setattr(made, name, getattr(config, name))
-        made.gx_scale = CONSTANTS[f"HOT_SCALE_{config.gx_scale.upper()}"]
-        made.gw_scale = CONSTANTS[f"HOT_GW_SCALE_{config.gw_scale.upper()}"]
+            setattr(struct, name, getattr(config, name))
+        struct.gx_scale = CONSTANTS[f"HOT_SCALE_{config.gx_scale.upper()}"]
+        struct.gw_scale = CONSTANTS[f"HOT_GW_SCALE_{config.gw_scale.upper()}"]
         for name in ("gx_rounding", "gw_rounding"):
-            setattr(made, name, CONSTANTS[f"HOT_{getattr(config, name).upper()}"])
-        made.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
-        made.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]
-        made.equalize_tokens = config.equalize_tokens
-        made.grid_h, made.grid_w = config.token_grid or (0, 0)
+            setattr(struct, name, CONSTANTS[f"HOT_{getattr(config, name).upper()}"])
+        struct.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
+        struct.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]
+        struct.equalize_tokens = config.equalize_tokens
+        struct.grid_h, struct.grid_w = config.token_grid or (0, 0)
         if config.rows:
-            made.kept_rows = np.array(config.rows, np.int32)  # lives as long as the struct
-            made.rows, made.row_count = made.kept_rows.ctypes.data, len(config.rows)
-        return made
+            struct.kept_rows = np.array(config.rows, np.int32)  # lives as long as the struct
+            struct.rows, struct.row_count = struct.kept_rows.ctypes.data, len(config.rows)
+        return struct
 
     def fwht(
         self, x: np.ndarray, *, axis: int = -1, block: int = 16, out: np.ndarray | None = None

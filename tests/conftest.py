@@ -61,9 +61,9 @@ def api() -> Iterator[Any]:
     """The C ABI with a new context."""
     from c_api import CApi
 
-    made = CApi()
-    yield made
-    made.close()
+    library = CApi()
+    yield library
+    library.close()
 
 
 # These files are long as a whole.

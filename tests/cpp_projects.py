@@ -20,8 +20,8 @@ INSTALLED = Path(_core.__file__).parent  # hotcore/ in site-packages, with lib/ 
 def tool(*names: str) -> str:
     """Return the first of these programs that exists; skip the test without one."""
     for name in names:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     pytest.skip(f"needs {' or '.join(names)}")
 
 

@@ -157,12 +157,12 @@ def tensor_parallel(rank: int, device: str) -> None:
         for (name, p), want, a, b in zip(
             model.named_parameters(), wanted, exact, unsharded, strict=False
         ):
-            found = whole(p.grad)
+            gradient = whole(p.grad)
             if device == "cpu" and also != "compiled" and "norm" not in name:
-                assert torch.equal(found, want), (config, name)
-            assert not alike or error(found, want) < near(device), (config, also, name)
+                assert torch.equal(gradient, want), (config, name)
+            assert not alike or error(gradient, want) < near(device), (config, also, name)
             # Scales of parts give other codes than the unsharded layer's, with an equal error.
-            assert error(found, a) < 1.5 * error(b, a) + 1e-4, (config, name)
+            assert error(gradient, a) < 1.5 * error(b, a) + 1e-4, (config, name)
     parallelize_module(model := build("default", device), mesh, whole_tokens)
     back = hot.revert(model)
     assert type(back.up) is nn.Linear and isinstance(back.up.weight, DTensor)
@@ -214,17 +214,17 @@ def fsdp_accumulation(rank: int, device: str) -> None:
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
         return model
 
-    def backward(model: Any, of: int, sync: bool = True) -> None:
-        torch.manual_seed(50 + of)
+    def backward(model: Any, part: int, sync: bool = True) -> None:
+        torch.manual_seed(50 + part)
         for i in range(3):
             if not sync:
                 model.set_requires_gradient_sync(i == 2)
-            model(batches[i * WORLD + of]).square().mean().backward()
+            model(batches[i * WORLD + part]).square().mean().backward()
 
     for config in ("default", hot.HotConfig.recipe("fast", forward="int8")):
         alone = build(config, device)
-        for of in range(WORLD):
-            backward(alone, of)
+        for micro in range(WORLD):
+            backward(alone, micro)
         for reshard, sync in itertools.product((True, False), (True, False)):
             model = sharded(config, reshard)
             backward(model, rank, sync)
@@ -303,11 +303,11 @@ def context_parallel(rank: int, device: str) -> None:
             y = model(tokens)  # inside the context tokens are this process's part
             assert y.shape[1] == (32 if spread else 64)
             y.float().square().mean().backward()
-        found = [p.grad.float() for p in model.parameters()]
-        for grad in found if spread else ():
+        actual = [p.grad.float() for p in model.parameters()]
+        for grad in actual if spread else ():
             dist.all_reduce(grad)
             grad /= WORLD
-        return found
+        return actual
 
     exact = gradients(False, False)
     for p, q in zip(gradients(False, True), exact, strict=True):
@@ -336,11 +336,11 @@ def pipelines(rank: int, device: str) -> None:
         for part in parts:
             hot.convert(part, config, filter_fn=lambda *_: True)
         alone = copy.deepcopy(parts)
-        own = [rank] if each == 1 else [rank, rank + WORLD]
+        mine = [rank] if each == 1 else [rank, rank + WORLD]
         if name.startswith("ScheduleZBV"):
-            own[1] = count - 1 - rank
+            mine[1] = count - 1 - rank
         where = torch.device(device, rank if device == "cuda" else None)
-        stages = [PipelineStage(parts[i], i, count, where) for i in own]
+        stages = [PipelineStage(parts[i], i, count, where) for i in mine]
         kind = getattr(schedules, name)
         schedule = kind(stages[0] if each == 1 else stages, n_microbatches=4, loss_fn=loss_of)
         first = (x,) if any(stage.is_first for stage in stages) else ()
@@ -350,7 +350,7 @@ def pipelines(rank: int, device: str) -> None:
             schedule.step(*first, target=target) if last else schedule.step(*first)
 
         step()  # before the first step torch may run the stages for their shapes
-        for i in own:
+        for i in mine:
             parts[i].zero_grad()
         torch.manual_seed(50 + rank)
         step()
@@ -362,7 +362,7 @@ def pipelines(rank: int, device: str) -> None:
         (sum(loss_of(y, wanted) for y, wanted in pairs) / 4).backward()
         # Two stages of a rank draw seeds of x in another order than the whole model.
         most = 0.02 if config is NEAREST else near(device)
-        for i in own:
+        for i in mine:
             for p, q in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
                 assert error(p.grad, q.grad) < most, (name, i)
 

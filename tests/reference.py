@@ -831,8 +831,8 @@ def token_exponents(x: NDArray[np.float32]) -> NDArray[np.uint8]:
     unit = ((_u32(268) - clear) << _u32(23)).view(_f32)  # the largest becomes 2**14 to 2**15
     whole = np.where(usual, np.rint(np.abs(x) * unit), _f32(0)).astype(np.int64)
     mean = whole.sum(axis=1, keepdims=True).astype(_f32) / _f32(max(1, x.shape[1]))
-    found = clear.astype(np.int64) + (_words(mean) >> _u32(23)).astype(np.int64) - 141
-    result = np.where(usual, np.clip(found, 27, 227), np.where(exponent == 255, 127, 27))
+    exponents = clear.astype(np.int64) + (_words(mean) >> _u32(23)).astype(np.int64) - 141
+    result = np.where(usual, np.clip(exponents, 27, 227), np.where(exponent == 255, 127, 27))
     return result.reshape(-1).astype(np.uint8)
 
 

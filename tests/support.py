@@ -327,9 +327,9 @@ def storage_bytes(
     kept: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()
 ) -> dict[int, int]:
     """Bytes of each storage of ``kept`` that is not in ``besides``."""
-    own = {tensor.untyped_storage()._cdata for tensor in besides}
+    others = {tensor.untyped_storage()._cdata for tensor in besides}
     sizes = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in kept)}
-    return {key: size for key, size in sizes.items() if key not in own}
+    return {key: size for key, size in sizes.items() if key not in others}
 
 
 def nbytes(kept: list[torch.Tensor]) -> int:

@@ -74,12 +74,12 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    found = Machine(tmp_path)
+    result = Machine(tmp_path)
     for folder in ("/usr/bin", "/bin"):
         for name in ("nvcc", "nvidia-smi"):
             if os.path.exists(f"{folder}/{name}"):  # cannot be hidden
                 pytest.skip(f"{folder}/{name} is there")
-    return found
+    return result
 
 
 def test_no_compiler_and_no_gpu_builds_for_the_cpu(machine: Machine) -> None:

@@ -333,8 +333,8 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
 
 def test_fields_by_name(api: CApi) -> None:
     names = [field.name for field in FIELDS.values() if field.backward]
-    found = [api.lib.hot_spec_field(i) for i in range(-1, len(names) + 1)]
-    assert found == [None, *(name.encode() for name in names), None]
+    names_of_c = [api.lib.hot_spec_field(i) for i in range(-1, len(names) + 1)]
+    assert names_of_c == [None, *(name.encode() for name in names), None]
     room = ctypes.create_string_buffer(256)
 
     def get(spec: ctypes.Structure, name: str) -> str:
@@ -473,12 +473,12 @@ def test_longer_structs_of_a_later_header(api: CApi) -> None:
         hotcore.__version__,
     )
     # The library fills the members that it knows.
-    made = ctypes.create_string_buffer(b"\x5a" * 256)
+    memory = ctypes.create_string_buffer(b"\x5a" * 256)
     size = ctypes.sizeof(STRUCTS["hot_spec"])
-    ctypes.cast(made, ctypes.POINTER(ctypes.c_size_t))[0] = 256
-    api.call("hot_spec_recipe", b"fast", made)
-    assert made.raw[8:size] == bytes(api.spec("fast"))[8:]
-    assert made.raw[size:256] == b"\x5a" * (256 - size)
+    ctypes.cast(memory, ctypes.POINTER(ctypes.c_size_t))[0] = 256
+    api.call("hot_spec_recipe", b"fast", memory)
+    assert memory.raw[8:size] == bytes(api.spec("fast"))[8:]
+    assert memory.raw[size:256] == b"\x5a" * (256 - size)
 
 
 def test_names_and_the_build() -> None:

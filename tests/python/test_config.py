@@ -109,14 +109,14 @@ def test_the_class_is_the_table() -> None:
 
 
 def test_former_words_for_scales() -> None:
-    found = 0
+    count = 0
     for field in FIELDS.values():
         for old, new in config_module._FORMER.items():
             if new in field.choices and old not in field.choices:
-                found += 1
+                count += 1
                 with pytest.raises(ValueError, match=f"^{field.name}: .* '{old}' is now '{new}'"):
                     HotConfig(**{field.name: old})
-    assert found > 1
+    assert count > 1
 
 
 def test_no_other_place_lists_the_fields() -> None:

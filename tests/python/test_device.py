@@ -163,10 +163,10 @@ def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("no_torch_gpus")
 def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, ["Failed to initialize NVML"], code=9)
-    found = info.collect()
-    assert found["gpus"] == {"error": "RuntimeError: nvidia-smi: Failed to initialize NVML"}
+    facts = info.collect()
+    assert facts["gpus"] == {"error": "RuntimeError: nvidia-smi: Failed to initialize NVML"}
     said = "unknown (RuntimeError: nvidia-smi: Failed to initialize NVML)"
-    assert info.table(found)["GPUs"] == said
+    assert info.table(facts)["GPUs"] == said
 
 
 @pytest.mark.usefixtures("no_torch_gpus")

@@ -27,8 +27,8 @@ PAGE = (ROOT / "docs" / "cpp.md").read_text(encoding="utf-8")
 
 def blocks(language: str) -> list[str]:
     """Code blocks of the page; blank lines in front give errors the page's line numbers."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return [f'#line {PAGE[: m.start(1)].count(chr(10)) + 1} "cpp.md"\n{m[1]}' for m in found]
+    matches = re.finditer(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return [f'#line {PAGE[: m.start(1)].count(chr(10)) + 1} "cpp.md"\n{m[1]}' for m in matches]
 
 
 @pytest.mark.long

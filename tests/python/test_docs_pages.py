@@ -46,10 +46,10 @@ def test_links(page: Path) -> None:
 
 
 def code_files() -> list[Path]:
-    found = [path for folder in CODE for path in (ROOT / folder).rglob("*")]
+    paths = [path for folder in CODE for path in (ROOT / folder).rglob("*")]
     return [
         path
-        for path in found
+        for path in paths
         if path.suffix in SUFFIXES and "_deps" not in path.parts and path != Path(__file__)
     ]
 
@@ -73,9 +73,9 @@ def test_public_headers_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     text = headers.markdown()
     assert "<!-- headers -->" in text_of(ROOT / "docs/api/cpp.md")
-    found = list((ROOT / "cpp/include/hot").glob("*.h"))
-    assert len(found) > 10
-    for header in found:
+    paths = list((ROOT / "cpp/include/hot").glob("*.h"))
+    assert len(paths) > 10
+    for header in paths:
         assert f"{{literalinclude}} ../../cpp/include/hot/{header.name}\n" in text
         row = re.search(rf"^\| \[`hot/{re.escape(header.name)}`\].*\| (.+) \|.*\|$", text, re.M)
         assert row and row[1].endswith("."), header.name

@@ -56,46 +56,46 @@ def table() -> Iterator[tuple[str, str, str, str]]:
 
 def arguments(words: str) -> dict[str, Any]:
     """Arrays, numbers, and texts of the fields of a spec."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words.removeprefix("* ").split():
         name, value = word.split("=")
         shape = re.fullmatch(r"(\w+)\((.*)\)", value)
         if shape:
             sizes = tuple(map(int, shape[2].split(",")))
             packed = shape[1] == "i4x2"
-            found[name] = np.full(sizes, 60, np.uint8 if packed else TYPES[shape[1]])
+            values[name] = np.full(sizes, 60, np.uint8 if packed else TYPES[shape[1]])
         else:
-            found[name] = value if name.startswith("spec.") or "." in name else int(value)
-    return found
+            values[name] = value if name.startswith("spec.") or "." in name else int(value)
+    return values
 
 
 def call_c(api: CApi, name: str, good: str, broken: str) -> None:
     """A row through the C ABI."""
-    given = arguments(good)
+    operands = arguments(good)
     spec = api.spec("default")
 
     def set_spec(field: str, text: str) -> None:
         api.call("hot_spec_set", spec, field.removeprefix("spec.").encode(), text.encode())
 
-    for field in [field for field in given if field.startswith("spec.")]:
-        set_spec(field, given.pop(field))
-    rows, width = given.get("tokens", 20), given.get("in_features", 12)
+    for field in [field for field in operands if field.startswith("spec.")]:
+        set_spec(field, operands.pop(field))
+    rows, width = operands.get("tokens", 20), operands.get("in_features", 12)
     saved, layout = make("hot_saved"), make("hot_saved_layout")
     api.call("hot_saved_layout_of", rows, width, spec, layout)
     room = {"saved": aligned(layout.bytes), "workspace": aligned(1 << 14)}
     _, kept = api.compress_activation(np.ones((rows, width), np.float32), spec)
-    given.setdefault("format", kept.format)
-    forward = api.forward_spec(given.get("block", 16))
+    operands.setdefault("format", kept.format)
+    forward = api.forward_spec(operands.get("block", 16))
     _, made, _, _ = api.quantize_forward_input(np.ones((1, 1), np.float32), forward)
-    given.setdefault("input_format", made.format)
-    arrays = {n: v for n, v in given.items() if isinstance(v, np.ndarray)} | room
+    operands.setdefault("input_format", made.format)
+    arrays = {n: v for n, v in operands.items() if isinstance(v, np.ndarray)} | room
     views = {n: tensor(v.view(np.int8) if n in room else v) for n, v in arrays.items()}
     for change, value in arguments(broken).items():
         array, _, part = change.partition(".")
         if array == "spec":
             set_spec(part, value)
         elif not part:
-            given[change] = value
+            operands[change] = value
         elif part == "dtype":
             views[array].dtype = CONSTANTS[f"HOT_{value.upper()}"]
         elif part == "device":
@@ -111,15 +111,15 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
             base = numbers[int(part[-1])] if value.startswith("+") else 0
             numbers[int(part[-1])] = base + int(value)
     for field in ("tokens", "in_features", "format"):
-        setattr(saved, field, given.get(field, 0))
+        setattr(saved, field, operands.get(field, 0))
         if field != "format":
-            setattr(made, field, given.get(field, 0))
+            setattr(made, field, operands.get(field, 0))
     saved.data, saved.bytes = views["saved"].data, views["saved"].shape[0]
-    forward.hadamard_block, made.format = given.get("block", 16), given["input_format"]
+    forward.hadamard_block, made.format = operands.get("block", 16), operands["input_format"]
     if "codes" in views:
         made.data, made.bytes = views["codes"].data, views["codes"].shape[0]
     work = views["workspace"].data, views["workspace"].shape[0]
-    v, g, before = views, given, [bytes(one) for one in arrays.values()]
+    v, g, before = views, operands, [bytes(one) for one in arrays.values()]
     scales = [v[n] for n in ("a_scale", "b_scale") if n in v]
     last = {
         "fwht": lambda: (v["x"], g["axis"], g["block"], v["out"]),
@@ -159,38 +159,38 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
 
 def call_python(name: str, good: str, broken: str) -> None:
     """A row through the functions of ``hotcore``."""
-    given = arguments(good)
+    operands = arguments(good)
     for change, value in arguments(broken).items():
         array, _, part = change.partition(".")
         if array == "spec" or not part:
-            given[change] = value
+            operands[change] = value
         elif part == "ndim":
-            given[array] = given[array][0] if value == "1" else given[array][:, None]
+            operands[array] = operands[array][0] if value == "1" else operands[array][:, None]
         else:
-            sizes = list(given[array].shape)
+            sizes = list(operands[array].shape)
             sizes[int(part[-1])] = int(value)
-            given[array] = np.ones(sizes, given[array].dtype)
-    fields = {n.removeprefix("spec."): v for n, v in given.items() if n.startswith("spec.")}
+            operands[array] = np.ones(sizes, operands[array].dtype)
+    fields = {n.removeprefix("spec."): v for n, v in operands.items() if n.startswith("spec.")}
     for field, text in fields.items():
         numbers = tuple(map(int, re.findall(r"\d+", text)))
         if field in ("basis", "storage"):
             continue
         fields[field] = numbers if field == "token_grid" else numbers[0]
-    given = {n: v for n, v in given.items() if not n.startswith("spec.")}
+    operands = {n: v for n, v in operands.items() if not n.startswith("spec.")}
     if name == "hla":
         del fields["storage"]
-        hotcore.hla(**given, **fields)
+        hotcore.hla(**operands, **fields)
     elif name == "quantize":
-        hotcore.quantize(given["x"], bits=given["bits"])
+        hotcore.quantize(operands["x"], bits=operands["bits"])
     elif name == "dequantize":
-        hotcore.dequantize(given["q"], given["scale"])
+        hotcore.dequantize(operands["q"], operands["scale"])
     elif name == "compress_activation":
-        hotcore.compress_activation(given["x"], HotConfig(**fields))
+        hotcore.compress_activation(operands["x"], HotConfig(**fields))
     elif name == "decompress_activation":
         kept = hotcore.compress_activation(np.ones((20, 12), np.float32))
-        hotcore.decompress_activation(kept, given["first"], given["last"])
+        hotcore.decompress_activation(kept, operands["first"], operands["last"])
     else:
-        getattr(hotcore, name)(**given)
+        getattr(hotcore, name)(**operands)
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, *_ in table()))

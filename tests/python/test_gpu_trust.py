@@ -39,14 +39,14 @@ def test_reads_gtest(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     assert gpu_trust.gtest_results(path) == {}  # a crashed program wrote no file
     path.write_text(json.dumps(GTEST))
-    found = gpu_trust.gtest_results(path)
-    assert {name: row["result"] for name, row in found.items()} == {
+    results = gpu_trust.gtest_results(path)
+    assert {name: row["result"] for name, row in results.items()} == {
         "fast": "passed",
         "gone": "skipped",
         "bad": "failed",
     }
-    assert found["fast"]["figures"] == {"cases": 70, "word": "a"}
-    assert found["bad"]["failures"] == ["case 3 differs"]
+    assert results["fast"]["figures"] == {"cases": 70, "word": "a"}
+    assert results["bad"]["failures"] == ["case 3 differs"]
 
 
 def test_every_part_is_run_and_shown() -> None:
@@ -89,8 +89,8 @@ def test_long_tests_run_in_parts(trust: gpu_trust.Trust, monkeypatch: pytest.Mon
         return gpu_trust.subprocess.CompletedProcess(command, 3 if bad else 0)
 
     monkeypatch.setattr(gpu_trust.subprocess, "run", process)
-    found = trust.sanitizer(1, 5, {})
-    row = found["tools"]["memcheck"]
+    summary = trust.sanitizer(1, 5, {})
+    row = summary["tools"]["memcheck"]
     assert (sorted(row["clean"]), list(row["errors"]), row["not finished"]) == (
         ["A.a", "A.b"],
         ["A.d"],

@@ -54,13 +54,13 @@ def test_rates(name: str, capability: tuple[int, int], ratio: float | None, sour
 @pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_explain_says_the_rate(device: str) -> None:
     """libhot's model of a card and the table have the same INT8 rate."""
-    found = hotcore.explain(64, 64, 64, device=device)
-    assert found.int8 in found.text
-    assert found.int8.startswith("no fast INT8") == (device == "sm_100")
-    if "derived" in found.int8:
-        card, tops = re.search(r"derived: (.+): (\d+) TOPS", found.int8).groups()
-        assert card in found.device and f"at {tops} TOPS" in found.text
-    assert hotcore.explain_gemm(64, 64, 64, device=device).int8 == found.int8
+    explanation = hotcore.explain(64, 64, 64, device=device)
+    assert explanation.int8 in explanation.text
+    assert explanation.int8.startswith("no fast INT8") == (device == "sm_100")
+    if "derived" in explanation.int8:
+        card, tops = re.search(r"derived: (.+): (\d+) TOPS", explanation.int8).groups()
+        assert card in explanation.device and f"at {tops} TOPS" in explanation.text
+    assert hotcore.explain_gemm(64, 64, 64, device=device).int8 == explanation.int8
 
 
 # ---- the self-test ----
@@ -87,9 +87,9 @@ def way(
 
     def results() -> dict[str, Any]:
         calls.append(threading.get_ident())
-        found = selftest.results()
-        change(found)
-        return found
+        arrays = selftest.results()
+        change(arrays)
+        return arrays
 
     return selftest.Access("test", lambda: capturing, results), calls
 
@@ -125,8 +125,8 @@ def test_a_wrong_bit_refuses_the_class(name: str) -> None:
 
 def test_what_differs() -> None:
     expected = {"a": np.zeros(2, np.float32), "b": np.ones(2, np.int8), "c": np.ones(3)}
-    found = {"a": -expected["a"], "b": expected["b"], "c": expected["c"][:2]}
-    assert selftest.mismatches(found, expected) == ["a", "c"]
+    arrays = {"a": -expected["a"], "b": expected["b"], "c": expected["c"][:2]}
+    assert selftest.mismatches(arrays, expected) == ["a", "c"]
     assert selftest.mismatches({"b": expected["b"].view(np.uint8)}, expected) == ["b"]
 
 
@@ -154,9 +154,9 @@ def test_a_framework_that_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = types.SimpleNamespace(Device=nullcontext, get_current_stream=lambda: stream)
     cupy = types.SimpleNamespace(asarray=np.asarray, asnumpy=np.asarray, cuda=cuda)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    found = selftest.access_of(0)
-    assert found is not None and found.name == "CuPy" and found.is_capturing()
-    assert selftest.mismatches(found.results(), selftest.results()) == []
+    access = selftest.access_of(0)
+    assert access is not None and access.name == "CuPy" and access.is_capturing()
+    assert selftest.mismatches(access.results(), selftest.results()) == []
     monkeypatch.delitem(sys.modules, "cupy")
     if not info.collect()["gpus"]:
         assert selftest.access_of(0) is None

@@ -65,21 +65,21 @@ PYTHON = ("tests", "benchmarks", "examples")
 
 def top_level_names() -> set[str]:
     """The first word of every import in Python files there, functions' and strings' included."""
-    found: set[str] = set()
+    names: set[str] = set()
     for folder in PYTHON:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             words = re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)
-            found |= {*words, *re.findall(r"(?:importorskip|import_module)\(\s*\"(\w+)", text)}
-    return found
+            names |= {*words, *re.findall(r"(?:importorskip|import_module)\(\s*\"(\w+)", text)}
+    return names
 
 
 def strangers(names: set[str]) -> set[str]:
     """Return the names that are no files or packages of these folders."""
-    own = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
-    own |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
+    ours = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
+    ours |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
-    return (names - own) | others | (names & sys.stdlib_module_names)
+    return (names - ours) | others | (names & sys.stdlib_module_names)
 
 
 def found_instead(folder: Path, names: set[str]) -> list[str]:

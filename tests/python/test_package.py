@@ -99,12 +99,14 @@ def test_find_package_from_the_wheel(tmp_path: Path) -> None:
 def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:
     pkg_config, compiler = tool("pkg-config", "pkgconf"), tool("cc")
     library = INSTALLED / "lib"
-    found = os.environ | {
+    environment = os.environ | {
         "PKG_CONFIG_PATH": str(library / "pkgconfig"),
         "LD_LIBRARY_PATH": str(library),
     }
-    assert run(pkg_config, "--modversion", "hotcore", env=found).strip() == hotcore.__version__
-    flags = run(pkg_config, "--cflags", "--libs", "hotcore", env=found).split()
+    assert (
+        run(pkg_config, "--modversion", "hotcore", env=environment).strip() == hotcore.__version__
+    )
+    flags = run(pkg_config, "--cflags", "--libs", "hotcore", env=environment).split()
     program = tmp_path / "consumer_c"
     run(compiler, "-std=c99", CONSUMER / "main.c", "-o", program, *flags, "-lm")
-    assert f"libhot {hotcore.__version__}" in run(program, env=found)
+    assert f"libhot {hotcore.__version__}" in run(program, env=environment)

@@ -399,18 +399,18 @@ def test_token_exponents_by_definition(rng: np.random.Generator) -> None:
     x[4, 5], x[5, 6] = np.nan, -np.inf
     x[6] *= 0
     x[6, 8] = 3
-    found = ref.token_exponents(x)
+    exponents = ref.token_exponents(x)
     with np.errstate(all="ignore"):
         mean = np.abs(x.astype(np.float64)).mean(1)
     for token, size in enumerate(mean):
         if not np.isfinite(size):
-            assert found[token] == 127
+            assert exponents[token] == 127
         elif np.abs(x[token]).max() < 2.0**-100:
-            assert found[token] == 27
+            assert exponents[token] == 27
         else:  # the largest power of two not above, except for the fixed point's last digits
             at, below = np.floor(np.log2(size * np.array([1 + 2**-9, 1 - 2**-9])))
-            assert np.clip(below, -100, 100) <= found[token] - 127.0 <= np.clip(at, -100, 100)
-    assert found[6] == 127 + np.floor(np.log2(3 / 37))
+            assert np.clip(below, -100, 100) <= exponents[token] - 127.0 <= np.clip(at, -100, 100)
+    assert exponents[6] == 127 + np.floor(np.log2(3 / 37))
 
 
 @pytest.mark.parametrize("storage", ["int8", "int4"])

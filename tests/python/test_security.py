@@ -97,13 +97,13 @@ def test_the_search_finds(text: str) -> None:
 def test_the_package_runs_no_data_and_reaches_no_network() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 30
-    found = {
+    defects = {
         f"{file.relative_to(PACKAGE)}:{what}"
         for file in files
         for what in findings(ast.parse(file.read_text()))
         if not (file.name in SUBPROCESS and what.endswith("subprocess"))
     }
-    assert not found
+    assert not defects
 
 
 def test_every_fetched_wheel_has_a_checksum() -> None:

@@ -106,12 +106,12 @@ def test_summary_of_kernels() -> None:
         Event("nvjet", 5000.0, 1000.0),
         Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it waits beside the first
     ]
-    found = kernel_classes.summary(events, steps=2)
-    assert found["ms"]["products"] == 2.0
-    assert found["ms"]["pointwise, reductions"] == 0.5
-    assert set(found["ms"]) == set(kernel_classes.CLASSES)
-    assert (found["busy_ms"], found["launches"]) == (2.5, 1.5)
-    assert found["longest"][0] == {
+    classes = kernel_classes.summary(events, steps=2)
+    assert classes["ms"]["products"] == 2.0
+    assert classes["ms"]["pointwise, reductions"] == 0.5
+    assert set(classes["ms"]) == set(kernel_classes.CLASSES)
+    assert (classes["busy_ms"], classes["launches"]) == (2.5, 1.5)
+    assert classes["longest"][0] == {
         "kernel": "nvjet", "class": "products", "ms": 2.0, "launches": 1.0,
     }  # fmt: skip
 
@@ -121,13 +121,13 @@ def test_summary_of_kernels() -> None:
 
 def test_waves() -> None:
     """The reference is in each part; the first contenders of all models come before the second."""
-    found = steps.waves_of(["vit_b", "bert"], None, {"vit_b": 8, "bert": 12})
-    names = [model for model, _ in found]
+    waves = steps.waves_of(["vit_b", "bert"], None, {"vit_b": 8, "bert": 12})
+    names = [model for model, _ in waves]
     assert names[:4] == ["vit_b", "bert", "vit_b", "bert"]
-    assert all(among[0].name == REFERENCE for _, among in found)
-    assert [len(among) for _, among in found[:2]] == [8, 12]
+    assert all(among[0].name == REFERENCE for _, among in waves)
+    assert [len(among) for _, among in waves[:2]] == [8, 12]
     for model in ("vit_b", "bert"):
-        measured = [c.name for name, among in found if name == model for c in among[1:]]
+        measured = [c.name for name, among in waves if name == model for c in among[1:]]
         assert [REFERENCE, *measured] == [c.name for c in training.people(models.TASKS[model])]
     (only,) = steps.waves_of(["vit_b"], ["fast e*", "bf16 eager"], {"vit_b": 0})
     assert [c.name for c in only[1]] == [REFERENCE, "bf16 eager", "fast eager"]
@@ -197,9 +197,9 @@ def test_fp8_takes_the_layers_that_hot_would() -> None:
         pytest.skip(str(left))
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         trainer = toy_trainer(Contender("x", fp8=recipe))
-        found = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
+        types = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
                  type(m).__name__}  # fmt: skip
-        assert found == {
+        assert types == {
             "layers.0.0": "Float8Linear", "layers.1.0": "Float8Linear", "head": "Linear",
         }  # fmt: skip
         trainer.step()
@@ -240,8 +240,8 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert row["step"]["measurements"] == 2
         assert 0 < row["loss"][1] < row["loss"][0]
         reference = rows[REFERENCE]["step"]["median_ms"]
-        of = row["step"]["median_ms"] / reference
-        assert row["of reference"]["step"] == pytest.approx(of, rel=1e-4)
+        ratio = row["step"]["median_ms"] / reference
+        assert row["of reference"]["step"] == pytest.approx(ratio, rel=1e-4)
         tokens = 4 * 32 / row["step"]["median_ms"] * 1e3
         assert row["tokens_per_s"] == pytest.approx(tokens, rel=1e-4)
     assert rows["default compiled"]["converted"] > 0

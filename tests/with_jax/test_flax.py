@@ -60,11 +60,11 @@ def test_linen(dtype: Any, use_bias: bool) -> None:
         *(np.asarray(v, np.float32) for v in (y, plain.apply(params, X))), rtol=1e-4, atol=1e-5
     )
     exact = jax.grad(lambda p: loss(plain, p))(params)
-    found = jax.jit(jax.grad(lambda p, key: loss(ours, p, rngs={"hot": key})))(params, KEY)
-    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+    gradients = jax.jit(jax.grad(lambda p, key: loss(ours, p, rngs={"hot": key})))(params, KEY)
+    for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True):
         assert got.dtype == wanted.dtype
         assert cosine(got, wanted) > 0.99
-    kernels = [tree["params"]["up"]["kernel"] for tree in (found, exact)]
+    kernels = [tree["params"]["up"]["kernel"] for tree in (gradients, exact)]
     assert not np.array_equal(*kernels)  # HOT's backward
     other = jax.grad(lambda p: loss(ours, p, rngs={"hot": jax.random.key(4)}))(params)
     assert not np.array_equal(other["params"]["up"]["kernel"], kernels[0])

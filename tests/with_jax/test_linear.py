@@ -185,10 +185,12 @@ def test_a_key_is_an_operand(rng: np.random.Generator) -> None:
 
     step = jax.jit(jax.grad(loss))
     keys = jax.random.split(jax.random.key(0), 3)
-    found = [np.asarray(step(w, key)) for key in keys]
+    gradients = [np.asarray(step(w, key)) for key in keys]
     assert len(traced) == 1
-    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[1], found[2])
-    equal_bits(np.asarray(step(w, keys[0])), found[0])
+    assert not np.array_equal(gradients[0], gradients[1]) and not np.array_equal(
+        gradients[1], gradients[2]
+    )
+    equal_bits(np.asarray(step(w, keys[0])), gradients[0])
 
 
 def count(name: str, function: Callable[..., Any], *arguments: Any) -> int:
@@ -517,5 +519,5 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_self_test_by_xla() -> None:
     """The CPU's bits; on CUDA selftest.access_of uses this function."""
-    found = calls.self_test("cpu")
-    assert len(found) == 8 and selftest.mismatches(found, selftest.results()) == []
+    arrays = calls.self_test("cpu")
+    assert len(arrays) == 8 and selftest.mismatches(arrays, selftest.results()) == []

@@ -61,18 +61,18 @@ class DictDefault(dict):
 @pytest.fixture
 def plugin() -> Iterator[Any]:
     """The plugin that ``plugins: [hotcore.integrations.axolotl.HotPlugin]`` makes."""
-    made: list[str] = []
+    added: list[str] = []
     try:
         with without_broken_torchvision():
             import axolotl.integrations.base  # noqa: F401
     except ImportError:
         for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
             sys.modules[name] = ModuleType(name)
-            made.append(name)
+            added.append(name)
         sys.modules["axolotl.integrations.base"].BasePlugin = BasePlugin
     module, name = f"{OURS}.HotPlugin".rsplit(".", 1)  # load_plugin, base.py:315-352
     yield getattr(importlib.import_module(module), name)()
-    for name in (*made, OURS):
+    for name in (*added, OURS):
         sys.modules.pop(name, None)
 
 

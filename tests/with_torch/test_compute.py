@@ -50,16 +50,16 @@ def test_recipes_count_their_own_steps() -> None:
     gy, w, x = tokens * outs, outs * ins, tokens * ins
     product = gy * ins
     gx = (gy * 5 + w * 5 + x) * 1024 + product * 64
-    found = {name: backward_bops(tokens, outs, ins, hot.HotConfig.recipe(name)) - gx
+    extra = {name: backward_bops(tokens, outs, ins, hot.HotConfig.recipe(name)) - gx
              for name in ("default", "accurate", "fast")}  # fmt: skip
-    assert found["accurate"] == (gy + x + w) * 1024 + product * 64
-    assert found["default"] == found["accurate"] + x * 1024
+    assert extra["accurate"] == (gy + x + w) * 1024 + product * 64
+    assert extra["default"] == extra["accurate"] + x * 1024
     equalized = backward_bops(tokens, outs, ins, hot.HotConfig(equalize_tokens=True)) - gx
-    assert equalized == found["default"] + (gy + 2 * x) * 1024
+    assert equalized == extra["default"] + (gy + 2 * x) * 1024
     additions = 8 + 8 * 3  # per 16 values: eight sums, then 8 log 8
-    assert found["fast"] == ((gy + x) * (additions / 16 + 0.5) + w) * 1024 + product * 32
+    assert extra["fast"] == ((gy + x) * (additions / 16 + 0.5) + w) * 1024 + product * 32
     int4 = backward_bops(tokens, outs, ins, hot.HotConfig(gx_bits=4))
-    assert gx + found["default"] - int4 == product * (64 - 16)
+    assert gx + extra["default"] - int4 == product * (64 - 16)
     ten = hot.HotConfig.recipe("paper", rows=tuple(range(10)))
     more = backward_bops(tokens, outs, ins, ten) - backward_bops(tokens, outs, ins, "HOT")
     assert more == (gy + x) * 2 / 16 * 1024 + product * 2 / 16 * 64

@@ -103,7 +103,7 @@ def test_noise() -> None:
     with loop:
         train(model, 4)
     assert no_trace(model)
-    noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("body.2", "all")}
+    noise = {f"hot/noise_{kind}/{layer}" for kind in ("gw", "gx") for layer in ("body.2", "all")}
     assert [(step, set(scalars)) for step, scalars in logged] == [(1, noise), (4, noise)]
 
 
@@ -393,7 +393,9 @@ def test_lightning(tmp_path: Path) -> None:
     ours = [
         (step, set(found)) for step, found in logged if any(k.startswith("hot/") for k in found)
     ]
-    noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
+    noise = {
+        f"hot/noise_{kind}/{layer}" for kind in ("gw", "gx") for layer in ("model.body.0", "all")
+    }
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
     assert ours == [(1, noise), (3, noise)]
     assert sum("loss" in found for _, found in logged) == 4

@@ -160,26 +160,26 @@ def titan() -> Iterator[Any]:
         "torchtitan.protocols.module": ("Module",),
         "torchtitan.distributed.activation_checkpoint": ("SelectiveAC",),
     }
-    made: list[str] = []
+    added: list[str] = []
     try:
         import torchtitan.config.override  # noqa: F401
     except ImportError:
         for path, names in places.items():
             parts = path.split(".")
             for i in range(1, len(parts) + 1):
-                made.append(".".join(parts[:i]))
-                sys.modules.setdefault(made[-1], ModuleType(made[-1]))
+                added.append(".".join(parts[:i]))
+                sys.modules.setdefault(added[-1], ModuleType(added[-1]))
             for name in names:
                 setattr(sys.modules[path], name, getattr(here, name))
     import importlib
 
     importlib.import_module(OURS)
-    found = ModuleType("titan")
+    module = ModuleType("titan")
     for path, names in places.items():
         for name in names:
-            setattr(found, name, getattr(importlib.import_module(path), name))
-    yield found
-    for name in {*made, *([OURS] if made else [])}:
+            setattr(module, name, getattr(importlib.import_module(path), name))
+    yield module
+    for name in {*added, *([OURS] if added else [])}:
         sys.modules.pop(name, None)
 
 
@@ -259,7 +259,7 @@ def test_selective_checkpoints_compress_once(titan: Any, with_ours: bool, preser
         policy = replaced(titan, "hot_selective_ac", policy)
     policy.build().apply(model)
     with Counts() as counts:
-        found = gradients(block, model.layers["0"], x)
+        actual = gradients(block, model.layers["0"], x)
     compressed = sum(n for name, n in counts.found.items() if "hotcore.compress" in name)
     assert compressed == (2 if with_ours else 4)
-    assert not with_ours or same(found, expected)
+    assert not with_ours or same(actual, expected)

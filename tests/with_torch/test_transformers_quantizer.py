@@ -134,9 +134,11 @@ def test_frozen(plain: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for name, layer in layers.items():
-        found = again.get_submodule(name)
-        assert isinstance(found, HotFrozenLinear)
-        torch.testing.assert_close(found.dequantized(), layer.dequantized(), atol=1e-6, rtol=1e-3)
+        reloaded = again.get_submodule(name)
+        assert isinstance(reloaded, HotFrozenLinear)
+        torch.testing.assert_close(
+            reloaded.dequantized(), layer.dequantized(), atol=1e-6, rtol=1e-3
+        )
 
 
 def test_offloaded_weights(plain: Path, tmp_path: Path) -> None:
