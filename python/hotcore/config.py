@@ -201,10 +201,12 @@ def _ask(call: Callable[..., Any], *arguments: Any, **names: str) -> None:
     try:
         call(*arguments)
     except ValueError as error:
-        parts = re.match(r"\w+: (\w+)(?:\[\d+\])?:? (?:is )?(.*)", str(error))
+        parts = re.match(r"\w+: (\w+)(?:\[\d+\])?:? (is )?(.*)", str(error))
         assert parts is not None, error
-        text = re.sub(r"^([^;]+); (expected .*)", r"\2, got \1", parts[2])
-        raise ValueError(f"{names.get(parts[1], parts[1])}: {text}") from None
+        name, value, text = parts.groups()
+        if value:
+            text = re.sub(r"^([^;]+); (expected .*)", r"\2, got \1", text)
+        raise ValueError(f"{names.get(name, name)}: {text}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The pages: their lengths, links and drawings, and citations of them in code. The site's build
+"""Lengths, links and drawings of the pages, and references to them in code. The site's build
 (scripts/docs.sh) checks every internal link and anchor."""
 
 from __future__ import annotations
