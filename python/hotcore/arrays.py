@@ -157,9 +157,8 @@ class Operand(NamedTuple):
         """Name of a dtype for :meth:`empty`; ``name`` is the argument's. Raises ValueError."""
         text = dtype_name(dtype, name, FLOATS)
         if text == "bfloat16" and not self.kind.bfloat16:
-            title = self.kind.title
             raise ValueError(
-                f"{name}: {title} has no bfloat16; use float32, float16 or torch tensors"
+                f"{name}: {self.kind.title} has no bfloat16; use float32 or torch tensors"
             )
         return text
 
@@ -239,9 +238,7 @@ def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind) -> Operan
         items = f"{array.dtype.itemsize}-byte items"
         raise ValueError(f"{name}: data or strides are not aligned to the {items}")
     if isinstance(array, np.ma.MaskedArray):
-        raise ValueError(
-            f"{name}: a masked array, whose mask would be lost; pass its filled() data"
-        )
+        raise ValueError(f"{name}: a masked array would lose its mask; pass its filled() data")
     return Operand(name, array, kind, array.shape, dtype, -1)
 
 

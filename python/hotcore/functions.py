@@ -342,9 +342,7 @@ def decompress_activation(
     Source: docs/numerics.md, "Back to x".
     """
     if not isinstance(saved, Saved):
-        raise TypeError(
-            f"saved: expected what compress_activation returned, got {type(saved).__name__}"
-        )
+        raise TypeError(f"saved: expected a hotcore.Saved, got {type(saved).__name__}")
     check_fields(saved, "saved")
     source = operand(saved.data, "saved.data", ("uint8",))
     end = saved.tokens if last is None else last
@@ -469,8 +467,8 @@ def forward_linear(
     makes that row (column) of y NaN. Source: docs/numerics.md, "Forward".
 
     Args:
-        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. Or
-            the result of :func:`quantize_forward_input` with the same block.
+        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. A
+            result of :func:`quantize_forward_input` with the same block also works.
         w: ``[O, I]``, or the result of :func:`quantize_forward_weight` with the same block.
         bias: ``[O]`` or None; added in fp32 before the one rounding.
         config: a :class:`HotConfig` or a recipe's name; only ``forward_block`` matters. None: that

@@ -24,6 +24,7 @@ from .config import RECIPES, HotConfig
 Gpu = tuple[str, int, int]
 """Name and compute capability."""
 
+_EXTENSION = Path(_core.__file__ or "").resolve()
 _VERDICTS = {"none": "cannot be used", "slow": "usable, but slower than it could be", "full": "ok"}
 
 
@@ -199,13 +200,9 @@ def _cuda_tested() -> dict[str, str]:
     return {f"sm_{arch}": tested.get(arch, other) for arch in archs}
 
 
-def _extension() -> str:
-    return str(Path(_core.__file__ or "").resolve())
-
-
 def _find(pattern: str) -> str | None:
     # An editable install has Python files and built files in two places.
-    roots = (Path(__file__).resolve().parent, Path(_extension()).parent)
+    roots = (Path(__file__).resolve().parent, _EXTENSION.parent)
     paths = (path for root in roots for path in sorted(root.rglob(pattern)))
     return next(map(str, paths), None)
 
@@ -286,7 +283,7 @@ _PROBES: dict[str, Callable[[], Any]] = {
     "cuda_error": _cuda_error,
     "driver": lambda: Path("/dev/nvidiactl").exists(),
     "gpus": _gpus,
-    "extension": _extension,
+    "extension": lambda: str(_EXTENSION),
     "library": lambda: _find("libhot.*"),
     "cmake_dir": _cmake,
     "python": platform.python_version,

@@ -438,7 +438,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: back(need="gb", gb_out=np.ones(23, F)), r"gb_out has shape \(23,\)"),
     ],
     "decompress_activation": [
-        Case(lambda: decompress(X), "saved: expected what.*ndarray", TypeError),
+        Case(lambda: decompress(X), "saved: expected a .*ndarray", TypeError),
         Case(lambda: decompress(saved(), dtype="int8"), "dtype: 'int8'"),
         Case(lambda: decompress(saved(), dtype="bfloat16"), "no bfloat16"),
         Case(lambda: decompress(saved(), out=X[:31]), r"out has shape \(31, 16\)"),

@@ -68,8 +68,8 @@ def test_recipes_count_their_own_steps() -> None:
 def test_worked_example_of_appendix_d() -> None:
     """(49, 448, 1792): 4LIO is 157.4 MFLOPs, not 137.3, and HOT 14.7, not 11.5.
 
-    With the stated O and I no L gives both of the paper's figures. 137.3 needs 42.8 tokens; 11.5
-    needs 66, even without the integer products. docs/dev/rivals.md has more.
+    With the stated O and I no L gives both figures of the paper. The first needs 42.8 tokens, the
+    second 66, even without the integer products. docs/dev/rivals.md has more.
     """
     layer = nn.Linear(1792, 448, device="meta")
     report = paper.compute_report(layer, torch.empty(49, 1792, device="meta"), "paper",

@@ -3,8 +3,7 @@
 ``hotcore.integrations.transformers.HotCallback`` is for transformers' ``Trainer``,
 ``hotcore.integrations.lightning.HotCallback`` for Lightning's. With accelerate, Fabric and custom
 loops use :class:`HotLoop`. The modules ``transformers``, ``torchao``, ``torchtitan`` and
-``axolotl`` convert a model by an option of these libraries. The package needs torch; each module
-needs its library.
+``axolotl`` convert a model by an option of these libraries. They need torch and their library.
 """
 
 from .loop import HotLoop, scalar_logger

@@ -67,8 +67,7 @@ def linear(
     arrays = (x, w, seed) if b is None else (x, w, seed, b)
     x, w, seed, *rest = pcast_to_varying(arrays, varying_axes(*arrays))
     b = rest[0] if rest else None
-    output: Array = _linear(settings, x, w, b, seed)
-    return output
+    return _linear(settings, x, w, b, seed)
 
 
 def _floats(array: Array, name: str) -> Array:
