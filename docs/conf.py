@@ -48,6 +48,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {name: name for name in ("ConfigLike", "RecipeName")}  # not spelled out
 napoleon_numpy_docstring = False
 
 # References that lead nowhere are warnings, except types of other packages and hotcore's own names
@@ -57,6 +58,8 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(collections|fnmatch|lightning|numpy|pathlib|torch|transformers|typing)(\..*)?"),
     (r"py:.*", r"(axolotl|flax|pydantic|torchao|torchtitan)\..*"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
+    (r"py:class", r"Basis|ConfigLike|Filter|Forward|Granularity|G[wx]Scale|KeyLike|Need|Needed"),
+    (r"py:class", r"LossFn|Override|Rounding|Storage|Tensor|_Model|nn\.Module"),
     (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.modules\.HotModule"),
     (r"py:class", r"hotcore\.torch\.frozen\.(FrozenModule|ReadOnly)"),

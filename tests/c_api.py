@@ -1,4 +1,4 @@
-"""hot/hot_c.h through ctypes: its structs, constants and prototypes, read from the header itself.
+"""hot/hot_c.h through ctypes: its structs, constants and prototypes, read from the header.
 
 :class:`CApi` has functions of the names and arguments of ``hotcore``'s own, for NumPy arrays.
 """
@@ -36,8 +36,8 @@ def _text() -> str:
 
 def constants() -> dict[str, int]:
     """Every enumerator."""
-    found = re.findall(r"\b(HOT_\w+) = (\d+)", _text())
-    return {name: int(value) for name, value in found}
+    values = re.findall(r"\b(HOT_\w+) = (\d+)", _text())
+    return {name: int(value) for name, value in values}
 
 
 CONSTANTS = constants()
@@ -51,7 +51,7 @@ def _type(words: str) -> Any:
 
 def structs() -> dict[str, type[ctypes.Structure]]:
     """Every struct of the header, in the order of its members."""
-    found: dict[str, type[ctypes.Structure]] = {}
+    classes: dict[str, type[ctypes.Structure]] = {}
     for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", _text(), re.DOTALL):
         fields = []
         for member in filter(None, map(str.strip, body.split(";"))):
@@ -60,27 +60,27 @@ def structs() -> dict[str, type[ctypes.Structure]]:
                 base, _, count = field.strip().rstrip("]").partition("[")
                 one = _type(kind)
                 fields.append((base.strip(" *"), one * CONSTANTS[count] if count else one))
-        found[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-    return found
+        classes[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return classes
 
 
 STRUCTS = structs()
 
 
 def prototypes() -> dict[str, tuple[str, list[str]]]:
-    """Every exported function: what it returns, and the types of its arguments."""
-    found = {}
+    """Every exported function: its result type and argument types."""
+    functions_of_c = {}
     for result, name, arguments in re.findall(
         r"^HOT_API ([\w ]+?\*?) (\w+)\(([^)]*)\);", _text(), re.MULTILINE
     ):
         kinds = [re.sub(r"\s*\w+$", "", one.strip()) for one in arguments.split(",")]
-        found[name] = (result, [] if arguments == "void" else kinds)
-    return found
+        functions_of_c[name] = (result, [] if arguments == "void" else kinds)
+    return functions_of_c
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libhot with the header's prototypes; skips the test where it is inside the extension."""
+    """libhot with the header's prototypes; skip the test if the extension contains libhot."""
     path = info.collect()["library"]
     if path is None:
         pytest.skip("libhot is inside the extension")
@@ -119,12 +119,12 @@ def make(name: str, **fields: Any) -> ctypes.Structure:
 
 def tensor(array: np.ndarray) -> ctypes.Structure:
     """The view of an array."""
-    made = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
-    made.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
+    view = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
+    view.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
     for axis in range(array.ndim):
-        made.shape[axis] = array.shape[axis]
-        made.stride[axis] = array.strides[axis] // array.itemsize
-    return made
+        view.shape[axis] = array.shape[axis]
+        view.stride[axis] = array.strides[axis] // array.itemsize
+    return view
 
 
 def aligned(count: int) -> np.ndarray:
@@ -156,39 +156,39 @@ class CApi:
             raise HotError(status, self.lib.hot_last_error().decode())
 
     def on(self, name: str, *arguments: Any) -> None:
-        """The same with the context in front."""
+        """Call such a function with the context as the first argument."""
         self.call(name, self._context, *arguments)
 
     def number(self, name: str, *arguments: Any, kind: Any = ctypes.c_size_t) -> int:
-        """What a function answers by its last argument."""
+        """Return the value that a function writes to its last argument."""
         out = kind()
         self.call(name, *arguments, ctypes.byref(out))
         return out.value
 
     def key(self, key: Key | int) -> None:
-        """The key of the calls that follow."""
+        """Set the key of the following calls."""
         self.on("hot_context_set_key", *(key if isinstance(key, tuple) else Key(key)))
 
     def spec(self, config: HotConfig | str) -> ctypes.Structure:
-        """A spec: of a recipe by its name, or of a configuration by its fields."""
-        made = make("hot_spec")
+        """Make a spec from the name of a recipe or the fields of a configuration."""
+        struct = make("hot_spec")
         if isinstance(config, str):
-            self.call("hot_spec_recipe", config.encode(), made)
-            return made
+            self.call("hot_spec_recipe", config.encode(), struct)
+            return struct
         for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
-            setattr(made, name, getattr(config, name))
-        made.gx_scale = CONSTANTS[f"HOT_SCALE_{config.gx_scale.upper()}"]
-        made.gw_scale = CONSTANTS[f"HOT_GW_SCALE_{config.gw_scale.upper()}"]
+            setattr(struct, name, getattr(config, name))
+        struct.gx_scale = CONSTANTS[f"HOT_SCALE_{config.gx_scale.upper()}"]
+        struct.gw_scale = CONSTANTS[f"HOT_GW_SCALE_{config.gw_scale.upper()}"]
         for name in ("gx_rounding", "gw_rounding"):
-            setattr(made, name, CONSTANTS[f"HOT_{getattr(config, name).upper()}"])
-        made.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
-        made.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]
-        made.equalize_tokens = config.equalize_tokens
-        made.grid_h, made.grid_w = config.token_grid or (0, 0)
+            setattr(struct, name, CONSTANTS[f"HOT_{getattr(config, name).upper()}"])
+        struct.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
+        struct.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]
+        struct.equalize_tokens = config.equalize_tokens
+        struct.grid_h, struct.grid_w = config.token_grid or (0, 0)
         if config.rows:
-            made.kept_rows = np.array(config.rows, np.int32)  # lives as long as the struct
-            made.rows, made.row_count = made.kept_rows.ctypes.data, len(config.rows)
-        return made
+            struct.kept_rows = np.array(config.rows, np.int32)  # lives as long as the struct
+            struct.rows, struct.row_count = struct.kept_rows.ctypes.data, len(config.rows)
+        return struct
 
     def fwht(
         self, x: np.ndarray, *, axis: int = -1, block: int = 16, out: np.ndarray | None = None
@@ -300,7 +300,7 @@ class CApi:
     def compress_activation(
         self, x: np.ndarray, spec: ctypes.Structure, *, key: Key | int = 0
     ) -> tuple[np.ndarray, ctypes.Structure]:
-        """The bytes, and the hot_saved that says what they are."""
+        """Return the bytes, and the hot_saved that describes them."""
         tokens, width = math.prod(x.shape[:-1]), x.shape[-1]
         layout, saved = make("hot_saved_layout"), make("hot_saved")
         self.call("hot_saved_layout_of", tokens, width, spec, layout)
@@ -364,7 +364,7 @@ class CApi:
         *,
         key: Key | int = 0,
     ) -> tuple[np.ndarray, ctypes.Structure, np.ndarray, ctypes.Structure]:
-        """Codes and the hot_input; where ``kept`` says how, what is kept and the hot_saved."""
+        """Return codes and the hot_input; with ``kept`` also the compressed x and the hot_saved."""
         sizes = math.prod(x.shape[:-1]), x.shape[-1]
         count = self.number("hot_forward_input_bytes", *sizes, spec)
         memory, made, saved = aligned(count), make("hot_input"), make("hot_saved")
@@ -389,7 +389,7 @@ class CApi:
         bias: np.ndarray | None,
         spec: ctypes.Structure,
     ) -> np.ndarray:
-        """y in fp32; x and w as arrays or quantised before."""
+        """Return y in fp32; x and w are arrays or quantised ahead."""
         quantized = isinstance(w, ctypes.Structure)
         outs = w.out_features if quantized else w.shape[0]
         added = None if bias is None else tensor(bias)

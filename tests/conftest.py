@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # support.py
 
-# Beside other workers of pytest-xdist: Inductor's compiled code in a folder of the worker's own.
+# Every worker of pytest-xdist has a folder for Inductor's compiled code.
 if {"PYTEST_XDIST_WORKER", "TORCHINDUCTOR_CACHE_DIR"} <= os.environ.keys():
     os.environ["TORCHINDUCTOR_CACHE_DIR"] += "/" + os.environ["PYTEST_XDIST_WORKER"]
 
-# Any failure prints the blob that replays it; HOT_TEST_SEED replays the rest.
+# A failure of hypothesis prints the blob that replays it; HOT_TEST_SEED replays all other tests.
 settings.register_profile(
     "hotcore",
     deadline=None,
@@ -45,7 +45,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture
 def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
-    """Torch's generator from the test's; the numbers of threads as before, afterwards."""
+    """Seed torch from the test's generator, and restore the numbers of threads afterwards."""
     import hotcore
     import torch
 
@@ -58,15 +58,15 @@ def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
 
 @pytest.fixture
 def api() -> Iterator[Any]:
-    """The C ABI, with a context of its own."""
+    """The C ABI with a new context."""
     from c_api import CApi
 
-    made = CApi()
-    yield made
-    made.close()
+    library = CApi()
+    yield library
+    library.close()
 
 
-# Of benchmarks, and of the reference's token storages: long as whole files.
+# These files are long as a whole.
 LONG = re.compile(r"test_(bench\w*|evidence|gpt|rivals)\.py|evidence/")
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of C and C++ projects, which build on the installed package and run."""
+"""Helpers for tests of C and C++ projects that build on the installed package."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ INSTALLED = Path(_core.__file__).parent  # hotcore/ in site-packages, with lib/ 
 
 
 def tool(*names: str) -> str:
-    """The first of these programs that there is; the test is skipped where there is none."""
+    """Return the first of these programs that exists; skip the test without one."""
     for name in names:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     pytest.skip(f"needs {' or '.join(names)}")
 
 
 def run(*command: object, **options: Any) -> str:
-    """Standard output of a command that must succeed."""
+    """Run a command that must succeed; return its standard output."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
@@ -34,9 +34,9 @@ def run(*command: object, **options: Any) -> str:
 
 
 def build(source: Path, folder: Path, **definitions: object) -> Path:
-    """Configure and build a CMake project that finds hotcore in the package; its folder."""
+    """Configure and build a CMake project that finds hotcore in the package; return its folder."""
     cmake = tool("cmake")
-    if not (INSTALLED / "include").exists():  # test_package.py wants it of a wheel
+    if not (INSTALLED / "include").exists():  # test_package.py requires it of a wheel
         pytest.skip(f"needs an installed hotcore; {INSTALLED} has no headers")
     options = {"CMAKE_BUILD_TYPE": "Release", "CMAKE_PREFIX_PATH": INSTALLED, **definitions}
     run(
@@ -47,18 +47,18 @@ def build(source: Path, folder: Path, **definitions: object) -> Path:
 
 
 def curves(text: str) -> list[list[float]]:
-    """What cpp_trainer printed, an epoch a row: train, test, accuracy of fp32, then of HOT."""
+    """Rows of cpp_trainer's output per epoch: train, test, accuracy of fp32, then of HOT."""
     rows = re.findall(r"^ +(\d+) \|(.*)$", text, re.MULTILINE)
     assert [int(epoch) for epoch, _ in rows] == list(range(1, len(rows) + 1))
     return [[float(word) for word in re.findall(r"[\d.]+", row)] for _, row in rows]
 
 
 def check_curves(rows: list[list[float]]) -> None:
-    """Both learn, and HOT as well as fp32: what six epochs or more give, with room."""
+    """Check that both learn, and HOT as well as fp32, after six epochs or more."""
     first, last = rows[0], rows[-1]
     for train, test in ((0, 1), (3, 4)):
         assert last[train] < 0.2 * first[train]
         assert last[test] < 0.4 * first[test]
     assert min(last[2], last[5]) > 94
     assert abs(last[3] - last[0]) < 0.02
-    assert last[3:] != last[:3]  # it is another backward
+    assert last[3:] != last[:3]  # the backward differs

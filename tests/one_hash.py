@@ -1,6 +1,6 @@
 """One layer and the hash of its backward in each recipe, the same on every machine.
 
-scripts/smoke.py uses it, too, where nothing but NumPy and hotcore is installed.
+scripts/smoke.py uses it with only NumPy and hotcore installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def layer() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def digest(recipe: str) -> str:
-    """Of a layer's compressed x and its three gradients."""
+    """Hash of a layer's compressed x and its three gradients."""
     gy, w, x = layer()
     saved = hotcore.compress_activation(x, recipe, key=Key(0, HASHES["seed"]))
     got = hotcore.backward_linear(gy, w, saved, need=("gx", "gw", "gb"))

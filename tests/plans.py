@@ -1,8 +1,8 @@
 """Plans of torch.distributed for converted layers, in two processes: gloo here, NCCL in tests/gpu.
 
-A body is called in each process with its rank and device; ``spawn`` runs bodies one after the
-other. What has to be equal to the bit on the CPU (the same tokens, scales and random numbers) has
-other products' roundings on CUDA.
+Each process calls a body with its rank and device; ``spawn`` runs bodies one after the other.
+Results with the same tokens, scales and random numbers have equal bits on the CPU. On CUDA the
+roundings of other products differ.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def near(device: str) -> float:
-    """Bound of an error that is the order of sums alone; on CUDA it moves some codes by one."""
+    """Bound of an error from the order of sums, which changes some codes by one on CUDA."""
     return 1e-5 if device == "cpu" else 0.02
 
 
@@ -92,7 +92,7 @@ def build(config: Any, device: str, hidden: int = 128) -> Any:
 
 
 def by_hand(model: Any, x: Tensor, config: Any) -> Tensor:
-    """What the two processes compute, one after the other."""
+    """Run the bodies of the two processes one after the other."""
     y, z = [], model.norm(x)
     for rows, bias, columns in zip(
         model.up.weight.chunk(WORLD),
@@ -151,18 +151,18 @@ def tensor_parallel(rank: int, device: str) -> None:
         assert error(y, of_rank) < near(device)
         y.square().sum().backward()
         of_x = wanted[-1] if plan is whole_tokens else wanted[-1].chunk(WORLD, 1)[rank]
-        alike = device == "cpu" or also != "compiled"  # there the graph has seeds of its own
+        alike = device == "cpu" or also != "compiled"  # the graph then has other seeds
         assert not alike or error(part.grad, of_x) < near(device), (config, also)
         x.grad = None
         for (name, p), want, a, b in zip(
             model.named_parameters(), wanted, exact, unsharded, strict=False
         ):
-            found = whole(p.grad)
+            gradient = whole(p.grad)
             if device == "cpu" and also != "compiled" and "norm" not in name:
-                assert torch.equal(found, want), (config, name)
-            assert not alike or error(found, want) < near(device), (config, also, name)
-            # Scales of parts, so other codes than the unsharded layer's; as near to plain's.
-            assert error(found, a) < 1.5 * error(b, a) + 1e-4, (config, name)
+                assert torch.equal(gradient, want), (config, name)
+            assert not alike or error(gradient, want) < near(device), (config, also, name)
+            # Scales of parts give other codes than the unsharded layer's, with an equal error.
+            assert error(gradient, a) < 1.5 * error(b, a) + 1e-4, (config, name)
     parallelize_module(model := build("default", device), mesh, whole_tokens)
     back = hot.revert(model)
     assert type(back.up) is nn.Linear and isinstance(back.up.weight, DTensor)
@@ -214,17 +214,17 @@ def fsdp_accumulation(rank: int, device: str) -> None:
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
         return model
 
-    def backward(model: Any, of: int, sync: bool = True) -> None:
-        torch.manual_seed(50 + of)
+    def backward(model: Any, part: int, sync: bool = True) -> None:
+        torch.manual_seed(50 + part)
         for i in range(3):
             if not sync:
                 model.set_requires_gradient_sync(i == 2)
-            model(batches[i * WORLD + of]).square().mean().backward()
+            model(batches[i * WORLD + part]).square().mean().backward()
 
     for config in ("default", hot.HotConfig.recipe("fast", forward="int8")):
         alone = build(config, device)
-        for of in range(WORLD):
-            backward(alone, of)
+        for micro in range(WORLD):
+            backward(alone, micro)
         for reshard, sync in itertools.product((True, False), (True, False)):
             model = sharded(config, reshard)
             backward(model, rank, sync)
@@ -276,7 +276,7 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4).unbind(0)
-        # On CUDA torch spreads the tokens for causal attention alone.
+        # On CUDA torch spreads the tokens only for causal attention.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=x.is_cuda)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -300,14 +300,14 @@ def context_parallel(rank: int, device: str) -> None:
         tokens = x.clone()
         buffers = {"buffers": [tokens], "buffer_seq_dims": [1]}
         with sdpa_kernel(kernel), context_parallel(mesh, **buffers) if spread else _nothing():
-            y = model(tokens)  # in the context tokens are this process's
+            y = model(tokens)  # inside the context tokens are this process's part
             assert y.shape[1] == (32 if spread else 64)
             y.float().square().mean().backward()
-        found = [p.grad.float() for p in model.parameters()]
-        for grad in found if spread else ():
+        actual = [p.grad.float() for p in model.parameters()]
+        for grad in actual if spread else ():
             dist.all_reduce(grad)
             grad /= WORLD
-        return found
+        return actual
 
     exact = gradients(False, False)
     for p, q in zip(gradients(False, True), exact, strict=True):
@@ -321,7 +321,7 @@ def context_parallel(rank: int, device: str) -> None:
 
 
 def pipelines(rank: int, device: str) -> None:
-    """Schedules of torch; those of one stage a process with the seeds of each stage alone."""
+    """torch's schedules. With one stage per process the seeds are those of the stage alone."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
     x, target = (draws(seed, 8, 32, 64, device=device) for seed in (7, 8))
@@ -336,11 +336,11 @@ def pipelines(rank: int, device: str) -> None:
         for part in parts:
             hot.convert(part, config, filter_fn=lambda *_: True)
         alone = copy.deepcopy(parts)
-        own = [rank] if each == 1 else [rank, rank + WORLD]
+        mine = [rank] if each == 1 else [rank, rank + WORLD]
         if name.startswith("ScheduleZBV"):
-            own[1] = count - 1 - rank
+            mine[1] = count - 1 - rank
         where = torch.device(device, rank if device == "cuda" else None)
-        stages = [PipelineStage(parts[i], i, count, where) for i in own]
+        stages = [PipelineStage(parts[i], i, count, where) for i in mine]
         kind = getattr(schedules, name)
         schedule = kind(stages[0] if each == 1 else stages, n_microbatches=4, loss_fn=loss_of)
         first = (x,) if any(stage.is_first for stage in stages) else ()
@@ -349,8 +349,8 @@ def pipelines(rank: int, device: str) -> None:
         def step() -> None:
             schedule.step(*first, target=target) if last else schedule.step(*first)
 
-        step()  # before the first of all, torch's may run the stages for their shapes
-        for i in own:
+        step()  # before the first step torch may run the stages for their shapes
+        for i in mine:
             parts[i].zero_grad()
         torch.manual_seed(50 + rank)
         step()
@@ -360,9 +360,9 @@ def pipelines(rank: int, device: str) -> None:
             flow = [part(micro) for micro in flow]
         pairs = zip(flow, target.chunk(4), strict=True)
         (sum(loss_of(y, wanted) for y, wanted in pairs) / 4).backward()
-        # Two stages of a rank draw seeds of x in another order than the model alone.
+        # Two stages of a rank draw seeds of x in another order than the whole model.
         most = 0.02 if config is NEAREST else near(device)
-        for i in own:
+        for i in mine:
             for p, q in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
                 assert error(p.grad, q.grad) < most, (name, i)
 

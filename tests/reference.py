@@ -1,12 +1,12 @@
-"""What hotcore computes, in readable NumPy: docs/numerics.md line by line, to the bit.
+"""Reference of hotcore in readable NumPy: docs/numerics.md line by line, to the bit.
 
-Written for reading and for the tests, not for speed, and independent of libhot: it imports NumPy
-and nothing else. Every float32 operation below is one IEEE operation rounded to nearest even, which
-is what NumPy does with float32 arrays (``_f32`` marks the constants that must not widen them).
+It is for reading and for the tests, not for speed. It imports only NumPy, and so is independent of
+libhot. Every float32 operation is one IEEE operation rounded to nearest even, as in NumPy's float32
+arrays. ``_f32`` marks the constants that must not widen them.
 
-NumPy has no bfloat16. A bfloat16 *input* is given as the float32 array of the same values (widening
-is exact); a result asked for in ``"bfloat16"`` comes as a float32 array of values that bfloat16 can
-hold (:func:`bf16_bits` has their 16 bits).
+NumPy has no bfloat16. A bfloat16 *input* is the float32 array of the same values; widening is
+exact. A ``"bfloat16"`` result is a float32 array of values that bfloat16 can hold.
+:func:`bf16_bits` has their 16 bits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[Any]  # float32 or float16 in; float32 where it comes out of an inner step
+Floats = NDArray[Any]  # float32 or float16; float32 for results of inner steps
 Codes = NDArray[np.int8]
-ConfigLike = Any  # Config, hotcore.HotConfig, or anything else with their fields
+ConfigLike = Any  # Config, hotcore.HotConfig, or an object with their fields
 
 _f32 = np.float32
 _u32 = np.uint32
@@ -28,19 +28,19 @@ _u64 = np.uint64
 
 PURPOSE_QUANTIZE = 0
 PURPOSE_GX_GRADIENT = 1
-PURPOSE_GX_WEIGHT = 2  # w is rounded to nearest, so nothing is ever drawn for it
+PURPOSE_GX_WEIGHT = 2  # w is rounded to nearest, without random numbers
 PURPOSE_GW_ACTIVATION = 3
 PURPOSE_GW_GRADIENT = 4
 PURPOSE_SKETCH = 5
 PURPOSE_REQUANTIZE = 6
 
-INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
+INT4_GROUP = 64  # tokens that share a scale of an INT4 x
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _quiet(function: _Function) -> _Function:
-    """Run without NumPy's warnings: overflow to Inf and NaN are results here, not accidents."""
+    """Run without NumPy's warnings: Inf and NaN are expected results here."""
     return np.errstate(all="ignore")(function)
 
 
@@ -129,18 +129,18 @@ def round_up_bf16(values: Floats) -> NDArray[np.float32]:
     words = _words(values)
     negative = words >> _u32(31) == 1
     finite = np.isfinite(values)
-    # Truncation goes towards zero: that is up for negative values, and positive ones go past it.
+    # Truncation rounds towards zero: up for negative values, so positive values take the next one.
     rounded = words + np.where(negative | ~finite, _u32(0), _u32(0xFFFF)).astype(_u32)
     return _bf16_from_upper_half(values, rounded)
 
 
 def bf16_bits(values: Floats) -> NDArray[np.uint16]:
-    """The 16 bits of float32 values that bfloat16 can hold (the upper half of theirs)."""
+    """Return the upper 16 bits of float32 values, which bfloat16 can hold."""
     return (_words(values) >> _u32(16)).astype(np.uint16)
 
 
 def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The float32 values of bfloat16 bit patterns: the reverse of :func:`bf16_bits`."""
+    """Return the float32 values of bfloat16 bit patterns; reverses :func:`bf16_bits`."""
     return (np.asarray(bits).astype(_u32) << _u32(16)).view(_f32)
 
 
@@ -245,7 +245,7 @@ def _butterflies(v: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 class LowRank(NamedTuple):
-    """Which rows of the projection are kept: the low-rank fields of a configuration."""
+    """Low-rank fields of a configuration: the kept rows of the projection."""
 
     basis: str = "sketch"
     rank: int = 8
@@ -506,7 +506,7 @@ def quantize(
     Args:
         x: ``[R, C]`` float32 or float16.
         bits: 8 or 4.
-        scale: what shares a scale: ``"token"``, ``"channel"`` or ``"tensor"``.
+        scale: ``"token"``, ``"channel"`` or ``"tensor"``: the values that share a scale.
         rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
         key: random key of stochastic rounding.
         purpose: stream purpose of the random bytes (docs/numerics.md, "Shapes").
@@ -571,7 +571,7 @@ def _round_scaled(
     key: KeyLike,
     purpose: int,
 ) -> Codes:
-    """Codes of ``values * inv`` for a matrix; 0 wherever inv is 0, whatever stands there."""
+    """Codes of ``values * inv`` for a matrix; 0 wherever inv is 0, for every value."""
     rows, cols = values.shape
     u = random_bytes(rows, cols, key, purpose) if rounding == "stochastic" else None
     return round_codes(np.where(inv == 0, _f32(0), values), inv, bits, rounding, u)
@@ -629,7 +629,7 @@ def gemm_int8(
         b_scale: float32 ``[N]`` or ``[1]``.
         divisor: power of two.
         out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        out: ``[M, N]``, what ``accumulate`` adds to. It is read, not written.
+        out: ``[M, N]``, to which ``accumulate`` adds. It is read, not written.
         accumulate: add to ``out``.
 
     Returns:
@@ -679,7 +679,7 @@ def _dequantize_product(
 def _token_scaled_product(
     a: Codes, b: Codes, k_scale: NDArray[np.float32], b_scale: NDArray[np.float32], divisor: int
 ) -> NDArray[np.float32]:
-    """The product whose first operand has a scale for each k: summed in fp32, k ascending."""
+    """Product whose first operand has a scale for each k, summed in fp32 with k ascending."""
     left = a.astype(_f32) * k_scale[None, :]
     right = b.astype(_f32)
     acc = np.zeros((a.shape[0], b.shape[0]), _f32)
@@ -690,7 +690,7 @@ def _token_scaled_product(
 
 @_quiet
 def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) -> NDArray[Any]:
-    """The end of every product: add what is there, round to the output type, once."""
+    """Finish a product: add the existing values, and round once to the output type."""
     if before is not None:
         result = _widen(before) + result
     return _store(result, out_dtype)
@@ -703,10 +703,10 @@ def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) 
 class Saved:
     """A compressed activation in logical form, as :func:`compress_activation` makes it.
 
-    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``; ``scales`` float32
-    ``[I]`` or ``[1]``, for INT4 the uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` the
-    stored bytes of INT4, uint8 ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens'
-    sizes, uint8 ``[L]``, None where tokens are not equalised.
+    ``codes``: int8 ``[I, Kp]``, for INT4 ``[I, roundup(L, 32)]``. ``scales``: float32 ``[I]`` or
+    ``[1]``, for INT4 uint16 bits of bfloat16 ``[I, ceil(L/64)]``. ``packed``: the stored bytes of
+    INT4, uint8 ``[I, bytes]``, or None. ``exponents``: those of the tokens' sizes, uint8 ``[L]``,
+    or None if tokens are not equalised.
     """
 
     codes: Codes
@@ -720,7 +720,7 @@ class Saved:
 
 
 class Gradients(NamedTuple):
-    """Gradients of :func:`backward_linear`; None where not asked for."""
+    """Gradients of :func:`backward_linear`; None if not requested."""
 
     gx: NDArray[Any] | None
     gw: NDArray[Any] | None
@@ -825,14 +825,14 @@ def token_exponents(x: NDArray[np.float32]) -> NDArray[np.uint8]:
 
     Source: docs/numerics.md, "Token equalisation".
     """
-    exponent = _words(_amax(x, 1)) >> _u32(23)  # of the largest magnitude: [L, 1]
+    exponent = _words(_amax(x, 1)) >> _u32(23)  # exponents of the largest magnitude: [L, 1]
     usual = (exponent >= 27) & (exponent < 255)
     clear = np.where(usual, exponent, _u32(127))
     unit = ((_u32(268) - clear) << _u32(23)).view(_f32)  # the largest becomes 2**14 to 2**15
     whole = np.where(usual, np.rint(np.abs(x) * unit), _f32(0)).astype(np.int64)
     mean = whole.sum(axis=1, keepdims=True).astype(_f32) / _f32(max(1, x.shape[1]))
-    found = clear.astype(np.int64) + (_words(mean) >> _u32(23)).astype(np.int64) - 141
-    result = np.where(usual, np.clip(found, 27, 227), np.where(exponent == 255, 127, 27))
+    exponents = clear.astype(np.int64) + (_words(mean) >> _u32(23)).astype(np.int64) - 141
+    result = np.where(usual, np.clip(exponents, 27, 227), np.where(exponent == 255, 127, 27))
     return result.reshape(-1).astype(np.uint8)
 
 
@@ -840,7 +840,7 @@ def token_exponents(x: NDArray[np.float32]) -> NDArray[np.uint8]:
 def _resized(
     values: NDArray[np.float32], exponents: NDArray[np.uint8] | None, *, divide: bool = False
 ) -> NDArray[np.float32]:
-    """Rows of ``values [L, C]`` times their t, or divided by it: one multiplication."""
+    """Multiply or divide rows of ``values [L, C]`` by their t, with one multiplication."""
     if exponents is None:
         return values
     biased = exponents.astype(_u32)
@@ -890,7 +890,7 @@ def decompress_activation(
 
 @_quiet
 def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray[np.float32]]:
-    """Bring an INT4 x to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
+    """Convert an INT4 x to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
 
     ``key`` (that of ``saved`` unless given) rounds. Source: docs/numerics.md, "Back to INT8".
     """
@@ -930,11 +930,11 @@ def backward_linear(
         saved_or_x: a :class:`Saved`, or x ``[..., I]``, which is then compressed first with
             ``key``; None where ``"gw"`` is not needed.
         config: settings; None: those of ``saved_or_x``, or ``Config()``.
-        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute.
+        need: the gradients to compute: ``"gx"``, ``"gw"``, ``"gb"``.
         key: random key of the rounding here; None: that of ``saved_or_x``, or 0. The sketch's
             subspaces always come from the key that x was compressed with.
         out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"`` of the results; None: gy's.
-        gw_out: ``[O, I]``, what ``accumulate`` adds to. It is read, not written.
+        gw_out: ``[O, I]``, to which ``accumulate`` adds. It is read, not written.
         gb_out: ``[O]``, likewise.
         accumulate: add to ``gw_out`` and ``gb_out``.
 
@@ -1026,13 +1026,13 @@ def forward_linear(
     config: ConfigLike = None,
     out_dtype: str | None = None,
 ) -> NDArray[Any]:
-    """``y = x w^T + bias`` in INT8, whatever ``config.forward`` says.
+    """``y = x w^T + bias`` in INT8, for every value of ``config.forward``.
 
     Args:
         x: ``[..., I]`` float32 or float16.
         w: ``[O, I]``.
         bias: ``[O]`` or None.
-        config: settings, of which ``forward_block`` counts; None: ``Config()``.
+        config: settings; only ``forward_block`` matters. None: ``Config()``.
         out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; None: x's.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Shared by the test files: data, dtypes, poisoned outputs, ways to run a call."""
+"""Helpers of the test files: data, dtypes, poisoned outputs, runs with several settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import reference
 from hotcore import HotConfig, Key, _core
 
-# The NumPy half of the tests runs without torch.
+# Tests of NumPy arrays run without torch.
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -30,9 +30,9 @@ OTHER_KEY = Key(42, 43, 44)
 
 @contextmanager
 def without_broken_torchvision() -> Iterator[None]:
-    """Import transformers and peft inside: a torchvision that does not fit torch stops them.
+    """Import transformers and peft inside: a torchvision for another torch breaks their import.
 
-    They do without one, so it is hidden where it cannot be imported. Their warnings are ignored.
+    They need no torchvision, so one that cannot be imported is hidden. Their warnings are ignored.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -41,7 +41,7 @@ def without_broken_torchvision() -> Iterator[None]:
         except (ImportError, RuntimeError):
             for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
                 del sys.modules[name]
-            sys.modules["torchvision"] = None  # find_spec and import both say that there is none
+            sys.modules["torchvision"] = None  # find_spec and import then find none
             try:
                 yield
             finally:
@@ -51,9 +51,9 @@ def without_broken_torchvision() -> Iterator[None]:
 
 
 def output_of(*arguments: str, folder: Path, timeout: float) -> str:
-    """The output of a Python program that must succeed without messages on stderr.
+    """Return the output of a Python program that must succeed without messages on stderr.
 
-    It finds the package, and what the tests import, as this process does; and modules in `folder`.
+    It imports from the paths of this process and from `folder`.
     """
     paths = [str(Path(hotcore.__file__).parents[1]), str(folder), *sys.path]
     done = subprocess.run(
@@ -83,7 +83,7 @@ def isas() -> list[str]:
 
 @contextmanager
 def running(threads: int = 0, isa: str | None = None) -> Iterator[None]:
-    """Run hotcore with that many threads and that instruction set, then as before."""
+    """Run hotcore with these threads and this instruction set, then restore the settings."""
     before = hotcore.num_threads()
     try:
         hotcore.set_num_threads(threads)
@@ -120,12 +120,12 @@ def array(values: np.ndarray, dtype: str) -> Any:
         if torch is None:
             pytest.skip("bfloat16 needs torch")
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).bfloat16()
-    with np.errstate(over="ignore"):  # to Inf, as everywhere
+    with np.errstate(over="ignore"):  # overflows to Inf
         return values.astype(dtype)
 
 
 def given_as(dtype: str, *arrays: np.ndarray) -> list[Any]:
-    """The arrays as one has them who wants results of ``dtype``: torch tensors for bfloat16."""
+    """Return the arrays in a framework with ``dtype``: torch tensors for bfloat16."""
     if dtype != "bfloat16":
         return list(arrays)
     if torch is None:
@@ -177,7 +177,7 @@ def numpy_of(value: Any) -> np.ndarray:
 
 
 def widened(value: Any) -> np.ndarray:
-    """As float32, which is exact for all three dtypes."""
+    """Widen to float32, which is exact for all three dtypes."""
     return numpy_of(value).astype(np.float32)
 
 
@@ -260,7 +260,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
 
 
 def same_saved(got: hotcore.Saved, wanted: reference.Saved, what: str = "") -> None:
-    """What is kept of x equals that of the reference: codes, scales, exponents."""
+    """Check codes, scales and exponents of a compressed x against the reference."""
     if wanted.exponents is not None:
         equal_bits(got.exponents(), wanted.exponents, f"{what} exponents")
     else:
@@ -278,7 +278,7 @@ def same_saved(got: hotcore.Saved, wanted: reference.Saved, what: str = "") -> N
 def check_against_reference(
     gy: Any, w: Any, x: Any, config: HotConfig, key: Key = KEY, back_key: Key = KEY, what: str = ""
 ) -> None:
-    """Every array of forward and backward, to the bit."""
+    """Return every array of forward and backward, for comparisons to the bit."""
     saved = hotcore.compress_activation(x, config, key=key)
     model = reference.compress_activation(widened(x), config, key=key)
     same_saved(saved, model, what)
@@ -291,7 +291,7 @@ def check_against_reference(
 
 
 def strided(values: Any) -> Any:
-    """The same values in an array with gaps and, where NumPy can, a negative stride."""
+    """Return the values in an array with gaps and, in NumPy, a negative stride."""
     if isinstance(values, np.ndarray):
         big = np.zeros(tuple(2 * n + 1 for n in values.shape), values.dtype)
         view = big[tuple(slice(2 * n - 1 if n else 0, None, -2) for n in values.shape)]
@@ -311,7 +311,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 @contextmanager
 def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
-    """Everything that autograd saves inside; leaves (parameters, inputs) only if asked for."""
+    """Collect tensors that autograd saves inside; leaves (parameters, inputs) only on request."""
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -326,10 +326,10 @@ def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
 def storage_bytes(
     kept: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()
 ) -> dict[int, int]:
-    """Bytes of each storage of ``kept``, but those of ``besides``."""
-    own = {tensor.untyped_storage()._cdata for tensor in besides}
+    """Bytes of each storage of ``kept`` that is not in ``besides``."""
+    others = {tensor.untyped_storage()._cdata for tensor in besides}
     sizes = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in kept)}
-    return {key: size for key, size in sizes.items() if key not in own}
+    return {key: size for key, size in sizes.items() if key not in others}
 
 
 def nbytes(kept: list[torch.Tensor]) -> int:
@@ -344,12 +344,12 @@ def keys() -> Any:
     from hypothesis import strategies as st
 
     words = st.integers(0, 2**64 - 1)
-    # Said for the counter too: hypothesis would make one up, and it is an address.
+    # The counter is fixed, too: hypothesis would invent an address.
     return st.builds(Key, words, words, st.integers(0, 8191), st.just(0))
 
 
 def parted_key(rng: np.random.Generator) -> tuple[Key, Key, np.ndarray]:
-    """A key, the same with a part of its offset in a counter, and the counter."""
+    """Return a key, an equal key with part of its offset in a counter, and the counter."""
     seed, offset, value = (int(n) for n in rng.integers(1 << 64, size=3, dtype=np.uint64))
     counter = np.array([value], np.uint64)
     stream, address = int(rng.integers(8192)), counter.ctypes.data

@@ -1,4 +1,4 @@
-"""Shared by tests of torch's compiler: partitioned graphs, a model's gradients."""
+"""Helpers for tests of torch's compiler: partitioned graphs, a model's gradients."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ import models  # noqa: E402
 
 
 def every(module: nn.Module, fqn: str) -> bool:
-    """A filter for models too small for the default one."""
+    """Filter for models that are too small for the default filter."""
     return True
 
 
 def without_chance(forward: str) -> hot.HotConfig:
-    """Only x, in INT8, is rounded with random numbers: :func:`whole` ones stay as they are."""
+    """Settings where only an INT8 x has random rounding, which leaves :func:`whole` values."""
     names = ("gx_rounding", "gw_rounding")
     return hot.HotConfig.recipe("accurate", forward=forward, **dict.fromkeys(names, "nearest"))
 
 
 def whole(*shape: int, **kind: Any) -> torch.Tensor:
-    """Values that are their own codes in INT8: integers, the largest 127 in every last column."""
+    """Values equal to their INT8 codes: integers, with 127, the largest, in every column."""
     x = torch.randint(-126, 127, shape, **kind).to(kind.get("dtype", torch.float32))
     x.view(-1, shape[-1])[:1] = 127
     return x
 
 
 def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
-    """As many tensors, and each with the other's values."""
+    """Check for as many tensors with equal values."""
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -56,7 +56,7 @@ def converted(model: nn.Module, recipe: Any = "default", **fields: Any) -> nn.Mo
 
 
 class Attention(nn.Module):
-    """q, k and v take the same x."""
+    """Block whose q, k and v take the same x."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Mlp(nn.Module):
 
 
 class Graphs:
-    """A backend that keeps the partitioned graphs: calls by operator, what is kept between."""
+    """Backend that records the partitioned graphs: calls per operator, and saved tensors."""
 
     def __init__(self) -> None:
         self.calls: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
@@ -94,7 +94,7 @@ class Graphs:
                 for node in graph.graph.nodes:
                     if node.op == "call_function":
                         inner = next((a for a in node.args if isinstance(a, OpOverload)), None)
-                        # An operator with its generator's state is an argument of another.
+                        # An operator with a generator's state is an argument of another operator.
                         self.calls[stage][str(inner or node.target)] += 1
                 if stage == "backward":
                     self.kept += [t for t in inputs if isinstance(t, torch.Tensor)]
@@ -150,7 +150,7 @@ def task_of(name: str, rng: np.random.Generator) -> tuple[nn.Module, models.Batc
     try:
         model = task.small.build()
     except ModuleNotFoundError as missing:
-        if missing.name is None:  # a package that is there and does not work
+        if missing.name is None:  # an installed package that does not work
             raise
         pytest.skip(f"{task.title}: {missing}")
     batch = task.small.batch(torch.Generator().manual_seed(int(rng.integers(2**31))))
@@ -158,7 +158,7 @@ def task_of(name: str, rng: np.random.Generator) -> tuple[nn.Module, models.Batc
 
 
 def gradient_of(model: nn.Module, batch: models.Batch, task: models.Task) -> torch.Tensor:
-    """Of all parameters."""
+    """Gradients of all parameters."""
     model.zero_grad()
     loss = task.loss(model, batch)
     assert math.isfinite(loss.item())
@@ -170,7 +170,7 @@ def gradient_of(model: nn.Module, batch: models.Batch, task: models.Task) -> tor
 def losses_of(
     model: nn.Module, batch: models.Batch, task: models.Task, steps: int, rate: float
 ) -> list[float]:
-    """Of some steps of AdamW on one batch."""
+    """Losses of some steps of AdamW on one batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     values = []
     for _ in range(steps):

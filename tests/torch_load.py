@@ -1,4 +1,4 @@
-"""Many steps of a small model, some of them given up half way, and the memory that they leave."""
+"""Memory after many steps of a small model, some of which are interrupted."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class GivenUp(Exception):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process holds; bytes."""
+    """Memory of a process in bytes."""
 
     host: int
-    """In use, of glibc's malloc; 0 without it."""
+    """Bytes in use in glibc's malloc; 0 without it."""
     objects: int
-    """Blocks of Python's allocator (a count)."""
+    """Number of blocks in Python's allocator."""
     resident: int
-    """Of the process, by the kernel; 0 where there is no /proc."""
+    """Resident bytes from /proc; 0 without it."""
     device: int
-    """Of tensors."""
+    """Bytes of tensors."""
     reserved: int
-    """Of the device, by torch's allocator."""
+    """Bytes of torch's allocator on the device."""
 
 
 class _MallInfo(ctypes.Structure):
@@ -46,7 +46,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def memory(device: str) -> Memory:
-    """After a collection of garbage."""
+    """Measure after garbage collection."""
     for _ in range(3):
         gc.collect()
     cuda = device == "cuda"
@@ -117,10 +117,10 @@ class Steps:
 
 
 def growth(device: str, steps: int) -> tuple[dict[str, int], dict[str, int]]:
-    """What so many steps add to the memory that a few hundred have taken; steps of each kind."""
+    """Return the growth after these steps, beyond a few hundred, and the steps of each kind."""
     load = Steps(device)
     load.run(500)
-    memory(device)  # what asking takes itself
+    memory(device)  # memory of the measurement itself
     before = memory(device)
     load.run(steps)
     after = memory(device)

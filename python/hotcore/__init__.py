@@ -1,9 +1,9 @@
 """Hadamard-based optimised training (HOT): the backward pass of linear layers in INT8 and INT4.
 
 Functions take and return arrays of any DLPack framework; ``hotcore.torch`` has torch modules. A
-shape, dtype, device or option that does not fit is a ValueError, what is no array a TypeError, and
-what this build or device cannot do a NotImplementedError: each names the argument, before anything
-is written.
+wrong shape, dtype, device or option raises ValueError. An object that is no array raises TypeError.
+A call that this build or device cannot run raises NotImplementedError. Each error names the
+argument and comes before anything is written.
 """
 
 from . import _core

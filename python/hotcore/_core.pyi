@@ -1,5 +1,5 @@
-# The extension module (python/bindings). Arrays are DLPack arrays or capsules, taken as they are;
-# outputs are written in place. Errors: ValueError, NotImplementedError, RuntimeError.
+# The extension module (python/bindings). Arrays are DLPack arrays or capsules; outputs are written
+# in place. Errors: ValueError, NotImplementedError, RuntimeError.
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -28,14 +28,14 @@ class CoreContext:
     def cuda(self) -> bool: ...
 
 class Spec:
-    def __init__(self, **fields: Any) -> None: ...  # those of config_fields(); others: the default
+    def __init__(self, **fields: Any) -> None: ...  # fields of config_fields()
 
 class ForwardLinearSpec:
     def __init__(self, *, hadamard_block: int = 64) -> None: ...
     @property
     def hadamard_block(self) -> int: ...
 
-def config_fields() -> list[tuple[Any, ...]]: ...  # as config.Field
+def config_fields() -> list[tuple[Any, ...]]: ...  # rows for config.Field
 def recipe(name: str) -> dict[str, Any]: ...
 def recipe_names() -> list[str]: ...
 def saved_format(spec: Spec) -> int: ...

@@ -1,10 +1,10 @@
-# Handlers of XLA's foreign function interface (python/bindings/jax_ffi.cpp). In builds that had
-# XLA's headers; hotcore.jax says what to do without.
+# Handlers of XLA's foreign function interface (python/bindings/jax_ffi.cpp), in builds with XLA's
+# headers. Without them the import of hotcore.jax says how to build them.
 API_VERSION: tuple[int, int]
-"""Of the headers: XLA's that call the handlers are as new or newer."""
+"""Version of the headers; XLA must have this version or a newer one."""
 
 def handlers() -> dict[str, dict[str, object]]:
-    """Platform -> name of a call -> capsule of its handler."""
+    """Return platform -> name of a call -> capsule of its handler."""
 
 def set_cpu(threads: int, isa: str) -> None:
-    """Threads (0: one for each core) and instruction set ("": the best) of calls on the CPU."""
+    """Set threads (0: one for each core) and instruction set ("": the best) of calls on the CPU."""

@@ -1,7 +1,7 @@
 """JSON from untrusted texts, within limits.
 
 The standard parser accepts any depth (up to a RecursionError), any size, duplicate names and
-numbers of any length. Here every such defect raises a ValueError that says where it is.
+numbers of any length. Here each of these raises a ValueError that says where it is.
 """
 
 from __future__ import annotations
@@ -11,34 +11,30 @@ import re
 from typing import Any
 
 MAX_TEXT_LENGTH = 1 << 20
-"""Most characters of a configuration's text."""
+"""Limit of characters in a configuration's text."""
 
 MAX_DEPTH = 16
-"""Most levels of nested lists and objects."""
+"""Limit of nested lists and objects."""
 
-_DIGITS = 20  # of a 64-bit number with its sign
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)  # texts hide their brackets
+_DIGITS = 20  # a 64-bit number with its sign
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)  # a string or a bracket
 
 
 def parse(text: str, name: str) -> Any:
     """Parse ``text``. Raises a ValueError that begins with ``name``."""
     depth = 0
     for token in _TOKEN.finditer(text):
-        bracket = token.group()
-        if bracket in ("[", "{"):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"{name}: JSON nested deeper than {MAX_DEPTH} at {token.start()}")
-        elif bracket in ("]", "}"):
-            depth -= 1
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{name}: JSON nested deeper than {MAX_DEPTH} at {token.start()}")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in fields:
                 raise ValueError(f"{name}: {key!r} occurs twice")
-            found[key] = value
-        return found
+            fields[key] = value
+        return fields
 
     def integer(digits: str) -> int:
         if len(digits) > _DIGITS:

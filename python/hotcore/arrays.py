@@ -1,12 +1,13 @@
 """The caller's arrays: their framework, their properties, and new arrays of the same framework.
 
-Nothing here converts or copies. An unusable array raises an error that names the argument:
-TypeError for an object that is no array, ValueError for a wrong dtype, layout or device,
-NotImplementedError for a device without a backend.
+No array is converted or copied. An unusable one raises an error that names the argument. An object
+that is no array raises TypeError, a wrong dtype, layout or device ValueError, and a device without
+a backend NotImplementedError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -24,17 +25,17 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # DLDeviceType
 
 
 class Kind:
-    """One array framework, here NumPy: how it makes arrays, and the stream of its work.
+    """One array framework, here NumPy: its new arrays, and the stream of its work.
 
-    With ``foreign``, another framework's array that this one can look at, results are that
-    framework's, by its own from_dlpack.
+    ``foreign`` is an array of another framework that this one can read. Results then go back to
+    that framework by its from_dlpack.
     """
 
     name, title, bfloat16 = "numpy", "NumPy", False
     library: Any = np
 
     def __init__(self, foreign: Array = None) -> None:
-        """Stand for the framework itself, or for that of ``foreign``."""
+        """Prepare results for this framework, or for that of ``foreign``."""
         self._from_dlpack = None
         if foreign is not None:
             self.name = "dlpack"
@@ -43,7 +44,7 @@ class Kind:
                 self._from_dlpack = getattr(namespace, "from_dlpack", None)
 
     def dlpack(self, array: Array) -> Any:
-        """The argument for ``_core`` that stands for ``array``."""
+        """Return ``array`` in the form that ``_core`` takes."""
         return array
 
     def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
@@ -92,7 +93,7 @@ class _Torch(Kind):
 
     def result(self, array: Array) -> Array:
         if self.name == "dlpack":
-            # Its framework does not know torch's stream, and may reuse an input's memory at once.
+            # That framework does not know torch's stream: it may reuse an input's memory at once.
             self.library.cuda.current_stream(array.device).synchronize()
         return super().result(array)
 
@@ -121,9 +122,9 @@ class _CuPy(Kind):
 
 
 @functools.cache
-def _kind(of: type[Kind]) -> Kind:
-    """The one object of a framework; torch and CuPy are imported only when they are met."""
-    return of()
+def _kind(kind: type[Kind]) -> Kind:
+    """Return the one object of a framework. The first array of torch or CuPy imports it."""
+    return kind()
 
 
 _NUMPY_NAMES = {np.dtype(name): name for name in ("float32", "float16", "int8", "int32", "uint8")}
@@ -141,10 +142,10 @@ class Operand(NamedTuple):
 
     @property
     def dlpack(self) -> Any:
-        """The argument for ``_core``. Raises ValueError for a tensor without memory of its own."""
+        """The array for ``_core``. Raises ValueError for a tensor without its own memory."""
         try:
             return self.kind.dlpack(self.array)
-        except RuntimeError as error:  # inside of torch.func.vmap, say
+        except RuntimeError as error:  # for example inside torch.func.vmap
             raise ValueError(f"{self.name}: {error}") from error
 
     def empty(self, shape: Sequence[int], dtype: str) -> Operand:
@@ -153,19 +154,18 @@ class Operand(NamedTuple):
         return Operand("out", array, self.kind, tuple(shape), dtype, self.device)
 
     def float_dtype(self, dtype: Any, name: str) -> str:
-        """Name of the argument ``name``, a dtype for :meth:`empty`. Raises ValueError."""
+        """Name of a dtype for :meth:`empty`; ``name`` is the argument's. Raises ValueError."""
         text = dtype_name(dtype, name, FLOATS)
         if text == "bfloat16" and not self.kind.bfloat16:
-            title = self.kind.title
             raise ValueError(
-                f"{name}: {title} has no bfloat16; use float32 or float16, or torch tensors"
+                f"{name}: {self.kind.title} has no bfloat16; use float32 or torch tensors"
             )
         return text
 
     def workspace(self, size_of: Callable[..., int], *arguments: Any) -> Any:
-        """Scratch for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
+        """Workspace for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
 
-        None on the CPU, where the binding allocates its own.
+        None on the CPU: there the binding allocates it.
         """
         size = 0 if self.device < 0 else size_of(self.context(), *arguments)
         if size == 0:
@@ -181,49 +181,44 @@ class Operand(NamedTuple):
 
 def operand(array: Array, name: str, dtypes: Sequence[str] = FLOATS) -> Operand:
     """Read the properties of an input array. Raises as the module's docstring says."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if isinstance(array, np.ndarray):
-        found = _numpy_operand(array, name, _kind(Kind))
+        source = _numpy_operand(array, name, _kind(Kind))
+    elif torch is not None and isinstance(array, torch.Tensor):
+        source = _torch_operand(torch, array, name, _kind(_Torch))
+    elif cupy is not None and isinstance(array, cupy.ndarray):
+        properties = (array.shape, array.dtype.name, array.device.id)
+        source = Operand(name, array, _kind(_CuPy), *properties)
     else:
-        torch = sys.modules.get("torch")
-        cupy = sys.modules.get("cupy")
-        if torch is not None and isinstance(array, torch.Tensor):
-            found = _torch_operand(torch, array, name, _kind(_Torch))
-        elif cupy is not None and isinstance(array, cupy.ndarray):
-            of = (array.shape, array.dtype.name, array.device.id)
-            found = Operand(name, array, _kind(_CuPy), *of)
-        else:
-            found = _foreign_operand(array, name)
-    if found.dtype not in dtypes:
-        raise ValueError(f"{name}: dtype {found.dtype}; expected {_listed(dtypes)}")
-    return found
+        source = _foreign_operand(array, name)
+    if source.dtype not in dtypes:
+        raise ValueError(f"{name}: dtype {source.dtype}; expected {_listed(dtypes)}")
+    return source
 
 
 def output(array: Array, name: str, like: Operand, dtypes: Sequence[str] = FLOATS) -> Operand:
-    """Read the properties of an output: writable, of ``like``'s framework and device."""
-    found = operand(array, name, dtypes)
-    if found.kind.name == "dlpack":
+    """Read the properties of an output, which has ``like``'s framework and device."""
+    target = operand(array, name, dtypes)
+    if target.kind.name == "dlpack":
         raise ValueError(f"{name}: only NumPy, torch and CuPy arrays can be written")
-    if found.kind is not like.kind:
+    if target.kind is not like.kind:
         raise ValueError(
-            f"{name}: a {found.kind.name} array; {like.name} is a {like.kind.name} array"
+            f"{name}: a {target.kind.name} array; {like.name} is a {like.kind.name} array"
         )
-    if found.device != like.device:
-        raise ValueError(
-            f"{name}: on {_where(found.device)}; {like.name} is on {_where(like.device)}"
-        )
+    if target.device != like.device:
+        places = [f"CUDA device {i}" if i >= 0 else "the CPU" for i in (target.device, like.device)]
+        raise ValueError(f"{name}: on {places[0]}; {like.name} is on {places[1]}")
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ValueError(f"{name}: the array is read-only")
-    return found
+    return target
 
 
 def dtype_name(dtype: Any, name: str, dtypes: Sequence[str]) -> str:
     """Name of a dtype given as a string, a NumPy or a torch dtype. Raises ValueError."""
-    text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    text = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str) and text not in dtypes:
-        try:
+        with contextlib.suppress(TypeError):
             text = np.dtype(dtype).name
-        except TypeError:
-            text = str(dtype)
     if text not in dtypes:
         raise ValueError(f"{name}: {dtype!r}; expected {_listed(dtypes)}")
     return text
@@ -233,24 +228,17 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def _where(device: int) -> str:
-    return "the CPU" if device < 0 else f"CUDA device {device}"
-
-
 def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind) -> Operand:
     if not array.dtype.isnative:
         raise ValueError(f"{name}: byte-swapped dtype {array.dtype.str}; expected native bytes")
     dtype = _NUMPY_NAMES.get(array.dtype, array.dtype.name)
-    if dtype == "bfloat16":  # of an extension package: NumPy cannot export it
-        raise ValueError(f"{name}: NumPy arrays of bfloat16 are not taken; use torch tensors")
+    if dtype == "bfloat16":  # a package's dtype: NumPy cannot export it
+        raise ValueError(f"{name}: NumPy arrays of bfloat16 are not supported; use torch tensors")
     if not array.flags.aligned:
-        raise ValueError(
-            f"{name}: data or strides are not aligned to the {array.dtype.itemsize}-byte items"
-        )
+        items = f"{array.dtype.itemsize}-byte items"
+        raise ValueError(f"{name}: data or strides are not aligned to the {items}")
     if isinstance(array, np.ma.MaskedArray):
-        raise ValueError(
-            f"{name}: a masked array, whose mask would be lost; pass its filled() data"
-        )
+        raise ValueError(f"{name}: a masked array would lose its mask; pass its filled() data")
     return Operand(name, array, kind, array.shape, dtype, -1)
 
 
@@ -258,17 +246,17 @@ def _torch_operand(torch: Any, array: Any, name: str, kind: Kind) -> Operand:
     if torch.jit.is_tracing():
         raise TypeError(f"{name}: traced by torch.jit, whose graph would lack this call")
     if array.layout is not torch.strided or array.is_nested:
-        found = "a nested tensor" if array.is_nested else f"layout {array.layout}"
-        raise ValueError(f"{name}: {found}; expected a strided tensor")
+        layout = "a nested tensor" if array.is_nested else f"layout {array.layout}"
+        raise ValueError(f"{name}: {layout}; expected a strided tensor")
     if array.is_neg() or array.is_conj():
         raise ValueError(f"{name}: a lazily negated view; pass {name}.resolve_neg()")
     if array.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: requires grad, which these functions do not carry; pass {name}.detach() "
-            "(hotcore.torch.linear is differentiable)"
+            f"{name}: requires grad, but this function has no derivative; pass {name}.detach(), "
+            "or use hotcore.torch.linear"
         )
     if torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
-        raise ValueError(f"{name}: has a forward-mode tangent, which these functions do not carry")
+        raise ValueError(f"{name}: has a forward-mode tangent, but this function has no derivative")
     device = array.device
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{name}: no backend for the device {device}")
@@ -281,8 +269,8 @@ def _foreign_operand(array: Any, name: str) -> Operand:
     jax_core = sys.modules.get("jax.core")
     if jax_core is not None and isinstance(array, jax_core.Tracer):
         raise TypeError(
-            f"{name}: traced by JAX; these functions take arrays with values, outside of jit, grad "
-            "and vmap. Inside of them there is hotcore.jax.linear"
+            f"{name}: traced by JAX; expected an array with values. Inside jit, grad and vmap, use "
+            "hotcore.jax.linear"
         )
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(
@@ -291,10 +279,10 @@ def _foreign_operand(array: Any, name: str) -> Operand:
         )
     try:
         where = array.__dlpack_device__()[0]
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # deleted or parted
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # deleted or sharded
         raise ValueError(f"{name}: a {type(array).__name__} on no one device: {error}") from error
     if where not in (_DLPACK_CPU, _DLPACK_CUDA):
-        raise NotImplementedError(f"{name}: off the CPU, only arrays on CUDA devices are taken")
+        raise NotImplementedError(f"{name}: expected an array on the CPU or a CUDA device")
     if where == _DLPACK_CUDA:
         _check_torch_on_cuda(array, name)
     kind = (_Torch if where == _DLPACK_CUDA else Kind)(array)
@@ -302,7 +290,7 @@ def _foreign_operand(array: Any, name: str) -> Operand:
         view = kind.library.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name}: {kind.title} cannot look at this {type(array).__name__}: {error}"
+            f"{name}: {kind.title} cannot read this {type(array).__name__}: {error}"
         ) from error
     if where == _DLPACK_CUDA:
         return _torch_operand(kind.library, view, name, kind)
@@ -310,29 +298,25 @@ def _foreign_operand(array: Any, name: str) -> Operand:
 
 
 def _check_torch_on_cuda(array: Any, name: str) -> None:
-    """Raise NotImplementedError without the torch that looks at other frameworks' CUDA arrays."""
-    taken = f"{name}: on CUDA, a {type(array).__name__} is taken through torch, which"
+    """Refuse an array of another framework on CUDA without torch. Raises NotImplementedError."""
+    reader = f"{name}: torch reads a {type(array).__name__} on CUDA, but it"
     try:
         import torch
     except ImportError as error:
-        raise NotImplementedError(
-            f"{taken} is not installed; torch and CuPy arrays are taken directly"
-        ) from error
+        raise NotImplementedError(f"{reader} is not installed; or pass a CuPy array") from error
     if not torch.cuda.is_available():
-        raise NotImplementedError(f"{taken} sees no CUDA device")
+        raise NotImplementedError(f"{reader} sees no CUDA device")
 
 
 def needed(need: Collection[str], known: Sequence[str]) -> frozenset[str]:
-    """The names that ``need`` gives, one or several of ``known``. Raises ValueError, TypeError."""
-    *others, last = map(repr, known)
-    names = f"{', '.join(others)} or {last}"
+    """Return the names in ``need``, one or several of ``known``. Raises ValueError, TypeError."""
+    names = ", ".join(map(repr, known))
     try:
         wanted = frozenset([need] if isinstance(need, str) else need)
     except TypeError:
         raise TypeError(f"need: expected one or several of {names}, got {need!r}") from None
     if unknown := wanted - set(known):
-        found = f"{min(unknown, key=repr)!r} is not one of {', '.join(others)}, {last}"
-        raise ValueError(f"need: {found}")
+        raise ValueError(f"need: {min(unknown, key=repr)!r} is not one of {names}")
     if not wanted:
-        raise ValueError(f"need: nothing is wanted; expected {names}, one at least")
+        raise ValueError(f"need: expected at least one of {names}, got {need!r}")
     return wanted

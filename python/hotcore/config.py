@@ -10,17 +10,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Literal,
-    NamedTuple,
-    TypedDict,
-    TypeVar,
-    cast,
-    get_args,
-)
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from . import _core, _strict_json
 
@@ -59,12 +49,8 @@ class HotConfigFields(TypedDict, total=False):
     forward_in_eval: bool
 
 
-RECIPES = cast(
-    "dict[RecipeName, HotConfigFields]",
-    {name: _core.recipe(name) for name in get_args(RecipeName)},
-)
+RECIPES: dict[RecipeName, dict[str, Any]] = {n: _core.recipe(n) for n in get_args(RecipeName)}
 """Recipe -> the fields that differ from the defaults. libhot has the table (hot::recipe)."""
-
 
 _INT4 = "use storage='int4', with equalize_tokens=True where the sizes of tokens differ widely"
 REMOVED = "removed in hotcore 0.1.0 (2026-11)"
@@ -85,14 +71,14 @@ GONE = {
     "gather_codes": "fully_shard gathers the bf16 weights; nothing else is needed",
     "accumulate": _ADDED,
 }
-"""Removed arguments, or ``argument=value``, each -> what to do instead."""
+"""Removed arguments, as ``argument`` or ``argument=value`` -> what to do instead."""
 
 
 def check_gone(name: str, value: object = None) -> None:
-    """Refuse an argument, or a value of it, that hotcore had. Raises ValueError."""
-    for what, gone in ((name, ""), (f"{name}={value!r}", f"{value!r} was ")):
-        if what in GONE:
-            raise ValueError(f"{name}: {gone}{REMOVED}; {GONE[what]}")
+    """Refuse a removed argument, or a removed value of it. Raises ValueError."""
+    for entry, subject in ((name, ""), (f"{name}={value!r}", f"{value!r} was ")):
+        if entry in GONE:
+            raise ValueError(f"{name}: {subject}{REMOVED}; {GONE[entry]}")
 
 
 def refuse_arguments(function: str, names: Iterable[str]) -> None:
@@ -108,7 +94,7 @@ class Key(NamedTuple):
     ``seed`` and ``offset`` are 64-bit; ``stream`` (0 to 8191) distinguishes layers. ``counter`` is
     for CUDA graphs: the address of a 64-bit number (an int64 tensor's ``data_ptr()``), or 0. The
     number is added to ``offset`` modulo 2**64 when the work runs: on CUDA at every replay, on the
-    CPU during the call. It is in memory of the arrays' device; the caller keeps it alive and does
+    CPU during the call. Its memory is on the arrays' device. The caller keeps it alive and does
     not change it between a compression and its backward. Source: docs/numerics.md, "Random bits".
     """
 
@@ -118,7 +104,7 @@ class Key(NamedTuple):
     counter: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle, which must not take an address into another process."""
+        """Refuse to pickle an address: another process cannot use it."""
         if self.counter:
             raise TypeError("key: counter is an address of this process, which cannot be pickled")
         return Key, tuple(self)
@@ -146,83 +132,59 @@ def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
 
 def as_int(value: Any, name: str, bits: int = 32) -> int:
     """Return ``value`` as an int of that many bits. Raises TypeError, ValueError."""
-    given: Any = None if isinstance(value, bool) else value
     try:
-        found = operator.index(given)
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an int, got {value!r}") from None
-    if not -(1 << bits - 1) <= found < 1 << bits - 1:
-        raise ValueError(f"{name}: {found} does not fit {bits} bits")
-    return found
+    if not -(1 << bits - 1) <= number < 1 << bits - 1:
+        raise ValueError(f"{name}: {number} does not fit {bits} bits")
+    return number
 
 
 def as_ints(value: Any, name: str, expected: str, count: int | None = None) -> tuple[int, ...]:
-    """``value`` as a tuple, of ``count`` ints unless that is None. Raises TypeError, ValueError."""
+    """Return ``value`` as a tuple of (``count``) ints. Raises TypeError, ValueError."""
     try:
-        found = tuple(value)
-        if count in (None, len(found)):
-            return tuple(as_int(one, name) for one in found)
+        items = tuple(value)
+        if count in (None, len(items)):
+            return tuple(as_int(item, name) for item in items)
     except TypeError:
         pass
     raise TypeError(f"{name}: expected {expected}, got {value!r}")
 
 
 def check_ints(bits: int = 32, /, **values: Any) -> None:
-    """Refuse what is no int of that many bits by its name: nanobind would not say which it is."""
+    """Refuse a value that is no int of that many bits. nanobind's error would not name it."""
     for name, value in values.items():
         as_int(value, name, bits)
 
 
 def check_type(kind: type[str] | type[bool], **values: Any) -> None:
-    """The same for values that are to be of a type."""
+    """Refuse a value of another type; see :func:`check_ints`."""
     for name, value in values.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r}")
 
 
-_Made = TypeVar("_Made")
-
-
-class _MadeOnce(Generic[_Made]):
-    """A property whose value is kept in the object, without a lock.
-
-    ``functools.cached_property`` holds one until Python 3.12: a process that is forked while
-    another thread holds it would wait for ever. Two threads may make the value twice, to no harm.
-    """
-
-    def __init__(self, make: Callable[[Any], _Made]) -> None:
-        self._make = make
-        self.__doc__ = make.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> _Made:
-        if instance is None:
-            return cast(_Made, self)  # the class's attribute, for documentation
-        made = self._make(instance)
-        instance.__dict__[self._name] = made  # found there from now on, before this descriptor
-        return made
-
-
 class Field(NamedTuple):
-    """A field of :class:`HotConfig` as libhot's table has it (cpp/src/config_fields.h)."""
+    """A row of libhot's table of fields (cpp/src/config_fields.h)."""
 
     name: str
     type: Literal["int", "bool", "choice", "ints", "grid"]
     choices: tuple[str, ...]
     default: Any
     values: str
-    """What it may be, in words, where there are no choices."""
+    """Allowed values in words, for a field without choices."""
     doc: str
     backward: bool
-    """Whether it is the backward pass's; the forward's are not."""
+    """Whether the field belongs to the backward pass; the others are the forward's."""
 
     def values_text(self, quote: str = "``") -> str:
-        """What the field may be: its choices, or the words for its numbers."""
+        """Return the allowed values: the choices, or words for a number."""
         if self.type == "bool":
             return f"{quote}False{quote} or {quote}True{quote}"
-        return ", ".join(f'{quote}"{one}"{quote}' for one in self.choices) or self.values
+        return ", ".join(f'{quote}"{choice}"{quote}' for choice in self.choices) or self.values
 
 
 FIELDS = {row[0]: Field(*row) for row in _core.config_fields()}
@@ -232,23 +194,26 @@ _FORMER = {"row": "token", "column": "channel"}  # former words for scales
 
 
 def _ask(call: Callable[..., Any], *arguments: Any, **names: str) -> None:
-    """Let libhot check fields. Raises its ValueError, which then begins with the field's name.
+    """Let libhot check fields. Raises its ValueError as ``field: expected ..., got ...``.
 
-    ``names``: the fields that libhot calls otherwise.
+    ``names`` maps libhot's name of a field to HotConfig's.
     """
     try:
         call(*arguments)
     except ValueError as error:
-        found = re.sub(r"^\w+: (\w+)(?:\[\d+\])? (?:is )?", r"\1: ", str(error))
-        field, _, text = found.partition(": ")
-        raise ValueError(f"{names.get(field, field)}: {text}") from None
+        parts = re.match(r"\w+: (\w+)(?:\[\d+\])?:? (is )?(.*)", str(error))
+        assert parts is not None, error
+        name, value, text = parts.groups()
+        if value:
+            text = re.sub(r"^([^;]+); (expected .*)", r"\2, got \1", text)
+        raise ValueError(f"{names.get(name, name)}: {text}") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class HotConfig:
     """Settings of one HOT linear layer; ``HotConfig()`` is the recipe ``"default"``.
 
-    Checked when made: a ValueError (TypeError for a wrong type) names the field. Source:
+    The constructor checks every field: a ValueError (TypeError for a wrong type) names it. Source:
     docs/numerics.md; docs/recipes.md.
     """
 
@@ -272,7 +237,11 @@ class HotConfig:
 
     if TYPE_CHECKING:
         json: str = dataclasses.field(init=False)
-        """:meth:`to_json`, made once."""
+        """:meth:`to_json`, computed once."""
+        spec: _core.Spec = dataclasses.field(init=False)
+        """The backward's settings as a libhot object, made once."""
+        forward_spec: _core.ForwardLinearSpec = dataclasses.field(init=False)
+        """The forward's settings as a libhot object, made once."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -280,7 +249,7 @@ class HotConfig:
         rows, token_grid, text = _checked(values)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "token_grid", token_grid)
-        # No property: torch.compile can read an attribute but cannot trace what computes it.
+        # No property: torch.compile can read an attribute but cannot trace its computation.
         object.__setattr__(self, "json", text)
 
     def _check(self) -> None:
@@ -291,20 +260,24 @@ class HotConfig:
         if self.token_grid is not None:
             grid = as_ints(self.token_grid, "token_grid", "(height, width)", 2)
             if min(grid) < 1:
-                raise ValueError(f"token_grid: {grid}; both sides are at least 1")
+                raise ValueError(f"token_grid: expected sides of at least 1, got {grid}")
             object.__setattr__(self, "token_grid", grid)
-        if self.rows == ():  # libhot's spec takes it for none
+        if self.rows == ():  # for libhot's spec it would mean None
             raise ValueError("rows: an empty list")
         if self.forward_in_eval and self.forward == "plain":
-            raise ValueError("forward_in_eval: needs forward='int8'; a plain forward is plain")
+            raise ValueError("forward_in_eval: True requires forward='int8', got 'plain'")
+        if self.storage == "int4" and self.basis != "full":
+            raise ValueError(
+                f"storage: 'int4' requires basis='full', got {self.basis!r}; use storage='int8'"
+            )
         _ask(_core.forward_input_bytes, 0, 0, self.forward_spec, hadamard_block="forward_block")
         _ask(_core.saved_layout, 0, 0, self.spec)
-        if self.basis == "full":  # the fields of a low rank, which libhot then does not read
+        if self.basis == "full":  # libhot ignores the fields of a low rank, which are checked here
             layout = (*(self.token_grid or (1, 1)), self.prefix_tokens)
             _ask(_core.hla_rows, 0, "sequency", self.block, 1, (), *layout)
 
     def _check_type(self, field: Field) -> None:
-        """Refuse a value of another type, or one that is no choice; lists are checked later."""
+        """Refuse a value of another type, or one that is no choice. Lists are checked later."""
         value = getattr(self, field.name)
         check_gone(field.name, value)
         if field.type == "int":
@@ -343,7 +316,7 @@ class HotConfig:
     def from_json(cls, text: str) -> HotConfig:
         """Make a configuration from :meth:`to_json`'s text, at most 1 MiB.
 
-        Raises ValueError for anything else; it names an unknown field or a bad value.
+        Raises ValueError for another text, and names an unknown field or a bad value.
         """
         if not isinstance(text, str):
             raise TypeError(f"text: expected a str, got {type(text).__name__}")
@@ -352,31 +325,27 @@ class HotConfig:
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
-        fields = _without_gone(fields, "text: ")
-        for name in fields:
-            if name not in _NAMES:
-                raise ValueError(f"text: HotConfig has no field {name!r}")
-        for name in ("rows", "token_grid"):
-            if isinstance(fields.get(name), list):
-                fields[name] = tuple(fields[name])
+        fields = _of_today(fields, "text")
         try:
             return cls(**fields)
-        except (TypeError, ValueError) as error:  # of a value; the names are known
+        except (TypeError, ValueError) as error:  # a bad value: the names are known
             raise ValueError(f"text: {error}") from None
 
     def spec_fields(self) -> dict[str, Any]:
-        """The backward's fields as libhot's bindings take them."""
+        """Return the backward's fields as libhot's bindings take them."""
         return {name: getattr(self, name) for name in _NAMES if FIELDS[name].backward}
 
-    @_MadeOnce
-    def spec(self) -> _core.Spec:
-        """The same settings as a libhot object, made once."""
-        return _core.Spec(**self.spec_fields())
-
-    @_MadeOnce
-    def forward_spec(self) -> _core.ForwardLinearSpec:
-        """The forward's settings as libhot takes them (made once)."""
-        return _core.ForwardLinearSpec(hadamard_block=self.forward_block)
+    def __getattr__(self, name: str) -> Any:
+        """Make :attr:`spec` or :attr:`forward_spec` at the first read; later reads find it."""
+        # No functools.cached_property: its lock (until Python 3.12) can hang a forked process.
+        if name == "spec":
+            value: Any = _core.Spec(**self.spec_fields())
+        elif name == "forward_spec":
+            value = _core.ForwardLinearSpec(hadamard_block=self.forward_block)
+        else:
+            raise AttributeError(f"HotConfig has no attribute {name!r}")
+        self.__dict__[name] = value
+        return value
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out cached values (the libhot object cannot be pickled)."""
@@ -384,44 +353,36 @@ class HotConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields and check them."""
-        state = _without_gone(state, "state: ")
-        if unknown := state.keys() - set(_NAMES):
-            raise ValueError(f"state: HotConfig has no field {min(unknown)!r}")
-        self.__dict__.update(state)
+        self.__dict__.update(_of_today(state, "state"))
         self.__post_init__()
 
     def _nearest(self) -> tuple[RecipeName, dict[str, Any]]:
-        """The recipe that differs in the fewest fields (the first of such), and those fields."""
+        """Return the first recipe that differs in the fewest fields, and those fields."""
         values = self.__getstate__().items()
-        found = [
+        changes = [
             (name, {field: value for field, value in values if value != recipe[field]})
             for name, recipe in _RECIPES.items()
         ]
-        return min(found, key=lambda one: len(one[1]))
+        return min(changes, key=lambda pair: len(pair[1]))
 
     def __str__(self) -> str:
-        """The nearest recipe and what differs from it: ``default, forward='int8'``."""
+        """The nearest recipe and the changed fields: ``default, forward='int8'``."""
         name, changed = self._nearest()
         return ", ".join([name, *(f"{field}={value!r}" for field, value in changed.items())])
 
     def __repr__(self) -> str:
-        """The same as an expression: ``HotConfig.recipe('default', forward='int8')``."""
-        name, changed = self._nearest()
-        fields = [f"{field}={value!r}" for field, value in changed.items()]
+        """An expression: ``HotConfig.recipe('default', forward='int8')``."""
+        name, *fields = str(self).split(", ", 1)
         return f"HotConfig.recipe({', '.join([repr(name), *fields])})"
 
 
-def _argument(field: Field) -> str:
-    """A field's line of HotConfig's docstring, from the table."""
-    text = f"{field.doc}. Values: {field.values_text()}. Default: ``{field.default!r}``."
-    indent = " " * 12
-    return textwrap.fill(
-        f"{field.name}: {text}", 100, initial_indent=" " * 8, subsequent_indent=indent
-    )
-
-
 if HotConfig.__doc__:  # not with python -OO
-    HotConfig.__doc__ += "\n    Args:\n" + "\n".join(map(_argument, FIELDS.values())) + "\n    "
+    HotConfig.__doc__ += "\n    Args:\n"
+    for _field in FIELDS.values():
+        _text = f"{_field.name}: {_field.doc}. Values: {_field.values_text()}. Default: "
+        _lines = textwrap.wrap(f"{_text}``{_field.default!r}``.", 88, subsequent_indent="    ")
+        HotConfig.__doc__ += textwrap.indent("\n".join(_lines), " " * 8) + "\n"
+    HotConfig.__doc__ += "    "
 
 _NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
 _init = HotConfig.__init__
@@ -438,10 +399,10 @@ def _init_of_today(self: HotConfig, *values: Any, **fields: Any) -> None:
 HotConfig.__init__ = _init_of_today  # type: ignore[method-assign]  # names removed fields
 
 
-def _without_gone(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Saved fields without removed ones whose value is the one that is always used now.
+def _of_today(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return saved fields without removed ones whose value is today's behaviour.
 
-    Raises ValueError for any other value of a removed field.
+    Raises ValueError for any other value of a removed field, and for an unknown field.
     """
     one_x_scale = fields.get("gw_scale", "channel") != "channel" and fields.get("storage") == "int8"
     used = {
@@ -450,11 +411,12 @@ def _without_gone(fields: dict[str, Any], where: str) -> dict[str, Any]:
         "x_scale": "tensor" if one_x_scale else "channel",
     }
     rest = {name: v for name, v in fields.items() if name not in used or v != used[name]}
-    try:
-        for name in rest.keys() & used.keys():
+    for name in rest.keys() - set(_NAMES):
+        try:
             check_gone(name)
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: HotConfig has no field {name!r}")
     return rest
 
 
@@ -466,22 +428,23 @@ _RECIPES: dict[RecipeName, dict[str, Any]] = {
 
 
 def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:
-    """``rows``, ``token_grid`` and the JSON of a configuration of these values, checked."""
-    made = object.__new__(HotConfig)
-    made.__dict__.update(zip(_NAMES, values, strict=True))
-    made._check()
-    return made.rows, made.token_grid, made.to_json()
+    """Check the values of all fields; return ``rows``, ``token_grid`` and the JSON."""
+    config = object.__new__(HotConfig)
+    config.__dict__.update(zip(_NAMES, values, strict=True))
+    config._check()
+    return config.rows, config.token_grid, config.to_json()
 
 
 def _check_recipe(recipe: Any, name: str) -> None:
     if not isinstance(recipe, str) or recipe not in RECIPES:
         check_gone("recipe", recipe)
-        known = ", ".join(map(repr, RECIPES))
+        hint = "; for the 8-bit forward: recipe('default', forward='int8')"
+        known = ", ".join(map(repr, RECIPES)) + (hint if recipe == "int8" else "")
         raise ValueError(f"{name}: {recipe!r} is not one of {known}")
 
 
 def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
-    """The values of all fields of a recipe with overrides. Raises ValueError."""
+    """Return the values of all fields of a recipe with overrides. Raises ValueError."""
     for field, _ in overrides:
         if field not in _NAMES:
             check_gone(field)
@@ -494,8 +457,8 @@ def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...
     return tuple({**_RECIPES[name], **dict(overrides)}.values())
 
 
-# torch.compile calls what it cannot trace: a configuration is a constant of its graph.
-# The attribute is what torch.compiler.assume_constant_result sets; this module needs no torch.
+# A configuration is a constant of torch.compile's graph: these functions run while it traces.
+# torch.compiler.assume_constant_result sets the same attribute, but would need torch.
 for _function in (_checked, _chosen):
     _function._dynamo_marked_constant = True  # type: ignore[union-attr]  # functions take any
 

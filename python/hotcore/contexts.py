@@ -1,4 +1,4 @@
-"""A cache of contexts (device, stream or threads, instruction set).
+"""Cache of contexts (device, stream or threads, instruction set).
 
 :func:`set_num_threads` and :func:`set_isa` change the default of the process; results have the same
 bits for every setting.
@@ -22,17 +22,15 @@ _lock = threading.Lock()
 _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
-_openmp = 0  # GOMP_parallel of a library of the process, whose threads are used; 0: own threads
+_openmp = 0  # address of GOMP_parallel in the OpenMP library to use; 0: libhot's threads
 _warned: set[int] = set()  # CUDA devices that were checked for a warning
 _admitted: set[int] = set()  # CUDA devices whose class needs no self-test, or has passed it
 
 
 def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
     key = (threads, isa, device, stream)
-    try:
-        return _cache[key]
-    except KeyError:
-        pass
+    if context := _cache.get(key):
+        return context
     with _lock:
         if key not in _cache:
             _cache[key] = _core.CoreContext(threads, isa, device, stream, _openmp)
@@ -42,35 +40,30 @@ def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
 
 
 def cpu(threads: int | None = None) -> _core.CoreContext:
-    """Context of the CPU backend; ``threads=None`` is the default of the process."""
+    """Return a context of the CPU backend; ``threads=None`` is the default of the process."""
     return _get(_threads if threads is None else threads, _isa, -1, 0)
 
 
 def cuda(device: int, stream: int) -> _core.CoreContext:
-    """Context of a CUDA device and stream.
+    """Return a context of a CUDA device and stream. Warns once if another build would be faster.
 
-    Raises NotImplementedError in a build without CUDA or without kernels for that device, or if it
-    fails the self-test, which classes of devices that nobody measured have to pass at their first
-    use; ValueError if there is no such device; RuntimeError if that first use is inside of a stream
-    capture. Warns once per device if a better build would be faster.
+    The first use of a device runs the self-test if its class was never measured. Raises
+    NotImplementedError without CUDA or kernels for the device, or if the self-test fails. Raises
+    ValueError if there is no such device, RuntimeError for a self-test inside a stream capture.
     """
     context = _get(0, "", device, stream)
-    if device not in _admitted:
-        _admit(device)
-    return context
-
-
-def _admit(device: int) -> None:
+    if device in _admitted:
+        return context
     level, text = _core.cuda_device_verdict(device)
-    if device not in _warned:
-        _warned.add(device)
-        if level == "slow":
-            message = f"hotcore: cuda:{device} is slower than it could be: {text}"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+    if level == "slow" and device not in _warned:
+        message = f"hotcore: cuda:{device} is slower than it could be: {text}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    _warned.add(device)
     capability = re.match(r"compute capability (\d+)\.(\d+)", text)
     assert capability is not None, text
     if selftest.gate.admits(device, (int(capability[1]), int(capability[2]))):
         _admitted.add(device)
+    return context
 
 
 def num_threads() -> int:
@@ -81,21 +74,17 @@ def num_threads() -> int:
 def set_num_threads(threads: int) -> None:
     """Set the number of threads of the CPU backend; 0: one for each core. Results stay the same.
 
-    Raises TypeError for what is no int, ValueError for a negative number.
+    Raises TypeError for a value that is no int, ValueError for a negative number.
     """
-    global _threads
-    threads = as_int(threads, "threads")
-    if threads < 0:
+    if as_int(threads, "threads") < 0:
         raise ValueError(f"threads: {threads} is negative")
-    _get(threads, _isa, -1, 0)  # raises before anything changes
-    _threads = threads
-    _notify_followers()
+    _set_defaults(as_int(threads, "threads"), _isa)
 
 
 def use_openmp(address: int) -> None:
-    """Compute on the threads of an OpenMP library: ``address`` of its GOMP_parallel; 0: own ones.
+    """Compute on an OpenMP library's threads; ``address`` of its GOMP_parallel, 0: libhot's.
 
-    A forked child goes back to threads of its own: OpenMP's do not survive a fork.
+    A forked child uses libhot's threads again: OpenMP's do not survive a fork.
     """
     global _openmp
     with _lock:
@@ -111,16 +100,20 @@ def isa() -> str:
 def set_isa(name: str | None) -> None:
     """Restrict the CPU backend to an instruction set; None: the best. Results stay the same.
 
-    ``name`` is one of those that :func:`isa` returns. Raises NotImplementedError if the machine or
-    the build lacks it, ValueError for another name, TypeError for what is no name.
+    ``name`` is a result of :func:`isa`. Raises NotImplementedError if the machine or the build
+    lacks it, ValueError for another name, TypeError for a value that is no str.
     """
-    global _isa
     if not isinstance(name, str | None):
         raise TypeError(f"name: expected a str or None, got {type(name).__name__}")
-    wanted = name or ""
-    _get(_threads, wanted, -1, 0)
-    _isa = wanted
-    _notify_followers()
+    _set_defaults(_threads, name or "")
+
+
+def _set_defaults(threads: int, isa: str) -> None:
+    global _threads, _isa
+    _get(threads, isa, -1, 0)  # raises before anything changes
+    _threads, _isa = threads, isa
+    for follower in _followers:
+        follower(threads, isa)
 
 
 _followers: list[Callable[[int, str], None]] = []
@@ -129,16 +122,11 @@ _followers: list[Callable[[int, str], None]] = []
 def follow_cpu(follower: Callable[[int, str], None]) -> Callable[[], None]:
     """Call ``follower`` with the default's threads and instruction set, now and at every change.
 
-    For code that does not ask this module, such as XLA's calls. Returns a function that ends it.
+    XLA's calls need it, which do not ask this module. Returns a function that ends it.
     """
     follower(_threads, _isa)
     _followers.append(follower)
     return lambda: _followers.remove(follower)
-
-
-def _notify_followers() -> None:
-    for follower in _followers:
-        follower(_threads, _isa)
 
 
 def _reset_after_fork() -> None:

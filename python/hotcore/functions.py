@@ -1,10 +1,10 @@
 """The stages as functions of arrays.
 
 Every function takes NumPy, torch (detached) or CuPy arrays, or any other array with
-``__dlpack__``, allocates its result in the framework of its first array, and works on the caller's
-current stream on a GPU. No input is converted or copied. An unusable argument raises ValueError
-(TypeError for an object that is no array, NotImplementedError for what this build or device cannot
-do) and the message names it. docs/numerics.md defines shapes, rounding and bits.
+``__dlpack__``. It allocates its result in the framework of its first array, and works on the
+caller's current stream on a GPU. No input is converted or copied. An unusable argument raises
+ValueError, an object that is no array TypeError, and a call that this build or device cannot run
+NotImplementedError. Each names the argument. docs/numerics.md defines shapes, rounding and bits.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def hla(
 
     Args:
         x: ``[L, C]`` float32, float16 or bfloat16, any strides.
-        rank: kept rows of a block (not for basis ``"full"``, nor where ``rows`` is given).
+        rank: kept rows of a block; ignored for basis ``"full"`` and with ``rows``.
         basis: ``"full"``, ``"lowpass"``, ``"sequency"`` or ``"sketch"``.
         block: tokens of a block, power of two, 2 to 64.
-        rows: ``"lowpass"`` only: natural-order rows to keep.
+        rows: natural-order rows to keep, for ``"lowpass"``.
         token_grid: (height, width) of a sample's patches, taken in tiles.
         prefix_tokens: class tokens in front of each sample's grid.
         side: ``"activation"`` or ``"gradient"`` (which carries the sketch's weights).
@@ -112,12 +112,12 @@ def hla(
     source = _matrix(operand(x, "x"))
     check_ints(rank=rank, block=block, prefix_tokens=prefix_tokens)
     check_type(str, basis=basis, side=side)
-    given_grid = (0, 0) if token_grid is None else token_grid
-    grid_h, grid_w = as_ints(given_grid, "token_grid", "(height, width)", 2)
-    kept = [] if rows is None else list(as_ints(rows, "rows", "ints"))
-    if rows is not None and not kept:
+    grid = (0, 0) if token_grid is None else token_grid
+    grid_h, grid_w = as_ints(grid, "token_grid", "(height, width)", 2)
+    row_list = () if rows is None else as_ints(rows, "rows", "ints")
+    if rows is not None and not row_list:
         raise ValueError("rows: an empty list")
-    low_rank = (basis, block, rank, kept, grid_h, grid_w, prefix_tokens)
+    low_rank = (basis, block, rank, row_list, grid_h, grid_w, prefix_tokens)
     if out is None:
         count = _core.hla_rows(source.shape[0], *low_rank)
         target = source.empty((count, source.shape[1]), "float32")
@@ -128,10 +128,7 @@ def hla(
 
 
 def basis_order(basis: Literal["lowpass", "sequency"], block: int = 16) -> list[int]:
-    """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
-
-    Source: docs/numerics.md, "Low rank".
-    """
+    """Row order of ``"lowpass"`` or ``"sequency"``; rank r keeps its first r entries."""
     check_type(str, basis=basis)
     check_ints(block=block)
     return _core.basis_order(basis, block)
@@ -151,7 +148,7 @@ def quantize(
     Args:
         x: ``[R, C]`` float32, float16 or bfloat16, any strides.
         bits: 8 or 4.
-        scale: ``"token"`` (a row), ``"channel"`` (a column) or ``"tensor"``: what shares a scale.
+        scale: ``"token"`` (one per row), ``"channel"`` (one per column) or ``"tensor"``.
         rounding: ``"stochastic"``, ``"nearest"`` or ``"pseudo_stochastic"``.
         key: random key of stochastic rounding.
         packed: 4 bits only: two codes a byte.
@@ -167,15 +164,11 @@ def quantize(
     check_type(str, scale=scale, rounding=rounding)
     height, width = source.shape
     counts = {"token": height, "channel": width, "tensor": 1}
-    if scale not in counts:
-        raise ValueError(f"scale: {scale!r} is not one of 'token', 'channel', 'tensor'")
     if packed and bits != 4:
-        raise ValueError(f"packed: only 4-bit codes are packed, not bits = {bits}")
-    if packed:
-        q = source.empty((height, (width + 1) // 2), "uint8")
-    else:
-        q = source.empty((height, width), "int8")
-    scales = source.empty((counts[scale],), "float32")
+        raise ValueError(f"packed: True requires bits=4, got {bits}")
+    shape = (height, (width + 1) // 2) if packed else (height, width)
+    q = source.empty(shape, "uint8" if packed else "int8")
+    scales = source.empty((counts.get(scale, 1),), "float32")
     _core.quantize(
         source.context(), source.dlpack, bits, scale, rounding, as_key(key), q.dlpack, scales.dlpack
     )
@@ -195,12 +188,11 @@ def dequantize(
 
     Args:
         q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``; C contiguous.
-        scale: float32 vector of R (``"token"``), C (``"channel"``) or 1 (``"tensor"``) elements,
-            contiguous.
-        granularity: which of the three.
+        scale: contiguous float32 vector of R, C or 1 elements.
+        granularity: ``"token"`` (R scales), ``"channel"`` (C) or ``"tensor"`` (1).
         dtype: float32, float16 or bfloat16.
         packed: q holds two INT4 codes a byte.
-        columns: C of a packed q; ``2 * q.shape[1]`` unless given.
+        columns: C of a packed q; None: ``2 * q.shape[1]``.
 
     Returns:
         ``[R, C]`` in ``dtype``.
@@ -221,9 +213,8 @@ def dequantize(
 def pack_int4(q: Array) -> Array:
     """Pack int8 ``[R, C]`` codes in [-8, 7] two a byte, low nibble first: uint8 ``[R, ceil(C/2)]``.
 
-    C is contiguous. Of other codes the upper bits are lost.
-
-    Source: docs/numerics.md, "INT4".
+    C is contiguous. Codes outside of that range lose their upper bits. Source: docs/numerics.md,
+    "INT4".
     """
     source = _matrix(operand(q, "q", ("int8",)))
     target = source.empty((source.shape[0], (source.shape[1] + 1) // 2), "uint8")
@@ -232,11 +223,9 @@ def pack_int4(q: Array) -> Array:
 
 
 def unpack_int4(packed: Array, columns: int | None = None) -> Array:
-    """Undo :func:`pack_int4`: int8 ``[R, columns]``, ``2 * packed.shape[1]`` unless given.
+    """Undo :func:`pack_int4`: int8 ``[R, columns]``; None: ``2 * packed.shape[1]`` columns.
 
-    The bytes of a row are contiguous.
-
-    Source: docs/numerics.md, "INT4".
+    The bytes of a row are contiguous. Source: docs/numerics.md, "INT4".
     """
     source = _matrix(operand(packed, "packed", ("uint8",)))
     target = source.empty((source.shape[0], _columns(source, columns)), "int8")
@@ -272,8 +261,8 @@ def gemm_int8(
 
     Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """
-    scales, rest = (a_scale, b_scale), (divisor, out_dtype, out, accumulate)
-    return _gemm(_core.gemm_int8, "int8", (a, b), scales, None, *rest)
+    operands = (a, b, a_scale, b_scale)
+    return _gemm(_core.gemm_int8, operands, None, divisor, out_dtype, out, accumulate)
 
 
 def gemm_int4(
@@ -288,17 +277,17 @@ def gemm_int4(
     out: Array | None = None,
     accumulate: bool = False,
 ) -> Array:
-    """:func:`gemm_int8` on packed operands, with its other arguments and its result.
+    """:func:`gemm_int8` on packed operands; see there for the other arguments and the result.
 
     Args:
         a: uint8 ``[M, ceil(K/2)]``.
         b: uint8 ``[N, ceil(K/2)]``.
-        k: K; ``2 * a.shape[1]`` unless given.
+        k: K; None: ``2 * a.shape[1]``.
 
     Source: docs/numerics.md, "INT4".
     """
-    scales, rest = (a_scale, b_scale), (divisor, out_dtype, out, accumulate)
-    return _gemm(_core.gemm_int4, "uint8", (a, b), scales, k, *rest)
+    operands = (a, b, a_scale, b_scale)
+    return _gemm(_core.gemm_int4, operands, k, divisor, out_dtype, out, accumulate)
 
 
 def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyLike = 0) -> Saved:
@@ -311,8 +300,6 @@ def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyL
 
     Returns:
         A :class:`Saved`: one uint8 vector, about 0.53 bytes per value with recipe ``"default"``.
-
-    Source: docs/numerics.md.
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(x, "x"), at_least=True)
@@ -355,9 +342,7 @@ def decompress_activation(
     Source: docs/numerics.md, "Back to x".
     """
     if not isinstance(saved, Saved):
-        raise TypeError(
-            f"saved: expected what compress_activation returned, got {type(saved).__name__}"
-        )
+        raise TypeError(f"saved: expected a hotcore.Saved, got {type(saved).__name__}")
     check_fields(saved, "saved")
     source = operand(saved.data, "saved.data", ("uint8",))
     end = saved.tokens if last is None else last
@@ -375,8 +360,8 @@ def decompress_activation(
 def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeight:
     """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`.
 
-    The calls give the same bits as with w itself: weights are rounded to nearest, without random
-    numbers. The result serves all micro-batches of a step, until the optimizer changes w.
+    The calls give the same bits as with w itself: weights are rounded to nearest. The result is
+    valid for all micro-batches of a step, until the optimizer changes w.
 
     Args:
         w: float32, float16 or bfloat16, any strides.
@@ -384,8 +369,6 @@ def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeig
 
     Returns:
         A :class:`QuantizedWeight`: about one byte per value.
-
-    Source: docs/numerics.md.
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(w, "w"))
@@ -398,13 +381,11 @@ def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeig
 
 
 def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> QuantizedForwardWeight:
-    """Quantise w ``[O, I]`` once for several calls of :func:`forward_linear`.
-
-    They then give the same bits as with w itself.
+    """Quantise w ``[O, I]`` once for several calls of :func:`forward_linear`, with the same bits.
 
     Args:
         w: float32, float16 or bfloat16, any strides.
-        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts; None:
+        config: a :class:`HotConfig` or a recipe's name; only ``forward_block`` matters. None:
             ``HotConfig()``.
 
     Returns:
@@ -438,49 +419,36 @@ def quantize_forward_input(
 ) -> QuantizedInput | tuple[QuantizedInput, Saved]:
     """Quantise x ``[..., I]`` once for several calls of :func:`forward_linear`.
 
-    They then give the same bits as with x itself: layers that share an input (q, k and v of
+    The calls give the same bits as with x itself: layers that share an input (q, k and v of
     attention) share its codes. With ``keep`` it also compresses x for backward, with the bits of
-    :func:`compress_activation`; on a GPU that takes fewer reads of x where
-    :func:`hotcore.explain` says so.
+    :func:`compress_activation`. On a GPU this can read x fewer times: :func:`hotcore.explain` shows
+    how often. Source: docs/numerics.md, "Forward".
 
     Args:
         x: float32, float16 or bfloat16, 2 to 4 dimensions whose leading ones collapse; any strides.
-        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts, and with
-            ``keep`` how x is kept; None: ``HotConfig()``.
+        config: a :class:`HotConfig` or a recipe's name. ``forward_block`` matters, and with
+            ``keep`` also the fields of the compression. None: ``HotConfig()``.
         keep: also compress x for the backward pass.
-        key: random key of what is kept; the codes for the product need none.
+        key: random key of the compression; the codes for the product need none.
 
     Returns:
-        A :class:`QuantizedInput`, about one byte a value, or with ``keep`` a pair of it and the
+        A :class:`QuantizedInput`, about one byte a value, or with ``keep`` a pair of it and a
         :class:`Saved`.
-
-    Raises:
-        ValueError: x has another dtype or number of dimensions.
-
-    Source: docs/numerics.md, "Forward".
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(x, "x"), at_least=True)
     sizes = (math.prod(source.shape[:-1]), source.shape[-1])
     spec = settings.forward_spec
     data = source.empty((_core.forward_input_bytes(*sizes, spec),), "uint8")
-    if not keep:
-        _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack)
-        return QuantizedInput(_result(source, data), source.shape, source.dtype, settings)
-    full_key = as_key(key)
-    saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
-    _core.quantize_forward_input(
-        source.context(),
-        source.dlpack,
-        spec,
-        data.dlpack,
-        settings.spec,
-        full_key,
-        saved.dlpack,
-        source.workspace(_core.compress_activation_workspace, *sizes, settings.spec),
-    )
-    kept = Saved(_result(source, saved), *sizes, settings, full_key)
-    return QuantizedInput(_result(source, data), source.shape, source.dtype, settings), kept
+    compression: tuple[Any, ...] = ()
+    if keep:
+        full_key, backward = as_key(key), settings.spec
+        saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
+        workspace = source.workspace(_core.compress_activation_workspace, *sizes, backward)
+        compression = (backward, full_key, saved.dlpack, workspace)
+    _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack, *compression)
+    codes = QuantizedInput(_result(source, data), source.shape, source.dtype, settings)
+    return (codes, Saved(_result(source, saved), *sizes, settings, full_key)) if keep else codes
 
 
 def forward_linear(
@@ -492,47 +460,41 @@ def forward_linear(
     out_dtype: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """``y = x w^T + bias`` by an INT8 product, whatever ``config.forward`` says.
+    """``y = x w^T + bias`` as an INT8 product, for every value of ``config.forward``.
 
-    Both operands are transformed in blocks along I and rounded to nearest, x with a scale for each
-    token, w with one for each out feature. Deterministic. A row of x (of w) with NaN or Inf makes
-    that row (column) of y NaN.
+    Both operands are transformed in blocks along I and rounded to nearest. x has a scale for each
+    token, w for each out feature. The result is deterministic. A row of x (of w) with NaN or Inf
+    makes that row (column) of y NaN. Source: docs/numerics.md, "Forward".
 
     Args:
-        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. Or
-            what :func:`quantize_forward_input` made of it with the same block.
-        w: ``[O, I]``, or what :func:`quantize_forward_weight` made of it with the same block.
+        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. A
+            result of :func:`quantize_forward_input` with the same block also works.
+        w: ``[O, I]``, or the result of :func:`quantize_forward_weight` with the same block.
         bias: ``[O]`` or None; added in fp32 before the one rounding.
-        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts; None:
-            that of a quantised x or w, or ``HotConfig()``.
+        config: a :class:`HotConfig` or a recipe's name; only ``forward_block`` matters. None: that
+            of a quantised x or w, or ``HotConfig()``.
         out_dtype: dtype of a new result; None: x's.
         out: ``[L, O]`` or ``[..., O]`` array to write.
 
     Returns:
         ``out``, or a new ``[..., O]``.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit, or an operand was quantised with another
-            block.
-
-    Source: docs/numerics.md, "Forward".
     """
     if isinstance(w, QuantizedWeight):
         raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
-    coded: dict[str, HotConfig] = {}
+    coded: dict[str, Any] = {}
     if isinstance(x, QuantizedInput):
-        check_fields(x, "x")
-        coded["x"] = x.config
+        coded["x"] = x
     if isinstance(w, QuantizedForwardWeight):
-        check_fields(w, "w")
-        coded["w"] = w.config
-    settings = next(iter(coded.values()), HotConfig()) if config is None else as_config(config)
-    for name, own in coded.items():
-        if own.forward_block != settings.forward_block:
+        coded["w"] = w
+    for name, codes in coded.items():
+        check_fields(codes, name)
+        config = codes.config if config is None else as_config(config)
+        if codes.config.forward_block != config.forward_block:
             raise ValueError(
-                f"{name}: quantised with forward_block = {own.forward_block}; expected "
-                f"{settings.forward_block}"
+                f"{name}: quantised with forward_block = {codes.config.forward_block}; expected "
+                f"{config.forward_block}"
             )
+    settings = HotConfig() if config is None else as_config(config)
     if isinstance(x, QuantizedInput):
         source, x_shape, x_dtype = operand(x.data, "x.data", ("uint8",)), x.shape, x.dtype
     else:
@@ -573,11 +535,14 @@ def forward_linear(
 
 
 if TYPE_CHECKING:
-    # Generic, so that a type checker knows which of the three are None. Python 3.10 has no generic
-    # NamedTuple at run time.
+    # Type checkers know which of the three are None. Python 3.10 has no generic NamedTuple at run
+    # time.
     _Gx = TypeVar("_Gx")
     _Gw = TypeVar("_Gw")
     _Gb = TypeVar("_Gb")
+    _Pair = tuple[Literal["gx"], Literal["gw"]]
+    _All = tuple[Literal["gx"], Literal["gw"], Literal["gb"]]
+    _Some = Need | Collection[Need]
 
     class Gradients(NamedTuple, Generic[_Gx, _Gw, _Gb]):
         """Result of :func:`backward_linear`."""
@@ -596,8 +561,8 @@ if TYPE_CHECKING:
 
 else:
     Gradients = NamedTuple("Gradients", [(name, Any) for name in get_args(Need)])
-    Gradients.__doc__ = """What :func:`backward_linear` returns: gx ``[..., I]``, gw ``[O, I]``,
-    gb ``[O]``. None stands for what was not requested."""
+    Gradients.__doc__ = """Result of :func:`backward_linear`: gx ``[..., I]``, gw ``[O, I]``,
+    gb ``[O]``; None for a gradient that was not requested."""
 
 
 @overload
@@ -610,30 +575,15 @@ def backward_linear(
 ) -> Gradients[None, Array, None]: ...
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array,
-    saved_or_x: Array,
-    *,
-    need: tuple[Literal["gx"], Literal["gw"]] = ...,
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: _Pair = ..., **options: Unpack[_Options]
 ) -> Gradients[Array, Array, None]: ...
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array,
-    saved_or_x: Array,
-    *,
-    need: tuple[Literal["gx"], Literal["gw"], Literal["gb"]],
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: _All, **options: Unpack[_Options]
 ) -> Gradients[Array, Array, Array]: ...
 @overload
 def backward_linear(
-    gy: Array,
-    w: Array,
-    saved_or_x: Array,
-    *,
-    need: Need | Collection[Need],
-    **options: Unpack[_Options],
+    gy: Array, w: Array, saved_or_x: Array, *, need: _Some, **options: Unpack[_Options]
 ) -> Gradients[Array | None, Array | None, Array | None]: ...
 def backward_linear(
     gy: Array,
@@ -658,7 +608,7 @@ def backward_linear(
             compressed first; None if ``"gw"`` is not needed.
         config: a :class:`HotConfig` or a recipe's name; None: that of ``saved_or_x``, or
             ``HotConfig()``.
-        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute, at least one.
+        need: one or several of ``"gx"``, ``"gw"``, ``"gb"``: the gradients to compute.
         key: random key; None: that of ``saved_or_x``, or 0.
         out_dtype: dtype of new results; None: gy's.
         gw_out: ``[O, I]`` array to write, if ``"gw"`` is needed.
@@ -667,12 +617,6 @@ def backward_linear(
 
     Returns:
         :class:`Gradients`; gx has gy's leading dimensions.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit, arrays overlap, or an argument would have
-            no effect (``gw_out`` without ``"gw"``).
-
-    Source: docs/numerics.md.
     """
     grad = _matrix(operand(gy, "gy"), at_least=True)
     wanted = arrays.needed(need, get_args(Need))
@@ -685,7 +629,7 @@ def backward_linear(
     elif "gw" in wanted:
         if saved_or_x is None:
             raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
-        _matrix(operand(saved_or_x, "saved_or_x"), at_least=True)  # so that messages have its name
+        _matrix(operand(saved_or_x, "saved_or_x"), at_least=True)  # for the name in messages
         saved = compress_activation(saved_or_x, config, key=0 if key is None else key)
     if saved is not None and saved.tokens != tokens:
         raise ValueError(f"saved_or_x: {saved.tokens} tokens; gy has {tokens}")
@@ -709,28 +653,27 @@ def backward_linear(
             raise ValueError(f"w: shape {shape}; x has {in_features} in features")
         in_features = shape[1]
 
-    given = {"gx": None, "gw": gw_out, "gb": gb_out}
+    outputs = {"gx": None, "gw": gw_out, "gb": gb_out}
     if accumulate and wanted == {"gx"}:
-        raise ValueError("accumulate: nothing would be added; need leaves 'gw' and 'gb' out")
+        raise ValueError("accumulate: requires 'gw' or 'gb' in need")
     dtype = grad.dtype if out_dtype is None else grad.float_dtype(out_dtype, "out_dtype")
     shapes = {
         "gx": (*grad.shape[:-1], in_features),
         "gw": (out_features, in_features),
         "gb": (out_features,),
     }
-    targets: list[Operand | None] = []
-    for name, array in given.items():
+    targets: dict[str, Operand] = {}
+    for name, array in outputs.items():
         if array is not None:
             if name not in wanted:
-                raise ValueError(f"{name}_out: nothing would be written; need leaves {name!r} out")
-            targets.append(output(array, f"{name}_out", grad))
-        elif accumulate and name != "gx" and name in wanted:
-            raise ValueError(f"accumulate: there is no {name}_out to add to")
-        else:
-            targets.append(grad.empty(shapes[name], dtype) if name in wanted else None)
-
-    gx, gw, gb = (None if target is None else target.dlpack for target in targets)
-    kept = _bytes(saved.data, "saved_or_x", grad) if saved and "gw" in wanted else None
+                raise ValueError(f"{name}_out: requires {name!r} in need")
+            targets[name] = output(array, f"{name}_out", grad)
+        elif name in wanted:
+            if accumulate and name != "gx":
+                raise ValueError(f"accumulate: requires {name}_out")
+            targets[name] = grad.empty(shapes[name], dtype)
+    gx, gw, gb = (targets[name].dlpack if name in targets else None for name in outputs)
+    x_bytes = _bytes(saved.data, "saved_or_x", grad) if saved and "gw" in wanted else None
     sizes = (tokens, out_features, in_features, settings.spec, "gx" in wanted, "gw" in wanted)
     workspace = grad.workspace(_core.backward_linear_workspace, *sizes)
     try:
@@ -738,7 +681,7 @@ def backward_linear(
             grad.context(),
             grad.dlpack,
             weight.dlpack if weight and not quantized else None,
-            kept.dlpack if kept else None,
+            x_bytes.dlpack if x_bytes else None,
             tokens,
             in_features,
             saved.key if saved else full_key,
@@ -754,9 +697,8 @@ def backward_linear(
     except (ValueError, NotImplementedError) as error:
         names = {"gw": "gw_out", "gb": "gb_out", "quantized_weight": "w"}
         raise _renamed(error, **names) from None
-    results = zip(targets, given.values(), strict=True)
     return Gradients(
-        *(_result(grad, target, array) if target else None for target, array in results)
+        *(_result(grad, targets[n], outputs[n]) if n in targets else None for n in outputs)
     )
 
 
@@ -767,10 +709,10 @@ def supported(
     config: ConfigLike | None = None,
     device: Any = "cpu",
 ) -> tuple[bool, str]:
-    """Whether this build and device can run a layer, and if not, why.
+    """Whether this build and device can run a layer's products, and the reason if they cannot.
 
-    Its backward, and its forward where the configuration has one of its own. On CUDA that includes
-    whether the build has kernels for that GPU.
+    The backward products count, and with ``forward="int8"`` the forward product. On CUDA the build
+    must have kernels for that GPU.
 
     Args:
         tokens: L, rows of x.
@@ -781,14 +723,11 @@ def supported(
 
     Returns:
         ``(True, "")``, or False and the reason.
-
-    Raises:
-        ValueError: a device of another kind.
     """
     settings = HotConfig() if config is None else as_config(config)
     where, _, index = str(device).partition(":")
     if where not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ValueError(f"device: {device!r}; expected 'cpu', 'cuda' or 'cuda:<number>'")
+        raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:<number>', got {device!r}")
     check_ints(64, tokens=tokens, out_features=out_features, in_features=in_features)
     number = as_int(int(index or 0), "device")
     try:
@@ -803,42 +742,43 @@ def supported(
 
 
 def _renamed(error: Exception, **names: str) -> Exception:
-    """An error of libhot with these of its arguments' names as they are called here."""
+    """Return libhot's error with its names of arguments replaced by Python's."""
     text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
     return type(error)(text)
 
 
-def _result(source: Operand, target: Operand, given: Array | None = None) -> Array:
-    if given is None:
+def _result(source: Operand, target: Operand, out: Array | None = None) -> Array:
+    """Return the caller's ``out``, or else a new array of the caller's framework."""
+    if out is None:
         return source.kind.result(target.array)
-    target.kind.written(given)
-    return given
+    target.kind.written(out)
+    return out
 
 
-def _matrix(found: Operand, at_least: bool = False) -> Operand:
-    rank = len(found.shape)
-    if rank != 2 and not (at_least and 2 < rank <= 4):
+def _matrix(array: Operand, at_least: bool = False) -> Operand:
+    """Refuse an array without 2 dimensions, or without 2 to 4. Raises ValueError."""
+    if not 2 <= len(array.shape) <= (4 if at_least else 2):
         expected = "2 to 4 dimensions" if at_least else "2 dimensions"
-        raise ValueError(f"{found.name}: shape {found.shape}; expected {expected}")
-    return found
+        raise ValueError(f"{array.name}: shape {array.shape}; expected {expected}")
+    return array
 
 
 def _weight(
     w: Any, coded: type[QuantizedWeight | QuantizedForwardWeight], like: Operand
 ) -> tuple[Operand, tuple[int, ...]]:
-    """A weight, or its codes of that class, and its shape ``[O, I]``."""
+    """Return a weight or its codes, and its shape ``[O, I]``."""
     if isinstance(w, coded):
         return _bytes(w.data, "w", like), (w.out_features, w.in_features)
-    found = _matrix(operand(w, "w"))
-    return found, found.shape
+    weight = _matrix(operand(w, "w"))
+    return weight, weight.shape
 
 
 def _bytes(data: Array, name: str, like: Operand) -> Operand:
-    """Codes of the argument ``name``, whose device libhot does not see."""
-    found = operand(data, f"{name}.data", ("uint8",))
-    if found.device != like.device:
+    """Read the codes of an argument, and check their device, which libhot does not see."""
+    codes = operand(data, f"{name}.data", ("uint8",))
+    if codes.device != like.device:
         raise ValueError(f"{name}: on another device than {like.name}")
-    return found
+    return codes
 
 
 def _columns(packed: Operand, columns: int | None) -> int:
@@ -847,7 +787,7 @@ def _columns(packed: Operand, columns: int | None) -> int:
     check_ints(64, columns=columns)
     if columns < 0 or (columns + 1) // 2 != packed.shape[1]:
         raise ValueError(
-            f"columns: {columns} values do not take the {packed.shape[1]} bytes of a row of "
+            f"columns: {columns} values do not fill the {packed.shape[1]} bytes of a row of "
             f"{packed.name}"
         )
     return columns
@@ -855,45 +795,42 @@ def _columns(packed: Operand, columns: int | None) -> int:
 
 def _gemm(
     product: Any,
-    dtype: str,
-    factors: tuple[Array, Array],
-    scales: tuple[Array | None, Array | None],
+    operands: tuple[Array, Array, Array | None, Array | None],
     k: int | None,
     divisor: int,
     out_dtype: Any,
     out: Array | None,
     accumulate: bool,
 ) -> Array:
-    left, right = (
-        _matrix(operand(x, name, (dtype,))) for x, name in zip(factors, ("a", "b"), strict=True)
-    )
+    packed = product is _core.gemm_int4
+    a, b, a_scale, b_scale = operands
+    dtypes = ("uint8",) if packed else ("int8",)
+    left, right = _matrix(operand(a, "a", dtypes)), _matrix(operand(b, "b", dtypes))
     check_ints(divisor=divisor)
     check_type(bool, accumulate=accumulate)
-    packed = dtype == "uint8"
     depth = left.shape[1] * (2 if packed else 1) if k is None else k
     check_ints(64, k=depth)
+    scales = {"a_scale": a_scale, "b_scale": b_scale}
+    missing = [name for name, scale in scales.items() if scale is None]
+    if len(missing) == 1:
+        raise ValueError(f"{missing[0]}: missing; give both scales or none")
     shape = (left.shape[0], right.shape[0])
-    given = [
-        None if scale is None else operand(scale, name, ("float32",)).dlpack
-        for scale, name in zip(scales, ("a_scale", "b_scale"), strict=True)
-    ]
-    if (given[0] is None) != (given[1] is None):
-        missing = "a_scale" if given[0] is None else "b_scale"
-        raise ValueError(f"{missing}: missing; give both scales or none")
-    sums = given[0] is None
     if out is not None:
-        target = output(out, "out", left, ("int32",) if sums else FLOATS)
+        target = output(out, "out", left, ("int32",) if missing else FLOATS)
     elif accumulate:
-        raise ValueError("accumulate: there is no out to add to")
+        raise ValueError("accumulate: requires out")
     else:
-        name = "int32" if sums else left.float_dtype(out_dtype, "out_dtype")
-        target = left.empty(shape, name)
+        dtype = "int32" if missing else left.float_dtype(out_dtype, "out_dtype")
+        target = left.empty(shape, dtype)
     product(
         left.context(),
         left.dlpack,
         right.dlpack,
         *((depth,) if packed else ()),
-        *given,
+        *(
+            None if missing else operand(scale, name, ("float32",)).dlpack
+            for name, scale in scales.items()
+        ),
         divisor,
         accumulate,
         target.dlpack,

@@ -1,8 +1,8 @@
 """Classes of GPUs: the rate of INT8 products beside bf16's, and which class was measured.
 
 ``convert``'s rule, ``hotcore.info``, ``hotcore.explain`` and ``hotcore.torch.advise`` read this one
-table. A class is a compute capability, and for some also a name: bf16 products with fp32 sums run
-at half rate on GeForce cards. Source: docs/gpus.md, which has each figure's origin.
+table. A class is a compute capability, for some with a name: bf16 products with fp32 sums run at
+half rate on GeForce cards. Source: docs/gpus.md, with the origin of each figure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Int8Rate(NamedTuple):
     ratio: float | None
     """None: unknown."""
     source: Literal["measured", "derived", "none", "unknown", "assumed"]
-    """``"none"``: the device has no INT8 units that libhot's kernels could use."""
+    """``"none"``: the device has no INT8 units for libhot's kernels."""
     why: str
     """Figures behind the ratio, or the reason for its absence."""
 
@@ -65,7 +65,7 @@ ABSENT = Int8Rate(2, "assumed", "no GPU is here, so that of an H200")
 
 
 def int8_rate(name: str, major: int, minor: int) -> Int8Rate:
-    """The rate of a GPU by its name (as torch and nvidia-smi say it) and compute capability."""
+    """Return the rate of a GPU by its name (torch's and nvidia-smi's) and compute capability."""
     for capability, part, rate in _TABLE:
         if capability == (major, minor) and part in name:
             return rate
@@ -75,7 +75,7 @@ def int8_rate(name: str, major: int, minor: int) -> Int8Rate:
 
 
 def name_of(device: int) -> str:
-    """Name of a CUDA device of this process; empty without a framework that was asked for one."""
+    """Name of a CUDA device of this process; empty if torch is not imported or sees no GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return ""

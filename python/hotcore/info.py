@@ -1,15 +1,17 @@
-"""Facts about this installation: ``python -m hotcore.info`` prints, :func:`collect` returns them.
+"""Facts about this installation: ``python -m hotcore`` prints, :func:`collect` returns them.
 
-A probe that fails is reported as its error, and the others still run.
+The report has the error of a probe that fails, and the others still run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,23 +24,24 @@ from .config import RECIPES, HotConfig
 Gpu = tuple[str, int, int]
 """Name and compute capability."""
 
-_ISAS = ("plain", "avx2", "avx512", "amx")
+_EXTENSION = Path(_core.__file__ or "").resolve()
 _VERDICTS = {"none": "cannot be used", "slow": "usable, but slower than it could be", "full": "ok"}
 
 
 def collect() -> dict[str, Any]:
     """Return all facts as values of JSON, in printing order; ``--json`` prints them.
 
-    * ``hotcore``, ``numpy``, ``torch``, ``python``: versions; None where it is not installed.
-    * ``backends``, ``instruction_sets``, ``cuda_architectures``: lists of names (the last as CMake
-      writes them, empty without CUDA); ``instruction_set``, ``threads``: what a call uses.
+    * ``hotcore``, ``numpy``, ``torch``, ``python``: versions; None: not installed.
+    * ``backends``, ``instruction_sets``, ``cuda_architectures``: lists of names; the last in
+      CMake's form, empty without CUDA. ``instruction_set``, ``threads``: those of a call.
     * ``cuda_tested``: architecture to a sentence; ``wgmma``, ``jax``: whether the wgmma kernels and
       the handlers of ``hotcore.jax`` were built.
-    * ``cuda_error``: what the CUDA runtime says where it finds no GPU; None where it finds some,
-      and without CUDA. ``driver``: whether there is a driver of NVIDIA's.
+    * ``cuda_error``: the CUDA runtime's message if it finds no GPU; None if it finds one, or in a
+      build without CUDA. ``driver``: whether an NVIDIA driver is loaded.
     * ``gpus``: a list of ``name``, ``compute_capability`` (two numbers), ``level`` ("none", "slow",
-      "full"), ``verdict`` (a sentence), ``int8_ratio`` (the rate of INT8 products as a multiple of
-      bf16's; None: unknown), ``int8`` (a sentence) and ``source`` ("torch" or "nvidia-smi").
+      "full"), ``verdict``, ``int8_ratio``, ``int8`` and ``source`` ("torch" or "nvidia-smi").
+      ``verdict`` and ``int8`` are sentences. ``int8_ratio`` is the rate of INT8 products as a
+      multiple of bf16's; None: unknown.
     * ``extension``, ``library``, ``cmake_dir``, ``python_executable``: paths; None for a library
       that is inside the extension and for an installation without a CMake package. ``platform``.
 
@@ -57,29 +60,54 @@ def table(facts: dict[str, Any]) -> dict[str, str]:
     """Return :func:`collect`'s facts as label to text, for a person, in printing order."""
     rows: dict[str, str] = {}
     for label, keys, text in _ROWS:
-        found = [facts[key] for key in keys]
-        failed = [one["error"] for one in found if isinstance(one, dict) and set(one) == {"error"}]
-        rows[label] = f"unknown ({failed[0]})" if failed else text(*found)
+        values = [facts[key] for key in keys]
+        failed = [value["error"] for value in values if _failed(value)]
+        rows[label] = f"unknown ({failed[0]})" if failed else text(*values)
         if label == "GPUs" and not failed:
             for index, gpu in enumerate(facts["gpus"]):
                 rows[f"GPU {index}"] = f"{gpu['name']}: {_VERDICTS[gpu['level']]}: {gpu['verdict']}"
                 rows[f"GPU {index}, INT8"] = gpu["int8"]
+    rows["advice"] = _advice(facts)
     return rows
 
 
+def _failed(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"error"}
+
+
+def _advice(facts: dict[str, Any]) -> str:
+    """Return the next step on this machine."""
+    devices, driver, torch = (facts[key] for key in ("gpus", "driver", "torch"))
+    if _failed(devices) or _failed(driver) or _failed(torch):
+        return "begin with the lines that are unknown"
+    if not devices and driver:
+        return "a driver is loaded, but no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    for gpu in devices:
+        if gpu["level"] != "full":
+            return f"see the line of {gpu['name']}: {_VERDICTS[gpu['level']]}"
+    if torch is None:
+        return "for hotcore.torch: pip install 'torch>=2.6'"
+    measure = "hot.advise(model, batch) measures your model"
+    if not devices:
+        return f"no GPU is here, layers run on the CPU; {measure}"
+    if not (devices[0]["int8_ratio"] or 0) > 1:
+        return f"this GPU saves memory but no time; {measure}"
+    if tuple(devices[0]["compute_capability"]) not in gpus.MEASURED:
+        return f"first python -m hotcore.info --self-test; {measure}"
+    return f'begin with hot.convert(model, "default", forward="int8"); {measure}'
+
+
 def verdict(major: int, minor: int) -> str:
-    """One line on how this build runs on a GPU of compute capability ``major.minor``."""
+    """Return one line: can this build use a GPU of compute capability ``major.minor``?"""
     level, text = _judge(major, minor)
     return f"{_VERDICTS[level]}: {text}"
 
 
 def _judge(major: int, minor: int) -> tuple[str, str]:
     if not _core.built_with_cuda():
-        return (
-            "none",
-            f"compute capability {major}.{minor}, and this build has no CUDA backend; where there "
-            "is a CUDA compiler: HOT_CUDA=ON pip install --force-reinstall --no-deps . "
-            "(docs/quickstart.md)",
+        return "none", (
+            "this build has no CUDA backend; on a machine with nvcc: HOT_CUDA=ON pip install "
+            "--force-reinstall --no-deps . (docs/quickstart.md)"
         )
     return _core.judge_device(major, minor, _core.cuda_architectures(), _core.cuda_wgmma())
 
@@ -88,33 +116,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print :func:`table` of :func:`collect`, or the output of the options."""
     parser = argparse.ArgumentParser(
         prog="python -m hotcore.info",
-        description="What this installation of hotcore is.",
+        description="Prints the facts of this installation of hotcore.",
         allow_abbrev=False,
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the values as one JSON object")
-    form.add_argument(
-        "--cmake-dir", action="store_true", help="only the folder of its CMake package"
-    )
-    form.add_argument(
-        "--self-test",
-        action="store_true",
-        help="compare products and roundings of every GPU of this process with the CPU's bits",
-    )
-    form.add_argument(
-        "--explain",
-        nargs=3,
-        type=int,
-        metavar=("TOKENS", "OUT", "IN"),
-        help="the kernels of a linear layer on a GPU, which need not be there",
-    )
-    parser.add_argument(
-        "--device", help="with --explain: sm_90 (the default), sm_80, ... or cuda:0"
-    )
-    *others, last = RECIPES
-    recipes = f"{', '.join(others)} or {last}"
-    parser.add_argument("--recipe", help=f"with --explain: {recipes}")
-    parser.add_argument("--forward", help="with --explain: plain (the default) or int8")
+    for flag, text in (
+        ("--json", "the values as one JSON object"),
+        ("--cmake-dir", "only the folder of its CMake package"),
+        ("--self-test", "compare products and roundings of every visible GPU with the CPU's bits"),
+    ):
+        form.add_argument(flag, action="store_true", help=text)
+    text = "the kernels of a linear layer on a GPU, which need not be there"
+    form.add_argument("--explain", nargs=3, type=int, metavar=("TOKENS", "OUT", "IN"), help=text)
+    for flag, text in (
+        ("--device", "sm_90 (the default), sm_80, ... or cuda:0"),
+        ("--recipe", ", ".join(RECIPES)),
+        ("--forward", "plain (the default) or int8"),
+    ):
+        parser.add_argument(flag, help=f"with --explain: {text}")
     options = parser.parse_args(arguments)
     if options.explain:
         return _explain(parser, options)
@@ -127,25 +146,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is None:
             parser.exit(1, "hotcore.info: this installation has no CMake package\n")
         print(folder)
-        return 0
-    facts = collect()
-    if options.json:
-        print(json.dumps(facts, indent=1))
-        return 0
-    rows = table(facts)
-    width = max(map(len, rows))
-    for label, text in rows.items():
-        print(f"{label:<{width}}  {text}")
+    elif options.json:
+        print(json.dumps(collect(), indent=1))
+    else:
+        rows = table(collect())
+        width = max(map(len, rows))
+        for label, text in rows.items():
+            print(f"{label:<{width}}  {text}")
     return 0
 
 
 def _self_test() -> int:
-    found = _gpus()
-    usable = [(number, gpu) for number, gpu in enumerate(found) if gpu["level"] != "none"]
-    for gpu in found:
+    usable = []
+    for number, gpu in enumerate(_gpus()):
         if gpu["level"] == "none":
             print(f"{gpu['name']}: not tested: {gpu['verdict']}")
-    passed, lines = selftest.report((number, gpu["name"]) for number, gpu in usable)
+        else:
+            usable.append((number, gpu["name"]))
+    passed, lines = selftest.report(usable)
     print("\n".join(lines or ["no GPU to test"]))
     return 0 if usable and passed else 1
 
@@ -161,12 +179,12 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     return 0
 
 
-def _usable(isa: str) -> bool:
-    try:
-        _core.CoreContext(1, isa)
-    except (NotImplementedError, ValueError):
-        return False
-    return True
+def _instruction_sets() -> list[str]:
+    usable = []
+    for isa in ("plain", "avx2", "avx512", "amx"):
+        with contextlib.suppress(NotImplementedError, ValueError):
+            usable.append(_core.CoreContext(1, isa).isa)
+    return usable
 
 
 def _cuda_archs() -> list[str]:
@@ -174,7 +192,7 @@ def _cuda_archs() -> list[str]:
 
 
 def _cuda_tested() -> dict[str, str]:
-    # Architectures that make gpu-check runs on, and those of hotcore.selftest.
+    # make gpu-check runs on the tested ones, hotcore.selftest on all others.
     tested = {"80": "its kernels tested on an H200"}
     tested["90a"] = "tested on an H200" if _core.cuda_wgmma() else "compiled only, without wgmma"
     archs = dict.fromkeys(arch.split("-")[0] for arch in _cuda_archs())
@@ -182,23 +200,16 @@ def _cuda_tested() -> dict[str, str]:
     return {f"sm_{arch}": tested.get(arch, other) for arch in archs}
 
 
-def _extension() -> str:
-    return str(Path(_core.__file__ or "").resolve())
-
-
 def _find(pattern: str) -> str | None:
     # An editable install has Python files and built files in two places.
-    roots = dict.fromkeys([Path(__file__).resolve().parent, Path(_extension()).parent])
-    for root in roots:
-        found = sorted(root.rglob(pattern))
-        if found:
-            return str(found[0])
-    return None
+    roots = (Path(__file__).resolve().parent, _EXTENSION.parent)
+    paths = (path for root in roots for path in sorted(root.rglob(pattern)))
+    return next(map(str, paths), None)
 
 
 def _cmake() -> str | None:
-    found = _find("hotcoreConfig.cmake")
-    return None if found is None else str(Path(found).parent)
+    path = _find("hotcoreConfig.cmake")
+    return None if path is None else str(Path(path).parent)
 
 
 def _version_of(name: str) -> str | None:
@@ -209,20 +220,19 @@ def _version_of(name: str) -> str | None:
 
 
 def _cuda_error() -> str | None:
-    # The driver is too old for the build, or devices are hidden.
-    if _core.built_with_cuda():
-        try:
+    # Causes are a missing or old driver, and hidden devices.
+    try:
+        if _core.built_with_cuda():
             _core.cuda_device_verdict(0)
-        except (RuntimeError, ValueError) as error:
-            return str(error)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
     return None
 
 
 def _gpus() -> list[dict[str, Any]]:
-    found, source = _gpus_of_torch(), "torch"
-    if not found:
-        found, source = _gpus_of_driver(), "nvidia-smi"
-    return [_gpu(*one, source) for one in found]
+    if present := _gpus_of_torch():
+        return [_gpu(*gpu, "torch") for gpu in present]
+    return [_gpu(*gpu, "nvidia-smi") for gpu in _gpus_of_driver()]
 
 
 def _gpu(name: str, major: int, minor: int, source: str) -> dict[str, Any]:
@@ -240,17 +250,12 @@ def _gpu(name: str, major: int, minor: int, source: str) -> dict[str, Any]:
 
 
 def _gpus_of_torch() -> list[Gpu]:
-    # The devices that this process may use, in its order.
-    try:
-        cuda = importlib.import_module("torch").cuda
-    except ModuleNotFoundError:
+    # torch lists the devices of this process, in its order.
+    if _version_of("torch") is None:
         return []
-    if not cuda.is_available():
-        return []
-    return [
-        (str(cuda.get_device_name(index)), *cuda.get_device_capability(index))
-        for index in range(cuda.device_count())
-    ]
+    cuda = sys.modules["torch"].cuda
+    devices = range(cuda.device_count() if cuda.is_available() else 0)
+    return [(str(cuda.get_device_name(i)), *cuda.get_device_capability(i)) for i in devices]
 
 
 def _gpus_of_driver() -> list[Gpu]:
@@ -261,18 +266,14 @@ def _gpus_of_driver() -> list[Gpu]:
         return []
     except subprocess.CalledProcessError as error:
         raise RuntimeError(f"nvidia-smi: {(error.stdout + error.stderr).strip()}") from None
-    found = []
-    for line in done.stdout.splitlines():
-        name, _, capability = line.rpartition(",")
-        major, _, minor = capability.strip().partition(".")
-        found.append((name.strip(), int(major), int(minor)))
-    return found
+    rows = re.findall(r"^(.*), *(\d+)\.(\d+)\s*$", done.stdout, re.MULTILINE)
+    return [(name, int(major), int(minor)) for name, major, minor in rows]
 
 
 _PROBES: dict[str, Callable[[], Any]] = {
     "hotcore": _core.version,
     "backends": lambda: ["cpu", "cuda"] if _core.built_with_cuda() else ["cpu"],
-    "instruction_sets": lambda: [isa for isa in _ISAS if _usable(isa)],
+    "instruction_sets": _instruction_sets,
     "instruction_set": contexts.isa,
     "threads": contexts.num_threads,
     "cuda_architectures": _cuda_archs,
@@ -282,7 +283,7 @@ _PROBES: dict[str, Callable[[], Any]] = {
     "cuda_error": _cuda_error,
     "driver": lambda: Path("/dev/nvidiactl").exists(),
     "gpus": _gpus,
-    "extension": _extension,
+    "extension": lambda: str(_EXTENSION),
     "library": lambda: _find("libhot.*"),
     "cmake_dir": _cmake,
     "python": platform.python_version,
@@ -293,20 +294,24 @@ _PROBES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _installed(found: str | None) -> str:
-    return found or "not installed"
+def _installed(version: str | None) -> str:
+    return version or "not installed"
+
+
+def _backends_text(names: list[str]) -> str:
+    return ", ".join(names) + ("" if "cuda" in names else " (built without CUDA)")
 
 
 def _wgmma_text(built: bool, backends: list[str]) -> str:
-    if built:
-        return "yes"
-    why = " (built without the CUTLASS headers, or not for 90a)"
-    return f"no{why if 'cuda' in backends else ''}"
+    why = " (built without the CUTLASS headers, or not for 90a)" if "cuda" in backends else ""
+    return "yes" if built else f"no{why}"
 
 
-def _runtime_text(error: str | None, backends: list[str]) -> str:
+def _runtime_text(error: str | None, backends: list[str], driver: bool) -> str:
     if "cuda" not in backends:
         return "none"
+    if error is not None and not driver:
+        return "no NVIDIA driver on this machine"
     return "finds GPUs" if error is None else f"finds no GPU: {error}"
 
 
@@ -318,22 +323,18 @@ def _gpus_text(gpus: list[dict[str, Any]], driver: bool) -> str:
 
 _ROWS: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
     ("hotcore", ("hotcore",), str),
-    (
-        "backends",
-        ("backends",),
-        lambda names: ", ".join(names) + ("" if "cuda" in names else " (built without CUDA)"),
-    ),
+    ("backends", ("backends",), _backends_text),
     ("instruction sets", ("instruction_sets",), ", ".join),
     ("instruction set used", ("instruction_set", "threads"), "{}, {} threads".format),
     ("CUDA architectures", ("cuda_architectures",), lambda archs: ", ".join(archs) or "none"),
     (
         "of these",
         ("cuda_tested",),
-        lambda archs: ", ".join(f"{arch}: {text}" for arch, text in archs.items()) or "none",
+        lambda archs: ", ".join(map(": ".join, archs.items())) or "none",
     ),
     ("wgmma kernels", ("wgmma", "backends"), _wgmma_text),
     ("hotcore.jax", ("jax",), lambda built: "built" if built else "not built (HOT_JAX=ON)"),
-    ("CUDA runtime", ("cuda_error", "backends"), _runtime_text),
+    ("CUDA runtime", ("cuda_error", "backends", "driver"), _runtime_text),
     ("GPUs", ("gpus", "driver"), _gpus_text),
     ("extension", ("extension",), str),
     ("library", ("library",), lambda path: path or "inside the extension (static)"),

@@ -18,7 +18,7 @@ class Step:
     """A launch of a kernel, or a memset."""
 
     call: str
-    """The function that does it: quantize_forward_weight, quantize_forward_input, forward_linear,
+    """Function that launches it: quantize_forward_weight, quantize_forward_input, forward_linear,
     compress_activation, quantize_weight or backward_linear."""
     kernel: str
     file: str
@@ -34,16 +34,16 @@ class Step:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     bytes_read: int
-    """Bytes of each operand, as often as the kernel reads it."""
+    """Bytes of each operand times the number of its reads."""
     bytes_written: int
     operations: int
     """2 M N K for a product."""
     independent: bool
     """Whether it may start before the previous kernel has ended."""
     slow: str
-    """What it costs that no faster kernel fits, and why; empty: nothing."""
+    """Cost of this kernel beside a faster one that does not fit, and the reason; empty: none."""
     passed_over: tuple[str, ...]
-    """The kernels before it in its operand's list, "kernel: why", whether that costs or not."""
+    """Kernels before it in its operand's list that do not fit, as "kernel: reason"."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,18 @@ class Explanation:
 
     device: str
     lacks: tuple[str, ...]
-    """Kinds of kernels that the device could run and the build lacks, e.g. "tcgen05"."""
+    """Kinds of kernels that the device can run and the build lacks, e.g. "tcgen05"."""
     steps: tuple[Step, ...]
     workspace: int
     """Bytes of scratch for backward; an estimate if the device is not present."""
     gy_passes: int
-    """How often g_y is read."""
+    """Number of reads of g_y."""
     bytes_read: int
     bytes_written: int
     operations: int
     floor_us: float
-    """Lower bound of the time of these steps in microseconds: bytes at the device's bandwidth, or
-    products at its INT8 rate if that takes longer; no launches, no latency. 0 if ``rates`` is
-    empty."""
+    """Lower bound of the time in microseconds, without launches and latency; 0 if ``rates`` is
+    empty. It is the longer of bytes at the device's bandwidth and products at its INT8 rate."""
     rates: str
     """The rates behind the floor."""
     slow: tuple[str, ...]
@@ -93,10 +92,10 @@ def explain(
     bias_dtype: Any = "float32",
     wgmma: bool | None = None,
 ) -> Explanation:
-    """Explain which kernels a linear layer runs on a GPU, what they move, and why any is slow.
+    """Explain which kernels a linear layer runs on a GPU, their traffic, and why any is slow.
 
-    Nothing runs, and no GPU is needed: the CUDA backend's own planner makes the plan. Where a grid
-    depends on occupancy, a device that is not present is modelled.
+    Nothing runs, and no GPU is needed: the CUDA backend's planner makes the plan. If a grid depends
+    on occupancy, an absent device is modelled.
 
     Args:
         tokens: L, rows of x and g_y.
@@ -105,25 +104,22 @@ def explain(
         config: configuration or name of a recipe; None: the default recipe.
         device: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``, ``"sm_120"``, or
             a GPU of this machine: ``"cuda"``, ``"cuda:1"`` or a torch device.
-        need: which of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression; with ``"y"``
-            both forms of x by :func:`hotcore.quantize_forward_input`), ``"gx"``, ``"gw"``,
-            ``"gb"``, one at least; None: all, ``"y"`` where ``config.forward`` is ``"int8"``.
-        dtype: float32, float16 or bfloat16, of g_y, w, x, y and g_x; arrays are taken to be
+        need: one or several of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression; with
+            ``"y"`` :func:`hotcore.quantize_forward_input`), ``"gx"``, ``"gw"``, ``"gb"``. None:
+            all, but ``"y"`` only with ``forward="int8"``.
+        dtype: float32, float16 or bfloat16: dtype of g_y, w, x, y and g_x. Arrays are assumed
             contiguous and aligned to 16 bytes.
-        gw_dtype: of g_w.
-        accumulate: g_w and g_b are added to what their arrays hold.
-        quantized_weight: w is quantised on its own (:func:`hotcore.quantize_weight`, and
+        gw_dtype: dtype of g_w.
+        accumulate: add to the values in g_w and g_b.
+        quantized_weight: w is quantised ahead (:func:`hotcore.quantize_weight`, and
             :func:`hotcore.quantize_forward_weight` for y).
-        bias_dtype: of the forward product's bias; None: there is none.
-        wgmma: whether the build has the wgmma kernels, for a device by name; None: as this build,
-            and yes where this build has no CUDA. A GPU of this machine has those of this build.
+        bias_dtype: dtype of the forward product's bias; None: no bias.
+        wgmma: for a device by name: the build has the wgmma kernels. None: this build's answer, or
+            True in a build without CUDA.
 
     Returns:
-        The steps, with bytes, operations and a floor time.
-
-    Raises:
-        ValueError: an argument is out of range; the message names it.
-        NotImplementedError: a GPU of this machine, in a build without CUDA.
+        The steps, with bytes, operations and a floor time. A GPU of this machine in a build without
+        CUDA raises NotImplementedError.
 
     Source: docs/python.md, "Which kernels run".
     """
@@ -136,14 +132,14 @@ def explain(
     check_type(bool, accumulate=accumulate, quantized_weight=quantized_weight)
     dtypes = {"dtype": dtype, "gw_dtype": gw_dtype, "bias_dtype": bias_dtype or "float32"}
     named = [arrays.dtype_name(one, name, arrays.FLOATS) for name, one in dtypes.items()]
-    found = _core.explain(
+    plan = _core.explain(
         _device(device), tokens, out_features, in_features, settings.spec, named[0], named[1],
         "x" in wanted, "gx" in wanted, "gw" in wanted, "gb" in wanted,
         accumulate, quantized_weight, _wgmma(wgmma),
         settings.forward_spec if "y" in wanted else None, bias_dtype is not None, named[2],
         quantized_weight,
     )  # fmt: skip
-    return _explanation(found)
+    return _explanation(plan)
 
 
 def explain_gemm(
@@ -165,10 +161,10 @@ def explain_gemm(
         k: length of the contraction. Arrays are assumed contiguous and aligned to 16 bytes, with a
             scale for each row.
         int4: the operands are packed INT4.
-        device: as of :func:`explain`.
+        device: see :func:`explain`.
         out_dtype: float32, float16 or bfloat16.
         accumulate: the product is added to the values in ``out``.
-        wgmma: as of :func:`explain`, like the result and the errors.
+        wgmma: see :func:`explain`, also for the result and the errors.
     """
     check_ints(64, m=m, n=n, k=k)
     check_type(bool, int4=int4, accumulate=accumulate)
@@ -189,19 +185,19 @@ def _wgmma(wgmma: bool | None) -> bool:
     return wgmma
 
 
-def _explanation(found: dict[str, Any]) -> Explanation:
-    steps = tuple(Step(**step) for step in found.pop("steps"))
-    rate = str(_int8_rate(found["device"]))
-    text = f"{found.pop('text')}{rate}\n"
-    return Explanation(steps=steps, int8=rate, text=text, **found)
+def _explanation(plan: dict[str, Any]) -> Explanation:
+    steps = tuple(Step(**step) for step in plan.pop("steps"))
+    rate = str(_int8_rate(plan["device"]))
+    text = f"{plan.pop('text')}{rate}\n"
+    return Explanation(steps=steps, int8=rate, text=text, **plan)
 
 
 def _int8_rate(device: str) -> gpus.Int8Rate:
-    """The rate of a device in libhot's words: "sm_86 (RTX 3090, 82 SMs)", "cuda:0, sm_90 (...)"."""
+    """Return the rate of a device like "sm_86 (RTX 3090, 82 SMs)" or "cuda:0, sm_90 (...)"."""
     parts = re.fullmatch(r"(?:cuda:(\d+), )?sm_(\d+)(\d) \((?:(.+), )?\d+ SMs\)", device)
     assert parts is not None, device
     present, major, minor, modelled = parts.groups()
     name = gpus.name_of(int(present)) if present else modelled
-    if not present and name.startswith("RTX"):  # libhot models GeForce cards alone
+    if not present and name.startswith("RTX"):  # libhot models only GeForce cards
         name = f"GeForce {name}"
     return gpus.int8_rate(name, int(major), int(minor))

@@ -1,5 +1,5 @@
-"""What :func:`hotcore.compress_activation` and :func:`hotcore.quantize_forward_input` keep of x,
-and :func:`hotcore.quantize_weight` and :func:`hotcore.quantize_forward_weight` of w.
+"""Results of :func:`hotcore.compress_activation`, :func:`hotcore.quantize_forward_input`,
+:func:`hotcore.quantize_weight` and :func:`hotcore.quantize_forward_weight`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 
 def saved_layout(tokens: int, in_features: int, config: HotConfig) -> Layout:
-    """Layout of x ``[tokens, in_features]`` compressed with ``config``. Raises ValueError."""
+    """Return the layout of x ``[tokens, in_features]`` under ``config``. Raises ValueError."""
     return Layout(*_core.saved_layout(tokens, in_features, config.spec))
 
 
@@ -34,7 +34,7 @@ def saved_layout(tokens: int, in_features: int, config: HotConfig) -> Layout:
 class Saved:
     """A compressed activation: one uint8 vector of the caller's framework, with its metadata.
 
-    ``tokens`` and ``in_features`` are x's L and I; ``config`` and ``key`` are those that made it.
+    ``tokens`` and ``in_features`` are x's L and I; ``config`` and ``key`` are the compression's.
     Source: docs/numerics.md.
     """
 
@@ -51,29 +51,26 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept."""
+        """Bytes of ``data``."""
         return int(self.data.shape[0])
 
     def codes(self) -> Any:
-        """The codes, without a copy: int8 ``[I, Kp]``, or packed uint8 rows of INT4.
+        """A view of the codes: int8 ``[I, Kp]``, or packed uint8 rows of INT4.
 
-        The contraction (tokens, or kept rows of their blocks) runs along the columns and is padded
-        with zeros.
+        The columns are the contraction (tokens, or kept rows of their blocks), padded with zeros.
         """
-        layout = self.layout
-        source = self._operand(layout.bytes)
+        layout, source = self._read()
         flat = source.array[: layout.channels * layout.row_bytes]
         if self.config.storage == "int8":
             flat = source.kind.view(flat, "int8")
         return flat.reshape((layout.channels, layout.row_bytes))
 
     def scales(self) -> Any:
-        """The scales as float32: ``[I]`` or ``[1]`` of INT8 codes, ``[I, ceil(L/64)]`` of INT4.
+        """Scales as float32: ``[I]`` or ``[1]`` of INT8 codes, ``[I, ceil(L/64)]`` of INT4.
 
-        A view for INT8 codes; otherwise a copy, since they are kept as bfloat16.
+        A view for INT8 codes; otherwise a copy, since the scales are stored as bfloat16.
         """
-        layout = self.layout
-        source = self._operand(layout.bytes)
+        layout, source = self._read()
         plain = self.config.storage == "int8"
         kind, width = source.kind, 4 if plain else 2
         end = layout.scale_offset + width * layout.scales
@@ -88,23 +85,23 @@ class Saved:
         return scales.reshape((layout.channels, groups))
 
     def exponents(self) -> Any:
-        """Exponents plus 127 of the powers of two that the tokens were divided by: uint8 ``[L]``.
+        """A view of the exponents plus 127 by which tokens were divided: uint8 ``[L]``.
 
-        A view; None where tokens are not equalised.
+        None if tokens are not equalised.
         """
         if not self.config.equalize_tokens:
             return None
-        layout = self.layout
-        return self._operand(layout.bytes).array[layout.exponent_offset :]
+        layout, source = self._read()
+        return source.array[layout.exponent_offset :]
 
-    def _operand(self, expected: int) -> arrays.Operand:
-        operand = arrays.operand(self.data, "saved.data", ("uint8",))
-        if tuple(operand.shape) != (expected,):
+    def _read(self) -> tuple[Layout, arrays.Operand]:
+        layout, source = self.layout, arrays.operand(self.data, "saved.data", ("uint8",))
+        if source.shape != (layout.bytes,):
             raise ValueError(
-                f"saved.data: shape {tuple(operand.shape)}; expected ({expected},) for "
+                f"saved.data: shape {source.shape}; expected ({layout.bytes},) for "
                 f"{self.tokens} tokens, {self.in_features} in_features and this config"
             )
-        return operand
+        return layout, source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +128,9 @@ class QuantizedForwardWeight(_Weight):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedInput:
-    """x as the product of y takes it: codes of its tokens and L scales, as one uint8 vector.
+    """x quantised for the product of y: codes of its tokens and L scales in one uint8 vector.
 
-    ``shape`` and ``dtype`` are those of x.
+    ``shape`` and ``dtype`` are x's.
     """
 
     data: arrays.Array
@@ -152,11 +149,9 @@ class QuantizedInput:
         return self.shape[-1]
 
 
-def check_fields(
-    kept: Saved | QuantizedWeight | QuantizedForwardWeight | QuantizedInput, name: str
-) -> None:
-    """Refuse fields that no call made: a file may have others. Raises TypeError, ValueError."""
-    for field, value in vars(kept).items():
+def check_fields(codes: Saved | _Weight | QuantizedInput, name: str) -> None:
+    """Check fields, which can come from a file. Raises TypeError, ValueError."""
+    for field, value in vars(codes).items():
         full = f"{name}.{field}"
         kind: Any = {"config": HotConfig, "key": Key}.get(field, object)
         if not isinstance(value, kind):

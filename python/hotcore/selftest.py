@@ -1,13 +1,12 @@
-"""A self-test of a GPU: products and roundings, whose bits have to be the CPU's.
+"""Self-test of a GPU: its products and roundings must have the CPU's bits.
 
-A class of GPUs on which nobody has measured hotcore (:data:`hotcore.gpus.MEASURED` holds the
-others) is tested when a process first uses it. A class with other bits is refused from then on.
-``python -m hotcore.info --self-test`` tests every GPU. Source: docs/gpus.md.
+Classes of GPUs outside of :data:`hotcore.gpus.MEASURED` are tested when a process first uses one. A
+class with other bits is refused from then on. ``python -m hotcore.info --self-test`` tests every
+GPU. Source: docs/gpus.md.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 import threading
@@ -28,18 +27,18 @@ KEY = Key(0, 7)
 CONFIG = HotConfig.recipe("default", forward="int8")
 
 
-class Way(NamedTuple):
-    """A way to a device: a framework that uses it already. (XLA captures no stream in Python.)"""
+class Access(NamedTuple):
+    """Access to a device through a framework that already uses it."""
 
     name: str
     is_capturing: Callable[[], bool]
     """Whether the caller's stream is being captured into a graph."""
     results: Callable[[], Results]
-    """Computes some of the arrays of :func:`results`, on the device."""
+    """Function that computes some of the arrays of :func:`results` on the device."""
 
 
 def layer(tokens: int, out_features: int, in_features: int) -> tuple[Any, Any, Any]:
-    """x, w and g_y of a layer, float32."""
+    """Return x, w and g_y of a layer, float32."""
     rng = np.random.default_rng(46)
     sizes = ((tokens, in_features), (out_features, in_features), (tokens, out_features))
     x, w, gy = (rng.standard_normal(size, np.float32) for size in sizes)
@@ -47,11 +46,11 @@ def layer(tokens: int, out_features: int, in_features: int) -> tuple[Any, Any, A
 
 
 SIZES = ((325, 136, 200), (2053, 40, 72))
-"""Tokens, out and in features. The second layer is quantised by the kernels of large ones."""
+"""Tokens, out and in features. The second layer runs the quantisers of large layers."""
 
 
 def results(put: Callable[[Any], Any] = np.asarray, get: Callable[[Any], Any] = np.asarray) -> Any:
-    """The self-test's products and roundings.
+    """Compute the self-test's products and roundings.
 
     Args:
         put: NumPy array -> array on the device; by default the CPU.
@@ -62,40 +61,44 @@ def results(put: Callable[[Any], Any] = np.asarray, get: Callable[[Any], Any] = 
     """
     from . import functions as hot
 
-    made = {}
+    arrays: dict[str, Any] = {}
     for sizes in SIZES:
         x, w, gy = map(put, layer(*sizes))
         saved = hot.compress_activation(x, CONFIG, key=KEY)
         gradients = hot.backward_linear(gy, w, saved, config=CONFIG, need=("gx", "gw"), key=KEY)
-        of = f" of {sizes[0]} tokens"
-        made["compress_activation" + of] = saved.data
-        made["g_x" + of], made["g_w" + of] = gradients.gx, gradients.gw
-        made["forward_linear" + of] = hot.forward_linear(x, w, config=CONFIG)
-        made["quantize" + of], scales = hot.quantize(x, key=KEY)
-        codes, other_scales = hot.quantize(w, rounding="nearest")
-        made["gemm_int8" + of] = hot.gemm_int8(made["quantize" + of], codes, scales, other_scales)
+        codes, scales = hot.quantize(x, key=KEY)
+        w_codes, w_scales = hot.quantize(w, rounding="nearest")
+        outputs = {
+            "compress_activation": saved.data,
+            "g_x": gradients.gx,
+            "g_w": gradients.gw,
+            "forward_linear": hot.forward_linear(x, w, config=CONFIG),
+            "quantize": codes,
+            "gemm_int8": hot.gemm_int8(codes, w_codes, scales, w_scales),
+        }
+        arrays |= {f"{name} of {sizes[0]} tokens": array for name, array in outputs.items()}
     large = put((np.arange(2048 * 128) * 2654435761 >> 7).astype(np.int8).reshape(2048, 128))
     scale = put(np.full(1, 2.0**-6, np.float32))
     product = hot.gemm_int8(large, large, scale, scale, out_dtype="float16")
-    made["gemm_int8 of 2048 tokens"] = product
-    return {name: get(array) for name, array in made.items()}
+    arrays["gemm_int8 of 2048 tokens"] = product
+    return {name: get(array) for name, array in arrays.items()}
 
 
-def mismatches(found: Results, expected: Results) -> list[str]:
-    """Names of the arrays in ``found`` whose bits differ from those expected."""
+def mismatches(computed: Results, expected: Results) -> list[str]:
+    """Return the names of the computed arrays whose bits differ from those expected."""
 
     def bits(array: Any) -> Any:
         return array.dtype, array.shape, array.tobytes()
 
-    return [name for name, array in found.items() if bits(array) != bits(expected[name])]
+    return [name for name, array in computed.items() if bits(array) != bits(expected[name])]
 
 
-def way_of(device: int, start: bool = False) -> Way | None:
-    """A way to a CUDA device by a framework that this process uses; None if there is none.
+def access_of(device: int, start: bool = False) -> Access | None:
+    """Return the access to a CUDA device by a framework of this process; None: there is none.
 
     Args:
         device: its number.
-        start: also import a framework, and let it start its use of CUDA.
+        start: import the framework if necessary, and let it start CUDA.
     """
     return next(filter(None, (find(device, start) for find in (_torch, _cupy, _jax))), None)
 
@@ -109,62 +112,59 @@ def _module(name: str, start: bool) -> Any:
     return sys.modules.get(name)
 
 
-def _torch(device: int, start: bool) -> Way | None:
+def _torch(device: int, start: bool) -> Access | None:
     torch = _module("torch", start)
     if torch is None or not torch.cuda.is_available():
         return None
     if not (start or torch.cuda.is_initialized()):
         return None
-    where = f"cuda:{device}"
 
     def put(array: Any) -> Any:
-        return torch.from_numpy(array).to(where)
+        return torch.from_numpy(array).to(f"cuda:{device}")
 
     def is_capturing() -> bool:
         with torch.cuda.device(device):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    made = functools.partial(results, put, lambda tensor: tensor.cpu().numpy())
-    return Way("torch", is_capturing, made)
+    return Access("torch", is_capturing, lambda: results(put, lambda tensor: tensor.cpu().numpy()))
 
 
-def _cupy(device: int, start: bool) -> Way | None:
+def _cupy(device: int, start: bool) -> Access | None:
     cupy = _module("cupy", start)
     if cupy is None:
         return None
 
-    def on_device() -> Results:
+    def on_device() -> Any:
         with cupy.cuda.Device(device):
-            found: Results = results(cupy.asarray, cupy.asnumpy)
-            return found
+            return results(cupy.asarray, cupy.asnumpy)
 
-    return Way("CuPy", lambda: cupy.cuda.get_current_stream().is_capturing(), on_device)
+    return Access("CuPy", lambda: cupy.cuda.get_current_stream().is_capturing(), on_device)
 
 
-def _jax(device: int, start: bool) -> Way | None:
+def _jax(device: int, start: bool) -> Access | None:
     calls = _module("hotcore.jax.calls", start)
     if calls is None or not calls.has_cuda():
         return None
-    return Way("JAX", lambda: False, calls.self_test)
+    return Access("JAX", lambda: False, calls.self_test)  # XLA captures no stream in Python
 
 
 class Gate:
     """Tests classes of GPUs once, and refuses those whose bits differ. Threads wait for a test."""
 
-    def __init__(self, way: Callable[[int], Way | None] = way_of) -> None:
-        """Nothing is tested yet. ``way`` finds the way to a device."""
-        self._way = way
+    def __init__(self, find: Callable[[int], Access | None] = access_of) -> None:
+        """Start without results. ``find`` returns the access to a device."""
+        self._find = find
         self._lock = threading.Lock()
         self._failures: dict[gpus.Capability, list[str]] = {}
         self._tester: int | None = None
 
     def admits(self, device: int, capability: gpus.Capability) -> bool:
-        """Whether the device's class has passed; False: it is to be asked for again.
+        """Whether the device's class has passed. False: not tested yet, ask again.
 
         Raises:
             NotImplementedError: the class has failed.
-            RuntimeError: the class is not tested yet, and the stream is being captured. A graph
-                would be replayed without any later call that could test it.
+            RuntimeError: the class is not tested yet, and the stream is being captured: replays of
+                the graph would never test it.
         """
         if capability in gpus.MEASURED:
             return True
@@ -173,16 +173,15 @@ class Gate:
         name = f"cuda:{device}: compute capability {capability[0]}.{capability[1]}"
         with self._lock:
             if capability not in self._failures:
-                way = self._way(device)
-                if way is None:
+                access = self._find(device)
+                if access is None:
                     return False
-                if way.is_capturing():
+                if access.is_capturing():
                     raise RuntimeError(
                         f"{name} is tested at its first use, which must not be inside of a stream "
-                        "capture; call hotcore once before it (hot.convert of a model on the GPU "
-                        "does)"
+                        "capture; call hotcore or hot.convert on this GPU before the capture"
                     )
-                self._failures[capability] = self.mismatches(way)[0]
+                self._failures[capability] = self.mismatches(access)[0]
         if failed := self._failures[capability]:
             raise NotImplementedError(
                 f"{name} fails hotcore's self-test: not the CPU's bits in {', '.join(failed)}; "
@@ -190,42 +189,44 @@ class Gate:
             )
         return True
 
-    def mismatches(self, way: Way) -> tuple[list[str], str]:
-        """Names of the arrays whose bits differ, and what was done; tested anew with every call."""
+    def mismatches(self, access: Access) -> tuple[list[str], str]:
+        """Test now; return the names of the arrays that differ, and a summary."""
 
-        # A thread of its own has no dispatch mode, no autocast, no trace and the default stream.
+        # A new thread has no dispatch mode, no autocast, no trace and the default stream.
         def run() -> tuple[list[str], str]:
             self._tester = threading.get_ident()
             try:
                 begin = time.perf_counter()
-                found = way.results()
+                arrays = access.results()
                 ms = 1e3 * (time.perf_counter() - begin)
             finally:
                 self._tester = None
-            return mismatches(found, results()), f"{len(found)} arrays, {ms:.0f} ms, {way.name}"
+            return mismatches(
+                arrays, results()
+            ), f"{len(arrays)} arrays, {ms:.0f} ms, {access.name}"
 
         with ThreadPoolExecutor(1, "hotcore-self-test") as pool:
             return pool.submit(run).result()
 
 
 gate = Gate()
-"""The one of this process."""
+"""This process's gate."""
 
 
 def report(
-    devices: Iterable[tuple[int, str]], way: Callable[[int], Way | None] | None = None
+    devices: Iterable[tuple[int, str]], find: Callable[[int], Access | None] | None = None
 ) -> tuple[bool, list[str]]:
-    """Test CUDA devices, given by number and name; whether all passed, and a line for each."""
+    """Test CUDA devices by number and name; return True if all passed, and a line for each."""
     lines, passed = [], True
     for device, name in devices:
-        found = way_of(device, start=True) if way is None else way(device)
+        access = access_of(device, start=True) if find is None else find(device)
         verdict = "not tested: no torch, CuPy or JAX that sees the GPU"
-        if found is not None:
+        if access is not None:
             try:
-                failed, done = gate.mismatches(found)
+                failed, done = gate.mismatches(access)
                 names = ", ".join(failed)
                 verdict = f"FAILED: not the CPU's bits in {names}" if failed else f"passed ({done})"
-            except Exception as error:  # of a kernel that does not run, say
+            except Exception as error:  # for example a kernel that does not run
                 verdict = f"FAILED: {type(error).__name__}: {error}"
         passed = passed and verdict.startswith("passed")
         lines.append(f"cuda:{device} {name}: {verdict}")

@@ -127,7 +127,7 @@ def test_the_build_is_for_this_gpu() -> None:
 def test_the_self_test() -> None:
     """The self-test takes at most 50 ms (best of 100), frees its memory, refuses captures."""
     device = torch.cuda.current_device()
-    gate = selftest.Gate(lambda number: selftest.way_of(number))
+    gate = selftest.Gate(lambda number: selftest.access_of(number))
     unmeasured = (99, 0)
     graph = torch.cuda.CUDAGraph()
     words = "not be inside of a stream capture"
@@ -135,7 +135,7 @@ def test_the_self_test() -> None:
         torch.zeros(1, device="cuda")  # an empty graph would cause a warning
         gate.admits(device, unmeasured)
     assert gate.admits(device, unmeasured)
-    way = selftest.way_of(device)
+    way = selftest.access_of(device)
     assert way is not None
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     seconds: list[float] = []

@@ -1,7 +1,7 @@
 """Every public function with arrays of any kind: shapes, dtypes, byte orders, strides, devices.
 
-A call either has the bits that it has with plain arrays of the same values, or raises an error that
-names the argument; what it was given is as before.
+A call gives the bits of plain arrays of the same values, or raises an error that names the
+argument. Its inputs stay as they were.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def results(value: Any) -> list[np.ndarray]:
 
 
 def restrided(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
-    """The same values: axes in any order, directions and distances, somewhere in a larger block."""
+    """View of the same values with any order, direction and distance of axes in a larger block."""
     order = draw(st.permutations(range(values.ndim)))
     turned = values.transpose(order)
     steps = [draw(st.sampled_from((1, 1, 2, 3, -1, -2))) for _ in turned.shape]
@@ -118,7 +118,7 @@ def restrided(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
 
 
 def repeated(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
-    """One row, column or element in place of all, with strides of zero."""
+    """View with strides of zero: one row, column or element stands for all."""
     kept = tuple(
         slice(0, 1) if size and draw(st.booleans()) else slice(None) for size in values.shape
     )
@@ -140,7 +140,7 @@ def other_dimensions(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarr
     return draw(st.sampled_from((np.zeros((), values.dtype), wide)))
 
 
-# Whether numbers of one byte are concerned: they have no order and no alignment.
+# Numbers of one byte have no byte order and no alignment.
 FORMS: dict[str, tuple[Callable[..., np.ndarray], bool]] = {
     "strides": (restrided, True),
     "zero strides": (repeated, True),
@@ -171,7 +171,7 @@ def test_any_array(name: str, data: st.DataObject, sizes: Sizes, seed: int) -> N
         got = results(function.call(given_arrays))
     except (ValueError, TypeError) as error:
         assert str(error).startswith(f"{argument}:") or f" {argument} " in f" {error}", error
-        # Any strides are taken, but for codes and scales, which some calls want side by side.
+        # Any strides are accepted, except for codes and scales that must be contiguous.
         assert form not in TAKEN or small, error
     else:
         assert form in TAKEN or not changed.size or changed.dtype == arrays[argument].dtype
@@ -209,7 +209,7 @@ def test_any_output(name: str, data: st.DataObject, sizes: Sizes, seed: int) -> 
         OUTPUTS[name](arrays, out)
     except (ValueError, TypeError) as error:
         assert "out" in str(error) or "gw" in str(error), error
-        np.testing.assert_array_equal(out, before)  # nothing is half written
+        np.testing.assert_array_equal(out, before)  # no element is written
         assert form != "strides" or not writeable or name not in ("backward_linear",), error
     else:
         assert writeable or not out.size

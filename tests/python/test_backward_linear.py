@@ -55,9 +55,9 @@ def same_bits(got: Any, wanted: Any) -> None:
 
 
 def is_the_mean(draw: Callable[[int], np.ndarray], exact: np.ndarray, room: float) -> np.ndarray:
-    """Whether 3000 draws say nothing else, with ``room`` for the bias of eight random bits.
+    """Check the mean of 3000 draws, and return its standard error.
 
-    That is up to 1/512 of a step on each token. Returns the mean's standard error.
+    ``room`` allows for the bias of eight random bits: up to 1/512 of a step on each token.
     """
     draws = np.stack([draw(i) for i in range(3000)]).astype(np.float64)
     error = draws.std(0, ddof=1) / np.sqrt(len(draws))
@@ -70,7 +70,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 @st.composite
 def configs(draw: st.DrawFn) -> HotConfig:
-    """Any valid configuration without a token grid."""
+    """Strategy of valid configurations without a token grid."""
     rounding = st.sampled_from(["nearest", "stochastic", "pseudo_stochastic"])
     block = draw(st.sampled_from([2, 4, 8, 16, 32, 64]))
     basis = draw(st.sampled_from(["full", "lowpass", "sequency", "sketch"]))
@@ -149,7 +149,7 @@ def test_output_dtypes(rng: np.random.Generator, config: HotConfig, dtype: str) 
 
 
 def full_configs() -> list[HotConfig]:
-    """Every configuration that keeps x itself."""
+    """Every configuration whose codes restore x."""
     full = {"basis": "full", "rows": None}
     recipes = [dataclasses.replace(HotConfig.recipe(name), **full) for name in RECIPES]
     more = [HotConfig.recipe("accurate", gw_scale="tensor"), HotConfig(equalize_tokens=True)]
@@ -186,7 +186,7 @@ def test_any_tokens_decompress(
 
 
 KNOWN_ERRORS = json.loads((BENCHMARKS / "results/recipe-cases.json").read_text())["cases"]
-"""Of g_w where tokens differ in size: case -> title -> error (evidence/bench_cases.py)."""
+"""Bounds of g_w for tokens of unequal size: case -> title -> error (evidence/bench_cases.py)."""
 
 
 @pytest.mark.parametrize("case", KNOWN_ERRORS)
@@ -194,13 +194,13 @@ def test_errors_of_recipes(case: str) -> None:
     # Where a recipe is bad it is so by its method, and not worse; what helps goes on helping
     # (docs/recipes.md).
     pytest.importorskip("torch", reason="bench_cases needs torch")
-    from evidence import bench_cases  # of benchmarks/, which is in the path
+    from evidence import bench_cases  # benchmarks/ is on the path
 
     drawn = bench_cases.cases(np.random.default_rng(0))[case]
     for title, known in KNOWN_ERRORS[case].items():
         if (
             title in bench_cases.RECIPES and title != "fast"
-        ):  # whose error is another third with so few keys
+        ):  # so few keys change its error by a third
             assert bench_cases.recipe_error(drawn, title, keys=3) == pytest.approx(known, rel=0.1)
 
 
@@ -314,7 +314,7 @@ def test_each_output_alone(rng: np.random.Generator, config: HotConfig) -> None:
         equal_bits(getattr(got, name), getattr(everything, name))
         assert [value is None for value in got] == [other != name for other in ALL]
     for nothing in ((), [], set()):
-        with pytest.raises(ValueError, match="need: nothing is wanted"):
+        with pytest.raises(ValueError, match="need: expected at least one of"):
             hotcore.backward_linear(gy, None, None, config=config, need=nothing)
 
 
@@ -330,7 +330,7 @@ def test_empty_sizes(rng: np.random.Generator, config: HotConfig) -> None:
         if torch is not None:
             tensors = map(torch.from_numpy, (gy, w, x))
             same_bits(hotcore.backward_linear(*tensors, config=config, need=ALL), got)
-    # Nothing to add: the values stay.
+    # No tokens: nothing is added, and the values stay.
     gy, w, x = layer(rng, 0, 4, 3)
     gw, gb = np.full((4, 3), 2, np.float32), np.full(4, 3, np.float32)
     hotcore.backward_linear(
@@ -433,7 +433,7 @@ def test_counter_is_added_to_the_offset(config: HotConfig, rng: np.random.Genera
         got = hotcore.backward_linear(gy, w, kept, key=key)
         equal_bits(got.gx, expected.gx)
         equal_bits(got.gw, expected.gw)
-    counter += np.uint64(1)  # it is read at each call
+    counter += np.uint64(1)  # each call reads it
     later = hotcore.compress_activation(x, config, key=counted)
     assert not np.array_equal(later.data, saved.data)
 
@@ -454,7 +454,7 @@ def test_another_spec_is_refused(rng: np.random.Generator) -> None:
         ({"rows": (0, 3, 5, 7)}, False),
         ({"rows": (3, 0, 5, 6)}, False),
         ({"token_grid": (8, 8)}, False),
-        ({"rank": 3}, True),  # which is not read beside rows
+        ({"rank": 3}, True),  # rows replace the rank
         ({"gw_scale": "channel"}, False),  # then x has a scale for each channel
         ({"gw_scale": "token"}, True),
     ):
@@ -469,7 +469,7 @@ def test_another_spec_is_refused(rng: np.random.Generator) -> None:
 
 
 def test_a_saved_buffer_of_another_length(rng: np.random.Generator) -> None:
-    """A truncated buffer once gave short codes and scales, or an error of NumPy."""
+    """Regression: a truncated buffer gave short codes and scales, or an error of NumPy."""
     saved = hotcore.compress_activation(rng.standard_normal((32, 8), np.float32), key=1)
     short = dataclasses.replace(saved, data=saved.data[:-2])
     other = dataclasses.replace(saved, tokens=40)

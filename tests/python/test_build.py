@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = shutil.which("cmake")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="needs cmake")
 
-KNOWN = "75 80 86 87 89 90 100 103 120 121"  # what nvcc 13 lists
+KNOWN = "75 80 86 87 89 90 100 103 120 121"  # nvcc 13's list
 RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
-UNKNOWN = "80-real;80-virtual"  # what runs on every GPU
+UNKNOWN = "80-real;80-virtual"  # runs on every GPU
 BROKEN = "echo 'unsupported GNU version' >&2; exit 1"
 
 
@@ -68,18 +68,18 @@ class Machine:
             "cmake_minimum_required(VERSION 3.24)\nproject(probe LANGUAGES NONE)\n"
             f'list(APPEND CMAKE_MODULE_PATH "{ROOT}/cmake")\n{body}\n'
         )
-        program(self.bin / "make", "exit 1")  # only looked for
+        program(self.bin / "make", "exit 1")  # the build only looks for it
         return self.cmake("-S", source, "-B", self.root / "build", "-G", "Unix Makefiles")
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    found = Machine(tmp_path)
+    result = Machine(tmp_path)
     for folder in ("/usr/bin", "/bin"):
         for name in ("nvcc", "nvidia-smi"):
-            if os.path.exists(f"{folder}/{name}"):  # it could not be hidden
+            if os.path.exists(f"{folder}/{name}"):  # cannot be hidden
                 pytest.skip(f"{folder}/{name} is there")
-    return found
+    return result
 
 
 def test_no_compiler_and_no_gpu_builds_for_the_cpu(machine: Machine) -> None:
@@ -131,7 +131,7 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
     )
     machine.options["hot_cuda_default"] = machine.root / "default"
     machine.environment["CUDA_HOME"] = str(machine.root / "empty")  # no toolkit there: skipped
-    # Each is found before all previous ones.
+    # Each step adds a place that precedes the previous ones.
     for place, compiler in places.items():
         if place == "PATH":
             (machine.root / "hidden").rename(compiler)
@@ -215,7 +215,7 @@ def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine
         assert switch in said
     two = minutes(said)
     _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="OFF", archs="80"))
-    assert minutes(said.partition("for two: ")[2]) == two  # the short form of the same
+    assert minutes(said.partition("for two: ")[2]) == two  # the short form
 
     _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="ON", archs=f'"{RELEASE}"'))
     said = said.partition("for two: ")[2]
@@ -245,7 +245,7 @@ def on_a_terminal(call: Callable[[], int]) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("by_pip", [True, False])
 def test_a_build_by_pip_says_it_on_the_terminal(machine: Machine, by_pip: bool) -> None:
-    # As pip runs CMake: what it prints goes to pip, but the terminal is still the person's.
+    # pip runs CMake like this: pip takes the output, but the terminal is still the user's.
     if by_pip:
         machine.options["SKBUILD"] = "2"
     source = machine.root / "source"
@@ -279,7 +279,7 @@ def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
     assert code == 0
     steps = [int(n) for n in re.findall(rb"hotcore: (\d+) of 37 files compiled\r\n", shown)]
     assert steps == [4, 8, 12, 15, 19, 23, 26, 30, 34, 37]
-    # Without a terminal the command runs all the same.
+    # The command also runs without a terminal.
     done = subprocess.run(
         [*words, "true"], cwd=tmp_path, start_new_session=True, capture_output=True
     )
@@ -287,13 +287,13 @@ def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_compiler(machine: Machine) -> None:
-    program(machine.bin / "make", "exit 1")  # only looked for
+    program(machine.bin / "make", "exit 1")  # the build only looks for it
     machine.environment["PATH"] = str(machine.bin)
     machine.options |= {"CMAKE_FIND_USE_CMAKE_SYSTEM_PATH": "OFF", "HOT_CUDA": "OFF"}
     code, said = machine.cmake("-S", ROOT, "-B", machine.root / "build", "-G", "Unix Makefiles")
     assert code != 0
     assert "hotcore: no C++ compiler was found" in said and "apt-get install g++" in said
-    assert "CMAKE_CXX_COMPILER" not in said  # none of CMake's own words for it
+    assert "CMAKE_CXX_COMPILER" not in said  # not CMake's message
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_python_without_headers(machine: Machine) -> None:
     (machine.root / "include").mkdir()
     machine.options |= {
         "Python_EXECUTABLE": sys.executable,
-        "Python_INCLUDE_DIR": machine.root / "include",  # as scikit-build-core says it
+        "Python_INCLUDE_DIR": machine.root / "include",  # scikit-build-core's wording
         "HOT_CUDA": "OFF",
         "HOT_BUILD_PYTHON": "ON",
         "HOT_BUILD_TESTS": "OFF",
@@ -359,7 +359,7 @@ def test_cutlass_is_fetched_for_sm_90a(machine: Machine) -> None:
     script = machine.root / "source/scripts/fetch_cutlass.py"
     script.parent.mkdir(parents=True)
     script.write_text(FETCHED)
-    for archs in ("80-real", "80-real;100-real"):  # architectures that do not use it
+    for archs in ("80-real", "80-real;100-real"):  # these architectures do not use it
         code, said = machine.configure(CUTLASS.format(archs=f'"{archs}"'))
         assert code == 0 and "wgmma: OFF" in said and "fetching" not in said, said
     code, said = machine.configure(CUTLASS.format(archs='"80-real;90a-real"'))
@@ -379,7 +379,7 @@ def test_cutlass_that_cannot_be_fetched_stops_the_build(machine: Machine) -> Non
     assert code != 0
     assert f"python3 {source}/scripts/fetch_cutlass.py" in said
     assert "HOT_CUTLASS=OFF pip install" in said
-    assert not list((source / "third_party").iterdir())  # nothing half-written
+    assert not list((source / "third_party").iterdir())  # no partial file
     machine.options["HOT_CUTLASS"] = "OFF"
     code, said = machine.configure(CUTLASS.format(archs="90a-real"))
     assert code == 0 and "wgmma: OFF" in said

@@ -17,14 +17,7 @@ import pytest
 from c_api import CONSTANTS, STRUCTS, CApi, HotError, aligned, library, make, prototypes, tensor
 from hotcore import HotConfig, Key, _core
 from hotcore.config import FIELDS, RECIPES
-from support import (
-    ALL,
-    KEY,
-    OTHER_KEY,
-    data,
-    equal_bits,
-    parted_key,
-)
+from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key
 
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
 
@@ -60,10 +53,7 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
     equal_bits(api.pack_int4(q), packed)
     equal_bits(api.unpack_int4(packed, 13), hotcore.unpack_int4(packed, 13))
     scales = [data(rng, (n,)) for n in (7, 1)]
-    for call, operands in (
-        ("gemm_int8", (q, q[:5])),
-        ("gemm_int4", (packed, packed[:5])),
-    ):
+    for call, operands in (("gemm_int8", (q, q[:5])), ("gemm_int4", (packed, packed[:5]))):
         equal_bits(api.gemm(*operands), getattr(hotcore, call)(*operands))
         before = data(rng, (7, 5)).astype(np.float16)
         for accumulate in (False, True):
@@ -81,8 +71,8 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
         {"hadamard_block": 32, "equalize_tokens": True, "storage": "int8"},
         {"basis": "sketch", "rank": 4, "gw_scale": "tensor", "storage": "int8"},
         {"basis": "lowpass", "rows": (0, 3, 5), "token_grid": (5, 6), "prefix_tokens": 2,
-         "storage": "int8", "gx_rounding": "pseudo_stochastic"},
-    ],
+         "storage": "int8", "gx_rounding": "pseudo_stochastic"}
+    ]
 )  # fmt: skip
 def test_backward_linear(api: CApi, rng: np.random.Generator, changes: dict[str, Any]) -> None:
     config = HotConfig(**changes)
@@ -121,7 +111,7 @@ def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> 
         got = api.backward_linear(gy, operand, saved, spec, in_features=35, need=ALL, key=OTHER_KEY)
         for name, ours, theirs in zip(ALL, got, expected, strict=True):
             equal_bits(ours, theirs, name)
-    for name in ALL:  # each alone, without unneeded arguments
+    for name in ALL:  # one gradient at a time, without unneeded arguments
         got = api.backward_linear(
             gy,
             w if name == "gx" else None,
@@ -161,7 +151,7 @@ def test_an_input_that_is_kept(api: CApi, rng: np.random.Generator, recipe: str)
     assert (quantized.bytes, quantized.format) == (other.bytes, other.format)
     memory, expected = api.compress_activation(x, kept, key=KEY)
     equal_bits(room, memory)
-    expected.data = saved.data  # all but its place
+    expected.data = saved.data  # all fields except its address
     assert bytes(saved) == bytes(expected)
     assert saved.data == room.ctypes.data
 
@@ -228,7 +218,7 @@ def test_counters(api: CApi, rng: np.random.Generator) -> None:
     plain, counted, counter = parted_key(rng)
     expected, _ = api.quantize(x, bits=4, key=plain)
     equal_bits(api.quantize(x, bits=4, key=counted)[0], expected)
-    assert counter.size == 1  # alive to here
+    assert counter.size == 1  # must live until here
 
 
 def test_contexts(api: CApi, rng: np.random.Generator) -> None:
@@ -240,7 +230,7 @@ def test_contexts(api: CApi, rng: np.random.Generator) -> None:
     api.key(KEY)
     copied = ctypes.c_void_p()
     api.on("hot_context_copy", ctypes.byref(copied))
-    api.key(OTHER_KEY)  # is not the copy's
+    api.key(OTHER_KEY)  # does not belong to the copy
     api._context, first = copied, api._context
     q, s = np.empty((9, 131), np.int8), np.empty(9, np.float32)
     row, stochastic = CONSTANTS["HOT_SCALE_TOKEN"], CONSTANTS["HOT_STOCHASTIC"]
@@ -321,7 +311,7 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("gw_rounding", 3))
     for field, value in (
         *numbers,
-        ("storage", 2),  # a form that is gone
+        ("storage", 2),  # a removed form
         ("equalize_tokens", 2),
         ("row_count", 65),
         ("gx_bits", 5),
@@ -343,8 +333,8 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
 
 def test_fields_by_name(api: CApi) -> None:
     names = [field.name for field in FIELDS.values() if field.backward]
-    found = [api.lib.hot_spec_field(i) for i in range(-1, len(names) + 1)]
-    assert found == [None, *(name.encode() for name in names), None]
+    names_of_c = [api.lib.hot_spec_field(i) for i in range(-1, len(names) + 1)]
+    assert names_of_c == [None, *(name.encode() for name in names), None]
     room = ctypes.create_string_buffer(256)
 
     def get(spec: ctypes.Structure, name: str) -> str:
@@ -402,14 +392,10 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
         api.backward_linear(gy, operand, saved, api.spec(config), in_features=5, need=need)
 
     refused(lambda: run({}, need=()), "out requests no gradient")
-    for change in (
-        {"basis": "sketch"},
-        {"gw_scale": "tensor"},
-        {"equalize_tokens": True},
-    ):
+    for change in ({"basis": "sketch"}, {"gw_scale": "tensor"}, {"equalize_tokens": True}):
         refused(lambda c=change: run(c), "saved was made", "another spec")
     refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), "w was made", "another spec")
-    run({"gx_bits": 4})  # a field that x does not depend on
+    run({"gx_bits": 4})  # x does not depend on this field
     saved.format = 0
     refused(lambda: run({}), "saved.format is 0")
     saved.struct_size = 8
@@ -417,7 +403,7 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
 
 
 def test_reserved_members_are_zero(api: CApi) -> None:
-    """Another value would mean something in a later version."""
+    """Other values are reserved for later versions."""
     spec, forward, w = api.spec("default"), api.forward_spec(16), np.ones((8, 16), np.float32)
     memory, saved = aligned(1 << 16), make("hot_saved")
     kept = (memory.ctypes.data, memory.size, None, 0, saved)
@@ -487,12 +473,12 @@ def test_longer_structs_of_a_later_header(api: CApi) -> None:
         hotcore.__version__,
     )
     # The library fills the members that it knows.
-    made = ctypes.create_string_buffer(b"\x5a" * 256)
+    memory = ctypes.create_string_buffer(b"\x5a" * 256)
     size = ctypes.sizeof(STRUCTS["hot_spec"])
-    ctypes.cast(made, ctypes.POINTER(ctypes.c_size_t))[0] = 256
-    api.call("hot_spec_recipe", b"fast", made)
-    assert made.raw[8:size] == bytes(api.spec("fast"))[8:]
-    assert made.raw[size:256] == b"\x5a" * (256 - size)
+    ctypes.cast(memory, ctypes.POINTER(ctypes.c_size_t))[0] = 256
+    api.call("hot_spec_recipe", b"fast", memory)
+    assert memory.raw[8:size] == bytes(api.spec("fast"))[8:]
+    assert memory.raw[size:256] == b"\x5a" * (256 - size)
 
 
 def test_names_and_the_build() -> None:

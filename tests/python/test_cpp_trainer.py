@@ -1,4 +1,4 @@
-"""examples/cpp_trainer on the CPU: built as its README section says, and it learns."""
+"""examples/cpp_trainer on the CPU: it builds as its README section says, and it learns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
     cut = tmp_path / "cut.bin"
     cut.write_bytes(digits.read_bytes()[:-1])
     label = tmp_path / "label.bin"
-    label.write_bytes(digits.read_bytes()[:-1] + b"\x0a")  # it was read beside the logits
+    label.write_bytes(digits.read_bytes()[:-1] + b"\x0a")  # once read beyond the logits
     none = tmp_path / "empty.bin"
     none.write_bytes(b"DIGITS1\0" + struct.pack("<3I", 0, 64, 10))
     other = tmp_path / "other.bin"

@@ -34,7 +34,7 @@ def test_missing_devices() -> None:
 
 
 class FakeCore(types.SimpleNamespace):
-    """Stands for a build with CUDA on a machine with GPUs, as far as Python calls it."""
+    """Fake of a CUDA build on a machine with GPUs, with the parts that Python calls."""
 
     def __init__(self, capabilities: list[tuple[int, int]], architectures: str, wgmma: bool):
         super().__init__(capabilities=capabilities)
@@ -75,7 +75,7 @@ def test_a_slow_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_an_unmeasured_gpu_is_tested_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = selftest.Way("test", lambda: False, lambda: {"g_x of 325 tokens": np.zeros(1)})
+    wrong = selftest.Access("test", lambda: False, lambda: {"g_x of 325 tokens": np.zeros(1)})
     monkeypatch.setattr(contexts, "_core", FakeCore([(9, 0), (8, 0)], PAIR, wgmma=True))
     monkeypatch.setattr(selftest, "gate", selftest.Gate(lambda device: wrong))
     contexts.cuda(0, 0)  # measured
@@ -85,7 +85,7 @@ def test_an_unmeasured_gpu_is_tested_at_its_first_call(monkeypatch: pytest.Monke
 
 
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int = 0) -> None:
-    """An nvidia-smi that prints these lines."""
+    """Put an nvidia-smi on the path that prints these lines."""
     script = tmp_path / "nvidia-smi"
     body = "".join(f"echo '{line}'\n" for line in lines)
     script.write_text(f"#!/bin/sh\n[ $# = 2 ] || exit 9\n{body}exit {code}\n")
@@ -111,6 +111,7 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert facts["GPU 2, INT8"].startswith("INT8 at 2 times bf16's rate (derived: no GeForce")
     assert facts["CUDA architectures"] == "80-real, 90a-real"
     assert facts["wgmma kernels"] == "yes" and "sm_90a: tested on an H200" in facts["of these"]
+    assert facts["advice"] == "see the line of Tesla T4: cannot be used"
 
     fake.cuda_wgmma = lambda: False
     facts = info.table(info.collect())
@@ -124,6 +125,20 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
         assert "cannot be used" in facts[gpu] and "HOT_CUDA=ON" in facts[gpu]
 
 
+def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "_core", FakeCore([], f"{PAIR};100-real", wgmma=True))
+    facts = {"torch": "2.11", "driver": True, "gpus": []}
+    assert info._advice(facts).startswith("a driver is loaded, but no GPU is visible")
+    assert info._advice({**facts, "driver": False}).startswith("no GPU is here")
+    for capability, text in (
+        ((9, 0), "begin with hot.convert(model"),
+        ((8, 9), "first python -m hotcore.info --self-test"),
+        ((10, 3), "this GPU saves memory but no time"),
+    ):
+        facts["gpus"] = [info._gpu("NVIDIA", *capability, "torch")]
+        assert info._advice(facts).startswith(text)
+
+
 def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "_core", fake := FakeCore([(9, 0)], PAIR, wgmma=True))
     assert info.table(info.collect())["CUDA runtime"] == "finds GPUs"
@@ -133,8 +148,13 @@ def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
     fake.__dict__["cuda_device_verdict"] = none
     said = "this process sees 0 CUDA device(s): the driver is too old"
-    assert info.collect()["cuda_error"] == said
-    assert info.table(info.collect())["CUDA runtime"] == f"finds no GPU: {said}"
+    facts = info.collect()
+    assert facts["cuda_error"] == said
+    for driver, text in (
+        (True, f"finds no GPU: {said}"),
+        (False, "no NVIDIA driver on this machine"),
+    ):
+        assert info.table({**facts, "driver": driver})["CUDA runtime"] == text
     fake.built_with_cuda = lambda: False
     assert info.collect()["cuda_error"] is None
     assert info.table(info.collect())["CUDA runtime"] == "none"
@@ -143,10 +163,10 @@ def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("no_torch_gpus")
 def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, ["Failed to initialize NVML"], code=9)
-    found = info.collect()
-    assert found["gpus"] == {"error": "RuntimeError: nvidia-smi: Failed to initialize NVML"}
+    facts = info.collect()
+    assert facts["gpus"] == {"error": "RuntimeError: nvidia-smi: Failed to initialize NVML"}
     said = "unknown (RuntimeError: nvidia-smi: Failed to initialize NVML)"
-    assert info.table(found)["GPUs"] == said
+    assert info.table(facts)["GPUs"] == said
 
 
 @pytest.mark.usefixtures("no_torch_gpus")

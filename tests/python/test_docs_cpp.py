@@ -26,9 +26,9 @@ PAGE = (ROOT / "docs" / "cpp.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    """Code blocks of the page, with blank lines in front so that errors have its line numbers."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return [f'#line {PAGE[: m.start(1)].count(chr(10)) + 1} "cpp.md"\n{m[1]}' for m in found]
+    """Code blocks of the page; blank lines in front give errors the page's line numbers."""
+    matches = re.finditer(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return [f'#line {PAGE[: m.start(1)].count(chr(10)) + 1} "cpp.md"\n{m[1]}' for m in matches]
 
 
 @pytest.mark.long
@@ -79,7 +79,7 @@ def test_rust(tmp_path: Path) -> None:
     (source,) = re.findall(r"^```rust\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "layer.rs").write_text(source)
     (library,) = (file for file in (INSTALLED / "lib").glob("libhot.so*") if not file.is_symlink())
-    (tmp_path / "libhot.so").symlink_to(library)  # a wheel has it by its soname alone
+    (tmp_path / "libhot.so").symlink_to(library)  # a wheel contains only the name with the soname
     (tmp_path / library.name).symlink_to(library)
     (line,) = re.findall(r"^(rustc .*?)(?: *#.*)?$", PAGE, re.MULTILINE)
     tools = f"{Path(rustc).parent}:/usr/bin:/bin"

@@ -49,10 +49,10 @@ def test_links(page: Path) -> None:
 
 
 def code_files() -> list[Path]:
-    found = [path for folder in CODE for path in (ROOT / folder).rglob("*")]
+    paths = [path for folder in CODE for path in (ROOT / folder).rglob("*")]
     return [
         path
-        for path in found
+        for path in paths
         if path.suffix in SUFFIXES and "_deps" not in path.parts and path != Path(__file__)
     ]
 
@@ -76,9 +76,9 @@ def test_public_headers_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     text = headers.markdown()
     assert "<!-- headers -->" in text_of(ROOT / "docs/api/cpp.md")
-    found = list((ROOT / "cpp/include/hot").glob("*.h"))
-    assert len(found) > 10
-    for header in found:
+    paths = list((ROOT / "cpp/include/hot").glob("*.h"))
+    assert len(paths) > 10
+    for header in paths:
         assert f"{{literalinclude}} ../../cpp/include/hot/{header.name}\n" in text
         row = re.search(rf"^\| \[`hot/{re.escape(header.name)}`\].*\| (.+) \|.*\|$", text, re.M)
         assert row and row[1].endswith("."), header.name
@@ -87,7 +87,7 @@ def test_public_headers_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drawings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stale: run python docs/draw.py."""
+    """If this fails: run python docs/draw.py."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     sys.modules.pop("draw", None)
     import draw
@@ -113,7 +113,7 @@ def test_the_page_of_names_has_all_in_order() -> None:
         assert f"`{name}`" in text
 
 
-# The page of a package, and what a reader looks for first.
+# The page of a package, and the names that a reader looks for first.
 API = {
     "docs/api/hotcore.rst": ("python/hotcore/__init__.py", "backward_linear"),
     "docs/api/torch.rst": ("python/hotcore/torch/__init__.py", "convert"),
@@ -124,11 +124,11 @@ API = {
 
 @pytest.mark.parametrize("page", API)
 def test_api_pages_name_what_is_public(page: str) -> None:
-    """Each public name once, by use and not by the alphabet."""
+    """The page has each public name once, in the order of use."""
     module, first = API[page]
     public = set(exported(module)) - {"__version__"}
     if page != "docs/api/hotcore.rst":
-        public.discard("HotConfig")  # hotcore's, which has an entry there
+        public.discard("HotConfig")  # has its entry under hotcore
     entry = r"^\.\. auto(?:function|class|module):: (?:hotcore\.\w+\.(?=policies))?(\w+)$"
     shown = re.findall(entry, text_of(ROOT / page), re.M)
     assert shown[0] == first

@@ -1,4 +1,4 @@
-"""Values at the edges, for every recipe: a bound, or what docs/reliability.md says happens.
+"""Values at the edges, for every recipe: a bound, or the result in docs/reliability.md.
 
 That libhot has the bits of the reference for such values is in test_backward_linear.py (KINDS).
 ``python tests/python/test_edge_values.py`` prints the table of docs/reliability.md.
@@ -175,8 +175,8 @@ def test_a_power_of_two_changes_exponents_alone(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("power", [-115, -128, -140])
 def test_too_small_for_a_scale_is_zero(recipe: str, power: int) -> None:
-    # Below 2^-100 after the transform; g_b has no scale, and keeps denormals too. Equalised tokens
-    # of x are as large as any others.
+    # Values below 2^-100 after the transform are 0. g_b has no scale and keeps denormals, and
+    # equalised tokens of x have ordinary sizes.
     config = config_of(recipe)
     for operand in range(3):
         values = list(layer())
@@ -210,7 +210,7 @@ def test_denormal_results_are_rounded_not_flushed(recipe: str) -> None:
     expected = run(gy, w, x, config)
     small = [np.ldexp(v, e) for v, e in zip((gy, w, x), (-72, -66, -66), strict=True)]
     got = run(*small, config)
-    # Equalised, g_y takes x's exponents on before it gets a scale: below 2^-100 it is 0.
+    # Equalised tokens multiply g_y by x's exponents before its scale: 0 below 2^-100.
     assert got.gw.any() != config.equalize_tokens
     pairs = ((got.gx, expected.gx), (got.gw, expected.gw))
     for ours, theirs in pairs[: 1 if config.equalize_tokens else 2]:
@@ -230,7 +230,7 @@ def test_a_caller_that_flushes_denormals_changes_nothing() -> None:
         for recipe, wanted in expected.items():
             same_on_every_path(lambda recipe=recipe: run(gy, w, x, config_of(recipe)))
             for ours, theirs in zip(run(gy, w, x, config_of(recipe)), wanted, strict=True):
-                bits = ours.view(np.uint32), theirs.view(np.uint32)  # NumPy flushes here, too
+                bits = ours.view(np.uint32), theirs.view(np.uint32)  # NumPy flushes denormals
                 np.testing.assert_array_equal(*bits)
     finally:
         torch.set_flush_denormal(False)
@@ -244,7 +244,7 @@ def forward(x: Matrix, w: Matrix, bias: Matrix | None = None) -> Matrix:
 
 
 def of_forward(name: str) -> tuple[Matrix, Matrix]:
-    """x and w of an edge, whose names say what becomes of g_y there: x takes its place."""
+    """x and w of an edge. The edges are named after g_y; here x has its values."""
     gy, _, w = layer()
     w = np.ascontiguousarray(w[:40].repeat(2, 1)[:, : gy.shape[1]])
     unused = np.ones((64, 64), np.float32)
@@ -271,7 +271,7 @@ TWO: dict[str, Callable[[Matrix, Matrix], None]] = {
     "one value of 10^6 in each operand": forward_outlier,
     "all-zero blocks in each operand": forward_zero_block,
 }
-"""Edges of more than g_y, for x and w."""
+"""Edges that also exist for x and w."""
 
 
 @pytest.mark.parametrize("name", EDGES)
@@ -281,7 +281,7 @@ def test_forward_within_bound(name: str) -> None:
     target, error = forward_bound(x, w)
     assert np.isfinite(got).all()
     assert (np.abs(got - target) <= error).all()
-    # Exactly +0 where a token, or an out feature, is zero; a bias alone where there is one.
+    # A zero token or out feature gives exactly +0, or the bias.
     zero = ~x.any(1)[:, None] | ~w.any(1)
     equal_bits(got[zero], np.zeros(zero.sum(), np.float32))
     bias = np.linspace(-3, 3, w.shape[0]).astype(np.float32)
@@ -295,7 +295,7 @@ def test_forward_of_scaled_numbers() -> None:
     for a, b in ((-90, 0), (110, 0), (60, -50), (-60, 50), (-60, -40)):
         got = forward(x * np.float32(2.0**a), w * np.float32(2.0**b))
         equal_bits(got, expected * np.float32(2.0 ** (a + b)), f"{a} {b}")
-    # Below 2^-100 after the transform there is no scale: 0. A result below 2^-126 is rounded.
+    # Values below 2^-100 after the transform have no scale: 0. Results below 2^-126 are rounded.
     for power in (-115, -140):
         assert not forward(np.ldexp(x, power), w).any()
         assert not forward(x, np.ldexp(w, power)).any()
@@ -306,8 +306,8 @@ def test_forward_of_scaled_numbers() -> None:
 
 
 def test_forward_of_the_largest_numbers() -> None:
-    # Sums of 64 values: up to 2^118 in x and 2^108 in w they are within the bound; above, a token
-    # whose transform overflows is NaN, and a product that overflows is Inf.
+    # Sums of 64 values are within the bound up to 2^118 in x and 2^108 in w. Above, a token whose
+    # transform overflows is NaN, and a product that overflows is Inf.
     x, w = (np.clip(v, -2, 2) / 2 for v in of_forward("normal numbers"))
     for power, other in ((118, 0), (0, 108)):
         large, wide = np.ldexp(x, power), np.ldexp(w, other)
@@ -355,8 +355,8 @@ def nowhere(like: Matrix) -> Matrix:
     return np.zeros(like.shape, bool)
 
 
-# Where a non-finite value shows in g_x and g_w: for recipes with a scale per row or channel, and
-# for one with a scale per tensor ("paper").
+# Places of a non-finite value in g_x and g_w. Recipes have a scale per row or channel, "paper" has
+# one per tensor.
 SPREAD = {
     "gy": ((rows(13), rows(7)), (everywhere, everywhere)),
     "w": ((columns(5), nowhere), (everywhere, nowhere)),
@@ -383,7 +383,7 @@ def test_where_it_is_nan(recipe: str, operand: str, bad: float) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_x_that_is_nan_under_a_mask_shows(recipe: str) -> None:
-    # As 0 * NaN does in a plain product: padding must hold numbers.
+    # In a plain product 0 * NaN does the same: padding must hold numbers.
     gy, w, x = edge("loss-masked tokens, 80 % of g_y's rows zero")
     token = int(np.flatnonzero(~gy.any(1))[0])
     x[token, 3] = np.nan
@@ -393,8 +393,8 @@ def test_an_x_that_is_nan_under_a_mask_shows(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_largest_numbers(recipe: str) -> None:
-    # A transform adds up to 16 values, and a sketch multiplies by 15/7: safe below 2^122. Sums of
-    # codes, up to 127^2 K, are multiplied by the scale of w or x first: 127 * 16 * K less of those.
+    # A transform adds up to 16 values, and a sketch multiplies by 15/7: safe below 2^122. The scale
+    # of w or x multiplies sums of codes first, up to 127^2 K: their limit is 127 * 16 * K lower.
     config, (gy, w, x) = config_of(recipe), layer()
     top = np.float32(2.0**122)
     down = np.float32(2.0**-90)
@@ -419,14 +419,14 @@ def test_the_largest_numbers(recipe: str) -> None:
             assert np.isinf(ours).any()
         assert (np.abs(ours - target) <= error)[np.isfinite(ours)].all()
 
-    # So is a sum before there is a scale: NaN.
+    # An overflowing sum before the scale is NaN.
     gy, w, x = layer()
     gy[13] = 3e38
     got = run(gy, w, x, config)
     by_tensor = config.gx_scale == "tensor"
     expected = everywhere(got.gx) if by_tensor else rows(13)(got.gx)
     np.testing.assert_array_equal(np.isnan(got.gx), expected)
-    if config.basis == "sketch":  # 15/7 of it is Inf
+    if config.basis == "sketch":  # 15/7 times it is Inf
         assert np.isnan(got.gw).all()
     else:
         target, error = gw_bound(gy, x, config, KEY)
@@ -440,7 +440,7 @@ def test_the_largest_numbers(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_half_precision(recipe: str) -> None:
-    # Denormal halves are ordinary fp32 numbers; what is too large for a half is Inf, rounded once.
+    # Denormal halves are ordinary fp32 numbers. A result too large for a half is Inf, rounded once.
     config, (gy, w, x) = config_of(recipe), layer()
     small = np.ldexp(gy, -22).astype(np.float16)
     assert (np.abs(small) < 2.0**-14).all() and small.any(1).all()

@@ -89,7 +89,7 @@ def in_child(call: Callable[[], bool]) -> int:
     if child == 0:
         code = 1
         try:
-            signal.alarm(60)  # a child that hangs is a failure
+            signal.alarm(60)  # a child that hangs fails the test
             code = 0 if call() else 1
         finally:
             os._exit(code)
@@ -207,7 +207,7 @@ def test_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapped
 
-    for name in ("compress_activation", "backward_linear"):  # which take scratch
+    for name in ("compress_activation", "backward_linear"):  # they need a workspace
         monkeypatch.setattr(_core, name, failing(getattr(_core, name)))
     monkeypatch.setattr(np, "empty", failing(np.empty))
     gw, gb = np.full((72, 56), 3, F), np.full(72, 5, F)
@@ -242,8 +242,8 @@ def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overlaps() -> None:
-    # An output may share memory with nothing that the call reads or writes; inputs may. Of g_y, w
-    # and the outputs: test_errors.py.
+    # An output may not share memory with other operands; inputs may. test_errors.py has g_y, w and
+    # the outputs.
     gy, w, x = (numbers(64, 64, i) for i in range(3))
     saved = hotcore.compress_activation(x, "accurate", key=1)
     memory = np.zeros(saved.data.nbytes + 64 * 64 * 4, np.uint8)

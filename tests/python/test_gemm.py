@@ -35,7 +35,7 @@ def exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def scaled(
     acc: np.ndarray, a_scale: np.ndarray, b_scale: np.ndarray, divisor: int = 1
 ) -> np.ndarray:
-    """docs/numerics.md, "Integer GEMM and dequantisation", to the letter."""
+    """Dequantise as docs/numerics.md, "Integer GEMM and dequantisation", defines it."""
     first = acc.astype(np.float32) * b_scale[None, :]
     return first * (a_scale / np.float32(divisor))[:, None]
 
@@ -136,7 +136,7 @@ def test_contraction_beyond_int32(k: int, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 def test_every_code_is_multiplied_right(isa: str) -> None:
-    # -128 never comes out of quantize, but a caller may pass it; saturating arithmetic would show.
+    # quantize never gives -128, but a caller may pass it. Saturating arithmetic would fail here.
     every = np.arange(-128, 128, dtype=np.int64).astype(np.int8)[:, None]
     with running(0, isa):
         np.testing.assert_array_equal(hotcore.gemm_int8(every, every), exact(every, every))
@@ -163,7 +163,7 @@ def test_nan_scales_show(rng: np.random.Generator) -> None:
     sb = np.array([1, 1, 1, np.nan], np.float32)
     got = np.isnan(hotcore.gemm_int8(a, b, sa, sb))
     assert got[1].all() and got[:, 3].all() and got.sum() == 6
-    # Even where the codes are all zero.
+    # The result is NaN even if all codes are zero.
     assert np.isnan(hotcore.gemm_int8(a * 0, b, sa, sb)).sum() == 6
 
 

@@ -1,4 +1,4 @@
-"""scripts/gpu_trust.py: what it reads of test programs, and its tables. No GPU is needed."""
+"""scripts/gpu_trust.py: its reader of test results, and its tables. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")  # of the tables
+pytest.importorskip("torch")  # for the tables
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 import gpu_trust  # noqa: E402
@@ -37,16 +37,16 @@ GTEST = {
 
 def test_reads_gtest(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    assert gpu_trust.gtest_results(path) == {}  # a program that crashed has written none
+    assert gpu_trust.gtest_results(path) == {}  # a crashed program wrote no file
     path.write_text(json.dumps(GTEST))
-    found = gpu_trust.gtest_results(path)
-    assert {name: row["result"] for name, row in found.items()} == {
+    results = gpu_trust.gtest_results(path)
+    assert {name: row["result"] for name, row in results.items()} == {
         "fast": "passed",
         "gone": "skipped",
         "bad": "failed",
     }
-    assert found["fast"]["figures"] == {"cases": 70, "word": "a"}
-    assert found["bad"]["failures"] == ["case 3 differs"]
+    assert results["fast"]["figures"] == {"cases": 70, "word": "a"}
+    assert results["bad"]["failures"] == ["case 3 differs"]
 
 
 def test_every_part_is_run_and_shown() -> None:
@@ -54,7 +54,7 @@ def test_every_part_is_run_and_shown() -> None:
     runs = gpu_trust.parts_of(0.001, 16)
     assert sorted(groups) == sorted([*runs, "sanitizer"]) == sorted(doc_tables.TRUST)
     assert set(gpu_trust.LIMITS) == set(runs)
-    # Every test that a filter names is there.
+    # Every test that a filter names exists.
     sources = (ROOT / "tests/cpp/test_trust_cuda.cpp").read_text()
     for run in (run for part in runs.values() for run in part if run.what == "test_trust_cuda"):
         for pattern in run.chosen.split(":"):
@@ -66,7 +66,7 @@ def test_every_part_is_run_and_shown() -> None:
 
 @pytest.fixture
 def trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_trust.Trust:
-    """Of a build with one program of tests."""
+    """A trust run of a build with one test program."""
     program = tmp_path / "tests/cpp/test_all_cuda"
     program.parent.mkdir(parents=True)
     program.touch()
@@ -89,8 +89,8 @@ def test_long_tests_run_in_parts(trust: gpu_trust.Trust, monkeypatch: pytest.Mon
         return gpu_trust.subprocess.CompletedProcess(command, 3 if bad else 0)
 
     monkeypatch.setattr(gpu_trust.subprocess, "run", process)
-    found = trust.sanitizer(1, 5, {})
-    row = found["tools"]["memcheck"]
+    summary = trust.sanitizer(1, 5, {})
+    row = summary["tools"]["memcheck"]
     assert (sorted(row["clean"]), list(row["errors"]), row["not finished"]) == (
         ["A.a", "A.b"],
         ["A.d"],
@@ -112,6 +112,6 @@ def test_the_long_tests_know_their_parts() -> None:
 
 
 def with_parts(source: str) -> list[tuple[str, str]]:
-    """Tests of a file that ask which part they are."""
+    """Tests of a file that run in parts."""
     tests = re.split(r"^TEST_F\((\w+), (\w+)\)", source, flags=re.MULTILINE)
     return [(a, b) for a, b, body in zip(*[iter(tests[1:])] * 3, strict=True) if "in_part(" in body]

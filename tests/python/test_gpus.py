@@ -53,14 +53,14 @@ def test_rates(name: str, capability: tuple[int, int], ratio: float | None, sour
 
 @pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_explain_says_the_rate(device: str) -> None:
-    """The card that libhot models, whose INT8 rate its floor uses, and the table's agree."""
-    found = hotcore.explain(64, 64, 64, device=device)
-    assert found.int8 in found.text
-    assert found.int8.startswith("no fast INT8") == (device == "sm_100")
-    if "derived" in found.int8:
-        card, tops = re.search(r"derived: (.+): (\d+) TOPS", found.int8).groups()
-        assert card in found.device and f"at {tops} TOPS" in found.text
-    assert hotcore.explain_gemm(64, 64, 64, device=device).int8 == found.int8
+    """libhot's model of a card and the table have the same INT8 rate."""
+    explanation = hotcore.explain(64, 64, 64, device=device)
+    assert explanation.int8 in explanation.text
+    assert explanation.int8.startswith("no fast INT8") == (device == "sm_100")
+    if "derived" in explanation.int8:
+        card, tops = re.search(r"derived: (.+): (\d+) TOPS", explanation.int8).groups()
+        assert card in explanation.device and f"at {tops} TOPS" in explanation.text
+    assert hotcore.explain_gemm(64, 64, 64, device=device).int8 == explanation.int8
 
 
 # ---- the self-test ----
@@ -81,17 +81,17 @@ CLASS = (12, 0)
 
 def way(
     change: Callable[[dict[str, Any]], object] = lambda found: None, capturing: bool = False
-) -> tuple[selftest.Way, list[int]]:
-    """A device that computes as the CPU does, but for a change; and the threads that called it."""
+) -> tuple[selftest.Access, list[int]]:
+    """Return a device with the CPU's results after ``change``, and the threads that called it."""
     calls: list[int] = []
 
     def results() -> dict[str, Any]:
         calls.append(threading.get_ident())
-        found = selftest.results()
-        change(found)
-        return found
+        arrays = selftest.results()
+        change(arrays)
+        return arrays
 
-    return selftest.Way("test", lambda: capturing, results), calls
+    return selftest.Access("test", lambda: capturing, results), calls
 
 
 def test_a_class_is_tested_once() -> None:
@@ -105,7 +105,7 @@ def test_a_class_is_tested_once() -> None:
         thread.join()
     assert gate.admits(0, CLASS) and len(calls) == 1
     assert gate.admits(0, (8, 6)) and len(calls) == 2  # another class
-    assert calls[0] != threading.get_ident()  # no mode and no trace of the caller's
+    assert calls[0] != threading.get_ident()  # without the caller's modes and traces
 
 
 @pytest.mark.parametrize("name", ["quantize of 325 tokens", "gemm_int8 of 2048 tokens"])
@@ -125,8 +125,8 @@ def test_a_wrong_bit_refuses_the_class(name: str) -> None:
 
 def test_what_differs() -> None:
     expected = {"a": np.zeros(2, np.float32), "b": np.ones(2, np.int8), "c": np.ones(3)}
-    found = {"a": -expected["a"], "b": expected["b"], "c": expected["c"][:2]}
-    assert selftest.mismatches(found, expected) == ["a", "c"]
+    arrays = {"a": -expected["a"], "b": expected["b"], "c": expected["c"][:2]}
+    assert selftest.mismatches(arrays, expected) == ["a", "c"]
     assert selftest.mismatches({"b": expected["b"].view(np.uint8)}, expected) == ["b"]
 
 
@@ -140,7 +140,7 @@ def test_no_test_inside_of_a_capture() -> None:
 
 
 def test_a_class_waits_for_a_framework() -> None:
-    devices: list[selftest.Way | None] = [None, way()[0]]
+    devices: list[selftest.Access | None] = [None, way()[0]]
     gate = selftest.Gate(lambda number: devices[0])
     assert not gate.admits(0, CLASS)
     del devices[0]
@@ -148,22 +148,22 @@ def test_a_class_waits_for_a_framework() -> None:
 
 
 def test_a_framework_that_uses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy where torch is not imported; no module is imported for the test's sake."""
+    """CuPy is used if torch is not imported; the self-test imports no module."""
     monkeypatch.setitem(sys.modules, "torch", None)
     stream = types.SimpleNamespace(is_capturing=lambda: True)
     cuda = types.SimpleNamespace(Device=nullcontext, get_current_stream=lambda: stream)
     cupy = types.SimpleNamespace(asarray=np.asarray, asnumpy=np.asarray, cuda=cuda)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    found = selftest.way_of(0)
-    assert found is not None and found.name == "CuPy" and found.is_capturing()
-    assert selftest.mismatches(found.results(), selftest.results()) == []
+    access = selftest.access_of(0)
+    assert access is not None and access.name == "CuPy" and access.is_capturing()
+    assert selftest.mismatches(access.results(), selftest.results()) == []
     monkeypatch.delitem(sys.modules, "cupy")
     if not info.collect()["gpus"]:
-        assert selftest.way_of(0) is None
+        assert selftest.access_of(0) is None
 
 
 def test_the_tests_own_calls_pass() -> None:
-    """They ask the gate, too, which must neither wait for itself nor admit the class."""
+    """The test's calls pass through the gate, which must not wait for itself or admit the class."""
     inner: list[bool] = []
     device, _ = way(lambda found: inner.append(gate.admits(0, CLASS)))
     gate = selftest.Gate(lambda number: device)

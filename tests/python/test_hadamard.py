@@ -70,7 +70,7 @@ def test_matches_float64_on_every_axis(rng: np.random.Generator, block: int, axi
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types(rng: np.random.Generator, dtype: str) -> None:
-    x = rng.integers(-8, 9, (3, 32)).astype(np.float32)  # exact in every type, and sums of 16
+    x = rng.integers(-8, 9, (3, 32)).astype(np.float32)  # sums of 16 are exact in every type
     equal_bits(widened(hotcore.fwht(array(x, dtype))), hotcore.fwht(x))
 
 

@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md on where code lies, as far as a reader of files can check them."""
+"""CONTRIBUTING.md's rules on the places of code, checked in the files."""
 
 from __future__ import annotations
 
@@ -61,34 +61,34 @@ def test_public_headers_include_no_framework() -> None:
         assert not [name for name in includes_of(path) if strangers.search(name)], path
 
 
-# Folders that pytest or a script puts on the path, or whose parent it does.
+# Folders that pytest or a script puts on the path, or their children.
 PYTHON = ("tests", "benchmarks", "examples")
 
 
 def top_level_names() -> set[str]:
     """The first word of every import in Python files there, functions' and strings' included."""
-    found: set[str] = set()
+    names: set[str] = set()
     for folder in PYTHON:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             words = re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)
-            found |= {*words, *re.findall(r"(?:importorskip|import_module)\(\s*\"(\w+)", text)}
-    return found
+            names |= {*words, *re.findall(r"(?:importorskip|import_module)\(\s*\"(\w+)", text)}
+    return names
 
 
 def strangers(names: set[str]) -> set[str]:
-    """Those of ``names`` that are no files or packages of these folders."""
-    own = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
-    own |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
+    """Return the names that are no files or packages of these folders."""
+    ours = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
+    ours |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
-    return (names - own) | others | (names & sys.stdlib_module_names)
+    return (names - ours) | others | (names & sys.stdlib_module_names)
 
 
 def found_instead(folder: Path, names: set[str]) -> list[str]:
-    """What lies in a folder under the name of another's package, and is found in its place.
+    """Return files and folders that Python could import in place of another package.
 
-    A folder without ``__init__.py`` is a namespace package, which Python takes where it finds
-    nothing else: ``tests/torch`` passed for torch where torch was not installed.
+    A folder without ``__init__.py`` is a namespace package. Python imports it if nothing else has
+    the name: ``tests/torch`` was imported as torch on a machine without torch.
     """
     return sorted(
         path.relative_to(folder).as_posix()
@@ -100,7 +100,7 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
     names = strangers(top_level_names())
     assert {"torch", "numpy", "pytest", "hotcore", "subprocess", "sklearn"} <= names
-    assert not {"support", "rivals", "models", "c_api"} & names  # their own, imported on purpose
+    assert not {"support", "rivals", "models", "c_api"} & names  # the repository's modules
     for folder in PYTHON:
         assert found_instead(ROOT / folder, names) == [], folder
     for there in ("torch", "deep/torch", "jax"):

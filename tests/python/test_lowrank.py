@@ -161,8 +161,8 @@ def test_counter_is_added_to_the_offset(rng: np.random.Generator) -> None:
 
 
 def test_eight_rows_of_a_smooth_image() -> None:
-    # Waves of at least 8 pixels. The ten rows of the authors' code are all whose two sequencies add
-    # up to 3 or less; of the last four, the two along an edge of the tile are the ones that matter.
+    # Waves of at least 8 pixels. The authors' ten rows have two sequencies with a sum of at most 3.
+    # Two of the last four matter: those along an edge of the tile.
     rng = np.random.default_rng(0)
     y, x = np.mgrid[0:32, 0:32] / 32
 
@@ -184,5 +184,5 @@ def test_eight_rows_of_a_smooth_image() -> None:
         return float(np.linalg.norm(kept[0].T @ kept[1] / 16 - exact) / np.linalg.norm(exact))
 
     ten = error(rows=[0, 1, 2, 3, 4, 8, 10, 11, 12, 14])
-    assert error() < 1.6 * ten  # 1.4; rows 11 and 14 in place of 1 and 4: 3.7
+    assert error() < 1.6 * ten  # 1.4; with rows 11 and 14 for 1 and 4: 3.7
     assert error(rows=[0, 2, 3, 8, 10, 11, 12, 14]) > 3 * ten

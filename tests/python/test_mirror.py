@@ -13,9 +13,9 @@ HEADERS = ROOT / "cpp" / "include" / "hot"
 CPU = ROOT / "cpp" / "src" / "cpu"
 PYTHON_TESTS = ROOT / "tests" / "python"
 
-# Headers that are no stage (of these explain is tested by test_plan, hot_c by test_c_api.py, memory
-# by test_docs_cpp.py and the consumer), and stages that are composed of others: in a backend they
-# have no file, or one that only calls the others.
+# Headers that are no stage, and stages composed of others: a backend has no file for them, or one
+# that only calls the others. Tests elsewhere: explain in test_plan, hot_c in test_c_api, memory in
+# test_docs_cpp and the consumer.
 INFRASTRUCTURE = {
     "api",
     "context",
@@ -48,15 +48,15 @@ def test_every_public_function_is_bound() -> None:
     bound = (ROOT / "python" / "bindings" / "ops.cpp").read_text()
     for stage in STAGES:
         text = (HEADERS / f"{stage}.h").read_text()
-        # A name of one enumerator is no call: Python passes the names themselves.
+        # Names of enumerators are no calls: Python passes the names.
         for name in re.findall(r"^HOT_API [\w:<>* ]+?(\w+)\(", text, re.MULTILINE):
             if name.endswith("_name") or name == "scale_count":
                 continue
             assert f'm.def("{name}"' in bound, f"{name} of {stage}.h"
 
 
-# Functions of C that have another name, and what C needs no function for: a hot_saved, a hot_weight
-# and a hot_input come filled in.
+# C functions with another name. C needs no functions for hot_saved, hot_weight and hot_input: the
+# library fills them.
 IN_C = {
     "saved_layout": "hot_saved_layout_of",
     "recipe": "hot_spec_recipe",

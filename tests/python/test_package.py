@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import os
 import re
+import sys
 from pathlib import Path
 
 import hotcore
@@ -15,7 +16,7 @@ from cpp_projects import CONSUMER, INSTALLED, ROOT, build, run, tool
 from hotcore import _core
 
 DISTRIBUTION = "hotcore-int8"
-# Taken from the checkout (PYTHONPATH) there is no distribution to look at. Elsewhere there must be.
+# A checkout on PYTHONPATH has no distribution; every other installation must have one.
 uninstalled = pytest.mark.skipif(
     ROOT / "python" in INSTALLED.parents
     and not list(importlib.metadata.distributions(name=DISTRIBUTION)),
@@ -30,6 +31,17 @@ def test_one_version() -> None:
     assert hotcore.__version__ == declared[1]
     assert _core.version() == declared[1]
     assert importlib.metadata.version(DISTRIBUTION) == declared[1]
+
+
+def test_one_extra_serves_all_examples() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = " ".join(project["optional-dependencies"]["examples"])
+    text = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
+    imports = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
+    known = {"hotcore", "train_lib", "numpy", "jax"} | sys.stdlib_module_names
+    for name in imports - known:  # numpy comes with hotcore, and jax has its extra
+        assert {"PIL": "pillow", "sklearn": "scikit-learn"}.get(name, name) in extra
 
 
 @uninstalled
@@ -58,7 +70,7 @@ def test_wheel_holds_what_it_should() -> None:
 
 
 def test_the_library_has_a_versioned_soname() -> None:
-    # The name that _core and other programs ask the loader for is the one file's, in the wheel.
+    # The wheel's one file has the name that _core and other programs ask the loader for.
     (library,) = (INSTALLED / "lib").glob("libhot.so*")
     wanted = "libhot.so." + ".".join(hotcore.__version__.split(".")[:2])
     assert library.name == wanted
@@ -69,7 +81,7 @@ def test_the_library_has_a_versioned_soname() -> None:
 @pytest.mark.long
 @uninstalled
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:
-    # As scikit-build-core does: the entry point names the module whose folder is the prefix.
+    # scikit-build-core does the same: the entry point names the module whose folder is the prefix.
     (point,) = importlib.metadata.entry_points(group="cmake.prefix", name="hotcore")
     assert point.value == "hotcore"
 
@@ -77,7 +89,7 @@ def test_find_package_from_the_wheel(tmp_path: Path) -> None:
     for program in ("consumer", "consumer_c"):
         said = run(folder / program)
         assert f"libhot {hotcore.__version__}" in said
-    # The structs as a C compiler lays them out, and as test_c_api.py does.
+    # A C compiler and test_c_api.py give the structs the same layout.
     sizes = re.findall(r" (hot_\w+) (\d+)", said[said.index("sizes:") :])
     assert {name: int(size) for name, size in sizes} == {
         name: ctypes.sizeof(struct) for name, struct in STRUCTS.items()
@@ -87,12 +99,14 @@ def test_find_package_from_the_wheel(tmp_path: Path) -> None:
 def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:
     pkg_config, compiler = tool("pkg-config", "pkgconf"), tool("cc")
     library = INSTALLED / "lib"
-    found = os.environ | {
+    environment = os.environ | {
         "PKG_CONFIG_PATH": str(library / "pkgconfig"),
         "LD_LIBRARY_PATH": str(library),
     }
-    assert run(pkg_config, "--modversion", "hotcore", env=found).strip() == hotcore.__version__
-    flags = run(pkg_config, "--cflags", "--libs", "hotcore", env=found).split()
+    assert (
+        run(pkg_config, "--modversion", "hotcore", env=environment).strip() == hotcore.__version__
+    )
+    flags = run(pkg_config, "--cflags", "--libs", "hotcore", env=environment).split()
     program = tmp_path / "consumer_c"
     run(compiler, "-std=c99", CONSUMER / "main.c", "-o", program, *flags, "-lm")
-    assert f"libhot {hotcore.__version__}" in run(program, env=found)
+    assert f"libhot {hotcore.__version__}" in run(program, env=environment)

@@ -13,31 +13,31 @@ from hotcore.plans import Explanation
 
 
 def explain(*shape: int, **options: Any) -> Explanation:
-    """With the wgmma kernels, whatever this build has."""
+    """Explain with the wgmma kernels, also in a build without them."""
     return hotcore.explain(*shape, **{"wgmma": True, **options})
 
 
-# Which kernels a layer gets, that reads and writes of steps fit together, and that every kernel is
-# in some plan: tests/cpp/test_plan.cpp, from tables that are not repeated here.
+# tests/cpp/test_plan.cpp has tables of each layer's kernels. It checks that the steps' reads and
+# writes fit together, and that every kernel is in some plan.
 
 
 def test_steps_of_a_layer() -> None:
-    found = explain(197, 768, 64, dtype="bfloat16", device="sm_90")
-    kernels = [step.kernel for step in found.steps]
+    plan = explain(197, 768, 64, dtype="bfloat16", device="sm_90")
+    kernels = [step.kernel for step in plan.steps]
     assert kernels == ["group_quads_kernel", "quantize_grouped_kernel", "gemm_small_kernel"]
-    assert [step.call for step in found.steps] == ["compress_activation", *2 * ["backward_linear"]]
-    first, second, last = found.steps
+    assert [step.call for step in plan.steps] == ["compress_activation", *2 * ["backward_linear"]]
+    first, second, last = plan.steps
     assert (first.reads, first.writes) == (("x",), ("saved x",)) and first.file.endswith(".cu")
     assert {"g_y", "w", "saved x"} <= set(second.reads) and {"g_x", "g_w"} <= set(last.writes)
 
 
 def test_steps_of_a_forward() -> None:
-    """y alone, with w quantised before, and with x kept from the same read."""
+    """Plans of y: with floats, with w quantised ahead, and with x compressed in the same read."""
     config = HotConfig(forward="int8")
     options: dict[str, Any] = {"config": config, "device": "sm_90", "bias_dtype": "bfloat16"}
-    found = explain(4096, 4096, 14336, need="y", quantized_weight=True, **options)
+    plan = explain(4096, 4096, 14336, need="y", quantized_weight=True, **options)
     kernels = ("rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x256")
-    assert tuple(step.kernel for step in found.steps) == kernels
+    assert tuple(step.kernel for step in plan.steps) == kernels
     whole = {step.call for step in explain(197, 768, 64, **options).steps}
     assert {"forward_linear", "backward_linear"} <= whole
     both = explain(25216, 64, 768, need=("y", "x"), **options)
@@ -67,9 +67,9 @@ def test_the_kernels_that_a_device_lacks_are_named() -> None:
 
 def test_slow_products_say_why() -> None:
     def slow(n: int, k: int, **options: Any) -> str:
-        found = hotcore.explain_gemm(256, n, k, **{"wgmma": True, **options})
-        assert found.operations == 2 * 256 * n * k
-        return "".join(found.slow)
+        plan = hotcore.explain_gemm(256, n, k, **{"wgmma": True, **options})
+        assert plan.operations == 2 * 256 * n * k
+        return "".join(plan.slow)
 
     assert slow(256, 256) == ""
     assert "half the speed: rows of the operands" in slow(256, 250, device="sm_80")
@@ -82,33 +82,33 @@ def test_slow_products_say_why() -> None:
 
 
 def test_explains_bytes_and_floor() -> None:
-    found = explain(25216, 3072, 768, need=("gx", "gw"))
-    assert found.gy_passes == 2
-    assert found.operations == 2 * 2 * 25216 * 3072 * 768
-    assert found.bytes_read == sum(step.bytes_read for step in found.steps)
-    assert 1e6 * found.operations / 1450e12 < found.floor_us < 400
-    assert str(found) == found.text
-    assert "g_y is read 2 times" in found.text
+    plan = explain(25216, 3072, 768, need=("gx", "gw"))
+    assert plan.gy_passes == 2
+    assert plan.operations == 2 * 2 * 25216 * 3072 * 768
+    assert plan.bytes_read == sum(step.bytes_read for step in plan.steps)
+    assert 1e6 * plan.operations / 1450e12 < plan.floor_us < 400
+    assert str(plan) == plan.text
+    assert "g_y is read 2 times" in plan.text
     assert explain(25216, 3072, 768, need="x").operations == 0
-    # Largest values of x's columns, not of g_y's.
+    # The largest values are those of x's columns.
     cleared, rows, _ = explain(40000, 64, 768, "fast", need=("y", "x")).steps[:3]
     assert cleared.bytes_written == 4 * 768
     assert rows.bytes_written == 40000 * (768 + 4) + 4 * 768
 
 
 def test_equalised_tokens_and_their_sizes_are_explained() -> None:
-    found = explain(25216, 3072, 768, HotConfig(equalize_tokens=True))
-    kernels = [step.kernel for step in found.steps]
+    plan = explain(25216, 3072, 768, HotConfig(equalize_tokens=True))
+    kernels = [step.kernel for step in plan.steps]
     assert kernels[:2] == ["token_exponents_kernel", "groups_kernel"]
-    assert [step.kernel for step in found.steps if step.slow] == [
+    assert [step.kernel for step in plan.steps if step.slow] == [
         "token_exponents_kernel",
         "groups_kernel",
         "column_amax_kernel",
     ]
-    sizes, groups = found.steps[:2]
+    sizes, groups = plan.steps[:2]
     assert sizes.bytes_read == 25216 * 768 * 2 and sizes.bytes_written == 25216
     assert groups.bytes_read == 25216 * 768 * 2 + 25216
-    assert [s.kernel for s in found.steps if "sizes of tokens" in s.reads] == [
+    assert [s.kernel for s in plan.steps if "sizes of tokens" in s.reads] == [
         "groups_kernel",
         "column_amax_kernel",
         "column_codes_kernel",
@@ -119,20 +119,18 @@ def test_equalised_tokens_and_their_sizes_are_explained() -> None:
 
 
 def test_what_cannot_be_explained_is_refused() -> None:
-    for device in ("sm_70", "cpu", "cuda:x"):
-        with pytest.raises(ValueError, match="device"):
-            hotcore.explain(64, 64, 64, device=device)
+    for options, message in (
+        *(({"device": device}, "device") for device in ("sm_70", "cpu", "cuda:x")),
+        ({"tokens": -1}, "tokens"),
+        ({"need": ()}, "need: expected at least one of"),
+        ({"need": ("gx", "w")}, "need: 'w'"),
+        ({"dtype": "int8"}, "dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hotcore.explain(**{"tokens": 64, "out_features": 64, "in_features": 64, **options})
     if not _core.built_with_cuda():
         with pytest.raises(NotImplementedError, match="no CUDA backend"):
             hotcore.explain(64, 64, 64, device="cuda")
-    with pytest.raises(ValueError, match="tokens"):
-        hotcore.explain(-1, 64, 64)
-    with pytest.raises(ValueError, match="need: nothing"):
-        hotcore.explain(64, 64, 64, need=())
-    with pytest.raises(ValueError, match="need: 'w'"):
-        hotcore.explain(64, 64, 64, need=("gx", "w"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype"):
-        hotcore.explain(64, 64, 64, dtype="int8")
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

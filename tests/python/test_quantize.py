@@ -1,4 +1,4 @@
-"""Stage quantize: the same codes and scales as tests/reference.py, and what they promise."""
+"""Stage quantize: the codes and scales of tests/reference.py, and their properties."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 
 
 def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
-    """Scales as they broadcast against the matrix."""
+    """Scales in a shape that broadcasts against the matrix."""
     return scale[:, None] if granularity == "token" else scale[None, :]
 
 
@@ -177,5 +177,5 @@ def test_counter_is_added_to_the_offset(rng: np.random.Generator) -> None:
     plain, counted, counter = parted_key(rng)
     expected, _ = hotcore.quantize(x, bits=4, key=plain)
     equal_bits(hotcore.quantize(x, bits=4, key=counted)[0], expected)
-    counter += np.uint64(1)  # is read at each call
+    counter += np.uint64(1)  # each call reads it
     assert not np.array_equal(hotcore.quantize(x, bits=4, key=counted)[0], expected)

@@ -129,7 +129,7 @@ def test_kept_rows_are_ascending(rng: np.random.Generator, basis: str, rank: int
 
 
 def walsh_rows(folded: np.ndarray) -> list[int]:
-    """Which rows of the Sylvester matrix these rows are; fails unless each is one."""
+    """Return the indices of these rows in the Sylvester matrix; fails if one is not in it."""
     n = folded.shape[1]
     spectrum = folded @ sylvester(n)
     assert (np.count_nonzero(spectrum, axis=1) == 1).all() and (spectrum.max(axis=1) == n).all()
@@ -137,7 +137,7 @@ def walsh_rows(folded: np.ndarray) -> list[int]:
 
 
 def kept_by(n: int, shifts: tuple[int, ...]) -> list[int]:
-    """Rows that folding with these shifts and an FWHT keep."""
+    """Rows that remain after folding with these shifts and an FWHT."""
     v = np.eye(n, dtype=f32)[None]
     for shift in shifts:
         v = ref.fold(v, np.array([shift]))
@@ -169,7 +169,7 @@ def test_sketch_is_unbiased_over_all_subspaces(n: int, rank: int) -> None:
         assert rows[0] == 0 and len(set(rows)) == rank
         count[rows] += 1
     assert count[0] == len(choices)
-    # probability of being kept, times the gradient's weight: 1 for every row
+    # the probability of a row times the gradient's weight is 1
     weight = Fraction(n - 1, rank - 1)
     assert all(Fraction(int(c), len(choices)) * weight == 1 for c in count[1:])
 
@@ -254,7 +254,7 @@ def test_layout_of_tiles() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_stochastic_rounding_by_definition(rng: np.random.Generator, bits: int) -> None:
     limit = 7 if bits == 4 else 127
-    # Halves of 1/256, where the sum with the byte decides; their neighbours; anything.
+    # Halves of 1/256 (the sum with the byte decides), their neighbours, and any values.
     halves = (2 * rng.integers(-256 * limit, 256 * limit, 200) + 1) / 512
     values = np.concatenate(
         [halves, np.nextafter(halves.astype(f32), f32(0)), rng.uniform(-limit, limit, 400),
@@ -399,23 +399,23 @@ def test_token_exponents_by_definition(rng: np.random.Generator) -> None:
     x[4, 5], x[5, 6] = np.nan, -np.inf
     x[6] *= 0
     x[6, 8] = 3
-    found = ref.token_exponents(x)
+    exponents = ref.token_exponents(x)
     with np.errstate(all="ignore"):
         mean = np.abs(x.astype(np.float64)).mean(1)
     for token, size in enumerate(mean):
         if not np.isfinite(size):
-            assert found[token] == 127
+            assert exponents[token] == 127
         elif np.abs(x[token]).max() < 2.0**-100:
-            assert found[token] == 27
-        else:  # the power of two at or below, but for the fixed point's last digits
+            assert exponents[token] == 27
+        else:  # the largest power of two not above, except for the fixed point's last digits
             at, below = np.floor(np.log2(size * np.array([1 + 2**-9, 1 - 2**-9])))
-            assert np.clip(below, -100, 100) <= found[token] - 127.0 <= np.clip(at, -100, 100)
-    assert found[6] == 127 + np.floor(np.log2(3 / 37))
+            assert np.clip(below, -100, 100) <= exponents[token] - 127.0 <= np.clip(at, -100, 100)
+    assert exponents[6] == 127 + np.floor(np.log2(3 / 37))
 
 
 @pytest.mark.parametrize("storage", ["int8", "int4"])
 def test_equalised_tokens_come_back(rng: np.random.Generator, storage: str) -> None:
-    """What is kept of x / t, times t, is what is kept of x where all t are alike."""
+    """If all t are equal, the codes of x / t times t are the codes of x."""
     x = normal(rng, 130, 9)
     plain = ref.recipe("default", storage=storage)
     config = dataclasses.replace(plain, equalize_tokens=True)
@@ -452,10 +452,10 @@ def test_sums_are_exact_beyond_32_bits() -> None:
 
 
 def test_nearest_codes_of_the_research_notes() -> None:
-    """Values of research/golden_small.json, made by another program."""
+    """Values of research/golden_small.json, which another program computed."""
     t, o, i = np.ogrid[:21, :20, :18]
     x = ((5 * t + 9 * i) % 13 - 6).astype(f32)[:, 0]
-    rows = (0, 2, 3, 8, 10, 11, 12, 14)  # the other reading of a tie
+    rows = (0, 2, 3, 8, 10, 11, 12, 14)  # the other definition of a tie
 
     def kept(**fields: Any) -> tuple[np.ndarray, np.ndarray]:
         projected = ref.hla(x, basis="lowpass", **fields)
@@ -475,7 +475,7 @@ def test_nearest_codes_of_the_research_notes() -> None:
 
 
 def test_operands_by_definition(rng: np.random.Generator) -> None:
-    """Transform, one scale a row, the random bytes of the operand's purpose."""
+    """Transform rows, then quantise with a scale per row and the operand's random bytes."""
     gy, w, x = layer(rng, 37, 19, 7)
     key, kept = (1, 2, 3), {"basis": "sketch", "rank": 8, "key": (1, 2, 3)}
     config = ref.recipe("fast")

@@ -51,7 +51,7 @@ GOOD = {
         ({"tests/test_gemm.py": b""}, PLATFORM, "holds tests/test_gemm.py"),
         ({"hotcore/ballast": bytes(3_000_001)}, PLATFORM, "3.0 MB is more than 3, .* CPU"),
         ({"hotcore/ballast": bytes(2_990_000)}, PLATFORM, None),
-        # what is allowed with CUDA
+        # the limit with CUDA
         ({"hotcore/lib/libhot.so.0.1": CUDA}, PLATFORM, None),
     ],
 )  # fmt: skip
@@ -89,8 +89,8 @@ def test_a_release_names_what_blocks_it(tmp_path: Path, monkeypatch: pytest.Monk
     (problem,) = release.blockers()[1]
     assert problem == "CHANGELOG.md's newest version is 1.2.2; pyproject.toml's is 1.2.3"
     monkeypatch.setattr(release, "said", lambda *words: " M file" if "status" in words else "")
-    found = "; ".join(release.blockers()[1])
-    assert "not committed" in found and "no tag v1.2.3" in found
+    problems = "; ".join(release.blockers()[1])
+    assert "not committed" in problems and "no tag v1.2.3" in problems
 
 
 def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
 
 
 def test_the_changelog_has_the_version() -> None:
-    found = [text for text in release.blockers()[1] if "newest version" in text]
-    assert not found
+    problems = [text for text in release.blockers()[1] if "newest version" in text]
+    assert not problems
 
 
 def test_a_release_has_one_list_of_architectures() -> None:

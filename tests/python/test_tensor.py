@@ -15,7 +15,7 @@ needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
 
 class Foreign:
-    """An array of no known framework: DLPack and nothing else."""
+    """Array of an unknown framework, with DLPack only."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -28,7 +28,7 @@ class Foreign:
 
 
 class Namespaced(Foreign):
-    """The same with an array API namespace, as JAX has."""
+    """Array of an unknown framework with an array API namespace, like JAX's."""
 
     def __array_namespace__(self) -> type[Namespaced]:
         return Namespaced
@@ -64,7 +64,7 @@ def test_cuda_array_without_cuda() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (2, 0)
 
-    with pytest.raises(NotImplementedError, match="x: on CUDA, a OnCuda .* sees no CUDA device"):
+    with pytest.raises(NotImplementedError, match="x: torch reads a OnCuda .* sees no CUDA device"):
         hotcore.fwht(OnCuda(np.ones((4, 16), np.float32)))
 
 
@@ -100,7 +100,7 @@ def test_capsules(rng: np.random.Generator) -> None:
     equal_bits(out, hotcore.fwht(x))
     used = to_dlpack(x)
     _core.fwht(context, used, -1, 16, to_dlpack(out))
-    with pytest.raises(TypeError):  # a capsule can be used once
+    with pytest.raises(TypeError):  # a capsule works once
         _core.fwht(context, used, -1, 16, to_dlpack(out))
 
 
@@ -160,7 +160,7 @@ def test_requires_grad_is_not_dropped_silently() -> None:
 
 @needs_torch
 def test_autograd_sees_that_an_output_was_written() -> None:
-    """As with torch's own `out=`: what autograd has kept of it is no longer good."""
+    """Writing to ``out`` invalidates autograd's saved tensor, as with torch's `out=`."""
     x, gy, w = torch.ones(4, 16), torch.ones(4, 8), torch.ones(8, 16)
     q, scale = torch.ones(4, 16, dtype=torch.int8), torch.ones(4)
     saved = hotcore.compress_activation(x)
@@ -177,7 +177,7 @@ def test_autograd_sees_that_an_output_was_written() -> None:
         leaf = torch.ones_like(like, requires_grad=True)
         kept = leaf * 2
         loss = (kept * kept).sum()
-        write(kept.detach())  # shares kept's memory and version
+        write(kept.detach())  # has the memory and the version of kept
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
             pytest.fail(f"{name}: a gradient of {leaf.grad}")

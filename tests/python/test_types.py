@@ -1,4 +1,4 @@
-"""What type checkers and editors know of the package: mypy on a small file."""
+"""Types of the package for type checkers and editors: mypy on a small file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hotcore.config import RecipeName
 
 api = pytest.importorskip("mypy.api")
 
-# Code and what mypy says of the line: a type, a part of an error, or nothing.
+# Code and mypy's message for the line: a type, a part of an error, or none.
 LINES = [
     (
         'reveal_type(hotcore.HotConfig.recipe("fast").basis)',
@@ -60,7 +60,7 @@ some: set[Literal["gx", "gw"]] = {"gx"}
 def test_what_mypy_knows(tmp_path: Path) -> None:
     script, settings = tmp_path / "uses.py", tmp_path / "mypy.ini"
     script.write_text(HEAD + "".join(f"{code}\n" for code, _ in LINES))
-    # torch and numpy are Any here: they take mypy half a minute, and nothing is asked of them.
+    # torch and numpy are Any here: they would take mypy half a minute.
     settings.write_text(
         "[mypy]\n"
         + "[mypy-torch.*,numpy.*]\nfollow_imports = skip\nfollow_imports_for_stubs = True\n"
@@ -68,7 +68,7 @@ def test_what_mypy_knows(tmp_path: Path) -> None:
     package = Path(hotcore.__file__).parent
     options = ["--config-file", str(settings), "--cache-dir", str(tmp_path / "cache")]
     with pytest.MonkeyPatch.context() as patch:
-        if package.parent.name != "site-packages":  # mypy finds those itself, and wants no path
+        if package.parent.name != "site-packages":  # mypy finds site-packages without a path
             patch.setenv("MYPYPATH", str(package.parent))
         printed, errors, _ = api.run([*options, str(script)])
     assert not errors, errors

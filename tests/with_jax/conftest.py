@@ -1,4 +1,4 @@
-"""Two devices on the CPU, for the tests of sharding; said before JAX looks for devices."""
+"""Two CPU devices for the tests of sharding, set before JAX looks for devices."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ def test_a_traced_array_is_sent_to_hotcore_jax(transform: Any) -> None:
 
 def test_what_is_not_taken() -> None:
     x = jnp.ones((4, 16))
-    with pytest.raises(ValueError, match="x: NumPy cannot look at this ArrayImpl"):
+    with pytest.raises(ValueError, match="x: NumPy cannot read this ArrayImpl"):
         hotcore.fwht(x.astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match="x: NumPy arrays of bfloat16 are not taken"):
+    with pytest.raises(ValueError, match="x: NumPy arrays of bfloat16 are not supported"):
         hotcore.fwht(np.asarray(x.astype(jnp.bfloat16)))
     with pytest.raises(ValueError, match="out: only NumPy, torch and CuPy arrays can be written"):
         hotcore.fwht(x, out=x)

@@ -31,12 +31,12 @@ def test_train_jax(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     ]
     fp32, ours = ([float(row[2]) for row in part] for part in (rows[:4], rows[4:]))
     assert fp32[3] < 0.5 * fp32[0] and float(rows[3][3]) > 0.8
-    assert ours != fp32  # it is HOT's backward that trains here
+    assert ours != fp32  # HOT's backward trains here
     assert ours[3] == pytest.approx(fp32[3], rel=0.1)
 
 
 def test_code_of_the_page_runs() -> None:
-    """In a process of its own: it sets what JAX reads when it starts."""
+    """Runs in another process: it sets variables that JAX reads at its start."""
     text = (ROOT / "docs/jax.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks

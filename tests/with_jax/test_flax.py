@@ -60,12 +60,12 @@ def test_linen(dtype: Any, use_bias: bool) -> None:
         *(np.asarray(v, np.float32) for v in (y, plain.apply(params, X))), rtol=1e-4, atol=1e-5
     )
     exact = jax.grad(lambda p: loss(plain, p))(params)
-    found = jax.jit(jax.grad(lambda p, key: loss(ours, p, rngs={"hot": key})))(params, KEY)
-    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+    gradients = jax.jit(jax.grad(lambda p, key: loss(ours, p, rngs={"hot": key})))(params, KEY)
+    for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True):
         assert got.dtype == wanted.dtype
         assert cosine(got, wanted) > 0.99
-    kernels = [tree["params"]["up"]["kernel"] for tree in (found, exact)]
-    assert not np.array_equal(*kernels)  # it is HOT's backward
+    kernels = [tree["params"]["up"]["kernel"] for tree in (gradients, exact)]
+    assert not np.array_equal(*kernels)  # HOT's backward
     other = jax.grad(lambda p: loss(ours, p, rngs={"hot": jax.random.key(4)}))(params)
     assert not np.array_equal(other["params"]["up"]["kernel"], kernels[0])
 
@@ -82,9 +82,9 @@ def test_linen_in_eval_and_errors() -> None:
         Net(HotDense).apply(params, X)
     for more in ({}, {"deterministic": True}):
         for options, message in (
-            ({"precision": "highest"}, "precision: HOT has its own"),
+            ({"precision": "highest"}, "precision: HOT replaces"),
             ({"config": "best"}, "'best' is not one of"),
-            ({"config": IN_EVAL}, "config: forward_in_eval"),
+            ({"config": IN_EVAL}, "config: expected forward_in_eval"),
         ):
             with pytest.raises(ValueError, match=message):
                 Net(HotDense, {**options, **more}).apply(params, X, rngs={"hot": KEY})
@@ -97,7 +97,7 @@ class Step(linen.Module):
 
 
 def test_linen_scan_and_remat() -> None:
-    """Layers under scan and remat have keys of their own, and the same ones again in backward."""
+    """Layers under scan and remat have different keys; backward uses the forward's keys."""
     over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "hot": True}}
     stack = linen.scan(linen.remat(Step), length=3, **over)()
     params = stack.init(jax.random.key(1), X, None)
@@ -144,7 +144,7 @@ def test_nnx(use_bias: bool) -> None:
     leaves = [jax.tree.leaves(nnx.state(g, nnx.Param)) for g in (exact, first, second)]
     for wanted, one, two in zip(*leaves, strict=True):
         assert cosine(one, wanted) > 0.99 and cosine(two, wanted) > 0.99
-    assert not np.array_equal(first.up.kernel[...], second.up.kernel[...])  # the stream goes on
+    assert not np.array_equal(first.up.kernel[...], second.up.kernel[...])  # the stream continues
     ours.eval()
     equal_bits(np.asarray(ours(X)), np.asarray(plain(X)))
     again = gradient(ours, X)
@@ -177,12 +177,13 @@ def test_code_of_the_page_runs() -> None:
 
 
 def test_nnx_errors() -> None:
-    for name, value in (("precision", "highest"), ("preferred_element_type", jnp.float32)):
-        with pytest.raises(ValueError, match=f"{name}: HOT has its own"):
+    for name, value, message in (
+        ("precision", "highest", "precision: HOT replaces"),
+        ("preferred_element_type", jnp.float32, "preferred_element_type: HOT replaces"),
+        ("config", "best", "'best' is not one of"),
+        ("config", IN_EVAL, "config: expected forward_in_eval"),
+    ):
+        with pytest.raises(ValueError, match=message):
             HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
-    with pytest.raises(ValueError, match="'best' is not one of"):
-        HotLinear(64, 64, rngs=nnx.Rngs(0), config="best")
-    with pytest.raises(ValueError, match="config: forward_in_eval"):
-        HotLinear(64, 64, rngs=nnx.Rngs(0), config=IN_EVAL)
-    with pytest.raises(ValueError, match="out_sharding: HOT's product takes none"):
+    with pytest.raises(ValueError, match="out_sharding: expected None"):
         HotLinear(64, 64, rngs=nnx.Rngs(0))(X, out_sharding=1)

@@ -1,4 +1,4 @@
-"""hotcore.jax.linear: jnp's product forward; backward the bits of hotcore and hotcore.torch."""
+"""hotcore.jax.linear: jnp's forward product, and a backward with the bits of hotcore."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def numpy_of(value: Any) -> np.ndarray:
 def test_bits_of_hotcore(
     rng: np.random.Generator, recipe: Any, leading: tuple[int, ...], dtype: str
 ) -> None:
-    """Of the same values in fp32, rounded once: hotcore.torch has them, too (test_linear.py)."""
+    """Gradients of 16-bit inputs are those of the fp32 values, rounded once."""
     arrays = [jnp.asarray(array, dtype) for array in layer(rng, *leading)]
     *found, y = gradients(*arrays, key_of(SEED), recipe)
     gy, x, w, b = (np.asarray(array, np.float32) for array in arrays)
@@ -130,7 +130,7 @@ def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_keys_of_other_implementations(rng: np.random.Generator, impl: str) -> None:
-    """They stand for 64 bits that they draw; typed keys and their words are one key."""
+    """Keys of other implementations draw 64 bits; typed keys and their words are equal."""
     arrays = layer(rng, 50)
     key = jax.random.key(7, impl=impl)
     low, high = (int(word) for word in jax.random.bits(key, (2,), np.uint32))
@@ -175,7 +175,7 @@ def test_8_bit_forward_under_transformations(rng: np.random.Generator) -> None:
 
 
 def test_a_key_is_an_operand(rng: np.random.Generator) -> None:
-    """Steps draw anew without being compiled anew."""
+    """Steps have new random numbers without a new compilation."""
     gy, x, w, b = layer(rng, 30)
     traced = []
 
@@ -185,10 +185,12 @@ def test_a_key_is_an_operand(rng: np.random.Generator) -> None:
 
     step = jax.jit(jax.grad(loss))
     keys = jax.random.split(jax.random.key(0), 3)
-    found = [np.asarray(step(w, key)) for key in keys]
+    gradients = [np.asarray(step(w, key)) for key in keys]
     assert len(traced) == 1
-    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[1], found[2])
-    equal_bits(np.asarray(step(w, keys[0])), found[0])
+    assert not np.array_equal(gradients[0], gradients[1]) and not np.array_equal(
+        gradients[1], gradients[2]
+    )
+    equal_bits(np.asarray(step(w, keys[0])), gradients[0])
 
 
 def count(name: str, function: Callable[..., Any], *arguments: Any) -> int:
@@ -317,10 +319,12 @@ def test_threads_are_those_of_hotcore(rng: np.random.Generator) -> None:
         jax.block_until_ready(step(*arrays, key_of(3)))
         return len(os.listdir("/proc/self/task"))
 
-    threads()  # XLA starts its own
+    threads()  # XLA starts threads
     with running(6):
         six = threads()
-    with running(1):  # hotcore keeps the six for its own calls; those of XLA's calls have gone
+    with running(
+        1
+    ):  # hotcore keeps the six threads of its calls; the threads of XLA's calls have ended
         assert threads() <= six - 5
 
 
@@ -336,7 +340,7 @@ def test_grid_of_tokens(rng: np.random.Generator) -> None:
     rows = hotcore.HotConfig.recipe("paper", rows=(0, 1, 4))
     gw = gradients(gy, x, w, b, key_of(3), rows)[1]
     equal_bits(np.asarray(gw), hotcore.backward_linear(*flat, config=rows, key=key).gw)
-    with pytest.raises(ValueError, match="token"):  # while it is traced
+    with pytest.raises(ValueError, match="token"):  # during tracing
         gradients(gy[:, :9], x[:, :9], w, b, key_of(3), config)
 
 
@@ -356,7 +360,7 @@ KEY = np.uint32(1)
 
 
 class Scalar:
-    """A number of another framework, as torch.tensor(3) is."""
+    """A number of another framework, like torch.tensor(3)."""
 
     dtype, shape = "torch.int64", ()
 
@@ -374,10 +378,10 @@ class Scalar:
         ((X, W.T), {}, ValueError, r"w: shape \(8, 6\); expected \[O, 8\]"),
         ((X, W[0]), {}, ValueError, r"w: shape \(8,\)"),
         ((X, W, B[:5]), {}, ValueError, r"b: shape \(5,\); w has 6 out features"),
-        ((X, W), {"key": 7}, TypeError, "key: int; expected jax.random.key"),
-        ((X, W), {"key": Scalar()}, TypeError, "key: Scalar; expected jax.random.key"),
-        ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
-        ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
+        ((X, W), {"key": 7}, TypeError, "key: expected jax.random.key.*got int"),
+        ((X, W), {"key": Scalar()}, TypeError, "key: expected .*got Scalar"),
+        ((X, W), {"key": np.float32(7)}, ValueError, r"key: expected .*got float32 \(\)"),
+        ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: .*got uint32 \(3, 2\)"),
         ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
         ((X, W), {"config": 8}, TypeError, "config: expected a HotConfig"),
     ],
@@ -401,11 +405,11 @@ def test_a_configuration_that_does_not_fit_is_refused_when_traced(argument: int)
     ("sizes", "argument", "forward", "message"),
     [
         ("b, 8; 6, 8", None, "plain", None),
-        ("b, 8; 6, 8", 0, "plain", r"y: shape \(b, 6\)"),
-        ("b, 8; 6, 8", 1, "plain", r"x: shape \(b, 8\)"),
-        ("b, 8; 6, 8", None, "int8", r"x: shape \(b, 8\)"),
-        ("5, 8; o, 8", None, "int8", r"w: shape \(o, 8\)"),
-        ("5, 8; o, 8", 1, "plain", r"y: shape \(5, o\)"),
+        ("b, 8; 6, 8", 0, "plain", r"y: .* got shape \(b, 6\)"),
+        ("b, 8; 6, 8", 1, "plain", r"x: .* got shape \(b, 8\)"),
+        ("b, 8; 6, 8", None, "int8", r"x: .* got shape \(b, 8\)"),
+        ("5, 8; o, 8", None, "int8", r"w: .* got shape \(o, 8\)"),
+        ("5, 8; o, 8", 1, "plain", r"y: .* got shape \(5, o\)"),
     ],
 )
 def test_symbolic_sizes_are_named(
@@ -420,7 +424,7 @@ def test_symbolic_sizes_are_named(
     shapes = [jax.export.symbolic_shape(size, scope=scope) for size in sizes.split(";")]
     step = jax.export.export(jax.jit(loss if argument is None else jax.grad(loss, argument)))
     arguments = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    if message is None:  # jnp's product alone
+    if message is None:  # only jnp's product
         step(*arguments)
         return
     with pytest.raises(NotImplementedError, match=message):
@@ -428,7 +432,7 @@ def test_symbolic_sizes_are_named(
 
 
 def test_an_exported_gradient(rng: np.random.Generator) -> None:
-    """JAX asks for the names of custom calls, for it does not know how long they last."""
+    """jax.export needs the names of custom calls, whose stability JAX does not know."""
     _, x, w, _ = layer(rng, 5)
     step = jax.jit(jax.grad(lambda x, w: hot.linear(x, w, key=KEY).sum(), (0, 1)))
     names = ("hotcore_compress_activation", "hotcore_backward_linear")
@@ -440,7 +444,7 @@ def test_an_exported_gradient(rng: np.random.Generator) -> None:
 
 def test_several_random_keys_are_refused() -> None:
     for impl in ("threefry2x32", "rbg"):
-        with pytest.raises(ValueError, match=r"key: key<\w+> \(3,\)"):
+        with pytest.raises(ValueError, match=r"key: .*got key<\w+> \(3,\)"):
             hot.linear(X, W, key=jax.random.split(jax.random.key(1, impl=impl), 3))
 
 
@@ -514,6 +518,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_self_test_by_xla() -> None:
-    """The bits of hotcore's; on CUDA selftest.way_of asks for these."""
-    found = calls.self_test("cpu")
-    assert len(found) == 8 and selftest.mismatches(found, selftest.results()) == []
+    """The CPU's bits; on CUDA selftest.access_of uses this function."""
+    arrays = calls.self_test("cpu")
+    assert len(arrays) == 8 and selftest.mismatches(arrays, selftest.results()) == []

@@ -1,12 +1,13 @@
 """The Axolotl plugin, against axolotl's base class or, without it, against its interface.
 
-The interface is that of axolotl-ai-cloud/axolotl at 067b021 (2026-07-24):
-src/axolotl/integrations/base.py:54 (``BasePlugin``), 89-97 (``register``, ``get_input_args``) and
-144-150 (``post_model_build``). The order of the calls is that of src/axolotl/cli/config.py:207-221
-(``register`` with the YAML as it was read), src/axolotl/integrations/config.py:25-60 (the class of
-``get_input_args`` becomes a base of the schema), src/axolotl/utils/schemas/config.py:1983-1992 (the
-LoRA kernels' defaults) and src/axolotl/loaders/model.py:185-193 (``post_model_build``, then
-adapters).
+The interface and the order of calls are those of axolotl-ai-cloud/axolotl at 067b021 (2026-07-24),
+below src/axolotl:
+
+* integrations/base.py:54 (``BasePlugin``), 89-97 (``register``, ``get_input_args``), 144-150;
+* cli/config.py:207-221: ``register`` gets the values of the YAML file;
+* integrations/config.py:25-60: the class of ``get_input_args`` becomes a base of the schema;
+* utils/schemas/config.py:1983-1992: the LoRA kernels' defaults;
+* loaders/model.py:185-193: ``post_model_build``, then adapters.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class BasePlugin:
 
 
 class DictDefault(dict):
-    """axolotl.utils.dict: a key that is missing is None."""
+    """axolotl.utils.dict: a missing key is None."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)
@@ -59,19 +60,19 @@ class DictDefault(dict):
 
 @pytest.fixture
 def plugin() -> Iterator[Any]:
-    """What ``plugins: [hotcore.integrations.axolotl.HotPlugin]`` makes."""
-    made: list[str] = []
+    """The plugin that ``plugins: [hotcore.integrations.axolotl.HotPlugin]`` makes."""
+    added: list[str] = []
     try:
         with without_broken_torchvision():
             import axolotl.integrations.base  # noqa: F401
     except ImportError:
         for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
             sys.modules[name] = ModuleType(name)
-            made.append(name)
+            added.append(name)
         sys.modules["axolotl.integrations.base"].BasePlugin = BasePlugin
     module, name = f"{OURS}.HotPlugin".rsplit(".", 1)  # load_plugin, base.py:315-352
     yield getattr(importlib.import_module(module), name)()
-    for name in (*made, OURS):
+    for name in (*added, OURS):
         sys.modules.pop(name, None)
 
 
@@ -80,7 +81,7 @@ def llama() -> Any:
 
 
 def validated(plugin: Any, cfg: DictDefault) -> DictDefault:
-    """The schema's part: the plugin's fields, and the kernels' default for an adapter."""
+    """Apply the schema: the plugin's fields, and the kernels' default for an adapter."""
     module, name = plugin.get_input_args().rsplit(".", 1)
     checked = getattr(importlib.import_module(module), name).model_validate(cfg)
     cfg.update(checked.model_dump())
@@ -137,9 +138,9 @@ def test_the_pages_yaml_is_taken(plugin: Any) -> None:
 
 
 def test_what_it_refuses(plugin: Any) -> None:
-    with pytest.raises(ValueError, match="lora_qkv_kernel: HOT's layers are not called"):
+    with pytest.raises(ValueError, match="lora_qkv_kernel: bypasses the layers that HOT"):
         plugin.register(DictDefault(adapter="lora", lora_qkv_kernel=True))
-    with pytest.raises(ValueError, match="hot_freeze: frozen weights are not trained"):
+    with pytest.raises(ValueError, match="hot_freeze: requires an adapter"):
         plugin.register(DictDefault(hot_freeze=True))
     with pytest.raises(pydantic.ValidationError, match="hot_freeze"):
         validated(plugin, DictDefault(hot_freeze="often"))

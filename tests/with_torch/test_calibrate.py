@@ -51,7 +51,7 @@ def plan(batches: list[torch.Tensor]) -> Selection:
 
 
 class Weighted(nn.Module):
-    """One layer whose g_y is a given matrix: the loss is its product with the output."""
+    """Layer with a prescribed g_y: the loss is its product with the output."""
 
     def __init__(self, gy: torch.Tensor) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_layers_are_those_that_convert_takes(plan: Selection) -> None:
 
 
 def test_errors_are_those_of_the_real_backward() -> None:
-    # g_x of libhot itself, against g_y w; w is rounded there, too, which adds a little.
+    # libhot's g_x against g_y w. Its rounding of w adds a little.
     gy = torch.randn(64, 96) * torch.where(torch.rand(64, 1) < 0.1, 30.0, 1.0)
     model = Weighted(gy)
     x = torch.randn(64, 64)
@@ -115,7 +115,7 @@ def test_outlier_tokens_ask_for_finer_scales() -> None:
 
 
 def test_gw_error_is_against_the_same_basis() -> None:
-    # The loss of rank is not LQS's: at rank 1 the error must not jump to the share that is lost.
+    # LQS ignores the loss of rank: at rank 1 the error must not contain it.
     gy = torch.randn(64, 96)
     config = HotConfig.recipe("paper", rank=1)
     assert max(calibrated(gy, config=config).gw_error.values()) < 0.01
@@ -168,7 +168,7 @@ def test_convolutions(recipe: str) -> None:
     linear.layer.weight.data = pointwise.weight.detach()[:, :, 0, 0]
     config = HotConfig.recipe(recipe, token_grid=(8, 8) if recipe == "paper" else None)
     (same,) = paper.calibrate(linear, [pixels], lambda m, b: m(b), config).layers
-    # Other random numbers (the layer's place in the model): near, not equal.
+    # The layer's place in the model changes its random numbers: near, not equal.
     assert found.gx_error == pytest.approx(same.gx_error, rel=0.15)
     assert found.gw_error == pytest.approx(same.gw_error, rel=0.15)
 
@@ -190,7 +190,7 @@ def test_selection_is_applied(plan: Selection) -> None:
     hot.convert(model, "paper", overrides=plan.overrides("paper", model))
     assert model.up.config == plan.overrides("paper")["up"]
     assert model.down.config.gx_scale == plan.layers[1].fields["gx_scale"]
-    # Without the model at hand, convert itself finds that nothing matches.
+    # Without the model, convert finds that no name matches.
     with pytest.raises(ValueError, match="up"):
         hot.convert(nn.Sequential(nn.Linear(64, 64)), "paper", overrides=plan.overrides("paper"))
 
@@ -270,11 +270,11 @@ def test_without_gradients(batches: list[torch.Tensor]) -> None:
 
 
 def test_bad_arguments(batches: list[torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match="batches: empty"):
-        paper.calibrate(Net(), [], loss_of)
-    with pytest.raises(ValueError, match="gw_fine: 'row'"):
-        paper.calibrate(Net(), batches, loss_of, gw_fine="row")
-    with pytest.raises(ValueError, match="gain: 1.5"):
-        paper.calibrate(Net(), batches, loss_of, gain=1.5)
-    with pytest.raises(ValueError, match="no "):
-        paper.calibrate(nn.ReLU(), batches, loss_of)
+    for model, data, options, message in (
+        (Net(), [], {}, "batches: empty"),
+        (Net(), batches, {"gw_fine": "row"}, "gw_fine: 'row'"),
+        (Net(), batches, {"gain": 1.5}, "gain: .*got 1.5"),
+        (nn.ReLU(), batches, {}, "no "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paper.calibrate(model, data, loss_of, **options)

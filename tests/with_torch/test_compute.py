@@ -50,16 +50,16 @@ def test_recipes_count_their_own_steps() -> None:
     gy, w, x = tokens * outs, outs * ins, tokens * ins
     product = gy * ins
     gx = (gy * 5 + w * 5 + x) * 1024 + product * 64
-    found = {name: backward_bops(tokens, outs, ins, hot.HotConfig.recipe(name)) - gx
+    extra = {name: backward_bops(tokens, outs, ins, hot.HotConfig.recipe(name)) - gx
              for name in ("default", "accurate", "fast")}  # fmt: skip
-    assert found["accurate"] == (gy + x + w) * 1024 + product * 64
-    assert found["default"] == found["accurate"] + x * 1024
+    assert extra["accurate"] == (gy + x + w) * 1024 + product * 64
+    assert extra["default"] == extra["accurate"] + x * 1024
     equalized = backward_bops(tokens, outs, ins, hot.HotConfig(equalize_tokens=True)) - gx
-    assert equalized == found["default"] + (gy + 2 * x) * 1024
-    additions = 8 + 8 * 3  # of 16 values: eight sums, then 8 log 8
-    assert found["fast"] == ((gy + x) * (additions / 16 + 0.5) + w) * 1024 + product * 32
+    assert equalized == extra["default"] + (gy + 2 * x) * 1024
+    additions = 8 + 8 * 3  # per 16 values: eight sums, then 8 log 8
+    assert extra["fast"] == ((gy + x) * (additions / 16 + 0.5) + w) * 1024 + product * 32
     int4 = backward_bops(tokens, outs, ins, hot.HotConfig(gx_bits=4))
-    assert gx + found["default"] - int4 == product * (64 - 16)
+    assert gx + extra["default"] - int4 == product * (64 - 16)
     ten = hot.HotConfig.recipe("paper", rows=tuple(range(10)))
     more = backward_bops(tokens, outs, ins, ten) - backward_bops(tokens, outs, ins, "HOT")
     assert more == (gy + x) * 2 / 16 * 1024 + product * 2 / 16 * 64
@@ -68,8 +68,8 @@ def test_recipes_count_their_own_steps() -> None:
 def test_worked_example_of_appendix_d() -> None:
     """(49, 448, 1792): 4LIO is 157.4 MFLOPs, not 137.3, and HOT 14.7, not 11.5.
 
-    No L gives both of the paper's figures with O and I as stated: 137.3 wants 42.8 tokens, 11.5
-    (without the integer products, the smallest reading) 66. docs/dev/rivals.md has the rest.
+    With the stated O and I no L gives both figures of the paper. The first needs 42.8 tokens, the
+    second 66, even without the integer products. docs/dev/rivals.md has more.
     """
     layer = nn.Linear(1792, 448, device="meta")
     report = paper.compute_report(layer, torch.empty(49, 1792, device="meta"), "paper",
@@ -119,7 +119,7 @@ def test_shapes_of_layers() -> None:
 
 @pytest.mark.parametrize("config", ["default", "paper"])
 def test_kernels_that_keep_their_products(config: str) -> None:
-    """As in full precision, and the operations that restore x; the paper's method as it counts."""
+    """Full precision plus the operations that restore x; the paper's method has its count."""
     model = nn.Sequential(nn.Conv2d(8, 16, 3, 2), nn.Conv2d(16, 16, 1, groups=2))
     report = paper.compute_report(model, torch.randn(2, 8, 9, 9), config, filter_fn=every)
     for row, pixels in zip(report.layers, (2 * 8 * 9 * 9, 2 * 16 * 4 * 4), strict=True):
@@ -139,7 +139,7 @@ def test_of_a_converted_model() -> None:
     assert report.methods[-1] == "as converted"
     assert rows["up"].backward["as converted"] == rows["up"].backward["HOT"]
     assert not rows["head"].trained
-    assert set(rows["head"].backward.values()) == {rows["head"].forward}  # g_x alone
+    assert set(rows["head"].backward.values()) == {rows["head"].forward}  # only g_x
     assert report.backward("HOT") == sum(row.backward["HOT"] for row in report.layers)
     assert isinstance(model.up, hot.HotLinear)
 
@@ -167,7 +167,7 @@ def test_report_as_text() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="method: 'INT3' is none of full precision"):
+    with pytest.raises(ValueError, match="method: expected .* full precision.*got 'INT3'"):
         backward_bops(1, 1, 1, "INT3")
     with pytest.raises(ValueError, match="no layer can be converted"):
         paper.compute_report(nn.Linear(4, 4), torch.randn(2, 4))

@@ -362,7 +362,7 @@ def names_of(block: str) -> list[str]:
         ({"*.qkv": "quick"}, ValueError, r"overrides\['\*.qkv'\]: 'quick' is not one of"),
         ({"*.qkv": 3}, TypeError, r"overrides\['\*.qkv'\]: expected a HotConfig or a recipe"),
         ({"*.qkv": {"bits": 4}}, ValueError, r"overrides\['\*.qkv'\]: HotConfig has no field bits"),
-        ({"*.qkv": {"gx_bits": 5}}, ValueError, "gx_bits: 5; expected 4 or 8"),
+        ({"*.qkv": {"gx_bits": 5}}, ValueError, "gx_bits: expected 4 or 8, got 5"),
     ],
 )
 def test_bad_overrides(overrides: dict, error: type[Exception], message: str) -> None:

@@ -28,7 +28,7 @@ REMOVED = r"^accumulate: removed in hotcore 0\.1\.0 \(2026-11\); leave it out: a
 
 
 class Net(nn.Module):
-    """Takes and returns what models of transformers do."""
+    """Model with the arguments and results of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def no_trace(model: nn.Module) -> bool:
-    """Whether a loop has left no hooks."""
+    """Whether no hook of a loop remains."""
     return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -99,11 +99,11 @@ def test_noise() -> None:
         noise_layers="body.2",
         log=lambda scalars, step: logged.append((step, scalars)),
     )
-    assert no_trace(model)  # before it is entered
+    assert no_trace(model)  # before the loop is entered
     with loop:
         train(model, 4)
     assert no_trace(model)
-    noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("body.2", "all")}
+    noise = {f"hot/noise_{kind}/{layer}" for kind in ("gw", "gx") for layer in ("body.2", "all")}
     assert [(step, set(scalars)) for step, scalars in logged] == [(1, noise), (4, noise)]
 
 
@@ -134,7 +134,7 @@ def test_bad_arguments() -> None:
         HotLoop(model, model)
     with pytest.raises(ValueError, match="layers: 'x' matches none of"):
         HotLoop(model, optimizer, noise_every=1, noise_layers="x")
-    with pytest.raises(TypeError, match="log: int is no logger"):
+    with pytest.raises(TypeError, match="log: expected .*, got int"):
         HotLoop(model, optimizer, log=3)
     with pytest.raises(ValueError, match=REMOVED):
         HotLoop(model, optimizer, accumulate=True)
@@ -205,7 +205,7 @@ def test_accelerate_unwraps_what_was_set_on_a_model(what: str) -> None:
         return each(input_ids=ids, labels=ids).loss.detach()
 
     def same_as_before(each: Any) -> None:
-        """A copy runs its own weights, whose change it alone sees."""
+        """A copy computes with its weights; a change of them affects only the copy."""
         assert inspect.signature(each.forward) == signature
         twin = copy.deepcopy(each)
         before = loss_of(each)
@@ -216,7 +216,7 @@ def test_accelerate_unwraps_what_was_set_on_a_model(what: str) -> None:
 
     same_as_before(pickle.loads(pickle.dumps(model)))
     accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.native_amp = True  # as with mixed_precision, which a process chooses once
+    accelerator.native_amp = True  # like mixed_precision, which a process sets once
     for _ in range(2):
         prepared = accelerator.prepare_model(model)
         same_as_before(prepared)
@@ -293,7 +293,7 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     assert not no_trace(model)
     callback.close()
     assert no_trace(model)
-    with pytest.raises(TypeError, match="no option warm_up; expected some of log, "):
+    with pytest.raises(TypeError, match="expected options log, .*, got warm_up"):
         HotCallback(warm_up=3)
     with pytest.raises(ValueError, match=REMOVED):
         HotCallback(accumulate=True)
@@ -305,7 +305,7 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
 def lightning() -> Any:
     from models import mend_torchvision
 
-    mend_torchvision()  # torchmetrics takes what is installed for what can be imported
+    mend_torchvision()  # torchmetrics expects that every installed package can be imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("lightning.pytorch")
@@ -393,7 +393,9 @@ def test_lightning(tmp_path: Path) -> None:
     ours = [
         (step, set(found)) for step, found in logged if any(k.startswith("hot/") for k in found)
     ]
-    noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
+    noise = {
+        f"hot/noise_{kind}/{layer}" for kind in ("gw", "gx") for layer in ("model.body.0", "all")
+    }
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
     assert ours == [(1, noise), (3, noise)]
     assert sum("loss" in found for _, found in logged) == 4

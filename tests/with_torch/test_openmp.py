@@ -56,8 +56,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> tuple[int,
 
 @pytest.mark.long
 def test_the_adapter_takes_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread of its own, the same bits as with its own, and in a child of a fork."""
+    """No additional threads, and the same bits as with them and in a forked child."""
     shared, threads, status, bits = run(tmp_path, monkeypatch, "0")
     assert (shared, status) == (1, 0)
-    own = run(tmp_path, monkeypatch, "1")
-    assert own == (0, threads + 2, 0, bits)
+    separate = run(tmp_path, monkeypatch, "1")
+    assert separate == (0, threads + 2, 0, bits)

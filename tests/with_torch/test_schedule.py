@@ -75,21 +75,21 @@ def test_resume() -> None:
 
 def test_bad_arguments() -> None:
     model = converted()
-    with pytest.raises(ValueError, match="warmup: -1"):
-        paper.PrecisionSchedule(model, -1)
-    with pytest.raises(TypeError, match="warmup: expected an int"):
-        paper.PrecisionSchedule(model, 1.5)
-    with pytest.raises(ValueError, match="then_bits: 2"):
-        paper.PrecisionSchedule(model, 1, then_bits=2)
-    with pytest.raises(ValueError, match="bits: None"):
-        paper.PrecisionSchedule(model, 1, bits=None)
-    with pytest.raises(ValueError, match="no layer of it is converted"):
+    for arguments, options, message in (
+        ((-1,), {}, "warmup: -1"),
+        ((1.5,), {}, "warmup: expected an int"),
+        ((1,), {"then_bits": 2}, "then_bits: .*got 2"),
+        ((1,), {"bits": None}, "^bits: .*got None"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            paper.PrecisionSchedule(model, *arguments, **options)
+    with pytest.raises(ValueError, match="no layer is converted"):
         paper.PrecisionSchedule(hot.revert(model), 1)
     assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
 
 def test_an_optimizer_drives_it() -> None:
-    """As inside a trainer, which owns the loop (docs/paper.md)."""
+    """The schedule follows a trainer's optimizer (docs/paper.md)."""
     model = converted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = paper.PrecisionSchedule(model, 2)

@@ -1,11 +1,11 @@
 """torchtitan's overrides, against torchtitan itself or, without it, against its interface.
 
-The interface is that of pytorch/torchtitan at b5bcd76 (2026-08-21), written again from
-torchtitan/config/configurable.py:18-180 (``Configurable``), torchtitan/protocols/module.py:57-70
-(``Module.Config.build``), 72-206 (``init_states``), torchtitan/models/common/linear.py:26-40
-(``Linear``), torchtitan/config/override.py:137-172 (``Override``), 175-246 (``override``), 249-304
-(``derive``) and torchtitan/distributed/activation_checkpoint.py:112-163 (the base's ``apply``),
-185-287 (``SelectiveAC``: ``get_save_ops``, the policy of ``_wrap_block``).
+The interface is that of pytorch/torchtitan at b5bcd76 (2026-08-21), below torchtitan:
+
+* config/configurable.py:18-180 (``Configurable``), models/common/linear.py:26-40 (``Linear``);
+* protocols/module.py:57-70 (``Module.Config.build``), 72-206 (``init_states``);
+* config/override.py:137-172 (``Override``), 175-246 (``override``), 249-304 (``derive``);
+* distributed/activation_checkpoint.py:112-163 (the base's ``apply``), 185-287 (``SelectiveAC``).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def derive(source: Any, target_cls: Any, **deltas: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def titan() -> Iterator[Any]:
-    """torchtitan's names; and ``ours``, the registered overrides of hotcore."""
+    """Yield torchtitan's names, and ``ours``: hotcore's registered overrides."""
     here = sys.modules[__name__]
     places = {
         "torchtitan.config.override": ("_REGISTRY", "derive", "override"),
@@ -160,26 +160,26 @@ def titan() -> Iterator[Any]:
         "torchtitan.protocols.module": ("Module",),
         "torchtitan.distributed.activation_checkpoint": ("SelectiveAC",),
     }
-    made: list[str] = []
+    added: list[str] = []
     try:
         import torchtitan.config.override  # noqa: F401
     except ImportError:
         for path, names in places.items():
             parts = path.split(".")
             for i in range(1, len(parts) + 1):
-                made.append(".".join(parts[:i]))
-                sys.modules.setdefault(made[-1], ModuleType(made[-1]))
+                added.append(".".join(parts[:i]))
+                sys.modules.setdefault(added[-1], ModuleType(added[-1]))
             for name in names:
                 setattr(sys.modules[path], name, getattr(here, name))
     import importlib
 
     importlib.import_module(OURS)
-    found = ModuleType("titan")
+    module = ModuleType("titan")
     for path, names in places.items():
         for name in names:
-            setattr(found, name, getattr(importlib.import_module(path), name))
-    yield found
-    for name in {*made, *([OURS] if made else [])}:
+            setattr(module, name, getattr(importlib.import_module(path), name))
+    yield module
+    for name in {*added, *([OURS] if added else [])}:
         sys.modules.pop(name, None)
 
 
@@ -259,7 +259,7 @@ def test_selective_checkpoints_compress_once(titan: Any, with_ours: bool, preser
         policy = replaced(titan, "hot_selective_ac", policy)
     policy.build().apply(model)
     with Counts() as counts:
-        found = gradients(block, model.layers["0"], x)
+        actual = gradients(block, model.layers["0"], x)
     compressed = sum(n for name, n in counts.found.items() if "hotcore.compress" in name)
     assert compressed == (2 if with_ours else 4)
-    assert not with_ours or same(found, expected)
+    assert not with_ours or same(actual, expected)

@@ -84,7 +84,7 @@ def test_without_hotcore_the_checkpoint_is_a_plain_model(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(plain).save_pretrained(tmp_path / "saved")
-    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "hot")  # as before the import
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "hot")  # the state before the import
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert not hot_layers(model)
     for name, value in AutoModelForCausalLM.from_pretrained(plain).state_dict().items():
@@ -134,9 +134,11 @@ def test_frozen(plain: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for name, layer in layers.items():
-        found = again.get_submodule(name)
-        assert isinstance(found, HotFrozenLinear)
-        torch.testing.assert_close(found.dequantized(), layer.dequantized(), atol=1e-6, rtol=1e-3)
+        reloaded = again.get_submodule(name)
+        assert isinstance(reloaded, HotFrozenLinear)
+        torch.testing.assert_close(
+            reloaded.dequantized(), layer.dequantized(), atol=1e-6, rtol=1e-3
+        )
 
 
 def test_offloaded_weights(plain: Path, tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_offloaded_weights(plain: Path, tmp_path: Path) -> None:
     assert isinstance(layer, hot.HotLinear) and layer.weight.is_meta
     reference = AutoModelForCausalLM.from_pretrained(plain)
     assert torch.equal(model(tokens).logits, reference(tokens).logits)
-    with pytest.raises(ValueError, match="freeze=True needs the weights in memory"):
+    with pytest.raises(ValueError, match="freeze=True needs all weights in memory"):
         load(plain, freeze=True, **options)
 
 

@@ -2,9 +2,8 @@
 
 ``hotcore.integrations.transformers.HotCallback`` is for transformers' ``Trainer``,
 ``hotcore.integrations.lightning.HotCallback`` for Lightning's. With accelerate, Fabric and custom
-loops use :class:`HotLoop` itself. ``transformers``, ``torchao``, ``torchtitan`` and ``axolotl``
-here are switches in these libraries that convert a model. The package needs torch; the modules
-need their libraries.
+loops use :class:`HotLoop`. The modules ``transformers``, ``torchao``, ``torchtitan`` and
+``axolotl`` convert a model by an option of these libraries. They need torch and their library.
 """
 
 from .loop import HotLoop, scalar_logger

@@ -15,33 +15,33 @@ _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 
 
 class HotArgs(_BaseModel):  # type: ignore[misc]
-    """What the plugin adds to Axolotl's YAML; see ``HotQuantizationConfig``."""
+    """Fields that the plugin adds to Axolotl's YAML; see ``HotQuantizationConfig``."""
 
     hot_config: str | dict[str, Any] | None = None
-    """A recipe's name or the fields of a HotConfig; ``"default"`` where it is absent."""
+    """A recipe's name or the fields of a HotConfig; None: ``"default"``."""
     hot_modules_to_not_convert: list[str] | None = None
     """Names of modules that stay plain."""
     hot_freeze: bool | None = None
-    """Keep the base's weights as INT8 codes alone, for an adapter."""
+    """Keep the base's weights as INT8 codes only, for an adapter."""
 
 
 class HotPlugin(_BasePlugin):  # type: ignore[misc]
     """Converts the model to HOT after it is built, before adapters are put around its layers.
 
-    Axolotl's own LoRA kernels multiply the weights without calling the layers, so HOT would not be
-    used: they are switched off.
+    Axolotl's LoRA kernels multiply the weights without calling the layers, and so bypass HOT. The
+    plugin switches them off.
 
     Raises:
         ValueError: ``lora_mlp_kernel``, ``lora_qkv_kernel`` or ``lora_o_kernel`` is true,
-            ``hot_freeze`` without ``adapter``, or a bad ``hot_config``.
+            ``hot_freeze`` is set without ``adapter``, or ``hot_config`` is wrong.
     """
 
     def register(self, cfg: Any) -> None:
-        """Check the configuration as it was read; Axolotl sets its defaults later."""
+        """Check the values of the file, before Axolotl sets its defaults."""
         if wanted := [name for name in _KERNELS if cfg.get(name)]:
-            raise ValueError(f"{wanted[0]}: HOT's layers are not called by it; set it to false")
+            raise ValueError(f"{wanted[0]}: bypasses the layers that HOT replaces; set it to false")
         if cfg.get("hot_freeze") and not cfg.get("adapter"):
-            raise ValueError("hot_freeze: frozen weights are not trained; it needs an adapter")
+            raise ValueError("hot_freeze: requires an adapter: frozen weights are not trained")
         cfg.update(dict.fromkeys(_KERNELS, False))
 
     def get_input_args(self) -> str:

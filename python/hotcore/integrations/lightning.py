@@ -10,7 +10,7 @@ from .loop import LoopCallback, Scalars, scalar_logger
 
 
 def _callback_class() -> Any:
-    """The Callback class of the Lightning in use: two packages have one each."""
+    """Return the Callback class of the imported Lightning, one of two packages."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     if names[0] not in sys.modules and names[1] in sys.modules:
         names.reverse()
@@ -18,7 +18,7 @@ def _callback_class() -> Any:
         return importlib.import_module(names[0]).Callback
     except ModuleNotFoundError as error:
         if error.name not in (names[0], names[0].split(".")[0]):
-            raise  # the package exists, but one of its own imports fails
+            raise  # the package exists, but one of its imports fails
         return importlib.import_module(names[1]).Callback
 
 

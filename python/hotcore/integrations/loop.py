@@ -16,7 +16,7 @@ Scalars = Mapping[str, float]
 
 
 class HotLoop:
-    """The noise monitor and its log, driven by the optimizer.
+    """Noise monitor with a log, driven by the optimizer.
 
     ::
 
@@ -32,8 +32,8 @@ class HotLoop:
         noise_every: steps between measurements of the noise to gradient ratio; 0: none.
         noise_layers: name patterns of the layers to measure.
         log: target of scalars, see :func:`scalar_logger`. None: no logging.
-        start: steps trained before, for a run that resumes: the log goes on from there.
-        **removed: none; an argument of an earlier version is a ValueError that says what to do.
+        start: steps before this run; the log continues from there.
+        **removed: none; an argument of an earlier version raises a ValueError with advice.
 
     Raises:
         ValueError: a bad argument, or no converted layer matches ``noise_layers``.
@@ -53,7 +53,7 @@ class HotLoop:
         start: int = 0,
         **removed: NoReturn,
     ) -> None:
-        """Check the arguments; nothing changes before the loop is entered."""
+        """Check the arguments. Nothing changes before the loop is entered."""
         refuse_arguments("HotLoop", removed)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -67,7 +67,7 @@ class HotLoop:
         self._steps = start
         self._stack: ExitStack | None = None
         self.scalars: dict[str, float] = {}
-        """The scalars that were logged last."""
+        """The last logged scalars."""
 
     def __enter__(self) -> HotLoop:
         """Begin."""
@@ -108,18 +108,17 @@ class HotLoop:
 
 
 class LoopCallback:
-    """Base of the callbacks of trainers: holds the loop of a training."""
+    """Base of the trainers' callbacks, with the loop of a training."""
 
     def __init__(self, **options: Any) -> None:
         """Keep the loop's options, except ``start``. Raises TypeError or ValueError."""
         known = set(HotLoop.__init__.__kwdefaults__ or {}) - {"start"}
-        if unknown := sorted(set(options) - known):
-            for name in unknown:
-                check_gone(name)
+        unknown = sorted(options.keys() - known)
+        for name in unknown:
+            check_gone(name)
+        if unknown:
             expected = ", ".join(sorted(known))
-            raise TypeError(
-                f"HotCallback: no option {', '.join(unknown)}; expected some of {expected}"
-            )
+            raise TypeError(f"HotCallback: expected options {expected}, got {', '.join(unknown)}")
         self._options = options
         self.loop: HotLoop | None = None
         """The loop of the current training, or of the last one."""
@@ -127,21 +126,20 @@ class LoopCallback:
     def _enter(
         self, model: nn.Module, optimizer: Optimizer, start: int, log: Callable[..., object]
     ) -> None:
-        """Enter a loop, which logs by ``log`` unless an option says otherwise."""
-        own = {**self._options, "start": start}
-        if own.get("log") is None:
-            own["log"] = log
-        self.loop = HotLoop(model, optimizer, **own)
-        self.loop.__enter__()
+        """Enter a loop that logs to the option ``log``, or else to this argument."""
+        options = {"log": None, **self._options, "start": start}
+        if options["log"] is None:
+            options["log"] = log
+        self.loop = HotLoop(model, optimizer, **options).__enter__()
 
     def close(self) -> None:
-        """Undo everything, also after a training that an error has ended."""
+        """Undo everything, also after a training that ended with an error."""
         if self.loop is not None:
             self.loop.close()
 
 
-def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:
-    """``log(scalars, step)`` for common loggers.
+def scalar_logger(target: Any) -> Callable[[Scalars, int], object]:
+    """Return ``log(scalars, step)`` for a common logger.
 
     Args:
         target: TensorBoard's ``SummaryWriter`` (``add_scalar``), a logger of Lightning
@@ -149,23 +147,18 @@ def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:
             (``log``), any function of (scalars, step), or None for no logging.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: another target.
     """
     if target is None:
         return lambda scalars, step: None
     if hasattr(target, "add_scalar"):
-
-        def write(scalars: Scalars, step: int) -> None:
-            for name, value in scalars.items():
-                target.add_scalar(name, value, step)
-
-        return write
+        return lambda scalars, step: [target.add_scalar(n, v, step) for n, v in scalars.items()]
     for method in ("log_metrics", "log_dict", "log"):
         if hasattr(target, method):
             return lambda scalars, step: getattr(target, method)(dict(scalars), step=step)
     if callable(target):
         return lambda scalars, step: target(dict(scalars), step)
     raise TypeError(
-        f"log: {type(target).__name__} is no logger; expected a SummaryWriter, something with .log "
-        "or .log_metrics, or a function of (scalars, step)"
+        "log: expected a SummaryWriter, an object with .log or .log_metrics, or a function of "
+        f"(scalars, step), got {type(target).__name__}"
     )

@@ -27,12 +27,12 @@ class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
 
     ::
 
-        quantize_(model, HotTrainingConfig(), filter_fn=lambda module, fqn: fqn == "")  # as convert
+        quantize_(model, HotTrainingConfig(), filter_fn=lambda module, fqn: fqn == "")  # convert's
         quantize_(model, HotTrainingConfig("fast"))  # every nn.Linear
 
-    torchao calls for every module that ``filter_fn`` chooses; its default is every ``nn.Linear``,
-    the head and small layers among them. A chosen layer is converted; of any other module, so of
-    the whole model, :func:`hotcore.torch.convert` chooses the layers.
+    ``filter_fn`` chooses modules. torchao's default is every ``nn.Linear``, with the head and small
+    layers. A chosen layer is converted. In any other chosen module, for example the whole model,
+    :func:`hotcore.torch.convert` chooses the layers.
 
     Args:
         config: a HotConfig or a recipe's name.
@@ -47,13 +47,13 @@ class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
 
 @_register(HotTrainingConfig)  # type: ignore[untyped-decorator]
 def _convert(module: nn.Module, config: HotTrainingConfig) -> nn.Module:
-    """``module``, converted in place; what is HOT, or has no layer, stays as it is."""
+    """Convert ``module`` in place, unless it is HOT or has no layer."""
     if isinstance(module, HotModule):
         return module
     layers = dict(candidates(module))
-    if "" in layers:  # it is one itself
-        made: Any = hot_class(module).from_plain(module, config.config)
-        return made  # type: ignore[no-any-return]  # a module
+    if "" in layers:  # the module is a layer itself
+        layer: Any = hot_class(module).from_plain(module, config.config)
+        return layer  # type: ignore[no-any-return]  # a module
     if layers:
         hot.convert(module, config.config)
     return module

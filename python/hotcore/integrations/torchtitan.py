@@ -43,19 +43,19 @@ class HotTitanLinear(hot.HotLinear, _Module):  # type: ignore[misc]
 
 
 class HotSelectiveAC(_SelectiveAC):  # type: ignore[misc]
-    """torchtitan's SelectiveAC, which also saves HOT's codes, seeds and products.
+    """torchtitan's SelectiveAC that also saves HOT's codes, seeds and products.
 
-    The stock one knows torch's operators alone: every HOT layer would run twice.
+    The stock class knows only torch's operators, so every HOT layer would run twice.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(_SelectiveAC.Config):  # type: ignore[misc]
-        """As of SelectiveAC."""
+        """SelectiveAC's fields."""
 
     def get_save_ops(self) -> set[Any]:
-        """torchtitan's operators and HOT's."""
-        own: set[Any] = super().get_save_ops()
-        return own | CODES | SEEDS | PRODUCTS
+        """Return torchtitan's operators and HOT's."""
+        operators: set[Any] = super().get_save_ops()
+        return operators | CODES | SEEDS | PRODUCTS
 
 
 @_override.override(
@@ -65,12 +65,12 @@ class HotSelectiveAC(_SelectiveAC):  # type: ignore[misc]
     exact=True,
 )  # type: ignore[untyped-decorator]
 def hot_linear(config: Any, recipe: Any = "default", **fields: Any) -> Any:
-    """Make the linear layers of attention and feed-forward HOT's; the head and routers stay.
+    """Convert the linear layers of attention and feed-forward; the head and routers stay plain.
 
     Args:
-        config: the layer's; one with fewer than 64 in or out features is returned as it is.
+        config: the layer's; a layer with fewer than 64 in or out features stays plain.
         recipe: a recipe's name.
-        **fields: fields of HotConfig that differ from it, from
+        **fields: changed fields of HotConfig, from
             ``hotcore.integrations.torchtitan.hot_linear={"recipe": "fast", "forward": "int8"}``.
 
     Raises:

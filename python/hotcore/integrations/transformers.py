@@ -27,7 +27,7 @@ _ConfigMixin: Any = importlib.import_module(
 
 
 class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
-    """Convert a model to HOT where transformers loads it.
+    """Option of ``from_pretrained`` that converts the loaded model to HOT.
 
     ::
 
@@ -37,23 +37,22 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
             path, dtype=torch.bfloat16, quantization_config=HotQuantizationConfig("default")
         )
 
-    The loaded model is what :func:`hotcore.torch.convert` makes of it: the same Parameters in the
-    dtype asked for, all trained. ``save_pretrained`` writes the plain weights under the plain keys,
-    and this configuration into config.json. Where this module has been imported,
-    ``from_pretrained`` converts such a checkpoint again; elsewhere transformers warns and loads the
-    plain model.
+    :func:`hotcore.torch.convert` converts the loaded model: the Parameters stay, in the requested
+    dtype, and all are trained. ``save_pretrained`` writes the plain weights under the plain keys,
+    and this configuration into config.json. ``from_pretrained`` converts such a checkpoint again if
+    this module is imported; otherwise transformers warns and loads the plain model.
 
     Args:
         config: a HotConfig, a recipe's name, or a mapping of a HotConfig's fields.
-        modules_to_not_convert: names of modules that stay plain, as transformers matches them: a
-            start or an end of the name, or a regular expression. The default filter of ``convert``
-            (the head, small layers, layers that would be slower) applies as well.
-        freeze: keep the weights as INT8 codes alone (:func:`hotcore.torch.freeze_int8`), for
+        modules_to_not_convert: names of modules that stay plain, in transformers' form: a start or
+            an end of the name, or a regular expression. The default filter of ``convert`` (the
+            head, small layers, layers that would be slower) applies as well.
+        freeze: keep the weights as INT8 codes only (:func:`hotcore.torch.freeze_int8`), for
             adapters. Loading holds the plain weights first; checkpoints have dequantised weights.
 
     Raises:
-        TypeError: ``config`` is none of these, or ``modules_to_not_convert`` is a str.
-        ValueError: a field of ``config``.
+        TypeError: another type of ``config``, or ``modules_to_not_convert`` is a str.
+        ValueError: a wrong field of ``config``.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         freeze: bool = False,
         quant_method: str = "hot",
     ) -> None:
-        """Check the arguments; ``quant_method`` is config.json's, always ``"hot"``."""
+        """Check the arguments. ``quant_method`` of config.json is always ``"hot"``."""
         if isinstance(modules_to_not_convert, str):
             raise TypeError("modules_to_not_convert: expected a list of names, got a str")
         if isinstance(config, Mapping):
@@ -74,11 +73,11 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         self.freeze = freeze
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json has: the fields as plain values."""
+        """Return the fields as plain values for config.json."""
         return {**vars(self), "config": json.loads(self.config.to_json())}
 
     def convert(self, model: nn.Module) -> None:
-        """Convert a loaded model, and freeze it where ``freeze`` says so."""
+        """Convert a loaded model; with ``freeze`` also freeze it."""
         matching = importlib.import_module("transformers.quantizers.quantizers_utils")
         skip, names = self.modules_to_not_convert, [name for name, _ in candidates(model)]
         plain = [name for name in names if not matching.should_convert_module(name, skip)]
@@ -86,25 +85,25 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         if self.freeze:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(
-                    "quantization_config: freeze=True needs the weights in memory; the device_map "
-                    "offloads some of them to disk or CPU"
+                    "quantization_config: freeze=True needs all weights in memory; use a "
+                    "device_map that offloads none to disk or CPU"
                 )
             hot.freeze_int8(model)
 
 
 class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
-    """What transformers calls for a :class:`HotQuantizationConfig`; it makes one itself."""
+    """Quantizer that transformers makes and calls for a :class:`HotQuantizationConfig`."""
 
     is_trainable = True
     is_compileable = True
 
     def is_serializable(self) -> bool:
-        """``save_pretrained`` writes plain weights."""
+        """Whether ``save_pretrained`` works: it writes plain weights."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether a Trainer takes the model without adapters."""
+        """Whether a Trainer accepts the model without adapters."""
         return not self.quantization_config.freeze
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -112,7 +111,7 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> nn.Module:
-        """``model.dequantize()``: the plain model."""
+        """Return the plain model for ``model.dequantize()``."""
         return hot.revert(model)
 
 
@@ -149,7 +148,7 @@ class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # unty
 
     @classmethod
     def add_to(cls, trainer: Any, **options: Any) -> HotCallback:
-        """Add a callback whose scalars the Trainer logs with its own; return it."""
+        """Add a callback that sends its scalars to the Trainer's log; return it."""
         callback = cls(**options)
         callback._send = trainer.log
         trainer.add_callback(callback)
@@ -170,7 +169,7 @@ class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # unty
         if scalars and self._send is not None:
             should_log = control.should_log
             self._send(scalars)
-            control.should_log = should_log  # Trainer.log clears it before the loss is logged
+            control.should_log = should_log  # Trainer.log clears it, which would skip the loss
         elif scalars:
             state.log_history.append({**scalars, "step": state.global_step})
 

@@ -1,8 +1,8 @@
 """Flax: ``HotDense`` for ``flax.linen.Dense``, ``HotLinear`` for ``flax.nnx.Linear``. Imports flax.
 
-Both have the parameters of the plain layers (``kernel`` ``[I, O]``, ``bias``), so checkpoints fit,
-and take a key a call from the random stream ``"hot"``. Where ``deterministic`` is true they are the
-plain layers, as Dropout is the identity then.
+Both have the parameters of the plain layers (``kernel`` ``[I, O]``, ``bias``), so checkpoints fit.
+Each call takes a key from the random stream ``"hot"``. With ``deterministic`` they are the plain
+layers, like Dropout.
 """
 
 from __future__ import annotations
@@ -21,34 +21,30 @@ _linen: Any = importlib.import_module("flax.linen")
 _nnx: Any = importlib.import_module("flax.nnx")
 
 _STREAM = "hot"
-
-
 _PRODUCT = ("precision", "dot_general", "dot_general_cls", "preferred_element_type")
 
 
 def _checked(layer: Any, config: ConfigLike) -> HotConfig:
-    """Its configuration. Raises ValueError where the layer is to multiply in another way."""
+    """Return the layer's configuration. Raises ValueError for options that HOT does not support."""
     for name in _PRODUCT:
         if getattr(layer, name, None) not in (None, lax.dot_general):
-            raise ValueError(f"{name}: HOT has its own product; leave it as it is")
+            raise ValueError(f"{name}: HOT replaces the product; leave it at its default")
     settings = as_config(config)
     if settings.forward_in_eval:
-        raise ValueError("config: forward_in_eval; a deterministic layer of Flax is the plain one")
+        raise ValueError("config: expected forward_in_eval=False: deterministic layers are plain")
     return settings
 
 
 class HotDense(_linen.Dense):  # type: ignore[misc]
     """``flax.linen.Dense`` trained through HOT.
 
-    ::
-
-        y = HotDense(256, config="fast").apply(variables, x, rngs={"hot": key})
+    ``y = HotDense(256, config="fast").apply(variables, x, rngs={"hot": key})``.
 
     Args:
         config: a HotConfig or a recipe's name.
-        deterministic: be the plain layer, which needs no key.
+        deterministic: compute as the plain layer, which needs no key.
 
-    The others are those of Dense. Raises flax's error without a key of the stream ``"hot"``, and
+    The other arguments are Dense's. Raises flax's error without a key of the stream ``"hot"``, and
     ValueError with ``precision``, ``dot_general`` or ``dot_general_cls``, or a configuration with
     ``forward_in_eval``.
     """
@@ -76,21 +72,19 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
 class HotLinear(_nnx.Linear):  # type: ignore[misc]
     """``flax.nnx.Linear`` trained through HOT.
 
-    ::
+    ``layer = HotLinear(64, 256, config="fast", rngs=nnx.Rngs(0, hot=1))``.
 
-        layer = HotLinear(64, 256, config="fast", rngs=nnx.Rngs(0, hot=1))
-
-    ``model.train()``, ``model.eval()`` and ``nnx.view`` set ``deterministic``, with which it is the
+    ``model.train()``, ``model.eval()`` and ``nnx.view`` set ``deterministic``, which makes it the
     plain layer.
 
     Args:
         in_features: I.
         out_features: O.
         config: a HotConfig or a recipe's name.
-        rngs: with the stream ``"hot"`` (or a default one), of which the layer keeps a fork.
-        deterministic: be the plain layer.
-        **options: as of Linear; those of its product (``precision``, ``dot_general``,
-            ``preferred_element_type``) are a ValueError.
+        rngs: random streams with ``"hot"`` or a default one; the layer keeps a fork of it.
+        deterministic: compute as the plain layer.
+        **options: options of Linear, except those of its product (``precision``, ``dot_general``,
+            ``preferred_element_type``): they raise a ValueError.
     """
 
     def __init__(
@@ -110,11 +104,11 @@ class HotLinear(_nnx.Linear):  # type: ignore[misc]
         self.rngs = rngs[_STREAM].fork()
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """``[..., I] -> [..., O]``; ``out_sharding`` is the plain layer's alone."""
+        """``[..., I] -> [..., O]``; only the plain layer takes ``out_sharding``."""
         if self.deterministic:
             return super().__call__(inputs, out_sharding)
         if out_sharding is not None:
-            raise ValueError("out_sharding: HOT's product takes none; use shard_map")
+            raise ValueError("out_sharding: expected None for HOT's product; use shard_map")
         bias = None if self.bias is None else self.bias[...]
         inputs, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], bias), dtype=self.dtype
@@ -122,6 +116,6 @@ class HotLinear(_nnx.Linear):  # type: ignore[misc]
         return linear(inputs, kernel.T, bias, key=self.rngs(), config=self.config)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Set what ``nnx.view`` is given."""
+        """Set ``deterministic`` for ``nnx.view``."""
         if deterministic is not None:
             self.deterministic = deterministic

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -26,38 +25,28 @@ _THREEFRY = "threefry2x32"
 
 
 def linear(
-    x: Array,
-    w: Array,
-    b: Array | None = None,
-    *,
-    key: Array,
-    config: HotConfig | str = "default",
+    x: Array, w: Array, b: Array | None = None, *, key: Array, config: HotConfig | str = "default"
 ) -> Array:
-    """``x w^T + b``, as jnp computes it or in INT8; gradients are computed in integers with HOT.
+    """``x w^T + b``, by jnp or in INT8; HOT computes the gradients in integers.
 
-    The gradient of w needs the compressed x (0.53 bytes per value with recipe ``"default"``), that
-    of x needs w. Gradients that are not wanted cost neither memory nor time. Works under jit, grad,
-    checkpoint, scan and vmap (calls in sequence); not in forward mode, nor differentiated twice.
+    The gradient of w needs the compressed x (0.53 bytes per value with recipe ``"default"``), the
+    gradient of x needs w. Only requested gradients cost memory and time. Works under jit, grad,
+    checkpoint, scan and vmap (calls in sequence), but not in forward mode or differentiated twice.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16.
         w: ``[O, I]`` of these dtypes; a kernel ``[I, O]`` is passed as ``kernel.T``.
         b: ``[O]`` of these dtypes, or None.
         key: random key of the rounding, different for every layer and step: one key of
-            ``jax.random``, of any implementation, or the uint32 words of one, or an integer array
-            of shape (). The number n stands for ``hotcore.Key(0, offset=n)``;
-            ``jax.random.key(n)`` (threefry) has the number n, keys of other implementations 64
-            bits that ``jax.random.bits`` draws with them.
+            ``jax.random``, its uint32 words, or an integer array of shape (). The number n means
+            ``hotcore.Key(0, offset=n)``. ``jax.random.key(n)`` (threefry) has the number n; for
+            other implementations ``jax.random.bits`` draws 64 bits.
         config: a HotConfig or a recipe's name. With ``forward="int8"`` y is that of
             :func:`hotcore.forward_linear`; gradients pass straight through it.
 
     Returns:
-        ``[..., O]`` in jnp's dtype, of an INT8 product in x's. Gradients have the dtypes of x, w
-        and b.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong; the message names it.
-        NotImplementedError: the configuration does not run here.
+        ``[..., O]`` in jnp's dtype, for an INT8 product in x's. Gradients have the dtypes of x, w
+        and b. An unusable argument is an error that names it, as in ``hotcore``.
 
     Source: docs/jax.md; docs/numerics.md.
     """
@@ -74,12 +63,11 @@ def linear(
         if b.shape != w.shape[:1]:
             raise ValueError(f"b: shape {b.shape}; w has {w.shape[0]} out features")
     seed = _seed(key)
-    # Inside a shard_map devices share w and b but not x: the gradients of w and b are summed.
+    # Inside a shard_map devices share w and b but not x: backward sums the gradients of w and b.
     arrays = (x, w, seed) if b is None else (x, w, seed, b)
     x, w, seed, *rest = pcast_to_varying(arrays, varying_axes(*arrays))
     b = rest[0] if rest else None
-    output: Array = _linear(settings, x, w, b, seed)
-    return output
+    return _linear(settings, x, w, b, seed)
 
 
 def _floats(array: Array, name: str) -> Array:
@@ -94,13 +82,13 @@ def _floats(array: Array, name: str) -> Array:
 
 
 def _seed(key: Array) -> Array:
-    """The offset of the layer's key: two words, low word first."""
+    """Return the offset of the layer's key: two words, low word first."""
     if not isinstance(key, jax.Array | np.ndarray | np.generic):
         raise TypeError(
-            f"key: {type(key).__name__}; expected jax.random.key(...) or an integer array, another "
-            "one in every step"
+            "key: expected jax.random.key(...) or an integer array, a new one in every step, got "
+            f"{type(key).__name__}"
         )
-    if key.shape == (4,) and key.dtype == np.uint32:  # the words of rbg and of unsafe_rbg
+    if key.shape == (4,) and key.dtype == np.uint32:  # words of rbg and unsafe_rbg
         key = jax.random.wrap_key_data(jnp.asarray(key), impl="rbg")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
         if jax.random.key_impl(key) != _THREEFRY:
@@ -109,12 +97,12 @@ def _seed(key: Array) -> Array:
     if key.shape == (2,) and key.dtype == np.uint32:  # jax.random's keys have the high word first
         return jnp.flip(jnp.asarray(key))
     if key.shape == () and jnp.issubdtype(key.dtype, jnp.integer):
-        # Not jnp, which may truncate NumPy's 64 bits to 32 before they are read.
+        # jnp may truncate NumPy's 64 bits to 32, so they are read first.
         high = key >> 32 if key.dtype.itemsize > 4 else key * 0
         return jnp.stack([key.astype(np.uint32), high.astype(np.uint32)])
     raise ValueError(
-        f"key: {key.dtype} {key.shape}; expected one key of jax.random, its two (threefry) or four "
-        "(rbg) uint32 words, or one integer"
+        "key: expected one key of jax.random, its two (threefry) or four (rbg) uint32 words, or an "
+        f"integer, got {key.dtype} {key.shape}"
     )
 
 
@@ -126,63 +114,58 @@ def _product(config: HotConfig, x: Array, w: Array, b: Array | None) -> Array:
     return y if b is None else y + b
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["saved", "w", "seed"],
-    meta_fields=["x_shape", "dtypes"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class _Residuals:
     """Residuals for backward: arrays, and static values known during tracing."""
 
     saved: Array | None
     w: Array | None
     seed: Array
-    x_shape: tuple[int, ...]
-    dtypes: tuple[Any, Any, Any]
-    """The dtypes of g_x, g_w and g_b; None: not wanted."""
+    x_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtypes: tuple[Any, Any, Any] = dataclasses.field(metadata={"static": True})
+    """The dtypes of g_x, g_w and g_b; None: not requested."""
 
 
-def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tuple[Array, _Kept]:
-    """Each argument is a value and whether it is differentiated."""
+def _forward(
+    config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any
+) -> tuple[Array, _Residuals]:
+    """Compute y and the residuals. ``perturbed`` of an argument: it is differentiated."""
     for name, a in (("x", x), ("w", w), ("b", b)):
         if a is not None and any(jax.typeof(a.value).sharding.spec):
             raise NotImplementedError(
                 f"{name}: sharded over explicit axes of a mesh, {jax.typeof(a.value)}; use "
                 "shard_map, or a mesh with axis_types=(AxisType.Auto,)"
             )
-    gx_dtype, gw_dtype, gb_dtype = (
-        a.value.dtype if a is not None and a.perturbed else None for a in (x, w, b)
-    )
-    saved = None
-    if gw_dtype is not None:
-        saved = compress_activation(_matrix(x.value), seed.value, config)
-    kept = _Kept(
-        saved,
-        None if gx_dtype is None else w.value,
-        seed.value,
-        x.value.shape,
-        (gx_dtype, gw_dtype, gb_dtype),
-    )
-    return _product(config, x.value, w.value, None if b is None else b.value), kept
+    dtypes: Any = tuple(a.value.dtype if a and a.perturbed else None for a in (x, w, b))
+    weight = w.value if x.perturbed else None
+    saved = compress_activation(_matrix(x.value), seed.value, config) if w.perturbed else None
+    residuals = _Residuals(saved, weight, seed.value, x.value.shape, dtypes)
+    return _product(config, x.value, w.value, None if b is None else b.value), residuals
 
 
-def _backward(config: HotConfig, kept: _Kept, gy: Array) -> tuple[Array | None, ...]:
-    in_features = kept.x_shape[-1]
+def _backward(config: HotConfig, residuals: _Residuals, gy: Array) -> tuple[Array | None, ...]:
+    in_features = residuals.x_shape[-1]
     gx, gw, gb = backward_linear(
-        _matrix(gy, "y"), kept.w, kept.saved, kept.seed, config, in_features, kept.dtypes
+        _matrix(gy, "y"),
+        residuals.w,
+        residuals.saved,
+        residuals.seed,
+        config,
+        in_features,
+        residuals.dtypes,
     )
-    return None if gx is None else gx.reshape(kept.x_shape), gw, gb, None
+    return None if gx is None else gx.reshape(residuals.x_shape), gw, gb, None
 
 
 def _check_numbers(array: Array, name: str) -> None:
     if not all(isinstance(size, int) for size in array.shape):  # jax.export's symbolic shapes
         shape = ", ".join(map(str, array.shape))
-        raise NotImplementedError(f"{name}: shape ({shape}); HOT needs sizes that are numbers")
+        raise NotImplementedError(f"{name}: expected sizes that are numbers, got shape ({shape})")
 
 
 def _matrix(x: Array, name: str = "x") -> Array:
-    """``[..., I]`` as ``[L, I]``."""
+    """Reshape ``[..., I]`` to ``[L, I]``."""
     _check_numbers(x, name)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 

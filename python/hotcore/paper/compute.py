@@ -1,10 +1,10 @@
 """``compute_report``: bit operations of a model's products, by method.
 
-A multiply-add of an a-bit by a b-bit number is a * b bit operations (BOPs); every other operation
+A multiply-add of an a-bit by a b-bit number is a * b bit operations (BOPs). Every other operation
 (an addition of a transform, rounding, scaling) counts as one in 32 bits, 1024 BOPs. The paper and
 its authors' code use this measure; it says nothing about time.
 
-Source: the paper, Appendix D, Table 5 (in FLOPs: two a multiply-add in 32 bits) and Table 2.
+Source: the paper, Appendix D, Table 5 (in FLOPs: a multiply-add in 32 bits is two) and Table 2.
 """
 
 from __future__ import annotations
@@ -25,32 +25,25 @@ from ..torch.modules import is_pointwise
 from ..torch.ops.conv import settings
 from ..torch.probe import preserve_state
 from ..torch.report import aligned
-from ..torch.selection import (
-    Filter,
-    candidates,
-    features_of,
-    is_frozen,
-    products_of,
-    weights_of,
-)
+from ..torch.selection import Filter, candidates, features_of, is_frozen, products_of, weights_of
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
 _FULL = 32 * 32
 _GIGA = 1e9
-_ROWS = 40  # of the printed table
-_LUQ_OPERATIONS = 3  # per value, as the authors' code counts logarithmic rounding
-_BLOCK, _RANK = 16, 8  # of LBP-WHT
+_ROWS = 40  # limit of layers in the printed table
+_LUQ_OPERATIONS = 3  # logarithmic rounding of a value, as the authors' code counts it
+_BLOCK, _RANK = 16, 8  # LBP-WHT's
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCompute:
     """One weight: the shape of its products and their BOPs.
 
-    ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L includes the batch. ``taken`` says
-    whether a method applies; otherwise every method computes the layer in full precision. A
-    configuration leaves the products of a convolution that keeps torch's in full precision and adds
-    the operations that restore x. ``trained``: g_w is computed.
+    ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L includes the batch. ``taken``: the
+    methods apply; otherwise every method computes the layer in full precision. A convolution with
+    torch's products counts in full precision for a configuration, plus the operations that restore
+    x. ``trained``: g_w is computed.
     """
 
     name: str
@@ -61,11 +54,11 @@ class LayerCompute:
     taken: bool
     trained: bool
     forward: int
-    """In 32 bits, as by every method but the last."""
+    """BOPs of the forward product in 32 bits, for all methods but the last."""
     backward: Mapping[str, int]
-    """By method."""
+    """Method -> BOPs."""
     own_forward: int
-    """As the configuration has it: in 8 bits with ``forward="int8"``."""
+    """BOPs of the forward product under the configuration: in 8 bits with ``forward="int8"``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +75,7 @@ class ComputeReport:
         return sum(layer.forward for layer in self.layers)
 
     def forward_by(self, method: str = FULL_PRECISION) -> int:
-        """Of all forward products: as the layers' configurations say for the last method."""
+        """BOPs of all forward products; for the last method under the layers' configurations."""
         if method != self.methods[-1]:
             return self.forward
         return sum(layer.own_forward for layer in self.layers)
@@ -92,7 +85,7 @@ class ComputeReport:
         return sum(layer.backward[method] for layer in self.layers)
 
     def flops(self, method: str = FULL_PRECISION) -> float:
-        """A backward pass in the unit of the paper's Table 5: 1024 BOPs are two FLOPs."""
+        """FLOPs of a backward pass as in the paper's Table 5: 1024 BOPs are two FLOPs."""
         return 2 * self.backward(method) / _FULL
 
     def __str__(self) -> str:
@@ -102,19 +95,15 @@ class ComputeReport:
         table = [("layer", "type", "L", "O", "I", "forward", *self.methods)]
         for row in self.layers:
             if row.name in shown:
-                notes = [] if row.taken else ["plain"]
-                notes += [] if row.trained else ["frozen"]
+                notes = ["plain"] * (not row.taken) + ["frozen"] * (not row.trained)
                 kind = f"{row.type} ({', '.join(notes)})" if notes else row.type
-                shape = (str(row.tokens), str(row.outs), str(row.ins))
-                costs = (row.backward[method] for method in self.methods)
-                table.append(
-                    (row.name or "(root)", kind, *shape, *map(_giga, (row.forward, *costs)))
-                )
-        rest = [row for row in self.layers if row.name not in shown]
-        if rest:
+                shape = map(str, (row.tokens, row.outs, row.ins))
+                costs = map(_giga, (row.forward, *row.backward.values()))
+                table.append((row.name or "(root)", kind, *shape, *costs))
+        if rest := [row for row in self.layers if row.name not in shown]:
             sums = [sum(row.backward[method] for row in rest) for method in self.methods]
-            forward = sum(row.forward for row in rest)
-            table.append((f"{len(rest)} more", "", "", "", "", *map(_giga, (forward, *sums))))
+            costs = map(_giga, (sum(row.forward for row in rest), *sums))
+            table.append((f"{len(rest)} more", "", "", "", "", *costs))
         totals = [self.backward(method) for method in self.methods]
         table.append(("backward", "", "", "", "", "", *map(_giga, totals)))
         shares = [f"{total / totals[0]:.3f}" if totals[0] else "-" for total in totals]
@@ -137,39 +126,33 @@ def compute_report(
     """Count the bit operations of every layer's products, in full precision and by method.
 
     One forward pass without gradients finds the shapes; a model and inputs on the ``meta`` device
-    cost nothing. Linear layers, convolutions and attention's projections are counted; products
-    without a weight (attention itself) and everything else are not. g_x is counted for every layer,
-    even if its input needs none; g_w if the weight is trained.
+    cost nothing. Linear layers, convolutions and attention's projections count, but no products
+    without a weight. g_x counts for every layer, g_w if the weight is trained.
 
-    The methods: "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
-    "HOT" (the paper's: INT4 g_x, INT8 g_w of 8 rows of 16), and the configuration's own name. The
-    formulas stand at :func:`backward_bops`.
+    The methods are "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
+    "HOT" (the paper's) and the name of the configuration. :func:`backward_bops` has the formulas.
 
     Args:
-        model: plain, or converted by :func:`hotcore.torch.convert` and then counted as it is; not
-            changed.
+        model: plain, or converted by :func:`hotcore.torch.convert`; it is not changed.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments.
         config: configuration for a plain model.
-        filter_fn: as for ``convert``, like the next two. ``lambda module, name: True`` counts every
-            layer that HOT supports, as the paper does.
-        overrides: as for ``convert``.
-        slower: as for ``convert``.
+        filter_fn: see ``convert``, also for the next two. ``lambda module, name: True`` counts
+            every layer that HOT supports, as the paper does.
+        overrides: see ``convert``.
+        slower: see ``convert``.
 
     Returns:
-        A :class:`.ComputeReport`.
-
-    Raises:
-        ValueError: nothing in the model can be converted, or the configuration does not fit it.
+        A :class:`.ComputeReport`. ValueError if no layer can be converted.
 
     Source: the paper, Appendix D, Table 5. Its worked example, (49, 448, 1792) from 137.3 to 11.5
-    MFLOPs, does not come out: docs/dev/rivals.md.
+    MFLOPs, cannot be reproduced: docs/dev/rivals.md.
     """
     layers = dict(candidates(model))
     watch = probe.Watch(layers)
     with preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         probe.output_of(model, inputs)
-    found = {name: getattr(layer, "config", None) for name, layer in layers.items()}
-    configs = {name: own for name, own in found.items() if isinstance(own, HotConfig)}
+    present = {name: getattr(layer, "config", None) for name, layer in layers.items()}
+    configs = {name: value for name, value in present.items() if isinstance(value, HotConfig)}
     last = "as converted"
     if not configs:
         chosen = as_config(config)
@@ -179,34 +162,32 @@ def compute_report(
     methods = (FULL_PRECISION, *RIVALS, "HOT", last)
     rows = []
     for name, layer in layers.items():
+        layer_config, trained = configs.get(name), not is_frozen(layer)
+        grouped = isinstance(layer, nn.Conv2d) and layer.groups != 1
+        taken = layer_config is not None and not grouped
+        wide = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
+        plain_forward = wide or is_8bit(layer)
         for part, tokens, outs, ins in _shapes(layer, watch.uses[name].macs):
-            trained = not is_frozen(layer)
-            own = configs.get(name)
-            wide = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
-            plain_forward = wide or is_8bit(layer)
-            taken = None if isinstance(layer, nn.Conv2d) and layer.groups != 1 else own
             shape = (tokens, outs, ins)
-            plain = backward_bops(*shape, FULL_PRECISION, trained=trained)
-            costs = dict.fromkeys(methods, plain)
-            if taken is not None:
-                for method in methods[1:-1]:
-                    costs[method] = backward_bops(*shape, method, trained=trained)
-                costs[last] = backward_bops(*shape, taken, trained=trained)
-            if own is not None and products_of(layer, own) is False:
+            costs = {
+                method: backward_bops(*shape, method if taken else FULL_PRECISION, trained=trained)
+                for method in methods[:-1]
+            }
+            plain = costs[last] = costs[FULL_PRECISION]
+            if layer_config is not None and products_of(layer, layer_config) is False:
+                # torch's products; libhot scales the codes of x back.
                 pixels = sum(math.prod(call.shape) for call in watch.uses[name].calls)
-                costs[last] = plain + (_restore_bops(pixels, own) if trained else 0)
+                steps = 1 + settings(layer_config, False, None).equalize_tokens
+                costs[last] = plain + trained * pixels * steps * _FULL
+            elif layer_config is not None and taken:
+                costs[last] = backward_bops(*shape, layer_config, trained=trained)
             rows.append(
                 LayerCompute(
-                    f"{name}{part}".lstrip("."),
-                    type(layer).__name__,
-                    *shape,
-                    taken is not None,
-                    trained,
-                    tokens * outs * ins * _FULL,
-                    costs,
-                    forward_bops(*shape, None if plain_forward else own),
-                )  # fmt: skip
-            )
+                    f"{name}{part}".lstrip("."), type(layer).__name__, *shape, taken, trained,
+                    math.prod(shape) * _FULL, costs,
+                    forward_bops(*shape, None if plain_forward else layer_config)
+                )
+            )  # fmt: skip
     return ComputeReport(tuple(rows), methods)
 
 
@@ -221,12 +202,12 @@ def backward_bops(
     * LBP-WHT: LO log n + 2 LI log n transforms, two products of LOI r/n in 32 bits (n = 16, r = 8);
     * LUQ: three operations for each g_y, one for each w and x, LI + OI to scale the results; two
       products of LOI in 4 bits;
-    * naive INT4: as LUQ with one operation per g_y;
-    * HOT: LO log n + IO log n transforms, LO + IO roundings, a product of LOI in 4 bits; LI log n +
-      LO log n transforms, (LI + LO) r/n roundings, a product of LOI r/n in 8 bits; IO + LI to scale
-      the results. That is half of Table 5's FLOPs each, which count two an operation;
-    * a configuration: the same with its bits, blocks and rows. Basis ``full`` has no transform
-      along L, the sketch n - r additions per block and a transform of r; an INT4 x takes LI
+    * naive INT4: LUQ's count with one operation per g_y;
+    * HOT, g_x: LO log n + IO log n transforms, LO + IO roundings, a product of LOI in 4 bits;
+    * HOT, g_w: LI log n + LO log n transforms, (LI + LO) r/n roundings, a product of LOI r/n in 8
+      bits. IO + LI scale both results. Table 5's FLOPs count each operation twice;
+    * a configuration: HOT's count with its bits, blocks and rows. Basis ``full`` has no transform
+      along L. The sketch has n - r additions per block and a transform of r. An INT4 x takes LI
       operations to become INT8.
 
     Args:
@@ -240,18 +221,30 @@ def backward_bops(
 
     Source: the paper, Appendix D, Table 5; the products' bits as in its authors' code.
     """
+    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
+    if method == "HOT":
+        method = HotConfig.recipe("paper")
     if isinstance(method, HotConfig):
         gx, gw = _config_bops(tokens, outs, ins, method)
+    elif method == FULL_PRECISION:
+        gx = gw = product * _FULL
+    elif method == "LBP-WHT":
+        steps, low = math.log2(_BLOCK), product * _RANK / _BLOCK
+        gx, gw = ((gy + x) * steps + low) * _FULL, (x * steps + low) * _FULL
+    elif method in RIVALS:
+        each = _LUQ_OPERATIONS if method == "LUQ" else 1
+        gx = gw = (each * gy + w + x) * _FULL + product * 4 * 4
     else:
-        gx, gw = _named_bops(tokens, outs, ins, method)
+        known = ", ".join((FULL_PRECISION, *RIVALS, "HOT"))
+        raise ValueError(f"method: expected a HotConfig or one of {known}, got {method!r}")
     return round(gx + gw) if trained else round(gx)
 
 
 def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> int:
-    """BOPs of one layer's forward product, by a configuration; None: in 32 bits.
+    """BOPs of one layer's forward product under a configuration; None: in 32 bits.
 
-    With ``forward="int8"``, as :func:`backward_bops` counts: LI log n + IO log n transforms, LI +
-    IO roundings and LO operations to scale the results, in 32 bits; a product of LOI in 8 bits.
+    ``forward="int8"`` has LI log n + IO log n transforms, LI + IO roundings and LO operations that
+    scale the results, all in 32 bits. Its product of LOI is in 8 bits.
     """
     product = tokens * outs * ins
     if config is None or config.forward == "plain":
@@ -260,53 +253,29 @@ def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> 
     return round((operands * (steps + 1) + tokens * outs) * _FULL) + product * 8 * 8
 
 
-def _restore_bops(values: int, config: HotConfig) -> int:
-    """BOPs of scaling the codes of a kept x."""
-    config = settings(config, False, None)
-    return values * (1 + config.equalize_tokens) * _FULL
-
-
-def _named_bops(tokens: int, outs: int, ins: int, method: str) -> tuple[float, float]:
-    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
-    if method == FULL_PRECISION:
-        return product * _FULL, product * _FULL
-    if method == "LBP-WHT":
-        steps, share = math.log2(_BLOCK), _RANK / _BLOCK
-        low = product * share
-        return ((gy + x) * steps + low) * _FULL, (x * steps + low) * _FULL
-    if method in ("LUQ", "naive INT4"):
-        each = _LUQ_OPERATIONS if method == "LUQ" else 1
-        small = product * 4 * 4
-        return (each * gy + w + x) * _FULL + small, (each * gy + x + w) * _FULL + small
-    if method == "HOT":
-        return _config_bops(tokens, outs, ins, HotConfig.recipe("paper"))
-    known = ", ".join((FULL_PRECISION, *RIVALS, "HOT"))
-    raise ValueError(f"method: {method!r} is none of {known}, and no HotConfig")
-
-
 def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[float, float]:
     gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
     steps = math.log2(config.hadamard_block)
     gx = ((gy + w) * steps + gy + w + x) * _FULL + product * config.gx_bits**2
     share, transform = _low_rank(config)
     unpack = x if config.storage != "int8" else 0
-    equalize = gy + 2 * x if config.equalize_tokens else 0  # a multiplication each, and x's sizes
+    equalize = gy + 2 * x if config.equalize_tokens else 0  # a product per value, and x's sizes
     operations = (gy + x) * transform + (gy + x) * share + unpack + equalize + w
     return gx, operations * _FULL + product * share * 8 * 8
 
 
 def _low_rank(config: HotConfig) -> tuple[float, float]:
-    """Kept rows per token, and operations per value to make them."""
+    """Return the basis rows per token, and the operations per value that compute them."""
     if config.basis == "full":
         return 1.0, 0.0
     block, rank = config.block, config.rank if config.rows is None else len(config.rows)
-    if config.basis == "sketch":  # folds to rank tokens, then transforms those
+    if config.basis == "sketch":  # folds a block to rank tokens, then transforms them
         return rank / block, (block - rank + rank * math.log2(rank)) / block
     return rank / block, math.log2(block)
 
 
 def _shapes(layer: nn.Module, macs: int) -> list[tuple[str, int, int, int]]:
-    """Suffix of the name, L, O and I of every weight that the forward pass multiplied."""
+    """Return suffix of the name, L, O and I of every weight that the forward pass multiplied."""
     weights = weights_of(layer)
     total = sum(weight.numel() for weight in weights)
     if not total or not macs:

@@ -1,7 +1,7 @@
 """Layer-wise quantiser selection (LQS): :func:`.calibrate` makes a :class:`.Selection`.
 
-One scale for all of g_y is cheapest. If a gradient's outliers sit in single tokens, that scale
-rounds the other tokens to almost nothing; a layer gets the finer scale only where it pays.
+One scale for all of g_y is cheapest. If single tokens hold a gradient's outliers, that scale rounds
+the other tokens to almost nothing. LQS gives the finer scale only to the layers that gain by it.
 
 Source: LQS of the paper and its supplement G; docs/paper.md.
 """
@@ -46,8 +46,8 @@ class LayerErrors:
 
     ``gx_error`` and ``gw_error`` map a scale of g_y to the relative squared error of that gradient,
     ``|g - g'|^2 / |g|^2`` over all batches. ``fields`` has the chosen ``gx_scale`` and
-    ``gw_scale``. ``pattern`` holds the largest ``|g_y|`` in each cell of a grid over the first
-    batch's g_y: rows are tokens, columns are out features.
+    ``gw_scale``. ``pattern`` holds the largest ``|g_y|`` per cell of a grid over the first batch:
+    rows are tokens, columns are out features.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Selection:
     layers: tuple[LayerErrors, ...]
     config: HotConfig
     batches: int
-    """Number of batches that were measured."""
+    """Number of measured batches."""
 
     def overrides(
         self, config: ConfigLike | None = None, model: nn.Module | None = None
@@ -77,21 +77,19 @@ class Selection:
         """Layer name -> configuration, for ``convert(model, config, overrides=...)``.
 
         Args:
-            config: the configuration in which the scales are set (None: that of the measurement).
+            config: the configuration that gets the scales; None: that of the measurement.
             model: the model to check the names against.
 
-        Raises ValueError if ``model`` lacks layers of this selection; they are named.
+        Raises ValueError that names the layers which ``model`` lacks.
         """
         base = self.config if config is None else as_config(config)
-        names = [layer.name for layer in self.layers]
-        known = names if model is None else {name for name, _ in model.named_modules()}
-        if missing := [name for name in names if name not in known]:
-            assert model is not None
-            kinds = (nn.Linear, nn.Conv2d)
-            have = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        modules = {} if model is None else dict(model.named_modules())
+        missing = [layer.name for layer in self.layers if layer.name not in modules]
+        if model is not None and missing:
+            have = [n for n, m in modules.items() if isinstance(m, nn.Linear | nn.Conv2d)]
             raise ValueError(
-                f"selection: made for another model; {len(missing)} of its {len(names)} layers "
-                f"are not in this one: {listed(missing)} (this one has {listed(have)})"
+                f"selection: made for another model; {len(missing)} of its {len(self.layers)} "
+                f"layers are not in this one: {listed(missing)} (this one has {listed(have)})"
             )
         return {
             glob.escape(layer.name): dataclasses.replace(base, **layer.fields)
@@ -103,8 +101,7 @@ class Selection:
         heads = [f"g_x {scale}" for scale in GX_SCALES] + [f"g_w {scale}" for scale in GW_SCALES]
         rows = [["layer", *heads, "chosen"]]
         for layer in self.layers:
-            errors = [layer.gx_error[scale] for scale in GX_SCALES]
-            errors += [layer.gw_error[scale] for scale in GW_SCALES]
+            errors = (*layer.gx_error.values(), *layer.gw_error.values())
             chosen = ", ".join(f"{name}={value}" for name, value in layer.fields.items())
             rows.append([layer.name, *(f"{math.sqrt(e):.4f}" for e in errors), chosen])
         measured = f"|error| / |gradient| of {len(self.layers)} layers over {self.batches} batches"
@@ -113,8 +110,8 @@ class Selection:
     def plot(self, path: str | Path) -> None:
         """Draw ``|g_y|`` of every layer into a file, tokens by out features.
 
-        Bright rows are outlier tokens, for which a finer scale helps; single bright cells are not.
-        The paper draws the same in Fig. 2 of supplement G. Raises ImportError without matplotlib.
+        Bright rows are outlier tokens, where a finer scale helps; single bright cells are not. See
+        Fig. 2 of the paper's supplement G. Raises ImportError without matplotlib.
         """
         columns = min(4, len(self.layers))
         height = -(-len(self.layers) // columns)
@@ -131,8 +128,7 @@ class Selection:
             chosen = ", ".join(f"{k.removesuffix('_scale')}: {v}" for k, v in layer.fields.items())
             axis.set_xlabel(f"out features   ({chosen})", fontsize=7)
             axis.set_ylabel("tokens", fontsize=7)
-            axis.set_xticks([])
-            axis.set_yticks([])
+            axis.set(xticks=[], yticks=[])
         figure.savefig(path, dpi=130)
 
 
@@ -150,27 +146,25 @@ def calibrate(
 ) -> Selection:
     """Measure the error of coarse and fine scales of g_y for every layer, and choose.
 
-    Runs forward and backward on every batch (a few are enough); a plain model has plain gradients.
-    For each layer that :func:`hotcore.torch.convert` would convert, or has converted, g_y is
-    quantised with each choice; convolutions with torch's products are left out, since their
-    backward quantises no g_y. The
-    error of g_x and g_w is measured against the same product of the unquantised g_y: the
-    transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that the
-    loss of rank does not count. The fine scale is chosen where it cuts the squared error by
-    more than ``gain``. Parameters, their ``.grad`` and buffers do not change; what else the loss
-    depends on gets gradients.
+    Runs forward and backward on every batch; a few are enough. For each layer that
+    :func:`hotcore.torch.convert` converts, or has converted, g_y is quantised with each choice.
+    Convolutions with torch's products are left out: their backward quantises no g_y. The error of
+    g_x and g_w is relative to the product of the unquantised g_y. For g_w that g_y is projected on
+    the basis of ``config``, so that the loss of rank does not count. The fine scale is chosen where
+    it reduces the squared error by more than ``gain``. Parameters, their ``.grad`` and buffers do
+    not change; other tensors behind the loss get gradients.
 
     Args:
         model: plain or converted.
         batches: arguments of ``loss_fn``, one batch each.
         loss_fn: ``loss_fn(model, batch)`` -> loss, a scalar.
         config: bits, blocks, basis and rounding of the measurement.
-        filter_fn: which layers of a plain model, as for :func:`hotcore.torch.convert`.
+        filter_fn: selects layers of a plain model, see :func:`hotcore.torch.convert`.
         gw_fine: the finer choice for g_w: ``"token"`` (the paper's) or ``"channel"`` (as cheap as
-            ``"tensor"`` in hotcore's products); None: ``"channel"`` where ``config`` has it.
+            ``"tensor"`` in hotcore's products); None: ``"channel"`` if ``config`` has it.
         gain: share of the squared error that the finer scale has to save.
         seed: seed of the measured rounding.
-        slower: as for :func:`hotcore.torch.convert`.
+        slower: see :func:`hotcore.torch.convert`.
 
     Returns:
         A :class:`.Selection`.
@@ -187,7 +181,7 @@ def calibrate(
     if gw_fine not in GW_SCALES[1:]:
         raise ValueError(f"gw_fine: {gw_fine!r} is not one of 'token', 'channel'")
     if not 0 <= gain < 1:
-        raise ValueError(f"gain: {gain} is outside 0 <= gain < 1")
+        raise ValueError(f"gain: expected 0 <= gain < 1, got {gain}")
     if not torch.is_grad_enabled():
         raise ValueError("calibrate: gradients are off (torch.no_grad); LQS measures g_y")
     names = _layers(model, settings, filter_fn, slower)
@@ -202,8 +196,7 @@ def calibrate(
             count += 1
     if count == 0:
         raise ValueError("batches: empty; calibrate needs at least one")
-    unreached = [name for name, probe in probes.items() if not probe.measured]
-    if unreached:
+    if unreached := [name for name, probe in probes.items() if probe.pattern is None]:
         raise ValueError(
             f"calibrate: no gradient reached {listed(unreached)}; "
             "leave them out with filter_fn, or let their outputs require grad"
@@ -213,24 +206,22 @@ def calibrate(
 
 
 class _Probe:
-    """Sums the squared errors of one layer over batches."""
+    """Sums of the squared errors of one layer over batches."""
 
     def __init__(self, config: HotConfig, key: Key) -> None:
         self._config = config
         self._key = key
         self._sums: dict[tuple[str, str], float] = collections.defaultdict(float)
-        self._pattern: tuple[tuple[float, ...], ...] | None = None
-
-    @property
-    def measured(self) -> bool:
-        return self._pattern is not None
+        self.pattern: tuple[tuple[float, ...], ...] | None = None
 
     @torch.no_grad()
-    def add(self, module: nn.Module, call: Call, given: Callable[[], Tensor], gy: Tensor) -> None:
-        """Add one call of the layer, as :func:`.gradients_seen` saw it."""
-        x, weight, gy, config = _as_linear(module, given(), gy, self._config)
-        if self._pattern is None:
-            self._pattern = _pattern(gy)
+    def add(
+        self, module: nn.Module, call: Call, input_of: Callable[[], Tensor], gy: Tensor
+    ) -> None:
+        """Add one call of the layer, from :func:`.gradients_seen`."""
+        x, weight, gy, config = _as_linear(module, input_of(), gy, self._config)
+        if self.pattern is None:
+            self.pattern = _pattern(gy)
         key = self._key
         x, weight, gy = x.float(), weight.float(), gy.float().contiguous()
         block = config.hadamard_block
@@ -246,12 +237,12 @@ class _Probe:
             name: getattr(config, name)
             for name in ("rank", "basis", "block", "rows", "token_grid", "prefix_tokens")
         }
-        kept = functions.hla(gy, **options, side="gradient", key=key)
-        kept_x = functions.hla(x, **options, side="activation", key=key)
-        self._sums["gw", ""] += _square(kept.T @ kept_x)
+        projected = functions.hla(gy, **options, side="gradient", key=key)
+        projected_x = functions.hla(x, **options, side="activation", key=key)
+        self._sums["gw", ""] += _square(projected.T @ projected_x)
         for choice in GW_SCALES:
-            rounded = _rounded(kept, 8, choice, config.gw_rounding, key)
-            self._sums["gw", choice] += _square((rounded - kept).T @ kept_x)
+            rounded = _rounded(projected, 8, choice, config.gw_rounding, key)
+            self._sums["gw", choice] += _square((rounded - projected).T @ projected_x)
         self._key = key._replace(offset=key.offset + 1)
 
     def choose(self, name: str, gw_fine: str, gain: float) -> LayerErrors:
@@ -261,7 +252,7 @@ class _Probe:
             "gx_scale": "token" if gx["tensor"] - gx["token"] > gain * gx["tensor"] else "tensor",
             "gw_scale": gw_fine if gw["tensor"] - gw[gw_fine] > gain * gw["tensor"] else "tensor",
         }
-        return LayerErrors(name, gx, gw, fields, self._pattern or ())
+        return LayerErrors(name, gx, gw, fields, self.pattern or ())
 
     def _relative(self, path: str, scale: str) -> float:
         norm = self._sums[path, ""]
@@ -271,31 +262,29 @@ class _Probe:
 def _layers(
     model: nn.Module, config: HotConfig, filter_fn: Filter | None, slower: bool
 ) -> list[str]:
-    """Names of the converted layers, or of those that convert would convert."""
+    """Return the names of the converted layers, or of the layers that convert takes."""
     modules = dict(model.named_modules())
     names = [n for n, m in modules.items() if isinstance(getattr(m, "config", None), HotConfig)]
-    report: object = "the converted layers quantise no g_y, or are not measured"
+    reason: object = "the converted layers quantise no g_y, or are not measured"
     if not names:
-        report = found = decide(model, config, filter_fn, slower=slower).report
-        names = [layer.name for layer in found.converted]
-    names = [name for name in names if _measurable(modules[name], config)]
-    if not names:
-        raise ValueError(f"model: no layer to measure\n{report}")
+        reason = report = decide(model, config, filter_fn, slower=slower).report
+        names = [layer.name for layer in report.converted]
+
+    def measurable(module: nn.Module) -> bool:
+        other = isinstance(module, nn.MultiheadAttention) or is_8bit(module)
+        return not other and products_of(module, config) is not False
+
+    if not (names := [name for name in names if measurable(modules[name])]):
+        raise ValueError(f"model: no layer to measure\n{reason}")
     return names
-
-
-def _measurable(module: nn.Module, config: HotConfig) -> bool:
-    other = isinstance(module, nn.MultiheadAttention) or is_8bit(module)
-    return not other and products_of(module, config) is not False
 
 
 def _as_linear(
     module: nn.Module, x: Tensor, gy: Tensor, config: HotConfig
 ) -> tuple[Tensor, Tensor, Tensor, HotConfig]:
-    """x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` and the settings of the layer's products."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    weight = weight.detach()
+    """Return x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` and the settings of the products."""
+    assert isinstance(module.weight, Tensor)
+    weight = module.weight.detach()
     if not isinstance(module, nn.Conv2d):
         if not isinstance(module, nn.Linear):
             weight = weight.T  # transformers' Conv1D keeps [I, O]
@@ -323,8 +312,8 @@ def _square(values: Tensor) -> float:
 
 
 def _pattern(gy: Tensor) -> tuple[tuple[float, ...], ...]:
-    size = (min(PATTERN_SIZE, gy.shape[0]), min(PATTERN_SIZE, gy.shape[1]))
-    if 0 in size:
+    if not gy.numel():
         return ()
+    size = tuple(min(PATTERN_SIZE, length) for length in gy.shape)
     cells = F.adaptive_max_pool2d(gy.detach().float().abs()[None, None], size)[0, 0]
-    return tuple(tuple(row) for row in cells.tolist())
+    return tuple(map(tuple, cells.tolist()))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..config import HotConfig
+from ..config import HotConfig, as_int
 
 Bits = Literal[4, 8]
 
@@ -18,61 +18,49 @@ Bits = Literal[4, 8]
 class PrecisionSchedule:
     """Makes the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
 
-    As a callback; its unit (steps or epochs) is whatever calls of ``step()`` count::
+    Call ``step()`` after each step or epoch, the unit of ``warmup``::
 
         schedule = paper.PrecisionSchedule(model, 25)
         for epoch in range(200):
             train(model)
             schedule.step()
 
-    As a context, which restores the layers' own configurations at its end::
-
-        with paper.PrecisionSchedule(model, 1000) as schedule:
-            for batch in batches:
-                train(model, batch)
-                schedule.step()
-
-    Layers keep every other field of their configuration. Parameters and state_dicts of the model do
-    not change. Put :meth:`state_dict` into a checkpoint to resume a run.
+    ``with paper.PrecisionSchedule(model, 1000) as schedule:`` restores the layers' configurations
+    at its end. Layers keep every other field of their configuration. Parameters and state_dicts of
+    the model do not change. Put :meth:`state_dict` into a checkpoint to resume a run.
 
     Args:
-        model: a converted model; layers that are converted later are not part of the schedule.
+        model: a converted model; later conversions are not part of the schedule.
         warmup: number of calls of ``step()`` with ``bits``; 0: ``then_bits`` from the start.
         bits: bits of g_x at first, 8 or 4.
-        then_bits: bits of g_x after that, 8 or 4; None: those of each layer's own configuration.
+        then_bits: bits of g_x after that, 8 or 4; None: those of each layer's configuration.
 
     Raises:
         ValueError: no layer of the model is converted, or a number is out of range.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        warmup: int,
-        *,
-        bits: Bits = 8,
-        then_bits: Bits | None = 4,
+        self, model: nn.Module, warmup: int, *, bits: Bits = 8, then_bits: Bits | None = 4
     ) -> None:
         """Set the first phase's bits."""
-        if isinstance(warmup, bool) or not isinstance(warmup, int):
-            raise TypeError(f"warmup: expected an int, got {warmup!r}")
-        if warmup < 0:
+        if as_int(warmup, "warmup", 64) < 0:
             raise ValueError(f"warmup: {warmup} is negative")
-        for name, value in (("bits", bits), ("then_bits", then_bits)):
-            if value not in (4, 8) and not (name == "then_bits" and value is None):
-                raise ValueError(f"{name}: {value!r}; expected 8 or 4")
-        # A Hugging Face model has another config.
+        if bits not in (4, 8):
+            raise ValueError(f"bits: expected 8 or 4, got {bits!r}")
+        if then_bits not in (4, 8, None):
+            raise ValueError(f"then_bits: expected 8, 4 or None, got {then_bits!r}")
+        # Models of Hugging Face have a config of another type.
         modules: list[Any] = [m for m in model.modules() if hasattr(m, "config")]
         self._layers = [(m, m.config) for m in modules if isinstance(m.config, HotConfig)]
         if not self._layers:
-            raise ValueError("model: no layer of it is converted; call hot.convert(model) first")
+            raise ValueError("model: no layer is converted; call hot.convert(model) first")
         self._warmup, self._bits, self._then_bits = warmup, bits, then_bits
         self._count = 0
         self._apply()
 
     @property
     def bits(self) -> Bits | None:
-        """Bits of g_x in the current phase; None: each layer's own."""
+        """Bits of g_x in the current phase; None: those of each layer's configuration."""
         return self._bits if self._count < self._warmup else self._then_bits
 
     @property
@@ -87,12 +75,12 @@ class PrecisionSchedule:
             self._apply()
 
     def close(self) -> None:
-        """Restore every layer's configuration from before the schedule."""
+        """Restore the configuration that every layer had before the schedule."""
         for module, config in self._layers:
             module.config = config
 
     def __enter__(self) -> PrecisionSchedule:
-        """Return the schedule, which is in force since its construction."""
+        """Return the schedule. It is active since its construction."""
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -100,15 +88,15 @@ class PrecisionSchedule:
         self.close()
 
     def state_dict(self) -> dict[str, int]:
-        """How far the schedule is."""
+        """Return the number of steps as a dict."""
         return {"count": self._count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self._count = int(state["count"])
         self._apply()
 
     def _apply(self) -> None:
         bits = self.bits
-        for module, own in self._layers:
-            module.config = own if bits is None else dataclasses.replace(own, gx_bits=bits)
+        for module, config in self._layers:
+            module.config = config if bits is None else dataclasses.replace(config, gx_bits=bits)
