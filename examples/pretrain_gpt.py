@@ -1,11 +1,11 @@
 """Pre-train a small GPT on the bytes of a text with HOT.
 
+    pip install '.[torch,examples]'              # once, in a checkout of hotcore
     python pretrain_gpt.py                       # the source of Python's own library, on a CPU
     python pretrain_gpt.py --text books.txt --width 512 --depth 8 --context 512 --batch 64 \\
         --steps 5000 --device cuda --compile     # bf16 on CUDA
 
---micro N splits a batch into N parts; --recipe none trains
-without HOT.
+--micro N splits a batch into N parts. --recipe none trains without HOT.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> float:
     blocks = (Block(width) for _ in range(options.depth))
     model = nn.Sequential(nn.Embedding(256, width), *blocks, nn.LayerNorm(width))
     model.append(nn.Linear(width, 256)).to(device)
-    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=True).hot_report)
     forward = torch.compile(model) if options.compile else model

@@ -6,7 +6,7 @@ PATH: files or folders, by default all that git knows. ``--count`` prints findin
 A sentence, comment, docstring or heading must not begin with a word of ``STARTS`` or with
 "The same,". ``Whether`` may begin the text of a bool. A sentence has at most ``LONGEST`` words.
 Code in backticks and the text of a link count as they are read. Not checked: tables, code blocks
-(also indented ones outside pages), quotations, generated text (``<!-- table -->`` to ``<!-- end -->``).
+(also indented ones outside pages), quotations, and text between ``<!-- table`` and ``<!-- end``.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def sentences(text: str) -> Iterator[str]:
     text = re.sub(r"\b(e\.g|i\.e|cf|vs|etc|sec|Sec|eq|Eq|al|pp|p)\. ", r"\1 ", text)
     yield from (
         s.strip(" *_(")
-        for s in re.split(r"(?<=[.!?])[)*_\"]*\s+(?=[A-Z`*_\[(\"])", text)
+        for s in re.split(r"(?<=[.!?])[)*_\"]*\s+(?=[A-Z`*_\[(\"]|--\w)", text)
         if s.strip()
     )
 

@@ -1,14 +1,10 @@
 # Functions for the Python environment that the scripts beside this file share. They source it.
 #
-#   hot_env_python
-#       Finds a Python >= 3.10 and sets HOT_PYTHON.
-#   hot_env_venv
-#       Makes the environment if there is none, and sets HOT_VENV_PYTHON.
-#   hot_env_install NAME ARG...
-#       Runs pip install ARG..., unless the last call with this NAME had the same arguments.
-#   hot_env_project [EXTRA]
-#       Builds and installs this repository, unless the same sources are installed. Environments with the same Python
-#       share a build.
+#   hot_env_python                finds a Python >= 3.10 and sets HOT_PYTHON
+#   hot_env_venv                  makes the environment if there is none
+#   hot_env_install NAME ARG...   runs pip install ARG..., unless the last call with this NAME had the same arguments
+#   hot_env_project [EXTRA]       builds and installs this repository, unless its sources are the same; environments
+#                                 with the same Python share a build
 #
 # HOT_PYTHON=/path/to/python and HOT_VENV=/path/to/environment override the choice (default: .venv in the
 # repository's root). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected. Nothing is installed

@@ -117,8 +117,8 @@ fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----
 
-# passed NAME and broken NAME count as one more test in the summary: for checks without a report of their own, and for
-# suites that stopped before they wrote one.
+# passed NAME and broken NAME add a test to the summary. They serve checks without a report, and suites that stopped
+# before they wrote one.
 passed() { printf '%s\n' "$1" >>"$results/passed"; }
 broken() {
   hot_env_say "FAILED: $1"
@@ -250,7 +250,7 @@ try_wheel() {
 
 test_style() {
   local check
-  for check in clang-format ruff-check ruff-format mypy shell; do
+  for check in clang-format ruff-check ruff-format mypy words shell; do
     if bash "$HOT_ROOT/scripts/check_style.sh" "$check"; then
       passed "style: $check"
     else

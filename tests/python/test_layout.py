@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,26 +66,26 @@ PYTHON = ("tests", "benchmarks", "examples")
 
 
 def top_level_names() -> set[str]:
-    """The first word of every import in Python files there, functions' and strings' included."""
-    found: set[str] = set()
+    """Return the first word of every import in Python files there, also in functions and strings."""
+    names: set[str] = set()
     for folder in PYTHON:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             words = re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)
-            found |= {*words, *re.findall(r"(?:importorskip|import_module)\(\s*\"(\w+)", text)}
-    return found
+            names |= {*words, *re.findall(r"(?:importorskip|import_module)\(\s*\"(\w+)", text)}
+    return names
 
 
 def strangers(names: set[str]) -> set[str]:
-    """Those of ``names`` that are no files or packages of these folders."""
-    own = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
-    own |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
+    """Return the ``names`` that are no files or packages of these folders."""
+    local = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
+    local |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
-    return (names - own) | others | (names & sys.stdlib_module_names)
+    return (names - local) | others | (names & sys.stdlib_module_names)
 
 
 def found_instead(folder: Path, names: set[str]) -> list[str]:
-    """What lies in a folder under the name of another's package, and is found in its place.
+    """List files and folders that Python would import in place of another package.
 
     A folder without ``__init__.py`` is a namespace package, which Python takes where it finds
     nothing else: ``tests/torch`` passed for torch where torch was not installed.
@@ -98,10 +100,35 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
     names = strangers(top_level_names())
     assert {"torch", "numpy", "pytest", "hotcore", "subprocess", "sklearn"} <= names
-    assert not {"support", "rivals", "models", "c_api"} & names  # their own, imported on purpose
+    assert not {"support", "rivals", "models", "c_api"} & names  # local modules, imported on purpose
     for folder in PYTHON:
         assert found_instead(ROOT / folder, names) == [], folder
     for there in ("torch", "deep/torch", "jax"):
         (tmp_path / there).mkdir(parents=True)
     (tmp_path / "pytest.py").touch()
     assert found_instead(tmp_path, names) == ["deep/torch", "jax", "pytest.py", "torch"]
+
+
+def test_a_browser_measures_pages(tmp_path: Path) -> None:
+    for name, width in (("narrow", 300), ("wide", 600)):
+        page = f'<!doctype html><div style="width: {width}px">text</div>'
+        (tmp_path / f"{name}.html").write_text(page)
+    command = [sys.executable, str(ROOT / "scripts/check_pages.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "no browser" in done.stdout:
+        pytest.skip(done.stdout)
+    assert done.returncode == 1 and "wide.html is 6" in done.stdout, done
+    assert "narrow.html" not in done.stdout
+
+
+def test_the_words_that_a_sentence_may_begin_with() -> None:
+    spec = importlib.util.spec_from_file_location("check_words", ROOT / "scripts/check_words.py")
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    text = "Of x.\n\nArgs:\n    a: As b. It is.\n    c: d.\n\nWhether y.\n\n    Of --code"
+    said = [fault for _, fault in check.faults(text, 1, False, False)]
+    assert [word.split(":")[0] for word in said] == [
+        'begins with "Of"', 'begins with "As"', 'begins with "Whether"',
+    ]  # fmt: skip
+    assert not list(check.faults("Whether y.", 1, True, False))
+    assert list(check.faults("word " * 26, 1, False, False))

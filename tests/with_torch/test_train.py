@@ -1,4 +1,4 @@
-"""The main job, `examples/train.py`: a few steps of everything, and the real figures (slow)."""
+"""`examples/train.py`: a few steps of every recipe, its options and its table."""
 
 from __future__ import annotations
 
@@ -95,16 +95,31 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
     assert losses[0] != losses[2]
 
 
+def test_default_rows_and_the_mark_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TRAIN.parent))
+    import train as script
+    from train_lib import report, training
+
+    assert script.parse_options([]).recipe == ["fp32", "default", "default+int8", "paper"]
+    busy = training.Result("vit", "fp32", 0, 3, step_ms=5, busy=True)
+    assert "5.0 ms*" in report.table([busy]) and "* Other processes" in report.table([busy])
+    busy.busy = False
+    assert "*" not in report.table([busy]) and "0.03 are seed noise" in report.table([busy])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "fp32,fats"], "unknown recipe 'fats'; choose from fp32, default, fast"),
-        (["--forward", "fp8"], "unknown forward 'fp8'; choose from plain, int8"),
+        (["--recipe", "fp32,fats"], "unknown name 'fats'; choose from fp32, default, fast"),
+        (["--forward", "fp8"], "unknown name 'fp8'; choose from plain, int8"),
         (["--task", "resnet"], "argument --task: invalid choice: 'resnet'"),
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
         (["--seed", "-1"], "argument --seed: must be between 0 and"),
-        (["--device", "tpu"], "argument --device: 'tpu' is none of cpu, cuda"),
-        (["--out", str(TRAIN)], "is a file; a folder is wanted"),
+        (
+            ["--device", "tpu"],
+            "argument --device: expected cpu, cuda, cuda:0, cuda:1, ..., got 'tpu'",
+        ),
+        (["--out", str(TRAIN)], "expected a folder, got the file"),
     ],
 )
 def test_bad_option(options: list[str], message: str) -> None:
