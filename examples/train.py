@@ -75,8 +75,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         type=_names(*RECIPES),
         action="append",
         metavar="NAME[,NAME...]",
-        help=f"recipes to compare, of {', '.join(RECIPES)} "
-        f"(default: {','.join(DEFAULT_RECIPES)})",
+        help=f"recipes to compare, of {', '.join(RECIPES)} (default: {','.join(DEFAULT_RECIPES)})",
     )
     parser.add_argument(
         "--forward",

@@ -1,9 +1,9 @@
-"""The public FWHT against a copy of the same array, and against alternatives in torch.
+"""Time the public FWHT beside a copy of the array, and beside alternatives in torch.
 
     python -m benchmarks.evidence.bench_fwht [--device cpu|cuda] [--n N ...] [--elements E]
 
-Bytes count each element read once and written once. Rivals: the package fast_hadamard_transform, if
-it can be imported, and a product with the Hadamard matrix.
+Bytes count one read and one write of each element. The rivals are the package
+fast_hadamard_transform, if installed, and a product with the Hadamard matrix.
 """
 
 from __future__ import annotations

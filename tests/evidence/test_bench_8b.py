@@ -108,7 +108,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
     assert "twice" in json.loads((tmp_path / "8b.json").read_text())["whole"][PLAIN]["error"]
     run_size = bench_8b.dataclasses.replace(bench_8b.TOY, length=16)
     monkeypatch.setattr(bench_8b, "TOY", run_size)
-    with pytest.raises(SystemExit, match="made with other settings"):
+    with pytest.raises(SystemExit, match="has other settings"):
         run(tmp_path)
 
 

@@ -66,7 +66,7 @@ PYTHON = ("tests", "benchmarks", "examples")
 
 
 def top_level_names() -> set[str]:
-    """Return the first word of every import in Python files there, also in functions and strings."""
+    """Return the first word of every import in Python files, also in functions and strings."""
     names: set[str] = set()
     for folder in PYTHON:
         for path in (ROOT / folder).rglob("*.py"):
@@ -79,7 +79,9 @@ def top_level_names() -> set[str]:
 def strangers(names: set[str]) -> set[str]:
     """Return the ``names`` that are no files or packages of these folders."""
     local = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
-    local |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
+    local |= {
+        path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")
+    }
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
     return (names - local) | others | (names & sys.stdlib_module_names)
 
@@ -100,7 +102,9 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
     names = strangers(top_level_names())
     assert {"torch", "numpy", "pytest", "hotcore", "subprocess", "sklearn"} <= names
-    assert not {"support", "rivals", "models", "c_api"} & names  # local modules, imported on purpose
+    assert (
+        not {"support", "rivals", "models", "c_api"} & names
+    )  # local modules, imported on purpose
     for folder in PYTHON:
         assert found_instead(ROOT / folder, names) == [], folder
     for there in ("torch", "deep/torch", "jax"):

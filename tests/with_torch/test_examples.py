@@ -65,9 +65,7 @@ def losses_of(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+  loss (.*)$", printed, re.MULTILINE)]
 
 
-def test_first_hour(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_hour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every code cell of the notebook runs at toy size."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     names: dict[str, Any] = {"__name__": "first_hour"}

@@ -51,7 +51,7 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
     assert path.read_text() == kept
     bench_gpt.main([*words, "--contenders", "bf16", "--seeds", "1", "--budget", "-1"])
     assert path.read_text() == kept
-    with pytest.raises(SystemExit, match="made with other settings"):
+    with pytest.raises(SystemExit, match="has other settings"):
         bench_gpt.main([*words, "--steps", "3"])
     with pytest.raises(SystemExit):
         bench_gpt.main([*words, "--contenders", "nobody"])
