@@ -180,7 +180,7 @@ def _tokens(batch: int, length: int, vocabulary: int) -> Maker:
 
 
 def _blocks(model: nn.Module, batch: Batch) -> Tensor:
-    """Loss of decoder layers without embedding and head, which learn to repeat a token."""
+    """Loss of decoder layers alone, which learn to repeat the previous token."""
     hidden: Tensor = model(inputs_embeds=batch["x"], use_cache=False).last_hidden_state
     return F.mse_loss(hidden[:, 1:].float(), batch["x"][:, :-1])
 

@@ -90,7 +90,7 @@ class Session:
             raise Left(str(missing)) from missing
         batch = size.batch(torch.Generator().manual_seed(setting.seed))
         batch = {key: value.to(setting.device) for key, value in batch.items()}
-        options = {"own": True, "backend": setting.backend}
+        options = {"in_place": True, "backend": setting.backend}
         trainer = self._trainer = Trainer(self.contender, model, batch, task, **options)
         build_s = time.perf_counter() - begun
         with _compat.memory_budget(self.contender.memory_budget):

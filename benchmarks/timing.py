@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def synchronized_stopwatch(device: str, count: int = 1) -> Stopwatch:
-    """Return a clock of the host: milliseconds per call, with one synchronisation of ``count``."""
+    """Return a host clock: milliseconds per call, over ``count`` calls and a synchronisation."""
 
     def measure(call: Call) -> float:
         synchronize(device)

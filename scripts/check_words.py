@@ -79,17 +79,14 @@ def of_c(source: str) -> Iterator[Text]:
     """Yield ``//`` and ``/* */`` comments, lines below one another as one text."""
     lines = source.splitlines()
     block: list[str] = []
-    start = 0
     inside = False
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate([*lines, ""], 1):
         comment = re.match(r"\s*///?!?<?\s?(.*)", line)
         if comment and not inside:
-            if not block:
-                start = number
             block.append(comment[1])
             continue
         if block:
-            yield start, "\n".join(block), "bool" in line
+            yield number - len(block), "\n".join(block), "bool" in line
             block = []
         if inside or re.match(r"\s*/\*", line):
             inside = "*/" not in line
@@ -100,21 +97,16 @@ def of_c(source: str) -> Iterator[Text]:
         tail = re.search(r"(?<!:)//[/!<]*\s?(.*)", re.sub(r'"(\\.|[^"\\])*"', '""', line))
         if tail:
             yield number, tail[1], "bool" in line
-    if block:
-        yield start, "\n".join(block), False
 
 
 def of_shell(source: str) -> Iterator[Text]:
     """Yield blocks of ``#`` comments, also of CMake and Make."""
     block: list[str] = []
-    start = 0
     for number, line in enumerate([*source.splitlines(), ""], 1):
-        comment = re.match(r"\s*#(?!!)\s?(.*)", line)
-        if comment:
-            start = start if block else number
+        if comment := re.match(r"\s*#(?!!)\s?(.*)", line):
             block.append(comment[1])
         elif block:
-            yield start, "\n".join(block), False
+            yield number - len(block), "\n".join(block), False
             block = []
 
 

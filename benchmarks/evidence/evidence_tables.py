@@ -227,7 +227,7 @@ def batch_noise_of(report: Report, task: str, step: int | None = None) -> float:
     return statistics.median(values) if values else float("nan")
 
 
-def runs_of(report: Report, task: str) -> list[str]:
+def methods_of(report: Report, task: str) -> list[str]:
     return list(dict.fromkeys(m for layer in _layers(report, task, None) for m in layer["methods"]))
 
 
@@ -243,7 +243,7 @@ def gradient_quality(report: Report) -> Lines:
         values = [over_layers(report, task, None, method, *path) for task in tasks]
         return [value for value in values if not math.isnan(value)]
 
-    methods = dict.fromkeys(name for task in tasks for name in runs_of(report, task))
+    methods = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
     for method in sorted(methods, key=lambda name: statistics.mean(values_of(name, "gw", "error"))):
         values = [over_layers(report, task, None, method, *m) for task in tasks for m in measures]
         cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from .training import Result, Task
@@ -35,16 +36,8 @@ def _bytes(count: int, baseline: int | None) -> str:
 
 def table(results: Sequence[Result]) -> str:
     """Format a table of all runs, each compared with the fp32 run of its task."""
-    head = [
-        "task",
-        "recipe",
-        "val loss",
-        "vs fp32",
-        "accuracy",
-        "Linear saved",
-        "all saved",
-        "step",
-    ]
+    head = ["task", "recipe", "val loss", "vs fp32", "accuracy"]
+    head += ["Linear saved", "all saved", "step"]
     rows: list[tuple[str, ...]] = []
     for r in results:
         base = baseline_of(results, r.task)
@@ -89,30 +82,16 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Return positions near ``wanted``, in the same order, at least ``gap`` apart."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    # Neighbours that are too close form a cluster, spaced evenly around its mean.
-    clusters: list[list[int]] = []
-    for i in order:
-        clusters.append([i])
-        while len(clusters) > 1:
-            below, above = clusters[-2:]
-            top = _lowest(wanted, below, gap) + gap * (len(below) - 1)
-            if _lowest(wanted, above, gap) - top >= gap:
-                break
-            clusters[-2:] = [below + above]
-    placed = [0.0] * len(wanted)
-    for cluster in clusters:
-        low = _lowest(wanted, cluster, gap)
-        for place, i in enumerate(cluster):
-            placed[i] = low + gap * place
-    return placed
-
-
-def _lowest(wanted: Sequence[float], cluster: Sequence[int], gap: float) -> float:
-    mean = sum(wanted[i] for i in cluster) / len(cluster)
-    return mean - gap * (len(cluster) - 1) / 2
+def _spread(values: Sequence[float], gap: float) -> list[float]:
+    """Return positions near ``values``, in the same order, at least ``gap`` apart."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = list(values)
+    for _ in range(100):
+        for low, high in pairwise(order):
+            push = max(0.0, gap - (places[high] - places[low])) / 2
+            places[low] -= push
+            places[high] += push
+    return places
 
 
 def plot(results: Sequence[Result], tasks: Sequence[Task], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks: their clock and arithmetic, and each script once at toy size on the CPU."""
+"""Clock and arithmetic of the benchmarks, and each script once at toy size on the CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(script: Any, path: Path, *words: str) -> Any:
 
 
 def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark that is ended while it writes leaves the report of before."""
+    """A benchmark that ends while it writes leaves the earlier report."""
     path = tmp_path / "made" / "report.json"
     timing.write_json(path, {"a": 1.23456789, "b": [12345678.9, "x", 3]})
     assert json.loads(path.read_text()) == {"a": 1.23457, "b": [12345700.0, "x", 3]}
@@ -151,7 +151,7 @@ def test_bench_fwht(tmp_path: Path) -> None:
     assert report["n"]["256"]["copy"]["of the copy"] == 1
 
 
-# ---- the rule of what is slower on CUDA ----
+# ---- the rule for layers that are slower on CUDA ----
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -34,7 +34,7 @@ SCRIPT = f'cmake_minimum_required(VERSION 3.24)\ninclude("{ROOT}/cmake/HotCudaFi
 
 
 class Machine:
-    """A folder that stands for a machine: a build finds only what is in it."""
+    """Folder that acts as a machine: a build finds only its content."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -44,7 +44,7 @@ class Machine:
         self.options = {"hot_cuda_default": root / "none", "hot_driver_file": root / "nvidiactl"}
 
     def gpus(self, *capabilities: str) -> None:
-        """nvidia-smi, and the driver's file."""
+        """Add nvidia-smi and the driver's file."""
         lines = "".join(f"echo {capability}\n" for capability in capabilities)
         program(self.bin / "nvidia-smi", f'[ "$1" = --query-gpu=compute_cap ] || exit 1\n{lines}')
         (self.root / "nvidiactl").touch()
@@ -61,7 +61,7 @@ class Machine:
         return done.returncode, " ".join((done.stdout + done.stderr).split())
 
     def configure(self, body: str) -> tuple[int, str]:
-        """A project with these commands, and hotcore's modules on the path."""
+        """Configure a project with these commands, and hotcore's modules on the path."""
         source = self.root / "source"
         source.mkdir(exist_ok=True)
         (source / "CMakeLists.txt").write_text(
@@ -77,7 +77,7 @@ def machine(tmp_path: Path) -> Machine:
     found = Machine(tmp_path)
     for folder in ("/usr/bin", "/bin"):
         for name in ("nvcc", "nvidia-smi"):
-            if os.path.exists(f"{folder}/{name}"):  # it could not be hidden
+            if os.path.exists(f"{folder}/{name}"):  # it cannot be hidden
                 pytest.skip(f"{folder}/{name} is there")
     return found
 
@@ -131,7 +131,7 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
     )
     machine.options["hot_cuda_default"] = machine.root / "default"
     machine.environment["CUDA_HOME"] = str(machine.root / "empty")  # no toolkit there: skipped
-    # Each is found before all previous ones.
+    # Each place has priority over all previous ones.
     for place, compiler in places.items():
         if place == "PATH":
             (machine.root / "hidden").rename(compiler)
@@ -153,7 +153,7 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
         (["12.0"], KNOWN, "120-real"),
         (["7.5", "8.6"], KNOWN, "86-real"),
         (["7.5"], KNOWN, ""),
-        # a compiler that does not know the GPU yet: PTX of the newest
+        # a compiler without the GPU's architecture: PTX of the newest
         (["13.0"], KNOWN, "121-virtual"),
         (["12.0"], "80 86 89 90", "90-virtual"),
         ([], "80 86 89 90", UNKNOWN),
@@ -226,7 +226,7 @@ def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine
         assert switch in said
     two = minutes(said)
     _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="OFF", archs="80"))
-    assert minutes(said.partition("for two: ")[2]) == two  # the short form of the same
+    assert minutes(said.partition("for two: ")[2]) == two  # another form of these architectures
 
     _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="ON", archs=f'"{RELEASE}"'))
     said = said.partition("for two: ")[2]
@@ -235,7 +235,7 @@ def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine
 
 
 def on_a_terminal(call: Callable[[], int]) -> tuple[int, bytes]:
-    """Status of ``call`` in a process with a terminal of its own, and what that shows."""
+    """Run ``call`` in a process with its own terminal. Returns its status and output."""
     process, terminal = pty.fork()
     if process == 0:
         code = 1
@@ -290,7 +290,7 @@ def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
     assert code == 0
     steps = [int(n) for n in re.findall(rb"hotcore: (\d+) of 37 files compiled\r\n", shown)]
     assert steps == [4, 8, 12, 15, 19, 23, 26, 30, 34, 37]
-    # Without a terminal the command runs all the same.
+    # The command also runs without a terminal.
     done = subprocess.run(
         [*words, "true"], cwd=tmp_path, start_new_session=True, capture_output=True
     )
@@ -304,7 +304,7 @@ def test_a_machine_without_a_compiler(machine: Machine) -> None:
     code, said = machine.cmake("-S", ROOT, "-B", machine.root / "build", "-G", "Unix Makefiles")
     assert code != 0
     assert "hotcore: no C++ compiler was found" in said and "apt-get install g++" in said
-    assert "CMAKE_CXX_COMPILER" not in said  # none of CMake's own words for it
+    assert "CMAKE_CXX_COMPILER" not in said  # not CMake's message
 
 
 @pytest.mark.parametrize(

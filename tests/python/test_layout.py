@@ -1,8 +1,7 @@
-"""The rules of CONTRIBUTING.md on where code lies, as far as a reader of files can check them."""
+"""Rules of CONTRIBUTING.md for the place of code, and for pages and sentences."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -21,7 +20,7 @@ DEVICE_CODE = re.compile(r"__global__|__device__|__shared__|<<<|#include \"cut(l
 
 
 def code_of(path: Path) -> str:
-    """A source without its comments."""
+    """Return a source without its comments."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
@@ -61,7 +60,7 @@ def test_public_headers_include_no_framework() -> None:
         assert not [name for name in includes_of(path) if strangers.search(name)], path
 
 
-# Folders that pytest or a script puts on the path, or whose parent it does.
+# Folders that pytest or a script puts on the path, or whose parent is on it.
 PYTHON = ("tests", "benchmarks", "examples")
 
 
@@ -89,8 +88,8 @@ def strangers(names: set[str]) -> set[str]:
 def found_instead(folder: Path, names: set[str]) -> list[str]:
     """List files and folders that Python would import in place of another package.
 
-    A folder without ``__init__.py`` is a namespace package, which Python takes where it finds
-    nothing else: ``tests/torch`` passed for torch where torch was not installed.
+    A folder without ``__init__.py`` is a namespace package, which Python imports if there is no
+    other: ``tests/torch`` was imported as torch where torch was missing.
     """
     return sorted(
         path.relative_to(folder).as_posix()
@@ -102,9 +101,7 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
     names = strangers(top_level_names())
     assert {"torch", "numpy", "pytest", "hotcore", "subprocess", "sklearn"} <= names
-    assert (
-        not {"support", "rivals", "models", "c_api"} & names
-    )  # local modules, imported on purpose
+    assert not {"support", "rivals", "models", "c_api"} & names  # local modules
     for folder in PYTHON:
         assert found_instead(ROOT / folder, names) == [], folder
     for there in ("torch", "deep/torch", "jax"):
@@ -123,16 +120,3 @@ def test_a_browser_measures_pages(tmp_path: Path) -> None:
         pytest.skip(done.stdout)
     assert done.returncode == 1 and "wide.html is 6" in done.stdout, done
     assert "narrow.html" not in done.stdout
-
-
-def test_the_words_that_a_sentence_may_begin_with() -> None:
-    spec = importlib.util.spec_from_file_location("check_words", ROOT / "scripts/check_words.py")
-    check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check)
-    text = "Of x.\n\nArgs:\n    a: As b. It is.\n    c: d.\n\nWhether y.\n\n    Of --code"
-    said = [fault for _, fault in check.faults(text, 1, False, False)]
-    assert [word.split(":")[0] for word in said] == [
-        'begins with "Of"', 'begins with "As"', 'begins with "Whether"',
-    ]  # fmt: skip
-    assert not list(check.faults("Whether y.", 1, True, False))
-    assert list(check.faults("word " * 26, 1, False, False))

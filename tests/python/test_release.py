@@ -1,4 +1,4 @@
-"""Wheels are checked before a release, and files with equal content agree."""
+"""Checks before a release: wheels, files with equal content, the words of comments."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_release_names_what_blocks_it(tmp_path: Path, monkeypatch: pytest.Monk
     (problem,) = release.blockers()[1]
     assert problem == "CHANGELOG.md's newest version is 1.2.2; pyproject.toml's is 1.2.3"
     monkeypatch.setattr(release, "said", lambda *words: " M file" if "status" in words else "")
-    found = "; ".join(release.blockers()[1])
-    assert "not committed" in found and "no tag v1.2.3" in found
+    problems = "; ".join(release.blockers()[1])
+    assert "not committed" in problems and "no tag v1.2.3" in problems
 
 
 def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
@@ -156,6 +156,14 @@ def test_citations_name_the_version() -> None:
         ("CITATION.cff", r"^version: (\S+)$"),
         ("docs/paper.md", r"^ +version = \{([^}]+)\}"),
     ):
-        (found,) = re.findall(pattern, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
-        version = version or found
-        assert found == version, path
+        (versions,) = re.findall(pattern, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+        version = version or versions
+        assert versions == version, path
+
+
+def test_the_words_that_may_begin_a_sentence() -> None:
+    faults = script("check_words").faults
+    text = "Of x.\n\nArgs:\n    a: As b. It is.\n    c: d.\n\nWhether y.\n\n    Of --code"
+    words = [fault.split('"')[1] for _, fault in faults(text, 1, False, False)]
+    assert words == ["Of", "As", "Whether"]
+    assert not list(faults("Whether y.", 1, True, False)) and list(faults("a " * 26, 1, True, True))

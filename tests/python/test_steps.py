@@ -1,4 +1,4 @@
-"""Training steps as people run them (benchmarks/steps.py): contenders, kernels, the report."""
+"""Training steps (benchmarks/steps.py): contenders, kernels, the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTING = steps.Setting("cpu", quick=True, backend="aot_eager")
 
 
 def needs(*packages: str) -> None:
-    """Skips without them; not by importing: torchvision may want models.mend_torchvision first."""
+    """Skip without packages, but do not import: torchvision may need mend_torchvision first."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"no {package}")
@@ -36,11 +36,11 @@ def needs(*packages: str) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """Small models: more threads would only wait. What a test has compiled is forgotten."""
+    """Run small models on one thread, and reset the compiler after each test."""
     before = hotcore.num_threads(), torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    hotcore.set_num_threads(before[0])  # the scripts set it
+    hotcore.set_num_threads(before[0])  # scripts set it
     torch.set_num_threads(before[1])
     torch._dynamo.reset()
 
@@ -104,14 +104,14 @@ def test_summary_of_kernels() -> None:
     events = [
         Event("nvjet", 0.0, 3000.0),
         Event("nvjet", 5000.0, 1000.0),
-        Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it beside the first: a wait
+        Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it overlaps the first, as a wait
     ]
-    found = kernel_classes.summary(events, steps=2)
-    assert found["ms"]["products"] == 2.0
-    assert found["ms"]["pointwise, reductions"] == 0.5
-    assert set(found["ms"]) == set(kernel_classes.CLASSES)
-    assert (found["busy_ms"], found["launches"]) == (2.5, 1.5)
-    assert found["longest"][0] == {
+    result = kernel_classes.summary(events, steps=2)
+    assert result["ms"]["products"] == 2.0
+    assert result["ms"]["pointwise, reductions"] == 0.5
+    assert set(result["ms"]) == set(kernel_classes.CLASSES)
+    assert (result["busy_ms"], result["launches"]) == (2.5, 1.5)
+    assert result["longest"][0] == {
         "kernel": "nvjet", "class": "products", "ms": 2.0, "launches": 1.0,
     }  # fmt: skip
 
@@ -120,14 +120,14 @@ def test_summary_of_kernels() -> None:
 
 
 def test_waves() -> None:
-    """The reference is in each; the first contenders of all models come before anyone's next."""
-    found = steps.waves_of(["vit_b", "bert"], None, {"vit_b": 8, "bert": 12})
-    names = [model for model, _ in found]
+    """Every wave has the reference; all models' first contenders precede the next ones."""
+    waves = steps.waves_of(["vit_b", "bert"], None, {"vit_b": 8, "bert": 12})
+    names = [model for model, _ in waves]
     assert names[:4] == ["vit_b", "bert", "vit_b", "bert"]
-    assert all(among[0].name == REFERENCE for _, among in found)
-    assert [len(among) for _, among in found[:2]] == [8, 12]
+    assert all(among[0].name == REFERENCE for _, among in waves)
+    assert [len(among) for _, among in waves[:2]] == [8, 12]
     for model in ("vit_b", "bert"):
-        measured = [c.name for name, among in found if name == model for c in among[1:]]
+        measured = [c.name for name, among in waves if name == model for c in among[1:]]
         assert [REFERENCE, *measured] == [c.name for c in training.people(models.TASKS[model])]
     (only,) = steps.waves_of(["vit_b"], ["fast e*", "bf16 eager"], {"vit_b": 0})
     assert [c.name for c in only[1]] == [REFERENCE, "bf16 eager", "fast eager"]
@@ -146,7 +146,7 @@ def test_waves() -> None:
 
 
 class Toy(torch.nn.Module):
-    """Two blocks, with a call that says how often each ran."""
+    """Two blocks that count their calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_checkpointed_blocks_run_twice(checkpointed: bool) -> None:
 
 
 def test_compiled_blocks() -> None:
-    """All blocks, nothing else; the head stays as it is."""
+    """Compile all blocks, but not the head."""
     trainer = toy_trainer(Contender("x", compiled="default"))
     compiled = [n for n, m in trainer.model.named_modules() if m._compiled_call_impl is not None]
     assert compiled == ["layers.0", "layers.1"]
@@ -211,7 +211,7 @@ def test_fp8_takes_the_layers_that_hot_would() -> None:
 
 
 class Sevens(torch.nn.Module):
-    """A layer that HOT takes and FP8's products do not."""
+    """Layer that HOT converts and FP8's products cannot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Sevens(torch.nn.Module):
 
 @pytest.mark.long
 def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eager, compiled, with a budget, checkpointed; in this process."""
+    """Steps run eager, compiled, with a budget and checkpointed, in this process."""
     needs("transformers", "peft")
     path = tmp_path / "steps.json"
     words = ["--quick", "--models", "llama_lora", "--backend", "aot_eager", "--threads", "1"]
@@ -252,7 +252,7 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(table) == 2 + len(rows) and table[-1].startswith("| frozen int8 compiled | ")
     printed = capsys.readouterr().out
     assert "bf16 checkpointed" in printed and str(path) in printed
-    # Without time nothing starts, and the report says so; earlier rows stay.
+    # Without time nothing starts, the report says so, and earlier rows stay.
     more = [*words, "--json", str(path), "--resume", str(path), "--contenders", "default eager"]
     bench_models.main([*more, "bf16 eager", "--budget", "-1"])
     again = json.loads(path.read_text())["steps"]["llama_lora"]["rows"]
@@ -285,7 +285,7 @@ def test_a_contender_that_fails_is_a_row(
 
 @pytest.mark.long
 def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
-    """One answers, one fails, one dies: the others still run."""
+    """Other contenders run on after one fails and one dies."""
     needs("timm")
     among = [Contender("bf16 eager", autocast=True), Contender("bad", "no such recipe")]
     rows = steps.measure("vit_s", among, SETTING, rounds=2, jobs=2)
@@ -311,7 +311,7 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_page(tmp_path: Path) -> None:
-    """A stale block is named, and written anew between its marks."""
+    """A stale block is named, and rewritten between its marks."""
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n")
     with pytest.raises(SystemExit, match="stale: .*page.md"):
