@@ -7,12 +7,11 @@
         --validation-batches 50 --points 30 --devices 0                # docs/dev/evidence.md
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
-The text is the source of the installed Python packages, each content once, in a fixed
-pseudo-random order. Their headers and documents follow if it is too short. Every 50th file is for
-validation, or every 20th if validation is long. A part of the text trains a byte-level BPE of 8192
-tokens (package `tokenizers`). Other packages give another text, so compare losses within a report
-only; it names the packages. A run longer than the text reads it again in another order, up to
-``--epochs`` times.
+The text is the source of the installed Python packages, each content once in a fixed random order.
+Their headers and documents follow if it is too short. Every 50th file is for validation, or every
+20th if validation is long. A part of the text trains a byte-level BPE of 8192 tokens (package
+`tokenizers`). Other packages give another text, so compare losses within a report only. A run
+longer than the text reads it again in another order, up to ``--epochs`` times.
 
 All contenders of a seed start from the same weights and see the same batches. Blocks are compiled
 one by one under bf16 autocast. ``--graph`` captures the whole step in a CUDA graph and compiles the
@@ -270,9 +269,7 @@ def model_of(
     """Build the model from torch's seed on ``device``, convert it, and compile with ``backend``."""
     model = SmallGPT(size.vocabulary, size.width, size.depth, size.heads, size.context)
     model.head.weight = model.embed.weight
-    with (
-        torch.no_grad()
-    ):  # GPT-2's scaling, so that the residual stream does not grow with the depth
+    with torch.no_grad():  # GPT-2's scaling: the residual stream does not grow with the depth
         for block in model.blocks:
             for layer in (block.proj, block.fc2):
                 layer.weight /= math.sqrt(2 * size.depth)
@@ -498,7 +495,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             for name in at_least_one
         },
     }
-    for words in (words for words, found in wrong.items() if found):
+    for words in (words for words, applies in wrong.items() if applies):
         parser.error(words)
     args.model = QUICK if args.quick else SIZES[args.size]
     if args.validation_batches is not None:

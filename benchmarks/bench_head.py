@@ -3,7 +3,7 @@
     python benchmarks/bench_head.py --device cuda      # some 50 s: the heads of HEADS
     python benchmarks/bench_head.py --quick            # a toy head; CPU too
 
-x and weight are bf16. The contenders are:
+x and weight are bf16. Contenders:
 
 * F.cross_entropy of fp32 logits, as in transformers: eager, compiled, and with auto_chunker
 * torch's chunks (F.linear_cross_entropy with options, torch 2.13) and Liger-Kernel's, if installed

@@ -239,10 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if args.device == "cuda":
                     torch.cuda.empty_cache()
             if contender.name in formulas:
-                bytes_of = formulas[contender.name]
-                row["formula_gib"] = (
-                    bytes_of["fixed_bytes"] + batch * bytes_of["image_bytes"]
-                ) / GIB
+                terms = formulas[contender.name]
+                row["formula_gib"] = (terms["fixed_bytes"] + batch * terms["image_bytes"]) / GIB
                 if batch in PAPER_GB[contender.name] and not args.quick:
                     row["paper_gb"] = PAPER_GB[contender.name][batch]
             rows[contender.name][str(batch)] = row

@@ -201,9 +201,7 @@ def _detector(classes: int) -> Callable[[], nn.Module]:
         _ultralytics()
         tasks = importlib.import_module("ultralytics.nn.tasks")
         model: Any = tasks.DetectionModel("yolov5n.yaml", nc=classes, verbose=False)
-        model.args = importlib.import_module(
-            "ultralytics.cfg"
-        ).get_cfg()  # weights of the loss terms
+        model.args = importlib.import_module("ultralytics.cfg").get_cfg()  # weights of losses
         built: nn.Module = model
         return built
 

@@ -344,9 +344,7 @@ class Wave:
         if not self._remote:
             return
         lacking = [n for n, row in self.rows.items() if "OutOfMemory" in row.get("error", "")]
-        for (
-            name
-        ) in lacking:  # the others have finished their first steps, which need the most memory
+        for name in lacking:  # the others have finished their first, largest steps
             print(f"    {name}: no memory beside the others, tried again", flush=True)
             del self.rows[name]["error"]
             self._open(name)
@@ -380,9 +378,8 @@ class Wave:
             if queued is not None:
                 rows[name]["host"] = timing.spread(queued)
         for name in self if cuda and profiled else ():
-            rows[name]["kernels"] = self.call(
-                name, "kernels", fatal=False
-            )  # last, because the profiler slows the host
+            # Last, because the profiler slows the host.
+            rows[name]["kernels"] = self.call(name, "kernels", fatal=False)
         for row in rows.values():
             if "error" in row:  # its earlier turns do not count
                 row.pop("step", None)
@@ -488,9 +485,8 @@ def compare(rows: dict[str, Row]) -> None:
     for row in rows.values():
         if "step" not in row:
             continue
-        shares = {
-            key: row[key]["median_ms"] / reference[key]["median_ms"] for key in ("step", "host")
-        }
+        keys = ("step", "host")
+        shares = {key: row[key]["median_ms"] / reference[key]["median_ms"] for key in keys}
         if "peak_gib" in row and "peak_gib" in reference:
             shares["peak"] = row["peak_gib"] / reference["peak_gib"]
         if row.get("kernels") and reference.get("kernels"):

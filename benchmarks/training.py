@@ -90,13 +90,13 @@ def people(task: Task) -> list[Contender]:
             "default {}": {},
             "default {}, k x k alone": {"wide": True},
         }
-        ways = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
+        modes = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
         return [
-            *(one(f"bf16 {how}", **more) for how, more in ways.items()),
+            *(one(f"bf16 {how}", **more) for how, more in modes.items()),
             *(
                 one(name.format(how), "default", slower=True, **options, **more)
                 for name, options in kinds.items()
-                for how, more in ways.items()
+                for how, more in modes.items()
             ),
             one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
         ]
@@ -115,8 +115,8 @@ def people(task: Task) -> list[Contender]:
         one("default int8-forward reduce-overhead", "default", forward="int8", **graphs),
         one("fast int8-forward reduce-overhead", "fast", forward="int8", **graphs),
         *(
-            one(f"bf16 {how}, budget {budget}", memory_budget=budget, **ways)
-            for how, ways in (("compiled", compiled), ("reduce-overhead", graphs))
+            one(f"bf16 {how}, budget {budget}", memory_budget=budget, **mode)
+            for how, mode in (("compiled", compiled), ("reduce-overhead", graphs))
             for budget in BUDGETS
         ),
         one("fast reduce-overhead", "fast", **graphs),
@@ -172,12 +172,12 @@ def _in_some_blocks(
 ) -> list[Contender]:
     """List contenders that keep attention in some of the blocks only."""
     chosen = []
-    for how, ways, recipes in (
+    for how, mode, recipes in (
         ("compiled", compiled, ["default"]),
         ("reduce-overhead", graphs, ["default", "fast"]),
     ):
         for share, words in ((0.75, "three quarters"), (0.5, "half")):
-            some = {"checkpointed": True, "attention_kept": True, "first": share, **ways}
+            some = {"checkpointed": True, "attention_kept": True, "first": share, **mode}
             name = f"{how}, attention kept in {words}"
             chosen.append(one(f"bf16 {name}", **some))
             chosen += [
@@ -196,11 +196,11 @@ def _with_heads(
     """List contenders with chunked logits, and plain torch's best against them."""
     hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
     chosen = [one("bf16 compiled whole", whole=True, **compiled)]
-    for how, ways in (("compiled", compiled), ("reduce-overhead", graphs)):
+    for how, mode in (("compiled", compiled), ("reduce-overhead", graphs)):
         chosen += [
-            one(f"bf16 {how}, head", head="torch", **ways),
-            one(f"default int8-forward {how}, head", head="torch", **hot8, **ways),
-            one(f"default int8-forward {how}, 8-bit head", head="accurate", **hot8, **ways),
+            one(f"bf16 {how}, head", head="torch", **mode),
+            one(f"default int8-forward {how}, head", head="torch", **hot8, **mode),
+            one(f"default int8-forward {how}, 8-bit head", head="accurate", **hot8, **mode),
         ]
     name = "default int8-forward compiled, attention kept, 8-bit head"
     chosen.append(one("bf16 compiled, attention kept, head", head="torch", **again, **compiled))
@@ -399,13 +399,13 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         return Contender(name, **options)
 
     again: dict[str, Any] = {"checkpointed": True}
-    attention: dict[str, Any] = {**again, "attention_kept": True}
+    keep: dict[str, Any] = {**again, "attention_kept": True}
     hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    lora: dict[str, Any] = {"autocast": True, **attention}
+    lora: dict[str, Any] = {"autocast": True, **keep}
     return (
-        one("default int8-forward, attention kept", **hot8, **attention),
-        one("bf16, attention kept", **attention),
-        one("FP8 tensorwise, attention kept", fp8="tensorwise", **attention),
+        one("default int8-forward, attention kept", **hot8, **keep),
+        one("bf16, attention kept", **keep),
+        one("FP8 tensorwise, attention kept", fp8="tensorwise", **keep),
         one("default int8-forward", **hot8),
         one("LoRA frozen int8, attention kept", **hot8, **lora, frozen_int8=True),
         one("LoRA bf16, attention kept", **lora),
@@ -413,13 +413,8 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         one("FP8 tensorwise", fp8="tensorwise"),
         one("bf16, recomputed", **again),
         one("default int8-forward, recomputed", **hot8, **again),
-        one(
-            "default int8-forward, attention kept, 8-bit head",
-            **hot8,
-            **attention,
-            head="accurate",
-        ),
-        one("FP8 rowwise, attention kept", fp8="rowwise", **attention),
+        one("default int8-forward, attention kept, 8-bit head", **hot8, **keep, head="accurate"),
+        one("FP8 rowwise, attention kept", fp8="rowwise", **keep),
         one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
     )
 

@@ -32,7 +32,7 @@ DEBIAN_13 = (
 )
 
 
-def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, list[str]]:
+def problems(wheel: Path, any_platform: bool, expected: str | None) -> tuple[str, list[str]]:
     """Return a line about the wheel, and its defects; ``wanted``: "CPU" or "CUDA"."""
     name, version, *_, platform = wheel.stem.split("-")
     defects: list[str] = []
@@ -55,8 +55,8 @@ def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, 
                 flavour = "CUDA"
         if unexpected := [n for n in names if not n.startswith(("hotcore/", f"{name}-{version}."))]:
             defects.append(f"holds {', '.join(unexpected[:3])}")
-    if wanted not in (None, flavour):
-        defects.append(f"is for {flavour}; expected {wanted}")
+    if expected not in (None, flavour):
+        defects.append(f"is for {flavour}; expected {expected}")
     size = wheel.stat().st_size / 1e6
     if size > LIMITS[flavour]:
         defects.append(f"{size:.1f} MB is more than {LIMITS[flavour]:g}, the limit with {flavour}")

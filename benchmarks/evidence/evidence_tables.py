@@ -238,18 +238,16 @@ def gradient_quality(report: Report) -> Lines:
     heads = [w for task in tasks for w in (f"{TITLES[task]}: g_x", "g_w", "noise", "bias")]
     yield from header(["", *heads, "cost", "bytes"])
 
-    def values_of(method: str, *path: str) -> list[float]:
+    def column(method: str, *path: str) -> list[float]:
         """Return the figures of the tasks that the method has."""
         values = [over_layers(report, task, None, method, *path) for task in tasks]
         return [value for value in values if not math.isnan(value)]
 
     methods = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
-    for method in sorted(methods, key=lambda name: statistics.mean(values_of(name, "gw", "error"))):
+    for method in sorted(methods, key=lambda name: statistics.mean(column(name, "gw", "error"))):
         values = [over_layers(report, task, None, method, *m) for task in tasks for m in measures]
         cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]
-        tail = [
-            dict.fromkeys(f"{v:.2f}" for v in values_of(method, key)) for key in ("cost", "bytes")
-        ]
+        tail = [dict.fromkeys(f"{v:.2f}" for v in column(method, key)) for key in ("cost", "bytes")]
         yield line([shown(method), *cells, *map(", ".join, tail)])
     cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
     yield line(["other batches (median)", *cells, "", ""])

@@ -282,9 +282,8 @@ def _convert_with_lqs(
     method: Any = contender.method
     config = hot.HotConfig.recipe(method, **contender.settings)
     batches = _batches(task, seed, next(model.parameters()).device)
-    plan = paper.calibrate(
-        model, batches, training.loss_of, config, filter_fn=selected, slower=True
-    )
+    loss_of = training.loss_of
+    plan = paper.calibrate(model, batches, loss_of, config, filter_fn=selected, slower=True)
     fixed = {name: getattr(config, name) for name in SCALES if name not in contender.lqs}
     overrides = {
         name: override and replace(override, **fixed)

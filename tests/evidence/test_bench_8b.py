@@ -54,9 +54,9 @@ def test_the_largest_batch_is_found(rng: np.random.Generator) -> None:
 
 def made_step(sizes: Sequence[float], limit: float, size: int) -> Tried | None:
     static, after, fixed, each, beyond, lost = sizes
-    kept = static + fixed + each * size
-    peak = max(kept, after) + 0.3 + beyond * size
-    return Tried(size, kept, after, peak, 1.0, 0.0) if peak * lost <= limit else None
+    held = static + fixed + each * size
+    peak = max(held, after) + 0.3 + beyond * size
+    return Tried(size, held, after, peak, 1.0, 0.0) if peak * lost <= limit else None
 
 
 def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:

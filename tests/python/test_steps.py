@@ -197,9 +197,9 @@ def test_fp8_takes_the_layers_that_hot_would() -> None:
         pytest.skip(str(left))
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         trainer = toy_trainer(Contender("x", fp8=recipe))
-        found = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
+        report = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
                  type(m).__name__}  # fmt: skip
-        assert found == {
+        assert report == {
             "layers.0.0": "Float8Linear", "layers.1.0": "Float8Linear", "head": "Linear",
         }  # fmt: skip
         trainer.step()

@@ -152,9 +152,7 @@ def test_pretrain_gpt(main: Main, tmp_path: Path, capsys: Capture) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(64)) * 40)
     options = ["--text", str(text), "--context", "32", "--width", "64", "--depth", "1"]
-    assert (
-        main("pretrain_gpt", *options, "--steps", "40") < 1
-    )  # a cycle of 64 bytes is learned quickly
+    assert main("pretrain_gpt", *options, "--steps", "40") < 1  # a cycle of 64 bytes is easy
 
 
 def test_continue_llama(main: Main, tmp_path: Path, capsys: Capture) -> None:

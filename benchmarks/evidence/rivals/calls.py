@@ -116,9 +116,7 @@ class StockGemm:
         numbers = (self.tiles.index(tile), int(along_m), swizzle, m, n, k)
 
         def call() -> None:
-            pointers = (
-                array.data_ptr() for array in arrays
-            )  # inside the call, which keeps the arrays alive
+            pointers = (array.data_ptr() for array in arrays)  # the call keeps the arrays alive
             status = self._run(*numbers, *pointers, torch.cuda.current_stream().cuda_stream)
             if status != 0:
                 raise RuntimeError(f"stock {tile}, {m}, {n}, {k}: cutlass::Status {status}")

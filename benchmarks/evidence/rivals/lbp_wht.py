@@ -95,9 +95,9 @@ class LbpWht(Method):
 
     def _project(self, x: Tensor) -> Tensor:
         """Return coefficients ``[1, K, C]``: rank rows of each block, then the prefix tokens."""
-        kept = (_rows(self.rank, x) @ self._blocks(x)).flatten(0, 1) / SIDE  # orthonormal rows
+        rows = (_rows(self.rank, x) @ self._blocks(x)).flatten(0, 1) / SIDE  # orthonormal rows
         prefix = x[:, : self.prefix_tokens].flatten(0, 1)
-        return torch.cat([kept, prefix]).unsqueeze(0)
+        return torch.cat([rows, prefix]).unsqueeze(0)
 
     def keep(self, x: Tensor) -> Kept:
         return (self._project(x),)

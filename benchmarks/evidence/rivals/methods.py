@@ -96,10 +96,10 @@ class TwoBitActivations(Method):
         return quantizers.unpack_two_bits(TwoBits(*kept), shape)
 
 
-def power_of_two_factor(n: int, most: int | None = None) -> int:
-    """Return the largest power of two up to ``most`` that divides ``n``."""
+def power_of_two_factor(n: int, limit: int | None = None) -> int:
+    """Return the largest power of two up to ``limit`` that divides ``n``."""
     factor = n & -n
-    return factor if most is None else min(factor, most)
+    return factor if limit is None else min(factor, limit)
 
 
 class WithoutAbc(Method):
@@ -158,11 +158,11 @@ def triangle_rows(n: int) -> tuple[int, ...]:
     """
     side = 2 ** (int(math.log2(n)) // 2)
     by_sequency = sorted(range(n), key=lambda k: _sequency(k, n.bit_length() - 1))
-    kept = []
+    selected = []
     for i in range(side):
         columns = range(side - i) if i % 2 == 0 else range(i, side)
-        kept += [by_sequency[side * i + j] for j in columns]
-    return tuple(kept)
+        selected += [by_sequency[side * i + j] for j in columns]
+    return tuple(selected)
 
 
 @functools.cache

@@ -27,11 +27,11 @@ def int_codes(x: Tensor, bits: int, *, rounding: str = "nearest") -> tuple[Tenso
 
     ``rounding``: "nearest" or "stochastic".
     """
-    most = 2 ** (bits - 1) - 1
-    scale = x.abs().amax() / most
+    largest = 2 ** (bits - 1) - 1
+    scale = x.abs().amax() / largest
     v = x / scale.clamp_min(torch.finfo(x.dtype).tiny)
     codes = v.round() if rounding == "nearest" else stochastic(v)
-    return codes.clamp(-most, most), scale
+    return codes.clamp(-largest, largest), scale
 
 
 def int_values(x: Tensor, bits: int, *, rounding: str = "nearest") -> Tensor:
@@ -60,12 +60,12 @@ def sawb_values(x: Tensor, bits: int = 4) -> Tensor:
 
     The largest value replaces a clipping value that is not positive or is larger.
     """
-    most = 2 ** (bits - 1) - 1
+    largest = 2 ** (bits - 1) - 1
     top = x.abs().amax()
     clip = sawb_clip(x)
     clip = torch.where((clip <= 0) | (clip > top), top, clip)
-    scale = (clip / most).clamp_min(torch.finfo(x.dtype).tiny)
-    return (x / scale).round().clamp(-most, most) * scale
+    scale = (clip / largest).clamp_min(torch.finfo(x.dtype).tiny)
+    return (x / scale).round().clamp(-largest, largest) * scale
 
 
 def luq_values(x: Tensor, magnitudes: int = LUQ_MAGNITUDES) -> Tensor:
@@ -108,11 +108,11 @@ def pack_two_bits(x: Tensor) -> TwoBits:
     flat = x.detach().reshape(1, -1)
     flat = F.pad(flat, (0, -flat.shape[1] % TWO_BIT_GROUP), mode="replicate")
     groups = flat.reshape(-1, TWO_BIT_GROUP)
-    least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    least, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     low = least.bfloat16()
     low = torch.where(low.float() > least, _next(low, -math.inf), low)
-    step = ((most - low.float()) / 3).bfloat16()
-    step = torch.where(low.float() + 3 * step.float() < most, _next(step, math.inf), step)
+    step = ((high - low.float()) / 3).bfloat16()
+    step = torch.where(low.float() + 3 * step.float() < high, _next(step, math.inf), step)
     v = (groups - low.float()) / step.float().clamp_min(torch.finfo(torch.float32).tiny)
     codes = stochastic(v).clamp(0, 3).to(torch.uint8).reshape(len(groups), -1, 4)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=x.device)

@@ -110,15 +110,13 @@ def torchao_adamw(
     Raises TorchaoMissing.
     """
     (optim,) = _torchao("optim")
-    made: torch.optim.Optimizer = optim.AdamW8bit(
+    adamw: torch.optim.Optimizer = optim.AdamW8bit(
         parameters, lr=rate, bf16_stochastic_round=True, **options
     )
-    if not made.param_groups[0]["params"][
-        0
-    ].is_cuda:  # torchao compiles it, which takes minutes on a CPU
+    if not adamw.param_groups[0]["params"][0].is_cuda:  # a CPU would compile it for minutes
         eager = torch.compiler.set_stance("force_eager")
-        made.step = eager(made.step)  # type: ignore[method-assign]  # this optimizer only
-    return made
+        adamw.step = eager(adamw.step)  # type: ignore[method-assign]  # this optimizer only
+    return adamw
 
 
 def torchao_calls(
