@@ -502,9 +502,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", action="append", choices=tuple(CUDA_GROUPS))
     parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--part", action="append", choices=PARTS)
-    parser.add_argument("--short", action="store_true", help="for gpu_check: fewer shapes")
+    parser.add_argument("--short", action="store_true", help="fewer shapes, for gpu_check")
     parser.add_argument("--no-torchao", action="store_true")
-    parser.add_argument("--isa", help="CPU: hotcore's instruction set; the best unless named")
+    parser.add_argument("--isa", help="instruction set on the CPU (default: the best)")
     parser.add_argument(
         "--emulate-torchao", action="store_true", help="CPU: run torchao's layer without FP8 units"
     )

@@ -145,7 +145,7 @@ def described(table: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "gemm", "shape")
-    parser.add_argument("--stock", type=Path, help="libhot_stock_gemm: CUTLASS's stock tiles too")
+    parser.add_argument("--stock", type=Path, help="libhot_stock_gemm, for stock tiles")
     args = timing.begin(parser, argv)
     if args.stock and args.device == "cpu":
         parser.error("--stock: CUTLASS's tiles run on CUDA only")

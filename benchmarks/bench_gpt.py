@@ -463,14 +463,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0])
     add("--steps", type=int, help="default: 900")
     add("--tokens-per-step", type=int, metavar="N",
-        help="default: 32,768; fewer: a smaller batch; more: accumulated")  # fmt: skip
+        help="default: 32,768; more are accumulated")  # fmt: skip
     add("--tokens-per-parameter", type=float, metavar="T", help="instead of --steps")
-    add("--epochs", type=int, default=4, help="the text is read so often at most")
+    add("--epochs", type=int, default=4, help="largest number of passes over the text")
     add("--validation-batches", type=int, metavar="N", help="default: the size's")
-    add("--points", type=int, default=DEFAULTS["points"], help="of the validation curve")
-    add("--graph", action="store_true", help="a step is a CUDA graph")
-    add("--jobs", type=int, help="runs side by side; default: one a device")
-    add("--devices", type=int, default=1, help="GPUs to use; 0: all that are there")
+    add("--points", type=int, default=DEFAULTS["points"], help="points of the validation curve")
+    add("--graph", action="store_true", help="capture a step in a CUDA graph")
+    add("--jobs", type=int, help="parallel runs (default: one per device)")
+    add("--devices", type=int, default=1, help="GPUs to use (0: all)")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, names, args.contenders)
     cuda, there = args.device == "cuda", torch.cuda.device_count()

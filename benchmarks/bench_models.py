@@ -161,16 +161,14 @@ def arguments(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--models", nargs="+", choices=tuple(TASKS), metavar="MODEL")
     parser.add_argument("--part", choices=("step", "table"), default="step")
     step = parser.add_argument_group("part step")
-    step.add_argument(
-        "--runs", type=int, default=1, help="times over, each from new processes: their range"
-    )
-    step.add_argument("--no-kernels", action="store_true", help="profile none: saves a third")
-    step.add_argument("--list", action="store_true", help="print the contenders, and end")
+    step.add_argument("--runs", type=int, default=1, help="repetitions in new processes")
+    step.add_argument("--no-kernels", action="store_true", help="profile no kernels")
+    step.add_argument("--list", action="store_true", help="print the contenders and end")
     step.add_argument(
         "--jobs", type=int, help=f"processes that start together ({JOBS}); 0: all in this one"
     )
     step.add_argument(
-        "--resume", type=Path, metavar="REPORT", help="go on: keep its rows, run what it lacks"
+        "--resume", type=Path, metavar="REPORT", help="report to continue; keeps its rows"
     )
     args = timing.begin(parser, argv)
     if args.quick:

@@ -131,9 +131,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--tf32", action="store_true", help="plain products in TF32: of large models on a GPU"
+        "--tf32", action="store_true", help="plain products in TF32, for large models on a GPU"
     )
-    parser.add_argument("--budget", type=float, help="seconds for this call; none: all")
+    parser.add_argument("--budget", type=float, help="seconds for this call (default: no limit)")
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img", help="a folder")
     parser.add_argument("--cache", type=Path, default=ROOT / "build/pretrained")
     args = parser.parse_args(argv)

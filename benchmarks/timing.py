@@ -298,9 +298,9 @@ def arguments(description: str | None, benchmark: str, *more: str) -> argparse.A
     """Make a parser with the options of all scripts, and ``more`` of :data:`OPTIONS`."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, default=40, help="number of turns of each contender")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seed", type=int, default=0, help="of the random arrays")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random arrays")
     parser.add_argument(
         "--json", type=Path, help=f"report; default benchmarks/results/DEVICE-{benchmark}.json"
     )
@@ -317,7 +317,7 @@ def error_arguments(
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     path = RESULTS / f"{benchmark}.json"
-    parser.add_argument("--json", type=Path, default=path, help="where the report goes")
+    parser.add_argument("--json", type=Path, default=path, help="file for the report")
     return parser
 
 

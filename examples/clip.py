@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: a small CLIP, random weights)")
     parser.add_argument("--data", type=Path, help="a folder (default: scikit-learn's digits)")
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=64)

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: a small Llama, random weights)")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8)

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--data", help="a file (default: scikit-learn's digits)")
     for name, value in (("width", 64), ("depth", 2), ("patch", 2), ("batch", 64), ("steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--draw", help="file for samples of every class")
     parser.add_argument("--device", default="cpu")

@@ -37,9 +37,9 @@ def dataset(folder: str | None, size: tuple[int, int, int]) -> tuple[Dataset, in
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="a folder of classes (default: scikit-learn's digits)")
-    parser.add_argument("--model", help="of timm, with --data (default: a small one)")
-    parser.add_argument("--weights", default="", help="its checkpoint, a file")
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--model", help="model of timm, with --data (default: a small one)")
+    parser.add_argument("--weights", default="", help="file with its checkpoint")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     for name, value in (("steps", 400), ("batch", 32), ("workers", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -39,7 +39,7 @@ class Digits(pl.LightningModule):
 
 def main(arguments: list[str] | None = None) -> HotCallback:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="default", help="of HOT")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", default="out", help="folder for the scalars (CSV)")

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: a small Llama, a token a byte)")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--freeze", action="store_true", help="store a frozen weight in one byte")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks")

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> float:
     for name, value in (("width", 64), ("depth", 2), ("context", 128), ("batch", 16), ("micro", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: a small Llama, a token a byte)")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
-    parser.add_argument("--recipe", default="default", help="of HOT")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", default="out", help="folder for checkpoints")

@@ -383,8 +383,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
     parser.add_argument("--budget", type=float, default=500, help="seconds after the build")
-    parser.add_argument("--size", type=float, default=1, help="of the full sizes, for a trial")
-    parser.add_argument("--sanitizer-seconds", type=float, default=100, help="of one test")
+    parser.add_argument(
+        "--size", type=float, default=1, help="share of the full sizes, for a trial"
+    )
+    parser.add_argument(
+        "--sanitizer-seconds", type=float, default=100, help="longest time of one test"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 4) - 2))
     args = parser.parse_args()
     unknown = set(args.parts) - set(every)

@@ -75,7 +75,8 @@ mkdir -p "$results"
 # ---- the environment ----
 
 hot_env_busy
-hot_env_say "${#parts[@]} part(s) after the environment: ${parts[*]}"
+hot_env_say "the environment, then: ${parts[*]}${quick:+; about five minutes on two idle cores}"
+[[ -n "$quick" || ${#parts[@]} -lt 4 ]] || hot_env_say "10 to 20 minutes on two idle cores; the first call takes longer"
 hot_env_venv
 has_gtest() {
   [[ -n "${GTest_DIR:-}${GTest_ROOT:-}" ]] ||

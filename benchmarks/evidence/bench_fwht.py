@@ -59,7 +59,7 @@ def bench(n: int, elements: int, rounds: int, device: str) -> dict[str, Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "fwht")
     parser.add_argument("--n", type=int, action="append", choices=SIZES, help="repeatable")
-    parser.add_argument("--elements", type=int, help="of the array; default 2^28, on the CPU 2^20")
+    parser.add_argument("--elements", type=int, help="size (default: 2^28, on the CPU 2^20)")
     args = timing.begin(parser, argv)
     elements = args.elements or (1 << (20 if args.device == "cpu" else 28))
     if rival() is None:

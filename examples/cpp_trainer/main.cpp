@@ -116,7 +116,7 @@ Digits read_digits(const std::string& path) {
   return digits;
 }
 
-// A batch in the device's memory.
+// Batch in the device's memory.
 class Batches {
  public:
   Batches(trainer::Device& device, const Digits& digits)
