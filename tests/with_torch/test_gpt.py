@@ -60,13 +60,13 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
 def test_validation_text_is_apart(tmp_path: Path) -> None:
     text = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
     assert len(text.training) >= 20000 and len(text.validation) > 0
-    texts = list(bench_gpt.sources(90000))
-    texts = [words for _, words in texts]
+    files = list(bench_gpt.sources(90000))
+    texts = [words for _, words in files]
     assert len(set(texts)) == len(texts) >= 2
     assert sum(len(words) for i, words in enumerate(texts) if i % bench_gpt.EVERY) >= 90000
     assert text.training.max() < bench_gpt.QUICK.vocabulary
     chars = sum(map(len, texts))
-    assert sum(text.packages.values()) == chars and set(text.packages) == {n for n, _ in texts}
+    assert sum(text.packages.values()) == chars and set(text.packages) == {n for n, _ in files}
     again = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
     assert torch.equal(again.training, text.training) and again.packages == text.packages
 
