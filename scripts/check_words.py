@@ -191,7 +191,12 @@ def texts(path: Path) -> Iterator[Text]:
         yield from of_c(source)
     elif path.suffix == ".md":
         yield 1, source, False
-    elif path.suffix in (".sh", ".cmake") or path.name in ("CMakeLists.txt", "Makefile", "run"):
+    elif path.suffix in (".sh", ".cmake") or path.name in (
+        "CMakeLists.txt",
+        "Dockerfile",
+        "Makefile",
+        "run",
+    ):
         yield from of_shell(source)
 
 
