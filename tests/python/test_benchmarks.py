@@ -1,4 +1,4 @@
-"""Clock and arithmetic of the benchmarks, and each script once at toy size on the CPU."""
+"""The benchmarks: their clock and arithmetic, and each script once at toy size on the CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(script: Any, path: Path, *words: str) -> Any:
 
 
 def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark that ends while it writes leaves the earlier report."""
+    """A benchmark that is killed while it writes leaves the previous report."""
     path = tmp_path / "made" / "report.json"
     timing.write_json(path, {"a": 1.23456789, "b": [12345678.9, "x", 3]})
     assert json.loads(path.read_text()) == {"a": 1.23457, "b": [12345700.0, "x", 3]}
@@ -114,7 +114,7 @@ def test_bench_backward(tmp_path: Path) -> None:
     assert len(rows) == 2
     fast = total["recipes"]["fast"]
     total_ms = sum(r["hotcore fast"]["median_ms"] for r in rows)
-    assert fast["sum_ms"] == pytest.approx(total_ms, rel=1e-4)  # six digits are written
+    assert fast["sum_ms"] == pytest.approx(total_ms, rel=1e-4)  # reports have six digits
     rival = sum(r["fp32 products"]["median_ms"] for r in rows)
     assert fast["faster than"]["fp32 products"] == pytest.approx(rival / fast["sum_ms"], rel=1e-4)
     assert set(report["paper"]["rotating"]["means"]) == {"fp32", "hotcore fast"}
@@ -123,7 +123,7 @@ def test_bench_backward(tmp_path: Path) -> None:
     assert set(report["forward"]["given"]["extra"]) == {"fast"}
     host = report["host"]["rows"]
     inside = host["inside adapter backward fast"]
-    assert 0 < inside["median_ms"] < inside["whole_ms"]  # of the same bursts
+    assert 0 < inside["median_ms"] < inside["whole_ms"]  # both use the same bursts
     both = host["HotLinear fast, forward and backward"]
     plain = host["nn.Linear, forward and backward"]["median_ms"]
     assert both["of nn.Linear"] == pytest.approx(both["median_ms"] / plain, rel=1e-4)
@@ -156,7 +156,7 @@ def test_bench_fwht(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
-    """If this fails, gains.py lacks the numbers of the report's part fit."""
+    """gains.py must have the numbers of the report's part fit."""
     content = json.loads((FOLDER.parent / gains.REPORT).read_text())
     for recipe, fitted in content["fit"]["frozen" if frozen else "trained"].items():
         if recipe == "plain":

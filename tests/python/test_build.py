@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = shutil.which("cmake")
 pytestmark = pytest.mark.skipif(FOUND is None, reason="needs cmake")
 
-KNOWN = "75 80 86 87 89 90 100 103 120 121"  # what nvcc 13 lists
+KNOWN = "75 80 86 87 89 90 100 103 120 121"  # nvcc 13's list
 RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
-UNKNOWN = "80-real;80-virtual"  # what runs on every GPU
+UNKNOWN = "80-real;80-virtual"  # runs on every GPU
 BROKEN = "echo 'unsupported GNU version' >&2; exit 1"
 
 
@@ -34,7 +34,7 @@ SCRIPT = f'cmake_minimum_required(VERSION 3.24)\ninclude("{ROOT}/cmake/HotCudaFi
 
 
 class Machine:
-    """Folder that acts as a machine: a build finds only its content."""
+    """A folder that stands for a machine: a build finds only what is in it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -44,7 +44,7 @@ class Machine:
         self.options = {"hot_cuda_default": root / "none", "hot_driver_file": root / "nvidiactl"}
 
     def gpus(self, *capabilities: str) -> None:
-        """Add nvidia-smi and the driver's file."""
+        """nvidia-smi, and the driver's file."""
         lines = "".join(f"echo {capability}\n" for capability in capabilities)
         program(self.bin / "nvidia-smi", f'[ "$1" = --query-gpu=compute_cap ] || exit 1\n{lines}')
         (self.root / "nvidiactl").touch()
@@ -61,25 +61,25 @@ class Machine:
         return done.returncode, " ".join((done.stdout + done.stderr).split())
 
     def configure(self, body: str) -> tuple[int, str]:
-        """Configure a project with these commands, and hotcore's modules on the path."""
+        """A project with these commands, and hotcore's modules on the path."""
         source = self.root / "source"
         source.mkdir(exist_ok=True)
         (source / "CMakeLists.txt").write_text(
             "cmake_minimum_required(VERSION 3.24)\nproject(probe LANGUAGES NONE)\n"
             f'list(APPEND CMAKE_MODULE_PATH "{ROOT}/cmake")\n{body}\n'
         )
-        program(self.bin / "make", "exit 1")  # only looked for
+        program(self.bin / "make", "exit 1")  # the build only looks for it
         return self.cmake("-S", source, "-B", self.root / "build", "-G", "Unix Makefiles")
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    found = Machine(tmp_path)
+    result = Machine(tmp_path)
     for folder in ("/usr/bin", "/bin"):
         for name in ("nvcc", "nvidia-smi"):
-            if os.path.exists(f"{folder}/{name}"):  # it cannot be hidden
+            if os.path.exists(f"{folder}/{name}"):  # cannot be hidden
                 pytest.skip(f"{folder}/{name} is there")
-    return found
+    return result
 
 
 def test_no_compiler_and_no_gpu_builds_for_the_cpu(machine: Machine) -> None:
@@ -131,7 +131,7 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
     )
     machine.options["hot_cuda_default"] = machine.root / "default"
     machine.environment["CUDA_HOME"] = str(machine.root / "empty")  # no toolkit there: skipped
-    # Each place has priority over all previous ones.
+    # Each step adds a place that precedes the previous ones.
     for place, compiler in places.items():
         if place == "PATH":
             (machine.root / "hidden").rename(compiler)
@@ -153,7 +153,7 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
         (["12.0"], KNOWN, "120-real"),
         (["7.5", "8.6"], KNOWN, "86-real"),
         (["7.5"], KNOWN, ""),
-        # a compiler without the GPU's architecture: PTX of the newest
+        # a compiler that does not know the GPU yet: PTX of the newest
         (["13.0"], KNOWN, "121-virtual"),
         (["12.0"], "80 86 89 90", "90-virtual"),
         ([], "80 86 89 90", UNKNOWN),
@@ -226,7 +226,7 @@ def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine
         assert switch in said
     two = minutes(said)
     _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="OFF", archs="80"))
-    assert minutes(said.partition("for two: ")[2]) == two  # another form of these architectures
+    assert minutes(said.partition("for two: ")[2]) == two  # the short form
 
     _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="ON", archs=f'"{RELEASE}"'))
     said = said.partition("for two: ")[2]
@@ -235,7 +235,7 @@ def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine
 
 
 def on_a_terminal(call: Callable[[], int]) -> tuple[int, bytes]:
-    """Run ``call`` in a process with its own terminal. Returns its status and output."""
+    """Status of ``call`` in a process with a terminal of its own, and what that shows."""
     process, terminal = pty.fork()
     if process == 0:
         code = 1
@@ -256,7 +256,7 @@ def on_a_terminal(call: Callable[[], int]) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("by_pip", [True, False])
 def test_a_build_by_pip_says_it_on_the_terminal(machine: Machine, by_pip: bool) -> None:
-    # pip reads CMake's output, but the terminal still belongs to the person.
+    # pip runs CMake like this: pip takes the output, but the terminal is still the user's.
     if by_pip:
         machine.options["SKBUILD"] = "2"
     source = machine.root / "source"
@@ -298,7 +298,7 @@ def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_compiler(machine: Machine) -> None:
-    program(machine.bin / "make", "exit 1")  # only looked for
+    program(machine.bin / "make", "exit 1")  # the build only looks for it
     machine.environment["PATH"] = str(machine.bin)
     machine.options |= {"CMAKE_FIND_USE_CMAKE_SYSTEM_PATH": "OFF", "HOT_CUDA": "OFF"}
     code, said = machine.cmake("-S", ROOT, "-B", machine.root / "build", "-G", "Unix Makefiles")
@@ -334,7 +334,7 @@ def test_a_python_without_headers(machine: Machine) -> None:
     (machine.root / "include").mkdir()
     machine.options |= {
         "Python_EXECUTABLE": sys.executable,
-        "Python_INCLUDE_DIR": machine.root / "include",  # as scikit-build-core says it
+        "Python_INCLUDE_DIR": machine.root / "include",  # scikit-build-core's wording
         "HOT_CUDA": "OFF",
         "HOT_BUILD_PYTHON": "ON",
         "HOT_BUILD_TESTS": "OFF",
@@ -370,7 +370,7 @@ def test_cutlass_is_fetched_for_sm_90a(machine: Machine) -> None:
     script = machine.root / "source/scripts/fetch_cutlass.py"
     script.parent.mkdir(parents=True)
     script.write_text(FETCHED)
-    for archs in ("80-real", "80-real;100-real"):  # architectures that do not use it
+    for archs in ("80-real", "80-real;100-real"):  # these architectures do not use it
         code, said = machine.configure(CUTLASS.format(archs=f'"{archs}"'))
         assert code == 0 and "wgmma: OFF" in said and "fetching" not in said, said
     code, said = machine.configure(CUTLASS.format(archs='"80-real;90a-real"'))
@@ -390,7 +390,7 @@ def test_cutlass_that_cannot_be_fetched_stops_the_build(machine: Machine) -> Non
     assert code != 0
     assert f"python3 {source}/scripts/fetch_cutlass.py" in said
     assert "HOT_CUTLASS=OFF pip install" in said
-    assert not list((source / "third_party").iterdir())  # nothing half-written
+    assert not list((source / "third_party").iterdir())  # no partial file
     machine.options["HOT_CUTLASS"] = "OFF"
     code, said = machine.configure(CUTLASS.format(archs="90a-real"))
     assert code == 0 and "wgmma: OFF" in said

@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md for the place of code, and for pages and sentences."""
+"""CONTRIBUTING.md's rules on the places of code, checked in the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE_CODE = re.compile(r"__global__|__device__|__shared__|<<<|#include \"cut(l
 
 
 def code_of(path: Path) -> str:
-    """Return a source without its comments."""
+    """A source without its comments."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
@@ -60,12 +60,12 @@ def test_public_headers_include_no_framework() -> None:
         assert not [name for name in includes_of(path) if strangers.search(name)], path
 
 
-# Folders that pytest or a script puts on the path, or whose parent is on it.
+# Folders that pytest or a script puts on the path, or their children.
 PYTHON = ("tests", "benchmarks", "examples")
 
 
 def top_level_names() -> set[str]:
-    """Return the first word of every import in Python files, also in functions and strings."""
+    """The first word of every import in Python files there, functions' and strings' included."""
     names: set[str] = set()
     for folder in PYTHON:
         for path in (ROOT / folder).rglob("*.py"):
@@ -76,20 +76,18 @@ def top_level_names() -> set[str]:
 
 
 def strangers(names: set[str]) -> set[str]:
-    """Return the ``names`` that are no files or packages of these folders."""
-    local = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
-    local |= {
-        path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")
-    }
+    """Return the names that are no files or packages of these folders."""
+    ours = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
+    ours |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
-    return (names - local) | others | (names & sys.stdlib_module_names)
+    return (names - ours) | others | (names & sys.stdlib_module_names)
 
 
 def found_instead(folder: Path, names: set[str]) -> list[str]:
-    """List files and folders that Python would import in place of another package.
+    """Return files and folders that Python could import in place of another package.
 
-    A folder without ``__init__.py`` is a namespace package, which Python imports if there is no
-    other: ``tests/torch`` was imported as torch where torch was missing.
+    A folder without ``__init__.py`` is a namespace package. Python imports it if nothing else has
+    the name: ``tests/torch`` was imported as torch on a machine without torch.
     """
     return sorted(
         path.relative_to(folder).as_posix()
@@ -101,7 +99,7 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
     names = strangers(top_level_names())
     assert {"torch", "numpy", "pytest", "hotcore", "subprocess", "sklearn"} <= names
-    assert not {"support", "rivals", "models", "c_api"} & names  # local modules
+    assert not {"support", "rivals", "models", "c_api"} & names  # the repository's modules
     for folder in PYTHON:
         assert found_instead(ROOT / folder, names) == [], folder
     for there in ("torch", "deep/torch", "jax"):

@@ -1,4 +1,4 @@
-"""Checks before a release: wheels, files with equal content, the words of comments."""
+"""Wheels are checked before a release, and files with equal content agree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GOOD = {
         ({"tests/test_gemm.py": b""}, PLATFORM, "holds tests/test_gemm.py"),
         ({"hotcore/ballast": bytes(3_000_001)}, PLATFORM, "3.0 MB is more than 3, .* CPU"),
         ({"hotcore/ballast": bytes(2_990_000)}, PLATFORM, None),
-        # what is allowed with CUDA
+        # the limit with CUDA
         ({"hotcore/lib/libhot.so.0.1": CUDA}, PLATFORM, None),
     ],
 )  # fmt: skip
@@ -101,8 +101,8 @@ def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
 
 
 def test_the_changelog_has_the_version() -> None:
-    found = [text for text in release.blockers()[1] if "newest version" in text]
-    assert not found
+    problems = [text for text in release.blockers()[1] if "newest version" in text]
+    assert not problems
 
 
 def test_a_release_has_one_list_of_architectures() -> None:
@@ -156,9 +156,9 @@ def test_citations_name_the_version() -> None:
         ("CITATION.cff", r"^version: (\S+)$"),
         ("docs/paper.md", r"^ +version = \{([^}]+)\}"),
     ):
-        (versions,) = re.findall(pattern, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
-        version = version or versions
-        assert versions == version, path
+        (found,) = re.findall(pattern, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+        version = version or found
+        assert found == version, path
 
 
 def test_the_words_that_may_begin_a_sentence() -> None:

@@ -28,7 +28,7 @@ SETTING = steps.Setting("cpu", quick=True, backend="aot_eager")
 
 
 def needs(*packages: str) -> None:
-    """Skip without packages, but do not import: torchvision may need mend_torchvision first."""
+    """Skip without these packages. No import: torchvision may need models.mend_torchvision."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"no {package}")
@@ -36,11 +36,11 @@ def needs(*packages: str) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """Run small models on one thread, and reset the compiler after each test."""
+    """Use one thread for small models, and forget compiled code after a test."""
     before = hotcore.num_threads(), torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    hotcore.set_num_threads(before[0])  # scripts set it
+    hotcore.set_num_threads(before[0])  # the scripts set it
     torch.set_num_threads(before[1])
     torch._dynamo.reset()
 
@@ -104,14 +104,14 @@ def test_summary_of_kernels() -> None:
     events = [
         Event("nvjet", 0.0, 3000.0),
         Event("nvjet", 5000.0, 1000.0),
-        Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it overlaps the first, as a wait
+        Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it waits beside the first
     ]
-    result = kernel_classes.summary(events, steps=2)
-    assert result["ms"]["products"] == 2.0
-    assert result["ms"]["pointwise, reductions"] == 0.5
-    assert set(result["ms"]) == set(kernel_classes.CLASSES)
-    assert (result["busy_ms"], result["launches"]) == (2.5, 1.5)
-    assert result["longest"][0] == {
+    classes = kernel_classes.summary(events, steps=2)
+    assert classes["ms"]["products"] == 2.0
+    assert classes["ms"]["pointwise, reductions"] == 0.5
+    assert set(classes["ms"]) == set(kernel_classes.CLASSES)
+    assert (classes["busy_ms"], classes["launches"]) == (2.5, 1.5)
+    assert classes["longest"][0] == {
         "kernel": "nvjet", "class": "products", "ms": 2.0, "launches": 1.0,
     }  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_summary_of_kernels() -> None:
 
 
 def test_waves() -> None:
-    """Every wave has the reference; all models' first contenders precede the next ones."""
+    """The reference is in each part; the first contenders of all models come before the second."""
     waves = steps.waves_of(["vit_b", "bert"], None, {"vit_b": 8, "bert": 12})
     names = [model for model, _ in waves]
     assert names[:4] == ["vit_b", "bert", "vit_b", "bert"]
@@ -146,7 +146,7 @@ def test_waves() -> None:
 
 
 class Toy(torch.nn.Module):
-    """Two blocks that count their calls."""
+    """Return two blocks, and a function that counts their runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_checkpointed_blocks_run_twice(checkpointed: bool) -> None:
 
 
 def test_compiled_blocks() -> None:
-    """Compile all blocks, but not the head."""
+    """Only blocks are recomputed; the head stays as it is."""
     trainer = toy_trainer(Contender("x", compiled="default"))
     compiled = [n for n, m in trainer.model.named_modules() if m._compiled_call_impl is not None]
     assert compiled == ["layers.0", "layers.1"]
@@ -197,9 +197,9 @@ def test_fp8_takes_the_layers_that_hot_would() -> None:
         pytest.skip(str(left))
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         trainer = toy_trainer(Contender("x", fp8=recipe))
-        report = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
+        types = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
                  type(m).__name__}  # fmt: skip
-        assert report == {
+        assert types == {
             "layers.0.0": "Float8Linear", "layers.1.0": "Float8Linear", "head": "Linear",
         }  # fmt: skip
         trainer.step()
@@ -211,7 +211,7 @@ def test_fp8_takes_the_layers_that_hot_would() -> None:
 
 
 class Sevens(torch.nn.Module):
-    """Layer that HOT converts and FP8's products cannot."""
+    """A layer that HOT converts and FP8's products cannot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Sevens(torch.nn.Module):
 
 @pytest.mark.long
 def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps run eager, compiled, with a budget and checkpointed, in this process."""
+    """Run eager, compiled, with a budget and checkpointed in this process."""
     needs("transformers", "peft")
     path = tmp_path / "steps.json"
     words = ["--quick", "--models", "llama_lora", "--backend", "aot_eager", "--threads", "1"]
@@ -240,8 +240,8 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert row["step"]["measurements"] == 2
         assert 0 < row["loss"][1] < row["loss"][0]
         reference = rows[REFERENCE]["step"]["median_ms"]
-        of = row["step"]["median_ms"] / reference
-        assert row["of reference"]["step"] == pytest.approx(of, rel=1e-4)
+        ratio = row["step"]["median_ms"] / reference
+        assert row["of reference"]["step"] == pytest.approx(ratio, rel=1e-4)
         tokens = 4 * 32 / row["step"]["median_ms"] * 1e3
         assert row["tokens_per_s"] == pytest.approx(tokens, rel=1e-4)
     assert rows["default compiled"]["converted"] > 0
@@ -252,7 +252,7 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(table) == 2 + len(rows) and table[-1].startswith("| frozen int8 compiled | ")
     printed = capsys.readouterr().out
     assert "bf16 checkpointed" in printed and str(path) in printed
-    # Without time nothing starts, the report says so, and earlier rows stay.
+    # Without time no row starts, and the report says so; earlier rows stay.
     more = [*words, "--json", str(path), "--resume", str(path), "--contenders", "default eager"]
     bench_models.main([*more, "bf16 eager", "--budget", "-1"])
     again = json.loads(path.read_text())["steps"]["llama_lora"]["rows"]
@@ -285,7 +285,7 @@ def test_a_contender_that_fails_is_a_row(
 
 @pytest.mark.long
 def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
-    """Other contenders run on after one fails and one dies."""
+    """One run answers, one fails, one crashes: the others still run."""
     needs("timm")
     among = [Contender("bf16 eager", autocast=True), Contender("bad", "no such recipe")]
     rows = steps.measure("vit_s", among, SETTING, rounds=2, jobs=2)
@@ -328,7 +328,7 @@ def test_tables_of_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
 def test_pages_are_as_the_reports(page: Path) -> None:
-    """Stale: run python -m benchmarks.evidence.doc_tables."""
+    """If this fails: run python -m benchmarks.evidence.doc_tables."""
     text = page.read_text()
     begun = re.findall("^<!-- table: ", text, re.MULTILINE)
     assert len(begun) == len(doc_tables.BLOCK.findall(text)) > 0
