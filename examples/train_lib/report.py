@@ -101,14 +101,9 @@ def plot(results: Sequence[Result], tasks: Sequence[Task], path: Path) -> None:
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    style = {
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#888888",
-        "xtick.color": "#444444",
-        "ytick.color": "#444444",
-    }
+    style: dict[str, object] = {"font.size": 10, "axes.edgecolor": "#888888"}
+    style |= dict.fromkeys(("axes.spines.top", "axes.spines.right"), False)
+    style |= dict.fromkeys(("xtick.color", "ytick.color"), "#444444")
     with plt.rc_context(style):
         figure, axes = plt.subplots(
             1, len(tasks) + 1, figsize=(6.2 * len(tasks) + 5, 4.4), layout="constrained"
@@ -134,22 +129,17 @@ def plot(results: Sequence[Result], tasks: Sequence[Task], path: Path) -> None:
             ends = [r.curve[-1][1] for r in runs]
             places = _spread(ends, gap=0.062 * (high - low))
             for run, end, place in zip(runs, ends, places, strict=True):
+                colour = _colour(run.recipe)
                 axis.annotate(
                     f"{run.recipe}  {run.val_loss:.2f}",
                     xy=(run.steps, end),
                     xytext=(1.03, place),
                     textcoords=axis.get_yaxis_transform(),
-                    color=_colour(run.recipe),
+                    color=colour,
                     fontweight="bold",
                     va="center",
                     annotation_clip=False,
-                    arrowprops={
-                        "arrowstyle": "-",
-                        "color": _colour(run.recipe),
-                        "linewidth": 0.6,
-                        "shrinkA": 1,
-                        "shrinkB": 1,
-                    },
+                    arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkB": 1},
                 )
             axis.set_xlim(0, max(r.steps for r in runs))
             axis.set_title(task.title, loc="left", fontweight="bold")
