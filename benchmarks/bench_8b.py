@@ -1,21 +1,20 @@
-"""A whole Llama-3-8B on one GPU: tokens a second, energy, peak, the largest batch; and LoRA on it.
+"""Train a whole Llama-3-8B, or LoRA on it, on one GPU: speed, energy, peak memory, largest batch.
 
-    python benchmarks/bench_8b.py --device cuda --budget 250     # goes on where it broke off
+    python benchmarks/bench_8b.py --device cuda --budget 250     # continues an interrupted report
     python benchmarks/bench_8b.py --device cuda --contenders "LoRA*"
     python benchmarks/bench_8b.py --quick                        # a toy; CPU too
 
-32 blocks, a vocabulary of 128,256, random bf16 weights, sequences of 2048 tokens of real text
-(bench_gpt.py's, whose 8192 tokens are the first words). All parameters train by torchao's AdamW
-with 8-bit states, which rounds bf16 weights stochastically, for every contender; LoRA's fp32
-adapters by torch's AdamW. Blocks are compiled one by one, the batch a dynamic size; head and loss
-come in chunks with torch's products, unless it says "8-bit head". Contenders run one after the
-other in this process, which gives everything back between them.
+The model has 32 blocks, a vocabulary of 128,256 and random bf16 weights. Sequences are 2048 tokens
+of bench_gpt.py's text, whose 8192 tokens are the first of the vocabulary. Every contender trains
+all parameters by torchao's AdamW with 8-bit states and stochastic rounding of bf16 weights. LoRA's
+fp32 adapters train by torch's AdamW. Blocks are compiled one by one, with a dynamic batch size.
+Head and loss run in chunks with torch's products, except for "8-bit head". Contenders run one after
+the other in this process, which frees all memory between them.
 
-Speed: steps of COMMON sequences, or of as many as fit, queued one after the other. Energy: the
-board's counter (NVML), read before the first and after the last. The largest batch: one whole step
-a size, the next size foretold from the bytes of those before, until one is out of memory or none is
-foretold to fit, of SHARE of the card's memory. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-keeps pieces between tensors from counting.
+Speed is that of queued steps with COMMON sequences, or as many as fit. Energy is the board's
+counter (NVML) over these steps. Whole steps search the largest batch: the bytes of the last sizes
+predict the next. The search ends when a step is out of memory, or none is predicted to fit into
+SHARE of the card. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from torch import Tensor, nn
 from training import Contender, Left, Trainer, cleaned, of_a_whole_model
 
 SHARE = 0.97
-"""Of the card's memory, for torch's allocator: what else a process needs has the rest."""
+"""Share of the card's memory for torch's allocator; the process needs the rest."""
 SLACK = 0.985
-"""Of that, what a batch is foretold to take: pieces between tensors are lost."""
+"""Share of that limit which a predicted batch may use; fragmentation takes the rest."""
 TIMED_STEPS = 6
 LEARNING_RATE = 1e-5
-"""Without a warm-up, AdamW's first steps move all weights alike: at 1e-4 the loss rose to 19."""
+"""Low, because there is no warm-up: at 1e-4 AdamW's first steps raised the loss to 19."""
 LEAST_S = 40.0
-"""A contender begins with so much time left."""
+"""Seconds that must be left for a contender to start."""
 COMMON, FIRST = 4, 2
-"""Sequences of the timed steps, and of the first: compilers take 1 for a constant."""
+"""Sequences of the timed steps and of the first; not 1, which compilers treat as a constant."""
 MOST_TRIALS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of the model and its sequences."""
+    """Configuration of the model, and its sequences."""
 
     config: dict[str, int]
     length: int
     text: bench_gpt.Size
     sequences: int
-    """Of text, of which the steps take turns."""
+    """Sequences of text, through which the steps cycle."""
 
 
 FULL = Size(
@@ -94,7 +93,7 @@ def is_lora(contender: Contender) -> bool:
 
 
 def build(size: Size, contender: Contender, device: str) -> nn.Module:
-    """With random bf16 weights, on ``device``. Raises ModuleNotFoundError."""
+    """Build the model with random bf16 weights on ``device``. Raises ModuleNotFoundError."""
     mend_torchvision()
     import transformers
 
@@ -105,12 +104,12 @@ def build(size: Size, contender: Contender, device: str) -> nn.Module:
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.config))
     finally:
         torch.set_default_dtype(before)
-    found: nn.Module = model
-    return with_lora(lambda: found)() if is_lora(contender) else found
+    llama: nn.Module = model
+    return with_lora(lambda: llama)() if is_lora(contender) else llama
 
 
 class Whole(Trainer):
-    """A contender's model and its steps on text, whose memory they note."""
+    """Model of a contender; its steps on text record their memory."""
 
     def __init__(
         self, contender: Contender, size: Size, text: Tensor, backend: str, device: str
@@ -121,29 +120,29 @@ class Whole(Trainer):
         task: Task = dataclasses.replace(TASKS["llama"], blocks="model.layers")
         batch: Batch = {"x": text[:FIRST]}
         model = build(size, contender, device)
-        super().__init__(contender, model, batch, task, own=True, backend=backend)
+        super().__init__(contender, model, batch, task, in_place=True, backend=backend)
         embedding = next(m for m in self.model.modules() if isinstance(m, nn.Embedding))
         embedding.register_forward_hook(_hidden)
 
     def wrap(self, model: nn.Module) -> None:
-        """With the optimizer."""
+        """Add the optimizer."""
         super().wrap(model)
         if not is_lora(self.contender):
             self.optimizer = rivals.torchao_adamw(model.parameters(), LEARNING_RATE)
 
     def take(self, sequences: int) -> Tensor:
-        """A step of the next sequences; the loss."""
+        """Train a step on the next sequences and return its loss."""
         places = self._next + torch.arange(sequences, device=self.text.device)
         self._next += sequences
         self._batch = {"x": self.text[places % len(self.text)]}
         return self.step()
 
     def step(self) -> Tensor:
-        """As a Trainer's; what the allocator holds is asked between, which waits for nothing."""
+        """Run a Trainer's step, and read the allocator's bytes without a synchronisation."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         self.kept, self.forward_peak = self._held()
-        if self._cuda:  # the head's forward pass holds more for a while, which does not grow
+        if self._cuda:  # the head's temporary buffers do not grow with the batch
             torch.cuda.reset_peak_memory_stats()
         loss.backward()
         self.after, self.backward_peak = self._held()
@@ -151,40 +150,40 @@ class Whole(Trainer):
         return loss.detach()
 
     def _held(self) -> tuple[int, int]:
-        """Bytes now, and at most since the last reset."""
+        """Return the allocated bytes now, and their peak since the last reset."""
         if not self._cuda:
             return 0, 0
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
 
 
 def _hidden(_: nn.Module, __: Any, hidden: Tensor) -> Tensor:
-    """Of any batch; with a gradient below LoRA's blocks, too, so that all share a graph."""
+    """Mark the batch as dynamic, and require a gradient below LoRA's blocks, to share one graph."""
     torch._dynamo.maybe_mark_dynamic(hidden, 0)
     return hidden if hidden.requires_grad else hidden.requires_grad_()
 
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A whole step of so many sequences; bytes."""
+    """Memory in bytes and time of one whole step."""
 
     sequences: int
     kept: int
-    """Allocated between forward and backward."""
+    """Bytes allocated between forward and backward."""
     after: int
-    """After backward: weights, optimizer's states, gradients."""
+    """Bytes after backward: weights, optimizer states, gradients."""
     peak: int
-    """Of backward."""
+    """Peak of backward."""
     ms: float
     loss: float
 
     @property
     def beyond(self) -> int:
-        """What backward takes where the most is held: at its begin, or with all gradients."""
+        """Temporary bytes of backward above the larger of its start and its end."""
         return self.peak - max(self.kept, self.after)
 
 
 def tried(run: Whole, sequences: int, device: str) -> Tried | None:
-    """None: out of memory."""
+    """Try a step. Returns None if it is out of memory."""
     if device == "cuda":
         fill()
     start = time.perf_counter()
@@ -192,7 +191,7 @@ def tried(run: Whole, sequences: int, device: str) -> Tried | None:
         loss = float(run.take(sequences))
     except torch.OutOfMemoryError:
         loss = None
-    if loss is None:  # here, as the error's frames hold tensors
+    if loss is None:  # not in the handler: the error's frames hold tensors
         run.optimizer.zero_grad(set_to_none=True)
         with cleaned(device):
             return None
@@ -203,25 +202,25 @@ def tried(run: Whole, sequences: int, device: str) -> Tried | None:
 
 
 def fill() -> None:
-    """Have the allocator take all its memory now, so that no step waits for the driver."""
+    """Let the allocator reserve all its memory, so that no step waits for the driver."""
     left = int(SHARE * torch.cuda.get_device_properties(0).total_memory)
     left -= torch.cuda.memory_reserved() + (64 << 20)
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(max(0, left), dtype=torch.uint8, device="cuda")
 
 
-def next_size(found: Sequence[Tried], failed: int | None, limit: float) -> int | None:
-    """Sequences to try; None: the largest is found, within a sixteenth.
+def next_size(trials: Sequence[Tried], failed: int | None, limit: float) -> int | None:
+    """Return the next number of sequences to try; None if the largest is known to a sixteenth.
 
-    Of the two last in ``found`` the bytes kept, and those beyond, grow evenly; the peak is at the
-    begin of backward or at its end.
+    Extrapolates the last two ``trials`` linearly: the bytes that forward keeps, and backward's
+    temporary bytes. The peak is at the begin or at the end of backward.
     """
-    last = found[-1]
+    last = trials[-1]
     size = last.sequences
-    if len(found) == 1:
+    if len(trials) == 1:
         size = 2 * size
     else:
-        before = found[-2]
+        before = trials[-2]
         step = last.sequences - before.sequences
         beyond = max(0.0, (last.beyond - before.beyond) / step)
         kept = max(0.0, (last.kept - before.kept) / step)
@@ -238,26 +237,26 @@ def next_size(found: Sequence[Tried], failed: int | None, limit: float) -> int |
 
 def largest(
     attempt: Callable[[int], Tried | None],
-    found: list[Tried],
+    trials: list[Tried],
     failed: int | None,
     limit: float,
     left_s: Callable[[], float],
 ) -> int | None:
-    """Try larger steps and add them to ``found``; returns the least that is out of memory."""
+    """Add larger steps to ``trials``. Returns the smallest size that is out of memory."""
     for _ in range(MOST_TRIALS):
-        size = next_size(found, failed, limit)
-        if size is None or left_s() < 1.5e-3 * found[-1].ms / found[-1].sequences * size:
+        size = next_size(trials, failed, limit)
+        if size is None or left_s() < 1.5e-3 * trials[-1].ms / trials[-1].sequences * size:
             break
         got = attempt(size)
         if got is None:
             failed = size
         else:
-            found.append(got)
+            trials.append(got)
     return failed
 
 
 def speed(run: Whole, sequences: int, device: str, joules: Callable[[], float | None]) -> Row:
-    """Steps one after the other, as training queues them."""
+    """Time steps that are queued one after the other, as in training."""
     marks = timing.Marks(device)
     run.take(sequences)
     timing.synchronize(device)
@@ -287,7 +286,7 @@ def speed(run: Whole, sequences: int, device: str, joules: Callable[[], float | 
 
 
 def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[], float]) -> Row:
-    """A contender's row. Raises Left where something is missing."""
+    """Measure a contender. Raises Left if a library is missing."""
     begun, graphs, device = time.perf_counter(), compiler_counts()["graphs"], args.device
     row: Row = {"how": described(contender), "date": timing.today()}
     limit = math.inf
@@ -308,7 +307,7 @@ def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[],
     row["losses"] = losses
 
     def attempt(sequences: int, again: bool = True) -> Tried | None:
-        """``again``: once more if this compiled. Else every contender does the same steps."""
+        """Try a step; ``again`` repeats it if it compiled. The first steps are never repeated."""
         known = compiler_counts()["graphs"]
         got = tried(run, sequences, device)
         if again and got is not None and compiler_counts()["graphs"] > known:
@@ -325,19 +324,19 @@ def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[],
     row["started_s"] = time.perf_counter() - begun - row["built_s"]
     if None in first:
         raise RuntimeError(f"{FIRST} sequences do not fit")
-    found, failed = [one for one in first[1:] if one is not None], None
+    trials, failed = [one for one in first[1:] if one is not None], None
     common = attempt(COMMON, again=False)
     if common is None:
         failed = COMMON
     else:
-        found.append(common)
+        trials.append(common)
     if failed is None:
         row |= speed(run, COMMON, device, energy_counter(device))
-        found[-1] = dataclasses.replace(found[-1], ms=row["step"]["median_ms"])
+        trials[-1] = dataclasses.replace(trials[-1], ms=row["step"]["median_ms"])
         print(f"  {row['tokens_per_s']:,.0f} tokens/s", flush=True)
     if device == "cuda":
-        failed = largest(attempt, found, failed, SLACK * limit, left_s)
-    best = found[-1]
+        failed = largest(attempt, trials, failed, SLACK * limit, left_s)
+    best = trials[-1]
     if "step" not in row:
         row |= speed(run, best.sequences, device, energy_counter(device))
     length = text.shape[1]
@@ -356,9 +355,9 @@ def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[],
 
 
 def energy_counter(device: str) -> Callable[[], float | None]:
-    """Reads the joules that the board has used since its driver was loaded; None: no counter.
+    """Return a function that reads the board's joules since its driver was loaded, or None.
 
-    NVML's (nvidia-ml-py), in millijoules.
+    The counter is NVML's (nvidia-ml-py).
     """
     if device != "cuda":
         return lambda: None
@@ -378,12 +377,12 @@ def energy_counter(device: str) -> Callable[[], float | None]:
 
 
 def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
-    """``[sequences, length]`` of text, on the device."""
-    wanted = size.sequences * size.length
+    """Return text as ``[sequences, length]`` tokens on the device."""
+    tokens = size.sequences * size.length
     read = dataclasses.replace(size.text, validation_batches=0)
     return (
-        bench_gpt.tokens(read, wanted, cache)
-        .training[:wanted]
+        bench_gpt.tokens(read, tokens, cache)
+        .training[:tokens]
         .view(-1, size.length)
         .long()
         .to(device)
@@ -443,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def let_go(device: str) -> None:
-    """End the process where a contender's memory is still held: the next would have less."""
+    """End the process if a contender's memory is still allocated: the next would have less."""
     for forget in (torch._dynamo.reset, lambda: sys.exit("memory is still held: start again")):
         if device == "cuda" and torch.cuda.memory_allocated() > GIB:
             with cleaned(device):
@@ -451,7 +450,7 @@ def let_go(device: str) -> None:
 
 
 def row_of(contender: Contender, args: Any, text: Tensor, left_s: Callable[[], float]) -> Row:
-    """:func:`measured`, or why there is no figure. Holds nothing of an error's frames."""
+    """Return :func:`measured`, or the reason for no figure, and release an error's frames."""
     try:
         with many_recompilations():
             return measured(contender, args, text, left_s)

@@ -1,18 +1,19 @@
-"""Backward of linear layers: hotcore beside torch and torchao, in one run.
+"""Time the backward of linear layers: hotcore beside torch and torchao, in one run.
 
     python benchmarks/bench_backward.py [--device cpu|cuda] [--part PART ...] [--recipe NAME ...]
 
-Parts (all of them, unless some are named; on the CPU "layers"):
-  layers   whole backward passes and compress_activation; sums of the groups; the floor
-  paper    the paper's 16 layers, one image, in a CUDA graph
-  stages   where the time goes: quantising g_y and w, the products, the rest
-  forward  HotLinear's forward in training against a plain linear layer's
-  host     what the host needs for one backward of the torch adapter
+Parts, by default all, on the CPU "layers":
 
-hotcore does the whole work; x has been compressed before, which has a row of its own. "torch bf16"
-does the same, "bf16 products" only the two products, as do INT8's and FP8's, which are given
-finished operands. Rows that end in "both" are a layer's forward (with a bias) and backward. How it
-is measured: timing.py.
+  layers   backward passes and compress_activation, sums of the groups, and the floor
+  paper    the paper's 16 layers, one image, in a CUDA graph
+  stages   time of each stage: quantising g_y and w, the products, the rest
+  forward  HotLinear's forward in training against a plain linear layer's
+  host     host time of one backward of the torch adapter
+
+hotcore's rows are whole backward passes from a compressed x; compressing has its own row. "torch
+bf16" is the same work. "bf16 products" and the rows of INT8 and FP8 are the two products alone,
+whose operands are ready. Rows that end in "both" are a layer's forward (with a bias) and backward.
+timing.py describes the clock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Groups = dict[str, dict[str, Shape]]
 
 
 def tensors(shape: Shape, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """gy, w, x of a layer."""
+    """Draw gy, w and x of a layer."""
     tokens, outs, ins = shape
     sizes = ((tokens, outs), (outs, ins), (tokens, ins))
     return tuple(torch.randn(size, device=device).to(dtype) for size in sizes)
@@ -64,7 +65,7 @@ def working_dtype(device: str) -> torch.dtype:
 def hot_backward(
     gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, recipe: str, need: Sequence[str] = ALL
 ) -> Call:
-    """A call of backward_linear; x is compressed here, outside of it."""
+    """Return a call of backward_linear. x is compressed here, outside of the call."""
     config = hotcore.HotConfig.recipe(recipe)
     saved = hotcore.compress_activation(x, config, key=1) if "gw" in need else None
     weight = w if "gx" in need else None
@@ -77,16 +78,16 @@ def hot_compress(x: torch.Tensor, recipe: str) -> Call:
 
 
 def hot_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor, recipe: str, int8: bool) -> Call:
-    """A layer's forward, x compressed, and its backward."""
+    """Return a call of a layer's forward, which compresses x, and of its backward."""
     gy, w, x = arrays
-    config, own = hotcore.HotConfig.recipe(recipe), bias.to(x.dtype)
+    config, rounded = hotcore.HotConfig.recipe(recipe), bias.to(x.dtype)
 
     def call() -> object:
         if int8:
             codes, saved = hotcore.quantize_forward_input(x, config, keep=True, key=1)
             y = hotcore.forward_linear(codes, w, bias, config=config)
         else:
-            y = torch.nn.functional.linear(x, w, own)
+            y = torch.nn.functional.linear(x, w, rounded)
             saved = hotcore.compress_activation(x, config, key=1)
         return y, hotcore.backward_linear(gy, w, saved, config=config, need=ALL, key=1)
 
@@ -95,8 +96,8 @@ def hot_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor, recipe: str, in
 
 def torch_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor) -> Call:
     gy, w, x = arrays
-    backward, own = rivals.backward(gy, w, x), bias.to(x.dtype)
-    return lambda: (torch.nn.functional.linear(x, w, own), backward())
+    backward, rounded = rivals.backward(gy, w, x), bias.to(x.dtype)
+    return lambda: (torch.nn.functional.linear(x, w, rounded), backward())
 
 
 # ---- layers ----
@@ -109,9 +110,9 @@ def torch_rivals(shape: Shape, device: str) -> dict[str, Call]:
     if device == "cuda":
         kinds = {"fp32": (arrays, False), "tf32": (arrays, True), "bf16": (halves, None)}
     out: dict[str, Call] = {}
-    for kind, (of, tf32) in kinds.items():
-        out[f"torch {kind}"] = rivals.backward(*of, tf32=tf32)
-        out[f"{kind} products"] = rivals.products(*of, tf32=tf32)
+    for kind, (operands, tf32) in kinds.items():
+        out[f"torch {kind}"] = rivals.backward(*operands, tf32=tf32)
+        out[f"{kind} products"] = rivals.products(*operands, tf32=tf32)
     fits = all(size % 16 == 0 for size in shape)
     if device == "cuda" and fits:
         out["fp8 products"] = rivals.fp8_products(*shape)
@@ -174,7 +175,7 @@ def is_rival(name: str) -> bool:
 
 
 def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[str, Any]:
-    """Sums of medians over a group's layers, and how often faster than each rival hotcore is."""
+    """Sum the medians of a group's layers, and divide each rival's sum by hotcore's."""
     tables = list(of_shapes.values())
     total = timing.summed(tables)
 
@@ -231,7 +232,7 @@ def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 
 
 def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, Call]:
-    """Contender -> g_x and g_w of arrays of its own."""
+    """Return each contender's call for g_x and g_w, with its own arrays."""
     arrays = tensors(shape, device, torch.float32)
     halves = tuple(array.to(working_dtype(device)) for array in arrays)
     out = {"fp32": rivals.products(*arrays, tf32=None if device == "cpu" else False)}
@@ -246,7 +247,7 @@ def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, 
 
 
 def part_paper(args: argparse.Namespace) -> dict[str, Any]:
-    """Copies of the arrays in turn, more than the L2 holds; rows and geometric means."""
+    """Time copies of the arrays in turn, more than the L2 holds. Returns rows and their means."""
     tables: dict[str, Any] = {}
     print("\nThe paper's layers, g_x and g_w, us; (times faster than fp32)")
     for shape, published in (PAPER if args.device == "cuda" else {TOY: 1.0}).items():
@@ -259,8 +260,8 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
             row["faster than fp32"] = ratio(rows, "fp32", name)
             words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
         print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
-        found = {"shape": shape, "published": published, "rows": rows}
-        tables[",".join(map(str, shape))] = found
+        table = {"shape": shape, "published": published, "rows": rows}
+        tables[",".join(map(str, shape))] = table
     means = {}
     for name in next(iter(tables.values()))["rows"]:
         values = [table["rows"][name]["faster than fp32"] for table in tables.values()]
@@ -273,12 +274,12 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
-    """Kernels of one call by the profiler: name, microseconds, launches; longest first."""
+    """Profile the kernels of one call: name, microseconds, launches; longest first."""
     call()
-    found = kernel_classes.counted_once(kernel_classes.profiled_events(call, repeats))
-    counts = Counter(event.name for event in found)
+    events = kernel_classes.counted_once(kernel_classes.profiled_events(call, repeats))
+    counts = Counter(event.name for event in events)
     spent = dict.fromkeys(counts, 0.0)
-    for event in found:
+    for event in events:
         spent[event.name] += event.duration / repeats
     return [
         {"kernel": name[:160], "us": us, "launches": counts[name] / repeats}
@@ -287,16 +288,16 @@ def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
 
 
 def split(kernels: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """Microseconds of products, and of everything else."""
+    """Sum the microseconds of products, and of all other kernels."""
     in_products = sum(kernel["us"] for kernel in kernels if PRODUCT.search(kernel["kernel"]))
     return in_products, sum(kernel["us"] for kernel in kernels) - in_products
 
 
 def cuda_stages(arrays: Sequence[torch.Tensor], recipe: str, total_us: float) -> dict[str, Any]:
-    """The paper's Fig. 1 for one layer, in microseconds.
+    """Measure the paper's Fig. 1 for one layer, in microseconds.
 
-    Kernels are told apart as products and others by their names; quantising w and unpacking x are
-    what a call with (next to) no g_y leaves of the others.
+    A kernel's name tells whether it is a product. The other kernels of a call with almost no g_y
+    quantise w and unpack x.
     """
     gy, w, x = arrays
     whole = kernel_times(hot_backward(gy, w, x, recipe))
@@ -335,21 +336,21 @@ def part_stages(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
                 needs = {"all": ALL, "gx": ("gx",), "gw": ("gw",), "gb": ("gb",)}
                 calls = {key: hot_backward(*arrays, recipe, need) for key, need in needs.items()}
                 rounds = max(LEAST_STAGE_ROUNDS, args.rounds // 2)
-                found: dict[str, Any] = {"calls": timing.in_turns(calls, rounds, args.device)}
-                total_us = found["calls"]["all"]["median_ms"] * 1e3
+                figures: dict[str, Any] = {"calls": timing.in_turns(calls, rounds, args.device)}
+                total_us = figures["calls"]["all"]["median_ms"] * 1e3
                 if args.device == "cuda":
-                    found |= cuda_stages(arrays, recipe, total_us)
-                out[group][name]["recipes"][recipe] = found
-                print_stages(f"{group} {name} {shape}, {recipe}", found)
+                    figures |= cuda_stages(arrays, recipe, total_us)
+                out[group][name]["recipes"][recipe] = figures
+                print_stages(f"{group} {name} {shape}, {recipe}", figures)
     return out
 
 
-def print_stages(title: str, found: dict[str, Any]) -> None:
-    calls = "  ".join(f"{k} {row['median_ms'] * 1e3:.1f}" for k, row in found["calls"].items())
+def print_stages(title: str, figures: dict[str, Any]) -> None:
+    calls = "  ".join(f"{k} {row['median_ms'] * 1e3:.1f}" for k, row in figures["calls"].items())
     print(f"\n{title}: us by what is needed: {calls}")
-    for stage, us in found.get("stages", {}).items():
+    for stage, us in figures.get("stages", {}).items():
         print(f"  {stage:18s} {us:8.1f}")
-    for kernel in (*found.get("kernels", ()), *found.get("compress", ())):
+    for kernel in (*figures.get("kernels", ()), *figures.get("compress", ())):
         print(f"    {kernel['us']:8.1f} us  {kernel['launches']:4.1f} x  {kernel['kernel'][:90]}")
 
 
@@ -357,7 +358,7 @@ def print_stages(title: str, found: dict[str, Any]) -> None:
 
 
 def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
-    """Training forward with x kept compressed, against F.linear, which keeps x."""
+    """Time the training forward that compresses x, and F.linear, which keeps x."""
     out: dict[str, Any] = {}
     for group, shapes in groups.items():
         layers: dict[str, Any] = {}
@@ -386,7 +387,7 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 def host_bursts(
     call: Call, device: str, clocks: Sequence[Callable[[], float]], bursts: int = 15
 ) -> list[list[float]]:
-    """Milliseconds of one call by each clock (seconds), in bursts between synchronisations."""
+    """Time one call by each clock, in bursts between synchronisations. Returns milliseconds."""
     calls = 40
     for _ in range(calls // 2):
         call()
@@ -404,7 +405,7 @@ def host_bursts(
 
 
 def host_turns(calls: dict[str, Call], device: str, bursts: int = 15) -> dict[str, Row]:
-    """Host time of a call, while the device only runs behind; bursts of several take turns."""
+    """Time the host of each call while the device lags behind; bursts of calls take turns."""
     values: dict[str, list[float]] = {name: [] for name in calls}
     for name in list(calls) * bursts:
         values[name] += host_bursts(calls[name], device, (time.perf_counter,), bursts=1)[0]
@@ -412,18 +413,18 @@ def host_turns(calls: dict[str, Call], device: str, bursts: int = 15) -> dict[st
 
 
 def host_us(call: Call, device: str) -> Row:
-    """The same of one call."""
+    """Time the host of one call."""
     return timing.spread(host_bursts(call, device, (time.perf_counter,))[0])
 
 
 def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Call:
-    """Forward and backward of a layer, as a model runs it."""
+    """Return a call of a layer's forward and backward, as in a model."""
     leaves = (x, *layer.parameters())
     return lambda: torch.autograd.grad(layer(x), leaves, gy)
 
 
 def draw_rows(device: str) -> dict[str, Row]:
-    """What a random seed costs: a number that Python holds, and one that stays on the device."""
+    """Time random seeds: a Python number, and a number on the device."""
     draw = partial(torch.randint, 2**63 - 1, (), dtype=torch.int64)
     calls: dict[str, Call] = {
         "draw a seed, CPU's generator, item": lambda: draw().item(),
@@ -433,10 +434,10 @@ def draw_rows(device: str) -> dict[str, Row]:
 
 
 def inside_us(call: Call, device: str) -> Row:
-    """Host time of one backward of hotcore.torch, from the autograd engine's call to its return.
+    """Time the host of hotcore.torch's backward, from the autograd engine's call to its return.
 
-    ``call`` runs one. What autograd itself does before and after, in plain torch too, is left out;
-    "whole_ms" is the median with it, of the same bursts.
+    ``call`` runs one backward. The time excludes autograd's own work; "whole_ms" is the median that
+    includes it, of the same bursts.
     """
     layer = linear.Linear
     backward, spent = layer.backward, 0.0
@@ -455,9 +456,9 @@ def inside_us(call: Call, device: str) -> Row:
 
 
 def part_host(args: argparse.Namespace) -> dict[str, Any]:
-    """Bar: one backward of the adapter, from the autograd engine's call to its return, 60 us.
+    """Measure the host beside its bar: 60 us from the engine's call of a backward to its return.
 
-    Beside it the whole call of autograd.grad, which plain torch is measured by, too.
+    Plain torch and HOT also have the whole call of autograd.grad.
     """
     device = args.device
     gy, w, x = tensors(TOY, device, working_dtype(device))
@@ -491,8 +492,8 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
     rows |= of_layers | draw_rows(device)
     print(f"\nHost time of one call at {TOY}, us (bar inside the adapter's: {HOST_BAR_US:g})")
     for name, row in rows.items():
-        of = f"of nn.Linear's: {row['of nn.Linear']:.2f}" if "of nn.Linear" in row else ""
-        print(timing.line(name, row, of))
+        share = f"of nn.Linear's: {row['of nn.Linear']:.2f}" if "of nn.Linear" in row else ""
+        print(timing.line(name, row, share))
     return {"shape": TOY, "bar_us": HOST_BAR_US, "rows": rows}
 
 
@@ -501,9 +502,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", action="append", choices=tuple(CUDA_GROUPS))
     parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--part", action="append", choices=PARTS)
-    parser.add_argument("--short", action="store_true", help="for gpu_check: fewer shapes")
+    parser.add_argument("--short", action="store_true", help="fewer shapes, for gpu_check")
     parser.add_argument("--no-torchao", action="store_true")
-    parser.add_argument("--isa", help="CPU: hotcore's instruction set; the best unless named")
+    parser.add_argument("--isa", help="instruction set on the CPU (default: the best)")
     parser.add_argument(
         "--emulate-torchao", action="store_true", help="CPU: run torchao's layer without FP8 units"
     )
@@ -525,9 +526,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     out |= {part: make() for part, make in run.items() if part in parts}
     report, kinds = {"bench_backward": out}, doc_tables
-    found = [kinds.layers, kinds.both, kinds.floor] if "layers" in out else []
-    found += [kinds.small] if "paper" in out else []
-    for table in found:
+    reports = [kinds.layers, kinds.both, kinds.floor] if "layers" in out else []
+    reports += [kinds.small] if "paper" in out else []
+    for table in reports:
         print("\n" + "\n".join(table(report)))
     timing.write(args, "backward", out)
 

@@ -1,12 +1,12 @@
-"""INT8 products with fused scales beside torch's INT8, FP8 and bf16 products.
+"""Time INT8 products with fused scales beside torch's INT8, FP8 and bf16 products.
 
     python benchmarks/bench_gemm.py [--device cpu|cuda] [--shape M,N,K ...] [--stock LIBRARY]
 
-Every product of the layers of layers.py: g_x (M = L, N = I, K = O), g_w of r = 8 (M = O, N = I,
-K = L / 2) and g_w in full (K = L). hotcore.gemm_int8 and torch._scaled_mm (FP8, a scale a row and a
-column) write bf16; torch._int_mm writes int32 without scales; all take both operands with the
-contraction contiguous. With --stock the two quickest of CUTLASS's stock tiles (stock_gemm/) take
-their turns, too: same operands, same result. Tera-operations a second, 2 M N K of them.
+The shapes come from layers.py: (L, I, O) for g_x, (O, I, L/2) for g_w with r = 8, and (O, I, L) for
+full g_w. `hotcore.gemm_int8` and torch._scaled_mm (FP8, scales per row and column) write
+bf16. torch._int_mm writes int32 without scales. The contraction is contiguous in every operand.
+--stock adds the two fastest of CUTLASS's stock tiles (stock_gemm/), with the same operands and
+result. The figures are 2 M N K operations in tera-operations a second.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from evidence import rivals
 from layers import CUDA_GROUPS
 from timing import Call
 
-# Every stock tile is tried in every order: a few launches each choose those that take part.
-SWIZZLES = (1, 2, 4, 8)  # CUTLASS knows no others
+# A few launches of every stock tile in every order choose the finalists.
+SWIZZLES = (1, 2, 4, 8)  # all that CUTLASS has
 CHOICE_ROUNDS = 3
-FINALISTS = 2  # the choice of a few launches may mistake the first for the second
+FINALISTS = 2  # a few launches may not tell the first from the second
 Product = tuple[int, int, int]
 """M, N, K."""
 
@@ -54,7 +54,7 @@ CPU_PRODUCTS: dict[str, dict[str, Product]] = {
 
 
 class Operands(NamedTuple):
-    """int8 [M, K] and [N, K], float32 [M] and [N], and where the product goes."""
+    """Operands int8 [M, K] and [N, K], their scales float32 [M] and [N], and the output."""
 
     codes: tuple[torch.Tensor, torch.Tensor]
     scales: tuple[torch.Tensor, torch.Tensor]
@@ -69,8 +69,8 @@ def operands(product: Product, device: str) -> Operands:
     return Operands((a, b), scales, torch.empty(m, n, dtype=wide, device=device))
 
 
-def contenders(given: Operands) -> dict[str, Call]:
-    (a, b), (a_scale, b_scale), out = given
+def contenders(arrays: Operands) -> dict[str, Call]:
+    (a, b), (a_scale, b_scale), out = arrays
     wide, device = out.dtype, out.device
     a_wide, b_wide = (torch.randn(codes.shape, device=device).to(wide) for codes in (a, b))
     calls: dict[str, Call] = {
@@ -88,28 +88,28 @@ def contenders(given: Operands) -> dict[str, Call]:
 
 
 def stock_finalists(
-    stock: rivals.StockGemm, given: Operands, device: str
+    stock: rivals.StockGemm, arrays: Operands, device: str
 ) -> tuple[dict[str, Call], dict[str, dict[str, Any]]]:
-    """The quickest stock tiles and orders of a few rounds; and of each tile the best order.
+    """Return the fastest stock tiles with their orders, and the best order of each tile.
 
-    Raises AssertionError where a finalist's product differs from hotcore's by more than the last
-    bit of a bfloat16.
+    Raises AssertionError if a finalist's product differs from hotcore's by more than the last bit
+    of a bfloat16.
     """
-    out = torch.empty_like(given.out)
+    out = torch.empty_like(arrays.out)
     calls: dict[str, Call] = {}
     tile_of: dict[str, str] = {}
     for tile, along_m, swizzle in itertools.product(stock.tiles, (False, True), SWIZZLES):
         name = f"stock {tile}, along {'M' if along_m else 'N'}, swizzle {swizzle}"
-        calls[name] = stock.call(tile, along_m, swizzle, given.codes, given.scales, out)
+        calls[name] = stock.call(tile, along_m, swizzle, arrays.codes, arrays.scales, out)
         tile_of[name] = tile
     rows = timing.in_turns(calls, CHOICE_ROUNDS, device)
     ranked = sorted(rows, key=lambda name: rows[name]["median_ms"])
-    wanted = hotcore.gemm_int8(*given.codes, *given.scales, out=given.out)
+    expected = hotcore.gemm_int8(*arrays.codes, *arrays.scales, out=arrays.out)
     for name in ranked[:FINALISTS]:
         out.fill_(torch.nan)
         calls[name]()
         torch.testing.assert_close(
-            out, wanted, rtol=2**-7, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+            out, expected, rtol=2**-7, atol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
     best_first = {tile_of[name]: name for name in reversed(ranked)}
     tiles = {
@@ -122,9 +122,9 @@ def stock_finalists(
 def bench(
     product: Product, args: argparse.Namespace, stock: rivals.StockGemm | None
 ) -> dict[str, Any]:
-    given = operands(product, args.device)
-    finalists, tiles = stock_finalists(stock, given, args.device) if stock else ({}, None)
-    rows = timing.in_turns(contenders(given) | finalists, args.rounds, args.device)
+    arrays = operands(product, args.device)
+    finalists, tiles = stock_finalists(stock, arrays, args.device) if stock else ({}, None)
+    rows = timing.in_turns(contenders(arrays) | finalists, args.rounds, args.device)
     for row in (*rows.values(), *(tiles or {}).values()):
         row["TOPS"] = 2 * product[0] * product[1] * product[2] / row["median_ms"] / 1e9
     mine = rows["hotcore"]
@@ -136,8 +136,8 @@ def bench(
     return {"M, N, K": product, "rows": rows, "choice of stock tiles": tiles}
 
 
-def described(found: Mapping[str, Any]) -> str:
-    rows = found["rows"]
+def described(table: Mapping[str, Any]) -> str:
+    rows = table["rows"]
     faster = rows["hotcore"]["faster than"].items()
     words = (f"{rival} {rows[rival]['TOPS']:.4g} ({ratio:.2f})" for rival, ratio in faster)
     return "  ".join([f"hotcore {rows['hotcore']['TOPS']:.4g}", *words])
@@ -145,7 +145,7 @@ def described(found: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "gemm", "shape")
-    parser.add_argument("--stock", type=Path, help="libhot_stock_gemm: CUTLASS's stock tiles too")
+    parser.add_argument("--stock", type=Path, help="libhot_stock_gemm, for stock tiles")
     args = timing.begin(parser, argv)
     if args.stock and args.device == "cpu":
         parser.error("--stock: CUTLASS's tiles run on CUDA only")
@@ -156,14 +156,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.shape:
         groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
     print("\nTOPS (times faster than)")
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for group, products in groups.items():
-        found[group] = {}
+        tables[group] = {}
         print(f"\n{group}:")
         for name, product in products.items():
-            found[group][name] = row = bench(product, args, stock)
+            tables[group][name] = row = bench(product, args, stock)
             print(f"  {name:5s} {product!s:22s} {described(row)}", flush=True)
-    timing.write(args, "gemm", {"products": found})
+    timing.write(args, "gemm", {"products": tables})
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""A GPT of 10, 25, 91 or 311 M parameters trained on text: bf16 beside HOT's recipes and FP8.
+"""Train a GPT of 10, 25, 91 or 311 M parameters on text: bf16 beside HOT's recipes and FP8.
 
-    python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
+    python benchmarks/bench_gpt.py --device cuda                       # continues a report
     python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* kept" --steps 450
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 20 --graph \
         --validation-batches 50 --points 30 --devices 0                # docs/dev/evidence.md
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
-The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
-content once, and where that is too little their headers and documents after it; every 50th file is
-for validation, every 20th where validation is long. A byte-level BPE of 8192 tokens is made from a
-part of it (the package `tokenizers`). Other packages give another text: compare losses within a
-report only; it names the packages. Where the text is shorter than the run, it is read again in
-another order, ``--epochs`` times at most. Per seed all contenders start from the same weights and
-see the same batches. Blocks are compiled one by one under bf16 autocast. ``--graph`` captures the
-whole step in a CUDA graph and compiles the loss: a step of a small model is mostly launches and
-passes over the logits. ``--jobs`` trains several runs side by side, spread over ``--devices``;
-where they share one, no times and no peaks are reported.
+The text is the source of the installed Python packages, each content once in a fixed random order.
+Their headers and documents follow if it is too short. Every 50th file is for validation, or every
+20th if validation is long. A part of the text trains a byte-level BPE of 8192 tokens (package
+`tokenizers`). Other packages give another text, so compare losses within a report only. A run
+longer than the text reads it again in another order, up to ``--epochs`` times.
 
-A run whose loss is no number, or ends 0.5 above its lowest, has diverged, and its row says so.
+All contenders of a seed start from the same weights and see the same batches. Blocks are compiled
+one by one under bf16 autocast. ``--graph`` captures the whole step in a CUDA graph and compiles the
+loss, because launches and logits dominate the step of a small model. ``--jobs`` trains several runs
+side by side on ``--devices``. Runs that share a device report neither times nor peaks.
+
+A run has diverged if its loss is no number or ends 0.5 above its lowest; its row says so.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model, its batches and its text."""
+    """Size of the model, its batches and its text."""
 
     width: int
     depth: int
@@ -79,7 +79,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Of the model, the embedding counted once: the head has the same weight."""
+        """Number of parameters; the embedding counts once, because the head shares it."""
         w = self.width
         block = 12 * w * w + 13 * w
         return self.depth * block + (self.vocabulary + self.context + 2) * w + self.vocabulary
@@ -92,9 +92,9 @@ SIZES = {
     "91M": FULL,
     "311M": Size(1024, 24, 16, 512, 64, 8192, 3e-4, 60, 8),
 }
-"""Rates fall with the width, as is usual."""
+"""Sizes by name; the learning rate falls with the width."""
 DIVERGED = 0.5
-"""Nats that the last validation loss of a run that trains may be above its lowest."""
+"""Nats by which the last validation loss may exceed the lowest before a run has diverged."""
 QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
 
 
@@ -102,23 +102,23 @@ QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
 
 
 EVERY, EVERY_LONG = 50, 20
-"""One of so many files is for validation, the first among them; of so many, if it is long."""
+"""One of so many files, the first, is for validation; the second number is for a long one."""
 KINDS = ((".py",), (".pyi", ".md", ".rst", ".h", ".hpp", ".cuh", ".cpp", ".cu"))
-"""Files' suffixes: the second kinds come after all of the first."""
+"""Suffixes of files: all files of the first kind come before those of the second."""
 PYTHON = "Python's library"
 
 
 @dataclass(frozen=True)
 class Text:
-    """int16 tokens, and how many characters of which package they are made from."""
+    """Tokens as int16, and the characters that each package gave."""
 
     training: Tensor
     validation: Tensor
     packages: dict[str, int]
 
     def facts(self, size: Size, count: int) -> dict[str, Any]:
-        """For the report, of ``count`` batches a run: by them one that goes on elsewhere sees
-        whether it has this text.
+        """Describe the text for a report of ``count`` batches a run. A run that continues on
+        another machine compares these figures.
         """
         digest = hashlib.sha256(self.training.numpy().tobytes()).hexdigest()[:16]
         a_pass = len(_windows(self.training, size)) // size.batch
@@ -132,17 +132,17 @@ class Text:
 
 
 def sources(min_chars: int, every: int = EVERY) -> Iterator[tuple[str, str]]:
-    """Package and text of installed files, each text once, in an order that depends on names alone.
+    """Yield package and text of installed files, each text once, in an order given by their names.
 
-    They end when the training texts have ``min_chars``.
+    Ends when the training texts have ``min_chars``.
     """
     libraries = {Path(sysconfig.get_paths()[key]) for key in ("purelib", "platlib")}
     roots = sorted({*libraries, Path(sysconfig.get_paths()["stdlib"])})
     seen: set[bytes] = set()
     training = 0
     for suffixes in KINDS:
-        found = {path for root in roots for end in suffixes for path in root.rglob(f"*{end}")}
-        files = sorted(found)
+        paths = {path for root in roots for end in suffixes for path in root.rglob(f"*{end}")}
+        files = sorted(paths)
         random.Random(0).shuffle(files)
         for path in files:
             try:
@@ -160,19 +160,19 @@ def sources(min_chars: int, every: int = EVERY) -> Iterator[tuple[str, str]]:
                 return
 
 
-def tokens(size: Size, wanted: int, cache: Path, epochs: int = 1) -> Text:
-    """For ``wanted`` tokens of training, read ``epochs`` times at most. Kept in ``cache``.
+def tokens(size: Size, count: int, cache: Path, epochs: int = 1) -> Text:
+    """Make text for ``count`` training tokens, read up to ``epochs`` times; cached in ``cache``.
 
     Raises ValueError if the installed packages hold too little text.
     """
     every = EVERY if size.validation_batches <= FULL.validation_batches else EVERY_LONG
-    name = cache / f"gpt-{size.vocabulary}-{wanted}-{every}.pt"
+    name = cache / f"gpt-{size.vocabulary}-{count}-{every}.pt"
     if name.exists():
         return Text(**torch.load(name, weights_only=True))
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    found = list(sources(int(4.5 * wanted), every))  # a token is 3.3 to 4 characters
-    texts = [text for _, text in found]
+    files = list(sources(int(4.5 * count), every))  # a token is 3.3 to 4 characters
+    texts = [text for _, text in files]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -190,19 +190,19 @@ def tokens(size: Size, wanted: int, cache: Path, epochs: int = 1) -> Text:
             parts[part].append(torch.tensor([0, *code.ids], dtype=torch.int16))
     joined: dict[str, Any] = {key: torch.cat(value) for key, value in parts.items()}
     here = {key: len(value) for key, value in joined.items()}
-    if here["training"] * epochs < wanted:
+    if here["training"] * epochs < count:
         raise ValueError(
             f"the installed packages give {here['training']} tokens, read {epochs} times at most; "
-            f"{wanted} are wanted (fewer --steps, more --epochs)"
+            f"expected {count} (fewer --steps, more --epochs)"
         )
     windows = len(_windows(joined["validation"], size))
     if windows < size.validation_batches * size.batch:
         raise ValueError(
             f"the installed packages give {windows // size.batch} batches for validation; "
-            f"{size.validation_batches} are wanted (--validation-batches)"
+            f"expected {size.validation_batches} (--validation-batches)"
         )
     characters: Counter[str] = Counter()
-    for package, text in found:
+    for package, text in files:
         characters[package] += len(text)
     joined["packages"] = dict(characters.most_common())
     timing.write_whole(name, lambda part: torch.save(joined, part))
@@ -214,9 +214,9 @@ def _windows(text: Tensor, size: Size) -> Tensor:
 
 
 def batches(text: Tensor, size: Size, order: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets ``[batch, context]`` on the text's device, without end.
+    """Yield inputs and targets ``[batch, context]`` on the text's device, without end.
 
-    Every window of the text comes once a pass; each pass has another order.
+    Every pass contains each window of the text once, in another order.
     """
     windows = _windows(text, size)
     after = text[1 : windows.numel() + 1].view(-1, size.context)
@@ -235,7 +235,7 @@ DEFAULTS: dict[str, Any] = {"graph": False, "points": 10, "accumulate": 1}
 
 @dataclass(frozen=True)
 class How:
-    """All runs of a report are done so."""
+    """Settings that all runs of a report share."""
 
     steps: int
     size: Size
@@ -247,17 +247,17 @@ class How:
     graph: bool
     timed: bool
     accumulate: int = 1
-    """Batches of a step."""
+    """Number of batches per step."""
 
     def text(self) -> Text:
-        wanted = (self.steps + 2) * self.size.batch * self.size.context * self.accumulate
-        return tokens(self.size, wanted, self.cache, self.epochs)
+        count = (self.steps + 2) * self.size.batch * self.size.context * self.accumulate
+        return tokens(self.size, count, self.cache, self.epochs)
 
     def settings(self) -> dict[str, Any]:
-        """What a report that goes on must have in common."""
-        found = {"steps": self.steps, "size": asdict(self.size), "device": self.device}
+        """Settings that must be equal for a report to continue."""
+        always = {"steps": self.steps, "size": asdict(self.size), "device": self.device}
         more = {name: getattr(self, name) for name in DEFAULTS}
-        return found | {name: value for name, value in more.items() if value != DEFAULTS[name]}
+        return always | {name: value for name, value in more.items() if value != DEFAULTS[name]}
 
 
 def model_of(
@@ -266,10 +266,10 @@ def model_of(
     device: str,
     backend: str | None,
 ) -> SmallGPT:
-    """From torch's seed; on ``device``, converted and, with a ``backend``, compiled."""
+    """Build the model from torch's seed on ``device``, convert it, and compile with ``backend``."""
     model = SmallGPT(size.vocabulary, size.width, size.depth, size.heads, size.context)
     model.head.weight = model.embed.weight
-    with torch.no_grad():  # GPT-2's: the residual stream must not grow with the depth
+    with torch.no_grad():  # GPT-2's scaling: the residual stream does not grow with the depth
         for block in model.blocks:
             for layer in (block.proj, block.fc2):
                 layer.weight /= math.sqrt(2 * size.depth)
@@ -294,9 +294,9 @@ def model_of(
 
 
 def optimizer_of(weights: Sequence[Tensor], graph: bool) -> torch.optim.Optimizer:
-    """AdamW, whose learning rate is to be set."""
+    """Return AdamW; the caller sets the learning rate."""
     options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-    # A graph reads its learning rate from memory.
+    # A CUDA graph reads the learning rate from a tensor.
     first = torch.zeros((), device=weights[0].device) if graph else 0.0
     fused = weights[0].is_cuda
     return torch.optim.AdamW(weights, lr=first, fused=fused, capturable=graph, **options)
@@ -310,16 +310,16 @@ Batch = tuple[Tensor, Tensor]
 
 
 def rate(step: int, steps: int, size: Size) -> float:
-    """Factor of the learning rate: warm-up by a line, a fifth at most; a cosine to a tenth."""
+    """Factor of the learning rate: linear warm-up of at most a fifth, then a cosine to a tenth."""
     warm = min(1.0, (step + 1) / max(1, min(size.warmup, steps // 5)))
     return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 class Captured:
-    """A step that a CUDA graph replays: its launches cost the host nothing.
+    """Training step that a CUDA graph replays, without launches by the host.
 
-    The first calls run the step as it is, on the stream that is captured later, so that all is
-    compiled and the optimizer has its state. They are steps of the training like the others.
+    The first calls run the step eagerly on the stream of the later capture. They compile the model
+    and create the optimizer's state, and they train like the others.
     """
 
     WARM = 3
@@ -343,21 +343,21 @@ class Captured:
             self._batch = (batch[0].clone(), batch[1].clone())
             with torch.cuda.graph(self._graph, stream=self._stream):
                 self._loss = self._step(self._batch)
-        for kept, part in zip(self._batch, batch, strict=True):
-            kept.copy_(part)
+        for buffer, part in zip(self._batch, batch, strict=True):
+            buffer.copy_(part)
         self._graph.replay()
-        # A replay writes weights without their version counters, by which caches would know.
+        # A replay does not advance the weights' version counters, which caches compare.
         torch.autograd.graph.increment_version(self._weights)
         return self._loss
 
 
 def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, Any]:
-    """One run: its curve, its last validation loss, time of a step, peak memory, noise."""
+    """Train one run. Returns its curve, last validation loss, step time, peak memory and noise."""
     size, steps, device = how.size, how.steps, how.device
     torch._dynamo.reset()
     torch.manual_seed(seed)
     model = model_of(size, contender, device, how.backend)
-    torch.manual_seed(1000 + seed)  # for HOT's rounding; weights are already drawn
+    torch.manual_seed(1000 + seed)  # seeds HOT's rounding; the weights are drawn
     weights = list(model.parameters())
     optimizer = optimizer_of(weights, how.graph)
     criterion = torch.compile(cross_entropy, backend=how.backend) if how.graph else cross_entropy
@@ -385,9 +385,9 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         model.eval()
         every = batches(held_out, size, torch.Generator().manual_seed(0))
         with torch.no_grad():
-            found = [loss_of(b) for b in itertools.islice(every, size.validation_batches)]
+            losses = [loss_of(b) for b in itertools.islice(every, size.validation_batches)]
         model.train()
-        return float(torch.stack(found).double().mean())
+        return float(torch.stack(losses).double().mean())
 
     one_step = Captured(plain_step, weights) if how.graph else plain_step
     curve: list[tuple[int, float]] = []
@@ -397,7 +397,7 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = last = time.perf_counter()
-    every, kept = max(1, steps // how.points), max(1, steps // 100)
+    every, loss_every = max(1, steps // how.points), max(1, steps // 100)
     source = batches(training, size, torch.Generator().manual_seed(seed))
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
@@ -418,7 +418,7 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
                 group["lr"] = now
         inputs, targets = zip(*itertools.islice(source, how.accumulate), strict=True)
         loss = one_step((torch.stack(inputs), torch.stack(targets)))
-        if step % kept == 0:
+        if step % loss_every == 0:
             losses.append(loss.clone())
         if step % every == every - 1:
             timing.synchronize(device)
@@ -444,9 +444,9 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
 
 
 def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
-    """:func:`train` on the text in the cache."""
+    """Run :func:`train` on the text in the cache."""
     words = (contender, seed, how)
-    with cleaned(how.device):  # other processes may share it
+    with cleaned(how.device):  # other processes may share the device
         run = side_by_side.or_left_out(how.device, lambda: train(*words, how.text()))
     if not how.timed:
         for key in ("step_ms", "peak_gib"):
@@ -463,14 +463,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0])
     add("--steps", type=int, help="default: 900")
     add("--tokens-per-step", type=int, metavar="N",
-        help="default: 32,768; fewer: a smaller batch; more: accumulated")  # fmt: skip
+        help="default: 32,768; more are accumulated")  # fmt: skip
     add("--tokens-per-parameter", type=float, metavar="T", help="instead of --steps")
-    add("--epochs", type=int, default=4, help="the text is read so often at most")
+    add("--epochs", type=int, default=4, help="largest number of passes over the text")
     add("--validation-batches", type=int, metavar="N", help="default: the size's")
-    add("--points", type=int, default=DEFAULTS["points"], help="of the validation curve")
-    add("--graph", action="store_true", help="a step is a CUDA graph")
-    add("--jobs", type=int, help="runs side by side; default: one a device")
-    add("--devices", type=int, default=1, help="GPUs to use; 0: all that are there")
+    add("--points", type=int, default=DEFAULTS["points"], help="points of the validation curve")
+    add("--graph", action="store_true", help="capture a step in a CUDA graph")
+    add("--jobs", type=int, help="parallel runs (default: one per device)")
+    add("--devices", type=int, default=1, help="GPUs to use (0: all)")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, names, args.contenders)
     cuda, there = args.device == "cuda", torch.cuda.device_count()
@@ -495,7 +495,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             for name in at_least_one
         },
     }
-    for words in (words for words, found in wrong.items() if found):
+    for words in (words for words, applies in wrong.items() if applies):
         parser.error(words)
     args.model = QUICK if args.quick else SIZES[args.size]
     if args.validation_batches is not None:
@@ -511,11 +511,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _step_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Set ``args.accumulate``, and a smaller batch in ``args.model``, by --tokens-per-step."""
     context, batch = args.model.context, args.model.batch * args.model.context
-    wanted = batch if args.tokens_per_step is None else args.tokens_per_step
-    if wanted < 1 or wanted % (context if wanted < batch else batch):
+    total = batch if args.tokens_per_step is None else args.tokens_per_step
+    if total < 1 or total % (context if total < batch else batch):
         parser.error(f"--tokens-per-step must be a multiple of {context}, above {batch} of that")
-    args.accumulate = max(1, wanted // batch)
-    args.model = replace(args.model, batch=min(wanted, batch) // context)
+    args.accumulate = max(1, total // batch)
+    args.model = replace(args.model, batch=min(total, batch) // context)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,14 +1,16 @@
-"""An output head and its loss, forward and backward: time, peak memory, errors.
+"""Measure an output head with its loss, forward and backward: time, peak memory, errors.
 
     python benchmarks/bench_head.py --device cuda      # some 50 s: the heads of HEADS
     python benchmarks/bench_head.py --quick            # a toy head; CPU too
 
-x and weight are bf16. Contenders: F.cross_entropy of fp32 logits as transformers calls it, eager,
-compiled, and compiled with inductor's auto_chunker; torch's own chunks (F.linear_cross_entropy with
-options, torch 2.13) and Liger-Kernel's where installed; hotcore with torch's products, in chunks of
-Liger's size, too, and with HOT's. Peaks (CUDA) are above x and weight, gradients included. Errors
-are relative, beside float64, of ERRORS: of a fresh model (flat probabilities), and of a trained
-one, where the target's are from small to near 1.
+x and weight are bf16. Contenders:
+
+* F.cross_entropy of fp32 logits, as in transformers: eager, compiled, and with auto_chunker
+* torch's chunks (F.linear_cross_entropy with options, torch 2.13) and Liger-Kernel's, if installed
+* hotcore with torch's products, also in chunks of Liger's size, and with HOT's products
+
+Peaks (CUDA) include gradients, but not x and weight. Errors are relative to float64 for the heads
+in ERRORS. A fresh model has flat probabilities; a trained one gives targets from small to near 1.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ HEADS = {
     "GPT-2 small": (16384, 50257, 768),
     "Qwen2.5-7B": (8192, 152064, 3584),
 }
-"""Tokens, vocabulary, in features."""
+"""Tokens, vocabulary and in features by name."""
 TOY = {"toy": (700, 1001, 64)}
 ERRORS = (4096, 16384, 512)
 TOY_ERRORS = (512, 1001, 64)
@@ -49,7 +51,7 @@ def plain(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def contenders(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Loss]:
-    """Name -> loss of x, weight, target."""
+    """Return each contender's loss as a function of x, weight and target."""
     tokens, vocab, width = shape
     out: dict[str, Loss] = {"torch": plain}
     if args.device == "cuda" or args.backend:
@@ -57,10 +59,10 @@ def contenders(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[st
     if args.device == "cuda" and hasattr(torch._inductor.config, "auto_chunker"):
         chunks = {"auto_chunker.enable": True}
         out["torch, compiled in chunks"] = torch.compile(plain, options=chunks)
-    own = getattr(F, "linear_cross_entropy", None)
+    chunked = getattr(F, "linear_cross_entropy", None)
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if own is not None and options is not None:
-        out["torch's chunks"] = functools.partial(own, options=options())
+    if chunked is not None and options is not None:
+        out["torch's chunks"] = functools.partial(chunked, options=options())
     if args.device == "cuda" and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -81,7 +83,7 @@ def chosen(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, L
 def tensors(
     shape: tuple[int, int, int], device: str, trained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x and weight in bf16, and target; of a trained model x points to its target's row."""
+    """Draw x, weight (bf16) and target. In a trained model x points to its target's row."""
     tokens, vocab, width = shape
     weight = torch.randn(vocab, width, device=device, dtype=torch.bfloat16) / math.sqrt(width)
     target = torch.randint(vocab, (tokens,), device=device)
@@ -99,7 +101,7 @@ def step(loss: Loss, x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor,
 
 
 def peak_of(call: Callable[[], Any]) -> float:
-    """GiB that a call needs above what is there."""
+    """Return the GiB that a call allocates on top of its inputs."""
     call()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -111,7 +113,7 @@ def peak_of(call: Callable[[], Any]) -> float:
 
 
 def measured(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Row]:
-    """Time and peak of every contender; or why there is none."""
+    """Measure time and peak of every contender, or give the reason for their absence."""
     arrays = tensors(shape, args.device)
     calls, rows = {}, {}
     for name, loss in chosen(args, shape).items():
@@ -119,7 +121,7 @@ def measured(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str,
         try:
             peak = {"peak_gib": peak_of(call)} if args.device == "cuda" else {}
             calls[name], rows[name] = call, peak
-        except Exception as error:  # of memory, of a compiler
+        except Exception as error:  # out of memory, or of the compiler
             rows[name] = {"left out": f"{type(error).__name__}: {error!s:.120}"}
     watch = timing.synchronized_stopwatch(args.device, 1 if args.device == "cpu" else 2)
     for name, row in timing.in_turns(calls, args.rounds, args.device, watch=watch).items():
@@ -128,7 +130,7 @@ def measured(args: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str,
 
 
 def errors(args: argparse.Namespace, shape: tuple[int, int, int], trained: bool) -> dict[str, Row]:
-    """Relative errors of g_x and g_w, and the change of the loss."""
+    """Compute relative errors of g_x and g_w, and the change of the loss."""
     arrays = tensors(shape, args.device, trained)
     x, weight, target = arrays
     exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
@@ -138,14 +140,14 @@ def errors(args: argparse.Namespace, shape: tuple[int, int, int], trained: bool)
     for name, loss in chosen(args, shape).items():
         if name.startswith("torch, compiled"):
             continue
-        found = step(loss, *arrays)
+        result = step(loss, *arrays)
         gx, gw = (
             float((got.double() - want).norm() / want.norm())
-            for got, want in zip(found[1:], right[1:], strict=True)
+            for got, want in zip(result[1:], right[1:], strict=True)
         )
         rows[name] = {
             "loss": float(right[0]),
-            "change": float(found[0] - right[0]),
+            "change": float(result[0] - right[0]),
             "gx": gx,
             "gw": gw,
         }
@@ -175,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{name}: {shape[0]} tokens, {shape[2]} -> {shape[1]}; us, median [quartiles]")
         for contender, row in rows.items():
             peak = f"{row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
-            found = timing.line(contender, row, peak) if "median_ms" in row else row["left out"]
-            print(found if "median_ms" in row else f"  {contender:36s} {found}", flush=True)
+            words = timing.line(contender, row, peak) if "median_ms" in row else row["left out"]
+            print(words if "median_ms" in row else f"  {contender:36s} {words}", flush=True)
         if args.device == "cuda":
             torch.cuda.empty_cache()
             torch._dynamo.reset()

@@ -1,19 +1,19 @@
-"""The paper's latency table and its Fig. 1, measured here; the paper's own figures beside it.
+"""Measure the paper's latency table and its Fig. 1, beside the paper's figures.
 
     python benchmarks/bench_latency.py --device cuda                   # about a minute and a half
     python benchmarks/bench_latency.py --device cuda --parts graph breakdown --budget 60
     python benchmarks/bench_latency.py --quick                         # two toy layers; CPU too
 
-The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090. Parts, by importance; a
-``--budget`` leaves out the last rows, and the report names them:
+The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090. The parts are sorted by
+importance. ``--budget`` leaves out the last rows, which the report names:
 
-  graph      g_x and g_w in CUDA graphs, one image; arrays exceed the L2 (on the CPU: plain calls)
-  breakdown  Fig. 1: where the device's time goes, three layers, by the profiler (CUDA)
+  graph      g_x and g_w of one image in CUDA graphs, arrays beyond the L2 (CPU: plain calls)
+  breakdown  Fig. 1: the device's time by stage, three layers, by the profiler (CUDA)
   batch      the same calls at 128 images
 
-FP8's operands are quantised and transposed already, tokens filled up to a multiple of 16. LBP-WHT
-is its reference algorithm in fp32, rank 8, torch's operations one after the other, not fused: the
-time of that code, no bound on the method's. hotcore's recipes take bf16 arrays and compressed x.
+FP8's operands are already quantised and transposed, with tokens padded to a multiple of 16. LBP-WHT
+is its reference algorithm in fp32 with rank 8, whose torch operations are not fused. Its time is no
+bound for the method. hotcore's recipes take bf16 arrays and compressed x.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TOY: dict[str, tuple[Shape, dict[str, float]]] = {
 
 
 def lbp_wht(tokens: int) -> Any:
-    """LBP-WHT for an image's tokens: a square grid, after a class token or none."""
+    """LBP-WHT for an image's tokens: a square grid, with or without a class token."""
     prefix = 0 if math.isqrt(tokens) ** 2 == tokens else 1
     side = math.isqrt(tokens - prefix)
     if side * side != tokens - prefix:
@@ -57,7 +57,7 @@ def lbp_wht(tokens: int) -> Any:
 
 
 def calls(shape: Shape, images: int, device: str) -> dict[str, Call]:
-    """Contender -> g_x and g_w of ``images`` images with fresh arrays."""
+    """Return each contender's call for g_x and g_w of ``images`` images, with fresh arrays."""
     tokens, outs, ins = shape
     whole = (images * tokens, outs, ins)
     gy, w, x = bench_backward.tensors(whole, device, torch.float32)
@@ -65,10 +65,10 @@ def calls(shape: Shape, images: int, device: str) -> dict[str, Call]:
     cuda = device == "cuda"
     out["fp32"] = rivals.products(gy, w, x, tf32=False if cuda else None)
     method = lbp_wht(tokens)
-    kept = method.keep(x.view(images, tokens, ins))
+    saved = method.keep(x.view(images, tokens, ins))
     gy_of = gy.view(images, tokens, outs)
-    # Its w stays fp32: the name is bound anew below.
-    out["LBP-WHT"] = _exact(lambda w=w: (method.g_x(gy_of, w), method.g_w(gy_of, kept[0])))
+    # Default arguments bind the fp32 w, because the name is assigned again below.
+    out["LBP-WHT"] = _exact(lambda w=w: (method.g_x(gy_of, w), method.g_w(gy_of, saved[0])))
     if cuda:
         out["tf32"] = rivals.products(gy, w, x, tf32=True)
         out["hotcore paper, fp32 arrays"] = bench_backward.hot_backward(
@@ -76,19 +76,19 @@ def calls(shape: Shape, images: int, device: str) -> dict[str, Call]:
         )
         gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
         out["bf16"] = rivals.products(gy, w, x)
-        filled = (-(-whole[0] // 16) * 16, outs, ins)  # no FP8 product takes other tokens
+        filled = (-(-whole[0] // 16) * 16, outs, ins)  # FP8 products need such a number of tokens
         out["FP8 products"] = rivals.fp8_products(*filled)
     for recipe in RECIPES:
         try:
             call = bench_backward.hot_backward(gy, w, x, recipe, need=("gx", "gw"))
-        except NotImplementedError:  # no kernels in this build: the row is missing
+        except NotImplementedError:  # this build has no such kernels
             continue
         out[f"hotcore {recipe}"] = call
     return out
 
 
 def _exact(call: Call) -> Call:
-    """Its products in fp32, whatever ran before."""
+    """Run its products in fp32, without TF32."""
 
     def run() -> object:
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -98,7 +98,7 @@ def _exact(call: Call) -> Call:
 
 
 def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, Row | str]:
-    """Times of a call in a CUDA graph; on the CPU of plain calls."""
+    """Time calls in a CUDA graph, or plain calls on the CPU."""
     tokens, outs, ins = shape
     nbytes = 4 * images * (tokens * outs + tokens * ins) + 4 * outs * ins
     make = functools.partial(calls, shape, images, args.device)
@@ -110,13 +110,13 @@ def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, 
 
 
 def breakdown(shape: Shape) -> dict[str, Any]:
-    """Microseconds of the device by stage: fp32, LBP-WHT, HOT (``paper``, fp32 and bf16 arrays).
+    """Measure the device's microseconds by stage: fp32, LBP-WHT, HOT (``paper``, fp32 and bf16).
 
-    HOT's "between kernels" is 0: the device's time alone counts.
+    HOT's "between kernels" is 0, because only the device's time counts.
     """
-    of = calls(shape, 1, "cuda")
-    plain = bench_backward.kernel_times(of["fp32"])
-    low = bench_backward.kernel_times(of["LBP-WHT"])
+    contenders = calls(shape, 1, "cuda")
+    plain = bench_backward.kernel_times(contenders["fp32"])
+    low = bench_backward.kernel_times(contenders["LBP-WHT"])
     out: dict[str, Any] = {
         "fp32": {"products": sum(kernel["us"] for kernel in plain), "kernels": plain}
     }
@@ -132,7 +132,7 @@ def breakdown(shape: Shape) -> dict[str, Any]:
 
 
 def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Times faster than fp32 over all layers: geometric mean and the worst; the paper's beside."""
+    """Compute geometric mean and minimum of the speed in units of fp32's, beside the paper's."""
     ratios: dict[str, list[float]] = {}
     for table in tables.values():
         ms = {n: row["median_ms"] for n, row in table["rows"].items() if isinstance(row, Mapping)}
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = timing.begin(parser, argv)
     shapes = TOY if args.quick else PAPER_LATENCY
-    few = {name: found for name, found in shapes.items() if name in FIG_1}
+    few = {name: layers for name, layers in shapes.items() if name in FIG_1}
     images = 2 if args.quick else BATCH
     begun = time.perf_counter()
     out: dict[str, Any] = {"images": {"graph": 1, "batch": images}, "left out": []}

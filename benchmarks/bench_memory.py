@@ -1,16 +1,18 @@
-"""The paper's memory figure: a training step of ViT-B by batch, measured and by its formula.
+"""Measure the paper's memory figure: a training step of ViT-B by batch, beside its formula.
 
     python benchmarks/bench_memory.py --device cuda          # about a minute; needs timm, peft
     python benchmarks/bench_memory.py --device cuda --batches 128 256 --contenders fp32 "HOT*"
-    python benchmarks/bench_memory.py --quick                # a toy; on the CPU bytes kept only
+    python benchmarks/bench_memory.py --quick                # a toy; the CPU has kept bytes only
 
-Measured: the allocator's peak over a whole step, and what the forward pass leaves kept for
-backward. fp32 weights; products in TF32, which changes no byte that is kept. LBP-WHT and LUQ are
-simulated: their peaks hold the simulation's own temporaries, so "peak by kept" stands beside them:
-fp32's peak less what they keep less than fp32. The formula is that of the authors' analysis code:
-four bytes for each output of a linear layer or convolution (four times that of qkv, whose weights
-count three times), half a byte with HOT; nothing of normalisations, GELU or attention's own
-tensors. LoRA's frozen weights, which the code leaves out, are in the paper's figure and are added.
+It measures the allocator's peak over a whole step, and the bytes that forward keeps for backward.
+Weights are fp32, products TF32, which changes no kept byte. LBP-WHT and LUQ are simulated, so their
+peaks include temporaries of the simulation. Their "peak by kept" is fp32's peak less the difference
+in kept bytes.
+
+The formula is that of the authors' analysis code. An output of a linear layer or convolution has
+four bytes a value, with HOT half a byte. The output of qkv counts four times, its weights three
+times. Normalisations, GELU and attention's tensors count nothing. The code leaves out LoRA's frozen
+weights, which the paper's figure contains; they are added here.
 """
 
 from __future__ import annotations
@@ -47,17 +49,17 @@ PAPER_GB: dict[str, dict[int, float]] = {
     "HOT paper": {64: 2.9, 128: 3.8, 256: 5.8, 512: 9.8, 1024: 17.5},
     "HOT paper + LoRA": {64: 1.5, 128: 2.4, 256: 4.45, 512: 8.4, 1024: 16.2},
 }
-"""mem_analysis1.png of the authors' repository (the paper's figure), read off to 0.3 or so; 128
-images: Table 1 of the supplement has 17.48 and 3.8."""
+"""Values read off mem_analysis1.png of the authors' repository, the paper's figure, to about 0.3.
+For 128 images Table 1 of the supplement has 17.48 and 3.8."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """How the model is trained."""
+    """Method and adapters of a training."""
 
     name: str
     method: str = "fp32"
-    """Of ``rivals.convert``."""
+    """Method of ``rivals.convert``."""
     lora: bool = False
     autocast: bool = False
     checkpointed: bool = False
@@ -81,7 +83,7 @@ SIMULATED = ("LBP-WHT", "LUQ")
 
 
 def vit(quick: bool) -> Any:
-    """ViT-B/16 of 100 classes, as in the paper's figure, or a toy."""
+    """Build ViT-B/16 with 100 classes, as in the paper's figure, or a toy."""
     mend_torchvision()
     timm = importlib.import_module("timm")
     small = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 2}
@@ -89,12 +91,12 @@ def vit(quick: bool) -> Any:
 
 
 def chosen(module: nn.Module, name: str) -> bool:
-    """Layers of the blocks: base weights under a LoRA, not its adapters."""
+    """Select the layers of the blocks, and under LoRA their base weights."""
     return name.startswith("blocks.") and "lora_" not in name
 
 
 def prepared(contender: Contender, model: Any) -> Any:
-    """The model with the contender's method, in place."""
+    """Apply the contender's method to the model in place."""
     if contender.lora:
         peft = importlib.import_module("peft")
         config = peft.LoraConfig(r=LORA_RANK, target_modules=sorted(LORA))
@@ -112,7 +114,7 @@ def prepared(contender: Contender, model: Any) -> Any:
 
 
 class Trainer:
-    """A contender's model and AdamW, whose state is there already."""
+    """Model of a contender and AdamW with its state allocated."""
 
     def __init__(self, contender: Contender, device: str, quick: bool) -> None:
         self._contender, self._device, self._side = contender, device, 32 if quick else 224
@@ -125,7 +127,7 @@ class Trainer:
         self.step(2)
 
     def step(self, batch: int) -> Row:
-        """One training step. Raises torch.cuda.OutOfMemoryError."""
+        """Train one step. Raises torch.cuda.OutOfMemoryError."""
         cuda = self._device == "cuda"
         images = torch.randn(batch, 3, self._side, self._side, device=self._device)
         labels = torch.randint(100, (batch,), device=self._device)
@@ -135,16 +137,16 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         began = time.perf_counter()
-        kept = training.SavedBytes(self._model)
-        watch = contextlib.nullcontext() if cuda else kept.watch()
+        saved = training.SavedBytes(self._model)
+        watch = contextlib.nullcontext() if cuda else saved.watch()
         low = self._contender.autocast
         with watch, torch.autocast(self._device, torch.bfloat16, enabled=low):
             loss = F.cross_entropy(self._model(images).float(), labels)
-        found = torch.cuda.memory_allocated() - before if cuda else kept.total
+        kept = torch.cuda.memory_allocated() - before if cuda else saved.total
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        out: Row = {"trained parameters": self.trained, "kept_gib": found / GIB}
+        out: Row = {"trained parameters": self.trained, "kept_gib": kept / GIB}
         if cuda:
             torch.cuda.synchronize()
             out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
@@ -154,12 +156,12 @@ class Trainer:
         return out
 
     def clear(self) -> None:
-        """Gradients of a step that did not fit."""
+        """Free the gradients of a step that did not fit."""
         self._optimizer.zero_grad(set_to_none=True)
 
 
 def formula(contender: Contender, quick: bool) -> dict[str, float]:
-    """Bytes by the authors' analysis code: what a batch does not change, and an image's.
+    """Compute the authors' formula: bytes independent of the batch, and bytes per image.
 
     Source: github.com/sungonuni/HOT at 460db09, utils/analysis_calculator.py.
     """
@@ -188,9 +190,9 @@ def formula(contender: Contender, quick: bool) -> dict[str, float]:
 
 
 def compare(rows: dict[str, dict[str, Row]]) -> None:
-    """Fills in "of fp32", and for simulated rivals the peak that what they keep would give."""
-    for name, found in rows.items():
-        for batch, row in found.items():
+    """Fill in "of fp32", and for simulated rivals the peak computed from their kept bytes."""
+    for name, batches in rows.items():
+        for batch, row in batches.items():
             plain = rows.get("fp32", {}).get(batch, {})
             if "peak_gib" not in row or "peak_gib" not in plain:
                 continue
@@ -237,8 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if args.device == "cuda":
                     torch.cuda.empty_cache()
             if contender.name in formulas:
-                found = formulas[contender.name]
-                row["formula_gib"] = (found["fixed_bytes"] + batch * found["image_bytes"]) / GIB
+                terms = formulas[contender.name]
+                row["formula_gib"] = (terms["fixed_bytes"] + batch * terms["image_bytes"]) / GIB
                 if batch in PAPER_GB[contender.name] and not args.quick:
                     row["paper_gb"] = PAPER_GB[contender.name][batch]
             rows[contender.name][str(batch)] = row

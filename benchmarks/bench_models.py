@@ -1,4 +1,4 @@
-"""Whole models: training steps as people run them, plain, with rivals and with HOT, in one run.
+"""Time training steps of whole models, plain, with rivals and with HOT, in one run.
 
     python benchmarks/bench_models.py --device cuda [--models vit_b resnet50 ...] [--budget 600]
     python benchmarks/bench_models.py --device cuda --contenders "*compiled" "default*" --jobs 4
@@ -11,15 +11,15 @@
     python benchmarks/bench_models.py --device cuda --part table --budget 300
     python benchmarks/bench_models.py --quick              # small versions; CPU too
 
-Part "step": bf16 eager, compiled, with memory budgets, checkpointed, under CUDA graphs; torchao's
-FP8; HOT in the same ways. Each: time of a step, the host's share, kernel time by class, the
-allocator's peak (steps.py measures, training.people lists them). Part "table": all models of the
+Part "step" has bf16, torchao's FP8 and HOT, each eager, compiled, checkpointed, with memory budgets
+and under CUDA graphs. Their rows hold step time, host time, kernel time by class and peak memory.
+steps.py measures, and training.people lists the contenders. Part "table" has all models of the
 paper at full size and small batches: report, gradients, loss (evidence/model_table.py).
 
-Transformers' blocks are compiled one by one (`block.compile()`), as torch recommends, but where a
-contender says "whole". A contender that fails is a row with its error, one whose package is
-missing a row that says so. The report is written after each model, or wave of contenders; with
---budget nothing is begun that would not be done in time, going by the slowest so far.
+Blocks are compiled one by one (`block.compile()`), as torch recommends, unless the contender says
+"whole". A contender that fails, or whose package is missing, has a row with the reason. The report
+is written after each model or wave of contenders. With --budget no wave starts that the slowest so
+far would not finish in time.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from training import Contender, Trainer, cleaned, people
 STEP_MODELS = (
     *("vit_b", "llama_blocks_2k", "bert", "resnet50", "gpt2", "llama_lora", "llama_blocks"),
 )
-"""Those of the part "step", by importance."""
+"""Models of the part "step", by importance."""
 JOBS = 8
-"""Contenders that start beside each other on a GPU, each with two of its host's 16 cores."""
+"""Contenders that start at the same time on a GPU, each with two of its host's 16 cores."""
 
 
 def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) -> None:
-    """The part "step", all models: fills ``content["steps"]``, and writes after each wave.
+    """Measure the part "step" of all models into ``content["steps"]``. Writes after each wave.
 
     Args:
-        args: of the command line.
-        content: of the report.
-        left_s: seconds that --budget leaves.
+        args: options of the command line.
+        content: report without its head.
+        left_s: returns the seconds that --budget leaves.
     """
     setting = steps.setting_of(args)
-    if args.jobs:  # the contenders' processes inherit it; each would take all cores
+    if args.jobs:  # inherited by the contenders' processes, which would each take all cores
         cores = max(1, (os.cpu_count() or 1) // args.jobs)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
     jobs = {model: steps.jobs_for(model, args.jobs, args.device) for model in args.models}
-    content["steps"] = found = earlier(args)
+    content["steps"] = entries = earlier(args)
     done = {
         model: [name for name, row in entry["rows"].items() if "step" in row]
-        for model, entry in found.items()
+        for model, entry in entries.items()
     }
     content["backend"] = setting.backend
     slowest = 0.0
@@ -80,21 +80,21 @@ def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) ->
             rows = steps.measure(model, among, setting, *words)
         table = doc_tables.steps({"steps": {model: {"rows": rows}}}, model)
         print("\n".join([*table, *steps.notes(rows)]))
-        entry = found.setdefault(model, {"title": task.title, "rows": {}})
+        entry = entries.setdefault(model, {"title": task.title, "rows": {}})
         measured = {name: row for name, row in entry["rows"].items() if "step" in row}
-        known = entry["rows"] | rows | measured  # the reference's row is that of the first wave
+        known = entry["rows"] | rows | measured  # keeps the reference's row of the first wave
         entry["rows"] = {c.name: known[c.name] for c in people(task) if c.name in known}
         slowest = max(slowest, time.perf_counter() - start)
         print(f"  {time.perf_counter() - start:.0f} s", flush=True)
         timing.write(args, "steps", content)
-    for model, entry in found.items():
+    for model, entry in entries.items():
         for name, row in entry["rows"].items():
             if "error" in row:
                 content["failed"][f"{model}, {name}"] = row["error"]
 
 
 def earlier(args: Any) -> dict[str, Any]:
-    """The models of the report that --resume names; ValueError where it is of another machine."""
+    """Read the models of --resume's report. Raises ValueError if another machine wrote it."""
     if args.resume is None:
         return {}
     report = json.loads(args.resume.read_text())
@@ -103,12 +103,12 @@ def earlier(args: Any) -> dict[str, Any]:
     there = (report["device"], report["versions"]["torch"], report["quick"])
     if here != there:
         raise ValueError(f"--resume: {args.resume} is of {there}, this is {here}")
-    found: dict[str, Any] = report["steps"]
-    return found
+    steps: dict[str, Any] = report["steps"]
+    return steps
 
 
 def in_a_table(args: Any, content: dict[str, Any], left_s: Callable[[], float]) -> None:
-    """The part "table": model after model, in this process."""
+    """Measure the part "table", one model after the other, in this process."""
     slowest = 0.0
     for name in args.models:
         start = time.perf_counter()
@@ -122,15 +122,15 @@ def in_a_table(args: Any, content: dict[str, Any], left_s: Callable[[], float]) 
             except ModuleNotFoundError as missing:
                 print(f"\n{TASKS[name].title}: skipped, {missing}")
                 content["skipped"][name] = str(missing)
-            except Exception as error:  # said here and at the end: the others are worth having
+            except Exception as error:  # named here and at the end; the others go on
                 traceback.print_exc()
                 content["failed"][name] = f"{type(error).__name__}: {error}"
         slowest = max(slowest, time.perf_counter() - start)
-        timing.write(args, "models-table", content)  # now, so that a run cut short leaves it
+        timing.write(args, "models-table", content)  # now, for a run that is interrupted
 
 
 def table_row(name: str, args: Any) -> dict[str, Any]:
-    """One model's; ModuleNotFoundError where its package is missing."""
+    """Measure one model. Raises ModuleNotFoundError if its package is missing."""
     task, start = TASKS[name], time.perf_counter()
     size = task.small if args.quick or task.table is None else task.table
     torch.manual_seed(args.seed)
@@ -161,16 +161,14 @@ def arguments(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--models", nargs="+", choices=tuple(TASKS), metavar="MODEL")
     parser.add_argument("--part", choices=("step", "table"), default="step")
     step = parser.add_argument_group("part step")
-    step.add_argument(
-        "--runs", type=int, default=1, help="times over, each from new processes: their range"
-    )
-    step.add_argument("--no-kernels", action="store_true", help="profile none: saves a third")
-    step.add_argument("--list", action="store_true", help="print the contenders, and end")
+    step.add_argument("--runs", type=int, default=1, help="repetitions in new processes")
+    step.add_argument("--no-kernels", action="store_true", help="profile no kernels")
+    step.add_argument("--list", action="store_true", help="print the contenders and end")
     step.add_argument(
         "--jobs", type=int, help=f"processes that start together ({JOBS}); 0: all in this one"
     )
     step.add_argument(
-        "--resume", type=Path, metavar="REPORT", help="go on: keep its rows, run what it lacks"
+        "--resume", type=Path, metavar="REPORT", help="report to continue; keeps its rows"
     )
     args = timing.begin(parser, argv)
     if args.quick:

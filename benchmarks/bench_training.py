@@ -1,17 +1,17 @@
-"""Every method trains small models from the same weights and data: rivals, ablations, fine-tuning.
+"""Train small models by every method from the same weights: rivals, ablations, fine-tuning.
 
-    python benchmarks/bench_training.py                    # goes on where it was broken off
+    python benchmarks/bench_training.py                    # continues a report
     python benchmarks/bench_training.py --table ablations --jobs 16
     python benchmarks/bench_training.py --table finetune --tasks vit,gpt,bert
     python benchmarks/bench_training.py --methods "fp32;default;mine.py:Mine" --plot FOLDER
     python benchmarks/bench_training.py --tasks images-vit --images cifar100:FOLDER --device cuda
 
-A seed fixes the first weights and the order of the data, for every method alike, so that each run
-has a partner in fp32; the table shows the mean difference to it and the spread. Seeds are run one
-after the other: what a ``--budget`` leaves out are whole late ones, and the report names them.
-``rivals`` and ``ablations`` train from scratch. ``finetune``: each seed trains in fp32 on one half
-of the data; from there every method, LoRA among them, trains on the other half. ``--jobs`` runs
-side by side, a process and a thread each: times mean nothing then, and none are reported.
+A seed fixes the first weights and the order of the data for every method, so each run has an fp32
+partner. The table shows the mean difference to it, and the spread. Seeds run one after the other.
+``--budget`` leaves out whole late seeds, which the report names. The tables ``rivals`` and
+``ablations`` train from scratch. In ``finetune`` each seed trains in fp32 on one half of the data.
+Every method and LoRA then continue on the other half. ``--jobs`` runs processes of one thread side
+by side, and reports no times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEYS = ("val_loss", "val_accuracy", "linear_saved_bytes", "curve")
 
 @functools.cache
 def task_of(name: str, images: str, table: str) -> training.Task:
-    """With its data; of fine-tuning the second half."""
+    """Load a task with its data; fine-tuning takes the second half."""
     task = small_tasks.load_task(name, images)
     return small_tasks.of_second_half(task) if table == "finetune" else task
 
@@ -52,9 +52,9 @@ def train(
     device: str = "cpu",
     start: Path | None = None,
 ) -> dict[str, Any]:
-    """One run: what train_lib measures of it, or why it ended early.
+    """Train one run. Returns train_lib's measurements, or the reason of an early end.
 
-    Raises TorchaoMissing, NotImplementedError where the method is not to be had here.
+    Raises TorchaoMissing or NotImplementedError if this machine lacks the method.
     """
 
     def convert(model: nn.Module, _: str) -> Callable[[], None] | None:
@@ -75,8 +75,8 @@ def train(
             raise
         out: dict[str, Any] = {"diverged": str(error)}
     else:
-        found = result.to_json()
-        out = {key: found[key] for key in KEYS}
+        figures = result.to_json()
+        out = {key: figures[key] for key in KEYS}
     out["cpu_seconds"] = time.process_time() - began
     return out | {"date": timing.today(), "seconds": time.perf_counter() - wall}
 
@@ -91,14 +91,14 @@ def one_run(
     device: str,
     start: Path | None,
 ) -> dict[str, Any]:
-    """:func:`train` by the task's name."""
+    """Run :func:`train` by the task's name."""
     task = task_of(name, images, table)
     words = (task, contender, seed, steps or task.steps, device, start)
     return side_by_side.or_left_out(device, lambda: train(*words))
 
 
 def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, path: Path) -> None:
-    """Train in fp32 on the first half of the data; the weights go to ``path``."""
+    """Train in fp32 on the first half of the data, and save the weights to ``path``."""
     task = small_tasks.load_task(name, images)
     task = replace(task, data=task.data.half(0))
 
@@ -112,7 +112,7 @@ def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, 
 
 
 def pretrained_path(cache: Path, name: str, images: str, seed: int, steps: int | None) -> Path:
-    """Of the weights; its name says what they depend on."""
+    """Path of the pre-trained weights; its name contains everything they depend on."""
     task = task_of(name, images, "finetune")
     facts = f"{task.data.description}, {steps or 'all'} steps, torch {torch.__version__}"
     return cache / f"{name}-{seed}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.pt"
@@ -131,13 +131,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--tf32", action="store_true", help="plain products in TF32: of large models on a GPU"
+        "--tf32", action="store_true", help="plain products in TF32, for large models on a GPU"
     )
-    parser.add_argument("--budget", type=float, help="seconds for this call; none: all")
+    parser.add_argument("--budget", type=float, help="seconds for this call (default: no limit)")
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img", help="a folder")
     parser.add_argument("--cache", type=Path, default=ROOT / "build/pretrained")
     args = parser.parse_args(argv)
-    if args.tf32:  # read when torch starts, by the processes of --jobs, too
+    if args.tf32:  # torch reads it at its start, also in the processes of --jobs
         os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
         torch.backends.cuda.matmul.allow_tf32 = True
     args.tasks = args.tasks.split(",")
@@ -164,9 +164,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def begun(args: argparse.Namespace) -> dict[str, Any]:
-    """The report to go on with. Raises ValueError where it was made with other settings.
+    """Read the report to continue. Raises ValueError if its settings differ.
 
-    Tasks, methods and seeds may be others than before: no run depends on them.
+    Tasks, methods and seeds may differ, because no run depends on the others.
     """
     settings: dict[str, Any] = {"table": args.table, "steps": args.steps, "device": "cpu"}
     if args.tf32:
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for task in args.tasks
         for contender in args.methods_of[task]
     ]
-    wanted = [row for row in every if row[0] not in runs and row[2].name not in report["left out"]]
+    chosen = [row for row in every if row[0] not in runs and row[2].name not in report["left out"]]
 
     def done(key: str, run: dict[str, Any]) -> None:
         if "left out" in run:
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pool = {"jobs": args.jobs, "threads": args.threads}
     starts: dict[tuple[str, int], Path | None] = {}
     if args.table == "finetune":
-        for task, seed in dict.fromkeys((task, seed) for _, task, _, seed in wanted):
+        for task, seed in dict.fromkeys((task, seed) for _, task, _, seed in chosen):
             starts[task, seed] = pretrained_path(args.cache, task, args.images, seed, args.steps)
         first = [
             (f"{task}/{seed}", pretrain, (task, args.images, seed, args.steps, args.device, path))
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         late = side_by_side.run_all(
             first, lambda *_: None, budget_s=args.budget, title=title, **pool
         )
-        wanted = [row for row in wanted if f"{row[1]}/{row[3]}" not in late]
+        chosen = [row for row in chosen if f"{row[1]}/{row[3]}" not in late]
     work = [
         (
             key,
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             (task, args.images, args.table, contender, seed, args.steps, args.device,
              starts.get((task, seed))),
         )
-        for key, task, contender, seed in wanted
+        for key, task, contender, seed in chosen
     ]  # fmt: skip
     left_s = None if args.budget is None else args.budget - (time.perf_counter() - began)
     side_by_side.run_all(work, done, budget_s=left_s, title=args.table, **pool)
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     timing.write_json(args.json, report)
     print("\n".join(training_lines([(report, task) for task in tasks_of(report)])))
     if args.plot is not None:
-        from evidence.plot_evidence import plot_trainings  # which needs matplotlib
+        from evidence.plot_evidence import plot_trainings  # needs matplotlib
 
         plot_trainings(report, args.plot)
     counted = f"{len(runs)} runs, {report.get('cpu_seconds', 0):.0f} s of a core"

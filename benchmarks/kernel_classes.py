@@ -1,4 +1,4 @@
-"""Kernel time of a step by class, from torch's profiler; kernel names decide the class."""
+"""Sum the kernel time of a step by class, from torch's profiler and the kernels' names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     # Inductor's names list fused operators: only the prefix identifies the kernel.
     (PRODUCTS, r"^triton_(tem|mm)_"),
     (POINTWISE, r"^triton_"),
-    # before the products: made from CUTLASS as well
+    # before the products, because these kernels also contain CUTLASS names
     (ATTENTION, r"flash|fmha|sdpa|attention|cudnn::fusion"),
     (PRODUCTS, r"hot::.*\b(tile|fixup|token|gemm_small)_kernel"),
     (PRODUCTS, r"cutlass|gemm|gemv|nvjet|cublas|splitKreduce|xmma"),
@@ -31,13 +31,13 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (POINTWISE, r"transpose"),
 )
 _PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _NAMES)
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace; ranges are not among
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace, without ranges
 
 LONGEST = 12
 
 
 class Event(NamedTuple):
-    """One kernel, copy or fill; microseconds."""
+    """Kernel, copy or fill with its times in microseconds."""
 
     name: str
     start: float
@@ -45,12 +45,12 @@ class Event(NamedTuple):
 
 
 def class_of(name: str) -> str:
-    """One of :data:`CLASSES`, by the first pattern that matches the name."""
+    """Return the class in :data:`CLASSES` of the first pattern that matches the name."""
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), OTHER)
 
 
 def events_of(trace: Mapping[str, Any]) -> list[Event]:
-    """The kernels of a trace that torch's profiler exported."""
+    """List the kernels of a trace that torch's profiler exported."""
     return [
         Event(str(event["name"]), float(event["ts"]), float(event["dur"]))
         for event in trace["traceEvents"]
@@ -59,21 +59,21 @@ def events_of(trace: Mapping[str, Any]) -> list[Event]:
 
 
 def counted_once(events: Sequence[Event]) -> list[Event]:
-    """By start, each from the end of what ran before it: together the time in which any runs.
+    """Sort kernels by start and cut overlaps, so that their sum is the time in which any runs.
 
-    A kernel of hotcore or CUTLASS is launched while the one before still runs, and waits for it
-    (programmatic dependent launch); the profiler's duration includes that wait.
+    A kernel of hotcore or CUTLASS starts while its predecessor still runs, and waits for it
+    (programmatic dependent launch). The profiler's duration includes that wait.
     """
-    found, end = [], float("-inf")
+    counted, end = [], float("-inf")
     for event in sorted(events, key=lambda event: event.start):
         stop = event.start + event.duration
-        found.append(event._replace(duration=max(0.0, stop - max(end, event.start))))
+        counted.append(event._replace(duration=max(0.0, stop - max(end, event.start))))
         end = max(end, stop)
-    return found
+    return counted
 
 
 def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Milliseconds of a step by class, and the longest kernels.
+    """Sum the milliseconds of a step by class, and name the longest kernels.
 
     Returns:
         ``ms`` (class -> ms, every class, :func:`counted_once`), ``busy_ms`` their sum,
@@ -95,8 +95,8 @@ def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 
 def profiled_events(step: Callable[[], object], steps: int) -> list[Event]:
-    """The kernels of some steps on CUDA, by torch's profiler."""
-    import torch  # imported here: the rest does not need it
+    """Profile the kernels of some steps on CUDA."""
+    import torch  # only this function needs it
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -111,7 +111,7 @@ def profiled_events(step: Callable[[], object], steps: int) -> list[Event]:
 
 
 def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """:func:`summary` of some steps on CUDA. RuntimeError if the profiler saw no kernel."""
+    """Return the :func:`summary` of steps on CUDA. Raises RuntimeError without a kernel."""
     events = profiled_events(step, steps)
     if not events:
         raise RuntimeError("torch's profiler saw no kernel")

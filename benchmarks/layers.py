@@ -1,6 +1,6 @@
-"""The timed layers, and the least time that an H200 could need for them.
+"""Timed layers, and a lower bound of their time on an H200.
 
-hotcore is not imported: compile_torchao.py runs while it is being built.
+This module does not import hotcore, because compile_torchao.py runs while it is built.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Callable
 
 Call = Callable[[], object]
-"""What is timed."""
+"""Function that is timed."""
 Shape = tuple[int, int, int]
-"""L tokens, O out features, I in features."""
+"""Tokens L, out features O, in features I."""
 
 VIT = {  # ViT-B/16, batch 128
     "qkv": (25216, 2304, 768),
@@ -57,11 +57,11 @@ PAPER_LATENCY: dict[str, tuple[Shape, dict[str, float]]] = {
         ("stages.3.fc1", (49, 3072, 768), (146.0, 110.0, 66.0, 2.2)),
     )
 }
-"""The paper's latency table: a layer of one image, microseconds on an RTX 3090; times faster than
-fp32 as it prints them."""
+"""Latency table of the paper: microseconds of a layer of one image on an RTX 3090, and the printed
+speed in units of fp32's."""
 
 PAPER: dict[Shape, float] = {shape: row["faster"] for shape, row in PAPER_LATENCY.values()}
-"""Its speed-ups over fp32."""
+"""Speed in units of fp32's, as the paper prints it."""
 
 TOPS = 1450e12  # INT8, sustained
 BANDWIDTH = 4.3e12  # bytes a second, read and written
@@ -77,20 +77,20 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def floor_ms(shape: Shape, recipe: str, passes: int = 1) -> float:
-    """Least time of a backward on an H200: arithmetic at 1450 TOPS, bytes at 4.3 TB/s.
+    """Compute a lower bound of a backward's time on an H200: 1450 TOPS and 4.3 TB/s.
 
-    g_y is read ``passes`` times (2 bytes per value). Per value one INT8 code is written for g_x,
-    and one (full) or half a code (r = 8) for g_w. w is read and its codes are written. Recipes with
-    x in INT4 unpack it (0.53 + 1 bytes). A product takes the longer of its arithmetic and its
-    bytes.
+    g_y is read ``passes`` times (2 bytes per value). Each value gives one INT8 code for g_x. For
+    g_w it gives one code (full) or half a code (r = 8). The bytes of w are read, and its codes
+    written. Recipes with x in INT4 unpack it (0.53 + 1 bytes). A product takes the longer of its
+    arithmetic and its bytes.
     """
     tokens, outs, ins = shape
-    kept = tokens / 2 if recipe in HALF_RANK else tokens
-    quantise = tokens * outs * (2 * passes + 1) + kept * outs + 3 * outs * ins
+    rows = tokens / 2 if recipe in HALF_RANK else tokens
+    quantise = tokens * outs * (2 * passes + 1) + rows * outs + 3 * outs * ins
     if recipe == "default":
         quantise += 1.53 * tokens * ins
 
     def product(m: float, n: float, k: float) -> float:
         return max(2 * m * n * k / TOPS, (m * k + n * k + 2 * m * n) / BANDWIDTH)
 
-    return 1e3 * (quantise / BANDWIDTH + product(tokens, ins, outs) + product(outs, ins, kept))
+    return 1e3 * (quantise / BANDWIDTH + product(tokens, ins, outs) + product(outs, ins, rows))

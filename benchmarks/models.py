@@ -1,8 +1,8 @@
-"""The models of the paper and a few more, built from their configurations, never downloaded.
+"""Models of the paper and a few more, built from their configurations without downloads.
 
-Each comes in up to three sizes: "small", the same kinds of layers at a size that a CPU trains in a
-second (for --quick and the tests); "full", as its step is benchmarked on a GPU; "table", the model
-as large and a smaller batch, for what is computed in fp32 as well (bench_models.py --part table).
+A model has up to three sizes. "small" has the same kinds of layers, and a CPU trains it in a second
+(for --quick and tests). "full" is the size whose step is timed on a GPU. "table" is the full model
+with a smaller batch, which also fits in fp32 (bench_models.py --part table).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """How to build a model, and a batch for it from a generator."""
+    """Functions that build a model, and draw a batch for it from a generator."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
@@ -33,7 +33,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Task:
-    """A model in its sizes, and its loss."""
+    """Model in its sizes, with its loss."""
 
     title: str
     small: Size
@@ -41,26 +41,26 @@ class Task:
     full: Size | None = None
     table: Size | None = None
     blocks: str = ""
-    """Where its blocks are, which are compiled and checkpointed one by one: the end of a fully
-    qualified name. Empty: the model is compiled as a whole, and is not checkpointed."""
+    """End of the blocks' fully qualified name. Blocks are compiled and checkpointed one by one.
+    If empty, the model is compiled as a whole and not checkpointed."""
     peak_gib: float = 16.0
-    """About what a step of bf16 takes at full size: how many fit a device beside each other."""
+    """Memory of a bf16 step at full size, roughly; it limits how many contenders share a device."""
     has_head: bool = False
-    """A language model, whose logits are its largest tensor."""
+    """Whether this is a language model, whose logits are its largest tensor."""
     frozen: bool = False
-    """Trains adapters beside frozen weights: FP8 and recipes that differ in g_w have no part."""
+    """Whether only adapters train; FP8 and recipes that differ in g_w do not apply."""
     channels_last: bool = False
-    """The memory format of images and weights; every convolution is converted, gain or not."""
+    """Whether images and weights are channels-last; then every convolution is converted."""
     liger: bool = False
-    """Of a kind that Liger-Kernel knows."""
+    """Whether Liger-Kernel supports the model."""
 
 
 def mend_torchvision() -> None:
-    """Make torchvision importable where its binary is of another torch (CUDA beside CPU).
+    """Make torchvision importable if its binary belongs to another torch (CUDA beside CPU).
 
-    timm and transformers import it and need nothing of that binary, but on import torchvision
-    registers something for two of its operators; they get declared here. Nothing is done where
-    torchvision works or is missing.
+    timm and transformers import torchvision but do not use that binary. Its import registers
+    functions for two operators, which are declared here. Does nothing if torchvision works or is
+    missing.
     """
     try:
         importlib.import_module("torchvision")
@@ -81,7 +81,7 @@ _declared = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _built(module: str, name: str, *positional: str, **options: Any) -> Callable[[], nn.Module]:
-    """``module.name(*positional, **options)`` of a package that may be missing."""
+    """Return a call of ``module.name(*positional, **options)`` of an optional package."""
 
     def build() -> nn.Module:
         mend_torchvision()
@@ -114,8 +114,8 @@ def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.randn(shape, generator=generator)
 
 
-def _below(most: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
-    return lambda generator: torch.randint(most, shape, generator=generator)
+def _below(limit: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randint(limit, shape, generator=generator)
 
 
 def _images(batch: int, pixels: int, classes: int) -> Maker:
@@ -147,11 +147,11 @@ def _vision(
 
 
 def _own_loss(inputs: str, labels: str, **options: Any) -> Callable[[nn.Module, Batch], Tensor]:
-    """What transformers' models compute themselves, of the batch's x and its ``labels``."""
+    """Return the loss that a model of transformers computes from the batch's x and ``labels``."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        found: Tensor = model(**{inputs: batch["x"]}, labels=batch[labels], **options).loss
-        return found
+        value: Tensor = model(**{inputs: batch["x"]}, labels=batch[labels], **options).loss
+        return value
 
     return loss
 
@@ -162,7 +162,7 @@ _segmentation = _own_loss("pixel_values", "y")
 
 
 def _labelled_tokens(batch: int, length: int, vocabulary: int) -> Maker:
-    # The labels are drawn first, as the reports have them.
+    # Labels are drawn first, as in earlier reports.
     make = _batch(y=_below(2, batch), x=_below(vocabulary, batch, length))
     return lambda generator: dict(reversed(make(generator).items()))
 
@@ -180,14 +180,14 @@ def _tokens(batch: int, length: int, vocabulary: int) -> Maker:
 
 
 def _blocks(model: nn.Module, batch: Batch) -> Tensor:
-    """Decoder layers alone, no embedding, no head: they learn to repeat the token before."""
+    """Loss of decoder layers alone, which learn to repeat the previous token."""
     hidden: Tensor = model(inputs_embeds=batch["x"], use_cache=False).last_hidden_state
     return F.mse_loss(hidden[:, 1:].float(), batch["x"][:, :-1])
 
 
 @functools.cache
 def _ultralytics() -> tempfile.TemporaryDirectory[str]:
-    """Importing it would ask the network and write settings into the home directory."""
+    """Import ultralytics without its network access and its settings in the home directory."""
     folder = tempfile.TemporaryDirectory(prefix="ultralytics-")
     settings = {"YOLO_OFFLINE": "true", "YOLO_VERBOSE": "false", "YOLO_CONFIG_DIR": folder.name}
     for name, value in settings.items():
@@ -201,7 +201,7 @@ def _detector(classes: int) -> Callable[[], nn.Module]:
         _ultralytics()
         tasks = importlib.import_module("ultralytics.nn.tasks")
         model: Any = tasks.DetectionModel("yolov5n.yaml", nc=classes, verbose=False)
-        model.args = importlib.import_module("ultralytics.cfg").get_cfg()  # gains of the loss
+        model.args = importlib.import_module("ultralytics.cfg").get_cfg()  # weights of losses
         built: nn.Module = model
         return built
 
@@ -209,7 +209,7 @@ def _detector(classes: int) -> Callable[[], nn.Module]:
 
 
 def _boxes(batch: int, pixels: int, classes: int, each: int) -> Callable[[torch.Generator], Batch]:
-    """``each`` random boxes an image: centre and size as shares of it."""
+    """Draw ``each`` random boxes per image: centre and size as shares of it."""
 
     def make(generator: torch.Generator) -> Batch:
         count = batch * each
@@ -226,14 +226,14 @@ def _boxes(batch: int, pixels: int, classes: int, each: int) -> Callable[[torch.
 
 
 def _detection(model: nn.Module, batch: Batch) -> Tensor:
-    """Ultralytics' own loss: boxes, classes, distribution of the edges."""
+    """Loss of ultralytics: boxes, classes, distribution of the edges."""
     parts: Tensor = model(batch)[0]
     return parts.sum()
 
 
 _SMALL_VIT = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4}
 _RESNET = {"layers": (1, 1, 1, 1), "channels": (64, 64, 128, 128)}
-_NO_ZEROS = {"zero_init_last": False}  # else no branch has a gradient at first
+_NO_ZEROS = {"zero_init_last": False}  # with zeros no branch would have a gradient at first
 _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _LLAMA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -243,7 +243,7 @@ _SMALL_LLAMA_BLOCKS = _LLAMA_MODEL(**_LLAMA, **_LLAMA_HEADS)
 
 
 Widths = tuple[int, int, int, int]
-"""Of a decoder's blocks: features, features inside of the MLP, heads, heads of keys and values."""
+"""Widths of a decoder's blocks: features, MLP features, heads, key-value heads."""
 _LLAMA_8B: Widths = (4096, 14336, 32, 8)
 
 
@@ -266,14 +266,14 @@ def _decoder_blocks(
     sequences: int,
     peak_gib: float,
 ) -> Task:
-    """``count`` blocks on sequences of 2048 tokens, without embedding and head."""
+    """Build ``count`` blocks for sequences of 2048 tokens, without embedding and head."""
     small = Size(model(**_LLAMA, **_LLAMA_HEADS), _hidden(4, 32, 128))
     full = Size(_decoder(model, widths, count), _hidden(sequences, 2048, widths[0]))
     return Task(title, small, _blocks, full, blocks="layers", peak_gib=peak_gib, liger=True)
 
 
 def with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Frozen bf16 weights with peft's adapters, rank 16, beside every linear layer."""
+    """Freeze bf16 weights and add peft's adapters of rank 16 to every linear layer."""
 
     def wrapped() -> nn.Module:
         mend_torchvision()
@@ -321,7 +321,7 @@ TASKS: dict[str, Task] = {
             _tokens(8, 64, 128),
         ),
         _language_model,
-        # 50,257 entries padded: cuBLAS runs an odd width by an unaligned kernel.
+        # 50,257 entries are padded, because cuBLAS has only an unaligned kernel for an odd width.
         Size(_GPT2(vocab_size=50304), _tokens(8, 1024, 50257)),
         blocks="transformer.h", peak_gib=12.4, has_head=True,
     ),
@@ -444,4 +444,4 @@ TASKS: dict[str, Task] = {
 TASKS["resnet50_last"] = replace(
     TASKS["resnet50"], title="ResNet-50, channels last", table=None, channels_last=True
 )
-"""All of them: a full size is what bench_models.py takes, a table size what its table does."""
+"""All tasks. bench_models.py times those with a full size, its table those with a table size."""

@@ -1,9 +1,9 @@
-"""Training steps of one model, contender beside contender: time, host, kernels, memory.
+"""Measure training steps of one model for all contenders: time, host, kernels, memory.
 
-Every contender lives in a process of its own, so that none sees another's compiled code, graphs or
-memory, and one that dies takes nobody along. They start together, which also compiles in parallel,
-give back what memory they do not need between steps, and then take turns with the reference among
-them. ``jobs`` 0 puts all of them into this process instead (toy sizes: the tests).
+Every contender runs in its own process, so that none sees another's compiled code, graphs or
+memory, and a crash ends only one. They start together, which also compiles in parallel. Between
+steps they free the memory that only a step needs. Then they take turns, the reference among them.
+``jobs`` 0 runs all of them in this process (toy sizes in tests).
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ from training import REFERENCE, Contender, Left, Trainer, cleaned, people
 
 GIB = 2**30
 STEPS_TO_START = 5
-"""Compiling, recording CUDA graphs (the second and third step) and what else comes once."""
+"""Untimed first steps: they compile, and the second and third record CUDA graphs."""
 STEPS_A_TURN = 20
-"""Queued one after the other, as training does: a synchronisation between two steps would charge
-the host's work to the contender that has most of it."""
+"""Steps queued one after the other, as in training. A synchronisation between them would add the
+host's work to the contender's time."""
 STEPS_FROM_IDLE = 3
 PROFILED_STEPS = 2
-START_TIMEOUT_S = 300.0  # of all that start together
+START_TIMEOUT_S = 300.0  # for all that start together
 CALL_TIMEOUT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all contenders of a run have in common."""
+    """Settings that all contenders of a run share."""
 
     device: str
     quick: bool = False
     seed: int = 0
     threads: int = 1
     backend: str = "inductor"
-    """Of torch.compile."""
+    """Backend of torch.compile."""
 
 
 def setting_of(args: Any) -> Setting:
-    """Of a script's arguments."""
+    """Read the settings from a script's arguments."""
     compiles = args.device == "cuda" or shutil.which("g++") is not None
     backend = args.backend or ("inductor" if compiles else "aot_eager")
     return Setting(args.device, args.quick, args.seed, args.threads, backend)
 
 
 class Session:
-    """One contender: built, compiled, stepping. In this process."""
+    """Contender that runs in this process: built, compiled, stepping."""
 
     def __init__(self, model: str, contender: Contender, setting: Setting) -> None:
-        """Prepare nothing yet: :meth:`start` does."""
+        """Store the arguments; :meth:`start` builds."""
         self._model, self.contender, self._setting = model, contender, setting
         self._trainer: Any = None
 
     def start(self) -> Row:
-        """Build, compile, and do the first steps.
+        """Build, compile, and run the first steps.
 
-        Raises Left where something is missing, RuntimeError where the loss is not finite, and
-        whatever torch raises.
+        Raises Left if a library is missing, RuntimeError if the loss is not finite, and torch's
+        errors.
         """
         begun = time.perf_counter()
         setting, task = self._setting, TASKS[self._model]
@@ -90,7 +90,7 @@ class Session:
             raise Left(str(missing)) from missing
         batch = size.batch(torch.Generator().manual_seed(setting.seed))
         batch = {key: value.to(setting.device) for key, value in batch.items()}
-        options = {"own": True, "backend": setting.backend}
+        options = {"in_place": True, "backend": setting.backend}
         trainer = self._trainer = Trainer(self.contender, model, batch, task, **options)
         build_s = time.perf_counter() - begun
         with _compat.memory_budget(self.contender.memory_budget):
@@ -115,15 +115,15 @@ class Session:
         return out
 
     def rest(self) -> None:
-        """Give back the memory that only a step needs."""
+        """Free the memory that only a step needs."""
         if self._setting.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     def turn(self) -> float:
-        """Milliseconds of a step: of many with one synchronisation, after one that is not measured.
+        """Return milliseconds per step: many steps and one synchronisation, after an untimed one.
 
-        On the CPU, where nothing runs ahead, of a few.
+        The CPU runs a few steps, because its host cannot run ahead.
         """
         device = self._setting.device
         count = STEPS_FROM_IDLE if device == "cpu" else STEPS_A_TURN
@@ -131,21 +131,20 @@ class Session:
         return timing.synchronized_stopwatch(device, count)(self._trainer.step)
 
     def host(self) -> list[float]:
-        """Milliseconds that the host needs to queue a step, each begun on an idle device."""
-        found = []
+        """Time the host while it queues a step on an idle device, in milliseconds."""
+        times = []
         for _ in range(STEPS_FROM_IDLE):
             timing.synchronize(self._setting.device)
             start = time.perf_counter()
             self._trainer.step()
-            found.append((time.perf_counter() - start) * 1e3)
+            times.append((time.perf_counter() - start) * 1e3)
         timing.synchronize(self._setting.device)
-        return found
+        return times
 
     def memory(self) -> Row:
-        """Peak of the allocator over a step, and what stays between steps; GiB. CUDA only.
+        """Return the allocator's peak over a step, and the bytes between steps, in GiB. CUDA only.
 
-        A CUDA graph's memory is its own while it replays, and the allocator does not see it used:
-        the graphs' pools count whole.
+        The pools of CUDA graphs count whole, because the allocator does not see a replay use them.
         """
         self._trainer.step()
         self.rest()
@@ -161,22 +160,22 @@ class Session:
         return {name: value / GIB for name, value in zip(names, values, strict=True)}
 
     def kernels(self) -> Row:
-        """Kernel time by class. CUDA only; afterwards the host is slower by the profiler."""
+        """Return kernel time by class. CUDA only; the profiler slows the host afterwards."""
         self._trainer.step()
         out = kernel_classes.profiled(self._trainer.step, PROFILED_STEPS)
         self.rest()
         return out
 
     def hang_up(self) -> None:
-        """As of a :class:`Remote`: :meth:`close` is all that there is to do."""
+        """Do nothing: only a :class:`Remote` has a process to end."""
 
     def close(self) -> None:
         self._trainer = None
 
 
 def compiler_counts() -> dict[str, int]:
-    """Graphs, graph breaks, and regions that were to be CUDA graphs and are not."""
-    from torch._dynamo.utils import counters  # what TORCH_LOGS prints is made from it
+    """Count graphs, graph breaks, and regions that did not become CUDA graphs."""
+    from torch._dynamo.utils import counters  # the source of TORCH_LOGS
 
     return {
         "graphs": counters["stats"]["unique_graphs"],
@@ -185,13 +184,13 @@ def compiler_counts() -> dict[str, int]:
     }
 
 
-# ---- in a process of its own ----
+# ---- in a separate process ----
 
 
 def serve(
     connection: Connection, log: str, model: str, contender: Contender, setting: Setting
 ) -> None:
-    """Answer calls of a :class:`Remote` until it hangs up."""
+    """Answer calls of a :class:`Remote` until it ends."""
     with open(log, "w", buffering=1) as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -210,11 +209,11 @@ def serve(
 
 
 class Said(Exception):
-    """An error of another process, in words."""
+    """Error of another process, as text."""
 
 
 def said(error: Exception) -> str:
-    """Kind and message, in a line that a report can hold."""
+    """Return kind and message of an error in one line for a report."""
     if isinstance(error, Said):
         return str(error)
     words = " ".join(str(error).split())
@@ -222,7 +221,7 @@ def said(error: Exception) -> str:
 
 
 class Remote:
-    """A :class:`Session` in a process of its own; calls may be begun and answered later."""
+    """A :class:`Session` in its own process. A call can start now and be answered later."""
 
     def __init__(self, model: str, contender: Contender, setting: Setting, folder: Path) -> None:
         """Start the process."""
@@ -236,12 +235,12 @@ class Remote:
         theirs.close()
 
     def begin(self, name: str) -> None:
-        # One that has died says so when it is asked for the answer.
+        # A dead process is reported by :meth:`answer`.
         with contextlib.suppress(BrokenPipeError):
             self._connection.send(name)
 
     def answer(self, timeout_s: float) -> Any:
-        """What the call begun last returned. Raises what it raised, or why there is no answer."""
+        """Return the result of the last call, or raise its error or the reason for no answer."""
         if not self._connection.poll(timeout_s):
             self._process.kill()
             raise Said(f"no answer within {timeout_s:.0f} s; {self._last_words()}")
@@ -274,7 +273,7 @@ class Remote:
 
 
 class Local(Session):
-    """A session of this process that is asked as a :class:`Remote` is."""
+    """A session of this process with the interface of a :class:`Remote`."""
 
     _asked = ""
 
@@ -289,13 +288,13 @@ class Local(Session):
 
 
 class Wave:
-    """Some contenders of a model, alive together until the end of the context.
+    """Contenders of a model that live together until the end of the context.
 
     Args:
         model: a name of ``models.TASKS``.
-        among: the reference first, if the others are to be compared with it.
-        setting: of all of them.
-        jobs: 0: in this process; else each in one of its own.
+        among: contenders, the reference first if the others are compared with it.
+        setting: settings of all contenders.
+        jobs: 0 runs them in this process, else each has its own.
     """
 
     def __init__(self, model: str, among: Sequence[Contender], setting: Setting, jobs: int) -> None:
@@ -329,23 +328,23 @@ class Wave:
 
     def _close(self) -> None:
         for session in self._alive.values():
-            session.hang_up()  # all of them before the first is waited for
+            session.hang_up()  # all end at the same time
         for session in self._alive.values():
             session.close()
 
     def __iter__(self) -> Iterator[str]:
-        """Names of those that have not failed."""
+        """Iterate over the names of contenders without an error."""
         return iter(list(self._alive))
 
     def start(self, patience_s: float) -> None:
-        """Wait until all are ready: their rows say how it went."""
+        """Wait until all contenders are ready or have failed; their rows record it."""
         end = time.monotonic() + patience_s
         for name in self:
             self.rows[name] |= self._answer(name, end - time.monotonic()) or {}
         if not self._remote:
             return
         lacking = [n for n, row in self.rows.items() if "OutOfMemory" in row.get("error", "")]
-        for name in lacking:  # the others have ended their first steps, which take the most
+        for name in lacking:  # the others have finished their first, largest steps
             print(f"    {name}: no memory beside the others, tried again", flush=True)
             del self.rows[name]["error"]
             self._open(name)
@@ -364,13 +363,13 @@ class Wave:
         for _ in range(rounds):
             for name in self:
                 start = time.perf_counter()
-                found = self.call(name, "turn")
-                times[name] += [] if found is None else [found]
+                step_ms = self.call(name, "turn")
+                times[name] += [] if step_ms is None else [step_ms]
                 spent[name] += time.perf_counter() - start
         for name in self:
             row = rows[name]
             row["step"] = timing.spread(times[name])
-            if TASKS[self._model].frozen:  # what people compare LoRA by
+            if TASKS[self._model].frozen:  # a usual figure for LoRA
                 tokens = math.prod(row["batch"]["x"][:2])
                 row["tokens_per_s"] = tokens / row["step"]["median_ms"] * 1e3
             row["seconds"] = {"started together": started_s, "turns": spent[name]}
@@ -379,15 +378,16 @@ class Wave:
             if queued is not None:
                 rows[name]["host"] = timing.spread(queued)
         for name in self if cuda and profiled else ():
-            rows[name]["kernels"] = self.call(name, "kernels", fatal=False)  # last, see kernels
+            # Last, because the profiler slows the host.
+            rows[name]["kernels"] = self.call(name, "kernels", fatal=False)
         for row in rows.values():
-            if "error" in row:  # it took part in some turns, which do not count
+            if "error" in row:  # its earlier turns do not count
                 row.pop("step", None)
 
     def call(self, name: str, what: str, *, fatal: bool = True) -> Any:
-        """A session's answer; None where it fails, which its row then says.
+        """Return a session's answer, or None if it fails; the row then holds the error.
 
-        ``fatal``: it takes no further part, and what it has measured so far does not count.
+        ``fatal`` ends the contender, and its earlier measurements do not count.
         """
         self._alive[name].begin(what)
         return self._answer(name, CALL_TIMEOUT_S, fatal)
@@ -416,28 +416,27 @@ def measure(
     runs: int = 1,
     profiled: bool = True,
 ) -> dict[str, Row]:
-    """Rows of some contenders, which are alive together; see the module.
+    """Measure contenders that live together, and return their rows.
 
-    ``runs`` times over, each from new processes; kernels are profiled in the first run alone, if
-    ``profiled``.
+    Each of the ``runs`` starts new processes. With ``profiled`` the first run profiles kernels.
 
     Returns:
-        Contender -> its row: ``how``, and either ``error`` or ``left_out``, or the figures.
+        Row by contender: ``how`` with the figures, or with ``error`` or ``left_out``.
     """
-    found = []
+    rows = []
     for run in range(runs):
         with Wave(model, among, setting, jobs) as wave:
             wave.measure(rounds, patience_s, profiled and run == 0)
             compare(wave.rows)
-            found.append(wave.rows)
-    return combined(found)
+            rows.append(wave.rows)
+    return combined(rows)
 
 
 def combined(runs: Sequence[dict[str, Row]]) -> dict[str, Row]:
-    """Rows of several runs as one: medians over the runs, and each run's figures under ``runs``.
+    """Combine the rows of several runs: medians, and each run's figures under ``runs``.
 
-    What a run has once (memory, kernels, the compiler's counts) is the first's; a contender that
-    failed in any run has that run's row, without figures.
+    Memory, kernels and the compiler's counts come from the first run. A contender that failed in
+    one run has that run's row, without figures.
     """
     first, *others = runs
     out: dict[str, Row] = {}
@@ -447,12 +446,12 @@ def combined(runs: Sequence[dict[str, Row]]) -> dict[str, Row]:
         out[name] = lacking[0] if lacking else row
         if lacking or not others:
             continue
-        found = [{"step_ms": one["step"]["median_ms"]} | one.get("of reference", {})
+        figures = [{"step_ms": one["step"]["median_ms"]} | one.get("of reference", {})
                  for one in all_of]  # fmt: skip
-        row["runs"] = [{k: one[k] for k in ("step_ms", "step") if k in one} for one in found]
-        row["step"] = timing.spread([one["step_ms"] for one in found])
+        row["runs"] = [{k: one[k] for k in ("step_ms", "step") if k in one} for one in figures]
+        row["step"] = timing.spread([one["step_ms"] for one in figures])
         for key in ("step", "host"):
-            ratios = [one[key] for one in found if key in one]
+            ratios = [one[key] for one in figures if key in one]
             if ratios:
                 row["of reference"][key] = statistics.median(ratios)
     return out
@@ -460,7 +459,7 @@ def combined(runs: Sequence[dict[str, Row]]) -> dict[str, Row]:
 
 @contextlib.contextmanager
 def many_recompilations() -> Iterator[None]:
-    """In one process all contenders compile the same code: dynamo would give up after eight."""
+    """Raise dynamo's limit of eight, because contenders of one process compile the same code."""
     import torch._dynamo.config as dynamo
 
     name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
@@ -469,7 +468,7 @@ def many_recompilations() -> Iterator[None]:
 
 
 def described(contender: Contender) -> dict[str, Any]:
-    """The fields that differ from a plain eager step in fp32, its name apart."""
+    """Return the fields, except the name, that differ from a plain eager step in fp32."""
     plain = Contender(contender.name)
     return {
         field.name: getattr(contender, field.name)
@@ -479,24 +478,25 @@ def described(contender: Contender) -> dict[str, Any]:
 
 
 def compare(rows: dict[str, Row]) -> None:
-    """Add what each is of the reference's, which took turns with it."""
+    """Add each contender's shares of the reference's figures."""
     reference = rows.get(REFERENCE, {})
     if "step" not in reference:
         return
     for row in rows.values():
         if "step" not in row:
             continue
-        of = {key: row[key]["median_ms"] / reference[key]["median_ms"] for key in ("step", "host")}
+        keys = ("step", "host")
+        shares = {key: row[key]["median_ms"] / reference[key]["median_ms"] for key in keys}
         if "peak_gib" in row and "peak_gib" in reference:
-            of["peak"] = row["peak_gib"] / reference["peak_gib"]
+            shares["peak"] = row["peak_gib"] / reference["peak_gib"]
         if row.get("kernels") and reference.get("kernels"):
-            of["kernels"] = row["kernels"]["busy_ms"] / reference["kernels"]["busy_ms"]
-        row["of reference"] = of
+            shares["kernels"] = row["kernels"]["busy_ms"] / reference["kernels"]["busy_ms"]
+        row["of reference"] = shares
         row["reference"] = {key: reference[key]["median_ms"] for key in ("step", "host")}
 
 
 def notes(rows: Mapping[str, Row]) -> Iterator[str]:
-    """What is printed below the table of a wave: what went wrong, and what a step has beside it."""
+    """Yield the lines below a wave's table: errors, and further figures of a step."""
     for name, row in rows.items():
         skips = row.get("compiler", {}).get("cudagraph skips", 0)
         words = [row[key] for key in ("error", "left_out", "warning") if key in row]
@@ -518,18 +518,18 @@ def waves_of(
     jobs: Mapping[str, int],
     done: Mapping[str, Collection[str]] | None = None,
 ) -> list[tuple[str, list[Contender]]]:
-    """In what order to measure: the most important contenders of all models, then the next.
+    """Order the measurements: the most important contenders of all models come first.
 
     Args:
-        models: by importance.
-        patterns: names of contenders (``fnmatch``); None: all. The reference is always among them.
-        jobs: model -> how many contenders live together; 0: all.
-        done: model -> contenders that need not run again.
+        models: names by importance.
+        patterns: names of contenders (``fnmatch``), None for all. The reference always runs.
+        jobs: number of contenders that live together, by model; 0 for all.
+        done: contenders that need not run again, by model.
 
-    Raises ValueError where a pattern fits no contender of any model.
+    Raises ValueError if a pattern fits no contender of any model.
     """
     used: set[str] = set()
-    found: list[tuple[int, int, str, list[Contender]]] = []
+    parts_of: list[tuple[int, int, str, list[Contender]]] = []
     for order, model in enumerate(models):
         among = people(TASKS[model])
         reference = next(c for c in among if c.name == REFERENCE)
@@ -544,17 +544,17 @@ def waves_of(
             continue
         size = (jobs[model] - 1) if jobs[model] else max(1, len(others))
         parts = [others[i : i + size] for i in range(0, len(others), size)] or [[]]
-        found += [(tier, order, model, [reference, *part]) for tier, part in enumerate(parts)]
+        parts_of += [(tier, order, model, [reference, *part]) for tier, part in enumerate(parts)]
     unused = sorted(set(patterns or ()) - used)
     if unused:
         raise ValueError(f"--contenders: {unused} fit none of these models' contenders")
-    return [(model, part) for _, _, model, part in sorted(found, key=lambda item: item[:2])]
+    return [(model, part) for _, _, model, part in sorted(parts_of, key=lambda item: item[:2])]
 
 
 def jobs_for(model: str, jobs: int, device: str) -> int:
-    """How many contenders start beside each other: at most ``jobs``, as many as memory holds."""
+    """Return how many contenders start together: at most ``jobs``, and as memory allows."""
     if jobs == 0 or device == "cpu":
         return jobs
     free, _ = torch.cuda.mem_get_info()
-    context_gib = 1.0  # of a process, beside its tensors
+    context_gib = 1.0  # a process needs this besides its tensors
     return max(2, min(jobs, int(0.9 * free / GIB / (TASKS[model].peak_gib + context_gib))))

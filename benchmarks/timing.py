@@ -1,10 +1,10 @@
-"""How the benchmarks measure, and the report that they write (in full: docs/dev/benchmarks.md).
+"""Clock and reports of the benchmarks (described in docs/dev/benchmarks.md).
 
-All contenders of a comparison run in one process and take turns, in another order each turn, so
-that a slower moment of the machine hits all of them; medians and quartiles are kept. On the CPU a
-turn is two unmeasured calls and three measured: thread pools spin on after a call and would slow
-the next contender's first one. On CUDA device events take the time, with the L2 full of unwritten
-bytes and the host's work hidden behind a spinning kernel; small layers are captured into graphs.
+All contenders of a comparison run in one process and take turns in changing order. Slow moments of
+the machine therefore hit all of them. Reports hold medians and quartiles. A turn on the CPU
+is two untimed calls and three timed ones, because spinning thread pools slow the next contender's
+first call. On CUDA device events take the time. The L2 is full of unwritten bytes, and a spinning
+kernel hides the host's work. Small layers are captured into graphs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from layers import Call, parse_shape
 RESULTS = Path(__file__).parent / "results"
 TEXT = Path(__file__).parents[1] / "build/text"
 FLUSH_BYTES = 1 << 28
-SPIN_CYCLES = 1_000_000  # half a millisecond: longer than most contenders' host work
+SPIN_CYCLES = 1_000_000  # half a millisecond, longer than most contenders' host work
 MOST_SPIN_CYCLES = 1 << 28
 LEAST_ROUNDS = 5
 STEADY = 0.05
-"""Of a row's median: how far its quartiles may be apart."""
+"""Largest distance of a steady row's quartiles, as a share of the median."""
 
 Stopwatch = Callable[[Call], float]
 Row = dict[str, Any]
-"""One contender: median_ms, q1_ms, q3_ms, measurements, and what a script adds."""
+"""Row of a contender: median_ms, q1_ms, q3_ms, measurements, and a script's own figures."""
 
 
 def synchronized_stopwatch(device: str, count: int = 1) -> Stopwatch:
-    """Milliseconds of a call by the host's clock, of ``count`` until the device is done."""
+    """Return a host clock: milliseconds per call, over ``count`` calls and a synchronisation."""
 
     def measure(call: Call) -> float:
         synchronize(device)
@@ -60,13 +60,13 @@ def synchronized_stopwatch(device: str, count: int = 1) -> Stopwatch:
 
 
 def cuda_stopwatch() -> Stopwatch:
-    """Milliseconds of a call on the current CUDA device and stream, by events.
+    """Return a clock of events on the current CUDA device and stream, in milliseconds.
 
-    RuntimeError where the host cannot queue a call within the longest spin.
+    The clock raises RuntimeError if the host cannot queue a call within the longest spin.
     """
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    spins: dict[int, int] = {}  # by the id of a call, which outlives its measurements
+    spins: dict[int, int] = {}  # by the id of a call, which lives until its measurements end
 
     def measure(call: Call) -> float:
         while (cycles := spins.get(id(call), SPIN_CYCLES)) <= MOST_SPIN_CYCLES:
@@ -75,7 +75,7 @@ def cuda_stopwatch() -> Stopwatch:
             start.record()
             call()
             end.record()
-            ahead = not start.query()  # the device still spins: it has waited for nothing
+            ahead = not start.query()  # the device still spins, so it did not wait for the host
             end.synchronize()
             if ahead:
                 return start.elapsed_time(end)
@@ -86,7 +86,7 @@ def cuda_stopwatch() -> Stopwatch:
 
 
 class Marks:
-    """Moments between steps: on CUDA of the device's queue, without waiting; else of the host."""
+    """Marks between steps, in the device's queue on CUDA, else of the host's clock."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -103,7 +103,7 @@ class Marks:
             self._at[-1].record()
 
     def milliseconds(self) -> list[float]:
-        """From each mark to the next; waits for the last."""
+        """Return the times between marks. Waits for the last mark."""
         synchronize(self.device)
         pairs = itertools.pairwise(self._at)
         if self.device == "cpu":
@@ -129,18 +129,18 @@ def in_turns(
     calls_in: Mapping[str, int] | None = None,
     budget_ms: float = 400.0,
 ) -> dict[str, Row]:
-    """Times of every contender, one turn each a round.
+    """Time every contender, with one turn each per round.
 
     Args:
-        contenders: what to call.
-        rounds: turns of each.
+        contenders: functions to call, by name.
+        rounds: number of turns.
         device: "cpu" or "cuda".
-        watch: the clock; None: the device's own.
-        calls_in: how many units of work one call does (a graph of many calls); 1 unless named.
-        budget_ms: a contender stops taking turns when it has used that much, after 5 at least.
+        watch: clock, by default the device's.
+        calls_in: units of work in one call, by name (a graph of many calls); 1 by default.
+        budget_ms: time after which a contender takes no more turns, but at least 5.
 
     Returns:
-        A row for every contender, times per unit of work.
+        Row of every contender, with times per unit of work.
     """
     if rounds < 1:
         raise ValueError(f"rounds: {rounds}; expected at least 1")
@@ -153,7 +153,7 @@ def in_turns(
     synchronize(device)
     names = list(contenders)
     for turn in range(rounds):
-        # Another order each turn: what a contender leaves behind (clocks, pages) falls to all.
+        # A new order each turn spreads a contender's after-effects (clocks, pages) over all.
         random.Random(turn).shuffle(names)
         for name in names:
             call = contenders[name]
@@ -167,14 +167,14 @@ def in_turns(
 
 
 def steady(row: Row) -> bool:
-    """Whether a row is a figure; a difference of two medians has no quartiles to tell by."""
+    """Whether a row is steady; a difference of medians, without quartiles, counts as steady."""
     return "q1_ms" not in row or _apart(row) <= STEADY
 
 
 def steadied(
     contenders: Mapping[str, Call], rounds: int, device: str, tries: int = 3
 ) -> dict[str, Row]:
-    """:func:`in_turns`; on CUDA again for rows that are not steady, which are marked at last."""
+    """Run :func:`in_turns`. CUDA repeats rows that are not steady, and marks the last of them."""
     rows = in_turns(contenders, rounds, device)
     if device == "cpu":
         return rows
@@ -191,12 +191,12 @@ def steadied(
 
 
 def _apart(row: Row) -> float:
-    """Its quartiles' distance, as a share of its median."""
+    """Return the distance of a row's quartiles, as a share of its median."""
     return float((row["q3_ms"] - row["q1_ms"]) / row["median_ms"])
 
 
 def spread(values: Sequence[float]) -> Row:
-    """Median and quartiles."""
+    """Compute median and quartiles."""
     q1, median, q3 = (
         statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * values[:1]
     )
@@ -204,9 +204,9 @@ def spread(values: Sequence[float]) -> Row:
 
 
 def summed(tables: Sequence[Mapping[str, Row]]) -> dict[str, float]:
-    """Sums of medians over several layers' rows, of the contenders that all of them have.
+    """Sum the medians over several layers' rows, for contenders that occur in all.
 
-    One with an unsteady row has no sum.
+    A contender with an unsteady row has no sum.
     """
     names = [
         name
@@ -224,17 +224,17 @@ def in_graphs(
     least_calls: int = 24,
     budget_ms: float = 400.0,
 ) -> dict[str, Any]:
-    """Times of one call of each contender, captured into CUDA graphs; or why it could not be.
+    """Time one call of each contender in CUDA graphs, or give the reason why it cannot be captured.
 
-    On the CPU of plain calls.
+    The CPU times plain calls.
 
     Args:
-        make: the contenders with arrays of their own. So many of them follow each other in a graph
-            that their arrays exceed the L2 three times.
-        nbytes: of the arrays.
-        rounds: as for :func:`in_turns`, ``budget_ms``, too.
+        make: makes contenders with their own arrays. A graph holds as many calls as exceed the L2
+            three times with their arrays.
+        nbytes: bytes of one contender's arrays.
+        rounds: as for :func:`in_turns`, also ``budget_ms``.
         device: "cpu" or "cuda".
-        least_calls: of a graph, over which a replay's own cost is spread.
+        least_calls: lowest number of calls in a graph, which share a replay's own cost.
     """
     if device == "cpu":
         return {**in_turns(make(), rounds, device)}
@@ -246,17 +246,17 @@ def in_graphs(
     for name in sets[0]:
         try:
             graphs[name] = captured([one[name] for one in sets] * repeats)
-        except Exception as error:  # what cannot be captured is named
+        except Exception as error:  # the row says why the call cannot be captured
             out[name] = f"{type(error).__name__}: {error!s:.200}"
     counts = dict.fromkeys(graphs, len(sets) * repeats)
     return out | in_turns(graphs, rounds, device, calls_in=counts, budget_ms=budget_ms)
 
 
 def captured(calls: Sequence[Call]) -> Call:
-    """Replay of a CUDA graph that holds ``calls`` one after the other."""
+    """Return the replay of a CUDA graph that holds ``calls`` one after the other."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # handles, workspaces and contexts are made before the capture
+    with torch.cuda.stream(stream):  # creates handles, workspaces and contexts before the capture
         for call in calls[:2]:
             call()
     stream.synchronize()
@@ -278,7 +278,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cache": {"type": Path, "default": TEXT, "help": "folder of the text's tokens"},
     "shape": {"type": parse_shape, "action": "append", "help": "three sizes; repeatable"},
 }
-"""What several scripts take."""
+"""Options that several scripts share."""
 
 
 def fitting(
@@ -287,7 +287,7 @@ def fitting(
     patterns: Any,
     option: str = "--contenders",
 ) -> list[str]:
-    """The names that an option chooses; ends the script where a pattern fits none."""
+    """Return the names that an option selects. Ends the script if a pattern fits none."""
     for pattern in patterns or ():
         if not fnmatch.filter(names, pattern):
             parser.error(f"{option}: {pattern!r} fits none of {list(names)}")
@@ -295,12 +295,12 @@ def fitting(
 
 
 def arguments(description: str | None, benchmark: str, *more: str) -> argparse.ArgumentParser:
-    """A parser with what all scripts take, and ``more`` of :data:`OPTIONS`."""
+    """Make a parser with the options of all scripts, and ``more`` of :data:`OPTIONS`."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, default=40, help="number of turns of each contender")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seed", type=int, default=0, help="of the random arrays")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random arrays")
     parser.add_argument(
         "--json", type=Path, help=f"report; default benchmarks/results/DEVICE-{benchmark}.json"
     )
@@ -312,17 +312,17 @@ def arguments(description: str | None, benchmark: str, *more: str) -> argparse.A
 def error_arguments(
     description: str | None, benchmark: str, **numbers: int
 ) -> argparse.ArgumentParser:
-    """A parser of a script that measures no times: ``numbers`` are its options, ``--json``."""
+    """Make a parser for a script without times: ``--json`` and the options ``numbers``."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     path = RESULTS / f"{benchmark}.json"
-    parser.add_argument("--json", type=Path, default=path, help="where the report goes")
+    parser.add_argument("--json", type=Path, default=path, help="file for the report")
     return parser
 
 
 def facts_of(benchmark: str, device: str = "cpu") -> dict[str, Any]:
-    """What a report begins with."""
+    """Return the head of a report."""
     facts = machine(device)
     name = facts.pop("device")
     return {"benchmark": benchmark, "date": today(), "device": name, "versions": facts}
@@ -333,7 +333,7 @@ def begin(
     argv: Sequence[str] | None,
     settings: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.Namespace:
-    """Parse, check, set threads, seed and ``settings``, and print what the machine is."""
+    """Parse and check options, set threads, seed and ``settings``, and print the machine."""
     args = parser.parse_args(argv)
     if args.rounds < 2 or args.threads < 1:
         parser.error("--rounds must be at least 2 and --threads at least 1")
@@ -342,8 +342,8 @@ def begin(
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
         hotcore.set_num_threads(args.threads)
-        # glibc gives memory back to the system above twice the largest block it has seen freed, and
-        # then a call pays for new pages. A training process has freed large ones long ago.
+        # glibc returns large blocks to the system until it has freed one as large, and a call then
+        # pays for new pages. A training process is past that.
         torch.empty(31 << 20, dtype=torch.uint8)
     torch.manual_seed(args.seed)
     if settings is not None:
@@ -353,7 +353,7 @@ def begin(
 
 
 def machine(device: str) -> dict[str, str]:
-    """The device and the versions of everything that could matter."""
+    """Return the device, and the versions of all relevant libraries."""
     out = {
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -378,7 +378,7 @@ def driver_version() -> str:
 
 
 def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) -> Path:
-    """Write the report, ``content`` under device, versions and date."""
+    """Write the report: device, versions and date, then ``content``."""
     device = getattr(args, "device", "cpu")
     facts = facts_of(benchmark, device)
     facts |= {key: getattr(args, key) for key in ("rounds", "seed") if hasattr(args, key)}
@@ -389,24 +389,24 @@ def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) 
 
 
 def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report at ``path``, to go on with; None where there is none.
+    """Read the report at ``path`` to continue it; None if there is none.
 
-    Ends the script where it was made with other settings.
+    Ends the script if the report has other settings.
     """
     if not path.exists():
         return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    same = json.loads(json.dumps(settings))  # as a report holds them
-    if found.get("settings") != same:
+    report: dict[str, Any] = json.loads(path.read_text())
+    same = json.loads(json.dumps(settings))  # as they are read from a report
+    if report.get("settings") != same:
         sys.exit(
-            f"json: {path} was made with other settings, {found.get('settings')}, not {same}: name "
+            f"json: {path} has other settings, {report.get('settings')}; expected {same}. Name "
             "another file, or remove it"
         )
-    return found
+    return report
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """A report, a line for each entry of its inner mappings: the files are committed."""
+    """Write a report with a line per entry of its inner mappings, because files are committed."""
     lines = []
     for key, value in rounded(content).items():
         text = json.dumps(value)
@@ -418,7 +418,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Write a file so that after a break, and for others meanwhile, the old or the new is whole."""
+    """Write a file so that readers see the whole old or the whole new one, also after a break."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     content(part) if callable(content) else part.write_text(content, encoding="utf-8")
@@ -426,12 +426,12 @@ def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
 
 
 def today() -> str:
-    """Of a run: a report may be filled over several days."""
+    """Return the date of a run, because a report may grow over several days."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """Floats with so many significant digits: more is noise, and the files are committed."""
+    """Round floats to significant digits; further digits are noise in committed files."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):
@@ -442,6 +442,6 @@ def rounded(value: Any, digits: int = 6) -> Any:
 
 
 def line(name: str, row: Row, notes: str = "") -> str:
-    """One printed row: median, quartiles, notes; microseconds."""
+    """Format a row: median, quartiles, notes, in microseconds."""
     low, mid, high = (row[key] * 1e3 for key in ("q1_ms", "median_ms", "q3_ms"))
     return f"  {name:26s} {mid:10.1f}  [{low:.1f}, {high:.1f}]  {notes}".rstrip()

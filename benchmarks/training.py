@@ -1,4 +1,4 @@
-"""How the benchmarks of whole models train: the contenders, and a model with its optimizer."""
+"""Contenders of the benchmarks of whole models, and a model with its optimizer."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Contender:
-    """How a model is trained."""
+    """Settings by which a model trains."""
 
     name: str
     recipe: str | None = None
-    """Of HOT; None: a plain model."""
+    """Recipe of HOT, or None for a plain model."""
     autocast: bool = False
     compiled: str | None = None
-    """torch.compile's mode, such as "default" or "reduce-overhead"; None: eager."""
+    """Mode of torch.compile, such as "default" or "reduce-overhead"; None for eager."""
     memory_budget: float = 1.0
-    """torch.compile's activation_memory_budget: what its partitioner may keep for backward, of
-    what it would keep by itself."""
+    """Value of torch.compile's activation_memory_budget: the share of activations that its
+    partitioner may keep for backward."""
     checkpointed: bool = False
-    """Every block recomputed in backward (torch.utils.checkpoint)."""
+    """Whether every block is recomputed in backward (torch.utils.checkpoint)."""
     attention_kept: bool = False
-    """``checkpointed``, but for attention's results (hot.policies.keep_attention)."""
+    """Whether ``checkpointed`` keeps attention's results (hot.policies.keep_attention)."""
     first: float = 1.0
-    """Of the blocks that are ``checkpointed``: the first ones' share. Backward comes to them last,
-    when the others have given back what they kept."""
+    """Share of the blocks that are ``checkpointed``, from the first on. Backward reaches them last,
+    when the other blocks have freed their activations."""
     fp8: str | None = None
-    """torchao's recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
+    """Recipe of torchao: "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
     int8_torchao: bool = False
-    """torchao's INT8 mixed-precision training (a prototype)."""
+    """Whether torchao's INT8 mixed-precision training runs (a prototype)."""
     liger: bool = False
-    """Liger-Kernel's norms, rotary embedding, gated MLP, and head with loss."""
+    """Whether Liger-Kernel's norms, rotary embedding, gated MLP, and head with loss run."""
     slower: bool = True
-    """convert's ``slower``: HOT also where its default filter expects it to lose on CUDA."""
+    """Value of convert's ``slower``: also converts layers that its filter expects to be slower."""
     forward: str = "plain"
-    """HOT's forward, "plain" or "int8"."""
+    """Forward of HOT, "plain" or "int8"."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of HotConfig that differ from the recipe's."""
     wide: bool = False
-    """Of HOT's layers only the convolutions other than 1x1, but the first."""
+    """Whether only convolutions larger than 1x1 are converted, without the first."""
     frozen_int8: bool = False
-    """hot.freeze_int8: the converted layers' weights as codes alone."""
+    """Whether hot.freeze_int8 stores the converted layers' weights as codes."""
     head: str = ""
-    """convert's ``head``, of plain models, too: "torch" (its products) or a recipe, in 8 bits."""
+    """Value of convert's ``head``, also for plain models: "torch" (its products) or a recipe."""
     whole: bool = False
-    """Compiled as a whole, head and loss included, not block by block."""
+    """Whether the model is compiled as a whole with head and loss, not block by block."""
 
 
 class Left(Exception):
-    """Why a contender is left out: something it needs is not there."""
+    """Reason to leave out a contender: a library or machine that it needs is missing."""
 
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2)
-"""torch.compile's activation_memory_budget, of bf16: what plain torch trades time for memory by."""
+"""Values of activation_memory_budget for bf16, by which plain torch trades time for memory."""
 
 REFERENCE = "bf16 compiled"
-"""What the contenders of a step are timed beside."""
+"""Contender that the others are compared with."""
 
 
 def people(task: Task) -> list[Contender]:
-    """Contenders as a person would train, by importance: a run without time leaves out the last.
+    """List contenders by importance, because a run out of time leaves out the last.
 
-    Everything but "fp32 eager" runs under bf16 autocast, with fp32 weights.
+    All except "fp32 eager" run under bf16 autocast, with fp32 weights.
     """
 
     def one(name: str, recipe: str | None = None, **options: Any) -> Contender:
@@ -90,18 +90,18 @@ def people(task: Task) -> list[Contender]:
             "default {}": {},
             "default {}, k x k alone": {"wide": True},
         }
-        ways = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
+        modes = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
         return [
-            *(one(f"bf16 {how}", **more) for how, more in ways.items()),
+            *(one(f"bf16 {how}", **more) for how, more in modes.items()),
             *(
                 one(name.format(how), "default", slower=True, **options, **more)
                 for name, options in kinds.items()
-                for how, more in ways.items()
+                for how, more in modes.items()
             ),
             one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
         ]
     again: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
-    found = [
+    chosen = [
         one(REFERENCE, **compiled),
         one("default compiled", "default", **compiled),
         one("fast compiled", "fast", **compiled),
@@ -115,8 +115,8 @@ def people(task: Task) -> list[Contender]:
         one("default int8-forward reduce-overhead", "default", forward="int8", **graphs),
         one("fast int8-forward reduce-overhead", "fast", forward="int8", **graphs),
         *(
-            one(f"bf16 {how}, budget {budget}", memory_budget=budget, **ways)
-            for how, ways in (("compiled", compiled), ("reduce-overhead", graphs))
+            one(f"bf16 {how}, budget {budget}", memory_budget=budget, **mode)
+            for how, mode in (("compiled", compiled), ("reduce-overhead", graphs))
             for budget in BUDGETS
         ),
         one("fast reduce-overhead", "fast", **graphs),
@@ -146,21 +146,21 @@ def people(task: Task) -> list[Contender]:
         one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
         Contender("fp32 eager"),
     ]
-    if not task.blocks:  # convolutions, which the default filter leaves plain on CUDA
-        found = [contender for contender in found if not contender.checkpointed]
-        found.append(one("default compiled, all layers", "default", slower=True, **compiled))
-    if task.peak_gib >= 16:  # seconds a step, and nobody trains a model of that size so
-        found = [contender for contender in found if contender.autocast]
-    if task.frozen:  # no g_w, and nothing that HOT keeps or FP8's layers would train
-        found = [c for c in found if c.recipe in (None, "default") and not _of_torchao(c)]
-        found = [c for c in found if c.autocast]  # bf16 weights and fp32 inputs
+    if not task.blocks:  # convolutions, which convert leaves plain on CUDA by default
+        chosen = [contender for contender in chosen if not contender.checkpointed]
+        chosen.append(one("default compiled, all layers", "default", slower=True, **compiled))
+    if task.peak_gib >= 16:  # steps of seconds, and such models are not trained in fp32
+        chosen = [contender for contender in chosen if contender.autocast]
+    if task.frozen:  # without g_w recipes are equal, and FP8 has no layer to train
+        chosen = [c for c in chosen if c.recipe in (None, "default") and not _of_torchao(c)]
+        chosen = [c for c in chosen if c.autocast]  # bf16 weights and fp32 inputs
         frozen: dict[str, Any] = {"frozen_int8": True}
-        found += [
+        chosen += [
             one("frozen int8 compiled", "default", forward="int8", **frozen, **compiled),
             one("frozen int8 reduce-overhead", "default", forward="int8", **frozen, **graphs),
             one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
         ]
-    return found
+    return chosen
 
 
 def _of_torchao(contender: Contender) -> bool:
@@ -170,21 +170,21 @@ def _of_torchao(contender: Contender) -> bool:
 def _in_some_blocks(
     one: Callable[..., Contender], compiled: dict[str, Any], graphs: dict[str, Any]
 ) -> list[Contender]:
-    """Attention kept in some of the blocks alone."""
-    found = []
-    for how, ways, recipes in (
+    """List contenders that keep attention in some of the blocks only."""
+    chosen = []
+    for how, mode, recipes in (
         ("compiled", compiled, ["default"]),
         ("reduce-overhead", graphs, ["default", "fast"]),
     ):
         for share, words in ((0.75, "three quarters"), (0.5, "half")):
-            some = {"checkpointed": True, "attention_kept": True, "first": share, **ways}
+            some = {"checkpointed": True, "attention_kept": True, "first": share, **mode}
             name = f"{how}, attention kept in {words}"
-            found.append(one(f"bf16 {name}", **some))
-            found += [
+            chosen.append(one(f"bf16 {name}", **some))
+            chosen += [
                 one(f"{recipe} int8-forward {name}", recipe, forward="int8", **some)
                 for recipe in recipes
             ]
-    return found
+    return chosen
 
 
 def _with_heads(
@@ -193,29 +193,29 @@ def _with_heads(
     graphs: dict[str, Any],
     again: dict[str, Any],
 ) -> list[Contender]:
-    """With the logits in chunks, and what plain torch has against them."""
+    """List contenders with chunked logits, and plain torch's best against them."""
     hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    found = [one("bf16 compiled whole", whole=True, **compiled)]
-    for how, ways in (("compiled", compiled), ("reduce-overhead", graphs)):
-        found += [
-            one(f"bf16 {how}, head", head="torch", **ways),
-            one(f"default int8-forward {how}, head", head="torch", **hot8, **ways),
-            one(f"default int8-forward {how}, 8-bit head", head="accurate", **hot8, **ways),
+    chosen = [one("bf16 compiled whole", whole=True, **compiled)]
+    for how, mode in (("compiled", compiled), ("reduce-overhead", graphs)):
+        chosen += [
+            one(f"bf16 {how}, head", head="torch", **mode),
+            one(f"default int8-forward {how}, head", head="torch", **hot8, **mode),
+            one(f"default int8-forward {how}, 8-bit head", head="accurate", **hot8, **mode),
         ]
     name = "default int8-forward compiled, attention kept, 8-bit head"
-    found.append(one("bf16 compiled, attention kept, head", head="torch", **again, **compiled))
-    return [*found, one(name, head="accurate", **hot8, **again, **compiled)]
+    chosen.append(one("bf16 compiled, attention kept, head", head="torch", **again, **compiled))
+    return [*chosen, one(name, head="accurate", **hot8, **again, **compiled)]
 
 
 def config_of(contender: Contender) -> hot.HotConfig:
-    """Of a contender with a recipe."""
+    """Return the configuration of a contender with a recipe."""
     assert contender.recipe is not None
     settings = {"forward": contender.forward, **contender.settings}
     return hot.HotConfig.recipe(contender.recipe, **settings)
 
 
 def convert(model: nn.Module, contender: Contender) -> nn.Module:
-    """HOT's layers, and its head if the contender asks for it."""
+    """Convert the layers, and the head if the contender has one."""
     head: bool | hot.HotConfig = contender.head == "torch"
     if contender.head and not head:
         head = hot.HotConfig.recipe(contender.head, forward="int8")
@@ -235,7 +235,7 @@ def _wide(module: nn.Module, name: str) -> bool:
 
 
 def torchao_converted(model: nn.Module, contender: Contender, emulate: bool) -> None:
-    """The layers that HOT would convert, expected gain or not, by torchao. Raises Left."""
+    """Convert the layers that HOT could convert by torchao. Raises Left."""
     report = hot.convert(model, "default", slower=True).hot_report
     names = {layer.name for layer in report.converted}
     hot.revert(model)
@@ -249,18 +249,18 @@ def torchao_converted(model: nn.Module, contender: Contender, emulate: bool) -> 
 
 
 def liger_converted(model: nn.Module) -> None:
-    """All that Liger-Kernel replaces in a model of transformers, in place. Raises Left."""
+    """Let Liger-Kernel replace layers of a transformers model in place. Raises Left."""
     try:
         package = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as missing:
         raise Left(f"Liger-Kernel does not import: {missing}") from missing
-    # Its loss takes a head's place, and blocks alone have none.
+    # Liger's loss replaces the head, which models of blocks alone do not have.
     head = hasattr(model, "lm_head")
     package._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=head)
 
 
 def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """Fully qualified name -> block. Raises ValueError where there is no such list."""
+    """Return the blocks by fully qualified name. Raises ValueError without such a list."""
     for name, module in model.named_modules():
         if name == path or name.endswith(f".{path}"):
             return {f"{name}.{index}": block for index, block in module.named_children()}
@@ -268,20 +268,20 @@ def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def checkpoint_blocks(model: nn.Module, path: str, contender: Contender) -> None:
-    """Blocks' activations are recomputed in backward, attention's results as well or not."""
+    """Recompute the blocks' activations in backward, with or without attention's results."""
     blocks = list(blocks_of(model, path).values())
     policy = hot.policies.keep_attention if contender.attention_kept else None
     hot.recompute(blocks[: round(contender.first * len(blocks))], policy)
 
 
 def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:
-    """``torch.compile`` in place; other backends than inductor have no modes."""
+    """Compile modules in place. Backends other than inductor have no modes."""
     for module in modules:
         module.compile(backend=backend, mode=mode if backend == "inductor" else None)
 
 
 class Trainer:
-    """A model of its own, its optimizer, and the step."""
+    """Copy of a model with its optimizer and step."""
 
     def __init__(
         self,
@@ -290,31 +290,31 @@ class Trainer:
         batch: Batch,
         task: Task,
         *,
-        own: bool = False,
+        in_place: bool = False,
         backend: str = "inductor",
     ) -> None:
         """Copy ``model`` to the device of ``batch``; convert, checkpoint and compile the copy.
 
         Args:
-            contender: what is done to it.
-            model: a plain one.
-            batch: of every step.
-            task: says the loss and where the blocks are.
-            own: take ``model`` itself instead of a copy.
-            backend: of torch.compile.
+            contender: settings of the training.
+            model: plain model.
+            batch: batch of every step.
+            task: gives the loss and the name of the blocks.
+            in_place: whether to change ``model`` itself instead of a copy.
+            backend: backend of torch.compile.
 
-        Raises Left where something that the contender needs is missing.
+        Raises Left if something that the contender needs is missing.
         """
         self.contender, self._batch, self._task = contender, batch, task
         self.device = next(iter(batch.values())).device
-        model = (model if own else copy.deepcopy(model)).to(self.device).train()
+        model = (model if in_place else copy.deepcopy(model)).to(self.device).train()
         if task.channels_last:
             last = torch.channels_last
             model = model.to(memory_format=last)  # type: ignore[call-overload]
             images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}
             self._batch = {**batch, **images}
         self.report: ConversionReport | None = None
-        if _of_torchao(contender):  # it reverts what was converted
+        if _of_torchao(contender):  # reverts converted layers
             torchao_converted(model, contender, emulate=self.device.type == "cpu")
         if contender.liger:
             liger_converted(model)
@@ -330,19 +330,19 @@ class Trainer:
         self.wrap(model)
 
     def wrap(self, model: nn.Module) -> None:
-        """Train ``model``, converted and compiled, from now on."""
+        """Set the converted and compiled ``model`` and its optimizer."""
         self.model = model
-        # Fused on CUDA, the default of transformers' Trainer: else AdamW is a fifth of the step.
+        # Fused on CUDA, as in transformers' Trainer. Otherwise AdamW takes a fifth of the step.
         fused = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
 
     def loss(self) -> Tensor:
-        """Forward pass."""
+        """Run the forward pass and return the loss."""
         with autocast(self.contender, self.device):
             return self._task.loss(self.model, self._batch)
 
     def step(self) -> Tensor:
-        """zero_grad, forward, backward, AdamW; the loss."""
+        """Run zero_grad, forward, backward and AdamW. Returns the loss."""
         _exact_products()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
@@ -351,7 +351,7 @@ class Trainer:
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradient of every parameter that has one, by name."""
+        """Return the gradients by their parameters' names."""
         _exact_products()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss().backward()
@@ -366,12 +366,12 @@ def autocast(contender: Contender, device: torch.device) -> Any:
 
 
 def _exact_products() -> None:
-    """No TF32, whatever ran before."""
+    """Switch TF32 off."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def cosine(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Of two gradients of all parameters, summed in float64."""
+    """Return the cosine of two gradients of all parameters, summed in float64."""
     sums = torch.zeros(3, dtype=torch.float64, device=next(iter(exact.values())).device)
     for name, b in exact.items():
         a, b = got[name].double().flatten(), b.double().flatten()
@@ -382,7 +382,7 @@ def cosine(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
 
 @contextlib.contextmanager
 def cleaned(device: str) -> Iterator[None]:
-    """Gives the device's memory back afterwards."""
+    """Free the device's memory afterwards."""
     try:
         yield
     finally:
@@ -392,20 +392,20 @@ def cleaned(device: str) -> Iterator[None]:
 
 
 def of_a_whole_model() -> tuple[Contender, ...]:
-    """Of bench_8b.py, by importance: a run without time leaves out the last."""
+    """List bench_8b.py's contenders by importance: a run out of time leaves out the last."""
 
     def one(name: str, **options: Any) -> Contender:
         options = {"compiled": "default", "head": "torch", "slower": False} | options
         return Contender(name, **options)
 
     again: dict[str, Any] = {"checkpointed": True}
-    kept: dict[str, Any] = {**again, "attention_kept": True}
+    keep: dict[str, Any] = {**again, "attention_kept": True}
     hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    lora: dict[str, Any] = {"autocast": True, **kept}
+    lora: dict[str, Any] = {"autocast": True, **keep}
     return (
-        one("default int8-forward, attention kept", **hot8, **kept),
-        one("bf16, attention kept", **kept),
-        one("FP8 tensorwise, attention kept", fp8="tensorwise", **kept),
+        one("default int8-forward, attention kept", **hot8, **keep),
+        one("bf16, attention kept", **keep),
+        one("FP8 tensorwise, attention kept", fp8="tensorwise", **keep),
         one("default int8-forward", **hot8),
         one("LoRA frozen int8, attention kept", **hot8, **lora, frozen_int8=True),
         one("LoRA bf16, attention kept", **lora),
@@ -413,8 +413,8 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         one("FP8 tensorwise", fp8="tensorwise"),
         one("bf16, recomputed", **again),
         one("default int8-forward, recomputed", **hot8, **again),
-        one("default int8-forward, attention kept, 8-bit head", **hot8, **kept, head="accurate"),
-        one("FP8 rowwise, attention kept", fp8="rowwise", **kept),
+        one("default int8-forward, attention kept, 8-bit head", **hot8, **keep, head="accurate"),
+        one("FP8 rowwise, attention kept", fp8="rowwise", **keep),
         one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
     )
 

@@ -1,18 +1,22 @@
 """Continue the training of a Llama (any causal model of transformers) on a text with HOT.
 
+    pip install '.[torch,examples]'              # once, in a checkout of hotcore
     python continue_llama.py                     # a small Llama from random weights, on a CPU
     python continue_llama.py --model ~/llama-3-8b --text notes.txt --device cuda --compile \\
         --forward int8 --checkpoint              # bf16 weights, every block recomputed
 
---model is a folder with the model and its tokenizer; the small one reads bytes. --out saves the
-model as it was loaded: HOT changes neither names nor shapes. --recipe none trains without HOT, and
-with all logits in memory.
+--model is a folder with the model and its tokenizer. The small model reads bytes. --out saves a
+plain model, because HOT changes neither names nor shapes. --recipe none trains without HOT and
+keeps all logits in memory.
 """
 
 import argparse
 import math
 import sysconfig
 from pathlib import Path
+
+if __name__ == "__main__":
+    print("Loads torch and transformers, then trains.", flush=True)
 
 import hotcore.torch as hot
 import torch
@@ -25,7 +29,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, 
 
 
 def tokens_of(content: bytes, folder: str | None) -> Tensor:
-    """The text as one row of tokens."""
+    """Return the text as one row of tokens."""
     if folder is None:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -36,7 +40,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: a small Llama, random weights)")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8)
@@ -56,7 +60,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     else:
         model = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS))
     model = model.to(options.device).train()
-    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=not options.model, head=True).hot_report)
     if options.checkpoint:

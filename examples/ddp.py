@@ -1,10 +1,11 @@
 """Train a small ResNet with HOT on several processes, by DDP or FSDP2.
 
+    pip install '.[torch,examples]'              # once, in a checkout of hotcore
     torchrun --nproc-per-node 2 ddp.py           # gloo on the CPU; --device cuda: NCCL
     torchrun --nproc-per-node 2 ddp.py --fsdp
 
 Convert first, wrap afterwards. Every process draws its own random numbers for the rounding, so the
-errors of the processes average out. The data is scikit-learn's digits; nothing is downloaded.
+errors of the processes average out. The data is scikit-learn's digits.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def train(options: argparse.Namespace, rank: int, world: int) -> None:
     layers = [nn.Conv2d(1, 96, 3, padding=1), Block(96), Block(96), nn.Flatten()]
     model = nn.Sequential(*layers, nn.Linear(64 * 96, 10)).to(options.device)
     report = "plain fp32"
-    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         report = hot.convert(model, config, slower=True).hot_report
     if options.fsdp:
@@ -78,5 +79,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     train(options, dist.get_rank(), dist.get_world_size())
-    gc.collect()  # a sharded model keeps gloo's group alive, whose threads must end before
+    gc.collect()  # frees the sharded model, whose reference keeps gloo's threads alive
     dist.destroy_process_group()

@@ -1,11 +1,12 @@
 """Train a diffusion transformer (DiT, flow matching) on images with HOT.
 
+    pip install '.[torch,examples]'              # once, in a checkout of hotcore
     python diffusion.py                          # scikit-learn's digits, on a CPU
     python diffusion.py --data latents.pt --width 768 --depth 12 --patch 2 --batch 128 \\
         --steps 100000 --device cuda --compile reduce-overhead   # bf16, CUDA graphs
 
 --data is a file of torch.save: images or latents [N, C, H, W] and classes [N]. --draw saves samples
-of every class as a tensor. --recipe none trains without HOT, to compare.
+of every class as a tensor. --recipe none trains without HOT.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention, si
 
 
 class Block(nn.Module):
-    """A DiT block: shifts, scales and gates come from the time and the class (adaLN-Zero)."""
+    """DiT block; time and class give shifts, scales and gates (adaLN-Zero)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class DiT(nn.Module):
         self.head = nn.Linear(width, channels * patch**2)
 
     def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
-        """The velocity ``[N, C, H, W]`` at times ``t [N]``, 0 for noise and 1 for images."""
+        """Return the velocity ``[N, C, H, W]`` at times ``t [N]``, 0 for noise and 1 for images."""
         rates = torch.exp(torch.arange(self.width // 2, device=x.device) * (-8 / self.width))
         angles = 1000 * t[:, None] * rates
         condition = self.time(torch.cat([angles.cos(), angles.sin()], 1)) + self.label(label)
@@ -71,7 +72,7 @@ class DiT(nn.Module):
 
 @torch.no_grad()
 def sample(model: nn.Module, noise: Tensor, label: Tensor, steps: int = 30) -> Tensor:
-    """Images from noise by Euler's method."""
+    """Compute images from noise by Euler's method."""
     x = noise
     for step in range(steps):
         x = x + model(x, torch.full((len(x),), step / steps, device=x.device), label) / steps
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--data", help="a file (default: scikit-learn's digits)")
     for name, value in (("width", 64), ("depth", 2), ("patch", 2), ("batch", 64), ("steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--draw", help="file for samples of every class")
     parser.add_argument("--device", default="cpu")
@@ -101,7 +102,7 @@ def main(arguments: list[str] | None = None) -> float:
     classes, device = int(labels.max()) + 1, options.device
     model = DiT(tuple(images.shape[1:]), classes, options.width, options.depth, options.patch)
     model = model.to(device).train()
-    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=not options.data).hot_report)
     forward = torch.compile(model, mode=options.compile) if options.compile else model

@@ -1,15 +1,19 @@
 """Fine-tune a vision transformer of timm with HOT.
 
+    pip install '.[torch,examples]'            # once, in a checkout of hotcore
     python finetune_vit.py                     # a small ViT on scikit-learn's digits, on a CPU
     python finetune_vit.py --data ~/flowers --model vit_base_patch16_224 --weights vit.pth \\
         --device cuda --compile reduce-overhead --batch 128 --workers 12   # bf16, CUDA graphs
 
 --data is a folder with one folder of images per class; every tenth image is for validation.
-Nothing is downloaded. --recipe none trains without HOT, to compare.
+--recipe none trains without HOT.
 """
 
 import argparse
 from itertools import chain, islice, repeat
+
+if __name__ == "__main__":
+    print("Loads torch and timm, then trains.", flush=True)
 
 import hotcore.torch as hot
 import timm
@@ -19,23 +23,23 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 
 def dataset(folder: str | None, size: tuple[int, int, int]) -> tuple[Dataset, int]:
-    """Images and the number of classes."""
+    """Return images and the number of classes."""
     if folder is None:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
         return TensorDataset(images, torch.tensor(digits.target)), 10
-    found = timm.data.ImageDataset(folder, transform=timm.data.create_transform(size))
-    return found, len(found.reader.class_to_idx)
+    images = timm.data.ImageDataset(folder, transform=timm.data.create_transform(size))
+    return images, len(images.reader.class_to_idx)
 
 
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="a folder of classes (default: scikit-learn's digits)")
-    parser.add_argument("--model", help="of timm, with --data (default: a small one)")
-    parser.add_argument("--weights", default="", help="its checkpoint, a file")
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--model", help="model of timm, with --data (default: a small one)")
+    parser.add_argument("--weights", default="", help="file with its checkpoint")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     for name, value in (("steps", 400), ("batch", 32), ("workers", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -52,7 +56,7 @@ def main(arguments: list[str] | None = None) -> float:
     data, classes = dataset(options.data, size)
     model.reset_classifier(classes)
     model = model.to(options.device).train()
-    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=not options.model).hot_report)
     forward = torch.compile(model, mode=options.compile) if options.compile else model

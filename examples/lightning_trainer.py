@@ -1,11 +1,15 @@
 """Train with Lightning's Trainer and HOT: HotCallback shares micro-batches and measures noise.
 
+    pip install '.[torch,examples]'
     python lightning_trainer.py
 
-An MLP on scikit-learn's digits; the Trainer's loggers get HOT's scalars. Nothing is downloaded.
+The model is an MLP on scikit-learn's digits. The Trainer's loggers get HOT's scalars.
 """
 
 import argparse
+
+if __name__ == "__main__":
+    print("Loads torch and Lightning, then trains.", flush=True)
 
 import hotcore.torch as hot
 import lightning.pytorch as pl
@@ -35,10 +39,10 @@ class Digits(pl.LightningModule):
 
 def main(arguments: list[str] | None = None) -> HotCallback:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="default", help="of HOT")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", default="out", help="where the scalars go (CSV)")
+    parser.add_argument("--out", default="out", help="folder for the scalars (CSV)")
     options = parser.parse_args(arguments)
     pl.seed_everything(0)
     digits = load_digits()

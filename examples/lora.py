@@ -1,19 +1,23 @@
 """LoRA through peft on a frozen Llama (any causal model of transformers) with HOT.
 
-    python lora.py                               # a small Llama, trained before, on a CPU
+    pip install '.[torch,examples]'              # once, in a checkout of hotcore
+    python lora.py                               # a small Llama on a CPU
     python lora.py --model ~/llama-3-8b --text notes.txt --device cuda --compile --forward int8 \\
         --freeze --checkpoint --batch 2 --context 2048     # 8B on a card of 24 GB
 
-HOT computes the frozen layers' input gradients in integers and keeps nothing of their inputs; the
-adapters stay plain. --freeze keeps the frozen weights in a byte each. --model is a folder with the
-model and its tokenizer. Without it a small Llama learns the source of Python's library, then its
-adapters learn that text in capitals. --recipe none trains without HOT, to compare.
+HOT computes the frozen layers' input gradients in integers and keeps nothing of their inputs. The
+adapters stay plain. --freeze stores a frozen weight in one byte. --model is a folder with the model
+and its tokenizer. Without it, a small Llama first learns the source of Python's library. Its
+adapters then learn that text in capitals. --recipe none trains without HOT.
 """
 
 import argparse
 import math
 import sysconfig
 from pathlib import Path
+
+if __name__ == "__main__":
+    print("Loads torch, transformers and peft, trains a base model, then LoRA on it.", flush=True)
 
 import hotcore.torch as hot
 import torch
@@ -39,13 +43,13 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: a small Llama, a token a byte)")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--freeze", action="store_true", help="frozen weights in a byte each")
+    parser.add_argument("--freeze", action="store_true", help="store a frozen weight in one byte")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks")
     for name, value in (("rank", 8), ("batch", 8), ("context", 128), ("steps", 40)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--base-steps", type=int, default=80, help="of the small model, before")
+    parser.add_argument("--base-steps", type=int, default=80, help="steps of the small base model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args(arguments)
@@ -79,10 +83,10 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
         train(model.to(options.device), bytes_of(content), options.base_steps, 3e-3)
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
     model = get_peft_model(model, lora)
-    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=not options.model).hot_report)
-        if options.freeze:  # before the weights are on the GPU: it never holds them whole
+        if options.freeze:  # on the CPU, so that the GPU never holds the whole weights
             print(hot.freeze_int8(model).freeze_report)
     model = model.to(options.device)
     if options.checkpoint:

@@ -1,9 +1,11 @@
 """Train a small ViT on scikit-learn's digits in fp32, and with HOT as it was published.
 
+    pip install '.[torch,examples]'
     python paper.py
 
-The recipe `paper` (INT4 g_x, 8 low-pass rows of 16 tokens for g_w), tiles of patches, the paper's
-rounding, layer-wise quantiser selection on two batches, INT8 g_x for the first eighth of the steps.
+The published method is the recipe `paper` (INT4 g_x, 8 low-pass rows of 16 tokens for g_w) with
+tiles of patches and the paper's rounding. Two batches select each layer's quantiser, and g_x is
+INT8 in the first eighth of the steps.
 """
 
 import argparse
@@ -68,9 +70,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             schedule = paper.PrecisionSchedule(model, options.steps // 8)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
         rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, options.steps, pct_start=0.1)
-        for pick in picks:
+        for step, pick in enumerate(picks):
             optimizer.zero_grad()
-            loss_of(model, (images[pick], labels[pick])).backward()
+            (loss := loss_of(model, (images[pick], labels[pick]))).backward()
+            if step % 50 == 0:
+                print(f"{method:9}  step {step:>5}  loss {loss.item():.3f}", flush=True)
             for each in filter(None, (optimizer, rate, schedule)):
                 each.step()
         losses[method] = loss_of(model.eval(), (images[TRAIN:], labels[TRAIN:])).item()

@@ -1,11 +1,11 @@
 """Pre-train a small GPT on the bytes of a text with HOT.
 
+    pip install '.[torch,examples]'              # once, in a checkout of hotcore
     python pretrain_gpt.py                       # the source of Python's own library, on a CPU
     python pretrain_gpt.py --text books.txt --width 512 --depth 8 --context 512 --batch 64 \\
         --steps 5000 --device cuda --compile     # bf16 on CUDA
 
---micro N splits a batch into N parts; --recipe none trains
-without HOT.
+--micro N splits a batch into N parts. --recipe none trains without HOT.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> float:
     for name, value in (("width", 64), ("depth", 2), ("context", 128), ("batch", 16), ("micro", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> float:
     blocks = (Block(width) for _ in range(options.depth))
     model = nn.Sequential(nn.Embedding(256, width), *blocks, nn.LayerNorm(width))
     model.append(nn.Linear(width, 256)).to(device)
-    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
+    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=True).hot_report)
     forward = torch.compile(model) if options.compile else model

@@ -16,30 +16,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("vit", "gpt")
-RECIPES = ("fp32", "default", "fast", "paper", "accurate")
-DEFAULT_RECIPES = ("fp32", "default", "fast", "paper")
-FORWARDS = ("plain", "int8")
+HOT = ("default", "fast", "paper", "accurate")
+RECIPES = ("fp32", *HOT, *(f"{name}+int8" for name in HOT))
+DEFAULT_RECIPES = ("fp32", "default", "default+int8", "paper")
+STEP_SECONDS = 0.03
+"""Time of a step with its share of validation on two idle cores."""
 
 
-def _recipes(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in RECIPES]
-    if unknown or not names:
-        raise argparse.ArgumentTypeError(
-            f"unknown recipe {', '.join(map(repr, unknown)) or repr(text)}; "
-            f"choose from {', '.join(RECIPES)}"
-        )
-    return names
+def _names(*allowed: str):
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in allowed:
+                known = ", ".join(allowed)
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}; choose from {known}")
+        return names
 
-
-def _forwards(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in FORWARDS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"unknown forward {', '.join(map(repr, unknown))}; choose from {', '.join(FORWARDS)}"
-        )
-    return names
+    return parse
 
 
 def _at_least(low: int, high: int | None = None):
@@ -47,10 +40,10 @@ def _at_least(low: int, high: int | None = None):
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
         if value < low or (high is not None and value > high):
-            wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"must be {wanted}, not {value}")
+            allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"must be {allowed}, not {value}")
         return value
 
     return parse
@@ -58,25 +51,19 @@ def _at_least(low: int, high: int | None = None):
 
 def _device(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of cpu, cuda, cuda:0, cuda:1, ...")
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda, cuda:0, cuda:1, ..., got {text!r}")
     return text
 
 
 def _output(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a file; a folder is wanted")
+        raise argparse.ArgumentTypeError(f"expected a folder, got the file {text}")
     return path
 
 
-def _available_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked before anything heavy is imported."""
+    """Read and check the command line, before anything heavy is imported."""
     parser = argparse.ArgumentParser(
         prog="train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,18 +72,16 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--recipe",
-        type=_recipes,
+        type=_names(*RECIPES),
         action="append",
         metavar="NAME[,NAME...]",
-        help=f"which to compare, of {', '.join(RECIPES)}; may be given several times "
-        f"(default: {','.join(DEFAULT_RECIPES)})",
+        help=f"recipes to compare, of {', '.join(RECIPES)} (default: {','.join(DEFAULT_RECIPES)})",
     )
     parser.add_argument(
         "--forward",
-        type=_forwards,
-        default=["plain"],
+        type=_names("plain", "int8"),
         metavar="NAME[,NAME]",
-        help="of HOT's runs: plain, int8 (shown as RECIPE+int8), or both (default: plain)",
+        help="forward pass of every recipe without +int8: plain, int8, or both (default: plain)",
     )
     parser.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda[:N]")
     parser.add_argument(
@@ -109,28 +94,25 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--threads",
         type=_at_least(1),
         metavar="N",
-        # The models are small: more threads would only wait for each other.
-        default=min(4, _available_cpus()),
-        help="CPU threads (default: what there is, at most 4)",
+        # More threads would only wait for each other, because the models are small.
+        default=min(4, len(os.sched_getaffinity(0))),
+        help="CPU threads (default: the available CPUs, at most 4)",
     )
     parser.add_argument(
         "--out",
         type=_output,
         default=ROOT / "out",
         metavar="FOLDER",
-        help="where train.png and train.json go (default: out, in the repository)",
+        help="folder for train.png and train.json (default: out, in the repository)",
     )
-    # For scripts/train.sh: report a wrong option before minutes of building.
+    # scripts/train.sh reports a wrong option before it builds for minutes.
     parser.add_argument("--check-options", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    wanted = [name for group in options.recipe or [DEFAULT_RECIPES] for name in group]
-    options.recipe = [
-        name if forward == "plain" else f"{name}+int8"
-        for name in RECIPES
-        if name in wanted  # each once, fp32 first
-        for forward in FORWARDS
-        if forward in (options.forward if name != "fp32" else ["plain"])
-    ]
+    chosen = [name for group in options.recipe or [DEFAULT_RECIPES] for name in group]
+    if options.forward:
+        int8 = [f"{name}+int8" for name in chosen if name in HOT and "int8" in options.forward]
+        chosen = [n for n in chosen if n not in HOT or "plain" in options.forward] + int8
+    options.recipe = sorted(set(chosen), key=lambda name: (name != "fp32", name))
     options.task = list(TASKS) if options.task == "both" else [options.task]
     return options
 
@@ -146,14 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
         import torch
         from train_lib import report, training
     except ImportError as missing:
-        return _fail(
-            f"{missing}. `bash scripts/train.sh` makes an environment that has all it takes."
-        )
+        return _fail(f"{missing}. `bash scripts/train.sh` makes an environment with all libraries.")
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        return _fail("--device cuda: this torch sees no CUDA device; leave the option out for cpu")
+        return _fail("--device cuda: torch sees no CUDA device; leave the option out for cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return _fail(f"--device {device}: there are only {torch.cuda.device_count()} CUDA devices")
+        return _fail(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         torch.set_num_threads(options.threads)
@@ -164,11 +144,13 @@ def main(arguments: list[str] | None = None) -> int:
             f"seed {options.seed}"
         )
         began = time.perf_counter()
-        results, tasks = [], []
-        for name in options.task:
-            task = training.load_task(name)
-            tasks.append(task)
-            print(f"{name}: {task.data.description}", flush=True)
+        results, tasks = [], [training.load_task(name) for name in options.task]
+        if device.type == "cpu":
+            steps = len(options.recipe) * sum(options.steps or task.steps for task in tasks)
+            runs = len(options.recipe) * len(tasks)
+            print(f"{runs} trainings: about {steps * STEP_SECONDS:.0f} s on two idle cores")
+        for task in tasks:
+            print(f"{task.name}: {task.data.description}", flush=True)
             for recipe in options.recipe:
                 results.append(
                     training.train(task, recipe, options.seed, options.steps or task.steps, device)

@@ -1,9 +1,9 @@
 """Train an MLP on scikit-learn's digits with JAX, in fp32 and with HOT, side by side.
 
-    HOT_JAX=ON pip install '.[jax]' scikit-learn
+    HOT_JAX=ON pip install '.[jax,examples]'
     python examples/train_jax.py            # --recipe fast, --steps 400, ...
 
-Every layer of every step gets its own random key; the rest is plain JAX.
+Every layer of every step gets its own random key. All other code is plain JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES = (64, 256, 256, 10)
 
 
 def initial(key):
-    """Weights ``[out, in]`` and biases of all layers."""
+    """Draw weights ``[out, in]`` and biases of all layers."""
     shapes = list(zip(SIZES[1:], SIZES[:-1], strict=True))
     keys = jax.random.split(key, len(shapes))
     return [
@@ -31,7 +31,7 @@ def initial(key):
 
 
 def logits(params, x, key, recipe):
-    """``[N, 64]`` to ``[N, 10]``; without a recipe in plain fp32. The head stays plain."""
+    """Map ``[N, 64]`` to ``[N, 10]``, in plain fp32 without a recipe. The head stays plain."""
     *hidden, (w, b) = params
     for layer, layer_key in zip(hidden, jax.random.split(key, len(hidden)), strict=True):
         if recipe is None:
@@ -55,7 +55,7 @@ def step(params, momentum, x, labels, key, rate, recipe):
 
 
 def train(images, labels, options, recipe):
-    """Train on four fifths; print the validation loss and accuracy on the rest as it goes."""
+    """Train on four fifths of the data and print validation figures of the rest."""
     cut = len(images) * 4 // 5
     params = initial(jax.random.key(options.seed))
     momentum = jax.tree.map(jnp.zeros_like, params)

@@ -3,9 +3,9 @@
 
     python scripts/check_reproducible.py [--out FOLDER]
 
-The sources are the commit that is checked out (git archive), in folders of different names; ccache
-is off, and HOT_CUDA is OFF unless the environment sets it. Prints the SHA-256 of both wheels. If
-they differ, it prints which members differ and exits with 1. Two builds take some minutes.
+Both folders hold the checked-out commit (git archive) and have different names. ccache is off, and
+HOT_CUDA is OFF unless the environment sets it. Prints the SHA-256 of both wheels. If they differ,
+it prints which members differ and exits with 1. Two builds take some minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def build(folder: Path, commit: str, epoch: str) -> Path:
-    """The wheel of the commit, built in ``folder``."""
+    """Build the wheel of the commit in ``folder``."""
     sources, out = folder / "sources", folder / "out"
     sources.mkdir(parents=True)
     archive = subprocess.run(
@@ -44,7 +44,7 @@ def build(folder: Path, commit: str, epoch: str) -> Path:
 
 
 def members(wheel: Path) -> dict[str, str]:
-    """Name -> SHA-256 and date of every member."""
+    """Return the SHA-256 and date of every member by its name."""
     with zipfile.ZipFile(wheel) as archive:
         return {
             entry.filename: f"{hashlib.sha256(archive.read(entry)).hexdigest()} {entry.date_time}"

@@ -5,8 +5,8 @@
 PATH: files or folders, by default all that git knows. ``--count`` prints findings per folder.
 A sentence, comment, docstring or heading must not begin with a word of ``STARTS`` or with
 "The same,". ``Whether`` may begin the text of a bool. A sentence has at most ``LONGEST`` words.
-Code in backticks and the text of a link count as they are read. Tables, code blocks, quotations
-and generated text (between ``<!-- table -->`` and ``<!-- end -->``) are not checked.
+Code in backticks and the text of a link count as they are read. Not checked: tables, code blocks
+(also indented ones outside pages), quotations, and text between ``<!-- table`` and ``<!-- end``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 25
 STARTS = ("Of", "What", "Whether", "As", "By", "Such", "So", "Those", "From")
+SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:")
 C_LIKE = (".h", ".cpp", ".cu", ".cuh")
 EXCEPTIONS: dict[str, str] = {}
 """Sentences that may stand as they are, by their first words, and the reason of each."""
@@ -50,7 +52,8 @@ def of_python(source: str) -> Iterator[Text]:
                 kind = subject.returns if subject is node else None
             else:
                 kind = getattr(subject, "annotation", None)
-            yield child.lineno, child.value.value, kind is not None and "bool" in ast.unparse(kind)
+            text = cleandoc(child.value.value)
+            yield child.lineno, text, kind is not None and "bool" in ast.unparse(kind)
     block: list[str] = []
     start = last = 0
     lines = source.splitlines()
@@ -76,17 +79,14 @@ def of_c(source: str) -> Iterator[Text]:
     """Yield ``//`` and ``/* */`` comments, lines below one another as one text."""
     lines = source.splitlines()
     block: list[str] = []
-    start = 0
     inside = False
-    for number, line in enumerate(lines, 1):
-        own = re.match(r"\s*///?!?<?\s?(.*)", line)
-        if own and not inside:
-            if not block:
-                start = number
-            block.append(own[1])
+    for number, line in enumerate([*lines, ""], 1):
+        comment = re.match(r"\s*///?!?<?\s?(.*)", line)
+        if comment and not inside:
+            block.append(comment[1])
             continue
         if block:
-            yield start, "\n".join(block), "bool" in line
+            yield number - len(block), "\n".join(block), "bool" in line
             block = []
         if inside or re.match(r"\s*/\*", line):
             inside = "*/" not in line
@@ -97,29 +97,24 @@ def of_c(source: str) -> Iterator[Text]:
         tail = re.search(r"(?<!:)//[/!<]*\s?(.*)", re.sub(r'"(\\.|[^"\\])*"', '""', line))
         if tail:
             yield number, tail[1], "bool" in line
-    if block:
-        yield start, "\n".join(block), False
 
 
 def of_shell(source: str) -> Iterator[Text]:
     """Yield blocks of ``#`` comments, also of CMake and Make."""
     block: list[str] = []
-    start = 0
     for number, line in enumerate([*source.splitlines(), ""], 1):
-        own = re.match(r"\s*#(?!!)\s?(.*)", line)
-        if own:
-            start = start if block else number
-            block.append(own[1])
+        if comment := re.match(r"\s*#(?!!)\s?(.*)", line):
+            block.append(comment[1])
         elif block:
-            yield start, "\n".join(block), False
+            yield number - len(block), "\n".join(block), False
             block = []
 
 
-def paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
-    """Yield paragraphs, items and headings of Markdown or a docstring, but no code or table."""
+def paragraphs(text: str, first: int, page: bool) -> Iterator[tuple[int, str]]:
+    """Yield paragraphs, items and headings of a page or a comment, but no code or table."""
     block: list[str] = []
     start = first
-    fence = generated = False
+    fence = generated = section = code = False
     deep = 0
     for offset, line in enumerate([*text.splitlines(), ""]):
         bare = line.strip()
@@ -135,9 +130,15 @@ def paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
         if deep and bare and indent >= deep:
             continue
         deep = 0 if bare else deep
+        section = bare in SECTIONS or (section and not (bare and indent == 0))
+        code = not page and not section and not block and bool(bare) and (code or indent > 1)
+        if bare in SECTIONS or code:
+            bare = ""
         if fence or generated or bare.startswith(("|", ">>>", ">", "<", "![", ".. ", "@")):
             bare = ""
         item = re.match(r"([*+-]|\d+\.|#+)\s+(.*)", bare)
+        if section and indent == 4:  # an argument's name, then its text
+            item = re.match(r"([\w, *`]+):\s+(.*)", bare)
         if (item or not bare) and block:
             joined = " ".join(block)
             yield start, joined
@@ -161,13 +162,13 @@ def sentences(text: str) -> Iterator[str]:
     text = re.sub(r"\b(e\.g|i\.e|cf|vs|etc|sec|Sec|eq|Eq|al|pp|p)\. ", r"\1 ", text)
     yield from (
         s.strip(" *_(")
-        for s in re.split(r"(?<=[.!?])[)*_\"]*\s+(?=[A-Z`*_\[(\"])", text)
+        for s in re.split(r"(?<=[.!?])[)*_\"]*\s+(?=[A-Z`*_\[(\"]|--\w)", text)
         if s.strip()
     )
 
 
-def faults(text: str, first: int, of_bool: bool) -> Iterator[tuple[int, str]]:
-    for line, paragraph in paragraphs(text, first):
+def faults(text: str, first: int, of_bool: bool, page: bool) -> Iterator[tuple[int, str]]:
+    for line, paragraph in paragraphs(text, first, page):
         for number, sentence in enumerate(sentences(paragraph)):
             if any(sentence.startswith(known) for known in EXCEPTIONS):
                 continue
@@ -190,7 +191,12 @@ def texts(path: Path) -> Iterator[Text]:
         yield from of_c(source)
     elif path.suffix == ".md":
         yield 1, source, False
-    elif path.suffix in (".sh", ".cmake") or path.name in ("CMakeLists.txt", "Makefile", "run"):
+    elif path.suffix in (".sh", ".cmake") or path.name in (
+        "CMakeLists.txt",
+        "Dockerfile",
+        "Makefile",
+        "run",
+    ):
         yield from of_shell(source)
 
 
@@ -215,7 +221,7 @@ def main() -> int:
         if not path.is_file():
             continue
         for first, text, of_bool in texts(path):
-            for line, fault in faults(text, first, of_bool):
+            for line, fault in faults(text, first, of_bool, path.suffix == ".md"):
                 counts["/".join(name.split("/")[:2])] += 1
                 if not options.count:
                     print(f"{name}:{line}: {fault}")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes a toolkit of CUDA 12 for wheels that run on drivers from 525 on (scripts/release.py --cuda): Debian's nvcc 12.4,
-# with PyPI's ptxas 12.8, which does not serialise the wgmma of the kernel for rows of tokens, as ptxas 12.4 does, and
-# PyPI's CUDA C++ headers. Nothing is installed.
+# Makes a toolkit of CUDA 12 for wheels that run on drivers from 525 on (scripts/release.py --cuda). It has Debian's
+# nvcc 12.4 with PyPI's ptxas 12.8 and CUDA C++ headers. The older ptxas would serialise the wgmma of the kernel for
+# rows of tokens. Nothing is installed.
 #
 #   PATH="$(bash scripts/cuda12_root.sh FOLDER)/bin:$PATH" CUDAARCHS="80-real;90a-real;80-virtual" \
 #     python scripts/release.py --cuda
 #
-# nvcc 12.4 knows no sm_100 and no sm_120: GPUs of these run sm_80's PTX. 1 GB is fetched, 0.2 GB kept.
+# nvcc 12.4 knows no sm_100 and no sm_120: such GPUs run sm_80's PTX. It downloads 1 GB and keeps 0.2 GB.
 set -euo pipefail
 [[ $# -eq 1 && "$1" != -* ]] || { sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 2; }
 mkdir -p "$1"

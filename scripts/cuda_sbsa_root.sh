@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a CUDA toolkit that compiles for aarch64 servers on this machine (scripts/release.py --cuda --aarch64): this
-# machine's nvcc, whose compilers know every GPU, with the CUDA runtime of PyPI's wheel for aarch64. Nothing is installed.
+# Makes a CUDA toolkit that compiles for aarch64 servers on this machine (scripts/release.py --cuda --aarch64). It has
+# this machine's nvcc with the CUDA runtime of PyPI's wheel for aarch64. Nothing is installed.
 #
 #   bash scripts/cuda_sbsa_root.sh FOLDER      prints FOLDER; CUDACXX=FOLDER/bin/nvcc CUDAFLAGS="-target-dir sbsa-linux"
 #

@@ -1,14 +1,14 @@
-# Sourced by the scripts beside it: the Python environment they share.
+# Functions for the Python environment that the scripts beside this file share. They source it.
 #
-#   hot_env_python                finds a Python >= 3.10                          -> $HOT_PYTHON
-#   hot_env_venv                  makes the environment, or takes it as it is     -> $HOT_VENV_PYTHON
-#   hot_env_install NAME ARG...   pip install ARG..., unless the last call with this NAME had the same
-#   hot_env_project [EXTRA]       builds and installs this repository, unless its sources are the same; an
-#                                 environment with the same Python installs what another one has built
+#   hot_env_python                finds a Python >= 3.10 and sets HOT_PYTHON
+#   hot_env_venv                  makes the environment if there is none
+#   hot_env_install NAME ARG...   runs pip install ARG..., unless the last call with this NAME had the same arguments
+#   hot_env_project [EXTRA]       builds and installs this repository, unless its sources are the same; environments
+#                                 with the same Python share a build
 #
 # HOT_PYTHON=/path/to/python and HOT_VENV=/path/to/environment override the choice (default: .venv in the
 # repository's root). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected. Nothing is installed
-# outside the repository, unless HOT_APT=1 asks for it: then root installs what is missing with apt-get.
+# outside the repository, except with HOT_APT=1: then root's apt-get installs missing packages.
 
 HOT_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 HOT_VENV="${HOT_VENV:-$HOT_ROOT/.venv}"
@@ -17,6 +17,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 hot_env_say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
 hot_env_fail() { hot_env_say "error: $*"; exit 1; }
+
+# Beside other busy processes, OpenMP threads that wait actively made trainings twenty times slower. Call this before a
+# build, whose own compilers count as load.
+hot_env_busy() {
+  local load cores
+  load="$(cut -d ' ' -f 1 /proc/loadavg)" cores="$(nproc)"
+  [[ -z "${OMP_WAIT_POLICY:-}" && "${load%.*}" -ge "$cores" ]] || return 0
+  export OMP_WAIT_POLICY=passive
+  hot_env_say "other processes are busy here (load average $load, $cores cores): OMP_WAIT_POLICY=passive is set"
+}
 
 hot_env_apt() {
   [[ "${HOT_APT:-}" == 1 ]] || return 1
@@ -62,8 +72,8 @@ hot_env_need() {
     hot_env_fail "missing on this machine; please run: sudo apt-get install $* (or, as root, this again with HOT_APT=1)"
 }
 
-# hot_env_deb PACKAGE: the folder that the files of a distribution's package are unpacked in, below build/; the system
-# stays as it is, and root is not needed. Fails where there is no apt-get or no network.
+# hot_env_deb PACKAGE: unpacks a package of the distribution below build/ and prints that folder. The system stays as
+# it is, and root is not needed. Fails without apt-get or without a network.
 hot_env_deb() {
   local folder="$HOT_ROOT/build/deb/$1" state="$HOT_ROOT/build/deb/apt" log
   if [[ ! -d "$folder" ]]; then
@@ -135,7 +145,7 @@ hot_env_install() {
   hot_env_once "install-$name" "$*" "$HOT_VENV_PYTHON" -m pip install "$@"
 }
 
-# What the package is made of, in one hash; the Python and build options that change it count too.
+# One hash of the package's sources, with the Python and the build options that change it.
 hot_env_sources() {
   {
     printf '%s\n' "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${HOT_JAX:-}" "${CXX:-}"
@@ -153,7 +163,7 @@ hot_env_has_nvcc() {
     [[ -x "${CUDA_HOME:-}/bin/nvcc" || -x "${CUDA_PATH:-}/bin/nvcc" || -x /usr/local/cuda/bin/nvcc ]]
 }
 
-# CMake refuses a GPU without a compiler, for pip would hide what it says. These scripts print it and go on.
+# Builds for the CPU where a GPU has no nvcc, and says so. CMake alone would stop.
 hot_env_cuda() {
   if [[ -z "${HOT_CUDA:-}" && -e /dev/nvidiactl ]] && ! hot_env_has_nvcc; then
     hot_env_say "this machine has a GPU, but no CUDA compiler (nvcc): building for the CPU alone"
@@ -161,7 +171,7 @@ hot_env_cuda() {
   fi
 }
 
-# The kernels take minutes to compile: without a GPU to run them they are left out, unless HOT_CUDA says otherwise.
+# Leaves CUDA out where there is no GPU, because kernels take minutes to compile. HOT_CUDA overrides that.
 hot_env_project() {
   hot_env_cuda
   if [[ -z "${HOT_CUDA:-}" && ! -e /dev/nvidiactl ]]; then local -x HOT_CUDA=OFF; fi
@@ -183,7 +193,6 @@ hot_env_build() {
     mv "$folder.part" "$folder"
   fi
   wheel="$(compgen -G "$folder/*.whl")"
-  # What it depends on, then itself: pip takes one of the same version for the same.
-  "$HOT_VENV_PYTHON" -m pip install "$wheel$extra" &&
-    "$HOT_VENV_PYTHON" -m pip install --force-reinstall --no-deps "$wheel"
+  # pip keeps an installed package of the same version, so the old one goes first.
+  "$HOT_VENV_PYTHON" -m pip uninstall -qq --yes hotcore-int8 && "$HOT_VENV_PYTHON" -m pip install "$wheel$extra"
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Put the CUTLASS headers into third_party/cutlass (third_party/README.md says which and why).
+"""Put the CUTLASS headers into third_party/cutlass (see third_party/README.md).
 
     python scripts/fetch_cutlass.py [--wheel FILE] [--force]
 
@@ -18,8 +18,8 @@ SOURCE = "cutlass_library/source/"
 KEPT = ("include/", "tools/util/include/")
 
 
-def kept(name: str) -> str | None:
-    """Headers and the licence."""
+def place(name: str) -> str | None:
+    """Select the headers and the licence."""
     if ".dist-info/" in name and Path(name).name.startswith("LICENSE"):
         return Path(name).name
     path = name.removeprefix(SOURCE)
@@ -31,7 +31,7 @@ WHEEL = Wheel(
     requirement="nvidia-cutlass==4.2.0.0",
     sha256="f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6",
     folder="cutlass",
-    kept=kept,
+    place=place,
 )
 
 if __name__ == "__main__":

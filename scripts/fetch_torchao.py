@@ -16,8 +16,8 @@ import sys
 from pinned_wheel import Wheel, main
 
 
-def kept(name: str) -> str | None:
-    """The package and its metadata, which holds licence and version."""
+def place(name: str) -> str | None:
+    """Select the package and its metadata, which holds licence and version."""
     return name if name.startswith(("torchao/", "torchao-")) and not name.endswith(".so") else None
 
 
@@ -26,7 +26,7 @@ WHEEL = Wheel(
     requirement="torchao==0.17.0",
     sha256="87a418ce0ec064a821ceab83c921b501acef0ce9a6ccd1be358fcd16c3ae8c58",
     folder="torchao",
-    kept=kept,
+    place=place,
     options=("--platform", "manylinux_2_28_x86_64", "--python-version", "3.12", "--abi", "abi3"),
 )
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Put XLA's foreign function interface into third_party/xla_ffi (third_party/README.md: why so).
+"""Put XLA's foreign function interface into third_party/xla_ffi (see third_party/README.md).
 
     python scripts/fetch_xla_ffi.py [--wheel FILE] [--force]
 
@@ -17,8 +17,8 @@ from pinned_wheel import Wheel, main
 SOURCE = "jaxlib/include/"
 
 
-def kept(name: str) -> str | None:
-    """Headers and the licence."""
+def place(name: str) -> str | None:
+    """Select the headers and the licence."""
     if ".dist-info/" in name and Path(name).name.startswith("LICENSE"):
         return Path(name).name
     path = name.removeprefix(SOURCE)
@@ -30,7 +30,7 @@ WHEEL = Wheel(
     requirement="jaxlib==0.7.2",
     sha256="11f32319e662ccff66859eb393757050d8971bd880bc4dd70dec6434d890fb59",
     folder="xla_ffi",
-    kept=kept,
+    place=place,
     options=("--platform", "manylinux_2_27_x86_64", "--python-version", "3.12"),
 )
 

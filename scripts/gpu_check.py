@@ -3,17 +3,17 @@
 
     python3 scripts/gpu_check.py [--out benchmarks/results/gpu-check.json] [--build build/gpu]
 
-On another GPU than an H100 or H200 it builds for that one, runs the C++ tests and those of the
-adapter, and fewer benchmarks (some ten minutes on 8 cores, 20 GiB of its memory); the report is
-benchmarks/results/device-NAME.json, which a table of the docs takes.
+On other GPUs than H100 and H200 it builds for that GPU, and runs the C++ tests, the adapter's tests
+and fewer benchmarks. That takes ten minutes on 8 cores and 20 GiB of GPU memory. The report is
+benchmarks/results/device-NAME.json, which a table of the docs shows.
 
-Needs nvcc, CMake, ninja, GoogleTest, and a Python with torch, nanobind and pytest; no network. The
-CUTLASS headers have to be in third_party/cutlass (scripts/fetch_cutlass.py needs a network), and
-torchao, for the comparison, in third_party/torchao (scripts/fetch_torchao.py).
-`--skip-tests` and `--skip-bench` skip a half; the report then says so and counts as failed.
+It needs nvcc, CMake, ninja, GoogleTest, and a Python with torch, nanobind and pytest. No network is
+needed after scripts/fetch_cutlass.py (headers) and scripts/fetch_torchao.py (the FP8 rival).
+`--skip-tests` and `--skip-bench` skip a half. The report then says so and counts as failed.
 `--fail-fast` skips the benchmarks if a test fails.
-`--build-only` needs no GPU: it builds, and a later check of the same sources in the same folder
-(also on another machine, at the same path) reuses the build.
+`--build-only` needs no GPU. A later check of the same sources at the same path reuses the build,
+also on another machine.
+On a terminal a line every 30 seconds names the part and the time left, by the last report.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as tree
 from concurrent.futures import ThreadPoolExecutor
@@ -41,11 +42,11 @@ BUILT = (
     *("CMakeLists.txt", "cmake", "cpp", "cuda", "python/bindings", "tests/cpp"),
     "benchmarks/stock_gemm",
 )
-"""HOT's own sources of the build."""
+"""Sources of HOT that the build reads."""
 LONGEST_TEST = "tests/gpu/test_cpp.py::test_consumer_of_a_static_library"
-"""Starts first: it builds libhot once more."""
+"""Longest test, which builds libhot once more and therefore starts first."""
 OTHER_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_runtime.py::test_the_self_test")
-"""On other GPUs than an H100 or H200."""
+"""Tests for GPUs other than H100 and H200."""
 SIDE_BY_SIDE = ("-n", "12", "--dist", "worksteal")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
@@ -76,11 +77,11 @@ SMALL = {name: BENCHMARKS[name] for name in ("backward", "gemm")} | {
         *("bf16 reduce-overhead", "default int8-forward reduce-overhead"),
     )
 }
-"""On other GPUs."""
+"""Benchmarks for other GPUs."""
 
 
 def architecture() -> str:
-    """This GPU's, as CMake names it; without one the H100's."""
+    """Return this GPU's architecture in CMake's notation; without a GPU the H100's."""
     if importlib.util.find_spec("torch") is None:
         return HOPPER
     import torch
@@ -92,7 +93,7 @@ def architecture() -> str:
 
 
 def device_name() -> str:
-    """Of files: lower case, words apart by hyphens."""
+    """Return the GPU's name for a file: lower case, with hyphens between words."""
     import torch
 
     words = torch.cuda.get_device_name(0).lower().replace("nvidia", "").replace("geforce", "")
@@ -100,7 +101,7 @@ def device_name() -> str:
 
 
 def source_hash(names: tuple[str, ...] = HASHED) -> str:
-    """A hash of the names and contents of all files at or below some paths."""
+    """Hash the names and contents of all files at or below some paths."""
     total = hashlib.sha256()
     for name in names:
         top = ROOT / name
@@ -122,7 +123,7 @@ def run(*command: object, env: dict[str, str] | None = None, log: Path | None = 
 
 
 def counts(report: Path) -> dict[str, int]:
-    """passed, failed, skipped of a JUnit file; a missing file is one failure."""
+    """Count passed, failed and skipped tests of a JUnit file. A missing file is one failure."""
     total = {"passed": 0, "failed": 0, "skipped": 0}
     if not report.exists():
         return {"passed": 0, "failed": 1, "skipped": 0}
@@ -137,7 +138,7 @@ def counts(report: Path) -> dict[str, int]:
 
 
 def last_line(*command: str) -> str:
-    """The last line that a command prints; "?" if there is no such command."""
+    """Return the last line that a command prints, or "?" if the command is missing."""
     if shutil.which(command[0]) is None:
         return "?"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -224,10 +225,10 @@ def test_all(
         "--output-on-failure", "--output-junit", ctest_report, log=reports / "ctest.log",
     )  # fmt: skip
     tests["C++"] = counts(ctest_report)
-    of_all = (LONGEST_TEST, "tests/gpu", "tests/with_torch")
+    every = (LONGEST_TEST, "tests/gpu", "tests/with_torch")
     code = run(
         sys.executable, "-m", "pytest", "-q",
-        *(of_all if arch == HOPPER else OTHER_TESTS), "-m", "cuda",
+        *(every if arch == HOPPER else OTHER_TESTS), "-m", "cuda",
         "--durations=5",
         *(SIDE_BY_SIDE if importlib.util.find_spec("xdist") else ()),
         "--junit-xml", pytest_report, env=env, log=reports / "pytest.log",
@@ -243,7 +244,7 @@ def test_all(
 
 
 def sanitize(build: Path, reports: Path) -> dict[str, str]:
-    """compute-sanitizer over a few tests; "clean", or what it said."""
+    """Run compute-sanitizer over a few tests. Returns "clean" or its messages."""
     out: dict[str, str] = {}
     if not shutil.which("compute-sanitizer"):
         return out
@@ -262,9 +263,9 @@ def sanitize(build: Path, reports: Path) -> dict[str, str]:
 def bench_all(
     build: Path, reports: Path, env: dict[str, str], arch: str
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Exit codes and reports of the benchmarks."""
+    """Run the benchmarks. Returns their exit codes and reports."""
     steps: dict[str, int] = {}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     stock = str(build / "benchmarks/stock_gemm/libhot_stock_gemm.so")
     words_of = SMALL
     if arch == HOPPER:
@@ -281,13 +282,13 @@ def bench_all(
         )  # fmt: skip
         print((reports / f"bench_{name}.log").read_text()[-4000:])
         steps[f"bench_{name}"] = code
-        # One that failed in a part of it has written the others, and its code is counted.
-        found[name] = json.loads(path.read_text()) if path.exists() else {}
-    return steps, found
+        # A benchmark that failed in one part has written the other parts; its code counts.
+        results[name] = json.loads(path.read_text()) if path.exists() else {}
+    return steps, results
 
 
 def ratios(bench: dict[str, Any]) -> dict[str, Any]:
-    """The figures that are quoted: sums of groups, the paper's layers, copies, forward, steps."""
+    """Collect the figures that pages quote: sums of groups, the paper's layers, copies, steps."""
     backward, fwht, gemm, models = (bench.get(name, {}) for name in BENCHMARKS)
     out: dict[str, Any] = {}
     for group, table in backward.get("layers", {}).items():
@@ -300,8 +301,8 @@ def ratios(bench: dict[str, Any]) -> dict[str, Any]:
         out[f"{group}, sum, compress, copies of x"] = {
             recipe: row["compress of a copy"] for recipe, row in table["recipes"].items()
         }
-    for way, table in backward.get("paper", {}).items():
-        out[f"the paper's layers, arrays {way}, times faster than fp32"] = table["means"]
+    for arrays, table in backward.get("paper", {}).items():
+        out[f"the paper's layers, arrays {arrays}, times faster than fp32"] = table["means"]
     for group, table in backward.get("forward", {}).items():
         out[f"{group}, forward, extra time"] = table["extra"]
     if "host" in backward:
@@ -312,11 +313,11 @@ def ratios(bench: dict[str, Any]) -> dict[str, Any]:
         out["fwht, share of the copy's speed"] = shares
     for group, products in gemm.get("products", {}).items():
         out[f"INT8 product, {group}, TOPS"] = {
-            name: found["rows"]["hotcore"]["TOPS"] for name, found in products.items()
+            name: product["rows"]["hotcore"]["TOPS"] for name, product in products.items()
         }
         out[f"INT8 product, {group}, of the best stock tile"] = {
-            name: found["rows"]["hotcore"].get("of the best stock tile")
-            for name, found in products.items()
+            name: product["rows"]["hotcore"].get("of the best stock tile")
+            for name, product in products.items()
         }
     for model, entry in models.get("steps", {}).items():
         out[f"{model}, a step, of compiled bf16"] = {
@@ -346,15 +347,28 @@ def main() -> int:
 
     if not torch.cuda.is_available():
         sys.exit("gpu_check: torch sees no CUDA device")
-    own = "gpu-check.json" if arch == HOPPER else f"device-{device_name()}.json"
-    out: Path = args.out or ROOT / "benchmarks/results" / own
+    name = "gpu-check.json" if arch == HOPPER else f"device-{device_name()}.json"
+    out: Path = args.out or ROOT / "benchmarks/results" / name
     seconds: dict[str, int] = {}
     last = start = time.time()
+    before = out if out.exists() else ROOT / "benchmarks/results/gpu-check.json"
+    expected: dict[str, int] = json.loads(before.read_text())["seconds"]
 
     def done(part: str) -> None:
         nonlocal last
         seconds[part] = round(time.time() - last)
         last = time.time()
+
+    def show() -> None:
+        while True:
+            time.sleep(30)
+            rest = {part: took for part, took in expected.items() if part not in seconds}
+            left = sum(rest.values()) - min(time.time() - last, next(iter(rest.values()), 0))
+            part = next(iter(rest), "report")
+            print(f"gpu_check: {part}; about {left / 60:.0f} min left, as last time", flush=True)
+
+    if sys.stdout.isatty():
+        threading.Thread(target=show, daemon=True).start()
 
     steps: dict[str, int] = {}
     tests: dict[str, dict[str, int]] = {}
@@ -367,7 +381,7 @@ def main() -> int:
     if args.skip_tests:
         steps["tests: skipped"] = 1
     else:
-        with ThreadPoolExecutor(1) as beside:  # the sanitizer mostly waits for one core
+        with ThreadPoolExecutor(1) as beside:  # the sanitizer uses one core
             sanitized = beside.submit(sanitize, build, reports)
             tests = test_all(build, reports, env, arch)
             done("tests")
@@ -394,7 +408,7 @@ def main() -> int:
     }
     total["failed"] += sum(code != 0 for code in steps.values())
     total["failed"] += sum(word != "clean" for word in sanitizer.values())
-    goals = []  # the project's are the H200's
+    goals = []  # the project's goals are for the H200
     if arch == HOPPER:
         goals = targets.rows(*(bench.get(name, {}) for name in BENCHMARKS))
     result = {

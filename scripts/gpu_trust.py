@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Long runs on a GPU machine: load, faults, sizes past 2^31, compute-sanitizer; one report.
+"""Run long tests on a GPU machine: load, faults, sizes past 2^31, compute-sanitizer; one report.
 
     python3 scripts/gpu_trust.py                        # all parts, about 500 s on an H200
-    python3 scripts/gpu_trust.py random overlap         # some; the report keeps the others'
-    python3 scripts/gpu_trust.py --budget 300 sanitizer    # goes on with a report of these sources
+    python3 scripts/gpu_trust.py random overlap         # two parts; the report keeps the others'
+    python3 scripts/gpu_trust.py --budget 300 sanitizer    # continues a report of these sources
 
-Builds as gpu_check.py does (the same folder: what one has built the other reuses) and needs what it
-needs. Parts that take little of the device run side by side. Sizes: see PARTS below and
-tests/cpp/test_trust_cuda.cpp.
+It builds in gpu_check.py's folder, so each reuses the other's build, and has the same requirements.
+Parts that use little of the device run side by side. PARTS below and tests/cpp/test_trust_cuda.cpp
+have the sizes.
 
 parts:
+
   random     random small calls, CUDA against the CPU bit for bit
   overlap    random layers, overlapping launches against one launch at a time
   load       64 threads on 8 streams
@@ -46,8 +47,7 @@ from gpu_check import ROOT  # noqa: E402
 
 OUT = ROOT / "benchmarks/results/gpu-trust.json"
 TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")  # the slowest first
-# Tests that start this program again or make an error of CUDA themselves: a sanitizer would take it
-# for the test's.
+# Tests that start this program again or cause a CUDA error on purpose, which a sanitizer reports.
 NOT_SANITIZED = ("an_illegal_address", "a_device_that_is_reset", "a_full_device", "overlapping_",
                  "an_error_of_others")  # fmt: skip
 SANITIZED = (
@@ -58,31 +58,31 @@ SANITIZED = (
         if path.is_file()
     ),
 )
-"""What the kernels that a sanitizer sees depend on: not the CPU backend."""
+"""Sources of the kernels that a sanitizer sees, without the CPU backend."""
 LONG = {
     "GemmMmaCuda.longest_contraction_is_exact": 6,
     "GemmMmaCuda.longer_contractions_are_exact": 6,
     "GemmMmaCuda.every_tile_equals_cpu": 6,
     "StagesCuda.every_replay_reads_the_counter": 9,
 }
-"""Tests that no sanitizer ends in time, and how many parts run side by side (HOT_TEST_PART). They
-start first."""
+"""Tests too long for a sanitizer, which start first, and their parts that run side by side
+(HOT_TEST_PART)."""
 SHORT = {"HOT_RANDOM_CASES": "150", "HOT_LOAD_SECONDS": "0", "HOT_TRUST_THREADS": "2"}
 """Sizes of the long tests under a sanitizer."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One process of a part: a gtest program with a filter, or a pytest file with an expression."""
+    """Process of a part: a gtest program with a filter, or a pytest file with an expression."""
 
     what: str
-    """test_trust_cuda, or a file of tests."""
+    """Program test_trust_cuda, or a file of tests."""
     chosen: str
     environment: dict[str, str]
 
 
 def parts_of(size: float, cores: int) -> dict[str, list[Run]]:
-    """Every part but the sanitizer's; ``size``: a share of the full sizes."""
+    """Return every part except the sanitizer's; ``size``: a share of the full sizes."""
     workers = str(max(1, cores - 2))
     cpp, python = "test_trust_cuda", "tests/gpu/test_trust.py"
 
@@ -130,64 +130,64 @@ GROUPS = (("random", "steps"), ("overlap", "load"), ("large",), ("faults",), ("d
 """Parts that run side by side, in this order. ``large`` and ``faults`` fill the device."""
 LIMITS = {"random": 240, "steps": 260, "overlap": 150, "load": 110, "large": 200, "faults": 120,
           "devices": 120}  # fmt: skip
-"""Seconds of a part at most."""
+"""Longest time of a part in seconds."""
 
 
 def gtest_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Each test's result and properties, of --gtest_output=json."""
+    """Read each test's result and properties from --gtest_output=json."""
     if not path.exists():
         return {}
     known = {"name", "status", "result", "timestamp", "time", "classname", "file", "line"}
-    found = {}
+    results = {}
     for suite in json.loads(path.read_text())["testsuites"]:
         for case in suite["testsuite"]:
             if case.get("result") == "SUPPRESSED":  # a child's, which its parent runs
                 continue
             result = "failed" if case.get("failures") else case.get("result", "?").lower()
-            found[case["name"]] = {
+            results[case["name"]] = {
                 "result": {"completed": "passed"}.get(result, result),
                 "seconds": float(case["time"].rstrip("s")),
                 "figures": {k: number(v) for k, v in case.items() if k not in known | {"failures"}},
                 **({"failures": [f["failure"][:600] for f in case["failures"][:6]]}
                    if case.get("failures") else {}),
             }  # fmt: skip
-    return found
+    return results
 
 
 def pytest_results(path: Path) -> dict[str, dict[str, Any]]:
-    """The same of --junit-xml."""
+    """Read each test's result and properties from --junit-xml."""
     if not path.exists():
         return {}
-    found = {}
+    results = {}
     for case in tree.parse(path).getroot().iter("testcase"):
         trouble = [one for one in case if one.tag in ("failure", "error")]
         skipped = case.find("skipped") is not None
-        found[case.get("name", "?")] = {
+        results[case.get("name", "?")] = {
             "result": "failed" if trouble else "skipped" if skipped else "passed",
             "seconds": float(case.get("time", 0)),
             "figures": {p.get("name"): number(p.get("value", "")) for p in case.iter("property")},
             **({"failures": [(trouble[0].text or "")[-600:]]} if trouble else {}),
         }
-    return found
+    return results
 
 
 def number(text: str) -> int | str:
-    """A figure that is one as a number."""
+    """Convert a figure to a number, and leave other text."""
     return int(text) if text.removeprefix("-").isdigit() else text
 
 
 def shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
-    """The cores divided among jobs, one at least each."""
+    """Divide the cores among jobs, with at least one for each."""
     return [list(cores[i::jobs]) or [cores[i % len(cores)]] for i in range(jobs)]
 
 
 class Trust:
-    """The parts, as they are run in one call.
+    """Runs the parts of one call.
 
     Args:
         build: gpu_check's folder.
-        environment: of the Python tests.
-        deadline: time.monotonic() at which nothing more is started.
+        environment: environment of the Python tests.
+        deadline: time.monotonic() after which no test starts.
     """
 
     def __init__(self, build: Path, environment: dict[str, str], deadline: float) -> None:
@@ -199,7 +199,7 @@ class Trust:
         return max(0.0, self.deadline - time.monotonic())
 
     def part(self, name: str, runs: Sequence[Run]) -> dict[str, Any]:
-        """Run one part; its tests by name."""
+        """Run one part and return its tests by name."""
         began = time.monotonic()
         tests: dict[str, Any] = {}
         trouble = []
@@ -208,8 +208,8 @@ class Trust:
             if seconds < 5:
                 trouble.append(f"{run.what}: no time left")
                 continue
-            found, word = self.run(f"{name}-{index}", run, seconds)
-            tests |= found
+            done, word = self.run(f"{name}-{index}", run, seconds)
+            tests |= done
             if word:
                 trouble.append(f"{run.what}: {word}")
         failed = [test for test, row in tests.items() if row["result"] == "failed"]
@@ -224,7 +224,7 @@ class Trust:
         }
 
     def run(self, name: str, run: Run, seconds: float) -> tuple[dict[str, Any], str]:
-        """One process: its tests, and what went wrong with the process itself."""
+        """Run one process. Returns its tests, and the failure of the process itself."""
         python = run.what.endswith(".py")
         path = self.reports / f"{name}.{'xml' if python else 'json'}"
         path.unlink(missing_ok=True)
@@ -249,17 +249,17 @@ class Trust:
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 return {}, f"did not end in {seconds:.0f} s"
-        found = pytest_results(path) if python else gtest_results(path)
+        results = pytest_results(path) if python else gtest_results(path)
         if code != 0:
             print(log.read_text()[-3000:], flush=True)
-        return found, f"exit code {code}" if code != 0 and not found else ""
+        return results, f"exit code {code}" if code != 0 and not results else ""
 
     # ---- the sanitizer ----
 
     def sanitizer(self, jobs: int, seconds_a_test: float, before: dict[str, Any]) -> dict[str, Any]:
-        """compute-sanitizer over every C++ GPU test, each with four tools, until time is up.
+        """Run compute-sanitizer's four tools over every C++ GPU test, until time is up.
 
-        ``before``: this part of a report of the same sources; what was clean there stays.
+        ``before`` is this part of a report of the same sources, whose clean tests are not repeated.
         """
         began = time.monotonic()
         if not shutil.which("compute-sanitizer"):
@@ -270,15 +270,15 @@ class Trust:
             for test in self.tests_in(program)
         ]
         names = {test for _, test in tests}
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for tool in TOOLS:
             clean = [test for test in before.get(tool, {}).get("clean", ()) if test in names]
-            found[tool] = {"clean": clean, "errors": {}, "not finished": []}
+            results[tool] = {"clean": clean, "errors": {}, "not finished": []}
         jobs_left = [
             (tool, program, test, part)
             for tool in TOOLS
             for program, test in sorted(tests, key=lambda one: one[1] not in LONG)
-            if test not in found[tool]["clean"]
+            if test not in results[tool]["clean"]
             for part in range(LONG.get(test, 1))
         ]
         words: dict[tuple[str, str], list[str | None]] = {}
@@ -300,18 +300,18 @@ class Trust:
                 words.setdefault((tool, test), []).append(word)
 
         with ThreadPoolExecutor(jobs) as pool:
-            # Tool by tool: if time runs out, the last tools have the gaps.
+            # In the order of the tools: if time runs out, tests of the last tools are missing.
             list(pool.map(one, jobs_left))
         for (tool, test), said in words.items():
             errors_of_it = [word for word in said if word not in (None, "clean")]
             if errors_of_it:
-                found[tool]["errors"][test] = errors_of_it[0]
+                results[tool]["errors"][test] = errors_of_it[0]
             elif None in said:
-                found[tool]["not finished"].append(test)
+                results[tool]["not finished"].append(test)
             else:
-                found[tool]["clean"].append(test)
-        errors = any(row["errors"] for row in found.values())
-        complete = not any(row["not finished"] for row in found.values())
+                results[tool]["clean"].append(test)
+        errors = any(row["errors"] for row in results.values())
+        complete = not any(row["not finished"] for row in results.values())
         result = "failed" if errors else "passed" if complete else "not finished"
         print(f"sanitizer: {result}, {time.monotonic() - began:.0f} s", flush=True)
         return {
@@ -320,11 +320,11 @@ class Trust:
             "trouble": [],
             "tests": len(tests),
             "sanitized_hash": gpu_check.source_hash(SANITIZED),
-            "tools": found,
+            "tools": results,
         }
 
     def tests_in(self, program: Path) -> list[str]:
-        """Full names of a gtest program's tests."""
+        """List the full names of a gtest program's tests."""
         text = subprocess.run(
             [program, "--gtest_list_tests"], capture_output=True, text=True, check=True
         ).stdout
@@ -346,9 +346,9 @@ class Trust:
         cores: Sequence[int],
         part: int = 0,
     ) -> str | None:
-        """What the tool said, or None if there was no time.
+        """Return the tool's messages, or None if time ran out.
 
-        ``cores``: of the test, whose CPU's threads wait actively; ``part``: of a test in LONG.
+        ``cores`` are the test's, whose CPU threads wait actively. ``part`` is for a test in LONG.
         """
         log = self.reports / f"{tool}-{test.replace('/', '_')}-{part}.log"
         environment = {**os.environ, **SHORT}
@@ -383,8 +383,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
     parser.add_argument("--budget", type=float, default=500, help="seconds after the build")
-    parser.add_argument("--size", type=float, default=1, help="of the full sizes, for a trial")
-    parser.add_argument("--sanitizer-seconds", type=float, default=100, help="of one test")
+    parser.add_argument(
+        "--size", type=float, default=1, help="share of the full sizes, for a trial"
+    )
+    parser.add_argument(
+        "--sanitizer-seconds", type=float, default=100, help="longest time of one test"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 4) - 2))
     args = parser.parse_args()
     unknown = set(args.parts) - set(every)
@@ -397,7 +401,7 @@ def main() -> int:
     build: Path = args.build.resolve()
     reports = build / "reports"
     reports.mkdir(parents=True, exist_ok=True)
-    steps = gpu_check.build_all(build, reports)
+    steps = gpu_check.build_all(build, reports, gpu_check.architecture())
     if any(steps.values()):
         sys.exit(f"gpu_trust: the build failed: {steps}")
     environment = {
@@ -407,37 +411,40 @@ def main() -> int:
     }
     trust = Trust(build, environment, time.monotonic() + args.budget)
     runs = parts_of(args.size, os.cpu_count() or 4)
-    made = {
+    about = {
         "device": torch.cuda.get_device_name(0),
         "versions": gpu_check.versions(),
         "source_hash": gpu_check.source_hash(),
         "size": args.size,
     }
     report = json.loads(args.out.read_text()) if args.out.exists() else {}
-    found: dict[str, Any] = report.get("parts", {})
-    wanted = args.parts or every
+    results: dict[str, Any] = report.get("parts", {})
+    chosen = args.parts or every
     for group in GROUPS:
         works: dict[str, Callable[[], dict[str, Any]]] = {}
         for name in group:
-            if name not in wanted:
+            if name not in chosen:
                 continue
             if name == "sanitizer":
-                last = found.get(name, {})
+                last = results.get(name, {})
                 same = last.get("sanitized_hash") == gpu_check.source_hash(SANITIZED)
                 tools = last.get("tools", {}) if same else {}
                 works[name] = partial(trust.sanitizer, args.jobs, args.sanitizer_seconds, tools)
             else:
                 works[name] = partial(trust.part, name, runs[name])
         with ThreadPoolExecutor(max(1, len(works))) as pool:
-            results = {name: pool.submit(work) for name, work in works.items()}
-            for name, result in results.items():
-                found[name] = {**result.result(), **made}
-        # After every group: a call that is cut off leaves what was done.
+            if works:
+                longest = max(LIMITS.get(name, args.budget) for name in works)
+                print(f"running {', '.join(works)}: at most {longest:.0f} s", flush=True)
+            running = {name: pool.submit(work) for name, work in works.items()}
+            for name, result in running.items():
+                results[name] = {**result.result(), **about}
+        # Written after every group, so that an interrupted call leaves a report.
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        ordered = {name: found[name] for name in every if name in found}
+        ordered = {name: results[name] for name in every if name in results}
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
         args.out.write_text(json.dumps({"date": today, "parts": ordered}, indent=1) + "\n")
-    failed = [name for name in wanted if found[name]["result"] == "failed"]
+    failed = [name for name in chosen if results[name]["result"] == "failed"]
     print(f"written: {args.out}; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
 

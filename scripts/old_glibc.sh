@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Makes a C++ compiler whose programs run on glibc 2.28, out of this machine's g++ and the headers and libraries of
-# Debian 11: for wheels on a Debian machine without containers (scripts/release.py). Nothing is installed.
+# Makes a C++ compiler whose programs run on glibc 2.28, for wheels without containers (scripts/release.py). It has this
+# machine's g++ with the headers and libraries of Debian 11. Nothing is installed.
 #
 #   bash scripts/old_glibc.sh FOLDER [aarch64]       prints FOLDER/c++, the compiler; aarch64: by aarch64-linux-gnu-g++
 #
-# Debian 11 has glibc 2.31; what libhot uses of it is older than 2.28, and auditwheel says whether that is so. libstdc++
-# is linked statically: that of Debian 11 is newer than manylinux_2_28's. The C++ interface stays g++'s, so that
-# find_package(hotcore) works out of the wheel (a clang with libc++ would change it). A cross compiler has a C library of
-# its own, which the folders given here stand before.
+# Debian 11 has glibc 2.31, but auditwheel checks that libhot uses no symbol above 2.28. Debian 11's libstdc++ is newer
+# than manylinux_2_28's, so it is linked statically. The C++ interface stays g++'s, so that find_package(hotcore) works
+# with the wheel. A cross compiler has its own C library, so these folders come before it.
 set -euo pipefail
 [[ $# -ge 1 && "$1" != -* && "${2:-aarch64}" == aarch64 ]] ||
   { sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 2; }

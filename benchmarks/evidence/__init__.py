@@ -1,8 +1,8 @@
-"""What reproduces the paper, the rivals, and what makes the pages of the docs.
+"""Reproduction of the paper, rivals, and the scripts that write tables of the docs.
 
-From the repository's root, ``python -m benchmarks.evidence.doc_tables``. Modules are imported as
-``evidence.X`` everywhere, so that each is there once; for that benchmarks/ goes on the path, and
-examples/ for the tasks in it.
+Scripts run from the repository's root, for example ``python -m benchmarks.evidence.doc_tables``.
+This file adds benchmarks/ and examples/ to the path. Every module is imported as ``evidence.X``, so
+that it exists once.
 """
 
 import sys

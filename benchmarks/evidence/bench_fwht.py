@@ -1,9 +1,9 @@
-"""The public FWHT against a copy of the same array, and against alternatives in torch.
+"""Time the public FWHT beside a copy of the array, and beside alternatives in torch.
 
     python -m benchmarks.evidence.bench_fwht [--device cpu|cuda] [--n N ...] [--elements E]
 
-Bytes count each element read once and written once. Rivals: the package fast_hadamard_transform, if
-it can be imported, and a product with the Hadamard matrix.
+Bytes count one read and one write of each element. The rivals are the package
+fast_hadamard_transform, if installed, and a product with the Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def bench(n: int, elements: int, rounds: int, device: str) -> dict[str, Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "fwht")
     parser.add_argument("--n", type=int, action="append", choices=SIZES, help="repeatable")
-    parser.add_argument("--elements", type=int, help="of the array; default 2^28, on the CPU 2^20")
+    parser.add_argument("--elements", type=int, help="size (default: 2^28, on the CPU 2^20)")
     args = timing.begin(parser, argv)
     elements = args.elements or (1 << (20 if args.device == "cpu" else 28))
     if rival() is None:

@@ -1,19 +1,19 @@
-"""How good every method's gradients are along a real training run.
+"""Measure the quality of every method's gradients during a training run.
 
-    python -m benchmarks.evidence.bench_gradients [--plot]    # minutes on a CPU; can go on later
+    python -m benchmarks.evidence.bench_gradients [--plot]    # minutes on a CPU; continues a report
 
-Trains the README's small ViT and GPT in fp32. At some steps every linear layer of the blocks gives
-its x, w and g_y to every method, many times, and g_x and g_w are held against the exact products:
+It trains the README's small ViT and GPT in fp32. At some steps every method computes g_x and g_w
+many times from the x, w and g_y of each linear layer. They are compared with the exact products:
 
-* error: root mean square of ``|g' - g| / |g|``; cosine: mean over the draws;
-* noise: spread of the draws around their own mean, over ``|g|``;
-* bias: ``|mean - g| / |g|`` without the share that the noise leaves in a mean of so many draws;
-  what is below the noise over the root of the draws is nothing;
-* batch: the same layer's exact g_w over other batches, spread over the norm of the mean: the noise
-  that training has anyway.
+* error: root mean square of ``|g' - g| / |g|``; cosine: mean over the draws
+* noise: spread of the draws around their mean, over ``|g|``
+* bias: ``|mean - g| / |g|``, without the noise that remains in a mean of that many draws. A bias
+  below the noise over the square root of the draws is not significant.
+* batch: spread of the layer's exact g_w over batches, over the norm of its mean; every training has
+  this noise
 
-Cost is in bit operations of the backward pass over full precision's, bytes are what a layer keeps
-of a value of x. LoRA has no gradients of these weights and no part in this.
+Cost is bit operations of the backward pass over full precision's. Bytes are those that a layer
+keeps per value of x. LoRA takes no part, because it has no gradients of these weights.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from tqdm import tqdm
 
 KINDS = ("gx", "gw")
 MORE = (*(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),)
-"""Beside what trains in the rivals' table."""
+"""Contenders in addition to those of the rivals' table."""
 Capture = tuple[Tensor, Tensor, Tensor]
-"""x, w, g_y of a layer."""
+"""Tensors x, w and g_y of a layer."""
 SIMULATED_BYTES = {"naive_int4": 0.5}
-"""Bytes a value where the simulation keeps a code a byte."""
+"""Bytes per value of methods whose simulation keeps one byte per code."""
 
 
 def layer_of(contender: Contender, w: Tensor) -> nn.Sequential:
-    """A layer that holds a copy of w, converted."""
+    """Build a converted layer that holds a copy of w."""
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
     layer.weight = nn.Parameter(w.clone())
     model = nn.Sequential(layer)
@@ -55,7 +55,7 @@ def layer_of(contender: Contender, w: Tensor) -> nn.Sequential:
 
 
 def draw(contender: Contender, capture: Capture) -> dict[str, Tensor]:
-    """One g_x and g_w."""
+    """Compute g_x and g_w once."""
     x, w, gy = capture
     model = layer_of(contender, w)
     leaf = x.clone().requires_grad_()
@@ -66,52 +66,52 @@ def draw(contender: Contender, capture: Capture) -> dict[str, Tensor]:
 
 
 def bytes_a_value(contender: Contender, capture: Capture) -> float:
-    """What a layer keeps more for twice the samples, of a value of x: nothing of the weight's."""
+    """Measure the bytes kept per value of x, as the difference between two batch sizes."""
     if contender.method in SIMULATED_BYTES:
         return SIMULATED_BYTES[contender.method]
     x, w, _ = capture
     model = layer_of(contender, w)
     sizes = []
     for samples in (x, torch.cat([x, x])):
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
 
-        def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = model(samples.clone().requires_grad_())
         del y
-        sizes.append(sum(kept.values()))
+        sizes.append(sum(saved.values()))
     return (sizes[1] - sizes[0]) / x.numel()
 
 
 def quality(contender: Contender, capture: Capture, draws: int) -> dict[str, Any]:
-    """Error, cosine, noise and bias of both gradients; bytes a value."""
+    """Compute error, cosine, noise and bias of both gradients, and bytes per value."""
     x, w, gy = (tensor.double() for tensor in capture)
     exact = {"gx": gy @ w, "gw": gy.flatten(0, -2).t() @ x.flatten(0, -2)}
     sums = {kind: torch.zeros_like(value) for kind, value in exact.items()}
     squares, cosines = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
     first: dict[str, Tensor] = {}
     for count in range(1, draws + 1):
-        found = draw(contender, capture)
+        gradients = draw(contender, capture)
         for kind in KINDS:
-            value = found[kind].double()
+            value = gradients[kind].double()
             error = value - exact[kind]
             sums[kind] += error
             squares[kind] += float(error.square().sum())
             norm = value.norm() * exact[kind].norm()
             cosines[kind] += float((value * exact[kind]).sum() / norm) if norm else 0.0
         if count == 1:
-            first = found
-        elif count == 2 and all(torch.equal(first[kind], found[kind]) for kind in KINDS):
-            break  # nothing is left to chance
+            first = gradients
+        elif count == 2 and all(torch.equal(first[kind], gradients[kind]) for kind in KINDS):
+            break  # the method has no randomness
     out: dict[str, Any] = {"draws": count, "bytes": bytes_a_value(contender, capture)}
     for kind in KINDS:
         norm = float(exact[kind].norm())
         mean = float((sums[kind] / count).square().sum())
-        # Sum of the elements' variances, without bias; all draws alike have none.
+        # Unbiased sum of the elements' variances; equal draws have none.
         variance = max(0.0, (squares[kind] - count * mean) / (count - 1)) if count > 1 else 0.0
         out[kind] = {
             "error": (squares[kind] / count) ** 0.5 / norm,
@@ -123,7 +123,7 @@ def quality(contender: Contender, capture: Capture, draws: int) -> dict[str, Any
 
 
 def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> float | None:
-    """Bit operations of the backward pass over those in full precision; None: not known."""
+    """Return the backward's bit operations over those in full precision, or None if unknown."""
     tokens, outs, ins = shape
     gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
     plain, method = backward_bops(*shape, FULL_PRECISION), contender.method
@@ -138,20 +138,20 @@ def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> flo
     }
     if method in names:
         return backward_bops(*shape, names[method]) / plain
-    scaled = (2 * gy + 2 * w + 2 * x) * 1024  # both products' operands rounded, results scaled
+    scaled = (2 * gy + 2 * w + 2 * x) * 1024  # rounds both products' operands, scales the results
     if method == "authors_hot":
         n, side = power_of_two_factor(tokens // samples), power_of_two_factor(outs, 16)
         share = len(triangle_rows(n)) / n
         transforms = (gy + w) * (side.bit_length() - 1) + (gy + x) * (n.bit_length() - 1)
         rounding = gy + w + (gy + x) * share + w + x
         return ((transforms + rounding) * 1024 + product * (16 + 32 * share)) / plain
-    own = {
+    known = {
         "bf16": 2 * product * 16 * 16,
         "torchao_fp8": 2 * product * 8 * 8 + scaled,
         "torchao_int8": 2 * product * 8 * 8 + scaled,
         "actnn_2bit": plain + 2 * x * 1024,
     }
-    return own[method] / plain if method in own else None
+    return known[method] / plain if method in known else None
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -163,7 +163,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def captured(model: nn.Module, batch: Any) -> dict[str, Capture]:
-    """x, w and g_y of every layer of the blocks on one batch; no gradient is left."""
+    """Capture x, w and g_y of every layer of the blocks on one batch, and clear gradients."""
     seen: dict[str, list[Tensor]] = {name: [] for name in layers_of(model)}
     hooks = []
     for name, layer in layers_of(model).items():
@@ -182,7 +182,7 @@ def captured(model: nn.Module, batch: Any) -> dict[str, Capture]:
 
 
 def batch_noise(model: nn.Module, task: training.Task, seed: int, count: int) -> dict[str, float]:
-    """Spread of the exact g_w over batches, over the norm of its mean, by layer."""
+    """Compute each layer's spread of the exact g_w over batches, over the norm of its mean."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     sums: dict[str, Tensor] = {}
     squares: dict[str, float] = {}
@@ -198,7 +198,7 @@ def batch_noise(model: nn.Module, task: training.Task, seed: int, count: int) ->
     for name, total in sums.items():
         mean = float((total / count).square().sum())
         variance = (squares[name] - count * mean) / (count - 1)
-        signal = max(mean - variance / count, 0.0)  # the mean's norm without the noise in it
+        signal = max(mean - variance / count, 0.0)  # the mean's norm without its noise
         out[name] = (variance / signal) ** 0.5 if signal else float("inf")
     return out
 
@@ -206,7 +206,7 @@ def batch_noise(model: nn.Module, task: training.Task, seed: int, count: int) ->
 def run(
     task_name: str, seed: int, steps: int, at: Sequence[int]
 ) -> Iterator[tuple[int, Any, Any, Any]]:
-    """Train in fp32; step, model, batch and task at every step of ``at``."""
+    """Train in fp32, and yield step, model, batch and task at every step in ``at``."""
     task = small_tasks.load_task(task_name)
     torch.manual_seed(seed)
     model = task.build()
@@ -262,12 +262,12 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
 
 def numbers(text: str) -> list[int]:
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        steps = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers") from None
-    if not found or found[0] < 0:
+    if not steps or steps[0] < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 0")
-    return found
+    return steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join(gradient_quality(report)))
     print(f"\n{report['seconds']:.0f} s of measuring; written: {args.json}")
     if args.plot is not None:
-        from evidence.plot_evidence import plot_gradients  # which needs matplotlib
+        from evidence.plot_evidence import plot_gradients  # needs matplotlib
 
         plot_gradients(report, args.plot)
 

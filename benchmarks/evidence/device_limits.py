@@ -1,12 +1,12 @@
-"""Whether a GPU that is not here can hold the kernels that libhot would run on it.
+"""Check without the GPU whether libhot's kernels fit a GPU's limits.
 
     python -m benchmarks.evidence.device_limits LIBHOT [--cuobjdump PROGRAM]
 
-LIBHOT: a libhot.so of a build with CUDAARCHS of a release. The compiled code says registers, stack
-and static shared memory of every kernel (``cuobjdump --dump-resource-usage``; the toolkit has it,
-and Triton's package), ``hotcore.explain`` the threads and the dynamic shared memory of every launch
-of LAYERS under every setting. No GPU takes part and nothing is timed: what does not fit would fail,
-what fits has not run. Of a kernel's instances the one with the most registers counts.
+LIBHOT is a libhot.so that is built with a release's CUDAARCHS. ``cuobjdump --dump-resource-usage``,
+from the toolkit or Triton's package, gives registers, stack and static shared memory of every
+kernel. ``hotcore.explain`` gives threads and dynamic shared memory of every launch of LAYERS under
+every setting. The instance of a kernel with the most registers counts. No kernel runs here: one
+that does not fit would fail, and one that fits is not tested.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Device:
     """Limits of a compute capability (CUDA Programming Guide, Compute Capabilities)."""
 
     block_kb: int
-    """Shared memory of a thread block."""
+    """Shared memory of a thread block in KiB."""
     sm_kb: int
-    """Of a multiprocessor; each thread block takes one more for the system."""
+    """Shared memory of a multiprocessor in KiB; the system takes one KiB per thread block."""
     threads: int
     blocks: int
-    """Both resident on a multiprocessor."""
+    """Threads and thread blocks that a multiprocessor can hold."""
 
 
 DEVICES = {
@@ -50,37 +50,37 @@ DEVICES = {
     "sm_120": Device(99, 100, 1536, 24),
 }
 REGISTERS = 65536
-"""Of a multiprocessor and of a thread block; a warp gets them by 256."""
+"""Registers of a multiprocessor and of a thread block, allocated per warp in units of 256."""
 LAYERS = (
     *(*VIT.values(), *LLAMA.values()),
     *((197, 768, 768), (512, 64, 1024), (25216, 3072, 770), (25215, 1000, 768), (17, 33, 65)),
 )
-"""Tokens, out features, in features: large, small, of odd sizes."""
+"""Tokens, out features and in features: large, small and odd sizes."""
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The worst of a kernel's instances for one architecture."""
+    """Highest figures of a kernel's instances for one architecture."""
 
     registers: int
     stack: int
     shared: int
-    """Static, bytes."""
+    """Static shared memory in bytes."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The largest launches of a kernel."""
+    """Largest launch figures of a kernel."""
 
     threads: int
     shared: int
-    """Dynamic, bytes."""
+    """Dynamic shared memory in bytes."""
 
 
 def compiled(text: str) -> dict[str, dict[str, Compiled]]:
-    """Architecture -> kernel, as ``explain`` calls it -> what it takes, from cuobjdump's report."""
-    found: dict[str, dict[str, Compiled]] = defaultdict(dict)
+    """Read cuobjdump's report into figures by architecture and by ``explain``'s kernel name."""
+    kernels: dict[str, dict[str, Compiled]] = defaultdict(dict)
     arch = kernel = ""
     for line in text.split("\n"):
         if match := re.match(r"arch = (sm_\d+)", line):
@@ -90,19 +90,19 @@ def compiled(text: str) -> dict[str, dict[str, Compiled]]:
         elif match := re.match(r"  REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
             registers, stack, shared = map(int, match.groups())
             if int(arch[3:]) >= 90:
-                shared -= min(shared, 1024)  # there the system's part is in the report
-            before = found[arch].get(kernel, Compiled(0, 0, 0))
-            found[arch][kernel] = Compiled(
+                shared -= min(shared, 1024)  # from sm_90 on the report includes the system's part
+            before = kernels[arch].get(kernel, Compiled(0, 0, 0))
+            kernels[arch][kernel] = Compiled(
                 max(registers, before.registers),
                 max(stack, before.stack),
                 max(shared, before.shared),
             )
-    return dict(found)
+    return dict(kernels)
 
 
 def kernel_of(mangled: str) -> str:
-    """``rows16_kernel``; of the products' tiles ``tile_kernel 128x256x64``; else as it is."""
-    for match in re.finditer(r"(?=(\d\d)[a-z])", mangled):  # a name's length, and the name
+    """Return ``rows16_kernel``, or ``tile_kernel 128x256x64`` for tiles, or the mangled name."""
+    for match in re.finditer(r"(?=(\d\d)[a-z])", mangled):  # the length of a name, then the name
         name = mangled[match.start() + 2 :][: int(match[1])]
         if re.fullmatch(r"[a-z]\w*_kernel", name):
             tile = re.search(r"_gemm_sm80_(\w+?)_cu_", mangled)
@@ -111,16 +111,16 @@ def kernel_of(mangled: str) -> str:
 
 
 def launches(device: str, layers: Iterable[Sequence[int]] = LAYERS) -> dict[str, Launch]:
-    """Kernel -> its largest launches, over all settings."""
-    found: dict[str, Launch] = {}
+    """Return the largest launch figures of each kernel over all settings."""
+    largest: dict[str, Launch] = {}
     for step in steps(device, layers):
         kernel = step.kernel.split(",")[0]
         if step.blocks:
-            before = found.get(kernel, Launch(0, 0))
-            found[kernel] = Launch(
+            before = largest.get(kernel, Launch(0, 0))
+            largest[kernel] = Launch(
                 max(step.threads, before.threads), max(step.shared_bytes, before.shared)
             )
-    return found
+    return largest
 
 
 def steps(device: str, layers: Iterable[Sequence[int]]) -> Iterator[Any]:
@@ -136,12 +136,12 @@ def steps(device: str, layers: Iterable[Sequence[int]]) -> Iterator[Any]:
 
 
 def resident(device: Device, code: Compiled, launch: Launch) -> int:
-    """Thread blocks on a multiprocessor; 0: it cannot be launched."""
+    """Return how many thread blocks a multiprocessor holds; 0 if a launch would fail."""
     shared, warps = code.shared + launch.shared, -(-launch.threads // 32)
     if shared > 1024 * device.block_kb:
         return 0
     of_a_warp = -(-32 * code.registers // 256) * 256
-    by_registers = REGISTERS // of_a_warp // 4 * 4 // warps  # warps come by four
+    by_registers = REGISTERS // of_a_warp // 4 * 4 // warps  # warps are allocated in fours
     by_shared = 1024 * device.sm_kb // (-(-shared // 128) * 128 + 1024)
     return min(by_registers, by_shared, device.threads // (32 * warps), device.blocks)
 
@@ -149,7 +149,7 @@ def resident(device: Device, code: Compiled, launch: Launch) -> int:
 def checked(
     code: Mapping[str, Mapping[str, Compiled]], devices: Iterable[str] = DEVICES
 ) -> dict[str, dict[str, Any]]:
-    """Architecture -> kernel -> its figures. Raises ValueError where code is missing."""
+    """Return figures by architecture and kernel. Raises ValueError if code is missing."""
     out: dict[str, dict[str, Any]] = {}
     for arch in devices:
         if arch not in code:
@@ -178,15 +178,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--cuobjdump: none on the path")
     command = [args.cuobjdump, "--dump-resource-usage", str(args.library)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = checked(compiled(report))
-    for arch, kernels in found.items():
+    figures = checked(compiled(report))
+    for arch, kernels in figures.items():
         print(f"\n{arch}: kernel, registers, stack, threads, shared bytes, resident thread blocks")
         for kernel, row in kernels.items():
             print(f"  {kernel:28s}", *(f"{value:7d}" for value in row.values()))
     digest = hashlib.sha256(args.library.read_bytes()).hexdigest()
-    timing.write(args, "limits", {"library": digest, "limits": found})
+    timing.write(args, "limits", {"library": digest, "limits": figures})
     failing = [
-        f"{a} {k}" for a, rows in found.items() for k, r in rows.items() if not r["resident"]
+        f"{a} {k}" for a, rows in figures.items() for k, r in rows.items() if not r["resident"]
     ]
     if failing:
         sys.exit(f"cannot be launched: {', '.join(failing)}")

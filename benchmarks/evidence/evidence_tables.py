@@ -1,6 +1,6 @@
-"""Tables of the evidence, for doc_tables.py: trainings, gradients, latency, memory, GPTs by size.
+"""Tables for doc_tables.py: trainings, gradients, latency, memory, GPTs by size.
 
-Each takes the folder of the reports, and raises FileNotFoundError where one is not there.
+Each function takes the folder of reports, and raises FileNotFoundError for a missing one.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SHOWN = {
     "int4, g_x without HT": "default, g_x in INT4 without HT",
     "int4 int8-forward": "default int8-forward, g_x in INT4",
 }
-"""Runs whose reports call them by a recipe that was removed -> what they are."""
+"""Current names of runs whose report names a removed recipe."""
 LEFT_OUT = re.compile(
     r"\bcompact\b|\bone code\b|\brht\d|\btoken[248]\b|, saved\b|^(feature_sums|sampled_tokens|"
     r"(requantize_)?rotated?|token_(amax|contributions|rows|transpose)|undo_transforms)_kernel"
 )
-"""Rows of reports that no table shows: what they measured was removed (docs/dev/tried.md)."""
+"""Rows that no table shows, because the measured feature was removed (docs/dev/tried.md)."""
 GPT_SIZES = ("10M", "25M", "91M", "311M")
 GPT_LONGER = ("10M-long", "10M-20", "25M-20")
-"""Sizes with more text."""
+"""Sizes that were trained on more text."""
 
 
 Make = Callable[..., Iterator[str]]
@@ -52,22 +52,22 @@ T = TypeVar("T")
 
 
 def report_of(results: Path, name: str) -> Report:
-    """A report without the rows that are left out."""
+    """Read a report without the rows in LEFT_OUT."""
 
-    def kept(value: Any) -> Any:
+    def value_of(value: Any) -> Any:
         if not isinstance(value, list):
             return value
         return [one for one in value if not (isinstance(one, str) and LEFT_OUT.search(one))]
 
     def shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: kept(value) for key, value in pairs if not LEFT_OUT.search(key)}
+        return {key: value_of(value) for key, value in pairs if not LEFT_OUT.search(key)}
 
-    found: Report = json.loads((results / name).read_text(), object_pairs_hook=shown)
-    return found
+    report: Report = json.loads((results / name).read_text(), object_pairs_hook=shown)
+    return report
 
 
 def reports_of(results: Path, names: Iterable[str]) -> dict[str, Report]:
-    """Those that are there."""
+    """Read the reports that exist."""
     return {name: report_of(results, name) for name in names if (results / name).exists()}
 
 
@@ -90,12 +90,12 @@ def shown(name: str) -> str:
 
 
 def names_in(words: Sequence[str]) -> list[str]:
-    """Names between semicolons."""
+    """Split words into names between semicolons."""
     return [name.strip() for name in " ".join(words).split(";")]
 
 
 def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
-    """Mean, and the standard deviation where there are several; nothing of none."""
+    """Format the mean, with the standard deviation of several values; no values give no text."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "diverged" if values else ""
@@ -108,11 +108,11 @@ def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str
 # ---- trainings ----
 
 Columns = Sequence[tuple[Report, str]]
-"""Reports with one of their tasks each."""
+"""Pairs of a report and one of its tasks."""
 
 
 def of_task(report: Report, task: str) -> dict[str, dict[str, Report]]:
-    """Method -> seed -> run."""
+    """Return the runs of a task by method and seed."""
     out: dict[str, dict[str, Report]] = {}
     for key, run in report["runs"].items():
         name, method, seed = key.split("/")
@@ -122,7 +122,7 @@ def of_task(report: Report, task: str) -> dict[str, dict[str, Report]]:
 
 
 def differences(report: Report, task: str, method: str) -> list[float]:
-    """Validation loss less fp32's of the same seed; inf: diverged."""
+    """Return validation losses less fp32's of the same seed; infinite if diverged."""
     runs = of_task(report, task)
     return [
         run.get("val_loss", math.inf) - partner["val_loss"]
@@ -132,19 +132,19 @@ def differences(report: Report, task: str, method: str) -> list[float]:
 
 
 def trainings(results: Path, *files: str) -> Lines:
-    """Validation loss less fp32's, paired, mean ± deviation of the seeds; a column a task."""
-    found = {name: report_of(results, name) for name in files}
-    columns = [(report, task) for report in found.values() for task in tasks_of(report)]
+    """Yield validation losses less fp32's by task, as mean ± deviation over paired seeds."""
+    reports = {name: report_of(results, name) for name in files}
+    columns = [(report, task) for report in reports.values() for task in tasks_of(report)]
     yield from training_lines(columns)
-    for name, report in found.items():
+    for name, report in reports.items():
         for method, why in report["left out"].items():
             if method != "lora":
                 yield from ("", f"*{name}: `{method}` left out: {' '.join(why.split())}*")
-    yield from ("", dates_line(results, found))
+    yield from ("", dates_line(results, reports))
 
 
 def rows(results: Path, file: str, *words: str) -> Lines:
-    """Some methods of one file, in the order given: names between semicolons."""
+    """Yield the rows of some methods of one file, whose names are between semicolons."""
     report = report_of(results, file)
     columns = [(report, task) for task in tasks_of(report)]
     yield from training_lines(columns, names_in(words))
@@ -156,7 +156,7 @@ def tasks_of(report: Report) -> list[str]:
 
 
 def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
-    """Method -> differences to fp32 in every column; best first by their means."""
+    """Return each method's differences to fp32 by column, sorted by their mean."""
     methods = dict.fromkeys(m for report, task in columns for m in of_task(report, task))
     gaps = {
         method: [differences(report, task, method) for report, task in columns]
@@ -172,19 +172,19 @@ def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
 
 
 def _heads(columns: Columns, methods: Collection[str] = ()) -> Lines:
-    """``methods``: whose seeds count; all, if none is named."""
+    """Yield column heads with the number of seeds of ``methods``, by default of all."""
     for report, task in columns:
-        found = of_task(report, task)
-        counts = [len(runs) for name, runs in found.items() if name in (methods or found)]
-        few, most = min(counts), max(counts)
+        runs_of = of_task(report, task)
+        counts = [len(runs) for name, runs in runs_of.items() if name in (methods or runs_of)]
+        few, many = min(counts), max(counts)
         seeds = (
-            f"{few} to {most} seeds" if few < most else "one seed" if most == 1 else f"{most} seeds"
+            f"{few} to {many} seeds" if few < many else "one seed" if many == 1 else f"{many} seeds"
         )
         yield f"{TITLES.get(task, task)}, {seeds}"
 
 
 def training_lines(columns: Columns, names: Sequence[str] = ()) -> Lines:
-    """Some methods of some reports' tasks; or fp32's own losses, and below them every method."""
+    """Yield rows of the named methods, or fp32's losses and the rows of every method."""
     gaps = gaps_of(columns)
     yield from header(["validation loss less fp32's" if names else "", *_heads(columns, names)])
     if not names:
@@ -199,7 +199,7 @@ def training_lines(columns: Columns, names: Sequence[str] = ()) -> Lines:
 
 
 def _layers(report: Report, task: str, step: int | None) -> Iterator[Report]:
-    """Of every point of a task, or of those at one step."""
+    """Yield the layers at every point of a task, or at one step."""
     for key, point in report["points"].items():
         name, _, when = key.split("/")
         if name == task and step in (None, int(when)):
@@ -207,7 +207,7 @@ def _layers(report: Report, task: str, step: int | None) -> Iterator[Report]:
 
 
 def over_layers(report: Report, task: str, step: int | None, method: str, *path: str) -> float:
-    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
+    """Average over layers, seeds and, for None, steps; errors by root mean square."""
     values = []
     for layer in _layers(report, task, step):
         entry: Any = layer["methods"].get(method)
@@ -222,7 +222,7 @@ def over_layers(report: Report, task: str, step: int | None, method: str, *path:
 
 
 def batch_noise_of(report: Report, task: str, step: int | None = None) -> float:
-    """Median over layers: where a mean gradient is lost in noise, the ratio has no bound."""
+    """Return the median over layers; the ratio is unbounded for a mean gradient near zero."""
     values = [layer["batch"] for layer in _layers(report, task, step)]
     return statistics.median(values) if values else float("nan")
 
@@ -232,22 +232,22 @@ def methods_of(report: Report, task: str) -> list[str]:
 
 
 def gradient_quality(report: Report) -> Lines:
-    """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
+    """Yield errors of g_x and g_w, noise and bias of g_w by method, sorted by error of g_w."""
     tasks = report["settings"]["tasks"]
     measures = (("gx", "error"), ("gw", "error"), ("gw", "noise"), ("gw", "bias"))
     heads = [w for task in tasks for w in (f"{TITLES[task]}: g_x", "g_w", "noise", "bias")]
     yield from header(["", *heads, "cost", "bytes"])
 
-    def of(method: str, *path: str) -> list[float]:
-        """Of the tasks that the method has."""
+    def column(method: str, *path: str) -> list[float]:
+        """Return the figures of the tasks that the method has."""
         values = [over_layers(report, task, None, method, *path) for task in tasks]
         return [value for value in values if not math.isnan(value)]
 
     methods = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
-    for method in sorted(methods, key=lambda name: statistics.mean(of(name, "gw", "error"))):
+    for method in sorted(methods, key=lambda name: statistics.mean(column(name, "gw", "error"))):
         values = [over_layers(report, task, None, method, *m) for task in tasks for m in measures]
         cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]
-        tail = [dict.fromkeys(f"{v:.2f}" for v in of(method, key)) for key in ("cost", "bytes")]
+        tail = [dict.fromkeys(f"{v:.2f}" for v in column(method, key)) for key in ("cost", "bytes")]
         yield line([shown(method), *cells, *map(", ".join, tail)])
     cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
     yield line(["other batches (median)", *cells, "", ""])
@@ -257,7 +257,7 @@ def gradient_quality(report: Report) -> Lines:
 
 
 def ratio(rows: Mapping[str, Any], name: str) -> str:
-    """Times faster than fp32."""
+    """Format the speed in units of fp32's."""
     row = rows.get(name)
     if not isinstance(row, Mapping) or not isinstance(rows.get("fp32"), Mapping):
         return ""
@@ -274,7 +274,7 @@ UNFUSED = (
 
 
 def latency(report: Report, part: str = "graph") -> Lines:
-    """The paper's layers: times faster than fp32, a row a layer; the paper's two columns first."""
+    """Yield the speed of the paper's layers in units of fp32's, after the paper's two columns."""
     tables = report[part]
     known = {name for table in tables.values() for name in table["rows"]}
     names = [n for n in LATENCY if n in known]
@@ -298,36 +298,36 @@ def latency(report: Report, part: str = "graph") -> Lines:
 
 
 def breakdown(report: Report) -> Lines:
-    """Fig. 1 of the supplement: microseconds of the device by stage."""
+    """Yield Fig. 1 of the supplement: microseconds of the device by stage."""
     head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
             "launches", "the paper: fp32, LBP-WHT, HOT"]  # fmt: skip
     yield from header(head)
-    for name, found in report["breakdown"].items():
-        of, paper = found["stages"], found["paper_us"]
-        low = of["LBP-WHT"]
+    for name, layer in report["breakdown"].items():
+        stages, paper = layer["stages"], layer["paper_us"]
+        low = stages["LBP-WHT"]
         low_us = low["products, transforms among them"] + low["rest"]
-        for way in ("paper, fp32 arrays", "paper"):
-            total, products = hot_parts(of[way])
-            figures = (of["fp32"]["products"], low_us, total, products, total - products)
+        for recipe in ("paper, fp32 arrays", "paper"):
+            total, products = hot_parts(stages[recipe])
+            figures = (stages["fp32"]["products"], low_us, total, products, total - products)
             theirs = ", ".join(f"{paper[who]:.0f}" for who in ("FP", "LBP-WHT", "HOT"))
-            yield line([f"{name}, `paper`{way.removeprefix('paper')}",
+            yield line([f"{name}, `paper`{recipe.removeprefix('paper')}",
                         *(f"{us:.1f}" for us in figures),
-                        f"{of[way]['launches']:.0f}", theirs])  # fmt: skip
+                        f"{stages[recipe]['launches']:.0f}", theirs])  # fmt: skip
     yield from ("", UNFUSED)
 
 
-def hot_parts(found: Report) -> tuple[float, float]:
-    """Of bench_backward.cuda_stages: microseconds of all kernels, and of the products."""
-    return sum(kernel["us"] for kernel in found["kernels"]), found["products together"]
+def hot_parts(layer: Report) -> tuple[float, float]:
+    """Return the microseconds of all kernels, and of the products (bench_backward.cuda_stages)."""
+    return sum(kernel["us"] for kernel in layer["kernels"]), layer["products together"]
 
 
 # ---- memory ----
 
 
 def memory(report: Report) -> Lines:
-    """A step of ViT-B by batch: peak and, in brackets, what forward keeps; the formula below."""
+    """Yield peak and kept memory of a ViT-B step by batch, then the formula's."""
     rows = report["rows"]
-    batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
+    batches = list(dict.fromkeys(batch for batches_of in rows.values() for batch in batches_of))
 
     def measured(row: Report) -> str:
         if "peak_gib" in row:
@@ -343,8 +343,8 @@ def memory(report: Report) -> Lines:
         return f"{row['formula_gib']:.1f}{bar}" if "formula_gib" in row else ""
 
     yield from header(["GiB", *(f"{batch} images" for batch in batches)])
-    for name, found in rows.items():
-        of_batches = [found.get(batch, {}) for batch in batches]
+    for name, batches_of in rows.items():
+        of_batches = [batches_of.get(batch, {}) for batch in batches]
         yield line([name, *map(measured, of_batches)])
         if any(map(formula, of_batches)):
             yield line([f"{name}: the formula (the paper's bar)", *map(formula, of_batches)])
@@ -353,14 +353,14 @@ def memory(report: Report) -> Lines:
 # ---- GPTs by size ----
 
 MARGIN = 0.01
-"""Nats. A contender is equivalent to bf16 where the whole 95 % interval lies within them."""
+"""Margin of equivalence with bf16 in nats, for the whole 95 % interval."""
 FP8 = "FP8 tensorwise"
 PLANNED = ("10M-20", "25M-20")
-"""Of these a seed counts when every contender has it (docs/dev/evidence.md)."""
+"""Sizes in which a seed counts only if every contender has it (docs/dev/evidence.md)."""
 STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")} | {
     size: (f"cuda-gpt-{size}.json",) for size in PLANNED
 }
-"""Size -> reports of the same model that have its contenders' steps in milliseconds."""
+"""Reports with step times of the same model, by size."""
 
 
 def file_of(size: str) -> str:
@@ -368,23 +368,23 @@ def file_of(size: str) -> str:
 
 
 def of_sizes(results: Path, sizes: Sequence[str] = (*GPT_SIZES, *GPT_LONGER)) -> dict[str, Report]:
-    """Size -> its report, of those that are there; of those in PLANNED whole seeds alone."""
-    found = reports_of(results, map(file_of, sizes))
-    out = {size: found[file_of(size)] for size in sizes if file_of(size) in found}
+    """Read the existing reports by size; those in PLANNED with whole seeds only."""
+    reports = reports_of(results, map(file_of, sizes))
+    out = {size: reports[file_of(size)] for size in sizes if file_of(size) in reports}
     for size in [size for size in PLANNED if size in out]:
         out[size] = {**out[size], "runs": in_whole_seeds(out[size]["runs"])}
     return {size: report for size, report in out.items() if report["runs"]}
 
 
 def in_whole_seeds(runs: Mapping[str, Report]) -> dict[str, Report]:
-    """The runs of those seeds that every contender has."""
+    """Select the runs of seeds that every contender has."""
     names = {key.rpartition("/")[0] for key in runs}
     seeds = [key.rpartition("/")[2] for key in runs]
     return {k: run for k, run in runs.items() if seeds.count(k.rpartition("/")[2]) == len(names)}
 
 
 def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
-    """Contender -> seed -> run, of a report of bench_gpt.py."""
+    """Return the runs of a bench_gpt.py report by contender and seed."""
     out: dict[str, dict[int, Report]] = {}
     for key, run in report["runs"].items():
         name, _, seed = key.rpartition("/")
@@ -392,34 +392,34 @@ def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
     return out
 
 
-def of_equal_seeds(found: Mapping[str, Mapping[int, T]]) -> dict[str, dict[int, T]]:
-    """Of those seeds alone that every contender with more than one has; a lone run stays."""
-    several = [set(values) for values in found.values() if len(values) > 1]
+def of_equal_seeds(runs: Mapping[str, Mapping[int, T]]) -> dict[str, dict[int, T]]:
+    """Select the seeds that every contender with several runs has; single runs stay."""
+    several = [set(values) for values in runs.values() if len(values) > 1]
     common = set.intersection(*several) if several else set()
     return {
         name: {seed: v for seed, v in values.items() if len(values) == 1 or seed in common}
-        for name, values in found.items()
+        for name, values in runs.items()
     }
 
 
 def pairs_of(
     report: Report, name: str, less: str = "bf16", *, every: bool = False
 ) -> list[tuple[Report, Report]]:
-    """Runs of two contenders of the same seed; of equal seeds, or of ``every`` that both have."""
+    """Pair the runs of two contenders by seed: equal seeds, or ``every`` seed that both have."""
     runs = runs_by_seed(report)
     mine, other = (runs if every else of_equal_seeds(runs)).get(name, {}), runs.get(less, {})
     return [(run, other[seed]) for seed, run in mine.items() if seed in other]
 
 
 def gaps_of_pairs(pairs: Iterable[tuple[Report, Report]]) -> list[float]:
-    """Differences of the last validation losses."""
+    """Return the differences of the last validation losses."""
     return [mine["validation_loss"] - other["validation_loss"] for mine, other in pairs]
 
 
 def gaps_by_size(
     results: Path, sizes: Sequence[str] = GPT_SIZES
 ) -> dict[str, dict[str, list[float]]]:
-    """Size -> contender -> validation losses less bf16's of equal seeds; of bf16 its losses."""
+    """Return losses less bf16's of equal seeds by size and contender; for bf16 its losses."""
     return {
         size: {
             name: gaps_of_pairs(pairs_of(report, name))
@@ -432,28 +432,28 @@ def gaps_by_size(
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """HOT's recipes, the best first, each with its 8-bit forward; then the rivals; not bf16."""
+    """Sort HOT's recipes, best first and each with its 8-bit forward, then rivals; drop bf16."""
     every = set(names) - {"bf16"}
     recipes = ("default", "accurate", "int4", "fast", "paper")
     ordered = [n for r in recipes for n in (r, f"{r} int8-forward") if n in every]
     return [*ordered, *sorted(every.difference(ordered))]
 
 
-def ends_of(found: intervals.Interval, digits: int = 4) -> str:
-    return f"[{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+def ends_of(interval: intervals.Interval, digits: int = 4) -> str:
+    return f"[{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
 
 
 def interval_words(values: Sequence[float], digits: int = 4) -> str:
-    """The mean, Student's 95 % interval of it, and of how many; nothing of none."""
+    """Format mean, Student's 95 % interval and count; no values give no text."""
     if not values:
         return ""
-    found = intervals.interval(values)
-    ends = "" if found is None else f" {ends_of(found, digits)}"
+    interval = intervals.interval(values)
+    ends = "" if interval is None else f" {ends_of(interval, digits)}"
     return f"{statistics.mean(values):+.{digits}f}{ends} ({len(values)})"
 
 
-def _size_heads(found: Mapping[str, Report]) -> Lines:
-    for size, report in found.items():
+def _size_heads(reports: Mapping[str, Report]) -> Lines:
+    for size, report in reports.items():
         settings = report["settings"]
         tokens = settings["steps"] * tokens_of(report)
         name = size.partition("-")[0]
@@ -484,35 +484,35 @@ def half_width_words(values: Sequence[float]) -> str:
 def pooled_gaps(
     results: Path, name: str, less: str = "bf16", *, every: bool = False
 ) -> dict[str, list[float]]:
-    """Size -> gaps of ``name`` to ``less``, of equal seeds, where there are several.
+    """Return the gaps of ``name`` to ``less`` by size, for sizes with several equal seeds.
 
     Args:
         results: folder of the reports.
-        name: of a contender.
-        less: bf16, or the contender that ``name`` is compared with, seed by seed.
-        every: all pairs, also of seeds that other contenders lack and of the longer run.
+        name: name of a contender.
+        less: contender that ``name`` is compared with, seed by seed.
+        every: whether to include seeds that other contenders lack, and the longer runs.
     """
     sizes = (*GPT_SIZES, *GPT_LONGER) if every else GPT_SIZES
-    found = {
+    gaps = {
         size: gaps_of_pairs(pairs_of(report, name, less, every=every))
         for size, report in of_sizes(results, sizes).items()
     }
-    return {size: values for size, values in found.items() if len(values) > (0 if every else 1)}
+    return {size: values for size, values in gaps.items() if len(values) > (0 if every else 1)}
 
 
 def pooled_interval(by_size: Mapping[str, Sequence[float]]) -> intervals.Interval | None:
-    """Of all sizes, every pair counted once."""
+    """Return the interval over all sizes, with equal weight for every pair."""
     return intervals.interval([v for values in by_size.values() for v in values])
 
 
 LAST_POINTS = 10
-"""Of the hundred training losses that a run keeps."""
+"""Number of last training losses that are averaged, of a hundred that a run keeps."""
 
 
 def training_gaps(results: Path, name: str, less: str = "bf16") -> list[float]:
-    """Last training losses of ``name`` less those of ``less``, the same pairs as pooled_gaps.
+    """Return last training losses of ``name`` less those of ``less``, for pooled_gaps' pairs.
 
-    Each batch is seen once, by the forward pass that is trained; of runs that kept them.
+    Each batch is seen once, by the trained forward pass. Runs without such losses are left out.
     """
     return [
         statistics.mean(mine["training"][-LAST_POINTS:])
@@ -541,16 +541,16 @@ def pooled(results: Path) -> Lines:
 
 
 def pooled_words(results: Path) -> Lines:
-    """The pooled gaps of those that a reader chooses among, one sentence."""
+    """Yield one sentence with the pooled gaps of the main contenders."""
     parts = []
     sizes: dict[str, None] = {}
     for name in ("default", "default int8-forward", FP8, "fast"):
         by_size = pooled_gaps(results, name)
-        found = pooled_interval(by_size)
-        if found is not None:
+        interval = pooled_interval(by_size)
+        if interval is not None:
             sizes |= dict.fromkeys(by_size)
-            words = f"{found.count} pairs: {intervals.verdict(found, MARGIN)}"
-            parts.append(f"{name} {found.mean:+.3f} {ends_of(found, 3)} ({words})")
+            words = f"{interval.count} pairs: {intervals.verdict(interval, MARGIN)}"
+            parts.append(f"{name} {interval.mean:+.3f} {ends_of(interval, 3)} ({words})")
     yield (
         f"*GPTs of {', '.join(sizes)}: validation loss less bf16's, pairs of equal seeds pooled, "
         f"mean [95 % interval] and whether it is equivalent within {MARGIN}: {'; '.join(parts)}.*"
@@ -561,7 +561,7 @@ def pooled_words(results: Path) -> Lines:
 
 
 def gaps_along(report: Report, name: str) -> dict[int, list[float]]:
-    """Step -> validation loss of ``name`` less bf16's there, of every equal seed."""
+    """Return the validation losses of ``name`` less bf16's by step, for every equal seed."""
     out: dict[int, list[float]] = {}
     for mine, plain in pairs_of(report, name):
         for (step, loss), (_, least) in zip(mine["curve"], plain["curve"], strict=True):
@@ -570,7 +570,7 @@ def gaps_along(report: Report, name: str) -> dict[int, list[float]]:
 
 
 def decided(results: Path, size: str) -> Lines:
-    """Of one size: the gap at the end and on the way, the test of equivalence, time to a loss."""
+    """Yield one size's gaps at the end and during training, the test, and the time to a loss."""
     report = of_sizes(results, [size]).get(size)
     if report is None:
         yield "*Planned, not run.*"
@@ -589,8 +589,8 @@ def decided(results: Path, size: str) -> Lines:
             continue
         p = intervals.tost(values, MARGIN)
         gap = interval_words(values).rpartition(" (")[0]
-        found = intervals.verdict(intervals.interval(values), MARGIN)
-        cells = [shown(name), str(len(values)), gap, "" if p is None else f"{p:.3f}", found]
+        verdict = intervals.verdict(intervals.interval(values), MARGIN)
+        cells = [shown(name), str(len(values)), gap, "" if p is None else f"{p:.3f}", verdict]
         for share in (0.25, 0.5, 0.75):
             nearest = min(along, key=lambda step: abs(step - share * last))
             cells.append(f"{statistics.mean(along[nearest]):+.4f}")
@@ -614,16 +614,16 @@ def decided(results: Path, size: str) -> Lines:
 
 
 def tokens_of(report: Report) -> int:
-    """Tokens of a step."""
+    """Return the tokens per step."""
     settings = report["settings"]
     size = settings["size"]
     return int(size["batch"] * size["context"] * settings.get("accumulate", 1))
 
 
 def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Step at which a falling curve first has ``loss``, between its points by a line; None: never.
+    """Return the step at which a curve first reaches ``loss``, interpolated; None if never.
 
-    Source: of a validation curve ``[(step, loss), ...]`` as bench_gpt.py writes it.
+    ``curve`` is a validation curve ``[(step, loss), ...]`` of bench_gpt.py.
     """
     for (step, before), (later, after) in pairwise(curve):
         if after <= loss:
@@ -633,17 +633,17 @@ def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
 
 
 def shares_of_steps(report: Report, name: str) -> tuple[float | None, list[float | None]]:
-    """Share of bf16's steps after which bf16 has the contender's last loss; None: never.
+    """Return the share of bf16's steps to the contender's last loss; None if never reached.
 
-    By the mean curve and loss of the seeds that both have, and seed by seed.
+    The first result uses the mean curve and loss of common seeds, the list each seed.
     """
     pairs = pairs_of(report, name)
 
     def share(pairs: Sequence[tuple[Report, Report]]) -> float | None:
         curves = zip(*(plain["curve"] for _, plain in pairs), strict=True)
         mean = [(points[0][0], statistics.mean(loss for _, loss in points)) for points in curves]
-        found = steps_to(mean, statistics.mean(mine["validation_loss"] for mine, _ in pairs))
-        return None if found is None else found / report["settings"]["steps"]
+        step = steps_to(mean, statistics.mean(mine["validation_loss"] for mine, _ in pairs))
+        return None if step is None else step / report["settings"]["steps"]
 
     return share(pairs), [share([pair]) for pair in pairs]
 
@@ -666,7 +666,7 @@ def to_loss(results: Path) -> Lines:
 
 
 def step_ratios(results: Path, size: str) -> dict[str, float]:
-    """Contender -> its step's time over bf16's, of reports of the same model with times."""
+    """Return each contender's step time over bf16's, from reports of the same model."""
     out = {}
     for report in reports_of(results, STEP_REPORTS.get(size, ())).values():
         timed = runs_by_seed(report)
@@ -679,11 +679,11 @@ def step_ratios(results: Path, size: str) -> dict[str, float]:
 
 
 def to_loss_words(results: Path, *words: str) -> Lines:
-    """One sentence: where bf16 has the last loss of a contender, by size."""
+    """Yield one sentence: bf16's share of steps to a contender's last loss, by size."""
     name = " ".join(words)
-    found = {s: r for s, r in of_sizes(results).items() if pairs_of(r, name)}
-    shares = [_share(shares_of_steps(report, name)[0]) for report in found.values()]
-    parts = zip(shares, _size_heads(found), strict=True)
+    reports = {s: r for s, r in of_sizes(results).items() if pairs_of(r, name)}
+    shares = [_share(shares_of_steps(report, name)[0]) for report in reports.values()]
+    parts = zip(shares, _size_heads(reports), strict=True)
     listed = ", ".join(f"{share} ({head})" for share, head in parts)
     yield f"*GPTs on text: bf16 has `{name}`'s last loss after this share of its steps: {listed}.*"
 
@@ -692,7 +692,7 @@ def to_loss_words(results: Path, *words: str) -> Lines:
 
 
 def days_of(report: Report) -> list[str]:
-    """First and last day of a report's figures; one where they are of one day, none: not dated."""
+    """Return the first and last day of a report's figures, one day if equal, none if undated."""
     parts = [report, *(part for part in report.values() if isinstance(part, Mapping))]
     days = [str(part["date"])[:10] for part in parts if "date" in part]
     runs = report.get("runs", {})
@@ -701,7 +701,7 @@ def days_of(report: Report) -> list[str]:
 
 
 def dates_line(results: Path, names: Iterable[str]) -> str:
-    """When each report was made, and on which GPU: of tables that put several side by side."""
+    """Format date and GPU of each report, for tables that combine several."""
     parts = []
     for name in dict.fromkeys(names):
         report = report_of(results, name)

@@ -1,4 +1,4 @@
-"""Intervals of a mean by Student's t, and whether values show equivalence within a margin."""
+"""Intervals of a mean by Student's t, and tests of equivalence within a margin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """Of the mean of some values."""
+    """Mean of values with its interval."""
 
     mean: float
     low: float
@@ -18,12 +18,12 @@ class Interval(NamedTuple):
 
 
 def cumulative(t: float, degrees: int) -> float:
-    """P(T <= t) of Student's distribution with ``degrees`` of freedom, a whole number."""
+    """Return P(T <= t) of Student's distribution with whole ``degrees`` of freedom."""
     if degrees < 1:
         raise ValueError(f"degrees: {degrees} is below 1")
     angle = math.atan2(t, math.sqrt(degrees))
     square = math.cos(angle) ** 2
-    # The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    # Finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4.
     term, total = 1.0, 0.0
     for k in range(1 + degrees % 2, degrees, 2):
         total += term
@@ -36,7 +36,7 @@ def cumulative(t: float, degrees: int) -> float:
 
 
 def quantile(p: float, degrees: int) -> float:
-    """The t with ``cumulative(t, degrees) == p``, 0.5 <= p < 1."""
+    """Return t with ``cumulative(t, degrees) == p``, 0.5 <= p < 1."""
     if not 0.5 <= p < 1:
         raise ValueError(f"p: {p} is outside 0.5 <= p < 1")
     low, high = 0.0, 1.0
@@ -49,7 +49,7 @@ def quantile(p: float, degrees: int) -> float:
 
 
 def interval(values: Sequence[float], share: float = 0.95) -> Interval | None:
-    """Of the mean, by Student's t; None of fewer than two values or where one is not finite."""
+    """Return Student's interval of the mean; None for fewer than two values or an infinite one."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     mean = statistics.mean(values)
@@ -59,10 +59,10 @@ def interval(values: Sequence[float], share: float = 0.95) -> Interval | None:
 
 
 def tost(values: Sequence[float], margin: float) -> float | None:
-    """p of two one-sided t tests: how likely so small a mean is if the true one is ``margin`` away.
+    """Return p of two one-sided t tests: the chance of such a mean if the true one is ``margin``.
 
-    Below 0.025 where :func:`verdict` of the 95 % interval is "equivalent". None of fewer than two
-    values or where one is not finite.
+    p is below 0.025 exactly if :func:`verdict` of the 95 % interval is "equivalent". The result is
+    None for fewer than two values or an infinite one.
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
@@ -72,14 +72,14 @@ def tost(values: Sequence[float], margin: float) -> float | None:
     return 1 - cumulative(t, len(values) - 1)
 
 
-def verdict(found: Interval | None, margin: float) -> str:
-    """In words: "equivalent" only where the whole interval lies within ``margin`` of zero."""
-    if found is None:
+def verdict(ends: Interval | None, margin: float) -> str:
+    """Return the result in words; "equivalent" if the interval is within ``margin`` of zero."""
+    if ends is None:
         return "not shown"
-    if -margin <= found.low and found.high <= margin:
+    if -margin <= ends.low and ends.high <= margin:
         return "equivalent"
-    if found.low > margin or found.high < -margin:
+    if ends.low > margin or ends.high < -margin:
         return "differs by more than the margin"
-    if found.low > 0 or found.high < 0:
-        return f"not shown, {'above' if found.low > 0 else 'below'} zero"
+    if ends.low > 0 or ends.high < 0:
+        return f"not shown, {'above' if ends.low > 0 else 'below'} zero"
     return "not shown"

@@ -1,6 +1,6 @@
-"""The table of models: report, gradients by recipe, and the loss after some steps on one batch.
+"""Table of models: report, gradients by recipe, and the loss after some steps on one batch.
 
-Everything but the row "bf16" computes in fp32, so that the difference to fp32 is HOT's own.
+All rows except "bf16" compute in fp32, so that the difference to fp32 is HOT's alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def summary(trainer: Trainer) -> Row:
-    """The number of converted layers, and of plain layers by reason."""
+    """Count converted layers, and plain layers by reason."""
     report = trainer.report
     assert report is not None
     reasons = Counter(layer.reason for layer in report.skipped)
@@ -31,7 +31,7 @@ def summary(trainer: Trainer) -> Row:
 
 
 def measure(make: Make, device: str) -> Row:
-    """All measurements of one model; see the module."""
+    """Make all measurements of one model."""
     out: Row = {"cosine": {}, "finite": {}}
     with cleaned(device):
         exact = make(EXACT).gradients()
@@ -59,7 +59,7 @@ def measure(make: Make, device: str) -> Row:
 
 
 def gradients(report: Report, *models: str) -> Lines:
-    """Cosine with fp32's gradient, by recipe, of all models or some."""
+    """Yield the cosine with fp32's gradient by recipe, for all models or some."""
     rivals = (RIVAL.name, *RECIPES)
     yield from header(["cosine with fp32's gradient", "converted, plain", *rivals])
     for row in (report["models"][name] for name in models or report["models"]):
@@ -69,7 +69,7 @@ def gradients(report: Report, *models: str) -> Lines:
 
 
 def losses(report: Report) -> Lines:
-    """The loss after some steps on one batch; below it what is no finite number."""
+    """Yield the loss after some steps on one batch, then losses that are not finite."""
     models, names = report["models"], (EXACT.name, RIVAL.name, *TRAINED)
     yield from header(["loss on one batch", "first", *(f"{n}, {LOSS_STEPS} steps" for n in names)])
     for row in models.values():
@@ -82,5 +82,5 @@ def losses(report: Report) -> Lines:
 
 
 def shape(row: Row) -> str:
-    """The first array of the batch, as in 32 × 3 × 224 × 224."""
+    """Format the shape of the batch's first array, as in 32 × 3 × 224 × 224."""
     return " × ".join(map(str, next(iter(row["batch"].values()))))

@@ -1,7 +1,7 @@
-"""Runs of a benchmark in several processes: for accuracy, never for times.
+"""Run a benchmark in several processes, for accuracy and never for times.
 
-``run_all`` gives every piece of work to a process of a pool, one thread each, until a time is over;
-what is done is handed over at once, so that a report on disk is never far behind.
+``run_all`` gives every piece of work to a process of a pool until a time limit. It hands over each
+result at once, so that the report on disk is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evidence import rivals
 from tqdm import tqdm
 
 Work = tuple[str, Callable[..., Any], tuple[Any, ...]]
-"""A name, a function of a module (it travels by name), its arguments."""
+"""Name, function of a module (pickled by name), and its arguments."""
 
 
 def _prepare(path: list[str], threads: int) -> None:
@@ -33,9 +33,9 @@ def _prepare(path: list[str], threads: int) -> None:
 
 
 def or_left_out(device: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``run`` returns; what cannot be had here is a row with the reason.
+    """Return ``run``'s result, or a row with the reason if this machine lacks something.
 
-    On a lent GPU any failure costs its row, not the others' time; on the CPU it is raised.
+    On a GPU a failure becomes a row, so that the others go on; on the CPU it is raised.
     """
     try:
         return run()
@@ -56,19 +56,19 @@ def run_all(
     threads: int = 1,
     title: str = "runs",
 ) -> list[str]:
-    """Do the work in its order, ``jobs`` at a time; the names of what a budget left out.
+    """Do the work in order, ``jobs`` at a time. Returns the names that the budget left out.
 
     Args:
-        work: pieces of work; the result of each has to be picklable.
-        done: is called with each piece's name and result, in this process.
-        jobs: 1: all in this process.
-        devices: CUDA devices that the jobs are spread over; each process sees one alone, as "cuda".
-        budget_s: no piece is begun that would end later than this many seconds from now, if it took
-            as long as the longest so far.
-        threads: of each process.
-        title: of the progress bar.
+        work: pieces of work with picklable results.
+        done: called in this process with each piece's name and result.
+        jobs: number of processes; 1 does all work in this process.
+        devices: CUDA devices for the jobs; each process sees only one, as "cuda".
+        budget_s: seconds from now. A piece that would end later, if it took as long as the longest
+            so far, is not started.
+        threads: threads of each process.
+        title: title of the progress bar.
 
-    An exception of a piece ends everything, after what runs beside it is done.
+    An exception of a piece ends everything, after the running pieces.
     """
     began = time.perf_counter()
     longest = 0.0
@@ -89,7 +89,7 @@ def run_all(
             return left
         context = multiprocessing.get_context("spawn")
         prepare = (_prepare, (list(sys.path), threads))
-        # Read when tqdm is imported: bars of runs side by side would overwrite each other.
+        # tqdm reads it at import. Bars of parallel runs would overwrite each other.
         seen = [{"TQDM_DISABLE": "1"} | _only(device, devices) for device in range(devices)]
         with contextlib.ExitStack() as stack:
             pools = [
@@ -106,7 +106,7 @@ def run_all(
                         continue
                     busy = [device for *_, device in running.values()]
                     free = min(range(devices), key=busy.count)
-                    with mock.patch.dict(os.environ, seen[free]):  # a submit starts its process
+                    with mock.patch.dict(os.environ, seen[free]):  # a submit starts a process
                         future = pools[free].submit(function, *arguments)
                     running[future] = name, time.perf_counter(), free
                 if not running:
@@ -120,7 +120,7 @@ def run_all(
 
 
 def _only(device: int, devices: int) -> dict[str, str]:
-    """The environment of a process that sees the one device; of one alone as it is."""
+    """Return the environment of a process that sees one device."""
     if devices == 1:
         return {}
     listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))

@@ -1,7 +1,7 @@
-"""The tasks that every method is trained on, and the methods, table by table.
+"""Tasks and methods of the training benchmarks, table by table.
 
-Two are the README's (examples/train_lib); the others are a masked text model, a Llama, and images
-(photographs' tiles, CIFAR, a folder) with a ViT, a ResNet-18 and EfficientFormer-L1.
+Two tasks are the README's (examples/train_lib). The others are a masked text model, a Llama, and
+images (tiles of photographs, CIFAR, a folder) with a ViT, a ResNet-18 and EfficientFormer-L1.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ VITS: dict[str, tuple[int, int, int, float, int]] = {
     "images-vit-s": (384, 12, 6, 5e-4, 400),
     "images-vit-b": (768, 12, 12, 3e-4, 600),
 }
-"""Width, depth, heads, learning rate, steps: a small one, and ViT-S's and ViT-B's blocks."""
+"""Width, depth, heads, learning rate, steps: a small ViT, and blocks of ViT-S and ViT-B."""
 CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
 IMAGES = (*VITS, *CONVOLUTIONS)
 MASSIVE = "gpt-massive"
-"""The README's GPT, fine-tuned after a massive first token was grafted into it."""
+"""The README's GPT, fine-tuned with a grafted massive first token."""
 TASKS = (*README, "bert", "llama", MASSIVE, *IMAGES)
 RECIPES = ("default", "fast", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
@@ -46,7 +46,7 @@ FINE_SCALES = {"gx_scale": "token", "gw_scale": "channel"}
 COARSE_SCALES = dict.fromkeys(SCALES, "tensor")
 ADAPTER_RANK = 8
 INT8_FIRST = 25 / 200
-"""Of the paper's epochs of pre-training."""
+"""Share of the paper's pre-training epochs with INT8 g_x."""
 
 
 # ---- methods ----
@@ -54,59 +54,59 @@ INT8_FIRST = 25 / 200
 
 @dataclass(frozen=True)
 class Contender:
-    """A method of ``rivals.convert``, as it is run and shown."""
+    """Method of ``rivals.convert`` with its settings and its name in tables."""
 
     name: str
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     lqs: tuple[str, ...] = ()
-    """Fields of ``SCALES`` by paper.calibrate, on the first batches; g_w's is the paper's LQS."""
+    """Fields of ``SCALES`` that paper.calibrate chooses; g_w's is the paper's LQS."""
     int8_first: float = 0.0
-    """Share of the steps in which g_x has 8 bits (paper.PrecisionSchedule)."""
+    """Share of the steps with 8-bit g_x (paper.PrecisionSchedule)."""
     adapters: str = ""
-    """LoRA, and which of its weights have the method: "frozen", "decomposed" or "both"."""
+    """LoRA's weights that have the method: "frozen", "decomposed" or "both"; empty without LoRA."""
 
 
 def contenders(task: str) -> list[Contender]:
-    """Every rival and recipe by its name; tiles of tokens where there are images."""
+    """List every rival and recipe, with tiles of tokens for images."""
     tiles = task in ("vit", *VITS)
     plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht_flat")
-    if task in CONVOLUTIONS:  # feature maps have a grid of their own, and no token is a prefix
+    if task in CONVOLUTIONS:  # feature maps have their own grid, and no prefix token
         plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht")
-    found = [Contender(name, name) for name in plain]
+    out = [Contender(name, name) for name in plain]
     if tiles:
-        found.append(Contender("lbp_wht", "lbp_wht", VIT_TILES))
-    found += [Contender(name, name) for name in ("authors_hot", "actnn_2bit")]
-    found += [Contender(name, name) for name in RECIPES]
-    found.append(GX_INT4)
+        out.append(Contender("lbp_wht", "lbp_wht", VIT_TILES))
+    out += [Contender(name, name) for name in ("authors_hot", "actnn_2bit")]
+    out += [Contender(name, name) for name in RECIPES]
+    out.append(GX_INT4)
     if tiles:
-        found.append(Contender("paper, tiles", "paper", VIT_TILES))
-    return found
+        out.append(Contender("paper, tiles", "paper", VIT_TILES))
+    return out
 
 
 FULL = Contender("fp32", "fp32")
 GX_INT4 = Contender("int4", "default", {"gx_bits": 4})
-"""The paper's bits of g_x with scales of tokens and columns: what its transform is judged by."""
+"""The paper's bits of g_x with scales per token and column, to judge its transform by."""
 INT8_FORWARD = tuple(
     Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in RECIPES
 )
-"""The recipes with an 8-bit forward."""
+"""Recipes with an 8-bit forward."""
 LUQ_FORWARD = (
     Contender("luq_forward", "luq_forward"),
     Contender("luq_forward, in eval, too", "luq", {"forward": True, "in_eval": True}),
 )
-"""LUQ with the INT4 forward of its own paper, which HOT's authors leave out; validated by the plain
-product, as every row of an 8-bit forward is, and by its own."""
+"""LUQ with the INT4 forward of its paper, which HOT's authors leave out. It is validated by the
+plain product, like every row with an 8-bit forward, and by its own."""
 EQUALISED = Contender("default, equalised", "default", {"equalize_tokens": True})
 PAPER_ROWS: dict[str, tuple[int, ...]] = {
     "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
     "axes": (0, 1, 2, 3, 4, 8, 10, 12),
     "ten": (0, 1, 2, 3, 4, 8, 10, 11, 12, 14),
 }
-"""Readings of the paper's eight low-pass rows, and the ten of its authors' code (docs/paper.md)."""
+"""Readings of the paper's eight low-pass rows, and its authors' ten (docs/paper.md)."""
 PAPER_READINGS = tuple(
-    Contender(f"paper, {name}{of}", "paper", {"rows": rows, **layout})
-    for of, layout in (("", {}), (", tiles", VIT_TILES))
+    Contender(f"paper, {name}{suffix}", "paper", {"rows": rows, **layout})
+    for suffix, layout in (("", {}), (", tiles", VIT_TILES))
     for name, rows in PAPER_ROWS.items()
 )
 
@@ -116,32 +116,31 @@ def _rounding(kind: str) -> dict[str, str]:
 
 
 def published(task: str) -> list[Contender]:
-    """The paper's pre-training, all of its parts together, by both readings of LQS.
+    """List the paper's pre-training with all of its parts, by both readings of LQS.
 
-    LQS, INT8 for the first eighth of the steps, pseudo-stochastic rounding and, where tokens are
-    patches of an image, tiles of them. Its text has LQS choose g_w's scales; its authors' code
-    chooses g_x's.
+    The parts are LQS, INT8 for the first eighth of the steps, pseudo-stochastic rounding, and tiles
+    of image patches. In the paper LQS chooses g_w's scales, in its authors' code g_x's.
     """
-    tiles = VIT_TILES if task in ("vit", *VITS) else {}  # convolutions have tiles anyway
+    tiles = VIT_TILES if task in ("vit", *VITS) else {}  # convolutions always have tiles
     settings = {**tiles, **_rounding("pseudo_stochastic")}
     return [
-        Contender(f"paper as published{of}", "paper", settings, lqs, INT8_FIRST)
-        for of, lqs in (("", ("gw_scale",)), (", LQS of g_x, too", SCALES))
+        Contender(f"paper as published{suffix}", "paper", settings, lqs, INT8_FIRST)
+        for suffix, lqs in (("", ("gw_scale",)), (", LQS of g_x, too", SCALES))
     ]
 
 
 def ablations(task: str) -> list[Contender]:
-    """One setting changed at a time, from ``paper`` (the sources' ablations) and ``default``."""
-    found = [Contender("paper", "paper"), Contender("default", "default")]
-    found += [Contender(f"paper, rank {r}", "paper", {"rank": r}) for r in (16, 4, 2, 1)]
-    found += [
+    """List single changes of ``paper`` (the sources' ablations) and of ``default``."""
+    out = [Contender("paper", "paper"), Contender("default", "default")]
+    out += [Contender(f"paper, rank {r}", "paper", {"rank": r}) for r in (16, 4, 2, 1)]
+    out += [
         Contender("paper, sequency", "paper", {"basis": "sequency"}),
         Contender("paper, sketch", "paper", {"basis": "sketch"}),
         Contender("paper, g_w of full rank", "paper", {"basis": "full"}),
     ]
     if task in ("vit", *VITS):
-        found.append(Contender("paper, tiles", "paper", VIT_TILES))
-    found += [
+        out.append(Contender("paper, tiles", "paper", VIT_TILES))
+    out += [
         Contender("paper, g_x without HT", "paper", {"hadamard_block": 1}),
         Contender("paper, g_x in INT8", "paper", {"gx_bits": 8}),
         *(
@@ -156,11 +155,11 @@ def ablations(task: str) -> list[Contender]:
         *published(task),
     ]
     for recipe in ("paper", "default"):
-        found += [
+        out += [
             Contender(f"{recipe}, rounding {words}", recipe, _rounding(kind))
             for kind, words in (("nearest", "to nearest"), ("pseudo_stochastic", "as the paper's"))
         ]
-    found += [
+    out += [
         Contender("fast", "fast"),
         *(Contender(f"fast, rank {rank}", "fast", {"rank": rank}) for rank in (4, 2)),
         Contender("default, g_x without HT", "default", {"hadamard_block": 1}),
@@ -171,7 +170,7 @@ def ablations(task: str) -> list[Contender]:
         Contender("accurate", "accurate"),
         EQUALISED,
     ]
-    return [*found, *_forward()]
+    return [*out, *_forward()]
 
 
 def _forward() -> list[Contender]:
@@ -179,15 +178,15 @@ def _forward() -> list[Contender]:
 
 
 def finetuned(task: str) -> list[Contender]:
-    """Fine-tuning: what is in both other tables, and LoRA with HOT on its weights."""
+    """List fine-tuning's contenders: those of both other tables, and LoRA with HOT."""
     chosen = ("bf16", "torchao_fp8", "naive_int4", "luq", "lbp_wht", "lbp_wht_flat",
               "authors_hot", "default", "fast", "int4", "paper", "paper, tiles")  # fmt: skip
-    found = [c for c in contenders(task) if c.name in chosen]
-    found += [*LUQ_FORWARD, *_forward()]
+    out = [c for c in contenders(task) if c.name in chosen]
+    out += [*LUQ_FORWARD, *_forward()]
     if task == MASSIVE:
-        return [*found, Contender("accurate", "accurate"), EQUALISED]
+        return [*out, Contender("accurate", "accurate"), EQUALISED]
     if task in CONVOLUTIONS:
-        return found  # no linear layers to adapt
+        return out  # no linear layers to adapt
     lora = [Contender("LoRA", "fp32", adapters="frozen")]
     for recipe in ("paper", "default"):
         lora += [
@@ -198,11 +197,11 @@ def finetuned(task: str) -> list[Contender]:
                 ("both", "both"),
             )
         ]
-    return found + lora
+    return out + lora
 
 
 def table_of(task: str, table: str) -> list[Contender]:
-    """Contenders of a table, full precision first. Raises ValueError for another table."""
+    """List a table's contenders, full precision first. Raises ValueError for another table."""
     if table not in TABLES:
         raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
     if table == "rivals":
@@ -213,57 +212,57 @@ def table_of(task: str, table: str) -> list[Contender]:
 def chosen(
     task: str, names: str | None, more: tuple[Contender, ...] = (), table: str | None = None
 ) -> list[Contender]:
-    """Those named in a list with semicolons; all for None. Raises ValueError for another name.
+    """Select contenders by a list with semicolons, or all. Raises ValueError for another name.
 
     Args:
         task: one of ``TASKS``.
-        names: of contenders; a task may lack some of them, and one task at least has each. Beside
-            them ``FILE.py:Class``, methods of one's own, by the names of their classes.
-        more: contenders beside :func:`contenders`; beside a table's where they are named.
-        table: takes that table's contenders instead.
+        names: names of contenders. Each must exist in some task, but not in this one. Other methods
+            are ``FILE.py:Class``, whose name is the class's.
+        more: contenders besides :func:`contenders`, or besides a table's if they are named.
+        table: table whose contenders replace :func:`contenders`.
     """
 
-    def of(one: str) -> list[Contender]:
+    def rows_of(one: str) -> list[Contender]:
         if table is None:
             return [*more, *contenders(one)]
         return table_of(one, table) if names is None else [*table_of(one, table), *more]
 
     if names is None:
-        return of(task)
-    wanted = [name.strip() for name in names.split(";")]
-    for spec in [name for name in wanted if ".py:" in name]:
-        rivals.of_file(spec)  # here, not in the first run, says what is wrong
-        wanted[wanted.index(spec)] = name = spec.rpartition(":")[2]
+        return rows_of(task)
+    chosen_names = [name.strip() for name in names.split(";")]
+    for spec in [name for name in chosen_names if ".py:" in name]:
+        rivals.of_file(spec)  # reports errors here, not in the first run
+        chosen_names[chosen_names.index(spec)] = name = spec.rpartition(":")[2]
         more = (*more, Contender(name, spec))
-    every = {contender.name: contender for contender in of(task)}
-    known = {c.name for t in TASKS for c in of(t)}
-    unknown = [name for name in wanted if name not in known]
+    every = {contender.name: contender for contender in rows_of(task)}
+    known = {c.name for t in TASKS for c in rows_of(t)}
+    unknown = [name for name in chosen_names if name not in known]
     if unknown:
         raise ValueError(f"methods: {', '.join(unknown)}: none of {', '.join(sorted(known))}")
-    return [contender for name, contender in every.items() if name in wanted]
+    return [contender for name, contender in every.items() if name in chosen_names]
 
 
 def put(
     contender: Contender, model: nn.Module, task: training.Task, steps: int, seed: int
 ) -> Callable[[], None] | None:
-    """Give the task's layers of ``model`` the contender's method, in place.
+    """Apply the contender's method to the task's layers of ``model``, in place.
 
-    Returns what is to be called after every step, if anything.
+    Returns a function to call after every step, or None.
 
-    Raises ValueError where a layer does not get the method (torchao's leave convolutions plain).
+    Raises ValueError if a layer stays plain (torchao's methods leave out convolutions).
     """
     settings: dict[str, Any] = dict(contender.settings)
-    wanted = task.chosen
+    selected = task.chosen
     if contender.adapters:
-        rivals.convert(model, "lora", wanted, rank=ADAPTER_RANK)
-        wanted = functools.partial(_adapted, wanted, contender.adapters)
+        rivals.convert(model, "lora", selected, rank=ADAPTER_RANK)
+        selected = functools.partial(_adapted, selected, contender.adapters)
         if contender.method == "fp32":
             return None
     if contender.lqs:
-        _convert_with_lqs(contender, model, task, wanted, seed)
+        _convert_with_lqs(contender, model, task, selected, seed)
     else:
-        expected = set(rivals.taken_by_hotcore(model, wanted))
-        done = rivals.convert(model, contender.method, wanted, **settings)
+        expected = set(rivals.taken_by_hotcore(model, selected))
+        done = rivals.convert(model, contender.method, selected, **settings)
         missing = expected - set(done.names)
         if missing and not contender.method.startswith("torchao"):
             raise ValueError(f"{contender.name}: not taken: {sorted(missing)}: {done.left}")
@@ -276,20 +275,21 @@ def _convert_with_lqs(
     contender: Contender,
     model: nn.Module,
     task: training.Task,
-    wanted: Callable[[nn.Module, str], bool],
+    selected: Callable[[nn.Module, str], bool],
     seed: int,
 ) -> None:
-    """Convert with each layer's scales of ``contender.lqs`` as paper.calibrate chooses them."""
+    """Convert with the scales of ``contender.lqs`` that paper.calibrate chooses per layer."""
     method: Any = contender.method
     config = hot.HotConfig.recipe(method, **contender.settings)
     batches = _batches(task, seed, next(model.parameters()).device)
-    plan = paper.calibrate(model, batches, training.loss_of, config, filter_fn=wanted, slower=True)
+    loss_of = training.loss_of
+    plan = paper.calibrate(model, batches, loss_of, config, filter_fn=selected, slower=True)
     fixed = {name: getattr(config, name) for name in SCALES if name not in contender.lqs}
     overrides = {
         name: override and replace(override, **fixed)
         for name, override in plan.overrides(model=model).items()
     }
-    hot.convert(model, config, wanted, overrides=overrides, slower=True)
+    hot.convert(model, config, selected, overrides=overrides, slower=True)
 
 
 def _adapted(
@@ -303,7 +303,7 @@ def _adapted(
 
 
 def _batches(task: training.Task, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Two of the run's own first batches."""
+    """Return two of the run's first batches."""
     order = torch.Generator().manual_seed(seed)
     drawn = [task.data.batch(task.batch_size, order) for _ in range(2)]
     return [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
@@ -313,14 +313,14 @@ def _batches(task: training.Task, seed: int, device: torch.device) -> list[tuple
 
 
 class Resized(nn.Module):
-    """A network on images enlarged to ``pixels``."""
+    """Network on images that are enlarged to ``pixels``."""
 
     def __init__(self, net: nn.Module, pixels: int) -> None:
         super().__init__()
         self.net, self.pixels = net, pixels
 
     def forward(self, images: Tensor) -> Tensor:
-        """``images [batch, 3, h, w]`` to logits ``[batch, classes]``."""
+        """Map ``images [batch, 3, h, w]`` to logits ``[batch, classes]``."""
         size = (self.pixels, self.pixels)
         y: Tensor = self.net(F.interpolate(images, size, mode="bilinear"))
         return y
@@ -332,7 +332,7 @@ def _timm(name: str, classes: int, **options: Any) -> Any:
 
 
 def resnet18(classes: int) -> nn.Module:
-    """For 32 x 32 pixels, as on CIFAR: a first convolution of 3 x 3, no pooling after it."""
+    """Build ResNet-18 for 32 x 32 pixels: a first convolution of 3 x 3, without pooling."""
     net = _timm("resnet18", classes)
     net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     net.maxpool = nn.Identity()
@@ -341,11 +341,11 @@ def resnet18(classes: int) -> nn.Module:
 
 
 def load_task(name: str, where: str = "tiles") -> training.Task:
-    """A task with its data read.
+    """Load a task with its data.
 
     Args:
         name: one of ``TASKS``. "vit" and "gpt" are as examples/train.py has them.
-        where: the data of the tasks with images, as for ``train_lib.images.load_images``.
+        where: data of tasks with images, as for ``train_lib.images.load_images``.
 
     Raises ValueError for another name or place.
     """
@@ -382,7 +382,7 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
 
 
 class Llama(nn.Module):
-    """transformers' Llama: RMSNorm, rotary embedding, grouped queries, SwiGLU, tied weights."""
+    """Llama of transformers: RMSNorm, rotary embedding, grouped queries, SwiGLU, tied weights."""
 
     def __init__(self, vocab: int, width: int = 128, depth: int = 3, heads: int = 4) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ class Llama(nn.Module):
         self.net = package.LlamaForCausalLM(config)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens [batch, length]`` to logits ``[batch, length, vocab]``."""
+        """Map ``tokens [batch, length]`` to logits ``[batch, length, vocab]``."""
         logits: Tensor = self.net(tokens, use_cache=False).logits
         return logits
 
@@ -426,7 +426,7 @@ class FirstToken(nn.Module):
         self.register_buffer("value", torch.zeros(units))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``hidden [batch, tokens, width]`` to the same shape."""
+        """Add the value to the first token of ``hidden [batch, tokens, width]``."""
         more = (0, hidden.shape[-1] - len(self.value), 0, hidden.shape[1] - 1)
         return hidden + F.pad(self.value[None, :], more).to(hidden.dtype)
 
@@ -438,13 +438,14 @@ def _with_first_token(build: Callable[[], nn.Module], units: int = 4) -> nn.Modu
 
 
 def graft_massive_token(model: Any, size: float = 1000.0) -> None:
-    """Give the first token of every sequence massive activations, as trained LLMs have them.
+    """Give the first token of every sequence massive activations, as in trained LLMs.
 
-    So it is in LLMs (Sun et al., "Massive activations in large language models", 2024): in an early
-    block, a few inputs of the MLP's last layer are some ``size`` at the first token alone. They
-    write numbers as large into two features of the residual stream, which no later norm lets grow.
-    There a gate makes them of factors of an ordinary size; here a constant does, so no weight has
-    to be large. The other tokens change by what they take from the first one by attention.
+    In LLMs a few inputs of an early MLP's last layer are about ``size``, at the first token only.
+    They write such values into two features of the residual stream, and later norms keep these from
+    growing. A gate produces them there, a constant here, so that no weight is large. The other
+    tokens change only through attention to the first one.
+
+    Source: Sun et al., "Massive activations in large language models", 2024.
     """
     block = model.blocks[0]
     grafted = block.fc1[1].value
@@ -456,7 +457,7 @@ def graft_massive_token(model: Any, size: float = 1000.0) -> None:
 
 
 def of_second_half(task: training.Task) -> training.Task:
-    """The task to fine-tune on: the other half of the data, a smaller rate, half of the steps."""
+    """Return the task for fine-tuning: other half of the data, smaller rate, half the steps."""
     rate, steps = task.learning_rate / 4, max(1, task.steps // 2)
     return replace(task, data=task.data.half(1), learning_rate=rate, steps=steps)
 
@@ -467,20 +468,20 @@ def of_second_half(task: training.Task) -> training.Task:
 def begun(
     path: Path, benchmark: str, settings: Mapping[str, Any], threads: int, lora: str, entries: str
 ) -> dict[str, Any]:
-    """The report at ``path``, to go on with; a new one where there is none.
+    """Read the report at ``path`` to continue it, or begin a new one.
 
     Args:
-        path: of the report.
-        benchmark: its name.
-        settings: what the figures depend on.
-        threads: of the CPU.
-        lora: why LoRA is left out; empty: it is not.
-        entries: key of what is filled in bit by bit.
+        path: path of the report.
+        benchmark: name of the benchmark.
+        settings: settings that the figures depend on.
+        threads: CPU threads.
+        lora: reason to leave LoRA out; empty if it runs.
+        entries: key of the entries that runs add.
 
-    Ends the script where it was made with other settings.
+    Ends the script if the report has other settings.
     """
-    if found := resumed(path, settings):
-        return found
+    if report := resumed(path, settings):
+        return report
     facts = facts_of(benchmark)
     facts["versions"]["threads"] = threads
     left_out = {"lora": lora} if lora else {}
@@ -488,6 +489,6 @@ def begun(
 
 
 def use_threads(count: int) -> None:
-    """Of torch and of hotcore."""
+    """Set the threads of torch and hotcore."""
     torch.set_num_threads(count)
     hotcore.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""The CUDA backend's targets against what the benchmarks reported. Needs their reports alone."""
+"""Compare the CUDA backend's targets with the benchmarks' reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZES_OF_FWHT = ("16", "32", "64", "128", "256", "512", "1024", "2048", "4096")
 
 
 class Target(NamedTuple):
-    """One row: what was measured, the bar, and the aim."""
+    """Target: measured figure, bar, and aim."""
 
     work: str
     measured: float
@@ -28,7 +28,7 @@ class Target(NamedTuple):
         return "aim" if reached(self.aim) else "must" if reached(self.must) else "missed"
 
 
-AGAINST = {  # group, recipe, rival -> must, aim (times faster, sum of the group's layers)
+AGAINST = {  # group, recipe, rival -> must, aim (speed in the rival's, sum of the group's layers)
     ("Llama-3-8B", "fast", "bf16 products"): (2.1, 2.4),
     ("Llama-3-8B", "default", "bf16 products"): (1.7, 1.9),
     ("Llama-3-8B", "fast", "torchao both - forward"): (1.3, 1.55),
@@ -40,7 +40,7 @@ AGAINST = {  # group, recipe, rival -> must, aim (times faster, sum of the group
 }
 
 
-BOTH = {  # group, forward and backward with the 8-bit forward -> must, aim (faster than bf16)
+BOTH = {  # group, forward and backward with the 8-bit forward -> must, aim (speed in bf16's)
     ("Llama-3-8B", "fast"): (1.75, 1.9),
     ("Llama-3-8B", "default"): (1.5, 1.6),
     ("ViT-B", "fast"): (1.45, 1.7),
@@ -48,7 +48,7 @@ BOTH = {  # group, forward and backward with the 8-bit forward -> must, aim (fas
 }
 
 
-OF_STOCK = {  # group of bench_gemm.py -> products: what the table of stock tiles holds
+OF_STOCK = {  # group of bench_gemm.py -> products in the table of stock tiles
     "ViT-B g_x": ("qkv", "proj", "fc1", "fc2"),
     "ViT-B g_w, r = 8": ("qkv", "proj", "fc1", "fc2"),
     "ViT-B g_w, full": ("fc1",),
@@ -60,9 +60,9 @@ OF_STOCK = {  # group of bench_gemm.py -> products: what the table of stock tile
 
 def of_backward(report: Report) -> Iterator[Target]:
     for (group, recipe, rival), (must, aim) in AGAINST.items():
-        found = report.get("layers", {}).get(group, {}).get("recipes", {}).get(recipe, {})
-        if rival in found.get("faster than", {}):
-            measured = found["faster than"][rival]
+        figures = report.get("layers", {}).get(group, {}).get("recipes", {}).get(recipe, {})
+        if rival in figures.get("faster than", {}):
+            measured = figures["faster than"][rival]
             yield Target(f"{group} sum, {recipe} faster than {rival}", measured, must, aim)
     for (group, recipe), (must, aim) in BOTH.items():
         row = report.get("layers", {}).get(group, {}).get("both", {}).get(f"{recipe} int8 both")
@@ -82,7 +82,7 @@ def of_backward(report: Report) -> Iterator[Target]:
         for recipe, extra in table["extra"].items():
             yield Target(f"{group}, forward {recipe}, extra time", extra, 0.15, 0.05, False)
     for name, row in report.get("host", {}).get("rows", {}).items():
-        if "adapter backward" in name:  # the whole call, and the adapter's own part
+        if "adapter backward" in name:  # the whole call, and the adapter's part
             yield Target(f"host, {name}, us", row["median_ms"] * 1e3, 60, 60, False)
         if "of nn.Linear" in row:
             yield Target(f"host, {name}, of nn.Linear", row["of nn.Linear"], 1.2, 1.2, False)
@@ -108,9 +108,9 @@ def of_gemm(report: Report) -> Iterator[Target]:
 
 
 def of_models(report: Report) -> Iterator[Target]:
-    """A ViT-B step as people run it (bench_models.py's part step), beside compiled bf16."""
-    found = report.get("steps", {}).get("vit_b", {}).get("rows", {})
-    measured = {name: row for name, row in found.items() if "step" in row}
+    """Yield targets of a ViT-B step (bench_models.py, part "step") beside compiled bf16."""
+    steps = report.get("steps", {}).get("vit_b", {}).get("rows", {})
+    measured = {name: row for name, row in steps.items() if "step" in row}
     plain, graphs = (measured.get(f"bf16 {how}", {}) for how in ("compiled", "reduce-overhead"))
     step, how = "ViT-B step, default", "reduce-overhead"
     for key, name, work, bars in (
@@ -138,7 +138,7 @@ def of_models(report: Report) -> Iterator[Target]:
 def rows(
     backward: Report, fwht: Report, gemm: Report, models: Report | None = None
 ) -> list[dict[str, Any]]:
-    """Every target that the reports have a figure for."""
-    found = [*of_backward(backward), *of_fwht(fwht), *of_gemm(gemm), *of_models(models or {})]
+    """List every target for which the reports have a figure."""
+    targets = [*of_backward(backward), *of_fwht(fwht), *of_gemm(gemm), *of_models(models or {})]
     keys = ("work", "measured", "must", "aim")
-    return [{key: getattr(t, key) for key in keys} | {"reached": t.verdict} for t in found]
+    return [{key: getattr(t, key) for key in keys} | {"reached": t.verdict} for t in targets]

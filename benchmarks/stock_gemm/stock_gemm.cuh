@@ -60,7 +60,7 @@ struct Gemm {
                                    {a, dense(k), b, dense(k)},
                                    {{}, nullptr, dense(n), static_cast<Out*>(out), dense(n)}};
     all.epilogue.thread = {{{b_scale, 0.0F, {}}, {}, {}}, {a_scale, 0.0F, {}}, {}};
-    // Of the current device, in spite of its argument.
+    // query_device_multiprocessor_count() ignores its argument and takes the current device.
     all.hw_info.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count();
     using Raster = cutlass::gemm::kernel::detail::RasterOrderOptions;
     all.scheduler.max_swizzle_size = order.swizzle;

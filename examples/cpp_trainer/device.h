@@ -1,4 +1,4 @@
-// A device's memory and the computations that libhot does not do. Real trainers have their own
+// Memory of a device, and the computations that libhot does not have. Real trainers have their own
 // tensors, matrix product and memory pool; device_cpu.cpp and device_cuda.cu are minimal versions.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace trainer {
 
-/// fp32 [rows, cols], any strides.
+/// Matrix of fp32 [rows, cols] with any strides.
 struct Matrix {
   float* data;
   std::int64_t rows, cols, row_stride, col_stride;
@@ -30,7 +30,7 @@ class Device {
 
   /// c = a b.
   virtual void multiply(const Matrix& a, const Matrix& b, const Matrix& c) = 0;
-  /// y += bias; with `mask` (one byte a value) also ReLU, whose mask is stored.
+  /// y += bias. With `mask` (one byte per value) also applies ReLU and stores its mask.
   virtual void add_bias(const Matrix& y, const float* bias, std::uint8_t* mask) = 0;
   /// g *= mask.
   virtual void apply_mask(const Matrix& g, const std::uint8_t* mask) = 0;
@@ -45,7 +45,7 @@ class Device {
 };
 
 std::unique_ptr<Device> make_cpu();
-/// Only where the program was built with TRAINER_CUDA.
+/// Exists only if the program is built with TRAINER_CUDA.
 std::unique_ptr<Device> make_cuda();
 
 }  // namespace trainer

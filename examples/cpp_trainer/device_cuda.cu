@@ -37,7 +37,7 @@ cudaStream_t make_stream() {
   return stream;
 }
 
-// What libhot is given for its buffers: memory of the stream's pool.
+// Allocator for libhot's buffers, from the stream's memory pool.
 hot::Allocator pool_of(cudaStream_t stream) {
   return {hot::Device{hot::Device::Type::cuda, 0},
           [stream](std::size_t bytes) {

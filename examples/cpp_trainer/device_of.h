@@ -1,4 +1,4 @@
-// The arithmetic of a Device, shared by both: `Launch` calls a function for every index below n.
+// Arithmetic that both devices share: `Launch` calls a function for every index below n.
 #pragma once
 
 #include <cmath>

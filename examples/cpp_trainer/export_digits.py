@@ -1,7 +1,7 @@
 """Write scikit-learn's digits for cpp_trainer: ``python export_digits.py digits.bin``.
 
-The file: "DIGITS1\\0", count, features and classes (uint32), count x features float32 from 0 to 1,
-count labels (uint8), all little-endian, in an order that is shuffled once for all.
+The little-endian file holds "DIGITS1\\0", then count, features and classes as uint32. Then follow
+count x features float32 from 0 to 1, and count labels as uint8. The order is shuffled once.
 """
 
 import sys

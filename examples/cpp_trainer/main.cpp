@@ -1,5 +1,6 @@
-// cpp_trainer DIGITS [--device cpu|cuda] [--recipe NAME] [--epochs N] [--seed N]: trains an MLP in
-// fp32 and with HOT from the same weights on the same batches, and prints both curves side by side.
+// Trains an MLP in fp32 and with HOT from the same weights on the same batches. Prints both curves.
+//
+//   cpp_trainer DIGITS [--device cpu|cuda] [--recipe NAME] [--epochs N] [--seed N]
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -115,7 +116,7 @@ Digits read_digits(const std::string& path) {
   return digits;
 }
 
-// A batch in the device's memory.
+// Batch in the device's memory.
 class Batches {
  public:
   Batches(trainer::Device& device, const Digits& digits)

@@ -69,7 +69,7 @@ Score Mlp::forward(const float* x, const std::uint8_t* labels, std::int64_t rows
     device_.multiply(in, matrix(layer.w, layer.out, layer.in).transposed(), out);
     device_.add_bias(out, layer.b.data<float>(), layer.mask.data<std::uint8_t>());
     if (training && spec_) {
-      // x itself is no longer needed: backward reads the compressed one.
+      // Backward reads the compressed x, so x is free.
       const hot::Key key{seed_, step_, static_cast<std::uint32_t>(i)};
       layer.saved.compress(device_.context().with_key(key), input(in, where), *spec_, scratch_);
       kept += layer.saved.bytes();
@@ -99,11 +99,11 @@ void Mlp::backward(std::int64_t rows) {
     Layer& layer = layers_[i];
     const Matrix gy = matrix(front_, rows, layer.out), gx = matrix(back_, rows, layer.in);
     if (layer.mask.size() > 0) device_.apply_mask(gy, layer.mask.data<std::uint8_t>());
-    const Matrix* const wanted = i > 0 ? &gx : nullptr;  // the data needs no gradient
+    const Matrix* const target = i > 0 ? &gx : nullptr;  // the data needs no gradient
     if (spec_) {
-      backward_hot(i, gy, wanted);
+      backward_hot(i, gy, target);
     } else {
-      backward_fp32(layer, gy, wanted);
+      backward_fp32(layer, gy, target);
     }
     std::swap(front_, back_);
   }
@@ -119,7 +119,7 @@ void Mlp::backward_fp32(Layer& layer, const Matrix& gy, const Matrix* gx) {
 void Mlp::backward_hot(std::size_t index, const Matrix& gy, const Matrix* gx) {
   Layer& layer = layers_[index];
   const hot::Device where = device_.context().device();
-  // The key of forward: each step has its own offset, each layer its own stream.
+  // Key of forward: each step has its offset, each layer its stream.
   const hot::Context context =
       device_.context().with_key({seed_, step_, static_cast<std::uint32_t>(index)});
   const hot::LinearShape shape{gy.rows, layer.out, layer.in};

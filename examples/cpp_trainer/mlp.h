@@ -18,22 +18,22 @@ struct Score {
 
 class Mlp {
  public:
-  /// Layers sizes[0] -> sizes[1] -> ...; `spec` absent: fp32. The same seed gives the same weights.
+  /// Layers sizes[0] -> sizes[1] -> ..., in fp32 without `spec`. Equal seeds give equal weights.
   Mlp(Device& device, const std::vector<std::int64_t>& sizes,
       std::optional<hot::BackwardLinearSpec> spec, std::int64_t max_rows, std::uint64_t seed);
 
-  /// One step on x [rows, sizes[0]]; x and labels are in the device's memory.
+  /// Trains one step on x [rows, sizes[0]]. x and labels are in the device's memory.
   Score train(const float* x, const std::uint8_t* labels, std::int64_t rows, float rate);
   Score test(const float* x, const std::uint8_t* labels, std::int64_t rows);
 
-  /// The most bytes of x that the linear layers kept between forward and backward of a step.
+  /// Peak bytes of x that the linear layers keep between forward and backward of a step.
   std::size_t kept_bytes() const { return kept_; }
 
  private:
   struct Layer {
     std::int64_t in, out;
     hot::Tensor w, b, gw, gb, w_velocity, b_velocity;
-    hot::Tensor mask;        // of the ReLU after the layer; the last has none
+    hot::Tensor mask;        // mask of the ReLU after the layer; the last layer has none
     hot::Tensor kept;        // fp32: x itself
     hot::SavedBuffer saved;  // HOT: x compressed
   };

@@ -1,11 +1,11 @@
-"""The two datasets, both already on the machine: nothing is downloaded.
+"""Datasets that are already on the machine, so that nothing is downloaded.
 
-* digits: scikit-learn's bundled 8x8 scans, enlarged to 32x32 with a random rotation, size, place
-  and noise;
-* text: the source of Python's own standard library, character by character.
+* digits: scikit-learn's bundled 8x8 scans, enlarged to 32x32 with random rotation, size, place and
+  noise
+* text: the source of Python's standard library, a token per character
 
-A dataset draws training batches from the caller's generator: runs with the same seed see the same
-data in the same order, whatever other random numbers they draw.
+A dataset draws training batches from the caller's generator. Runs with the same seed therefore see
+the same data in the same order, whatever other random numbers they draw.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs, and classes: of an image, or of every position; below 0: of no position that counts."""
+"""Inputs, and a class per image or per position. A class below 0 does not count."""
 
 
 NO_CLASS = -100
-"""What cross_entropy leaves out."""
+"""Class that cross_entropy ignores."""
 
 
 class Data(Protocol):
-    """What a task trains on."""
+    """Dataset of a task."""
 
     description: str
     validation: Batch
@@ -152,16 +152,16 @@ class StdlibText:
         return other
 
     def batch(self, size: int, generator: Generator) -> Batch:
-        """``size`` windows of the training text, and the same windows one character on."""
+        """Draw ``size`` windows of the training text, with the next characters as classes."""
         last = len(self._text) - self.CONTEXT
         return self._windows(self._text, torch.randint(last, (size,), generator=generator))
 
 
 class MaskedText(StdlibText):
-    """The same text with gaps: 15 % of the characters are to be found from those around them.
+    """Text with masked characters: the model predicts 15 % of them from their context.
 
-    Of those, 80 % are replaced by a symbol of their own (the vocabulary's last), 10 % by another
-    character, and 10 % are left. Source: Devlin et al., "BERT", section 3.1.
+    80 % of these are replaced by a mask (the vocabulary's last symbol) and 10 % by another
+    character; 10 % stay. Source: Devlin et al., "BERT", section 3.1.
     """
 
     VOCAB = StdlibText.VOCAB + 1
@@ -175,11 +175,11 @@ class MaskedText(StdlibText):
     def _gaps(cls, text: Tensor, generator: Generator) -> Batch:
         chance, kind = torch.rand(2, *text.shape, generator=generator)
         other = torch.randint(StdlibText.VOCAB, text.shape, generator=generator)
-        wanted = chance < cls.SHARE
+        masked = chance < cls.SHARE
         replaced = torch.where(kind < 0.8, cls.VOCAB - 1, torch.where(kind < 0.9, other, text))
-        return torch.where(wanted, replaced, text), torch.where(wanted, text, NO_CLASS)
+        return torch.where(masked, replaced, text), torch.where(masked, text, NO_CLASS)
 
     def batch(self, size: int, generator: Generator) -> Batch:
-        """``size`` windows with gaps, and their characters there."""
+        """Draw ``size`` windows with masked characters, and those characters as classes."""
         text, _ = super().batch(size, generator)
         return self._gaps(text, generator)

@@ -1,6 +1,6 @@
-"""Image data from what lies on the machine: photographs, CIFAR's binary files, folders of images.
+"""Image data from this machine: photographs, CIFAR's binary files, folders of images.
 
-Nothing is downloaded, and nothing is unpickled: of CIFAR the binary version is read.
+Nothing is downloaded or unpickled: CIFAR is read in its binary version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 
 
 def augmented(images: Tensor, generator: Generator) -> Tensor:
-    """Random flips, contrast and brightness of ``[N, 3, H, W]`` floats; the same shape."""
+    """Flip ``[N, 3, H, W]`` floats and change contrast and brightness, at random."""
     count = len(images)
     flip = torch.rand(count, generator=generator) < 0.5
     images = torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images)
@@ -31,16 +31,16 @@ def augmented(images: Tensor, generator: Generator) -> Tensor:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """uint8 to floats of about mean 0 and variance 1."""
+    """Convert uint8 to floats of about mean 0 and variance 1."""
     return (images.float() / 255 - 0.45) / 0.25
 
 
 class Photographs:
-    """Which photograph, and which part of it, a tile of 32 x 32 pixels is from.
+    """Tiles of 32 x 32 pixels, whose class is the part of the photograph that they come from.
 
-    The photographs bundled with scikit-learn and, where it is installed, scikit-image are cut into
-    cells of about 96 x 96 pixels, a class each. The right 32 columns of a cell are for validation,
-    training tiles are random ones of the rest: no pixel is in both.
+    The photographs are those of scikit-learn and, if installed, scikit-image. Each is cut into
+    cells of about 96 x 96 pixels, and a cell is a class. The right 32 columns of a cell are for
+    validation. Training tiles are random ones of the other columns, so no pixel is in both.
     """
 
     CELL = 96
@@ -52,11 +52,11 @@ class Photographs:
     VALIDATION_TILES = 6
 
     def __init__(self) -> None:
-        found = _bundled("sklearn", "datasets/images", self.SKLEARN)
-        found += _bundled("skimage", "data", self.SKIMAGE)
-        if not found:
+        paths = _bundled("sklearn", "datasets/images", self.SKLEARN)
+        paths += _bundled("skimage", "data", self.SKIMAGE)
+        if not paths:
             raise FileNotFoundError("the photographs need scikit-learn, or scikit-image")
-        cells = [cell for path in found for cell in self._cells(_read(path))]
+        cells = [cell for path in paths for cell in self._cells(_read(path))]
         self._train = [cell[:, :, :-PIXELS] for cell in cells]
         held, labels = [], []
         for label, cell in enumerate(cells):
@@ -66,15 +66,15 @@ class Photographs:
                 labels.append(label)
         self.classes = len(cells)
         self.validation: Batch = normalised(torch.stack(held)), torch.tensor(labels)
-        names = ", ".join(path.stem for path in found)
+        names = ", ".join(path.stem for path in paths)
         self.description = (
-            f"tiles of {len(found)} photographs ({names}): {self.classes} classes, {len(held)} "
+            f"tiles of {len(paths)} photographs ({names}): {self.classes} classes, {len(held)} "
             "tiles to validate"
         )
 
     @classmethod
     def _cells(cls, image: Tensor) -> list[Tensor]:
-        """uint8 ``[3, h, w]``, none smaller than ``CELL``."""
+        """Cut an image into uint8 cells ``[3, h, w]`` of at least ``CELL`` pixels a side."""
         _, height, width = image.shape
         rows = np.linspace(0, height, height // cls.CELL + 1).astype(int)
         columns = np.linspace(0, width, width // cls.CELL + 1).astype(int)
@@ -97,7 +97,7 @@ class Photographs:
         return other
 
     def batch(self, size: int, generator: Generator) -> Batch:
-        """``size`` random training tiles."""
+        """Draw ``size`` random training tiles."""
         labels = torch.randint(self.classes, (size,), generator=generator)
         places = torch.rand(size, 2, generator=generator)
         tiles = []
@@ -114,8 +114,8 @@ class Images:
 
     Args:
         train: uint8 ``[N, 3, 32, 32]`` and their classes ``[N]``.
-        validation: the same of other images.
-        description: of the data.
+        validation: other images and their classes.
+        description: name of the data.
     """
 
     def __init__(self, train: Batch, validation: Batch, description: str) -> None:
@@ -135,7 +135,7 @@ class Images:
         return other
 
     def batch(self, size: int, generator: Generator) -> Batch:
-        """``size`` training images, shifted by up to 4 pixels, flipped, of another contrast."""
+        """Draw ``size`` training images, shifted by up to 4 pixels and augmented."""
         chosen = torch.randint(len(self._train[0]), (size,), generator=generator)
         images = F.pad(normalised(self._train[0][chosen]), (4, 4, 4, 4), mode="reflect")
         places = torch.randint(9, (size, 2), generator=generator)
@@ -147,20 +147,20 @@ class Images:
 
 
 CIFAR = {
-    # files to train, file to validate, bytes of labels (the last one counts), classes
+    # training files, validation file, bytes of labels (the last one counts), classes
     "cifar10": ([f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin", 1, 10),
     "cifar100": (["train.bin"], "test.bin", 2, 100),
 }
 
 
 def cifar(kind: str, folder: Path) -> Images:
-    """CIFAR-10 or CIFAR-100 from the folder of its binary version.
+    """Read CIFAR-10 or CIFAR-100 from the folder of its binary version.
 
     Args:
         kind: "cifar10" or "cifar100".
         folder: holds ``data_batch_1.bin``, ... or ``train.bin`` and ``test.bin``.
 
-    Raises FileNotFoundError for a folder without them, ValueError for files that are no such data.
+    Raises FileNotFoundError for a folder without them, ValueError for files of other data.
 
     Source: the format's description at https://www.cs.toronto.edu/~kriz/cifar.html.
     """
@@ -174,8 +174,8 @@ def cifar(kind: str, folder: Path) -> Images:
             f"({kind.replace('cifar', 'cifar-')}-binary.tar.gz), not the Python pickles"
         )
     parts = [_records(folder / name, labels, classes) for name in train]
-    images, found = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Images((images, found), _records(folder / test, labels, classes), f"{kind} at {folder}")
+    images, target = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Images((images, target), _records(folder / test, labels, classes), f"{kind} at {folder}")
 
 
 def _records(path: Path, labels: int, classes: int) -> Batch:
@@ -184,20 +184,20 @@ def _records(path: Path, labels: int, classes: int) -> Batch:
     if not len(content) or len(content) % size:
         raise ValueError(f"{path}: {len(content)} bytes are no records of {size}")
     rows = content.reshape(-1, size)
-    found = torch.from_numpy(rows[:, labels - 1].astype(np.int64))
-    if int(found.max()) >= classes:
-        raise ValueError(f"{path}: class {int(found.max())}; expected less than {classes}")
+    chosen = torch.from_numpy(rows[:, labels - 1].astype(np.int64))
+    if int(chosen.max()) >= classes:
+        raise ValueError(f"{path}: class {int(chosen.max())}; expected less than {classes}")
     images = rows[:, labels:].reshape(-1, 3, PIXELS, PIXELS)
-    return torch.from_numpy(images.copy()), found
+    return torch.from_numpy(images.copy()), chosen
 
 
 def image_folder(folder: Path) -> Images:
-    """A folder of images by class: ``train/CLASS/*`` and ``val/CLASS/*``, or ``CLASS/*`` alone.
+    """Read images by class: ``train/CLASS/*`` and ``val/CLASS/*``, or ``CLASS/*`` alone.
 
     Without ``train`` and ``val`` every tenth image of a class is for validation. The middle square
-    of each image is resized to 32 x 32 pixels; all are kept in memory (3 KB each).
+    of each image is resized to 32 x 32 pixels. All images stay in memory (3 KB each).
 
-    Raises ValueError where there are fewer than two classes, or no image to train or to validate.
+    Raises ValueError for fewer than two classes, and for no training or validation image.
     """
     if (folder / "train").is_dir() and (folder / "val").is_dir():
         classes = _classes(folder / "train")
@@ -226,8 +226,8 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path for path in found if path.suffix.lower() in SUFFIXES)
+    files = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in files if path.suffix.lower() in SUFFIXES)
 
 
 def _squares(files: Sequence[tuple[Path, int]]) -> Batch:
@@ -243,7 +243,7 @@ def _squares(files: Sequence[tuple[Path, int]]) -> Batch:
 
 
 def _read(path: Path) -> Tensor:
-    """uint8 ``[3, height, width]``. Raises ValueError for what is no image."""
+    """Read uint8 ``[3, height, width]``. Raises ValueError if the file is no image."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -255,7 +255,7 @@ def _read(path: Path) -> Tensor:
 
 
 def _bundled(package: str, folder: str, names: Iterable[str]) -> list[Path]:
-    """Files of an installed package, without importing it."""
+    """Return files of an installed package, without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return []
@@ -264,7 +264,7 @@ def _bundled(package: str, folder: str, names: Iterable[str]) -> list[Path]:
 
 
 def load_images(where: str) -> Photographs | Images:
-    """``"tiles"``, ``"cifar10:FOLDER"``, ``"cifar100:FOLDER"`` or ``"folder:FOLDER"``."""
+    """Read ``"tiles"``, ``"cifar10:FOLDER"``, ``"cifar100:FOLDER"`` or ``"folder:FOLDER"``."""
     kind, _, path = where.partition(":")
     if where == "tiles":
         return Photographs()

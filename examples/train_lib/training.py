@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import hotcore.torch as hot
 import torch
@@ -21,6 +23,8 @@ from .models import SmallGPT, SmallViT
 
 WARMUP_STEPS = 20
 CURVE_POINTS = 20
+BUSY_CORES = 0.25
+"""Cores that other processes may take from the threads of a run without a mark."""
 
 
 def in_blocks(module: nn.Module, fqn: str) -> bool:
@@ -40,11 +44,11 @@ class Task:
     steps: int
     batch_size: int
     chosen: Callable[[nn.Module, str], bool] = in_blocks
-    """Which layers are converted, and counted in ``linear_saved_bytes``."""
+    """Selects the layers that are converted and counted in ``linear_saved_bytes``."""
 
 
 def load_task(name: str) -> Task:
-    """Task ``vit`` or ``gpt`` with its data read."""
+    """Read the data of task ``vit`` or ``gpt``."""
     if name == "vit":
         title = "Small ViT, handwritten digits"
         return Task(name, title, Digits(), SmallViT, learning_rate=4e-3, steps=350, batch_size=32)
@@ -59,7 +63,7 @@ def load_task(name: str) -> Task:
 
 @dataclass
 class Result:
-    """The measurements of a run; ``curve`` holds (step, validation loss)."""
+    """Measurements of a run; ``curve`` holds (step, validation loss)."""
 
     task: str
     recipe: str
@@ -71,6 +75,8 @@ class Result:
     total_saved_bytes: int = 0
     step_ms: float = math.nan
     seconds: float = math.nan
+    busy: bool = False
+    """Whether other processes took CPU time that this run's threads needed."""
     curve: list[tuple[int, float]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
@@ -83,7 +89,7 @@ def convert_blocks(model: nn.Module, recipe: str) -> None:
 
     ``"NAME+int8"`` is the recipe with an 8-bit forward.
     """
-    wanted = [
+    chosen = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and in_blocks(module, name)
@@ -91,16 +97,16 @@ def convert_blocks(model: nn.Module, recipe: str) -> None:
     name, _, forward = recipe.partition("+")
     config = hot.HotConfig.recipe(name, forward=forward or "plain")
     report = hot.convert(model, config, in_blocks).hot_report
-    left = [name for name in wanted if not isinstance(model.get_submodule(name), hot.HotLinear)]
-    if left:
-        raise RuntimeError(f"recipe {recipe!r} did not take {', '.join(left)}:\n{report}")
+    plain = [name for name in chosen if not isinstance(model.get_submodule(name), hot.HotLinear)]
+    if plain:
+        raise RuntimeError(f"recipe {recipe!r}: these stay plain: {', '.join(plain)}\n{report}")
 
 
 class SavedBytes:
-    """Bytes that autograd keeps for the backward pass, parameters left out.
+    """Bytes that autograd keeps for the backward pass, without parameters.
 
-    Storages are counted, so a tensor that two operations save counts once. ``linear`` is saved by
-    the ``chosen`` Linear layers and convolutions, ``total`` by everything.
+    A storage counts once, even if two operations save it. ``linear`` counts the ``chosen`` Linear
+    layers and convolutions, ``total`` counts all operations.
     """
 
     def __init__(
@@ -207,11 +213,12 @@ def train(
     """Train ``task`` in plain fp32 (recipe ``fp32``) or with a HOT recipe.
 
     ``convert(model, recipe)`` changes the model's layers in place; benchmarks pass other methods.
-    What it returns, if anything, is called after every step. ``start`` has the first weights, by
-    their names in the plain model; None: those of the seed. ``finished`` gets the trained model.
+    If it returns a function, that is called after every step. ``start`` has the first weights, by
+    their names in the plain model; None draws them from the seed. ``finished`` gets the trained
+    model.
 
-    The seed fixes the initial weights, the order of the data and, through torch's generator, HOT's
-    rounding; the first two are the same for every recipe.
+    The seed fixes the initial weights and the order of the data, equally for every recipe. Through
+    torch's generator it also fixes HOT's rounding.
     """
     torch.manual_seed(seed)
     model = task.build().to(device)
@@ -232,7 +239,7 @@ def train(
         dynamic_ncols=interactive,
         mininterval=0.1 if interactive else 5.0,
     )
-    began = time.perf_counter()
+    began, others = time.perf_counter(), _cpu_seconds_of_others()
     validation = math.nan
     with progress:
         for step in range(steps):
@@ -243,7 +250,7 @@ def train(
             batch = (inputs.to(device), targets.to(device))
 
             started = _now(device)
-            if step == 0:  # measured on a real step, whose time is discarded below
+            if step == 0:  # the saved bytes of a real step, whose time is discarded below
                 with saved.watch():
                     loss = loss_of(model, batch)
                 result.linear_saved_bytes, result.total_saved_bytes = saved.linear, saved.total
@@ -270,7 +277,21 @@ def train(
     # The first steps warm caches and allocate the optimizer's state.
     result.step_ms = 1e3 * statistics.median(times[min(5, len(times) - 1) :])
     result.seconds = time.perf_counter() - began
+    free = len(os.sched_getaffinity(0)) - torch.get_num_threads() + BUSY_CORES
+    result.busy = _cpu_seconds_of_others() - others > free * result.seconds
     return result
+
+
+def _cpu_seconds_of_others() -> float:
+    """CPU time that other processes have had on this process's CPUs, or 0 without Linux's file."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    times = [list(map(int, line.split()[1:9])) for line in lines if line.split()[0] in names]
+    ticks = sum(sum(row) - row[3] - row[4] for row in times)  # without idle and iowait
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _now(device: torch.device) -> float:

@@ -29,7 +29,7 @@ PLAIN, OURS = "bf16, attention kept", "default int8-forward, attention kept"
 
 
 def test_the_largest_batch_is_found(rng: np.random.Generator) -> None:
-    """Of made models: peak at backward's begin or end, with and without what is lost."""
+    """Synthetic models with the peak at backward's begin or end, with and without fragmentation."""
     foretold = 0
     for _ in range(200):
         static, gradients = rng.uniform(5, 50), rng.uniform(0, 20)
@@ -41,29 +41,29 @@ def test_the_largest_batch_is_found(rng: np.random.Generator) -> None:
         step = functools.partial(made_step, sizes, limit)
         if step(2) is None:
             continue
-        found = [one for one in (step(2), step(4)) if one is not None]
-        failed = None if len(found) == 2 else 4
-        failed = bench_8b.largest(step, found, failed, limit, lambda: math.inf)
-        best = found[-1].sequences
-        most = max(size for size in range(2, 2000) if step(size))
-        assert most - most // 8 <= best <= most
+        trials = [one for one in (step(2), step(4)) if one is not None]
+        failed = None if len(trials) == 2 else 4
+        failed = bench_8b.largest(step, trials, failed, limit, lambda: math.inf)
+        best = trials[-1].sequences
+        largest_size = max(size for size in range(2, 2000) if step(size))
+        assert largest_size - largest_size // 8 <= best <= largest_size
         assert failed is None or step(failed) is None
-        foretold += lost == 1 and best == most
+        foretold += lost == 1 and best == largest_size
     assert foretold > 50
 
 
 def made_step(sizes: Sequence[float], limit: float, size: int) -> Tried | None:
     static, after, fixed, each, beyond, lost = sizes
-    kept = static + fixed + each * size
-    peak = max(kept, after) + 0.3 + beyond * size
-    return Tried(size, kept, after, peak, 1.0, 0.0) if peak * lost <= limit else None
+    held = static + fixed + each * size
+    peak = max(held, after) + 0.3 + beyond * size
+    return Tried(size, held, after, peak, 1.0, 0.0) if peak * lost <= limit else None
 
 
 def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:
     tried: list[int] = []
-    found = [Tried(2, 2, 2, 4, 1000.0, 0.0), Tried(4, 4, 2, 6, 2000.0, 0.0)]
-    assert bench_8b.largest(lambda n: tried.append(n), found, None, 100, lambda: 5.0) is None
-    assert not tried and len(found) == 2
+    trials = [Tried(2, 2, 2, 4, 1000.0, 0.0), Tried(4, 4, 2, 6, 2000.0, 0.0)]
+    assert bench_8b.largest(lambda n: tried.append(n), trials, None, 100, lambda: 5.0) is None
+    assert not tried and len(trials) == 2
 
 
 def run(folder: Path, *words: str) -> Any:
@@ -87,7 +87,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
         assert row["head"] == "loss in chunks, torch products" and row["graphs"] == 1, name
         assert row["sequences"] == bench_8b.COMMON and row["step"]["measurements"] == 6
         assert row["largest"]["tokens"] == 4 * 32 and row["tokens_per_s"] > 0
-    # The same weights and batches: the losses are near each other, and of text, not of chance.
+    # Weights and batches are equal, so losses are close, and below those of random guesses.
     for ours, plain in ((names[0], names[1]), (names[2], names[3])):
         assert rows[ours]["loss"] == pytest.approx(rows[plain]["loss"], rel=5e-3)
     assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0]
@@ -108,7 +108,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
     assert "twice" in json.loads((tmp_path / "8b.json").read_text())["whole"][PLAIN]["error"]
     run_size = bench_8b.dataclasses.replace(bench_8b.TOY, length=16)
     monkeypatch.setattr(bench_8b, "TOY", run_size)
-    with pytest.raises(SystemExit, match="made with other settings"):
+    with pytest.raises(SystemExit, match="has other settings"):
         run(tmp_path)
 
 

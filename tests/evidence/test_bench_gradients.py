@@ -27,7 +27,7 @@ def capture() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constant shift is bias, randomness is noise, and both make the error."""
+    """A constant shift is bias, randomness is noise, and both add up to the error."""
     x, w, gy = capture()
     exact = {"gx": gy @ w, "gw": gy.flatten(0, 1).t() @ x.flatten(0, 1)}
     scale = {kind: value.norm() / value.numel() ** 0.5 for kind, value in exact.items()}
@@ -39,9 +39,9 @@ def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
     monkeypatch.setattr(bench_gradients, "draw", drawn)
-    found = bench_gradients.quality(Contender("x", "bf16"), (x, w, gy), 40)
+    figures = bench_gradients.quality(Contender("x", "bf16"), (x, w, gy), 40)
     for kind in ("gx", "gw"):
-        row = found[kind]
+        row = figures[kind]
         assert row["bias"] == pytest.approx(0.1, abs=0.01)
         assert row["noise"] == pytest.approx(0.3, rel=0.03)
         assert row["error"] == pytest.approx(0.1**0.5, rel=0.03)
@@ -54,26 +54,26 @@ def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cost() -> None:
-    """Bit operations of every method over full precision's, at a shape dominated by products."""
+    """Every method's bit operations over full precision's, at a shape dominated by products."""
     shape = (1 << 20, 1 << 14, 1 << 14)
-    found = {
+    costs = {
         c.name: bench_gradients.cost(c, shape, 1 << 13)
         for task in small_tasks.README
         for c in small_tasks.contenders(task)
     }
     eighths, fourths = 64 / 1024, 16 / 1024
-    wanted = {
+    expected = {
         "bf16": 1 / 4, "torchao_fp8": eighths, "torchao_int8": eighths, "naive_int4": fourths,
         "luq": fourths, "lbp_wht_flat": 1 / 2, "lbp_wht": 1 / 2, "actnn_2bit": 1.0,
         "authors_hot": (16 + 32 * 36 / 128) / 2 / 1024, "default": eighths,
         "fast": (64 + 32) / 2 / 1024, "int4": (16 + 64) / 2 / 1024,
         "paper": (16 + 32) / 2 / 1024, "accurate": eighths, "paper, tiles": (16 + 32) / 2 / 1024,
     }  # fmt: skip
-    assert found == pytest.approx(wanted, abs=1.5e-3)
+    assert costs == pytest.approx(expected, abs=1.5e-3)
 
 
 def test_batch_noise_of_a_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are a constant and noise: the ratio comes out."""
+    """Gradients of a constant and noise give their ratio."""
     task = small_tasks.load_task("vit")
     model = task.build()
     layers = bench_gradients.layers_of(model)
@@ -88,9 +88,9 @@ def test_batch_noise_of_a_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.stack(list(parts)).sum()
 
     monkeypatch.setattr(bench_gradients.training, "loss_of", loss)
-    found = bench_gradients.batch_noise(model, task, 0, 20)
-    assert list(found) == list(layers)
-    assert all(value == pytest.approx(2.0, rel=0.1) for value in found.values())
+    ratios = bench_gradients.batch_noise(model, task, 0, 20)
+    assert list(ratios) == list(layers)
+    assert all(value == pytest.approx(2.0, rel=0.1) for value in ratios.values())
 
 
 def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,10 +101,10 @@ def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFi
     first = json.loads(path.read_text())
     assert len(first["runs"]) + len(first["not run"]) == 4 and first["not run"]
     bench_training.main([*words, "--plot", str(tmp_path)])
-    found = json.loads(path.read_text())
-    assert len(found["runs"]) == 4 and not found["not run"]
-    runs = found["runs"]
-    for seed in (0, 1):  # the same weights at first, the same data: the curves begin alike
+    report = json.loads(path.read_text())
+    assert len(report["runs"]) == 4 and not report["not run"]
+    runs = report["runs"]
+    for seed in (0, 1):  # equal first weights and data, so equal first losses
         starts = {tuple(runs[f"vit/{name}/{seed}"]["curve"][0]) for name in ("fp32", "lbp_wht")}
         assert len(starts) == 1
     losses = [

@@ -1,4 +1,4 @@
-"""benchmarks/evidence/device_limits.py: reading the compiled code, and what fits a GPU."""
+"""benchmarks/evidence/device_limits.py: reading of compiled code, and the limits of GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-pytest.importorskip("torch")  # of the benchmarks' modules
+pytest.importorskip("torch")  # the benchmarks' modules need it
 
 from evidence import RESULTS, device_limits  # noqa: E402
 from evidence.device_limits import DEVICES, Compiled, Launch, resident  # noqa: E402
@@ -48,7 +48,7 @@ def test_the_worst_instance_of_a_kernel_counts() -> None:
             "fixup_kernel": Compiled(162, 0, 0),
         },
         "sm_120": {
-            "final_sum_kernel": Compiled(32, 0, 2048),  # less the system's kilobyte
+            "final_sum_kernel": Compiled(32, 0, 2048),  # without the system's kilobyte
             "device_kernel": Compiled(168, 0, 0),
         },
     }
@@ -57,7 +57,7 @@ def test_the_worst_instance_of_a_kernel_counts() -> None:
 @pytest.mark.parametrize(
     ("arch", "code", "launch", "expected"),
     [
-        ("sm_86", Compiled(254, 0, 0), Launch(128, 50176), 2),  # by both
+        ("sm_86", Compiled(254, 0, 0), Launch(128, 50176), 2),  # limited by both
         ("sm_86", Compiled(254, 0, 0), Launch(128, 50177), 1),
         ("sm_86", Compiled(32, 0, 0), Launch(256, 99 * 1024), 1),
         ("sm_86", Compiled(32, 0, 1), Launch(256, 99 * 1024), 0),
@@ -74,7 +74,7 @@ def test_resident_thread_blocks(arch: str, code: Compiled, launch: Launch, expec
 
 
 def test_the_report_is_of_these_plans() -> None:
-    """A plan that takes more than it did wants the check again, with the library of today."""
+    """A plan whose figures grew needs a new check with the current library."""
     report = json.loads((RESULTS / "limits.json").read_text())["limits"]
     assert set(report) == set(DEVICES)
     for arch, rows in report.items():

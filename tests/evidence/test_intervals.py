@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from evidence import evidence_tables, intervals  # noqa: E402
 
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 12: 2.1788, 30: 2.0423}
-"""Degrees of freedom -> the printed 97.5 % points."""
+"""Printed 97.5 % points by degrees of freedom."""
 
 
 @pytest.mark.parametrize("degrees", TABLE)
@@ -28,11 +28,11 @@ def test_the_printed_quantiles(degrees: int) -> None:
 
 def test_interval() -> None:
     values = [1.0, 2.0, 4.0]
-    found = intervals.interval(values)
-    assert found is not None and found.count == 3
+    result = intervals.interval(values)
+    assert result is not None and result.count == 3
     half = TABLE[2] * statistics.stdev(values) / math.sqrt(3)
-    assert found.mean == pytest.approx(7 / 3)
-    assert (found.low, found.high) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-4)
+    assert result.mean == pytest.approx(7 / 3)
+    assert (result.low, result.high) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-4)
     assert intervals.interval([1.0]) is None and intervals.interval([1.0, math.inf]) is None
 
 
@@ -50,27 +50,27 @@ def test_interval() -> None:
     ],
 )
 def test_verdict(low: float, high: float, words: str) -> None:
-    found = intervals.Interval((low + high) / 2, low, high, 5)
-    assert intervals.verdict(found, 0.01) == words
+    result = intervals.Interval((low + high) / 2, low, high, 5)
+    assert intervals.verdict(result, 0.01) == words
     assert intervals.verdict(None, 0.01) == "not shown"
 
 
 def test_two_one_sided_tests() -> None:
-    """Their p is that of the interval: 0.025 where an end of it lies on the margin."""
+    """p agrees with the interval: 0.025 if an end of it lies on the margin."""
     values = [0.001, 0.004, -0.002, 0.003]
-    found = intervals.interval(values)
-    assert found is not None
-    assert intervals.tost(values, found.high) == pytest.approx(0.025, abs=1e-9)
+    result = intervals.interval(values)
+    assert result is not None
+    assert intervals.tost(values, result.high) == pytest.approx(0.025, abs=1e-9)
     falling = [-value for value in values]
-    assert intervals.tost(falling, found.high) == pytest.approx(0.025, abs=1e-9)
-    assert intervals.tost(values, found.mean) == pytest.approx(0.5)
+    assert intervals.tost(falling, result.high) == pytest.approx(0.025, abs=1e-9)
+    assert intervals.tost(values, result.mean) == pytest.approx(0.5)
     assert intervals.tost([0.02, 0.021], 0.01) == pytest.approx(1.0, abs=0.05)
     assert intervals.tost([0.0, 0.0], 0.01) == 0 and intervals.tost([0.1, 0.1], 0.01) == 1
     assert intervals.tost([0.1], 0.01) is None and intervals.tost([0.1, math.nan], 0.01) is None
 
 
 def test_steps_to_a_loss() -> None:
-    """By a line between two points; the first time; never."""
+    """Interpolation between two points, the first crossing, and no crossing."""
     curve = [(0, 9.0), (40, 5.0), (80, 6.0), (120, 4.0)]
     assert evidence_tables.steps_to(curve, 5.0) == 40
     assert evidence_tables.steps_to(curve, 7.0) == 20

@@ -1,4 +1,4 @@
-"""The rivals of the benchmarks: their defining properties."""
+"""Defining properties of the benchmarks' rivals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def seeded(rng: np.random.Generator) -> None:
 
 
 class Net(nn.Module):
-    """A convolution, tokens of a 4 x 4 grid, two linear layers."""
+    """Network with a convolution, tokens of a 4 x 4 grid, and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def everything(module: nn.Module, name: str) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=2)  # convert looks at all objects of the process: .1 s and more
+@functools.lru_cache(maxsize=2)  # convert scans all objects of the process: 0.1 s and more
 def model_of(method: str, w: Tensor, **settings: Any) -> nn.Sequential:
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
     layer.weight = nn.Parameter(w.clone())
@@ -83,12 +83,10 @@ def operands(samples: int = 2, tokens: int = 64, ins: int = 24, outs: int = 32) 
 
 
 def unbiased(draw: Callable[[], Tensor], exact: Tensor, count: int) -> None:
-    """Whether the expectation of draws is ``exact``, along 32 fixed directions.
-
-    z-scores of their means stay below 5.5 but once in a million runs."""
-    ways = [exact, exact.sign(), torch.ones_like(exact)]
-    ways += [torch.randn_like(exact) for _ in range(29)]
-    matrix = torch.stack([way.flatten() for way in ways]).double()
+    """Check draws' expectation in 32 directions; a z-score exceeds 5.5 once in a million runs."""
+    directions = [exact, exact.sign(), torch.ones_like(exact)]
+    directions += [torch.randn_like(exact) for _ in range(29)]
+    matrix = torch.stack([direction.flatten() for direction in directions]).double()
     errors = torch.stack([matrix @ (draw() - exact).flatten().double() for _ in range(count)])
     noise = errors.std(0) / math.sqrt(count) + 1e-6 * matrix.norm(dim=1) * exact.norm()
     z = errors.mean(0) / noise
@@ -100,7 +98,7 @@ def unbiased(draw: Callable[[], Tensor], exact: Tensor, count: int) -> None:
 
 @pytest.mark.parametrize("method", SIMULATED)
 def test_drop_in(method: str) -> None:
-    """Same forward (but those that say otherwise), same Parameters, gradients of the same sign."""
+    """The forward is the same unless the name says otherwise; gradients have the same sign."""
     torch.set_num_threads(1)
     model = Net()
     x = torch.randn(4, 3, 8, 8)
@@ -109,20 +107,20 @@ def test_drop_in(method: str) -> None:
     done = rivals.convert(model, method, everything)
     assert done.names == ("conv", "up", "down") and not done.left
     assert all(p is parameters[name] for name, p in model.named_parameters())
-    y, wanted = model(x), plain(x)
+    y, expected = model(x), plain(x)
     if method in ("bf16", "luq_forward"):
         tolerance = 0.02 if method == "bf16" else 0.5
-        assert 0 < (y - wanted).norm() < tolerance * wanted.norm() + 1e-6
+        assert 0 < (y - expected).norm() < tolerance * expected.norm() + 1e-6
     else:
-        torch.testing.assert_close(y, wanted)
-    gy = torch.randn_like(wanted)
+        torch.testing.assert_close(y, expected)
+    gy = torch.randn_like(expected)
     y.backward(gy)
-    wanted.backward(gy)
+    expected.backward(gy)
     for (name, mine), (_, theirs) in zip(
         model.named_parameters(), plain.named_parameters(), strict=True
     ):
         assert mine.grad is not None and theirs.grad is not None, name
-        if name == "down.bias" and method != "luq_forward":  # before any rival's product
+        if name == "down.bias" and method != "luq_forward":  # no rival's product is before it
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=1e-5)
         cosine = F.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(), 0)
         assert cosine > 0.3, (name, cosine)
@@ -130,11 +128,11 @@ def test_drop_in(method: str) -> None:
     torch.testing.assert_close(model(x), plain.eval()(x), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("seeded_torch")  # the numbers of threads as before
+@pytest.mark.usefixtures("seeded_torch")  # restores the threads
 def test_a_method_in_a_file_has_rows_in_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The class of docs/dev/rivals.md, as its page has it, at toy size."""
+    """The class of docs/dev/rivals.md works as its page shows it, at toy size."""
     pytest.importorskip("sklearn")
     import bench_training
     from evidence import bench_gradients
@@ -167,8 +165,8 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_exact_where_nothing_is_lost(method: str, kind: str) -> None:
     """Inputs that a method represents exactly give torch's gradients, signs and scales included."""
-    # One magnitude: exact in INT4, FP4, two bits. SAWB's clip of it is negative, that of +-1 and 0
-    # is not. Constant along the tokens: nothing above row 0.
+    # One magnitude is exact in INT4, FP4 and two bits. SAWB's clip of it is negative, but not that
+    # of +-1 and 0. Values are constant along the tokens, so only row 0 is not zero.
     if kind == "linear":
         layer: nn.Module = nn.Linear(16, 16, bias=False)
         x = torch.ones(2, 16, 1) * _signs(1, 1, 16)
@@ -194,7 +192,7 @@ def _signs(*shape: int) -> Tensor:
 
 
 def test_same_layers_as_hotcore() -> None:
-    """The default filter's choice; kinds that a rival has no product for are named."""
+    """Rivals take the default filter's layers, and name those of kinds without a product."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     assert taken_by_hotcore(model) == ["0"]
     assert rivals.convert(model, "luq").names == ("0",)
@@ -210,7 +208,7 @@ def test_same_layers_as_hotcore() -> None:
         rivals.convert(model, "best")
     with pytest.raises(ValueError, match="method: 0.5 is none of fp32.*and no CustomBackward"):
         rivals.convert(Net(), 0.5)  # type: ignore[arg-type]
-    done = rivals.convert(Net(), hot.CustomBackward(), everything)  # of one's own: test_custom.py
+    done = rivals.convert(Net(), hot.CustomBackward(), everything)  # see test_custom.py
     assert (done.method, done.names, done.left) == ("CustomBackward", ("conv", "up", "down"), {})
     with pytest.raises(TypeError, match="the class CustomBackward; make an object of it first"):
         rivals.convert(Net(), hot.CustomBackward)  # type: ignore[arg-type]
@@ -224,7 +222,7 @@ def test_same_layers_as_hotcore() -> None:
 
 
 def test_naive_int4() -> None:
-    """Fifteen codes, one scale a tensor, unbiased in g_y given the codes of x and w."""
+    """Fifteen codes, one scale per tensor, unbiased in g_y for given codes of x and w."""
     x, w, gy = operands()
     codes, scale = quantizers.int_codes(x, 4)
     assert codes.abs().max() == 7 and scale == x.abs().max() / 7 and (codes == codes.round()).all()
@@ -238,7 +236,7 @@ def test_naive_int4() -> None:
 
 
 def test_luq_values_are_fp4() -> None:
-    """A sign and one of seven powers of two above a 64th of the largest value, or zero."""
+    """Values are zero, or a sign and one of seven powers of two up to the largest value."""
     x = torch.randn(4096) * torch.logspace(-4, 0, 4096)
     q = quantizers.luq_values(x)
     alpha = x.abs().max() / 64
@@ -247,7 +245,7 @@ def test_luq_values_are_fp4() -> None:
     assert len(q.unique()) <= 15 and ((q == 0) | (q.sign() == x.sign())).all()
     assert q[x.abs().argmax()] == x[x.abs().argmax()]
     assert (quantizers.luq_values(torch.zeros(5)) == 0).all()
-    exact = alpha * 2.0 ** torch.arange(7)  # a value that has a code keeps it
+    exact = alpha * 2.0 ** torch.arange(7)  # values with a code stay unchanged
     assert (quantizers.luq_values(exact) == exact).all()
 
 
@@ -283,7 +281,7 @@ def walsh_images(rank: int) -> Tensor:
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
 def test_lbp_wht_tiles(prefix: int) -> None:
-    """By definition, tile by tile: projected g_y into both products; class tokens exact."""
+    """Products equal the definition tile by tile, and class tokens are exact."""
     x, w, gy = operands(tokens=prefix + 8 * 12)
     settings = {"rank": 8, "token_grid": (8, 12), "prefix_tokens": prefix}
     gx, gw = gradients("lbp_wht", x, w, gy, **settings)
@@ -294,15 +292,15 @@ def test_lbp_wht_tiles(prefix: int) -> None:
         for top in range(0, 8, 4):
             for left in range(0, 12, 4):
                 tile = grid[:, top : top + 4, left : left + 4].clone()
-                found = torch.einsum("rhw,bhwc->brc", bases, tile) / 16
+                result = torch.einsum("rhw,bhwc->brc", bases, tile) / 16
                 grid[:, top : top + 4, left : left + 4] = torch.einsum(
-                    "brc,rhw->bhwc", found, bases
+                    "brc,rhw->bhwc", result, bases
                 )
         return torch.cat([v[:, :prefix], grid.flatten(1, 2)], dim=1)
 
     torch.testing.assert_close(gx, projected(gy) @ w, rtol=1e-4, atol=1e-4)
-    wanted = torch.einsum("bto,bti->oi", projected(gy), x)
-    torch.testing.assert_close(gw, wanted, rtol=1e-4, atol=1e-3)
+    expected = torch.einsum("bto,bti->oi", projected(gy), x)
+    torch.testing.assert_close(gw, expected, rtol=1e-4, atol=1e-3)
     full = gradients("lbp_wht", x, w, gy, **{**settings, "rank": 16})
     torch.testing.assert_close(full[0], gy @ w, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(full[1], torch.einsum("bto,bti->oi", gy, x), rtol=1e-4, atol=1e-3)
@@ -333,7 +331,7 @@ def kept_bytes(method: str, x: Tensor, w: Tensor) -> int:
 
 
 def test_authors_rows() -> None:
-    """The counts that their selection gives, and the ten rows of 16 (docs/numerics.md's order)."""
+    """Counts of their selection, and the ten rows of 16 (in docs/numerics.md's order)."""
     assert {n: len(triangle_rows(n)) for n in (1, 2, 4, 8, 16, 64, 128, 256, 512)} == {
         1: 1, 2: 1, 4: 3, 8: 3, 16: 10, 64: 36, 128: 36, 256: 136, 512: 136,
     }  # fmt: skip
@@ -346,7 +344,7 @@ def test_authors_rows() -> None:
 
 @pytest.mark.parametrize(("tokens", "n"), [(16, 16), (48, 16), (64, 64), (49, 1), (197, 1)])
 def test_authors_gw(tokens: int, n: int) -> None:
-    """E[g_w] = (P g_y)^T q(P x), sample by sample; 49 and 197 tokens are not transformed at all."""
+    """E[g_w] = (P g_y)^T q(P x), sample by sample; 49 and 197 tokens are not transformed."""
     x, w, gy = operands(tokens=tokens, ins=12, outs=16)
     matrix = hotcore.fwht(torch.eye(n), block=n)
     rows = matrix[list(triangle_rows(n))]
@@ -361,7 +359,7 @@ def test_authors_gw(tokens: int, n: int) -> None:
         scale = clip / 127
         total += low_gy.t() @ ((low_x.clamp(-clip, clip) / scale).round() * scale) / n
     kept = kept_bytes("authors_hot", x, w)
-    assert kept == 2 * (tokens * len(rows) // n * 12 + 4)  # codes and a scale, for each sample
+    assert kept == 2 * (tokens * len(rows) // n * 12 + 4)  # codes and a scale per sample
     unbiased(lambda: gradients("authors_hot", x, w, gy)[1], total, 300)
     four, eight = (
         torch.stack([gradients("authors_hot", x, w, gy, gw_bits=b)[1] for _ in range(20)]).std(0)
@@ -371,9 +369,9 @@ def test_authors_gw(tokens: int, n: int) -> None:
 
 
 def test_authors_gx() -> None:
-    """Per-token INT4 after a Hadamard transform along O; w clipped: biased by that alone."""
+    """g_x is per-token INT4 after a Hadamard transform along O, biased only by the clip of w."""
     x, w, gy = operands(outs=48)
-    gy = gy * torch.logspace(-3, 3, gy.shape[1])[:, None]  # the tokens' sizes do not matter
+    gy = gy * torch.logspace(-3, 3, gy.shape[1])[:, None]  # sizes of tokens have no effect
     turned = hotcore.fwht(w, axis=0, block=16)
     clip = quantizers.sawb_clip(turned)
     wq = (turned.clamp(-clip, clip) / (clip / 7)).round() * clip / 7
@@ -402,14 +400,14 @@ def test_actnn_layer() -> None:
     with saved_tensors(leaves=True) as kept:
         conv(torch.randn(2, 8, 16, 16, requires_grad=True))
     sizes = [t.numel() * t.element_size() for t in kept if t.dtype != torch.float32]
-    assert sum(sizes) == 4096 // 4 + 4 * 16  # of the pixels, not of the nine times unfolded ones
+    assert sum(sizes) == 4096 // 4 + 4 * 16  # pixels, not the nine-fold unfolded ones
 
 
 # ---- Full precision, LoRA, torchao ----
 
 
-def near(found: tuple[Tensor, ...], x: Tensor, w: Tensor, gy: Tensor, bound: float) -> None:
-    for mine, exact in zip(found, (gy @ w, torch.einsum("bto,bti->oi", gy, x)), strict=True):
+def near(value: tuple[Tensor, ...], x: Tensor, w: Tensor, gy: Tensor, bound: float) -> None:
+    for mine, exact in zip(value, (gy @ w, torch.einsum("bto,bti->oi", gy, x)), strict=True):
         assert 1e-4 < (mine - exact).norm() / exact.norm() < bound
 
 
@@ -417,10 +415,10 @@ def near(found: tuple[Tensor, ...], x: Tensor, w: Tensor, gy: Tensor, bound: flo
 def test_torchao(method: str) -> None:
     x, w, gy = operands(samples=2, ins=32, outs=48)
     try:
-        found = gradients(method, x, w, gy)
+        value = gradients(method, x, w, gy)
     except rivals.TorchaoMissing as error:
         pytest.skip(str(error))
-    near(found, x, w, gy, 0.1 if method == "torchao_fp8" else 0.02)
+    near(value, x, w, gy, 0.1 if method == "torchao_fp8" else 0.02)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 24), nn.Conv2d(8, 8, 1))
     done = rivals.convert(model, method, everything)
     assert done.names == (("0",) if method == "torchao_fp8" else ("0", "1")) and "2" in done.left

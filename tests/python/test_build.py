@@ -193,6 +193,17 @@ message("for two: ${{text}}")
 """
 
 
+def test_openmp_waits_passively_beside_other_processes() -> None:
+    script = f"source {ROOT}/scripts/env.sh; "
+    script += "cut() { echo $LOAD; }; hot_env_busy; echo $OMP_WAIT_POLICY"
+    for load, policy in (("0.50", ""), ("9999.5", "passive")):
+        environment = {"PATH": os.environ["PATH"], "LOAD": load}
+        done = subprocess.run(
+            ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == policy and (load in done.stderr) == bool(policy)
+
+
 def minutes(said: str) -> int:
     return int(re.findall(r"This takes \d+ to (\d+) minutes on", said)[-1])
 

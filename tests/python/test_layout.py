@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -107,3 +108,15 @@ def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
         (tmp_path / there).mkdir(parents=True)
     (tmp_path / "pytest.py").touch()
     assert found_instead(tmp_path, names) == ["deep/torch", "jax", "pytest.py", "torch"]
+
+
+def test_a_browser_measures_pages(tmp_path: Path) -> None:
+    for name, width in (("narrow", 300), ("wide", 600)):
+        page = f'<!doctype html><div style="width: {width}px">text</div>'
+        (tmp_path / f"{name}.html").write_text(page)
+    command = [sys.executable, str(ROOT / "scripts/check_pages.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "no browser" in done.stdout:
+        pytest.skip(done.stdout)
+    assert done.returncode == 1 and "wide.html is 6" in done.stdout, done
+    assert "narrow.html" not in done.stdout

@@ -159,3 +159,11 @@ def test_citations_name_the_version() -> None:
         (found,) = re.findall(pattern, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
         version = version or found
         assert found == version, path
+
+
+def test_the_words_that_may_begin_a_sentence() -> None:
+    faults = script("check_words").faults
+    text = "Of x.\n\nArgs:\n    a: As b. It is.\n    c: d.\n\nWhether y.\n\n    Of --code"
+    words = [fault.split('"')[1] for _, fault in faults(text, 1, False, False)]
+    assert words == ["Of", "As", "Whether"]
+    assert not list(faults("Whether y.", 1, True, False)) and list(faults("a " * 26, 1, True, True))

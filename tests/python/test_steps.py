@@ -170,7 +170,7 @@ class Toy(torch.nn.Module):
 def toy_trainer(contender: Contender, build: Any = Toy) -> training.Trainer:
     batch = {"x": torch.randn(32, 64), "y": torch.randint(10, (32,))}
     task = models.Task("toy", None, models._classification, blocks="layers")
-    return training.Trainer(contender, build(), batch, task, own=True, backend="aot_eager")
+    return training.Trainer(contender, build(), batch, task, in_place=True, backend="aot_eager")
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

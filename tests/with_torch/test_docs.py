@@ -1,4 +1,4 @@
-"""The Python of the README and of every page runs as it stands."""
+"""Python blocks of the README and of every page run unchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OTHERS = {"docs/jax.md"}  # tests/with_jax/test_examples.py
 
 
 def _pages() -> list[str]:
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    names = [page.relative_to(ROOT).as_posix() for page in found if BLOCK.search(page.read_text())]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [page.relative_to(ROOT).as_posix() for page in pages if BLOCK.search(page.read_text())]
     return [name for name in names if name not in OTHERS]
 
 
@@ -25,7 +25,7 @@ def test_code_runs(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     names: dict[str, object] = {"__name__": page}
     for block in BLOCK.finditer(text):
-        # Blank lines in front, so that a traceback has the page's own line numbers.
+        # Blank lines give a traceback the page's line numbers.
         lines = text[: block.start(1)].count("\n")
         exec(compile("\n" * lines + block.group(1), str(ROOT / page), "exec"), names)
 

@@ -1,9 +1,10 @@
-"""The examples are short, stand alone, and run at toy size; ddp.py under torchrun."""
+"""The examples are short, stand alone and run at toy size; ddp.py runs under torchrun."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -19,11 +20,12 @@ import pytest
 torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = {
-    **dict.fromkeys(("ddp", "lightning_trainer", "paper", "pretrain_gpt", "trainer"), 82),
-    **{"finetune_vit": 86, "continue_llama": 100, "clip": 108, "lora": 110, "diffusion": 142},
+    **dict.fromkeys(("ddp", "lightning_trainer", "paper", "pretrain_gpt", "trainer"), 86),
+    **{"finetune_vit": 88, "continue_llama": 104, "clip": 112, "lora": 114, "diffusion": 143},
 }
-"""Examples, and their lines at most."""
-LIMIT = 900  # seconds; about 6 on an idle machine
+"""Examples, and the highest number of their lines."""
+Main, Capture = Callable[..., Any], pytest.CaptureFixture[str]
+LIMIT = 900  # seconds; an idle machine takes about 6
 pytestmark = pytest.mark.long
 
 
@@ -50,9 +52,9 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.parametrize(("name", "lines"), ALONE.items())
 def test_short_and_alone(name: str, lines: int) -> None:
-    """It runs from any folder: it imports only the package, nothing else of the repository."""
+    """It names what to install, and imports nothing else of the repository."""
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert text.count("\n") <= lines
+    assert text.count("\n") <= lines and "\n    pip install '.[torch,examples]'" in text
     beside = {path.stem for path in EXAMPLES.iterdir()}
     for node in ast.walk(ast.parse(text)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -60,18 +62,34 @@ def test_short_and_alone(name: str, lines: int) -> None:
         assert not {module.split(".")[0] for module in names} & beside
 
 
+def needs(*libraries: str) -> None:
+    for library in libraries:
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"needs {library}")
+
+
 def losses_of(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+  loss (.*)$", printed, re.MULTILINE)]
 
 
-def test_lora(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for needed in ("transformers", "peft"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"needs {needed}")
+def test_first_hour(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Every code cell of the notebook runs at toy size."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names: dict[str, Any] = {"__name__": "first_hour"}
+    for cell in json.loads((EXAMPLES / "first_hour.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile(cell["source"], "first_hour.ipynb", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "8 of 9 layers run HOT" in printed and "x the speed of plain" in printed
+    assert names["ours"][0] == pytest.approx(names["plain"][0], rel=0.01)
+
+
+def test_lora(main: Main, capsys: Capture) -> None:
+    needs("transformers", "peft")
     options = ["--steps", "21", "--base-steps", "25"]
     first, plain = main("lora", *options, "--recipe", "none")
     same, ours = main("lora", *options)
-    assert first == same  # the same model, the same forward
+    assert first == same  # equal model and forward
     assert plain < 0.97 * first  # it learns
     assert ours != plain and ours == pytest.approx(plain, rel=0.01)
     capsys.readouterr()
@@ -85,26 +103,21 @@ def test_an_import_error_is_the_real_one() -> None:
     """A library that exists but fails to import is not reported as missing."""
     code = "import sys; sys.modules['peft.utils'] = None; sys.argv = ['lora.py']; import runpy; "
     code += f"runpy.run_path({str(EXAMPLES / 'lora.py')!r}, run_name='__main__')"
-    if importlib.util.find_spec("peft") is None:
-        pytest.skip("needs peft")
+    needs("peft")
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "pip install" not in done.stderr
     assert "import of peft.utils halted" in done.stderr
 
 
-def test_finetune_vit(
-    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("sklearn")
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("needs timm")
+def test_finetune_vit(main: Main, tmp_path: Path, capsys: Capture) -> None:
+    needs("sklearn", "timm")
     accuracy = main("finetune_vit", "--steps", "81")
     printed = capsys.readouterr().out
     assert "8 of 10 layers run HOT" in printed
     losses = losses_of(printed)
     assert len(losses) == 5 and losses[-1] < 0.97 * losses[0] and 0.1 < accuracy <= 1
-    # A folder of images, a model of timm and its checkpoint.
+    # This run has a folder of images, a model of timm and its checkpoint.
     image = pytest.importorskip("PIL.Image")
     for label in range(3):
         (tmp_path / "data" / f"class{label}").mkdir(parents=True)
@@ -121,9 +134,7 @@ def test_finetune_vit(
     assert "the output head" in capsys.readouterr().out
 
 
-def test_pretrain_gpt(
-    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pretrain_gpt(main: Main, tmp_path: Path, capsys: Capture) -> None:
     runs = {}
     for options in ((), ("--recipe", "none"), ("--micro", "2"),
                     ("--forward", "int8"), ()):  # fmt: skip
@@ -141,12 +152,10 @@ def test_pretrain_gpt(
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(64)) * 40)
     options = ["--text", str(text), "--context", "32", "--width", "64", "--depth", "1"]
-    assert main("pretrain_gpt", *options, "--steps", "40") < 1  # 64 bytes in turn: soon known
+    assert main("pretrain_gpt", *options, "--steps", "40") < 1  # a cycle of 64 bytes is easy
 
 
-def test_continue_llama(
-    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_continue_llama(main: Main, tmp_path: Path, capsys: Capture) -> None:
     transformers = pytest.importorskip("transformers")
     options = ["--steps", "21", "--batch", "4", "--context", "64", "--checkpoint"]
     before, after = main("continue_llama", *options, "--out", str(tmp_path))
@@ -157,19 +166,16 @@ def test_continue_llama(
     assert type(again.model.layers[0].mlp.up_proj) is torch.nn.Linear
 
 
-def test_clip(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("sklearn")
+def test_clip(main: Main, capsys: Capture) -> None:
+    needs("transformers", "sklearn")
     assert main("clip", "--steps", "61", "--batch", "32") > 0.2  # of ten captions
     printed = capsys.readouterr().out
     losses = losses_of(printed)
     assert "layers run HOT" in printed and losses[-1] < 0.9 * losses[0]
 
 
-def test_diffusion(
-    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("sklearn")
+def test_diffusion(main: Main, tmp_path: Path, capsys: Capture) -> None:
+    needs("sklearn")
     drawn = tmp_path / "drawn.pt"
     ours = main("diffusion", "--steps", "41", "--draw", str(drawn))
     assert "12 of 14 layers run HOT" in capsys.readouterr().out and ours < 1.2
@@ -179,20 +185,16 @@ def test_diffusion(
     main("diffusion", "--data", str(tmp_path / "latents.pt"), "--steps", "1", "--width", "128")
 
 
-def test_paper(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn")
+def test_paper(main: Main, capsys: Capture) -> None:
+    needs("sklearn")
     losses = main("paper", "--steps", "100")
     assert "of 8 layers over 2 batches" in capsys.readouterr().out
     assert losses["fp32"] < 1.9 and losses["published"] < 1.9  # 2.30 at first
     assert losses["published"] != losses["fp32"]
 
 
-def test_trainer(
-    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for needed in ("transformers", "accelerate"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"needs {needed}")
+def test_trainer(main: Main, tmp_path: Path, capsys: Capture) -> None:
+    needs("transformers", "accelerate")
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 300)
     options = ["--text", str(text), "--out", str(tmp_path)]
@@ -200,7 +202,7 @@ def test_trainer(
     measured = history[0]
     assert 0 < measured["hot/noise_gx/all"] < measured["hot/noise_gw/all"] < 0.1
     assert "10 of 15 layers run HOT" in capsys.readouterr().out
-    # A folder with a model and its tokenizer, converted by from_pretrained.
+    # from_pretrained converts a folder with a model and its tokenizer.
     import tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -215,12 +217,8 @@ def test_trainer(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_trainer(
-    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("sklearn")
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("needs lightning")
+def test_lightning_trainer(main: Main, tmp_path: Path, capsys: Capture) -> None:
+    needs("sklearn", "lightning")
     callback = main("lightning_trainer", "--steps", "12", "--out", str(tmp_path))
     assert callback.loop.steps == 12
     (table,) = tmp_path.rglob("metrics.csv")
@@ -230,7 +228,7 @@ def test_lightning_trainer(
 
 
 def output_of(command: list[str]) -> str:
-    """Output of a launcher; on time-out it is terminated, because killing it leaves its workers."""
+    """Return a launcher's output. A time-out terminates it, because a kill leaves its workers."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command,
@@ -251,7 +249,7 @@ def output_of(command: list[str]) -> str:
 
 @pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
 def test_ddp(options: tuple[str, ...]) -> None:
-    pytest.importorskip("sklearn")
+    needs("sklearn")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     printed = output_of(
         [*launcher, str(EXAMPLES / "ddp.py"), "--steps", "21", "--batch", "16", *options]

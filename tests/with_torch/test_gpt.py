@@ -1,4 +1,4 @@
-"""benchmarks/bench_gpt.py at toy size: its text, its batches, comparable contenders."""
+"""benchmarks/bench_gpt.py at toy size: text, batches, comparable contenders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import bench_gpt  # noqa: E402  (after the skips, from benchmarks/)
 
 SHORT = [("one", f"def f{i}(a, b):\n    return a * {i} + b\n" * 40) for i in range(60)]
-"""Packages and texts."""
+"""Package and text of each file."""
 
 
 def test_every_window_comes_once_a_pass(seeded: None) -> None:
@@ -42,7 +42,7 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
     runs = json.loads(path.read_text())["runs"]
     assert set(runs) == {"bf16/0", "fast, attention kept/0"}
     plain, ours = runs.values()
-    # The same weights and the same first batch; the forward pass is the plain layers'.
+    # Weights and first batch are equal, and the forward pass is plain.
     assert ours["training"][0] == pytest.approx(plain["training"][0], rel=1e-3)
     assert ours["curve"][0][1] == pytest.approx(plain["curve"][0][1], rel=1e-3)
     assert len(plain["training"]) == 4 and plain["curve"][-1][0] == 4
@@ -51,7 +51,7 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
     assert path.read_text() == kept
     bench_gpt.main([*words, "--contenders", "bf16", "--seeds", "1", "--budget", "-1"])
     assert path.read_text() == kept
-    with pytest.raises(SystemExit, match="made with other settings"):
+    with pytest.raises(SystemExit, match="has other settings"):
         bench_gpt.main([*words, "--steps", "3"])
     with pytest.raises(SystemExit):
         bench_gpt.main([*words, "--contenders", "nobody"])
@@ -60,13 +60,13 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
 def test_validation_text_is_apart(tmp_path: Path) -> None:
     text = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
     assert len(text.training) >= 20000 and len(text.validation) > 0
-    found = list(bench_gpt.sources(90000))
-    texts = [words for _, words in found]
+    files = list(bench_gpt.sources(90000))
+    texts = [words for _, words in files]
     assert len(set(texts)) == len(texts) >= 2
     assert sum(len(words) for i, words in enumerate(texts) if i % bench_gpt.EVERY) >= 90000
     assert text.training.max() < bench_gpt.QUICK.vocabulary
     chars = sum(map(len, texts))
-    assert sum(text.packages.values()) == chars and set(text.packages) == {n for n, _ in found}
+    assert sum(text.packages.values()) == chars and set(text.packages) == {n for n, _ in files}
     again = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
     assert torch.equal(again.training, text.training) and again.packages == text.packages
 
@@ -92,7 +92,7 @@ def test_a_report_keeps_its_text_and_points(
 
 
 def trained(folder: Path, *words: str) -> Any:
-    """The report's runs at toy size."""
+    """Return the report's runs at toy size."""
     path = folder / f"{len(list(folder.glob('*.json')))}.json"
     base = ["--quick", "--backend", "eager", "--threads", "1", "--cache", str(folder)]
     bench_gpt.main([*base, "--json", str(path), *words])
@@ -102,7 +102,7 @@ def trained(folder: Path, *words: str) -> Any:
 def test_accumulated_batches_are_one(
     seeded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two batches of four train as one of eight does, and a smaller one is another batch."""
+    """Two batches of four train like one of eight; a smaller batch differs."""
     toy, clip, norms = bench_gpt.QUICK, torch.nn.utils.clip_grad_norm_, []
     monkeypatch.setattr(
         torch.nn.utils, "clip_grad_norm_", lambda *words: norms.append(float(clip(*words)))
@@ -130,7 +130,7 @@ def test_batches_are_whole(tokens: str, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
-    """Steps 3 on are replays; each has its own batches, learning rate and update of the weights."""
+    """Replays from step 3 on have their own batches, learning rates and updates of weights."""
     reports = []
     for more in ([], ["--graph"]):
         path = tmp_path / f"report{len(more)}.json"

@@ -1,4 +1,4 @@
-"""The main job, `examples/train.py`: a few steps of everything, and the real figures (slow)."""
+"""`examples/train.py`: a few steps of every recipe, its options and its table."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.long
 
 
 def train(*options: object) -> subprocess.CompletedProcess[str]:
-    """Run the example as a user would; on one thread, because small work does not scale."""
+    """Run the example like a user, on one thread."""
     command = [sys.executable, str(TRAIN), "--threads", "1", *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def results_of(folder: Path) -> dict[tuple[str, str], dict]:
-    """(task, recipe) -> what the run measured."""
+    """Return the measurements by task and recipe."""
     content = json.loads((folder / "train.json").read_text())
     return {(r["task"], r["recipe"]): r for r in content["results"]}
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Three steps of both tasks with every recipe: (what was printed, folder)."""
+    """Run three steps of both tasks with every recipe. Returns the output and the folder."""
     folder = tmp_path_factory.mktemp("train")
     done = train("--steps", 3, "--recipe", ",".join(RECIPES), "--out", folder / "new")
     assert done.returncode == 0, done.stderr
@@ -58,9 +58,9 @@ def test_runs_start_alike_and_part(short: tuple[str, Path]) -> None:
     results = results_of(short[1])
     for task in ("vit", "gpt"):
         runs = [results[task, recipe] for recipe in RECIPES]
-        # The same weights: the forward pass of HOT is the plain one, to the bit.
+        # Weights are equal, and HOT's forward pass has the plain one's bits.
         assert len({run["curve"][0][1] for run in runs}) == 1
-        # Different gradients: no recipe is silently the plain layer, or another recipe.
+        # Gradients differ, so no recipe is silently plain or another recipe.
         assert len({run["val_loss"] for run in runs}) == len(RECIPES)
 
 
@@ -68,7 +68,7 @@ def test_saved_bytes(short: tuple[str, Path]) -> None:
     results = results_of(short[1])
     # The inputs of qkv, proj, fc1 (width) and fc2 (4 width), in 2 blocks.
     values = {"vit": 32 * 65 * (3 * 48 + 4 * 48) * 2, "gpt": 16 * 128 * (3 * 64 + 4 * 64) * 2}
-    # default: half a byte and a 16-bit scale for 64 values; the rest: scales of channels.
+    # default has half a byte and a 16-bit scale per 64 values; others have scales of channels.
     most = {"default": 0.54, "fast": 0.51, "paper": 0.505, "accurate": 1.01}
     for task, count in values.items():
         plain = results[task, "fp32"]
@@ -87,7 +87,7 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         results = results_of(tmp_path)
         losses.append(results["gpt", "fast"]["val_loss"])
-        if "int8" in forward:  # an 8-bit forward is another run, shown beside it
+        if "int8" in forward:  # the 8-bit forward is a second run
             other = results["gpt", "fast+int8"]["val_loss"]
             assert other != losses[-1] and other == pytest.approx(losses[-1], rel=0.01)
             assert "fast+int8" in done.stdout
@@ -95,16 +95,31 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
     assert losses[0] != losses[2]
 
 
+def test_default_rows_and_the_mark_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TRAIN.parent))
+    import train as script
+    from train_lib import report, training
+
+    assert script.parse_options([]).recipe == ["fp32", "default", "default+int8", "paper"]
+    busy = training.Result("vit", "fp32", 0, 3, step_ms=5, busy=True)
+    assert "5.0 ms*" in report.table([busy]) and "* Other processes" in report.table([busy])
+    busy.busy = False
+    assert "*" not in report.table([busy]) and "0.03 are seed noise" in report.table([busy])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "fp32,fats"], "unknown recipe 'fats'; choose from fp32, default, fast"),
-        (["--forward", "fp8"], "unknown forward 'fp8'; choose from plain, int8"),
+        (["--recipe", "fp32,fats"], "unknown name 'fats'; choose from fp32, default, fast"),
+        (["--forward", "fp8"], "unknown name 'fp8'; choose from plain, int8"),
         (["--task", "resnet"], "argument --task: invalid choice: 'resnet'"),
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
         (["--seed", "-1"], "argument --seed: must be between 0 and"),
-        (["--device", "tpu"], "argument --device: 'tpu' is none of cpu, cuda"),
-        (["--out", str(TRAIN)], "is a file; a folder is wanted"),
+        (
+            ["--device", "tpu"],
+            "argument --device: expected cpu, cuda, cuda:0, cuda:1, ..., got 'tpu'",
+        ),
+        (["--out", str(TRAIN)], "expected a folder, got the file"),
     ],
 )
 def test_bad_option(options: list[str], message: str) -> None:

@@ -1,9 +1,8 @@
-"""What hotcore is compared with: the same backward by torch and torchao, and by other methods.
+"""Rivals of hotcore: the same backward by torch and torchao, and other methods.
 
-``products``, ``backward``, ``torchao_calls``, ... are timed (``calls``, ``torchao_layers``).
-``convert(model, method)`` puts a rival's method, or one of your own, into a model's layers
-(``conversion``); the methods stand in ``methods`` and ``lbp_wht``, their quantisers in
-``quantizers``. docs/dev/rivals.md has their sources.
+Benchmarks time ``products``, ``backward``, ``torchao_calls`` (in ``calls`` and ``torchao_layers``).
+``convert(model, method)`` of ``conversion`` puts a method into a model's layers. The methods are in
+``methods`` and ``lbp_wht``, their quantisers in ``quantizers``. docs/dev/rivals.md has the sources.
 """
 
 # ruff: noqa: F401  (names for other modules)
@@ -27,6 +26,6 @@ from .torchao_layers import (
     torchao_int8_convert,
 )
 
-if importlib.util.find_spec("hotcore"):  # else compile_torchao.py runs while it is being built
+if importlib.util.find_spec("hotcore"):  # compile_torchao.py runs while hotcore is built
     from .conversion import METHODS, Converted, convert, method_of, of_file, taken_by_hotcore
     from .methods import Method

@@ -1,4 +1,4 @@
-"""Products alone, by torch and CUTLASS: what hotcore's speed is compared with."""
+"""Products by torch and CUTLASS, for comparisons of speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def products(gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None) -> Call:
-    """``g_y w`` and ``g_y^T x``."""
+    """Return a call of ``g_y w`` and ``g_y^T x``."""
 
     def call() -> object:
         _set_tf32(tf32)
@@ -22,7 +22,7 @@ def products(gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | No
 
 
 def backward(gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None) -> Call:
-    """The two products and the sums of g_y."""
+    """Return a call of the two products and the sums of g_y."""
 
     def call() -> object:
         _set_tf32(tf32)
@@ -37,7 +37,7 @@ def _set_tf32(allowed: bool | None) -> None:
 
 
 def int8_products(tokens: int, outs: int, ins: int, device: str) -> Call:
-    """``torch._int_mm`` alone: operands that are codes already, int32 results."""
+    """Return a call of ``torch._int_mm`` on ready codes, with int32 results."""
     gy, gy_t, w_t, x_t = (
         torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
         for shape in ((tokens, outs), (outs, tokens), (ins, outs), (ins, tokens))
@@ -46,7 +46,7 @@ def int8_products(tokens: int, outs: int, ins: int, device: str) -> Call:
 
 
 def fp8_products(tokens: int, outs: int, ins: int) -> Call:
-    """``torch._scaled_mm`` alone, one scale a tensor: no casts, no transposition."""
+    """Return a call of ``torch._scaled_mm`` on ready operands, with one scale per tensor."""
     gy, gy_t, w_t, x_t = (
         torch.randn(shape, device="cuda").to(FP8)
         for shape in ((tokens, outs), (outs, tokens), (ins, outs), (ins, tokens))
@@ -60,15 +60,15 @@ def _fp8(a: torch.Tensor, b_t: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
 
 
 class StockGemm:
-    """CUTLASS's stock tiles: libhot_stock_gemm (stock_gemm/, -DHOT_BUILD_STOCK_GEMM=ON).
+    """Stock tiles of CUTLASS: libhot_stock_gemm (stock_gemm/, -DHOT_BUILD_STOCK_GEMM=ON).
 
     Args:
-        path: the library.
+        path: path of the library.
 
     Attributes:
         tiles: schedule, tile and cluster of each instance.
 
-    Raises OSError: it is no such library.
+    Raises OSError for another library.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,17 +92,17 @@ class StockGemm:
         scales: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
     ) -> Call:
-        """``codes[0] codes[1]^T`` times both scales, as ``hotcore.gemm_int8`` takes them.
+        """Return a call of ``codes[0] codes[1]^T`` times both scales, as for ``hotcore.gemm_int8``.
 
         Args:
             tile: one of ``tiles``.
-            along_m: the order through the tiles: along M, or along N.
-            swizzle: in stripes of at most so many tiles.
+            along_m: whether tiles are visited along M, else along N.
+            swizzle: largest number of tiles in a stripe of that order.
             codes: int8 [M, K] and [N, K], dense, on CUDA.
             scales: float32 [M] and [N].
             out: bfloat16 [M, N], dense.
 
-        The call raises RuntimeError where CUTLASS reports an error.
+        The call raises RuntimeError if CUTLASS reports an error.
         """
         (m, k), n = codes[0].shape, codes[1].shape[0]
         arrays = (*codes, *scales, out)
@@ -116,7 +116,7 @@ class StockGemm:
         numbers = (self.tiles.index(tile), int(along_m), swizzle, m, n, k)
 
         def call() -> None:
-            pointers = (array.data_ptr() for array in arrays)  # here, so that the arrays live on
+            pointers = (array.data_ptr() for array in arrays)  # the call keeps the arrays alive
             status = self._run(*numbers, *pointers, torch.cuda.current_stream().cuda_stream)
             if status != 0:
                 raise RuntimeError(f"stock {tile}, {m}, {n}, {k}: cutlass::Status {status}")

@@ -1,4 +1,4 @@
-"""``convert``: a rival's method, or one of hotcore's recipes, into a model's layers."""
+"""Conversion of a model's layers to a rival's method or a recipe of hotcore."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ _SIMULATED: dict[str, Callable[..., Method]] = {
 _OTHERS = ("fp32", "lora", "torchao_fp8", "torchao_int8")
 
 METHODS: tuple[str, ...] = (*_OTHERS[:1], *_SIMULATED, *_OTHERS[1:], *RECIPES)
-"""What :func:`convert` takes; the last ones are hotcore's recipes."""
+"""Names that :func:`convert` takes; the last ones are hotcore's recipes."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What :func:`convert` did."""
+    """Result of :func:`convert`."""
 
     method: str
     names: tuple[str, ...]
-    """Layers that have the method now."""
+    """Layers that have the method."""
     left: dict[str, str] = field(default_factory=dict)
-    """Layers that hotcore would take and the method does not, each with the reason."""
+    """Layers that hotcore would convert and the method cannot, each with the reason."""
 
 
 def method_of(name: str, **settings: Any) -> Method:
-    """The simulated method of that name. Raises ValueError for another name."""
+    """Make the simulated method of a name. Raises ValueError for another name."""
     if name not in _SIMULATED:
         raise ValueError(f"method: {name!r} is none of {', '.join(_SIMULATED)}")
     return _SIMULATED[name](**settings)
 
 
 def of_file(spec: str) -> Method:
-    """The method ``FILE.py:Class``, an object of a class of one's own.
+    """Make an object of ``FILE.py:Class``, a method from outside of this package.
 
-    Raises ValueError where the file is not there, or has no such subclass of :class:`Method`.
+    Raises ValueError if the file is missing or has no such subclass of :class:`Method`.
     """
     path, _, name = spec.rpartition(":")
     try:
@@ -72,20 +72,19 @@ def of_file(spec: str) -> Method:
 def convert(
     model: nn.Module, method: str | Method, filter_fn: Filter | None = None, **settings: Any
 ) -> Converted:
-    """Give the layers that hotcore would convert a rival's backward, in place.
+    """Give a rival's backward, in place, to the layers that hotcore would convert.
 
-    Parameters stay the same objects, so an optimizer made before goes on.
+    Parameters stay the same objects, so an existing optimizer remains valid.
 
     Args:
-        model: a plain one.
-        method: one of :data:`METHODS` ("fp32" changes nothing), or an object of a class of one's
-            own, a :class:`hotcore.torch.CustomBackward`, or ``FILE.py:Class`` of one.
-        filter_fn: which layers, as for :func:`hotcore.torch.convert`.
-        settings: the method's: ``rank``, ``token_grid``, ``prefix_tokens`` (lbp_wht), ``rank``
-            (lbp_wht_flat, lora), ``gw_bits`` (authors_hot), ``emulate``, ``recipe`` (torchao_fp8),
-            those of a recipe's HotConfig.
+        model: plain model.
+        method: name in :data:`METHODS` ("fp32" changes nothing), a
+            :class:`hotcore.torch.CustomBackward`, or its ``FILE.py:Class``.
+        filter_fn: selects layers, as for :func:`hotcore.torch.convert`.
+        settings: ``rank``, ``token_grid``, ``prefix_tokens`` (lbp_wht), ``rank`` (lbp_wht_flat,
+            lora), ``gw_bits`` (authors_hot), ``emulate``, ``recipe`` (torchao_fp8), or HotConfig's.
 
-    Raises ValueError for an unknown method or where no layer can be taken; TorchaoMissing.
+    Raises ValueError for an unknown method or if no layer can be converted, and TorchaoMissing.
     """
     if isinstance(method, str) and ".py:" in method:
         method = of_file(method)
@@ -116,7 +115,7 @@ def convert(
 
 
 def taken_by_hotcore(model: nn.Module, filter_fn: Filter | None = None) -> list[str]:
-    """Names of the layers that :func:`hotcore.torch.convert` would take, slower or not."""
+    """List the layers that :func:`hotcore.torch.convert` can convert, also slower ones."""
     report = hot.convert(model, "default", filter_fn, slower=True).hot_report
     names = [row.name for row in report.converted]
     hot.revert(model)
@@ -129,14 +128,14 @@ def _simulated(model: nn.Module, name: str, names: list[str], method: Method) ->
 
 
 def _lora(model: nn.Module, names: list[str], rank: int = 16) -> Converted:
-    """peft's adapters beside the layers, whose own parameters are frozen; the rest trains on."""
-    mend_torchvision()  # peft imports transformers, which imports it
+    """Add peft's adapters to the layers and freeze the layers' parameters; others still train."""
+    mend_torchvision()  # peft imports transformers, which imports torchvision
     peft = importlib.import_module("peft")
     trained = [p for p in model.parameters() if p.requires_grad]
     layers = {id(p) for fqn in names for p in model.get_submodule(fqn).parameters()}
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(names))
     peft.inject_adapter_in_model(config, model)
-    for parameter in trained:  # peft freezes everything that is no adapter
+    for parameter in trained:  # peft freezes everything except adapters
         if id(parameter) not in layers:
             parameter.requires_grad_(True)
     return Converted("lora", tuple(names))

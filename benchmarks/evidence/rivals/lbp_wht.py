@@ -1,8 +1,9 @@
 """LBP-WHT: both backward products in a low-rank Walsh-Hadamard basis of the tokens.
 
+Tiles of the feature map are padded by reflection. Class tokens bypass the projection.
+
 Source: Yang et al., "Efficient low-rank backpropagation for vision transformer adaptation"
-(NeurIPS 2023) and github.com/SLDGroup/LBP-WHT at 967c816 (tiles of the feature map, padded by
-reflection; class tokens go past the projection).
+(NeurIPS 2023); github.com/SLDGroup/LBP-WHT at 967c816.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SIDE = 4
 
 
 def _rows(rank: int, like: Tensor) -> Tensor:
-    """The ``rank`` lowest rows by LP_L1 order, ``[rank, 16]``."""
+    """Return the ``rank`` lowest rows by LP_L1 order, ``[rank, 16]``."""
     order = hotcore.basis_order("lowpass", BLOCK)
     return hadamard(BLOCK, like.device, tuple(order[:rank]))
 
@@ -29,13 +30,13 @@ def _rows(rank: int, like: Tensor) -> Tensor:
 class LbpWht(Method):
     """Products of projections P = H_r^T H_r / 16: ``g_x = P^T (P g_y w)``, ``g_w = (P g_y)^T P x``.
 
-    Nothing is quantised. Kept are the r of 16 coefficients of each tile and channel, in float32.
+    Nothing is quantised. A layer keeps r of 16 coefficients per tile and channel, in float32.
 
     Args:
-        rank: bases of a tile of 16 tokens; LBP-WHT's own sets have 1, 3, 6, 10.
-        tiles: 4 x 4 tiles of a sample's grid of tokens. False: 16 tokens that follow each other,
-            samples end to end (no tiles are to be had in a text).
-        token_grid: height and width of a sample; None: a square.
+        rank: number of bases for a tile of 16 tokens; LBP-WHT's sets have 1, 3, 6, 10.
+        tiles: whether tiles are 4 x 4 parts of a sample's grid. Otherwise they are 16 consecutive
+            tokens, for text.
+        token_grid: height and width of a sample, by default a square.
         prefix_tokens: class tokens in front of each grid, whose products are exact.
     """
 
@@ -56,7 +57,7 @@ class LbpWht(Method):
         self.token_grid, self.prefix_tokens = token_grid, prefix_tokens
 
     def on_grid(self, grid: tuple[int, int]) -> LbpWht:
-        """The method for a convolution with such an output."""
+        """Return the method for a convolution with this output."""
         return LbpWht(self.rank, True, grid) if self.tiles else self
 
     def _grid(self, tokens: int) -> tuple[int, int]:
@@ -69,7 +70,7 @@ class LbpWht(Method):
         return grid
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """``[B, T, C]`` without its prefix to ``[blocks, 16, C]``."""
+        """Rearrange ``[B, T, C]`` without its prefix to ``[blocks, 16, C]``."""
         if not self.tiles:
             flat = x.flatten(0, 1)
             return F.pad(flat, (0, 0, 0, -len(flat) % BLOCK)).reshape(-1, BLOCK, x.shape[2])
@@ -81,7 +82,7 @@ class LbpWht(Method):
         return tiles.reshape(-1, BLOCK, x.shape[2])
 
     def _unblocks(self, blocks: Tensor, shape: torch.Size) -> Tensor:
-        """The way back, to ``[B, T - prefix, C]``; what was padding is cut off."""
+        """Rearrange blocks to ``[B, T - prefix, C]``, without the padding."""
         samples, tokens, _ = shape
         if not self.tiles:
             return blocks.flatten(0, 1)[: samples * tokens].reshape(samples, tokens, -1)
@@ -93,10 +94,10 @@ class LbpWht(Method):
         return image[:, :, above : above + height, left : left + width].flatten(2).mT
 
     def _project(self, x: Tensor) -> Tensor:
-        """Coefficients, ``[1, K, C]``: rank rows of each block, then the prefix tokens."""
-        kept = (_rows(self.rank, x) @ self._blocks(x)).flatten(0, 1) / SIDE  # orthonormal rows
+        """Return coefficients ``[1, K, C]``: rank rows of each block, then the prefix tokens."""
+        rows = (_rows(self.rank, x) @ self._blocks(x)).flatten(0, 1) / SIDE  # orthonormal rows
         prefix = x[:, : self.prefix_tokens].flatten(0, 1)
-        return torch.cat([kept, prefix]).unsqueeze(0)
+        return torch.cat([rows, prefix]).unsqueeze(0)
 
     def keep(self, x: Tensor) -> Kept:
         return (self._project(x),)
@@ -113,7 +114,7 @@ class LbpWht(Method):
 
 
 def _margins(height: int, width: int) -> tuple[int, int, int, int]:
-    """Left, right, above, below: up to whole tiles, the larger half in front."""
+    """Return margins left, right, above, below to whole tiles, the larger half in front."""
     out = []
     for size in (width, height):
         more = -size % SIDE
@@ -123,6 +124,6 @@ def _margins(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 def _pad(image: Tensor, margins: tuple[int, int, int, int]) -> Tensor:
-    """By reflection; a grid too small for that, which LBP-WHT's code refuses, by zeros."""
+    """Pad by reflection, or by zeros if the grid is too small, which LBP-WHT's code refuses."""
     fits = max(margins[:2]) < image.shape[3] and max(margins[2:]) < image.shape[2]
     return F.pad(image, margins, mode="reflect" if fits else "constant")

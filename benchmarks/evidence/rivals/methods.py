@@ -1,7 +1,7 @@
-"""The rivals' backward passes, each a :class:`hotcore.torch.CustomBackward`.
+"""Backward passes of the rivals, each a :class:`hotcore.torch.CustomBackward`.
 
-A convolution's tokens are the output pixels, as in the code of HOT's authors. Everything is
-simulated in float32: values and bytes are the method's, time is not.
+The tokens of a convolution are its output pixels, as in the code of HOT's authors. Everything is
+simulated in float32: values and bytes are the method's, times are not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kept = tuple[Tensor, ...]
 
 
 class BFloat16(Method):
-    """Both products, and the forward one, in bfloat16 with float32 sums; x kept in bfloat16."""
+    """All three products in bfloat16 with float32 sums. x is kept in bfloat16."""
 
     def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return x.bfloat16(), w.bfloat16()
@@ -38,9 +38,9 @@ class BFloat16(Method):
 
 
 class NaiveInt4(Method):
-    """INT4 by the largest value of the tensor, for g_y, w and x alike, without any transform.
+    """INT4 scaled by the tensor's largest value, for g_y, w and x, without a transform.
 
-    g_y is rounded by chance, w and x to nearest. x is kept in INT4 (here one code a byte).
+    g_y is rounded stochastically, w and x to nearest. x is kept in INT4 (here one code per byte).
     """
 
     def keep(self, x: Tensor) -> Kept:
@@ -58,14 +58,14 @@ class NaiveInt4(Method):
 
 
 class Luq(Method):
-    """LUQ: g_y in logarithmic FP4 without bias, w and x in INT4 by SAWB, to nearest.
+    """LUQ: g_y in unbiased logarithmic FP4, w and x in INT4 by SAWB, rounded to nearest.
 
-    Each product draws its own g_y. x is kept as it is: the method saves no memory.
+    Each product draws its g_y. x is kept in full, so the method saves no memory.
 
     Args:
-        forward: the forward product in INT4, too, as in LUQ's paper; False: exact, as the code of
-            HOT's authors and their comparison have it.
-        in_eval: in eval mode, too: the network is what was trained. False: eval mode is plain.
+        forward: whether the forward product is INT4, as in LUQ's paper. HOT's authors compare with
+            an exact forward.
+        in_eval: whether eval mode uses the INT4 forward, too.
     """
 
     def __init__(self, forward: bool = False, in_eval: bool = False) -> None:
@@ -87,7 +87,7 @@ class Luq(Method):
 
 
 class TwoBitActivations(Method):
-    """Exact products of an x that is kept in two bits a value, without bias, after ActNN."""
+    """Exact products of an x that is kept in two unbiased bits per value, after ActNN."""
 
     def keep(self, x: Tensor) -> Kept:
         return tuple(quantizers.pack_two_bits(x))
@@ -96,19 +96,19 @@ class TwoBitActivations(Method):
         return quantizers.unpack_two_bits(TwoBits(*kept), shape)
 
 
-def power_of_two_factor(n: int, most: int | None = None) -> int:
-    """Largest power of two that divides ``n``, at most ``most``."""
+def power_of_two_factor(n: int, limit: int | None = None) -> int:
+    """Return the largest power of two up to ``limit`` that divides ``n``."""
     factor = n & -n
-    return factor if most is None else min(factor, most)
+    return factor if limit is None else min(factor, limit)
 
 
 class WithoutAbc(Method):
-    """A recipe of hotcore without its activation buffer compression: x is kept as it is.
+    """Recipe of hotcore without activation buffer compression: x is kept in full.
 
-    x is compressed in backward instead of forward: the values are of the same distribution.
+    x is compressed in backward, with values of the same distribution.
 
     Args:
-        recipe: its name.
+        recipe: name of the recipe.
     """
 
     def __init__(self, recipe: str = "paper") -> None:
@@ -139,8 +139,8 @@ class WithoutAbc(Method):
 
 
 def _sequency(k: int, bits: int) -> int:
-    """Sign changes of row ``k`` of the Sylvester matrix of order ``2**bits``: its bits reversed,
-    read as a Gray code."""
+    """Count the sign changes of row ``k`` of the Sylvester matrix of order ``2**bits``: the
+    reversed bits, read as a Gray code."""
     code = sum((k >> i & 1) << (bits - 1 - i) for i in range(bits))
     changes = 0
     while code:
@@ -151,40 +151,40 @@ def _sequency(k: int, bits: int) -> int:
 
 @functools.cache
 def triangle_rows(n: int) -> tuple[int, ...]:
-    """Natural indices of the Hadamard rows that the code of HOT's authors keeps of ``n``.
+    """Return the natural indices of the Hadamard rows that the code of HOT's authors keeps.
 
-    The rows by sequency fill a square of side s, s^2 the largest power of four up to n, to and fro;
-    the triangle i + j < s is kept: 10 of 16 rows, 36 of 64, 36 of 128, 3 of 4, all of 1.
+    The rows by sequency fill a square of side s back and forth; s^2 is the largest power of four up
+    to n. The code keeps the triangle i + j < s: 10 of 16 rows, 36 of 64, 36 of 128, 3 of 4, 1 of 1.
     """
     side = 2 ** (int(math.log2(n)) // 2)
     by_sequency = sorted(range(n), key=lambda k: _sequency(k, n.bit_length() - 1))
-    kept = []
+    selected = []
     for i in range(side):
         columns = range(side - i) if i % 2 == 0 else range(i, side)
-        kept += [by_sequency[side * i + j] for j in columns]
-    return tuple(kept)
+        selected += [by_sequency[side * i + j] for j in columns]
+    return tuple(selected)
 
 
 @functools.cache
 def hadamard(n: int, device: torch.device, rows: tuple[int, ...] | None = None) -> Tensor:
-    """Sylvester's matrix ``[n, n]``, unnormalised, or some rows; float32, not to be written to."""
+    """Return Sylvester's unnormalised matrix ``[n, n]`` or rows of it, float32 and read-only."""
     matrix = hotcore.fwht(torch.eye(n), block=n)
     return (matrix if rows is None else matrix[list(rows)]).to(device)
 
 
 class AuthorsHot(Method):
-    """HOT as the fake-quantised training code of its authors computes it.
+    """HOT as its authors' code computes it, by fake quantisation.
 
-    Not the paper's recipe (that is hotcore's ``paper``), in these points:
+    It differs from the paper's recipe, hotcore's ``paper``, in these points:
 
-    * blocks of tokens are of the largest power of two that divides T, sample by sample: 197 or 49
-      tokens get no transform and lose no row; of 16 it keeps 10 rows, not 8;
-    * x (8 bits) and w are clipped by SAWB's coefficients for 4 bits, and rounded to nearest;
-    * g_y of g_x has a scale for each token; x and the g_y of g_w one for each sample, the latter in
-      4 bits (the code's layer-wise quantiser selection passes the bits of g_x there).
+    * The tokens of a block are the largest power of two that divides T. Therefore 197 or 49 tokens
+      get no transform and lose no row. The code keeps 10 of 16 rows, not 8.
+    * x (8 bits) and w are clipped by SAWB's coefficients for 4 bits, and rounded to nearest.
+    * For g_x, g_y has a scale per token. For g_w, x and g_y have a scale per sample. There g_y has
+      4 bits, because the code's layer-wise quantiser selection passes the bits of g_x.
 
     Args:
-        gw_bits: of g_y in g_w; 8 is what the paper says.
+        gw_bits: bits of g_y in g_w; the paper has 8.
 
     Source: github.com/sungonuni/HOT at 460db09, utils/quant_matmul.py, utils/hadamard_matmul.py.
     """

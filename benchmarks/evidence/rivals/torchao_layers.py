@@ -1,6 +1,6 @@
-"""torchao's training in FP8 and INT8: layers to be timed, and models to be converted.
+"""Training by torchao in FP8 and INT8: layers to time, and conversion of models.
 
-Taken from third_party/torchao (scripts/fetch_torchao.py) or from what is installed.
+torchao comes from third_party/torchao (scripts/fetch_torchao.py) or is installed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TORCHAO = Path(__file__).resolve().parents[3] / "third_party" / "torchao"
 
 
 class TorchaoMissing(Exception):
-    """Why torchao's layers cannot be had here."""
+    """Reason why torchao's layers are unavailable."""
 
 
 def _torchao(*names: str) -> list[Any]:
-    """Modules of torchao, of third_party/torchao or of what is installed. Raises TorchaoMissing."""
-    # Its own C++ kernels have no part in training; loading them is a matter of luck.
+    """Import modules of torchao. Raises TorchaoMissing."""
+    # Training does not need torchao's C++ kernels, which may fail to load.
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     if TORCHAO.is_dir() and str(TORCHAO) not in sys.path:
         sys.path.insert(0, str(TORCHAO))
     try:
         return [importlib.import_module(f"torchao.{name}") for name in names]
-    except Exception as error:  # whatever a package of another version may raise
+    except Exception as error:  # other versions may raise any error
         raise TorchaoMissing(f"torchao does not import: {error}") from error
 
 
@@ -41,17 +41,18 @@ def _float8() -> Any:
 
 
 def torchao_int8_convert(model: torch.nn.Module, names: Collection[str]) -> int:
-    """Convert linear layers to torchao's INT8 mixed-precision training, in place; how many.
+    """Convert linear layers to torchao's INT8 training in place. Returns their number.
 
-    All three products are INT8, rounded to nearest, a scale a row and a column, taken anew from
-    each operand; x is kept as it is. A prototype: github.com/pytorch/ao,
-    torchao/prototype/quantized_training. Its CUDA kernel is Triton's; the CPU has torch._int_mm.
+    All three products are INT8, rounded to nearest, with scales per row and column. x is kept in
+    full. The CUDA kernel is Triton's, the CPU uses torch._int_mm.
 
     Args:
         model: as for :func:`torchao_convert`.
-        names: the layers; what is no ``nn.Linear`` stays as it is.
+        names: names of layers; those that are no ``nn.Linear`` stay plain.
 
-    Raises TorchaoMissing; also where no layer is left.
+    Raises TorchaoMissing, also if no layer can be converted.
+
+    Source: torchao/prototype/quantized_training of github.com/pytorch/ao.
     """
     training, quantization = _torchao("prototype.quantized_training", "quantization")
     config = training.Int8MixedPrecisionTrainingConfig(module_swap=True)
@@ -66,22 +67,22 @@ def torchao_int8_convert(model: torch.nn.Module, names: Collection[str]) -> int:
 def torchao_convert(
     model: torch.nn.Module, recipe: str, names: Collection[str], emulate: bool
 ) -> int:
-    """Convert linear layers to torchao's FP8 training, in place; how many.
+    """Convert linear layers to torchao's FP8 training in place. Returns their number.
 
     Args:
-        model: to be compiled afterwards: torchao leaves the casts to ``torch.compile``.
+        model: compile it afterwards, because torchao leaves the casts to ``torch.compile``.
         recipe: "tensorwise" or "rowwise".
-        names: the layers; those of them that are no ``nn.Linear``, or have a number of features
-            that FP8's products do not take (no multiple of 16), stay as they are.
-        emulate: compute without FP8 hardware, which tests the way here, not the time.
+        names: names of layers. A layer stays plain if it is no ``nn.Linear``, or if its features
+            are no multiple of 16.
+        emulate: whether to compute without FP8 hardware, for tests.
 
-    Raises TorchaoMissing; also where no layer is left.
+    Raises TorchaoMissing, also if no layer can be converted.
     """
     float8 = _float8()
     taken = []
 
     def chosen(module: torch.nn.Module, name: str) -> bool:
-        assert isinstance(module, torch.nn.Linear)  # torchao asks for no other
+        assert isinstance(module, torch.nn.Linear)  # torchao passes no other layers
         fits = module.in_features % 16 == 0 and module.out_features % 16 == 0
         if name in names and fits:
             taken.append(name)
@@ -99,33 +100,33 @@ def torchao_convert(
 def torchao_adamw(
     parameters: Iterable[torch.Tensor], rate: float, **options: Any
 ) -> torch.optim.Optimizer:
-    """AdamW with states in 8 bits, a scale for 256; weights in bf16 are rounded stochastically.
+    """Make AdamW with 8-bit states, a scale per 256, and stochastic rounding of bf16 weights.
 
     Args:
-        parameters: all on one device.
-        rate: the learning rate.
-        options: others of AdamW, as torch calls them.
+        parameters: parameters on one device.
+        rate: learning rate.
+        options: AdamW's options by torch's names.
 
     Raises TorchaoMissing.
     """
     (optim,) = _torchao("optim")
-    made: torch.optim.Optimizer = optim.AdamW8bit(
+    adamw: torch.optim.Optimizer = optim.AdamW8bit(
         parameters, lr=rate, bf16_stochastic_round=True, **options
     )
-    if not made.param_groups[0]["params"][0].is_cuda:  # torchao compiles it; here in minutes
+    if not adamw.param_groups[0]["params"][0].is_cuda:  # a CPU would compile it for minutes
         eager = torch.compiler.set_stance("force_eager")
-        made.step = eager(made.step)  # type: ignore[method-assign]  # of this one alone
-    return made
+        adamw.step = eager(adamw.step)  # type: ignore[method-assign]  # this optimizer only
+    return adamw
 
 
 def torchao_calls(
     gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, emulate: bool = False
 ) -> tuple[dict[str, Call], str]:
-    """Contenders "torchao forward", "torchao both" and "torchao backward" (graph retained).
+    """Make contenders "torchao forward", "torchao both", "torchao backward" (graph retained).
 
-    They are a compiled FP8 layer's, tensorwise (torchao's default), that holds ``w``: torchao
-    leaves the casts to ``torch.compile``, which is therefore part of it. ``emulate`` computes
-    without FP8 hardware and uncompiled: it tests the way here, not the time.
+    They run a compiled FP8 layer that holds ``w``, tensorwise (torchao's default). torchao leaves
+    the casts to ``torch.compile``. ``emulate`` computes uncompiled and without FP8 hardware, for
+    tests.
 
     Returns the calls, and torchao's version. Raises TorchaoMissing.
     """
@@ -140,8 +141,8 @@ def torchao_calls(
     else:
         import torch._functorch.config as functorch
 
-        functorch.donated_buffer = False  # else a backward cannot be run twice
-        torch._dynamo.reset()  # every layer compiles the same code; dynamo gives up after eight
+        functorch.donated_buffer = False  # allows a backward to run twice
+        torch._dynamo.reset()  # layers compile the same code, and dynamo stops after eight times
         layer = torch.compile(layer, dynamic=False)
     leaf = x.detach().clone().requires_grad_()
 
@@ -151,7 +152,7 @@ def torchao_calls(
     try:
         y = layer(leaf)
         gradients(y)
-    except Exception as error:  # compilation can fail in any way
+    except Exception as error:  # compilation can raise any error
         raise TorchaoMissing(f"torchao's layer does not run: {error!s:.300}") from error
     calls: dict[str, Call] = {
         "torchao forward": lambda: layer(leaf),
