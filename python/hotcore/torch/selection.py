@@ -17,6 +17,7 @@ from .modules import HotConv2d, HotLinear, HotModule, held_forwards, is_pointwis
 from .ops import DTYPES
 from .ops.conv import has_products
 from .ops.sharded import is_dtensor
+from .report import ADAPTER
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -138,7 +139,7 @@ def why_plain(
     else:
         reasons = _default_reasons(model, layers)
     # Reasons why a conversion is impossible come before reasons of choice.
-    held = held_forwards(module for _, module in layers if not isinstance(module, HotModule))
+    held = {m: why for m, why in held_forwards(model).items() if not isinstance(m, HotModule)}
     return reasons | {fqn: why for fqn, m in layers if (why := why_impossible(m) or held.get(m))}
 
 
@@ -190,7 +191,7 @@ def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> d
         if id(module._parameters.get("weight")) in embeddings:
             reasons[fqn] = "its weight is an embedding's"
         if id(module) in adapters:
-            reasons[fqn] = "an adapter of peft"
+            reasons[fqn] = ADAPTER
         if is_4bit(module) and not isinstance(module, HotModule):
             reasons[fqn] = (
                 "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
