@@ -334,8 +334,8 @@ def held_forwards(model: nn.Module) -> dict[nn.Module, str]:
                 held[layer] = f"{where} holds its bound forward, which would run the old class's"
         elif isinstance(value, _HOLDERS) and id(value) not in followed:
             followed.add(id(value))
-            function = isinstance(value, types.FunctionType)
-            parts = (value.__closure__ or ()) if function else gc.get_referents(value)
+            function = value if isinstance(value, types.FunctionType) else None
+            parts = (function.__closure__ or ()) if function else gc.get_referents(value)
             queue += [(where, part) for part in parts]
     return held
 

@@ -93,9 +93,9 @@ def recompute(
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     chosen = _blocks(blocks)
     if not any(any(True for _ in block.children()) for block in chosen):
-        kinds = ", ".join(sorted({type(block).__name__ for block in chosen})) or "an empty list"
+        names = ", ".join(sorted({type(block).__name__ for block in chosen})) or "an empty list"
         raise ValueError(
-            f"blocks: expected blocks that contain layers, such as model.blocks, got {kinds}; to "
+            f"blocks: expected blocks that contain layers, such as model.blocks, got {names}; to "
             "recompute a whole Sequential, pass it in a list"
         )
     inside = {id(module) for block in chosen for module in block.modules() if module is not block}
@@ -150,8 +150,9 @@ def _hot_layers(block: nn.Module) -> list[HotModule]:
 def _blocks(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     if isinstance(blocks, nn.ModuleList | nn.Sequential):
         return list(blocks.children())
-    several = not isinstance(blocks, nn.Module) and isinstance(blocks, Iterable)
-    chosen: list[Any] = list(blocks) if several else [blocks]
+    chosen: list[Any] = [blocks]
+    if not isinstance(blocks, nn.Module) and isinstance(blocks, Iterable):
+        chosen = list(blocks)
     for block in chosen:
         if not isinstance(block, nn.Module):
             raise TypeError(f"blocks: expected a module or several, got {type(block).__name__}")
