@@ -149,7 +149,7 @@ def test_layers_with_computed_weights_or_a_forward_of_their_own() -> None:
     model = converted()
     monitor = hot.NoiseMonitor(model, every=1)
     nn.utils.parametrizations.weight_norm(model[2])
-    hot.recompute(model[4])
+    hot.recompute([model[4], nn.Sequential(nn.ReLU())])
     with monitor:
         model(batches(1)[0]).square().mean().backward()
     assert {name.rpartition("/")[2] for name in monitor.scalars} == {"4", "6", "all"}

@@ -58,7 +58,7 @@ def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None
     equal(gradients(model, model, x), expected)
     handle.remove()
     handle.remove()
-    assert repr(handle) == "Recomputed(removed)"
+    assert repr(handle) == "Recomputed(no blocks)"
     assert not any("forward" in m.__dict__ or getattr(m, "defer", False) for m in model.modules())
     equal(gradients(model, model, x), expected)
 
@@ -230,7 +230,7 @@ def test_errors() -> None:
         hot.recompute([model[0], "blocks"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="blocks: expected a module or several, got int"):
         hot.recompute(3)  # type: ignore[arg-type]
-    for leaves in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), []):
+    for leaves in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU())):
         with pytest.raises(ValueError, match="blocks: expected blocks that contain layers"):
             hot.recompute(leaves)
     for twice in ([model[1], model[1][0]], [model[0], model[0]]):

@@ -40,7 +40,7 @@ class Recomputed:
     def __repr__(self) -> str:
         """Return the number of blocks, their classes and the policy."""
         if not self.blocks:
-            return "Recomputed(removed)"
+            return "Recomputed(no blocks)"
         kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
         name = getattr(self._policy, "__name__", repr(self._policy))
         return f"Recomputed({len(self.blocks)} blocks: {kinds}; policy={name})"
@@ -92,8 +92,8 @@ def recompute(
     if policy is not None:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     chosen = _blocks(blocks)
-    if not any(any(True for _ in block.children()) for block in chosen):
-        names = ", ".join(sorted({type(block).__name__ for block in chosen})) or "an empty list"
+    if chosen and not any(any(True for _ in block.children()) for block in chosen):
+        names = ", ".join(sorted({type(block).__name__ for block in chosen}))
         raise ValueError(
             f"blocks: expected blocks that contain layers, such as model.blocks, got {names}; to "
             "recompute a whole Sequential, pass it in a list"
