@@ -148,13 +148,18 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and shares as numbers, strings, lists and dicts."""
-        return {
-            "config": json.loads(self.config.to_json()),
+        content: dict[str, Any] = json.loads(self.to_json())
+        return content
+
+    def to_json(self) -> str:
+        """Return all fields and shares as JSON."""
+        content = {
+            "config": self.config,
             "recipe": self.config.name,
             "layers": [_as_dict(layer) for layer in self.layers],
             "unsupported": [_as_dict(layer) for layer in self.unsupported],
-            "notes": list(self.notes),
-            "in_eval_mode": list(self.in_eval_mode),
+            "notes": self.notes,
+            "in_eval_mode": self.in_eval_mode,
             "parameters": self.parameter_count,
             "parameter_share": self.parameter_share,
             "macs": self.macs,
@@ -162,10 +167,7 @@ class ConversionReport:
             "expected_time": self.expected_time,
             "head": self.head,
         }
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
+        return json.dumps(content, indent=1, default=dataclasses.asdict)
 
     def _rows(self, layers: Iterable[Converted | Skipped], grouped: bool) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
@@ -228,11 +230,8 @@ def _share(part: int, whole: int) -> float:
 
 
 def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
-    entry = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
-    if isinstance(layer, Converted):
-        entry["config"] = json.loads(layer.config.to_json())
-        entry["recipe"] = layer.config.name
-    return {"converted": isinstance(layer, Converted), **entry}
+    recipe = {"recipe": layer.config.name} if isinstance(layer, Converted) else {}
+    return {"converted": isinstance(layer, Converted), **vars(layer), **recipe}
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 2, last_left: bool = False) -> list[str]:
