@@ -186,11 +186,8 @@ def decide(
             f"model: already converted ({listed(twice)}); revert() it first, or leave these "
             "layers out with filter_fn"
         )
-    others = unconverted.matrices(model)
     chosen = {*left_out} & {*overrides}  # named in full, as paper.calibrate does
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
-    if not slow and nothing and not head:
-        raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))
     reasons |= slow
     rows: list[Converted | Skipped] = []
     counted: set[int] = set()
@@ -219,11 +216,14 @@ def decide(
         converted,
         [row for row in rows if isinstance(row, Skipped)],
         rows,
-        others,
+        unconverted.matrices(model),
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         in_eval_mode=in_eval_mode,
     )
+    if not slow and nothing and not head:
+        able = [n for n, m in layers if reasons[n] == _LEFT_OUT or _by_choice(reasons[n], m)]
+        raise ValueError(_nothing(report, model, able, filter_fn is not None))
     report.notes += _notes(report, model, layers, reasons, slow, target, rate, filter_fn is None)
     warning = ""
     if not converted and (slow or chosen):
@@ -401,34 +401,20 @@ def _count_parameters(module: nn.Module, counted: set[int]) -> int:
     return count
 
 
-def _nothing(
-    model: nn.Module,
-    layers: list[tuple[str, nn.Module]],
-    reasons: Mapping[str, str],
-    others: list[Skipped],
-    filtered: bool,
-) -> str:
+def _nothing(report: ConversionReport, model: nn.Module, able: list[str], filtered: bool) -> str:
     """Return an error's text: why no layer can be converted, and which ones a filter could."""
     which = "filter_fn matched no layer that" if filtered else "no layer"
-    parts = [f"model: {which} can be converted"]
-    described, able = [], []
-    for fqn, module in layers:
-        ins, outs = features_of(module)
-        described.append((fqn, f" ({kind_of(module)} {ins} -> {outs}): {reasons[fqn]}"))
-        if reasons[fqn] == _LEFT_OUT or _by_choice(reasons[fqn], module):
-            able.append((fqn, ""))
-    if not layers:
+    text = f"model: {which} can be converted"
+    if not report.layers:
         kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
-        parts.append(
-            "it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D; its "
-            f"modules: {kinds}"
-        )
-    parts += _grouped(described)
-    parts += _grouped([(row.name, f" ({row.kind}): {row.reason}") for row in others])
+        text += "; it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D"
+        text += f"; its modules: {kinds}"
+    lines = report.rows([*report.layers, *report.unsupported])
+    lines[12:] = [f"{len(lines) - 12} more"] if len(lines) > 12 else []
     if able:
-        names = ", ".join(_grouped(able))
-        parts.append(f"a filter_fn (without overrides to None) could have converted: {names}")
-    return "; ".join(parts)
+        names = ", ".join(name for (name,) in group_alike([(name or "(root)",) for name in able]))
+        lines.append(f"a filter_fn (without overrides to None) could have converted: {names}")
+    return "\n".join([text, *lines])
 
 
 def _by_choice(reason: str, module: nn.Module) -> bool:
@@ -436,13 +422,6 @@ def _by_choice(reason: str, module: nn.Module) -> bool:
     if reason == _LEFT_OUT or reason.startswith(_NEVER_CALLED):
         return False
     return not selection.why_impossible(module)
-
-
-def _grouped(entries: list[tuple[str, str]]) -> list[str]:
-    """Names and texts, one line for alike names with equal text; at most a dozen."""
-    rows = group_alike([(name or "(root)", text) for name, text in entries], "{} x {}")
-    more = [f"{len(rows) - 12} more alike"] if len(rows) > 12 else []
-    return ["".join(row) for row in rows[:12]] + more
 
 
 def _notes(

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,25 +26,19 @@ _PRODUCTS = frozenset(
 """torch functions that multiply by a weight."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Properties of x and autocast in a call of a layer, on which its time depends."""
+class Call(NamedTuple):
+    """Properties of one call of a layer."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    """dtype of x before autocast's cast."""
     requires_grad: bool
     """Whether x's gradient is wanted."""
-    channels_last: bool
     autocast: torch.dtype | None
     """The dtype autocast computes in; None if it is off."""
 
     @classmethod
     def of(cls, x: Tensor) -> Call:
-        """Return the properties of x and autocast now."""
-        four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        last, autocast = four and not x.is_contiguous(), autocast_dtype(x.device.type)
-        return cls(tuple(x.shape), x.dtype, x.requires_grad, last, autocast)
+        """Return the properties of a call with x now."""
+        return cls(tuple(x.shape), x.requires_grad, autocast_dtype(x.device.type))
 
 
 @dataclasses.dataclass

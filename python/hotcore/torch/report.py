@@ -123,13 +123,10 @@ class ConversionReport:
         adapters = [row for row in self.skipped if row.reason == ADAPTER]
         hidden = set(map(id, adapters)) if grouped else set()
         layers = [row for row in self.layers if id(row) not in hidden]
-        rows: list[tuple[str, ...]] = [("layer", "kind", "in -> out", "x is kept in")]
-        rows += self._rows(layers, grouped)
-        lines = aligned(rows, last_left=True)
+        lines = self.rows(layers, grouped, [("layer", "kind", "in -> out", "x is kept in")])
         if self.unsupported:
-            others = aligned(self._rows(self.unsupported, grouped), last_left=True)
             lines.append("matrices outside of the layers that HOT supports:")
-            lines += ["  " + line for line in others]
+            lines += ["  " + line for line in self.rows(self.unsupported, grouped)]
         running = len(self.converted) - len(self.in_eval_mode)
         count = len(self.layers) - len(adapters)
         lines.append(f"{running} of {count} layers run HOT, {self.config}")
@@ -169,12 +166,18 @@ class ConversionReport:
         }
         return json.dumps(content, indent=1, default=dataclasses.asdict)
 
-    def _rows(self, layers: Iterable[Converted | Skipped], grouped: bool) -> list[tuple[str, ...]]:
+    def rows(
+        self,
+        layers: Iterable[Converted | Skipped],
+        grouped: bool = True,
+        head: Sequence[tuple[str, ...]] = (),
+    ) -> list[str]:
+        """Return the lines of some layers, below those of ``head``."""
         rows: list[tuple[str, ...]] = []
         for layer in layers:
             sizes = f"{layer.in_features} -> {layer.out_features}"
             rows.append((layer.name or "(root)", layer.kind, sizes, self._outcome(layer)))
-        return group_alike(rows) if grouped else rows
+        return aligned([*head, *(group_alike(rows) if grouped else rows)], last_left=True)
 
     def _outcome(self, layer: Converted | Skipped) -> str:
         if isinstance(layer, Skipped):
@@ -214,13 +217,13 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def group_alike(rows: Iterable[Sequence[str]], many: str = "{} ({})") -> list[tuple[str, ...]]:
+def group_alike(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     """Merge rows that differ only in numbers of the first column, the name; append their count."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         groups.setdefault((pattern_of(name), *rest), []).append(name)
     return [
-        (names[0] if len(names) == 1 else many.format(pattern, len(names)), *rest)
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", *rest)
         for (pattern, *rest), names in groups.items()
     ]
 
