@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, gains
-from .clocks import Measured, Step, device_name, milliseconds, spread, whole
+from .clocks import Measured, Step, milliseconds, spread, whole
 from .convert import convert, decide
 from .head import attach, detach
 from .memory import allocator_peak, kept_bytes, unallocated_in_pools
-from .modules import HotModule
 from .probe import LossFn, check_training, loss_of, preserve_state
 from .recompute import recompute
-from .report import REPORT, aligned, listed
+from .report import REPORT, aligned
 from .selection import Filter, candidates, rate_of
 
 _PLAIN = "plain"
@@ -224,7 +223,11 @@ def advise(
     if loss_fn is None and not isinstance(inputs, Tensor | tuple | Mapping):
         kind = type(inputs).__name__
         raise TypeError(f"inputs: {kind}; expected a Tensor, a tuple or a dict, or a loss_fn")
-    device, configs = _plain_device(model), _configs(allow)
+    check_training(model, "advise")
+    configs = _configs(allow)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise ValueError("model: on the meta device; advise measures, so it needs a real one")
     if any(_compat.is_compiled(module) for module in model.modules()):
         raise ValueError("model: compiled; pass it before torch.compile, and say how by compiled=")
     decide(model, filter_fn=filter_fn, slower=slower)  # raises where there is nothing to convert
@@ -245,12 +248,12 @@ def advise(
                 trial.run(contender)
                 took = _now() - start
     words = "eager" if ways == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
-    machine = f"{device_name(device)}, torch {torch.__version__}, {words}"
-    if device.type == "cuda":
-        machine += f"; {rate_of(device)}"
-    machine += f"; {load}" if load else ""
-    memory = "peak" if device.type == "cuda" else "kept"
-    return Advice(tuple(map(trial.row, contenders)), goal, memory, machine)
+    cuda, threads = device.type == "cuda", f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {threads}"
+    rate = str(rate_of(device)) if cuda else ""
+    machine = filter(None, (f"{name}, torch {torch.__version__}, {words}", rate, load))
+    rows, memory = tuple(map(trial.row, contenders)), "peak" if cuda else "kept"
+    return Advice(rows, goal, memory, "; ".join(machine))
 
 
 def _configs(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
@@ -268,18 +271,6 @@ def _name_of(config: HotConfig, place: int) -> str:
     if backward.name == "custom":
         return f"custom {place}"
     return backward.name if config.forward == "plain" else f"{backward.name}+int8"
-
-
-def _plain_device(model: nn.Module) -> torch.device:
-    """Return the device of a plain model; raise ValueError if it cannot be measured."""
-    check_training(model, "advise")
-    hot = [name for name, module in model.named_modules() if isinstance(module, HotModule)]
-    if hot:
-        raise ValueError(f"model: converted already ({listed(hot)}); revert() it first")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "meta":
-        raise ValueError("model: on the meta device; advise measures, so it needs a real one")
-    return device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,10 +66,3 @@ def whole(
             parameter.grad = None
 
     return step
-
-
-def device_name(device: torch.device) -> str:
-    """Name of the GPU, or the number of the CPU's threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
