@@ -20,7 +20,7 @@ from .frozen import FrozenModule
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     ("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum", "__matmul__", "__rmatmul__")
 )
 """torch functions that multiply by a weight."""
@@ -55,16 +55,16 @@ class LayerUse:
 def _hooked(
     modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
 ) -> ExitStack:
-    """Call ``enter(name, module, args, kwargs)`` and ``leave(name, module, args, output)``.
+    """Call ``enter(name, module, args, kwargs)`` and ``leave(name, module, args, kwargs, output)``.
 
     Closing the result removes the hooks.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
             before, after = partial(enter, name), partial(leave, name)
-            hook = module.register_forward_pre_hook(before, with_kwargs=True)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hook = module.register_forward_hook(after, with_kwargs=True, always_call=True)
             stack.callback(hook.remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
         return stack.pop_all()
 
 
@@ -124,7 +124,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Notice products by a layer's weight outside of the layer."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _PRODUCTS:
+        if getattr(func, "__name__", "") in PRODUCTS:
             ids = {id(tensor) for tensor in (*args, *kwargs.values()) if tensor is not None}
             for name, layer in self.layers.items():
                 if id(layer._parameters.get("weight")) in ids and name not in self._inside:
@@ -137,7 +137,7 @@ class Watch(TorchFunctionMode):
         if x is not None:
             self.uses[name].calls.append(Call.of(x))
 
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside.pop()
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor):
@@ -186,11 +186,10 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
 
 
-@contextmanager
 def gradients_seen(
     layers: Mapping[str, nn.Module],
     see: Callable[[str, nn.Module, Call, Callable[[], Tensor], Tensor], None],
-) -> Iterator[None]:
+) -> AbstractContextManager[Any]:
     """Call ``see(name, layer, call, x, gy)`` in backward for every call of a layer inside.
 
     ``x()`` returns x, or raises RuntimeError if it was written after the call.
@@ -203,11 +202,7 @@ def gradients_seen(
             hook: Any = output.register_hook
             hook(lambda gy: see(*call, gy.detach()))
 
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            handle = layer.register_forward_hook(partial(follow, name), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+    return _hooked(layers, lambda *_: None, follow)
 
 
 def _unwritten(x: Tensor, name: str) -> Callable[[], Tensor]:

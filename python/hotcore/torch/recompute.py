@@ -92,7 +92,7 @@ def recompute(
     if policy is not None:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     chosen = _blocks(blocks)
-    if chosen and not any(any(True for _ in block.children()) for block in chosen):
+    if chosen and not any(list(block.children()) for block in chosen):
         names = ", ".join(sorted({type(block).__name__ for block in chosen}))
         raise ValueError(
             f"blocks: expected blocks that contain layers, such as model.blocks, got {names}; to "
@@ -101,7 +101,7 @@ def recompute(
     inside = {id(module) for block in chosen for module in block.modules() if module is not block}
     for block in chosen:
         twice = id(block) in inside or chosen.count(block) > 1
-        if twice or any(map(_is_recomputed, block.modules())):
+        if twice or any(isinstance(OwnForward.of(m), _Checkpointed) for m in block.modules()):
             raise ValueError(
                 f"blocks: {type(block).__name__} is recomputed already, or holds a block that is"
             )
@@ -116,15 +116,11 @@ def recompute(
     handle = Recomputed(chosen, policy)
     defer = policy is None or not keeps_codes(policy)
     for block in chosen:
-        content = vars(block)
-        forward = _Checkpointed(block, block.forward, options, defer)
-        handle._undo.callback(_restore_defer, block, {m: m.defer for m in _hot_layers(block)})
-        for name, value in forward.installed().items():
-            if name in content:
-                handle._undo.callback(content.__setitem__, name, content[name])
-            else:
-                handle._undo.callback(content.pop, name, None)
-            content[name] = value
+        entries = _Checkpointed(block, block.forward, options, defer).installed()
+        before = {name: vars(block)[name] for name in entries if name in vars(block)}
+        deferred = {layer: layer.defer for layer in _hot_layers(block)}
+        handle._undo.callback(_restore, block, entries, before, deferred)
+        vars(block).update(entries)
         defer_in_blocks(block)
     return handle
 
@@ -138,9 +134,17 @@ def defer_in_blocks(model: nn.Module) -> None:
                 layer.defer = True
 
 
-def _restore_defer(block: nn.Module, before: dict[HotModule, bool]) -> None:
+def _restore(
+    block: nn.Module,
+    entries: Iterable[str],
+    before: dict[str, Any],
+    deferred: dict[HotModule, bool],
+) -> None:
+    for name in entries:
+        vars(block).pop(name, None)
+    vars(block).update(before)
     for layer in _hot_layers(block):
-        layer.defer = before.get(layer, False)
+        layer.defer = deferred.get(layer, False)
 
 
 def _hot_layers(block: nn.Module) -> list[HotModule]:
@@ -148,19 +152,15 @@ def _hot_layers(block: nn.Module) -> list[HotModule]:
 
 
 def _blocks(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    if isinstance(blocks, nn.ModuleList | nn.Sequential):
-        return list(blocks.children())
     chosen: list[Any] = [blocks]
-    if not isinstance(blocks, nn.Module) and isinstance(blocks, Iterable):
+    if isinstance(blocks, nn.ModuleList | nn.Sequential):
+        chosen = list(blocks.children())
+    elif not isinstance(blocks, nn.Module) and isinstance(blocks, Iterable):
         chosen = list(blocks)
     for block in chosen:
         if not isinstance(block, nn.Module):
             raise TypeError(f"blocks: expected a module or several, got {type(block).__name__}")
     return chosen
-
-
-def _is_recomputed(module: nn.Module) -> bool:
-    return isinstance(OwnForward.of(module), _Checkpointed)
 
 
 class _Checkpointed(OwnForward):

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from .probe import PRODUCTS
 from .report import Skipped
 
 MIN_SIDE = 64
 """Rows and columns below which a stack of matrices is not listed."""
 
-_PRODUCTS = frozenset(("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum"))
 _CONVOLUTIONS: tuple[type[nn.Module], ...] = (
     *(nn.Conv1d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -101,7 +101,7 @@ def _uses(cls: type[Any]) -> tuple[frozenset[str], frozenset[str]]:
             if isinstance(node, ast.Call):
                 if name := _own_attribute(node.func):
                     called.add(name)
-                if getattr(node.func, "attr", getattr(node.func, "id", "")) in _PRODUCTS:
+                if getattr(node.func, "attr", getattr(node.func, "id", "")) in PRODUCTS:
                     for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
                         multiplied |= _weights(argument)
             elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
