@@ -25,8 +25,8 @@ from . import _compat, gains
 from .clocks import Measured, Step, milliseconds, spread, whole
 from .convert import convert, decide
 from .head import attach, detach
-from .memory import allocator_peak, kept_bytes, unallocated_in_pools
-from .probe import LossFn, check_training, loss_of, preserve_state
+from .memory import allocator_peak, unallocated_in_pools
+from .probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
 from .recompute import recompute
 from .report import REPORT, aligned
 from .selection import Filter, candidates, rate_of
@@ -432,7 +432,9 @@ class _Trial:
                 snapshot: Any = torch.cuda.memory_snapshot
                 size += unallocated_in_pools(snapshot())
             else:
-                size = kept_bytes(model, lambda: loss_of(model, self.inputs, self.loss_fn))
+                besides = (*model.parameters(), *model.buffers())
+                loss = functools.partial(loss_of, model, self.inputs, self.loss_fn)
+                size = sum(kept_for_backward({}, besides, loss).values())
         self.sizes[name] = size
         self.times.setdefault(name, []).extend(times)
 

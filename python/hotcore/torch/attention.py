@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ConfigLike, as_config
 from .modules import HotModule
 
 
@@ -27,12 +26,11 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
 
     plain = nn.MultiheadAttention
 
-    def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
         super().__init__(*args, **options)
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("HotMultiheadAttention supports neither add_bias_kv nor add_zero_attn")
-        self.config = as_config(config)
 
     def forward(
         self,

@@ -47,7 +47,7 @@ Override = ConfigLike | HotConfigFields | None
 _Model = TypeVar("_Model", bound=nn.Module)
 _ARGUMENTS = ("filter_fn", "overrides", "inputs", "device", "slower", "head")
 _REPORT_TOKENS = 4096  # tokens for which the report states bytes
-_NEVER_CALLED = "never called"
+_NEVER_CALLED = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
 _LEFT_OUT = "left out by overrides"
 
 
@@ -167,9 +167,9 @@ def decide(
         raise TypeError(f"filter_fn: expected a function, got {kind}; did you mean overrides=?")
     base, overrides = as_config(config), overrides or {}
     layers = candidates(model)
-    uses, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
+    uses, total, never_called = _dry_run(model, dict(layers), inputs)
     reasons = why_plain(model, layers, filter_fn)
-    reasons |= _unreached(model, layers, uses, reasons)
+    reasons = dict.fromkeys(never_called, _NEVER_CALLED) | reasons
     _check_sharded(layers, reasons, filter_fn)
     configs = _configs(base, overrides, [fqn for fqn, _ in layers], reasons)
     left_out = [fqn for fqn, own_config in configs.items() if own_config is None]
@@ -320,28 +320,19 @@ def _check_sharded(
 
 
 def _dry_run(
-    model: nn.Module, layers: list[tuple[str, nn.Module]], inputs: Any
-) -> tuple[dict[str, probe.LayerUse], int]:
-    """Run a forward pass; return its use of every layer and its multiply-adds."""
-    watch = probe.Watch(dict(layers))
+    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Any
+) -> tuple[dict[str, probe.LayerUse], int | None, set[str]]:
+    """Uses of layers in a forward pass, its multiply-adds, and layers that it never calls.
+
+    The third are layers whose weight other code multiplies; without inputs by the source code.
+    """
+    if inputs is None:
+        return {}, None, unconverted.bypassed(model, layers)
+    watch = probe.Watch(layers)
     with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         total = probe.total_macs(lambda: probe.output_of(model, inputs))
-    return watch.uses, total
-
-
-def _unreached(
-    model: nn.Module,
-    layers: list[tuple[str, nn.Module]],
-    uses: Mapping[str, probe.LayerUse],
-    reasons: Mapping[str, str],
-) -> dict[str, str]:
-    """Layers that are never called because other code multiplies their weight."""
-    if uses:
-        bypassed = {fqn for fqn, use in uses.items() if use.bypassed and not use.calls}
-    else:
-        bypassed = unconverted.bypassed(model, dict(layers))
-    why = f"{_NEVER_CALLED}: its weight is multiplied without it, as in F.linear(x, layer.weight)"
-    return dict.fromkeys(bypassed - reasons.keys(), why)
+    never = {fqn for fqn, use in watch.uses.items() if use.bypassed and not use.calls}
+    return watch.uses, total, never
 
 
 def _use_note(use: probe.LayerUse | None) -> str:
@@ -419,9 +410,7 @@ def _nothing(report: ConversionReport, model: nn.Module, able: list[str], filter
 
 def _by_choice(reason: str, module: nn.Module) -> bool:
     """Whether a filter, the default one or the caller's, left the layer out."""
-    if reason == _LEFT_OUT or reason.startswith(_NEVER_CALLED):
-        return False
-    return not selection.why_impossible(module)
+    return reason not in (_LEFT_OUT, _NEVER_CALLED) and not selection.why_impossible(module)
 
 
 def _notes(
@@ -439,8 +428,7 @@ def _notes(
         notes.append("the model is in eval mode, where every layer is plain: call model.train()")
     elif report.in_eval_mode:
         notes.append(f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}")
-    time = report.expected_time
-    if time is not None:
+    if (time := report.expected_time) is not None:
         notes.append(
             f"expected on CUDA: the converted layers' forward and backward take {time:.2f} of "
             f"plain torch's time; by {gains.source(rate)}"
@@ -469,15 +457,14 @@ def _notes(
                 f"fewer than {MIN_FEATURES} in or out features, weights tied to an embedding"
                 + (", what is slower on CUDA" if slow else "")
             )
-        last = report.layers[-1]
+        last = report.layers[-1] if report.layers else None
         if isinstance(last, Converted):
             notes.append(
                 f"no output head was recognised: the last layer, {last.name or '(root)'}, is "
                 "converted; leave it out by overrides if the loss reads its output"
             )
-    maybe = (
-        unconverted.bypassed(model, dict(layers), certain=False) if report.macs is None else set()
-    )
+    blind = report.macs is None  # without inputs
+    maybe = unconverted.bypassed(model, dict(layers), certain=False) if blind else set()
     unsure = [layer.name for layer in report.converted if layer.name in maybe]
     if unsure:
         notes.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class MemoryReport:
         return "\n".join([*aligned(rows), notes])
 
     def to_json(self) -> str:
-        """All figures, in bytes, as JSON."""
+        """Return all figures, in bytes, as JSON."""
         content = {**dataclasses.asdict(self), "before": self.before, "after": self.after}
         return json.dumps(content, indent=1)
 
@@ -198,12 +198,6 @@ def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
     """Bytes of CUDA graphs' private pools that the allocator does not count as allocated."""
     private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
     return sum(s["total_size"] - s["allocated_size"] for s in private)
-
-
-def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
-    """Bytes that a forward pass keeps for backward, without parameters and buffers."""
-    besides = (*model.parameters(), *model.buffers())
-    return sum(kept_for_backward({}, besides, forward).values())
 
 
 def _amounts(before: int, after: int) -> tuple[str, str, str]:

@@ -47,6 +47,19 @@ class HotModule(Changed):
     _plain_in_eval: bool = True
     """Whether the layer is plain in eval mode."""
 
+    def __init_subclass__(cls) -> None:
+        """Give a class the signature of its plain class, and ``config``."""
+        if plain := getattr(cls, "plain", None):
+            given = inspect.signature(plain)
+            config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default="default")
+            parameters = [*given.parameters.values(), config]
+            cls.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
+        """Make a layer with new parameters, initialised as the plain class does."""
+        super().__init__(*args, **options)
+        self.config = as_config(config)
+
     @property
     def config(self) -> HotConfig:
         """The layer's configuration; may be set."""
@@ -152,8 +165,7 @@ class HotLinear(HotModule, nn.Linear):
         config: ConfigLike = "default",
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.Linear`` does."""
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.config = as_config(config)
+        super().__init__(in_features, out_features, bias, device, dtype, config=config)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, config: ConfigLike = "default") -> HotLinear:
@@ -179,27 +191,6 @@ class HotConv2d(HotModule, nn.Conv2d):
     """
 
     plain = nn.Conv2d
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        config: ConfigLike = "default",
-    ) -> None:
-        """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
-        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        super().__init__(*sizes, bias, padding_mode, device, dtype)
-        self.config = as_config(config)
 
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:

@@ -212,16 +212,15 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
     return shown or "none"
 
 
-def pattern_of(name: str) -> str:
-    """Return a name with ``*`` for every number between dots, a pattern for ``overrides``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
 def group_alike(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Merge rows that differ only in numbers of the first column, the name; append their count."""
+    """Merge rows whose names, the first column, differ only in numbers between dots.
+
+    ``*`` stands for the numbers, which makes a pattern for ``overrides``; then the count follows.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
-        groups.setdefault((pattern_of(name), *rest), []).append(name)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        groups.setdefault((pattern, *rest), []).append(name)
     return [
         (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", *rest)
         for (pattern, *rest), names in groups.items()
