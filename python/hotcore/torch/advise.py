@@ -50,7 +50,7 @@ _VISITS = 3  # of each setting in eager mode, in turns: slow moments of the mach
 _UNSTEADY = 0.1  # spread over median from which a row says that its times vary
 _QUIET_S = 5.0  # seconds without a line of progress
 
-Way = Mapping[str, Any] | None
+Mode = Mapping[str, Any] | None
 """Options of torch.compile; None: eager."""
 
 _now = time.monotonic
@@ -185,8 +185,8 @@ def advise(
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.
-        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
-            model, of the size of the training; with ``loss_fn`` any argument of it.
+        inputs: arguments for the model, of the size of the training: a Tensor, a tuple, or a dict
+            of keyword arguments. With ``loss_fn`` any argument of it.
         loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; by default the mean of every floating
             output.
         goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``, the
@@ -210,9 +210,9 @@ def advise(
 
     Raises:
         TypeError: ``inputs`` has another type, and there is no ``loss_fn``.
-        ValueError: an argument is bad; the model is converted, compiled, in eval mode or on the
-            meta device, or has no layer to convert; or the loss has no gradient. Errors of the
-            plain model are raised as they are, except a lack of memory.
+        ValueError: an argument is bad, or the loss has no gradient. The model is converted,
+            compiled, in eval mode or on the meta device, or it has no layer to convert. Errors of
+            the plain model are raised unchanged, except a lack of memory.
 
     Source: docs/torch/advise.md.
     """
@@ -231,10 +231,10 @@ def advise(
     if any(_compat.is_compiled(module) for module in model.modules()):
         raise ValueError("model: compiled; pass it before torch.compile, and say how by compiled=")
     decide(model, filter_fn=filter_fn, slower=slower)  # raises where there is nothing to convert
-    ways = _ways(compiled, device)
-    visits = _VISITS if ways == [None] else 1  # to compile again takes longest
+    modes = _modes(compiled, device)
+    visits = _VISITS if modes == [None] else 1  # to compile again takes longest
     trial = _Trial(model, inputs, loss_fn, step, device, filter_fn, slower, visits)
-    contenders = trial.contenders(goal, configs, ways)
+    contenders = trial.contenders(goal, configs, modes)
     load = _excess_load()
     if load:
         warnings.warn(f"hotcore.torch.advise: {load}: times are unsteady", stacklevel=2)
@@ -247,7 +247,7 @@ def advise(
             elif contender.name not in trial.notes:
                 trial.run(contender)
                 took = _now() - start
-    words = "eager" if ways == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
+    words = "eager" if modes == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
     cuda, threads = device.type == "cuda", f"{torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {threads}"
     rate = str(rate_of(device)) if cuda else ""
@@ -277,7 +277,7 @@ def _name_of(config: HotConfig, place: int) -> str:
 class _Contender:
     name: str
     config: HotConfig | None = None
-    way: Way = None
+    mode: Mode = None
     budget: float | None = None
     recomputed: float = 0.0
     """Share of the blocks of each list, the first ones."""
@@ -334,7 +334,7 @@ class _Trial:
         return [blocks[: math.ceil(contender.recomputed * len(blocks))] for blocks in lists]
 
     def contenders(
-        self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
+        self, goal: str, configs: Mapping[str, HotConfig], modes: Sequence[Mode]
     ) -> list[_Contender]:
         """Settings to try, the most promising first."""
         plain = bare = _Contender(_PLAIN)
@@ -355,10 +355,12 @@ class _Trial:
                     early += [each.but(words, recomputed=share) for each in (first, bare)]
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
         return [
-            dataclasses.replace(each, way=way) if way is ways[0] else each.but(_GRAPHS, way=way)
+            dataclasses.replace(each, mode=mode)
+            if mode is modes[0]
+            else each.but(_GRAPHS, mode=mode)
             for each in [*early, *others]
-            # The budget is the compiler's; one way of compiling is enough for it.
-            for way in (ways if each.budget is None else [w for w in ways[:1] if w is not None])
+            # The budget is the compiler's; one mode is enough for it.
+            for mode in (modes if each.budget is None else [w for w in modes[:1] if w is not None])
         ]
 
     def row(self, contender: _Contender) -> Tried:
@@ -397,7 +399,7 @@ class _Trial:
 
     def measure(self, contender: _Contender) -> None:
         """Time steps under a setting; the model does not change."""
-        model, name, way = self.model, contender.name, contender.way
+        model, name, mode = self.model, contender.name, contender.mode
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # the table says what matters
@@ -415,13 +417,13 @@ class _Trial:
                     raise ValueError(f"no layer converted: {why} (slower=True)")
             if contender.recomputed:
                 recompute(itertools.chain.from_iterable(self.recomputed(contender)))
-            if way is not None:
+            if mode is not None:
                 torch.compiler.reset()
                 stack.callback(torch.compiler.reset)
                 for module in itertools.chain(*self.lists.values()) if self.lists else [model]:
-                    module.compile(**way)
+                    module.compile(**mode)
             step = whole(model, self.inputs, self.loss_fn, self.update)
-            for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs
+            for _ in range(1 if mode is None else 3):  # compiles, chooses, records graphs
                 step()
             once, cuda = milliseconds(step, self.device), self.device.type == "cuda"
             calls = max(1, min(8, int(_BURST_MS / once))) if cuda else 1
@@ -458,8 +460,8 @@ class _Trial:
         if contender.budget is not None:
             lines.append("import torch._functorch.config")
             lines.append(f"torch._functorch.config.activation_memory_budget = {contender.budget}")
-        if contender.way is not None:
-            options = ", ".join(f"{name}={value!r}" for name, value in contender.way.items())
+        if contender.mode is not None:
+            options = ", ".join(f"{name}={value!r}" for name, value in contender.mode.items())
             loop = [f"for block in {_all_of(blocks)}:", f"    block.compile({options})"]
             lines += loop if blocks else [f"model.compile({options})"]
         return "\n".join(lines)
@@ -477,7 +479,7 @@ def _expression(name: str) -> str:
     return f"model.get_submodule({name!r})"
 
 
-def _ways(compiled: bool | str | Mapping[str, Any] | None, device: torch.device) -> list[Way]:
+def _modes(compiled: bool | str | Mapping[str, Any] | None, device: torch.device) -> list[Mode]:
     if compiled is None:
         return [{}, {"mode": _GRAPHS}] if device.type == "cuda" else [None]
     if isinstance(compiled, bool):

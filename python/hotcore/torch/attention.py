@@ -16,7 +16,7 @@ from .modules import HotModule
 class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with the same parameters and keys; its projections are HOT layers.
 
-    in_proj and out_proj save their x compressed; attention itself is torch's. in_proj is one
+    Its in_proj and out_proj save x compressed; attention itself is torch's. There is one in_proj
     product if query, key and value are the same tensor, otherwise two or three. In eval mode the
     module is ``nn.MultiheadAttention``, fast path included.
 

@@ -78,17 +78,16 @@ def convert(
         model: any module.
         config: a HotConfig or a recipe's name.
         filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default leaves
-            plain the output head (:data:`HEAD_NAMES`), the first convolution, layers with fewer
-            than :data:`MIN_FEATURES` in or out features, weights tied to an embedding, and peft's
-            adapters. On CUDA it also leaves plain the layers that are expected to be slower
-            (:mod:`hotcore.torch.gains`): all of them on a GPU without fast INT8. No filter can
-            convert subclasses of supported layers, whose additions would be lost. The same holds
-            for computed, wrapped or sparse weights, for unsupported dtypes, and for layers whose
-            weight is used without the layer.
-        overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
-            HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
-            stay plain. If several patterns match, the last one counts. A layer that is named in
-            full is converted even if it is expected to be slower.
+            the output head (:data:`HEAD_NAMES`) plain, the first convolution, weights tied to an
+            embedding, and peft's adapters. The same holds for layers with fewer than
+            :data:`MIN_FEATURES` in or out features. On CUDA it also leaves the layers plain that
+            are expected to be slower (:mod:`hotcore.torch.gains`): all of them on a GPU without
+            fast INT8. No filter can convert subclasses of supported layers, whose additions would
+            be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
+        overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers.
+            This is a HotConfig, a recipe's name, a dict of the fields that differ from ``config``,
+            or None to stay plain. If several patterns match, the last one counts. A layer that is
+            named in full is converted even if it is expected to be slower.
         inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
             forward pass without gradients then finds layers that never run, token grids that do not
             fit, and the share of multiply-adds. Without inputs, the source code of the layers'
@@ -242,9 +241,9 @@ def revert(model: nn.Module) -> nn.Module:
     Layers with a :class:`.CustomBackward` become plain, too, and frozen ones get a plain weight.
     ``hot_report`` is removed; accelerate's hooks stay. A UserWarning says if nothing was converted.
 
-    Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
-    ``fully_shard``), or has a ``forward`` of its own (a patch, ``recompute`` of the layer itself),
-    or something holds its bound ``forward``. Undo that first; nothing has changed then.
+    Raises ValueError if something wraps a HOT module. This may be a subclass (a parametrisation,
+    ``fully_shard``), a ``forward`` of its own (a patch), or an attribute that holds its bound
+    ``forward``. Undo that first; nothing has changed then.
     """
     changed = unwrapped(model, why=lambda m: "" if is_attached(m) else own_forward(m))
     weights = plain_weights(m for m in changed.values() if isinstance(m, FrozenModule))

@@ -131,8 +131,8 @@ def memory_report(
 
     Args:
         model: in training mode.
-        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
-            model; with ``loss_fn`` any argument of it.
+        inputs: arguments for the model: a Tensor, a tuple, or a dict of keyword arguments. With
+            ``loss_fn`` any argument of it.
         config: configuration for a plain model; ignored, and may be None, for a converted one.
         loss_fn: ``loss_fn(model, inputs)`` -> scalar; by default the mean of every floating output.
         filter_fn: as for :func:`convert`.

@@ -50,10 +50,10 @@ class HotModule(Changed):
     def __init_subclass__(cls) -> None:
         """Give a class the signature of its plain class, and ``config``."""
         if plain := getattr(cls, "plain", None):
-            given = inspect.signature(plain)
+            signature = inspect.signature(plain)
             config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default="default")
-            parameters = [*given.parameters.values(), config]
-            cls.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
+            signature = signature.replace(parameters=[*signature.parameters.values(), config])
+            cls.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it
 
     def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
         """Make a layer with new parameters, initialised as the plain class does."""

@@ -1,9 +1,9 @@
 """``NoiseMonitor``: the noise of HOT's arithmetic relative to the gradient, while training.
 
-Let g be a layer's exact gradient, g_w or g_x in fp32, and g' the one that HOT computes from the
-same x, weight and g_y. The noise to gradient ratio is ``|g' - g|^2 / |g|^2``, the power of the
-error over that of the gradient. Most of the error comes from stochastic rounding. It has mean 0,
-and its power adds to that of other noise, such as a mini-batch's.
+Let g be a layer's exact gradient, g_w or g_x in fp32. HOT computes g' from the same x, weight and
+g_y. The noise to gradient ratio is ``|g' - g|^2 / |g|^2``, the power of the error over that of the
+gradient. Most of the error comes from stochastic rounding: it has mean 0, and its power adds to
+that of other noise, such as a mini-batch's.
 
 Source: docs/torch/integrations.md, "Noise to gradient ratio".
 """
@@ -39,13 +39,12 @@ class NoiseMonitor:
             optimizer.step()
             log(noise.scalars)                # empty except on measured steps
 
-    A measured step repeats every call of a chosen layer with the same x and g_y: in HOT with
-    another random key, and in plain torch in fp32. The gradients of the step, the parameters and
-    torch's random state do not change: an eager run continues with the same bits as without a
-    monitor. A compiled model runs the measured step eagerly, because hooks see no call inside a
-    graph. Several calls of a layer (micro-batches, weights that are used twice) are summed: the sum
-    of ``|g' - g|^2`` over the sum of ``|g|^2``. Attention, layers of bitsandbytes, and layers whose
-    weight is computed (pruning, weight norm) are not measured.
+    A measured step repeats every call of a chosen layer with the same x and g_y. It does so in HOT
+    with another random key, and in plain torch in fp32. The step's gradients, the parameters and
+    torch's random state do not change: an eager run keeps its bits. A compiled model runs the
+    measured step eagerly, because hooks see no call inside a graph. Several calls of a layer give
+    the sum of ``|g' - g|^2`` over the sum of ``|g|^2``. Attention, layers of bitsandbytes, and
+    layers whose weight is computed (pruning, weight norm) are not measured.
 
     Args:
         model: a converted model.

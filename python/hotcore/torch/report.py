@@ -117,8 +117,8 @@ class ConversionReport:
         """Columns: layer, kind, in -> out, and the bytes kept of x or why the layer is plain.
 
         Args:
-            grouped: one line for equal layers whose names differ only in numbers, with their count
-                in brackets, and none for adapters; False: one line for every layer.
+            grouped: one line for equal layers whose names differ only in numbers, with their
+                count, and none for adapters. False: one line for every layer.
         """
         adapters = [row for row in self.skipped if row.reason == ADAPTER]
         hidden = set(map(id, adapters)) if grouped else set()
@@ -182,13 +182,12 @@ class ConversionReport:
     def _outcome(self, layer: Converted | Skipped) -> str:
         if isinstance(layer, Skipped):
             return f"stays plain: {layer.reason}"
-        kept = "nothing (weight frozen)"
-        if layer.bytes_per_value:
-            kept = f"{layer.bytes_per_value:.2f} bytes a value (fp32 / "
-            kept += f"{4 / layer.bytes_per_value:.1f})"
+        size = "nothing (weight frozen)"
+        if bytes_per_value := layer.bytes_per_value:
+            size = f"{bytes_per_value:.2f} bytes a value (fp32 / {4 / bytes_per_value:.1f})"
         config = "" if layer.config == self.config else str(layer.config)
         time = "" if layer.expected_time is None else f"{layer.expected_time:.2f} of the time"
-        return ", ".join(filter(None, (kept, config, time, layer.note)))
+        return ", ".join(filter(None, (size, config, time, layer.note)))
 
 
 def report(model: nn.Module) -> ConversionReport:
