@@ -94,20 +94,18 @@ class MemoryReport:
             before, after = types.get(module.type, (0, 0))
             types[module.type] = (before + module.before, after + module.after)
         names = sorted(types, key=lambda name: max(types[name]), reverse=True)
-        height = 1.2 + 0.66 * len(names)
-        figure = matplotlib_figure()(figsize=(8, height), layout="constrained")
+        size = (8, 1.2 + 0.66 * len(names))
+        figure = matplotlib_figure()(figsize=size, layout="constrained")
         axis = figure.subplots()
         for i, (label, color) in enumerate({"before": "#888888", "after": None}.items()):
             places = [place + 0.4 * i - 0.2 for place in range(len(names))]
             values = [types[name][i] / _MIB for name in names]
             bars = axis.barh(places, values, 0.36, label=label, color=color)
             axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-        axis.set_yticks(range(len(names)), names, fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel("kept for backward, MiB")
         title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
         axis.set_title(title + self.changes, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set(yticks=range(len(names)), yticklabels=names, xlabel="kept for backward, MiB")
+        axis.invert_yaxis()
         axis.legend()
         figure.savefig(path, dpi=130)
 
@@ -155,15 +153,15 @@ def memory_report(
         raise ValueError("config: None, and the model is plain: there is nothing to compare with")
     changes = "as converted"
     with preserve_state(model):
-        plain = revert(model) if converted else model
-        before, peak_before = _measure(plain, inputs, loss_fn)
-        kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
+        if converted:
+            revert(model)
+        before, peak_before = _measure(model, inputs, loss_fn)
+        kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     with preserve_state(model):
-        changed = model
         if not converted and config is not None:
-            changed = convert(model, config, filter_fn, overrides, slower=slower)
+            convert(model, config, filter_fn, overrides, slower=slower)
             changes = f"convert({as_config(config)!r})"
-        after, peak_after = _measure(changed, inputs, loss_fn)
+        after, peak_after = _measure(model, inputs, loss_fn)
     modules = tuple(
         ModuleMemory(name, kind, before.get(name, 0), after.get(name, 0))
         for name, kind in kinds.items()

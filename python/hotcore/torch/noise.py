@@ -91,16 +91,11 @@ class NoiseMonitor:
         """Names of the chosen layers."""
         return list(self._layers)
 
-    def __enter__(self) -> NoiseMonitor:
-        """Begin a step."""
-        self.begin()
-        return self
-
     def __exit__(self, *error: Any) -> None:
         """End the step."""
         self.end()
 
-    def begin(self) -> None:
+    def begin(self) -> NoiseMonitor:
         """Begin a step and measure every n-th one. An unfinished step is dropped."""
         self.close()
         if self._count % self._every == 0:
@@ -109,6 +104,9 @@ class NoiseMonitor:
             self._open.enter_context(eagerly())
             self._open.enter_context(gradients_seen(self._layers, self._measure))
         self._count += 1
+        return self
+
+    __enter__ = begin
 
     def end(self) -> dict[str, float]:
         """End a step after its backward pass; return :attr:`scalars`."""
@@ -169,7 +167,7 @@ def _gradients(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """g_w and g_x of one call of ``cls``'s forward; None for one that is not wanted."""
-    copies = {
+    copies: dict[str, Any] = {
         name: p if p is None else p.detach().to(p.dtype if dtype is None else dtype)
         for name, p in content["_parameters"].items()
     }

@@ -60,31 +60,28 @@ def recompute(
 
     Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective
     policy. Call it before ``torch.compile``, DDP or ``fully_shard``. Parameters, ``state_dict`` and
-    names of modules stay. In eval mode, and without gradients, nothing is recomputed. Backward
-    recomputes with the weights of that moment. Like any checkpoint, it does not notice weights that
-    were written or swapped (``functional_call``) since the forward pass.
+    names of modules stay. In eval mode, and without gradients, nothing is recomputed. Like any
+    checkpoint, it does not notice weights that are written or swapped before backward.
 
     A recomputed block of transformers gets no KV cache (``use_cache=False``, no
-    ``past_key_values``), which it would write twice; transformers' own checkpointing does the same.
-    One UserWarning says this, and another that batch norms count every batch twice.
+    ``past_key_values``), which it would write twice. A UserWarning says this, and another one that
+    batch norms count every batch twice.
 
     In compiled graphs HOT's layers compress x once: in forward if the policy keeps the codes,
     otherwise in backward from the recomputed x. In eager mode they compress it in both passes
     unless the policy keeps the codes, and torch's selective checkpoints cost much host time.
 
     Args:
-        blocks: a block (an ``nn.ModuleList`` or ``nn.Sequential`` stands for its children), or
-            several.
-        policy: :func:`.keep_attention`, :func:`.keep_codes`, :func:`.keep_products` or your own, as
-            ``create_selective_checkpoint_contexts`` takes it; None: keep nothing but the inputs.
+        blocks: a block or several; an ``nn.ModuleList`` or ``nn.Sequential`` means its children.
+        policy: :func:`.keep_attention`, :func:`.keep_codes`, :func:`.keep_products` or your own for
+            ``create_selective_checkpoint_contexts``; None keeps nothing but the inputs.
 
     Returns:
         A handle whose ``remove()`` restores the blocks; printed, it says how many there are.
 
     Raises:
         TypeError: a block is not a module.
-        ValueError: a block is already recomputed, or is inside of one that is; or no block contains
-            layers.
+        ValueError: a block is or contains a recomputed one already, or no block contains layers.
 
     Source: docs/torch/memory.md, "Recompute instead".
     """

@@ -85,14 +85,14 @@ class ConversionReport:
     @property
     def parameter_share(self) -> float:
         """Share of the model's parameters that converted layers hold."""
-        return _share(sum(layer.parameters for layer in self.converted), self.parameter_count)
+        return sum(layer.parameters for layer in self.converted) / (self.parameter_count or 1)
 
     @property
     def mac_share(self) -> float | None:
         """Share of the forward pass's multiply-adds in converted layers; None if unknown."""
         if self.macs is None:
             return None
-        return _share(sum(layer.macs or 0 for layer in self.converted), self.macs)
+        return sum(layer.macs or 0 for layer in self.converted) / (self.macs or 1)
 
     @property
     def expected_time(self) -> float | None:
@@ -224,10 +224,6 @@ def group_alike(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
         (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", *rest)
         for (pattern, *rest), names in groups.items()
     ]
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
 
 
 def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:

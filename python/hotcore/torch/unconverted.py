@@ -79,7 +79,8 @@ def bypassed(
         parent, _, name = fqn.rpartition(".")
         if not fqn or name.isdigit():
             continue
-        multiplied, called = _uses(type(model.get_submodule(parent)))
+        cls: Any = type(model.get_submodule(parent))
+        multiplied, called = _uses(cls)
         if name in multiplied and (name in called) != certain:
             names.add(fqn)
     return names
@@ -98,13 +99,11 @@ def _uses(cls: type[Any]) -> tuple[frozenset[str], frozenset[str]]:
         except (OSError, TypeError, SyntaxError):  # a built-in, shell or generated class
             continue
         for node in ast.walk(tree):
+            product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
             if isinstance(node, ast.Call):
-                if name := _own_attribute(node.func):
-                    called.add(name)
-                if getattr(node.func, "attr", getattr(node.func, "id", "")) in PRODUCTS:
-                    for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-                        multiplied |= _weights(argument)
-            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                called.add(_own_attribute(node.func))
+                product = getattr(node.func, "attr", getattr(node.func, "id", "")) in PRODUCTS
+            if product:
                 multiplied |= _weights(node)
     return frozenset(multiplied), frozenset(called)
 
