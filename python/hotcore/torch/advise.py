@@ -257,20 +257,17 @@ def advise(
 
 
 def _configs(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
-    """Name -> configuration."""
+    """Name -> configuration: the recipe and its forward, otherwise the place in ``allow``."""
     entries: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
     if not entries:
         raise ValueError("allow: empty; expected recipes or HotConfigs, e.g. ('default', 'fast')")
-    configs = [as_config(entry, f"allow[{i}]") for i, entry in enumerate(entries)]
-    return {_name_of(config, place): config for place, config in enumerate(configs)}
-
-
-def _name_of(config: HotConfig, place: int) -> str:
-    """Name of the recipe and its forward; for another configuration its place in ``allow``."""
-    backward = dataclasses.replace(config, forward="plain", forward_in_eval=False)
-    if backward.name == "custom":
-        return f"custom {place}"
-    return backward.name if config.forward == "plain" else f"{backward.name}+int8"
+    configs = {}
+    for place, entry in enumerate(entries):
+        config = as_config(entry, f"allow[{place}]")
+        recipe = dataclasses.replace(config, forward="plain", forward_in_eval=False).name
+        int8 = "" if config.forward == "plain" else "+int8"
+        configs[f"custom {place}" if recipe == "custom" else recipe + int8] = config
+    return configs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,18 +27,7 @@ from .ops import is_dtensor
 from .ops.conv import settings
 from .recompute import defer_in_blocks
 from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
-from .selection import (
-    MIN_FEATURES,
-    Filter,
-    candidates,
-    facts_of,
-    features_of,
-    hot_class,
-    is_frozen,
-    kind_of,
-    products_of,
-    why_plain,
-)
+from .selection import Filter, features_of, hot_class, products_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -165,13 +154,13 @@ def decide(
         kind = type(filter_fn).__name__
         raise TypeError(f"filter_fn: expected a function, got {kind}; did you mean overrides=?")
     base, overrides = as_config(config), overrides or {}
-    layers = candidates(model)
+    layers = selection.candidates(model)
     uses, total, never_called = _dry_run(model, dict(layers), inputs)
-    reasons = why_plain(model, layers, filter_fn)
+    reasons = selection.why_plain(model, layers, filter_fn)
     reasons = dict.fromkeys(never_called, _NEVER_CALLED) | reasons
     _check_sharded(layers, reasons, filter_fn)
     configs = _configs(base, overrides, [fqn for fqn, _ in layers], reasons)
-    left_out = [fqn for fqn, own_config in configs.items() if own_config is None]
+    left_out = [fqn for fqn, layer_config in configs.items() if layer_config is None]
     reasons = dict.fromkeys(left_out, _LEFT_OUT) | reasons
     first = next(model.parameters(), None)
     where = torch.device(device or ("cpu" if first is None else first.device))
@@ -192,9 +181,9 @@ def decide(
     counted: set[int] = set()
     in_eval_mode: list[str] = []
     for fqn, module in layers:
-        own_config, use = configs[fqn] or base, uses.get(fqn)
-        about = (fqn, kind_of(module), *features_of(module))
-        time = gains.expected_time(facts_of(module, own_config, target, rate))
+        layer_config, use = configs[fqn] or base, uses.get(fqn)
+        about = (fqn, selection.kind_of(module), *features_of(module))
+        time = gains.expected_time(selection.facts_of(module, layer_config, target, rate))
         measures: dict[str, Any] = {
             "parameters": _count_parameters(module, counted),
             "macs": use.macs if use else None,
@@ -203,12 +192,12 @@ def decide(
         if fqn in reasons:
             rows.append(Skipped(*about, reasons[fqn], **measures))
             continue
-        _check_grid(fqn, module, own_config, use)
-        if not module.training and hot_class(module).plain_in_eval(module, own_config):
+        _check_grid(fqn, module, layer_config, use)
+        if not module.training and hot_class(module).plain_in_eval(module, layer_config):
             in_eval_mode.append(fqn)
-        notes = (_use_note(use), _plain_note(module, own_config, target), slowly.get(fqn))
-        size, note = _bytes_per_value(module, own_config, target), "; ".join(filter(None, notes))
-        rows.append(Converted(*about, own_config, size, **measures, note=note))
+        notes = (_use_note(use), _plain_note(module, layer_config, target), slowly.get(fqn))
+        size, note = _bytes_per_value(module, layer_config, target), "; ".join(filter(None, notes))
+        rows.append(Converted(*about, layer_config, size, **measures, note=note))
     converted = [row for row in rows if isinstance(row, Converted)]
     report = ConversionReport(
         base,
@@ -223,15 +212,17 @@ def decide(
     if not slow and nothing and not head:
         able = [n for n, m in layers if reasons[n] == _LEFT_OUT or _by_choice(reasons[n], m)]
         raise ValueError(_nothing(report, model, able, filter_fn is not None))
-    report.notes += _notes(report, model, layers, reasons, slow, target, rate, filter_fn is None)
+    report.notes += _notes(report, model, layers, reasons, slow, rate, filter_fn is None)
+    if target == "cuda" and not _core.built_with_cuda():
+        report.notes.append("this build of hotcore has no CUDA backend: python -m hotcore.info")
     warning = ""
     if not converted and (slow or chosen):
-        why = "expected to be slower than plain torch's" if slow else "left out by overrides"
-        if gains.NO_INT8 in slow.values():
-            why += f" ({gains.NO_INT8})"
-        warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}" + (
-            " on CUDA; slower=True converts them anyway, for memory" if slow else ""
-        )
+        why = _LEFT_OUT
+        if slow:
+            rule = f" ({gains.NO_INT8})" if gains.NO_INT8 in slow.values() else ""
+            why = f"expected to be slower than plain torch's{rule} on CUDA; slower=True converts "
+            why += "them anyway, for memory"
+        warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}"
     return Decision(report, warning, slow)
 
 
@@ -418,59 +409,47 @@ def _notes(
     layers: list[tuple[str, nn.Module]],
     reasons: Mapping[str, str],
     slow: Mapping[str, str],
-    device: str,
     rate: gpus.Int8Rate,
     default_filter: bool,
-) -> list[str]:
-    notes = []
+) -> Iterator[str]:
     if report.in_eval_mode and len(report.in_eval_mode) == len(report.converted):
-        notes.append("the model is in eval mode, where every layer is plain: call model.train()")
+        yield "the model is in eval mode, where every layer is plain: call model.train()"
     elif report.in_eval_mode:
-        notes.append(f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}")
+        yield f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}"
     if (time := report.expected_time) is not None:
-        notes.append(
+        yield (
             f"expected on CUDA: the converted layers' forward and backward take {time:.2f} of "
             f"plain torch's time; by {gains.source(rate)}"
         )
     in_eval = any(layer.config.forward_in_eval for layer in report.converted)
     if in_eval and any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules()):
-        notes.append(
+        yield (
             "in eval mode without gradients nn.TransformerEncoderLayer does not call its layers: "
             "torch.backends.mha.set_fastpath_enabled(False) keeps their 8-bit forward"
         )
     if slow:
         why = f"slower on CUDA, by {gains.source(rate)}" if rate.fast else str(rate)
-        notes.append(
-            f"{len(slow)} layers stay plain: {why}; slower=True, or their full names in overrides, "
-            "convert them"
-        )
-    if device == "cuda" and not _core.built_with_cuda():
-        notes.append(
-            "this build of hotcore has no CUDA backend, which training on CUDA needs: "
-            "python -m hotcore.info"
-        )
+        options = "slower=True, or their full names in overrides, convert them"
+        yield f"{len(slow)} layers stay plain: {why}; {options}"
     if default_filter:
         if any(_by_choice(reasons.get(fqn, _LEFT_OUT), module) for fqn, module in layers):
-            notes.append(
-                "default filter: plain stay the output head, the first convolution, layers with "
-                f"fewer than {MIN_FEATURES} in or out features, weights tied to an embedding"
-                + (", what is slower on CUDA" if slow else "")
+            few = f"layers with fewer than {selection.MIN_FEATURES} in or out features"
+            slower = ", layers that are slower on CUDA" if slow else ""
+            yield (
+                "default filter: it leaves the output head plain, the first convolution, weights "
+                f"tied to an embedding, {few}{slower}"
             )
         last = report.layers[-1] if report.layers else None
         if isinstance(last, Converted):
-            notes.append(
+            yield (
                 f"no output head was recognised: the last layer, {last.name or '(root)'}, is "
                 "converted; leave it out by overrides if the loss reads its output"
             )
-    blind = report.macs is None  # without inputs
-    maybe = unconverted.bypassed(model, dict(layers), certain=False) if blind else set()
-    unsure = [layer.name for layer in report.converted if layer.name in maybe]
-    if unsure:
-        notes.append(
-            f"may be used without being called: {listed(unsure)}; "
-            "convert(..., inputs=...) finds out"
-        )
-    return notes
+    if report.macs is None:  # without inputs
+        maybe = unconverted.bypassed(model, dict(layers), certain=False)
+        if unsure := [layer.name for layer in report.converted if layer.name in maybe]:
+            names = listed(unsure)
+            yield f"may be used without being called: {names}; convert(..., inputs=...) finds out"
 
 
 def _configs(
@@ -504,7 +483,7 @@ def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | 
 
 def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float:
     width = features_of(module)[0]
-    if is_frozen(module) or not width:
+    if selection.is_frozen(module) or not width:
         return 0.0
     pixels = 1  # of which a strided product reads one
     if isinstance(module, nn.Conv2d):
