@@ -57,11 +57,9 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         batched = query.dim() == 3
         # The projections take either order of samples and tokens.
         samples, tokens = (0, 1) if self.batch_first or not batched else (1, 0)
-        if not batched:
-            same = key is value, query is key
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            value = key if same[0] else value
-            query = key if same[1] else query
+        if not batched:  # tensors that are the same stay so
+            views = {id(x): x.unsqueeze(0) for x in (query, key, value)}
+            query, key, value = (views[id(x)] for x in (query, key, value))
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         try:

@@ -28,18 +28,15 @@ def parallel_region() -> int:
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             mapped = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/") > 1}
-    except OSError:
-        return 0
-    every = [path for path in mapped if Path(path).name.startswith(LIBRARIES)]
-    home = Path(torch.__file__).parent  # torch's wheel
-    ours = [path for path in every if {home, home.parent / "torch.libs"} & {*Path(path).parents}]
-    if len(ours or every) != 1:  # it is not known which one torch uses
-        return 0
-    try:
-        region = ctypes.CDLL((ours or every)[0]).GOMP_parallel
+        every = [path for path in mapped if Path(path).name.startswith(LIBRARIES)]
+        home = Path(torch.__file__).parent  # torch's wheel
+        ours = [p for p in every if {home, home.parent / "torch.libs"} & {*Path(p).parents}]
+        if len(ours or every) == 1:  # otherwise it is not known which one torch uses
+            region = ctypes.CDLL((ours or every)[0]).GOMP_parallel
+            return ctypes.cast(region, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
-        return 0
-    return ctypes.cast(region, ctypes.c_void_p).value or 0
+        pass
+    return 0
 
 
 def share() -> None:

@@ -193,10 +193,7 @@ class _Checkpointed(OwnForward):
         return checkpoint(self.forward, *args, **self.options, **kwargs)
 
 
-_CACHES = {
-    "use_cache": False,
-    **dict.fromkeys(("past_key_values", "past_key_value", "layer_past")),
-}
+_CACHES = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
 """transformers' arguments for a KV cache, and the values without one."""
 _WHY = "in training, as a block that is recomputed would write the KV cache twice"
 

@@ -17,12 +17,9 @@ from .report import Skipped
 MIN_SIDE = 64
 """Rows and columns below which a stack of matrices is not listed."""
 
-_CONVOLUTIONS: tuple[type[nn.Module], ...] = (
-    *(nn.Conv1d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-_KINDS: dict[type[nn.Module], tuple[str, str]] = {
-    **dict.fromkeys(_CONVOLUTIONS, ("in_channels", "out_channels")),
+_TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+_KINDS: dict[Any, tuple[str, str]] = {
+    nn.Conv1d | nn.Conv3d | _TRANSPOSED: ("in_channels", "out_channels"),
     nn.RNNBase: ("input_size", "hidden_size"),
     nn.Bilinear: ("in1_features", "out_features"),
 }
