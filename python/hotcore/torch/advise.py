@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, gains
-from .clocks import Measured, Step, milliseconds, spread, whole
+from .clocks import Measured, Step, milliseconds, whole
 from .convert import convert, decide
 from .head import attach, detach
 from .memory import allocator_peak, unallocated_in_pools
@@ -369,11 +370,12 @@ class _Trial:
         if name not in self.times:
             return Tried(*about, note=self.notes[name])
         times, notes = self.times[name], []
-        measured = spread(times, self.sizes[name])
+        q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive")
+        measured = Measured(median, q1, q3, self.sizes[name])
         if name in self.notes or len(times) < 4:
             notes.append(f"only {len(times)} steps timed")
-        if measured.spread_ms > _UNSTEADY * measured.median_ms:
-            notes.append(f"unsteady, ± {measured.spread_ms / measured.median_ms:.0%}")
+        if measured.spread_ms > _UNSTEADY * median:
+            notes.append(f"unsteady, ± {measured.spread_ms / median:.0%}")
         if contender.recomputed and self.device.type == "cpu":
             notes.append("without attention's results and the block in work")
         return Tried(*about, measured, "; ".join(notes))

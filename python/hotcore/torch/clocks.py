@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,12 +40,6 @@ def milliseconds(step: Step, device: torch.device, calls: int = 1) -> float:
         step()
     wait()
     return (time.perf_counter() - start) * 1e3 / calls
-
-
-def spread(values: Sequence[float], kept_bytes: int) -> Measured:
-    """Median and quartiles of the rounds."""
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return Measured(median, q1, q3, kept_bytes)
 
 
 def whole(

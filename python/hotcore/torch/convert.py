@@ -26,7 +26,7 @@ from .modules import HotModule, become, is_pointwise, own_forward, unwrapped
 from .ops import is_dtensor
 from .ops.conv import settings
 from .recompute import defer_in_blocks
-from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
+from .report import REPORT, ConversionReport, Converted, Row, Skipped, group_alike, listed
 from .selection import Filter, features_of, hot_class, products_of
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def decide(
     chosen = {*left_out} & {*overrides}  # named in full, as paper.calibrate does
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
     reasons |= slow
-    rows: list[Converted | Skipped] = []
+    rows: list[Row] = []
     counted: set[int] = set()
     in_eval_mode: list[str] = []
     for fqn, module in layers:
@@ -269,10 +269,7 @@ def _with_fields(
 
 def _check_model(model: object) -> None:
     if isinstance(model, nn.DataParallel):
-        raise ValueError(
-            "model: torch.nn.DataParallel is not supported; use "
-            "torch.nn.parallel.DistributedDataParallel"
-        )
+        raise ValueError("model: nn.DataParallel is not supported; use DistributedDataParallel")
     if isinstance(model, nn.Module):
         for fqn, module in model.named_modules():
             if any(map(is_lazy, module._parameters.values())):
@@ -387,9 +384,8 @@ def _nothing(report: ConversionReport, model: nn.Module, able: list[str], filter
     which = "filter_fn matched no layer that" if filtered else "no layer"
     text = f"model: {which} can be converted"
     if not report.layers:
-        kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
         text += "; it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D"
-        text += f"; its modules: {kinds}"
+        text += f"; its modules: {listed(sorted({type(m).__name__ for m in model.modules()}))}"
     lines = report.rows([*report.layers, *report.unsupported])
     lines[12:] = [f"{len(lines) - 12} more"] if len(lines) > 12 else []
     if able:

@@ -76,7 +76,6 @@ class Facts(NamedTuple):
     products: bool | None
     """Whether HOT computes a convolution's products in backward; None for a linear layer."""
     in_features: int
-    """I, or a convolution's channels."""
     out_features: int
     config: HotConfig
     device: str

@@ -136,9 +136,9 @@ class HotModule(Changed):
 
     def _replicate_for_data_parallel(self) -> Any:
         # The replicas' threads would draw seeds from one generator in an undefined order.
+        kind = type(self).__name__
         raise NotImplementedError(
-            f"{type(self).__name__}: torch.nn.DataParallel is not supported; use "
-            "torch.nn.parallel.DistributedDataParallel"
+            f"{kind}: nn.DataParallel is not supported; use DistributedDataParallel"
         )
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -173,9 +173,7 @@ def total_macs(run: Callable[[], object]) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-def _attention_flops(
-    query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """FLOPs of the CPU's attention operator, which torch does not count."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
@@ -237,8 +235,7 @@ def check_training(model: nn.Module, who: str) -> None:
 
 def eagerly() -> AbstractContextManager[Any]:
     """Context in which compiled modules run eagerly, so that hooks and modes see every call."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:

@@ -55,6 +55,9 @@ class Skipped:
     """Time of forward and backward over plain torch's if the layer were converted."""
 
 
+Row = Converted | Skipped
+
+
 @dataclasses.dataclass
 class ConversionReport:
     """The converted layers and the plain ones; print it for a table.
@@ -66,7 +69,7 @@ class ConversionReport:
     config: HotConfig
     converted: list[Converted]
     skipped: list[Skipped]
-    layers: list[Converted | Skipped]
+    layers: list[Row]
     """Converted and skipped layers in the model's order."""
     unsupported: list[Skipped] = dataclasses.field(default_factory=list)
     """Matrices that HOT does not support: experts in one Parameter, recurrent layers, other
@@ -123,7 +126,7 @@ class ConversionReport:
         adapters = [row for row in self.skipped if row.reason == ADAPTER]
         hidden = set(map(id, adapters)) if grouped else set()
         layers = [row for row in self.layers if id(row) not in hidden]
-        lines = self.rows(layers, grouped, [("layer", "kind", "in -> out", "x is kept in")])
+        lines = self.rows(layers, grouped, ("layer", "kind", "in -> out", "x is kept in"))
         if self.unsupported:
             lines.append("matrices outside of the layers that HOT supports:")
             lines += ["  " + line for line in self.rows(self.unsupported, grouped)]
@@ -166,12 +169,7 @@ class ConversionReport:
         }
         return json.dumps(content, indent=1, default=dataclasses.asdict)
 
-    def rows(
-        self,
-        layers: Iterable[Converted | Skipped],
-        grouped: bool = True,
-        head: Sequence[tuple[str, ...]] = (),
-    ) -> list[str]:
+    def rows(self, layers: Iterable[Row], grouped: bool = True, *head: Sequence[str]) -> list[str]:
         """Return the lines of some layers, below those of ``head``."""
         rows: list[tuple[str, ...]] = []
         for layer in layers:
@@ -179,7 +177,7 @@ class ConversionReport:
             rows.append((layer.name or "(root)", layer.kind, sizes, self._outcome(layer)))
         return aligned([*head, *(group_alike(rows) if grouped else rows)], last_left=True)
 
-    def _outcome(self, layer: Converted | Skipped) -> str:
+    def _outcome(self, layer: Row) -> str:
         if isinstance(layer, Skipped):
             return f"stays plain: {layer.reason}"
         size = "nothing (weight frozen)"
@@ -226,7 +224,7 @@ def group_alike(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     ]
 
 
-def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
+def _as_dict(layer: Row) -> dict[str, Any]:
     recipe = {"recipe": layer.config.name} if isinstance(layer, Converted) else {}
     return {"converted": isinstance(layer, Converted), **vars(layer), **recipe}
 
