@@ -1,4 +1,4 @@
-"""What measures a model leaves it as it was: advise, memory_report, calibrate."""
+"""advise, memory_report and calibrate leave a model as it was."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def train(model: nn.Module, data: list[torch.Tensor], monitor: hot.NoiseMonitor 
 
 
 def test_ratio_is_that_of_the_gradients() -> None:
-    """Of the gradients that backward leaves, over many keys, beside plain torch's."""
+    """The mean over many keys of backward's gradients beside plain torch's."""
     x = torch.randn(64, 64)
     gy = torch.randn(64, 96) * torch.rand(64, 1) ** 4  # tokens of different size
     plain = nn.Linear(64, 96)
