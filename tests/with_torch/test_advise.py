@@ -20,10 +20,7 @@ from hotcore.torch.clocks import Measured  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_graphs import causal  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:hotcore.torch.advise. the machine's load"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 advising = sys.modules["hotcore.torch.advise"]  # hotcore.torch.advise is the function
 WIDTH, BATCH = 128, 64
 

@@ -1269,12 +1269,3 @@ def test_a_class_that_was_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.t() + self.bias)
     with pytest.raises(ValueError, match=r"the forward of Linear was replaced by .*test_convert"):
         hot.convert(stack(), "fast", every)
-
-
-def test_classes_with_a_call_of_their_own() -> None:
-    class Called(nn.Linear):
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, self.weight)
-
-    with pytest.raises(ValueError, match="a subclass of Linear"):
-        hot.convert(nn.Sequential(Called(64, 64)), "fast", every)

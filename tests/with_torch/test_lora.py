@@ -87,10 +87,8 @@ def test_the_report_of_a_deep_model_is_short() -> None:
     report = hot.convert(with_lora(model, None)).hot_report
     lines = str(report).splitlines()
     assert len(report.layers) == 64 * 6 + 1 and len(lines) == 8, lines
-    assert lines[4:6] == [
-        "128 of 129 layers run HOT, default",
-        "256 layers of peft's adapters stay plain",
-    ]
+    counts = "\n128 of 129 layers run HOT, default\n256 layers of peft's adapters stay plain\n"
+    assert counts in str(report)
     assert "base_model.model.blocks.*.up.base_layer (64)" in lines[1]
 
 

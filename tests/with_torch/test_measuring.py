@@ -16,10 +16,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
 from torch import nn  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:hotcore.torch.advise. the machine's load"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):
