@@ -58,8 +58,9 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         # The projections take either order of samples and tokens.
         samples, tokens = (0, 1) if self.batch_first or not batched else (1, 0)
         if not batched:  # tensors that are the same stay so
-            views = {id(x): x.unsqueeze(0) for x in (query, key, value)}
-            query, key, value = (views[id(x)] for x in (query, key, value))
+            v = value.unsqueeze(0)
+            k = v if key is value else key.unsqueeze(0)
+            query, key, value = (k if query is key else query.unsqueeze(0)), k, v
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         try:
