@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -140,8 +140,7 @@ def traces_parameters() -> bool:
 def memory_budget(budget: float) -> AbstractContextManager[Any]:
     """Set torch's ``activation_memory_budget`` for compilations inside."""
     config: Any = importlib.import_module("torch._functorch.config")
-    patched: AbstractContextManager[Any] = config.patch(activation_memory_budget=budget)
-    return patched
+    return cast(AbstractContextManager[Any], config.patch(activation_memory_budget=budget))
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:

@@ -32,7 +32,6 @@ from .recompute import recompute
 from .report import REPORT, aligned
 from .selection import Filter, candidates, rate_of
 
-_PLAIN = "plain"
 _GOALS = {
     "time": ("least time", math.inf, math.inf, 0.97),
     "memory": ("least memory, at up to 1.5 of plain's time", 1.5, math.inf, 0.99),
@@ -335,7 +334,7 @@ class _Trial:
         self, goal: str, configs: Mapping[str, HotConfig], modes: Sequence[Mode]
     ) -> list[_Contender]:
         """Settings to try, the most promising first."""
-        plain = bare = _Contender(_PLAIN)
+        plain = bare = _Contender("plain")
         first, *others = [_Contender(name, config) for name, config in configs.items()]
         early = [plain, first]
         if decide(self.model, first.config or "default", self.filter_fn, slower=self.slower).slow:
@@ -353,12 +352,10 @@ class _Trial:
                     early += [each.but(words, recomputed=share) for each in (first, bare)]
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
         return [
-            dataclasses.replace(each, mode=mode)
-            if mode is modes[0]
-            else each.but(_GRAPHS, mode=mode)
+            dataclasses.replace(each, mode=m) if m is modes[0] else each.but(_GRAPHS, mode=m)
             for each in [*early, *others]
             # The budget is the compiler's; one mode is enough for it.
-            for mode in (modes if each.budget is None else [w for w in modes[:1] if w is not None])
+            for m in (modes if each.budget is None else [m for m in modes[:1] if m is not None])
         ]
 
     def row(self, contender: _Contender) -> Tried:
@@ -377,7 +374,7 @@ class _Trial:
         if measured.spread_ms > _UNSTEADY * median:
             notes.append(f"unsteady, ± {measured.spread_ms / median:.0%}")
         if contender.recomputed and self.device.type == "cpu":
-            notes.append("without attention's results and the block in work")
+            notes.append("bytes without attention's results and the running block")
         return Tried(*about, measured, "; ".join(notes))
 
     def run(self, contender: _Contender) -> None:

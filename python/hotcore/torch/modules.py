@@ -47,14 +47,6 @@ class HotModule(Changed):
     _plain_in_eval: bool = True
     """Whether the layer is plain in eval mode."""
 
-    def __init_subclass__(cls) -> None:
-        """Give a class the signature of its plain class, and ``config``."""
-        if plain := getattr(cls, "plain", None):
-            signature = inspect.signature(plain)
-            config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default="default")
-            signature = signature.replace(parameters=[*signature.parameters.values(), config])
-            cls.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it
-
     def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
         """Make a layer with new parameters, initialised as the plain class does."""
         super().__init__(*args, **options)
@@ -136,10 +128,8 @@ class HotModule(Changed):
 
     def _replicate_for_data_parallel(self) -> Any:
         # The replicas' threads would draw seeds from one generator in an undefined order.
-        kind = type(self).__name__
-        raise NotImplementedError(
-            f"{kind}: nn.DataParallel is not supported; use DistributedDataParallel"
-        )
+        reason = "nn.DataParallel is not supported; use DistributedDataParallel"
+        raise NotImplementedError(f"{type(self).__name__}: {reason}")
 
 
 class HotLinear(HotModule, nn.Linear):
@@ -191,6 +181,26 @@ class HotConv2d(HotModule, nn.Conv2d):
     """
 
     plain = nn.Conv2d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: Any = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        config: ConfigLike = "default",
+    ) -> None:
+        """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        super().__init__(*sizes, bias, padding_mode, device, dtype, config=config)
 
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
@@ -265,9 +275,6 @@ class OwnForward:
 
 def _call_own(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._hot_own_forward(*args, **kwargs)
-
-
-# ---- A layer's class is changed in place, so that whatever holds the layer sees the change. ----
 
 
 def own_forward(module: nn.Module) -> str:
@@ -355,7 +362,9 @@ def unwrapped(
 
 
 def become(module: nn.Module, cls: type[Any], fields: Mapping[str, Any] | None = None) -> None:
-    """Change a module's class in place; :func:`unwrapped` or :func:`own_forward` has checked it.
+    """Change a module's class in place, so that everything that holds the module sees the change.
+
+    Call :func:`unwrapped` or :func:`own_forward` first.
 
     Args:
         module: keeps its id, Parameters, hooks and training mode.

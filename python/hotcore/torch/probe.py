@@ -267,7 +267,7 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, Mapping):  # Hugging Face's outputs are mappings
         value = value.values()
-    if isinstance(value, list | tuple) or hasattr(value, "__iter__"):
+    if hasattr(value, "__iter__") and not isinstance(value, str):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
 

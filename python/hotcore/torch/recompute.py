@@ -114,9 +114,9 @@ def recompute(
     defer = policy is None or not keeps_codes(policy)
     for block in chosen:
         entries = _Checkpointed(block, block.forward, options, defer).installed()
-        before = {name: vars(block)[name] for name in entries if name in vars(block)}
+        before = {name: vars(block).get(name) for name in entries}
         deferred = {layer: layer.defer for layer in _hot_layers(block)}
-        handle._undo.callback(_restore, block, entries, before, deferred)
+        handle._undo.callback(_restore, block, before, deferred)
         vars(block).update(entries)
         defer_in_blocks(block)
     return handle
@@ -131,15 +131,11 @@ def defer_in_blocks(model: nn.Module) -> None:
                 layer.defer = True
 
 
-def _restore(
-    block: nn.Module,
-    entries: Iterable[str],
-    before: dict[str, Any],
-    deferred: dict[HotModule, bool],
-) -> None:
-    for name in entries:
+def _restore(block: nn.Module, before: dict[str, Any], deferred: dict[HotModule, bool]) -> None:
+    for name, value in before.items():
         vars(block).pop(name, None)
-    vars(block).update(before)
+        if value is not None:
+            vars(block)[name] = value
     for layer in _hot_layers(block):
         layer.defer = deferred.get(layer, False)
 

@@ -124,8 +124,8 @@ class ConversionReport:
                 count, and none for adapters. False: one line for every layer.
         """
         adapters = [row for row in self.skipped if row.reason == ADAPTER]
-        hidden = set(map(id, adapters)) if grouped else set()
-        layers = [row for row in self.layers if id(row) not in hidden]
+        hidden = ADAPTER if grouped else None
+        layers = [row for row in self.layers if getattr(row, "reason", "") != hidden]
         lines = self.rows(layers, grouped, ("layer", "kind", "in -> out", "x is kept in"))
         if self.unsupported:
             lines.append("matrices outside of the layers that HOT supports:")

@@ -151,9 +151,8 @@ def why_impossible(module: nn.Module) -> str:
         return why
     if plain.forward.__module__ != plain.__module__:
         return f"the forward of {plain.__name__} was replaced by {plain.forward.__module__}'s"
-    if isinstance(module, nn.MultiheadAttention) and (
-        module.add_zero_attn or module.bias_k is not None
-    ):
+    attention = module if isinstance(module, nn.MultiheadAttention) else None
+    if attention is not None and (attention.add_zero_attn or attention.bias_k is not None):
         return "add_bias_kv and add_zero_attn are not supported"
     if is_8bit(module):
         return ""
