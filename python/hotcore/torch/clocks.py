@@ -32,12 +32,14 @@ class Measured:
 
 def milliseconds(step: Step, device: torch.device, calls: int = 1) -> float:
     """Milliseconds of a step by the host's clock, over some calls, until the device is done."""
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-    wait()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         step()
-    wait()
+    if cuda:
+        torch.cuda.synchronize(device)
     return (time.perf_counter() - start) * 1e3 / calls
 
 
