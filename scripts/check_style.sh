@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks formatting, lint, types and the sentences of comments, with the tools of .venv (scripts/test.sh makes it).
+# Formatting, lint and types, with the tools of .venv (scripts/test.sh makes it).
 #
 #   bash scripts/check_style.sh             every check
-#   bash scripts/check_style.sh CHECK...    some of: clang-format ruff-check ruff-format mypy words shell
+#   bash scripts/check_style.sh CHECK...    some of: clang-format ruff-check ruff-format mypy shell
 #   bash scripts/check_style.sh --fix       reformats instead of complaining
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -20,7 +20,6 @@ check() {
     ruff-check) ruff check --quiet . ;;
     ruff-format) ruff format --quiet --check . || { ruff format --diff --quiet . ; false; } ;;
     mypy) mypy --no-error-summary --python-executable "$HOT_VENV_PYTHON" ;;
-    words) "$HOT_VENV_PYTHON" scripts/check_words.py ;;
     shell) for file in scripts/*.sh .ci/run; do bash -n "$file" || return; done ;;
     *) hot_env_fail "no such check: $1" ;;
   esac
@@ -33,7 +32,7 @@ if [[ "${1:-}" == --fix ]]; then
   exit
 fi
 
-[[ $# -gt 0 ]] || set -- clang-format ruff-check ruff-format mypy words shell
+[[ $# -gt 0 ]] || set -- clang-format ruff-check ruff-format mypy shell
 failed=0
 for name in "$@"; do
   if (check "$name"); then

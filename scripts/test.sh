@@ -250,7 +250,7 @@ try_wheel() {
 
 test_style() {
   local check
-  for check in clang-format ruff-check ruff-format mypy words shell; do
+  for check in clang-format ruff-check ruff-format mypy shell; do
     if bash "$HOT_ROOT/scripts/check_style.sh" "$check"; then
       passed "style: $check"
     else
