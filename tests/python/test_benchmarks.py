@@ -167,6 +167,18 @@ def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
             expected = gains.expected_time(gains.Facts(None, ins, outs, config, "cuda", frozen))
             assert expected == pytest.approx(ratio, abs=0.002)
             assert expected == pytest.approx(measured, abs=0.08)
+    if not frozen:  # the time that the 8-bit forward saves
+        report = json.loads((FOLDER / "results/gpu-check.json").read_text())["bench_backward"]
+        for layer in (
+            row for model in report["layers"].values() for row in model["layers"].values()
+        ):
+            _, outs, ins = layer["shape"]
+            ms = {name: row["median_ms"] for name, row in layer["rows"].items()}
+            saved = (ms["default both"] - ms["default int8 both"]) / ms["torch bf16 both"]
+            plain, int8 = hotcore.HotConfig(), hotcore.HotConfig(forward="int8")
+            facts = [gains.Facts(None, ins, outs, config, "cuda") for config in (plain, int8)]
+            times = list(map(gains.expected_time, facts))
+            assert times[0] - times[1] == pytest.approx(saved, abs=0.04)
 
 
 def test_convolutions_in_channels_last(tmp_path: Path) -> None:

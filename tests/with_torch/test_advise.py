@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import json
+import re
 import sys
 from typing import Any
 
@@ -248,6 +250,19 @@ def test_budget(x: torch.Tensor) -> None:
     advice = advise(Net(), x, allow=["default"], budget=1e-9)
     assert [row.name for row in advice.rows if row.measured] == ["plain"]
     assert {row.note for row in advice.rows[1:]} == {"not tried: the budget of 1e-09 s"}
+    assert re.match(r"only \d steps timed", advice.rows[0].note)
+
+
+def test_times_that_other_processes_disturb(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advising.os, "getloadavg", lambda: (1e3, 0.0, 0.0))
+    times = itertools.chain([1.0], itertools.cycle([1.0, 2.0]))
+    monkeypatch.setattr(advising, "milliseconds", lambda *_: next(times))
+    with pytest.warns(UserWarning, match="load, 1000.0, exceeds its .* cores: times are unsteady"):
+        advice = advise(Net(), x, goal="time", allow=["default"])
+    assert re.match(r"unsteady, ± (50|25)%", advice.rows[1].note)
+    assert "load, 1000.0, exceeds" in str(advice)
 
 
 # ---- choosing, and what is printed ----
@@ -311,24 +326,16 @@ def test_table_and_json() -> None:
     assert content["rows"][3]["measured"] is None
 
 
-@pytest.mark.parametrize("has_tqdm", [True, False])
 def test_progress(
-    has_tqdm: bool,
-    x: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if has_tqdm:
-        pytest.importorskip("tqdm")
-    else:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-    hot.advise(Net(), x, goal="time", allow=["default"])
-    error = capsys.readouterr().err
-    expected = "6/6" if has_tqdm else "advise 1/6: plain\nadvise 2/6: default\n"
-    assert expected in error
-    advise(Net(), x, goal="time", allow=["default"])
-    out = capsys.readouterr()
-    assert out.err == out.out == ""
+    monkeypatch.setattr(advising, "_now", map(float, range(100)).__next__)
+    for terminal, progress in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        hot.advise(Net(), x, goal="time", allow=["default"], progress=progress)
+        out = capsys.readouterr()
+        shown = "\radvise: plain, 3 of 6, 14 s left\033[K" in out.err
+        assert shown == (terminal and progress) and bool(out.err) == shown and not out.out
 
 
 # ---- the code ----

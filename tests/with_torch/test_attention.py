@@ -185,7 +185,7 @@ def test_the_report() -> None:
     assert list(rows) == ["mixed", "last"]
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert reasons == dict.fromkeys(
-        ("extra", "zero"), "add_bias_kv and add_zero_attn are not taken"
+        ("extra", "zero"), "add_bias_kv and add_zero_attn are not supported"
     )
     row = rows["mixed"]
     assert (row.kind, row.in_features, row.out_features) == ("MultiheadAttention", 64, 192)

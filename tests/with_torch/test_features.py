@@ -509,6 +509,9 @@ def test_meta_tensors(kind: str, recipe: Any) -> None:
     assert y.shape == shape and y.device.type == "meta"
     y.sum().backward()
     assert all(leaf.grad.shape == leaf.shape for leaf in leaves(module, x))
+    if not isinstance(module, nn.Conv2d):  # torch's take any x
+        with pytest.raises((RuntimeError, ValueError), match=r"no values: model.to_empty\(device"):
+            module(inputs(kind))
 
 
 # ------------------------------------------------------------------------------- Shapes and strides

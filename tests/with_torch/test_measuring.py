@@ -1,4 +1,4 @@
-"""What measures a model leaves it as it was: advise, memory_report, calibrate."""
+"""advise, memory_report and calibrate leave a model as it was."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ def test_bad_use(name: str, x: torch.Tensor) -> None:
     if name == "advise":
         with torch.device("meta"), pytest.raises(ValueError, match="meta device; advise measures"):
             measure(Net(), x, loss_of)
-        with pytest.raises(ValueError, match=r"converted already \(up, down\); revert"):
+        with pytest.raises(ValueError, match=r"already converted \(up, down\); revert"):
             measure(hot.convert(Net()), x, loss_of)

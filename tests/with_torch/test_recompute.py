@@ -52,10 +52,13 @@ def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None
     expected = gradients(model, model, x)
     names = list(model.state_dict())
     handle = hot.recompute(model, policy)
+    name = getattr(policy, "__name__", "None")
+    assert repr(handle) == f"Recomputed(2 blocks: Block; policy={name})"
     assert list(model.state_dict()) == names
     equal(gradients(model, model, x), expected)
     handle.remove()
     handle.remove()
+    assert repr(handle) == "Recomputed(no blocks)"
     assert not any("forward" in m.__dict__ or getattr(m, "defer", False) for m in model.modules())
     equal(gradients(model, model, x), expected)
 
@@ -202,8 +205,12 @@ def test_own_policies() -> None:
 
     for policy, deferred in ((prefers, False), (hot.policies.keep_attention, True), (None, True)):
         model = converted(Block(), "default")
-        hot.recompute(model, policy)
+        handle = hot.recompute(model, policy)
         assert model.up.defer is deferred
+        converted(hot.revert(model), "fast")  # inside of the blocks
+        assert model.up.defer is deferred
+        handle.remove()
+        assert model.up.defer is False
 
 
 def test_batch_norms_that_count_twice_are_named() -> None:
@@ -219,10 +226,13 @@ def test_batch_norms_that_count_twice_are_named() -> None:
 
 def test_errors() -> None:
     model = nn.Sequential(Block(), nn.Sequential(Block()))
-    with pytest.raises(TypeError, match="blocks: str; expected a module"):
+    with pytest.raises(TypeError, match="blocks: expected a module or several, got str"):
         hot.recompute([model[0], "blocks"])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="blocks: int; expected a module"):
+    with pytest.raises(TypeError, match="blocks: expected a module or several, got int"):
         hot.recompute(3)  # type: ignore[arg-type]
+    for leaves in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU())):
+        with pytest.raises(ValueError, match="blocks: expected blocks that contain layers"):
+            hot.recompute(leaves)
     for twice in ([model[1], model[1][0]], [model[0], model[0]]):
         with pytest.raises(ValueError, match="or holds a block that is"):
             hot.recompute(twice)

@@ -1,6 +1,6 @@
 """HOT for torch: ``import hotcore.torch as hot``, then ``model = hot.convert(model)``.
 
-``__all__`` is in the order of use. What these functions return (reports, handles, measurements) is
+``__all__`` is in the order of use. Results of these functions (reports, handles, measurements) are
 documented beside them and importable from their modules.
 """
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import HotConfig, check_gone
 from . import (
-    _requirement,  # noqa: F401  (first)
+    _requirement,  # noqa: F401  (imported first: it checks torch's version)
     openmp,
     policies,
 )
@@ -25,11 +25,13 @@ from .ops.conv import conv2d
 from .ops.head import linear_cross_entropy
 from .ops.linear import linear
 from .recompute import recompute
+from .report import report
 
 openmp.share()
 
 __all__ = [  # noqa: RUF022  (the order of use)
     "convert",
+    "report",
     "revert",
     "HotConfig",
     "HotLinear",
@@ -52,7 +54,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
 if not TYPE_CHECKING:  # type checkers would take any name for one of the module
 
     def __getattr__(name: str) -> Any:
-        """Raise AttributeError; of a function that was removed it says what to do instead."""
+        """Raise AttributeError; for a removed function it says what to do instead."""
         try:
             check_gone(name)
         except ValueError as error:

@@ -6,9 +6,11 @@ import collections
 import dataclasses
 import functools
 import gc
-import importlib
+import itertools
 import json
 import math
+import os
+import statistics
 import sys
 import time
 import warnings
@@ -21,24 +23,22 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, gains
-from .clocks import Clock, Measured, Step, device_name, spread, whole
+from .clocks import Measured, Step, milliseconds, whole
 from .convert import convert, decide
 from .head import attach, detach
-from .memory import allocator_peak, kept_bytes, unallocated_in_pools
-from .modules import HotModule
-from .probe import LossFn, check_training, loss_of, preserve_state
+from .memory import allocator_peak, unallocated_in_pools
+from .probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
 from .recompute import recompute
-from .report import REPORT, aligned, listed
+from .report import REPORT, aligned
 from .selection import Filter, candidates, rate_of
 
-_PLAIN = "plain"
 _GOALS = {
     "time": ("least time", math.inf, math.inf, 0.97),
     "memory": ("least memory, at up to 1.5 of plain's time", 1.5, math.inf, 0.99),
     "both": ("least time × memory, neither above plain's", 1.0, 1.0, 0.97),
 }
-"""In words; the largest time and bytes as multiples of plain torch's; and what share of a figure is
-no less than the figure: times are the machine's, too."""
+"""Goal -> words, the largest time and bytes over plain torch's, and a margin. A cost is no better
+than another one if it is at least the margin times that cost, because times vary."""
 _ALLOW: tuple[ConfigLike, ...] = (
     *(HotConfig.recipe("default", forward="int8"), "default"),
     *(HotConfig.recipe("fast", forward="int8"), "fast"),
@@ -46,9 +46,11 @@ _ALLOW: tuple[ConfigLike, ...] = (
 _BUDGETS = (0.5, 0.7, 0.3)  # torch's activation_memory_budget
 _GRAPHS = "reduce-overhead"
 _ROUNDS, _TIMED_MS, _BURST_MS = 15, 1500.0, 100.0
-_VISITS = 3  # in eager mode, in turns: slow moments of the machine hit all settings
+_VISITS = 3  # of each setting in eager mode, in turns: slow moments of the machine hit all
+_UNSTEADY = 0.1  # spread over median from which a row says that its times vary
+_QUIET_S = 5.0  # seconds without a line of progress
 
-Way = Mapping[str, Any] | None
+Mode = Mapping[str, Any] | None
 """Options of torch.compile; None: eager."""
 
 _now = time.monotonic
@@ -56,10 +58,11 @@ _now = time.monotonic
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A setting; its ``measured.kept_bytes`` are what the advice's ``memory`` says.
+    """A setting and its measurement; the advice's ``memory`` says which bytes are counted.
 
-    ``code`` is what to write for a plain ``model``, ``plain`` whether that is torch's alone,
-    ``noisy`` whether g_w is a sketch (``fast``), ``note`` why nothing was measured, or what lacks.
+    ``code`` is the text to write for a plain ``model``. ``plain`` is true without any part of HOT,
+    ``noisy`` if g_w is a sketch (``fast``). ``note`` says why nothing was measured, that times are
+    unsteady, or what the bytes lack.
     """
 
     name: str
@@ -70,7 +73,7 @@ class Tried:
     note: str = ""
 
     def dominates(self, other: Tried) -> bool:
-        """Whether it is as fast and as small, and one of the two is better."""
+        """Whether this row is as fast and as small as another, and one of the two is better."""
         if self.measured is None or other.measured is None:
             return False
         a, b = ((row.median_ms, row.kept_bytes) for row in (self.measured, other.measured))
@@ -81,8 +84,9 @@ class Tried:
 class Advice:
     """The result of :func:`~hotcore.torch.advise`; print it for a table and the code to write.
 
-    ``rows`` are in the order of trial, the plain model first. ``memory`` is ``"peak"``, of the CUDA
-    allocator over a step with all that is on the device, or on the CPU ``"kept"`` for backward.
+    ``rows`` are in the order of trial, the plain model first. ``memory`` is ``"peak"`` on CUDA, the
+    allocator's over a step with all that is on the device. On the CPU it is ``"kept"``: the bytes
+    that are kept for backward.
     """
 
     rows: tuple[Tried, ...]
@@ -92,7 +96,7 @@ class Advice:
 
     @property
     def best(self) -> Tried | None:
-        """The choice, without what is noisy; None if nothing could be measured."""
+        """The choice among rows that are not noisy; None if nothing could be measured."""
         return self._best([row for row in self.rows if not row.noisy])
 
     @property
@@ -102,23 +106,23 @@ class Advice:
         return [row for row in rows if not any(other.dominates(row) for other in rows)]
 
     def _best(self, rows: Sequence[Tried]) -> Tried | None:
-        found = [(row, row.measured) for row in rows if row.measured]
+        left = [(row, row.measured) for row in rows if row.measured]
         base, (_, slower, larger, _) = self.rows[0].measured, _GOALS[self.goal]
         if base is not None:
-            most = slower * (base.median_ms + base.spread_ms), 1.01 * larger * base.kept_bytes
-            found = [(row, m) for row, m in found if m.kept_bytes <= most[1]]
-            found = [(row, m) for row, m in found if m.median_ms - m.spread_ms <= most[0]]
-        # Of what cannot be told apart by the goal, the best for both; of that, torch's own.
+            limits = slower * (base.median_ms + base.spread_ms), 1.01 * larger * base.kept_bytes
+            left = [(row, m) for row, m in left if m.kept_bytes <= limits[1]]
+            left = [(row, m) for row, m in left if m.median_ms - m.spread_ms <= limits[0]]
+        # Among rows that the goal cannot tell apart, "both" decides; after that, torch's own wins.
         for goal in (self.goal, "both"):
-            least = min((own for _, own in found), key=functools.partial(_cost, goal), default=None)
+            least = min((m for _, m in left), key=functools.partial(_cost, goal), default=None)
             if least is not None:
-                share, most_cost = _GOALS[goal][-1], _cost(goal, least, 1)
-                found = [pair for pair in found if share * _cost(goal, pair[1], -1) <= most_cost]
-        found.sort(key=lambda pair: (not pair[0].plain, _cost("both", pair[1])))
-        return found[0][0] if found else None
+                margin, highest = _GOALS[goal][-1], _cost(goal, least, 1)
+                left = [(row, m) for row, m in left if margin * _cost(goal, m, -1) <= highest]
+        left.sort(key=lambda pair: (not pair[0].plain, _cost("both", pair[1])))
+        return left[0][0] if left else None
 
     def __str__(self) -> str:
-        """The table, the choice, and what to write for it."""
+        """Return the table, the choice, and the text to write for it."""
         table = [["setting", "ms", "of plain", f"{self.memory} MiB", "of plain", ""]]
         for row in self.rows:
             rival = next((r.name for r in self.rows if r.plain and r.dominates(row)), "")
@@ -140,15 +144,16 @@ class Advice:
         return "\n".join(lines)
 
     def _figures(self, row: Tried) -> list[str]:
-        own, base = row.measured, self.rows[0].measured
-        if own is None:
+        if row.measured is None:
             return [""] * 4
-        times, sizes = ((m.median_ms, m.kept_bytes) for m in (own, base or own))
-        of = [f"{a / b:.3f}" if base and b else "-" for a, b in zip(times, sizes, strict=True)]
-        return [f"{own.median_ms:.4g}", of[0], f"{own.kept_bytes / 2**20:.5g}", of[1]]
+        figures = row.measured.median_ms, row.measured.kept_bytes
+        base = self.rows[0].measured
+        plain = (base.median_ms, base.kept_bytes) if base else (0, 0)
+        share = [f"{a / b:.3f}" if b else "-" for a, b in zip(figures, plain, strict=True)]
+        return [f"{figures[0]:.4g}", share[0], f"{figures[1] / 2**20:.5g}", share[1]]
 
     def to_json(self) -> str:
-        """All figures, in milliseconds and bytes, as JSON."""
+        """Return all figures, in milliseconds and bytes, as JSON."""
         best, pareto = self.best, [row.name for row in self.pareto]
         content = {**dataclasses.asdict(self), "best": best and best.name, "pareto": pareto}
         return json.dumps(content, indent=1)
@@ -170,42 +175,44 @@ def advise(
 ) -> Advice:
     """Time whole training steps, plain and under HOT's settings, and say which line to write.
 
-    Tried are plain torch, ``allow``, for transformers' causal LM models with a ``loss_fn``
-    ``head=True`` with both, and for memory torch's ``activation_memory_budget`` and
-    :func:`recompute`. Wrap the call in ``torch.autocast`` if the training loop uses it. Weights,
-    ``.grad``, buffers, hooks and torch's random state are as before afterwards; what this process
-    has compiled is compiled anew when it is next called.
-    Optimizers in backward (``register_post_accumulate_grad_hook``) do not run; what else the loss
-    depends on gets gradients.
+    Tried are plain torch and ``allow``; ``head=True`` with both for transformers' causal LM models
+    with a ``loss_fn``; and for memory torch's ``activation_memory_budget`` and :func:`recompute`.
+    Wrap the call in ``torch.autocast`` if the training loop uses it. Weights, ``.grad``, buffers,
+    hooks and torch's random state do not change. Functions that were compiled before are compiled
+    again when they are next called. Optimizers in backward
+    (``register_post_accumulate_grad_hook``) do not run; tensors outside of the model that the loss
+    depends on get gradients. A UserWarning says that other processes make the times unsteady.
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.
-        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
-            model, of the size of the training; with ``loss_fn`` any argument of it.
+        inputs: arguments for the model, of the size of the training: a Tensor, a tuple, or a dict
+            of keyword arguments. With ``loss_fn`` any argument of it.
         loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; by default the mean of every floating
             output.
-        goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``: the
-            least product of the two, where neither is above plain torch's.
-        compiled: False: eager; True: blocks compiled one by one (the whole model if no list of
-            alike blocks is found); or a mode or a mapping of options of torch.compile. None: on
-            the CPU False, on CUDA True and ``"reduce-overhead"``.
+        goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``, the
+            least product of the two where neither is above plain torch's.
+        compiled: False: eager. True: blocks compiled one by one, or the whole model if it has no
+            list of alike blocks. A mode or a mapping: options of torch.compile. None: on the CPU
+            False, on CUDA True and ``"reduce-overhead"``.
         step: called after each backward pass, inside of the time: ``optimizer.step``. The state of
-            a torch optimizer is put back as the weights are, that of anything else is not.
-        allow: recipes or HotConfigs, the most promising first; memory's settings take the first.
+            a torch optimizer is restored like the weights, that of any other object is not.
+        allow: recipes or HotConfigs, the most promising first. Settings for memory use the first.
         filter_fn: as for :func:`convert`.
         slower: as for :func:`convert`.
-        budget: seconds. A setting that would not be done by then, judged by the one before, is a
-            row that says so. The plain model is always measured.
-        progress: a bar of tqdm; without tqdm a line on stderr for each setting.
+        budget: seconds. A setting is not tried if it would end later, judged by the one before. Its
+            row says so. The plain model is always measured.
+        progress: on a terminal, a line on stderr says after five seconds which setting runs and how
+            much time is left.
 
     Returns:
-        An :class:`.Advice`. What fails, by lack of memory or otherwise, is a row with the reason.
+        An :class:`.Advice`. A setting that fails, by lack of memory or otherwise, has the reason in
+        its row.
 
     Raises:
-        TypeError: ``inputs`` of another type, without ``loss_fn``.
-        ValueError: a bad argument; a model that is converted, compiled, in eval mode, on the meta
-            device or without a layer to convert; or a loss without a gradient. Errors of the plain
-            model are raised as they are, but for a lack of memory.
+        TypeError: ``inputs`` has another type, and there is no ``loss_fn``.
+        ValueError: an argument is bad, or the loss has no gradient. The model is converted,
+            compiled, in eval mode or on the meta device, or it has no layer to convert. Errors of
+            the plain model are raised unchanged, except a lack of memory.
 
     Source: docs/torch/advise.md.
     """
@@ -216,71 +223,63 @@ def advise(
     if loss_fn is None and not isinstance(inputs, Tensor | tuple | Mapping):
         kind = type(inputs).__name__
         raise TypeError(f"inputs: {kind}; expected a Tensor, a tuple or a dict, or a loss_fn")
-    device, configs = _plain_device(model), _configs(allow)
+    check_training(model, "advise")
+    configs = _configs(allow)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise ValueError("model: on the meta device; advise measures, so it needs a real one")
     if any(_compat.is_compiled(module) for module in model.modules()):
         raise ValueError("model: compiled; pass it before torch.compile, and say how by compiled=")
     decide(model, filter_fn=filter_fn, slower=slower)  # raises where there is nothing to convert
-    ways = _ways(compiled, device)
-    visits = _VISITS if ways == [None] else 1  # to compile again takes longest
+    modes = _modes(compiled, device)
+    visits = _VISITS if modes == [None] else 1  # to compile again takes longest
     trial = _Trial(model, inputs, loss_fn, step, device, filter_fn, slower, visits)
-    contenders = trial.contenders(goal, configs, ways)
+    contenders = trial.contenders(goal, configs, modes)
+    load = _excess_load()
+    if load:
+        warnings.warn(f"hotcore.torch.advise: {load}: times are unsteady", stacklevel=2)
     begun, took = _now(), 0.0
     with _restored(model, step):
-        for contender in _shown(contenders * visits, progress):
+        for contender in _shown(contenders * visits, budget, progress):
             start = _now()
             if trial.sizes and start - begun + took > budget:
                 trial.notes.setdefault(contender.name, f"not tried: the budget of {budget:g} s")
             elif contender.name not in trial.notes:
                 trial.run(contender)
                 took = _now() - start
-    words = "eager" if ways == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
-    machine = f"{device_name(device)}, torch {torch.__version__}, {words}"
-    if device.type == "cuda":
-        machine += f"; {rate_of(device)}"
-    memory = "peak" if device.type == "cuda" else "kept"
-    return Advice(tuple(map(trial.row, contenders)), goal, memory, machine)
+    words = "eager" if modes == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
+    cuda, threads = device.type == "cuda", f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {threads}"
+    rate = str(rate_of(device)) if cuda else ""
+    machine = filter(None, (f"{name}, torch {torch.__version__}, {words}", rate, load))
+    rows, memory = tuple(map(trial.row, contenders)), "peak" if cuda else "kept"
+    return Advice(rows, goal, memory, "; ".join(machine))
 
 
 def _configs(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
-    """Name -> configuration."""
-    # A single name is a sequence of letters.
-    given: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
-    if not given:
+    """Name -> configuration: the recipe and its forward, otherwise the place in ``allow``."""
+    entries: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
+    if not entries:
         raise ValueError("allow: empty; expected recipes or HotConfigs, e.g. ('default', 'fast')")
-    configs = [as_config(entry, f"allow[{i}]") for i, entry in enumerate(given)]
-    return {_name_of(config, place): config for place, config in enumerate(configs)}
-
-
-def _name_of(config: HotConfig, place: int) -> str:
-    """The recipe's, with what its forward is; else its place among those that are allowed."""
-    backward = dataclasses.replace(config, forward="plain", forward_in_eval=False)
-    if backward.name == "custom":
-        return f"custom {place}"
-    return backward.name if config.forward == "plain" else f"{backward.name}+int8"
-
-
-def _plain_device(model: nn.Module) -> torch.device:
-    """The device of a plain model that can be measured. Raises ValueError for another."""
-    check_training(model, "advise")
-    hot = [name for name, module in model.named_modules() if isinstance(module, HotModule)]
-    if hot:
-        raise ValueError(f"model: converted already ({listed(hot)}); revert() it first")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "meta":
-        raise ValueError("model: on the meta device; advise measures, so it needs a real one")
-    return device
+    configs = {}
+    for place, entry in enumerate(entries):
+        config = as_config(entry, f"allow[{place}]")
+        recipe = dataclasses.replace(config, forward="plain", forward_in_eval=False).name
+        int8 = "" if config.forward == "plain" else "+int8"
+        configs[f"custom {place}" if recipe == "custom" else recipe + int8] = config
+    return configs
 
 
 @dataclasses.dataclass(frozen=True)
 class _Contender:
     name: str
     config: HotConfig | None = None
-    way: Way = None
+    mode: Mode = None
     budget: float | None = None
     recomputed: float = 0.0
     """Share of the blocks of each list, the first ones."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of convert."""
+    """Further arguments of convert."""
 
     def but(self, words: str, **changes: Any) -> _Contender:
         return dataclasses.replace(self, name=f"{self.name}, {words}", **changes)
@@ -301,78 +300,85 @@ class _Trial:
     times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why a contender is not measured, or not any more."""
+    """Reasons why contenders are not measured, or not again."""
 
     @functools.cached_property
     def lists(self) -> dict[str, list[nn.Module]]:
         """The outermost lists of blocks of one class, if most layers are in them.
 
-        None in a model with batch norms: one that is recomputed would count every batch twice, and
+        A model with batch norms has none: a recomputed one would count every batch twice, and
         convolutions are compiled as a whole.
         """
         if any(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in self.model.modules()):
             return {}
-        found: dict[str, list[nn.Module]] = {}
+        lists: dict[str, list[nn.Module]] = {}
 
         def inside(name: str) -> bool:
-            return any(not outer or name.startswith(f"{outer}.") for outer in found)
+            return any(not outer or name.startswith(f"{outer}.") for outer in lists)
 
         for name, module in self.model.named_modules():
             children = list(module.children())
             alike = len(children) > 1 and len({type(child) for child in children}) == 1
-            listed = isinstance(module, nn.ModuleList | nn.Sequential) and not inside(name)
-            if alike and listed and any(True for _ in children[0].children()):
-                found[name] = children
+            outermost = isinstance(module, nn.ModuleList | nn.Sequential) and not inside(name)
+            if alike and outermost and any(True for _ in children[0].children()):
+                lists[name] = children
         layers = [inside(name) for name, _ in candidates(self.model)]
-        return found if 2 * sum(layers) >= len(layers) else {}
+        return lists if 2 * sum(layers) >= len(layers) else {}
 
     def recomputed(self, contender: _Contender) -> list[list[nn.Module]]:
         """The blocks of each list that are recomputed."""
-        return [own[: math.ceil(contender.recomputed * len(own))] for own in self.lists.values()]
+        lists = self.lists.values()
+        return [blocks[: math.ceil(contender.recomputed * len(blocks))] for blocks in lists]
 
     def contenders(
-        self, goal: str, configs: Mapping[str, HotConfig], ways: Sequence[Way]
+        self, goal: str, configs: Mapping[str, HotConfig], modes: Sequence[Mode]
     ) -> list[_Contender]:
-        """What to try, the most promising first."""
-        plain, (first, *others) = _Contender(_PLAIN), [_Contender(*own) for own in configs.items()]
-        found, alone = [plain, first], plain
-        config = next(iter(configs.values()))
-        if decide(self.model, config, self.filter_fn, slower=self.slower).slow:
-            # Left plain by a rule that knows one kind of GPU.
-            found.append(first.but("all layers", options={"slower": True}))
+        """Settings to try, the most promising first."""
+        plain = bare = _Contender("plain")
+        first, *others = [_Contender(name, config) for name, config in configs.items()]
+        early = [plain, first]
+        if decide(self.model, first.config or "default", self.filter_fn, slower=self.slower).slow:
+            # The rule that leaves layers plain was fitted on one kind of GPU.
+            early.append(first.but("all layers", options={"slower": True}))
         if self.loss_fn is not None and not attach(self.model):
             detach(self.model)
-            heads = [each.but("head", options={"head": True}) for each in (plain, first)]
-            alone, first = heads
-            found += heads
+            bare, first = [each.but("head", options={"head": True}) for each in (plain, first)]
+            early += [bare, first]
         if goal != "time":
             half, *budgets = [plain.but(f"budget {b}", budget=b) for b in _BUDGETS]
-            found.append(half)
+            early.append(half)
             if self.lists:
                 for words, share in (("recompute", 1.0), ("recompute half", 0.5)):
-                    found += [each.but(words, recomputed=share) for each in (first, alone)]
+                    early += [each.but(words, recomputed=share) for each in (first, bare)]
             others += [*budgets, first.but(f"budget {half.budget}", budget=half.budget)]
         return [
-            dataclasses.replace(each, way=way) if way is ways[0] else each.but(_GRAPHS, way=way)
-            for each in [*found, *others]
-            # The budget is the compiler's, and one way is enough for it.
-            for way in (ways if each.budget is None else [w for w in ways[:1] if w is not None])
+            dataclasses.replace(each, mode=m) if m is modes[0] else each.but(_GRAPHS, mode=m)
+            for each in [*early, *others]
+            # The budget is the compiler's; one mode is enough for it.
+            for m in (modes if each.budget is None else [m for m in modes[:1] if m is not None])
         ]
 
     def row(self, contender: _Contender) -> Tried:
-        """Of what was measured."""
+        """The contender's row of the advice."""
         name, config = contender.name, contender.config
         noisy = config is not None and config.basis != "full"
         plain = config is None and not contender.options
         about = (name, self.code(contender), plain, noisy)
         if name not in self.times:
             return Tried(*about, note=self.notes[name])
-        uncounted = contender.recomputed and self.device.type == "cpu"
-        note = "without attention's results and the block in work" if uncounted else ""
-        return Tried(*about, spread(self.times[name], self.sizes[name]), note)
+        times, notes = self.times[name], []
+        q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive")
+        measured = Measured(median, q1, q3, self.sizes[name])
+        if name in self.notes or len(times) < 4:
+            notes.append(f"only {len(times)} steps timed")
+        if measured.spread_ms > _UNSTEADY * median:
+            notes.append(f"unsteady, ± {measured.spread_ms / median:.0%}")
+        if contender.recomputed and self.device.type == "cpu":
+            notes.append("bytes without attention's results and the running block")
+        return Tried(*about, measured, "; ".join(notes))
 
     def run(self, contender: _Contender) -> None:
-        """Measure; the error of what fails is raised if it is the first."""
+        """Measure a contender; raise its error only if it is the first one."""
         try:
             self.measure(contender)
         except torch.OutOfMemoryError:
@@ -388,15 +394,14 @@ class _Trial:
                 torch.cuda.empty_cache()
 
     def measure(self, contender: _Contender) -> None:
-        """Steps under this setting; the model is afterwards as before."""
-        model, name, way = self.model, contender.name, contender.way
+        """Time steps under a setting; the model does not change."""
+        model, name, mode = self.model, contender.name, contender.mode
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # the table says what matters
             stack.enter_context(preserve_state(model))
             if contender.budget is not None:
                 stack.enter_context(_compat.memory_budget(contender.budget))
-            blocks = [block for own in self.lists.values() for block in own]
             if contender.config is not None or contender.options:
                 how: dict[str, Any] = {"slower": self.slower, **contender.options}
                 only = self.filter_fn if contender.config is not None else lambda *_: False
@@ -407,36 +412,35 @@ class _Trial:
                     why = gains.NO_INT8 if no_int8 else "all would be slower"
                     raise ValueError(f"no layer converted: {why} (slower=True)")
             if contender.recomputed:
-                recompute([block for own in self.recomputed(contender) for block in own])
-            if way is not None:
+                recompute(itertools.chain.from_iterable(self.recomputed(contender)))
+            if mode is not None:
                 torch.compiler.reset()
                 stack.callback(torch.compiler.reset)
-                for module in blocks or [model]:
-                    module.compile(**way)
+                for module in itertools.chain(*self.lists.values()) if self.lists else [model]:
+                    module.compile(**mode)
             step = whole(model, self.inputs, self.loss_fn, self.update)
-            for _ in range(1 if way is None else 3):  # compiles, chooses, records graphs
+            for _ in range(1 if mode is None else 3):  # compiles, chooses, records graphs
                 step()
-            once = Clock(self.device, 1).measure(step)
-            clock = Clock(self.device, max(1, min(8, int(_BURST_MS / once))))
+            once, cuda = milliseconds(step, self.device), self.device.type == "cuda"
+            calls = max(1, min(8, int(_BURST_MS / once))) if cuda else 1
             rounds = max(2, min(_ROUNDS, int(_TIMED_MS / once)) // self.visits)
-            times = [clock.measure(step) for _ in range(rounds)]
-            if self.device.type == "cuda":
+            times = [milliseconds(step, self.device, calls) for _ in range(rounds)]
+            if cuda:
                 size = allocator_peak(self.device, step)
                 snapshot: Any = torch.cuda.memory_snapshot
                 size += unallocated_in_pools(snapshot())
             else:
-                size = kept_bytes(model, lambda: loss_of(model, self.inputs, self.loss_fn))
+                besides = (*model.parameters(), *model.buffers())
+                loss = functools.partial(loss_of, model, self.inputs, self.loss_fn)
+                size = sum(kept_for_backward({}, besides, loss).values())
         self.sizes[name] = size
         self.times.setdefault(name, []).extend(times)
 
     def code(self, contender: _Contender) -> str:
-        """What to write."""
+        """Text to write for a plain ``model``."""
         lines, blocks = [], [_expression(name) for name in self.lists]
-        every = _all_of(blocks)
         if contender.config is not None:
-            config = repr(contender.config)
-            recipe = config.removeprefix("HotConfig.recipe(")[:-1]
-            words = ["model", f"hot.{config}" if "," in recipe else recipe]
+            words = ["model", repr(contender.config).removeprefix("HotConfig.recipe(")[:-1]]
             words += ["filter_fn=filter_fn"] if self.filter_fn else []
             words += ["slower=True"] if self.slower else []
             words += [f"{name}={value}" for name, value in contender.options.items()]
@@ -447,20 +451,20 @@ class _Trial:
             some = blocks
             if contender.recomputed < 1:
                 parts = zip(blocks, self.recomputed(contender), strict=True)
-                some = [f"{name}[:{len(own)}]" for name, own in parts]
+                some = [f"{name}[:{len(part)}]" for name, part in parts]
             lines.append(f"hot.recompute({_all_of(some)})")
         if contender.budget is not None:
             lines.append("import torch._functorch.config")
             lines.append(f"torch._functorch.config.activation_memory_budget = {contender.budget}")
-        if contender.way is not None:
-            options = ", ".join(f"{name}={value!r}" for name, value in contender.way.items())
-            loop = [f"for block in {every}:", f"    block.compile({options})"]
+        if contender.mode is not None:
+            options = ", ".join(f"{name}={value!r}" for name, value in contender.mode.items())
+            loop = [f"for block in {_all_of(blocks)}:", f"    block.compile({options})"]
             lines += loop if blocks else [f"model.compile({options})"]
         return "\n".join(lines)
 
 
 def _all_of(lists: Sequence[str]) -> str:
-    """An expression of the blocks in these."""
+    """Python expression of the blocks in all lists."""
     return lists[0] if len(lists) == 1 else f"[{', '.join('*' + name for name in lists)}]"
 
 
@@ -471,7 +475,7 @@ def _expression(name: str) -> str:
     return f"model.get_submodule({name!r})"
 
 
-def _ways(compiled: bool | str | Mapping[str, Any] | None, device: torch.device) -> list[Way]:
+def _modes(compiled: bool | str | Mapping[str, Any] | None, device: torch.device) -> list[Mode]:
     if compiled is None:
         return [{}, {"mode": _GRAPHS}] if device.type == "cuda" else [None]
     if isinstance(compiled, bool):
@@ -483,7 +487,7 @@ def _ways(compiled: bool | str | Mapping[str, Any] | None, device: torch.device)
 
 @contextmanager
 def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
-    """Put back what ``step`` changes: the weights, and the state of its optimizer."""
+    """Restore the weights, and the state of the optimizer whose method ``step`` is."""
     weights = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters() if step]
     owner = getattr(step, "__self__", None)
     optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
@@ -495,25 +499,32 @@ def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
-        torch.clear_autocast_cache()  # casts of the weights that were
+        torch.clear_autocast_cache()  # it holds casts of the other weights
         if optimizer is not None:
             optimizer.state = state
 
 
-def _shown(contenders: Sequence[_Contender], progress: bool) -> Iterator[_Contender]:
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        for i, contender in enumerate(contenders, 1):
-            if progress:
-                print(f"advise {i}/{len(contenders)}: {contender.name}", file=sys.stderr)
-            yield contender
-        return
-    for contender in (bar := tqdm(contenders, "advise", unit="setting", disable=not progress)):
-        bar.set_postfix_str(contender.name)
+def _excess_load() -> str:
+    """The machine's load in words if it exceeds its cores; otherwise empty."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    return f"the machine's load, {load:.1f}, exceeds its {cores} cores" if load > cores else ""
+
+
+def _shown(contenders: Sequence[_Contender], budget: float, progress: bool) -> Iterator[_Contender]:
+    """Yield contenders; on a terminal a line says which one runs, and the time left."""
+    begun, count = _now(), len(contenders)
+    progress = progress and sys.stderr.isatty()
+    for i, contender in enumerate(contenders):
+        took = _now() - begun
+        if progress and took > _QUIET_S:
+            left = max(0.0, min(took / i * (count - i), budget - took))
+            line = f"advise: {contender.name}, {i + 1} of {count}, {left:.0f} s left"
+            print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
         yield contender
+    if progress:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _cost(goal: str, own: Measured, spreads: int = 0) -> float:
-    ms = max(0.0, own.median_ms + spreads * own.spread_ms)
-    return ms ** (goal != "memory") * float(own.kept_bytes) ** (goal != "time")
+def _cost(goal: str, measured: Measured, spreads: int = 0) -> float:
+    ms = max(0.0, measured.median_ms + spreads * measured.spread_ms)
+    return ms ** (goal != "memory") * float(measured.kept_bytes) ** (goal != "time")

@@ -10,32 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ConfigLike, as_config
 from .modules import HotModule
 
 
 class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with the same parameters and keys; its projections are HOT layers.
 
-    in_proj (one product if query, key and value are the same tensor, otherwise two or three) and
-    out_proj save their x compressed; attention itself is torch's. In eval mode it is
-    ``nn.MultiheadAttention``, fast path included.
+    Its in_proj and out_proj save x compressed; attention itself is torch's. There is one in_proj
+    product if query, key and value are the same tensor, otherwise two or three. In eval mode the
+    module is ``nn.MultiheadAttention``, fast path included.
 
-    Args:
-        *args: as of ``nn.MultiheadAttention``.
-        config: a HotConfig or a recipe's name.
-        **options: as of ``nn.MultiheadAttention``; ``add_bias_kv`` and ``add_zero_attn`` are a
-            ValueError.
+    The arguments are those of ``nn.MultiheadAttention``, and ``config``: a HotConfig or a recipe's
+    name. ``add_bias_kv`` and ``add_zero_attn`` raise a ValueError.
     """
 
     plain = nn.MultiheadAttention
 
-    def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
         super().__init__(*args, **options)
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("HotMultiheadAttention supports neither add_bias_kv nor add_zero_attn")
-        self.config = as_config(config)
 
     def forward(
         self,
@@ -48,7 +43,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention``: the output, and the weights if ``need_weights``."""
+        """Return the output, and attention's weights if ``need_weights``."""
         if self.runs_plain:
             options = (need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(query, key, value, key_padding_mask, *options)
@@ -62,11 +57,10 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         batched = query.dim() == 3
         # The projections take either order of samples and tokens.
         samples, tokens = (0, 1) if self.batch_first or not batched else (1, 0)
-        if not batched:
-            same = key is value, query is key
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            value = key if same[0] else value
-            query = key if same[1] else query
+        if not batched:  # tensors that are the same stay so
+            v = value.unsqueeze(0)
+            k = v if key is value else key.unsqueeze(0)
+            query, key, value = (k if query is key else query.unsqueeze(0)), k, v
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         try:
@@ -94,7 +88,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     def _projected(
         self, query: Tensor, key: Tensor, value: Tensor, samples: int, tokens: int
     ) -> list[Tensor]:
-        """q, k and v, ``[N, heads, tokens, features of a head]`` each."""
+        """Return q, k and v, ``[N, heads, tokens, features of a head]`` each."""
         width, bias = self.embed_dim, self.in_proj_bias
         weight: Tensor | None = self.in_proj_weight
         weights: Sequence[Tensor]
@@ -110,42 +104,36 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         biases: Sequence[Tensor | None] = [None] * len(weights)
         if bias is not None:
             biases = torch.split(bias, [w.shape[0] for w in weights])
-        found: list[Tensor] = []
+        projected: list[Tensor] = []
         for x, w, b in zip(inputs, weights, biases, strict=True):
             y = self._product(x, w, b)
             parts = w.shape[0] // width  # no -1, which is ambiguous without elements
             heads = y.view(*y.shape[:-1], parts, self.num_heads, self.head_dim)
-            found += heads.permute(2, samples, 3, tokens, 4).unbind(0)
-        return found
+            projected += heads.permute(2, samples, 3, tokens, 4).unbind(0)
+        return projected
 
 
 def _merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
     """Both masks as one additive mask, ``[N or 1, heads or 1, L or 1, S]``."""
-    samples, heads, length, source = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    samples, heads, length, source = *q.shape[:3], k.shape[2]
     mask = None
     if attn_mask is not None:
-        shapes = {2: (length, source), 3: (samples * heads, length, source)}
-        if tuple(attn_mask.shape) != shapes.get(attn_mask.dim()):
-            raise ValueError(
-                f"attn_mask: shape {list(attn_mask.shape)}; expected {list(shapes[2])} or "
-                f"{list(shapes[3])}"
-            )
-        mask = _additive(attn_mask, "attn_mask", q)
+        shapes = ((length, source), (samples * heads, length, source))
+        mask = _additive(attn_mask, "attn_mask", q, *shapes)
         mask = mask[None, None] if mask.dim() == 2 else mask.view(samples, heads, length, source)
     if key_padding_mask is not None:
-        if tuple(key_padding_mask.shape) != (samples, source):
-            raise ValueError(
-                f"key_padding_mask: shape {list(key_padding_mask.shape)}; expected "
-                f"{[samples, source]}"
-            )
-        padding = _additive(key_padding_mask, "key_padding_mask", q)[:, None, None]
+        padding = _additive(key_padding_mask, "key_padding_mask", q, (samples, source))
+        padding = padding[:, None, None]
         mask = padding if mask is None else mask + padding
     return mask
 
 
-def _additive(mask: Tensor, name: str, q: Tensor) -> Tensor:
+def _additive(mask: Tensor, name: str, q: Tensor, *shapes: tuple[int, ...]) -> Tensor:
+    if tuple(mask.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name}: shape {list(mask.shape)}; expected {expected}")
     if mask.is_floating_point():
         return mask.to(q.dtype)
     if mask.dtype != torch.bool:

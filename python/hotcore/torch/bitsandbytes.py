@@ -99,7 +99,7 @@ class _HotFrozen(HotModule):
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
         if not is_4bit(self):  # type: ignore[arg-type]  # a module
             options = {"has_fp16_weights": False, **options}
-        super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # the plain class's
+        super().__init__(in_features, out_features, **options)
         self.config = as_config(config)
 
     @staticmethod

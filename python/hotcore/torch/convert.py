@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import _core, contexts, gpus
-from ..config import ConfigLike, HotConfig, HotConfigFields, as_config, refuse_arguments
+from ..config import FIELDS, ConfigLike, HotConfig, HotConfigFields, as_config, check_gone
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
 from .bitsandbytes import is_8bit
@@ -24,24 +25,18 @@ from .head import attach, detach, is_attached
 from .modules import HotModule, become, is_pointwise, own_forward, unwrapped
 from .ops import is_dtensor
 from .ops.conv import settings
-from .report import REPORT, ConversionReport, Converted, Skipped, group_alike, listed
-from .selection import (
-    MIN_FEATURES,
-    Filter,
-    candidates,
-    facts_of,
-    features_of,
-    hot_class,
-    is_frozen,
-    kind_of,
-    products_of,
-    why_plain,
-)
+from .recompute import defer_in_blocks
+from .report import REPORT, ConversionReport, Converted, Row, Skipped, group_alike, listed
+from .selection import Filter, features_of, hot_class, products_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Override = ConfigLike | HotConfigFields | None
 _Model = TypeVar("_Model", bound=nn.Module)
+_ARGUMENTS = ("filter_fn", "overrides", "inputs", "device", "slower", "head")
 _REPORT_TOKENS = 4096  # tokens for which the report states bytes
-_NEVER_CALLED = "never called"
+_NEVER_CALLED = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
 _LEFT_OUT = "left out by overrides"
 
 
@@ -55,62 +50,67 @@ def convert(
     device: torch.device | str | None = None,
     slower: bool = False,
     head: bool | ConfigLike = False,
-    **removed: NoReturn,
+    **fields: Unpack[HotConfigFields],
 ) -> _Model:
     """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
+    ::
+
+        hot.convert(model, "default", forward="int8")
+        print(hot.report(model))
+
     Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
-    and bitsandbytes' ``Linear8bitLt``. Layers stay the same objects with the same Parameters; their
-    class changes, so that whatever holds a layer sees the conversion.
+    and bitsandbytes' ``Linear8bitLt``. Layers stay the same objects with the same Parameters. Their
+    class changes, therefore every reference to a layer sees the conversion.
 
     Args:
         model: any module.
         config: a HotConfig or a recipe's name.
-        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default
-            leaves out the output head (:data:`HEAD_NAMES`), the first convolution, layers with
-            fewer than :data:`MIN_FEATURES` in or out features, layers whose weight is an
-            embedding's, peft's adapters, and on CUDA layers that are expected to be slower than
-            plain torch (:mod:`hotcore.torch.gains`), which all are on a GPU without fast INT8. With
-            any filter these stay plain, because they cannot be converted: subclasses of supported
-            layers (their additions would be lost), computed, wrapped or sparse weights, unsupported
-            dtypes, and layers whose weight is used without the layer.
-        overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
-            HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
-            stay plain. If several patterns match, the last one counts. A layer that is named in
-            full is converted even if it is expected to be slower.
+        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default leaves
+            the output head (:data:`HEAD_NAMES`) plain, the first convolution, weights tied to an
+            embedding, and peft's adapters. The same holds for layers with fewer than
+            :data:`MIN_FEATURES` in or out features. On CUDA it also leaves the layers plain that
+            are expected to be slower (:mod:`hotcore.torch.gains`): all of them on a GPU without
+            fast INT8. No filter can convert subclasses of supported layers, whose additions would
+            be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
+        overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers.
+            This is a HotConfig, a recipe's name, a dict of the fields that differ from ``config``,
+            or None to stay plain. If several patterns match, the last one counts. A layer that is
+            named in full is converted even if it is expected to be slower.
         inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
             forward pass without gradients then finds layers that never run, token grids that do not
             fit, and the share of multiply-adds. Without inputs, the source code of the layers'
             parents is searched for uses of a layer's weight. Model and random state do not change.
-        device: the device of training, if it is not that of the first weight. It selects the rule
-            by which layers are slower: on CUDA by INT8's rate on this GPU (docs/gpus.md).
+        device: the device of training; by default that of the first weight. The rule by which
+            layers are slower depends on it: on CUDA by INT8's rate on this GPU (docs/gpus.md).
         slower: also convert layers that are expected to be slower than plain torch.
-        head: True: a causal LM model of transformers, called with labels in training, computes its
-            loss by :func:`hotcore.torch.linear_cross_entropy` with torch's products, and returns
-            empty ``logits``; a configuration: with HOT's. A UserWarning says where it cannot. With
-            ``filter_fn=lambda *_: False`` that is all that changes.
-        **removed: none; an argument of an earlier version is a ValueError that says what to do.
+        head: True: a causal LM model of transformers computes its loss in training, if called with
+            labels, by :func:`hotcore.torch.linear_cross_entropy`. It then returns empty ``logits``.
+            The products are torch's; a configuration selects HOT's. A UserWarning says why a model
+            cannot. ``filter_fn=lambda *_: False`` converts nothing else.
+        **fields: fields of :class:`.HotConfig` that replace those of ``config``.
 
     Returns:
-        ``model``. Its attribute ``hot_report`` is the :class:`.ConversionReport` of this call: its
-        text says which layers were converted, and why the others stay plain. A UserWarning says
-        that all stay plain because they would be slower.
+        ``model``. :func:`hotcore.torch.report` and the attribute ``hot_report`` give the
+        :class:`.ConversionReport` of this call: which layers were converted, and why the others
+        stay plain. A UserWarning says if all stay plain because they would be slower.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: a layer is already converted, or sharded (``fully_shard`` comes after), no layer
-            can be converted, a pattern matches no layer or no converted one, a ``token_grid`` does
-            not fit ``inputs``, or ``model`` is an ``nn.DataParallel``.
+        TypeError: ``model`` is no module, ``filter_fn`` no function, or an argument is unknown.
+        ValueError: a layer is already converted, or sharded (``fully_shard`` comes after). No layer
+            can be converted. A pattern matches no layer or only plain ones. A ``token_grid`` does
+            not fit ``inputs``. ``model`` is an ``nn.DataParallel``.
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
-    refuse_arguments("convert", removed)
+    base = _with_fields(as_config(config), fields, "convert", _ARGUMENTS)
     products = None if isinstance(head, bool) else as_config(head, "head")
-    settings = (config, filter_fn, overrides, inputs, device, slower)
-    decision = decide(model, *settings, head=head is not False)
+    options = (filter_fn, overrides, inputs, device, slower)
+    decision = decide(model, base, *options, head=head is not False)
     for row in decision.report.converted:
         layer: Any = model.get_submodule(row.name)
         hot_class(layer).from_plain(layer, row.config).layer_name = row.name
+    defer_in_blocks(model)
     if head is not False:
         why = attach(model, products)
         if why and not decision.report.converted:
@@ -127,12 +127,12 @@ def convert(
 
 @dataclasses.dataclass
 class Decision:
-    """What :func:`convert` would do; the model is as it was."""
+    """Plan of :func:`convert` for a model, which has not changed."""
 
     report: ConversionReport
     warning: str
     slow: Mapping[str, str]
-    """Layers that stay plain as slower -> why."""
+    """Names of layers that stay plain because they would be slower, and the reasons."""
 
 
 def decide(
@@ -145,26 +145,28 @@ def decide(
     slower: bool = False,
     head: bool = False,
 ) -> Decision:
-    """Choose the layers of :func:`convert`; change nothing.
+    """Choose the layers of :func:`convert`, whose arguments and errors these are; change nothing.
 
-    Arguments and errors are those of :func:`convert`; ``head`` says whether it has one, so that a
-    model without layers to convert is no error.
+    A model without layers to convert is no error with ``head``.
     """
     _check_model(model)
-    _check_devices(model)
-    base = as_config(config)
-    layers = candidates(model)
-    uses, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
-    reasons = why_plain(model, layers, filter_fn)
-    reasons |= _unreached(model, layers, uses, reasons)
+    if filter_fn is not None and not callable(filter_fn):
+        kind = type(filter_fn).__name__
+        raise TypeError(f"filter_fn: expected a function, got {kind}; did you mean overrides=?")
+    base, overrides = as_config(config), overrides or {}
+    layers = selection.candidates(model)
+    uses, total, never_called = _dry_run(model, dict(layers), inputs)
+    reasons = selection.why_plain(model, layers, filter_fn)
+    reasons = dict.fromkeys(never_called, _NEVER_CALLED) | reasons
     _check_sharded(layers, reasons, filter_fn)
-    configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
-    left = [fqn for fqn, own in configs.items() if own is None]
-    reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
-    where = _device(model, device)
+    configs = _configs(base, overrides, [fqn for fqn, _ in layers], reasons)
+    left_out = [fqn for fqn, layer_config in configs.items() if layer_config is None]
+    reasons = dict.fromkeys(left_out, _LEFT_OUT) | reasons
+    first = next(model.parameters(), None)
+    where = torch.device(device or ("cpu" if first is None else first.device))
     target, rate = where.type, selection.rate_of(where)
     slowly = selection.why_slow(layers, configs, target, rate)
-    anyway = slowly if slower or filter_fn is not None else {*reasons, *(overrides or {})}
+    anyway = slowly if slower or filter_fn is not None else {*reasons, *overrides}
     slow = {fqn: why for fqn, why in slowly.items() if fqn not in anyway}
     twice = [fqn for fqn, m in layers if isinstance(m, HotModule) and fqn not in {*reasons, *slow}]
     if twice:
@@ -172,82 +174,102 @@ def decide(
             f"model: already converted ({listed(twice)}); revert() it first, or leave these "
             "layers out with filter_fn"
         )
-    others = unconverted.matrices(model)
-    chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by calibrate, as a rule
+    chosen = {*left_out} & {*overrides}  # named in full, as paper.calibrate does
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
-    if not slow and nothing and not head:
-        raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))
     reasons |= slow
-    rows: list[Converted | Skipped] = []
+    rows: list[Row] = []
     counted: set[int] = set()
     in_eval_mode: list[str] = []
     for fqn, module in layers:
-        own = configs[fqn]
-        about = (fqn, kind_of(module), *features_of(module))
-        measures = _measures(module, fqn, own or base, uses, target, rate, counted)
+        layer_config, use = configs[fqn] or base, uses.get(fqn)
+        about = (fqn, selection.kind_of(module), *features_of(module))
+        time = gains.expected_time(selection.facts_of(module, layer_config, target, rate))
+        measures: dict[str, Any] = {
+            "parameters": _count_parameters(module, counted),
+            "macs": use.macs if use else None,
+            "expected_time": None if is_8bit(module) else time,  # bitsandbytes' was not measured
+        }
         if fqn in reasons:
             rows.append(Skipped(*about, reasons[fqn], **measures))
-        else:
-            assert own is not None  # those have a reason
-            _check_grid(fqn, module, own, uses)
-            if not module.training and hot_class(module).plain_in_eval(module, own):
-                in_eval_mode.append(fqn)
-            notes = (_note(fqn, uses), _plain_note(module, own, target), slowly.get(fqn))
-            kept, note = _bytes_per_value(module, own, target), "; ".join(filter(None, notes))
-            rows.append(Converted(*about, own, kept, **measures, note=note))
+            continue
+        _check_grid(fqn, module, layer_config, use)
+        if not module.training and hot_class(module).plain_in_eval(module, layer_config):
+            in_eval_mode.append(fqn)
+        notes = (_use_note(use), _plain_note(module, layer_config, target), slowly.get(fqn))
+        size, note = _bytes_per_value(module, layer_config, target), "; ".join(filter(None, notes))
+        rows.append(Converted(*about, layer_config, size, **measures, note=note))
     converted = [row for row in rows if isinstance(row, Converted)]
-    skipped = [row for row in rows if isinstance(row, Skipped)]
     report = ConversionReport(
         base,
         converted,
-        skipped,
+        [row for row in rows if isinstance(row, Skipped)],
         rows,
-        others,
+        unconverted.matrices(model),
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         in_eval_mode=in_eval_mode,
     )
-    report.notes += _notes(report, model, layers, reasons, slow, target, rate, filter_fn is None)
+    if not slow and nothing and not head:
+        able = [n for n, m in layers if reasons[n] == _LEFT_OUT or _by_choice(reasons[n], m)]
+        raise ValueError(_nothing(report, model, able, filter_fn is not None))
+    report.notes += _notes(report, model, layers, reasons, slow, rate, filter_fn is None)
+    if target == "cuda" and not _core.built_with_cuda():
+        report.notes.append("this build of hotcore has no CUDA backend: python -m hotcore.info")
     warning = ""
     if not converted and (slow or chosen):
-        why = "expected to be slower than plain torch's" if slow else "left out by overrides"
-        if gains.NO_INT8 in slow.values():
-            why += f" ({gains.NO_INT8})"
-        warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}" + (
-            " on CUDA; slower=True converts them anyway, for memory" if slow else ""
-        )
+        why = _LEFT_OUT
+        if slow:
+            rule = f" ({gains.NO_INT8})" if gains.NO_INT8 in slow.values() else ""
+            why = f"expected to be slower than plain torch's{rule} on CUDA; slower=True converts "
+            why += "them anyway, for memory"
+        warning = f"no layer is converted; all {len({*slow, *chosen})} that could be are {why}"
     return Decision(report, warning, slow)
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Give every HOT module its plain class back, in place; return the model.
 
-    Modules of ``saved=`` and layers with a :class:`.CustomBackward` become plain, too, frozen ones
-    get a plain weight; ``hot_report`` goes, accelerate's hooks stay.
+    Layers with a :class:`.CustomBackward` become plain, too, and frozen ones get a plain weight.
+    ``hot_report`` is removed; accelerate's hooks stay. A UserWarning says if nothing was converted.
 
-    Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
-    ``fully_shard``), or has got a ``forward`` of its own (``recompute`` of the layer itself, a
-    patch), or something holds its bound ``forward``: undo that first. Nothing has changed then.
+    Raises ValueError if something wraps a HOT module. This may be a subclass (a parametrisation,
+    ``fully_shard``), a ``forward`` of its own (a patch), or an attribute that holds its bound
+    ``forward``. Undo that first; nothing has changed then.
     """
-    found = unwrapped(model, why=lambda m: "" if is_attached(m) else own_forward(m))
-    weights = plain_weights(m for m in found.values() if isinstance(m, FrozenModule))
-    detach(model)  # the last that may raise, before it changes anything
+    changed = unwrapped(model, why=lambda m: "" if is_attached(m) else own_forward(m))
+    weights = plain_weights(m for m in changed.values() if isinstance(m, FrozenModule))
+    detach(model)  # the last call that may raise
     for layer, weight in weights.items():
         layer.thaw(weight)
-    for module in found.values():
+    for module in changed.values():
         become(module, module.plain)
-    for each in model.modules():
-        for name in (REPORT, FREEZE_REPORT):
-            each.__dict__.pop(name, None)
+    reports = [vars(m).pop(name, None) for m in model.modules() for name in (REPORT, FREEZE_REPORT)]
+    if not changed and not any(reports):
+        warnings.warn("hotcore.torch.revert: model: no layer of it is converted", stacklevel=2)
     return model
+
+
+def _with_fields(
+    config: HotConfig, fields: Mapping[str, Any], where: str, arguments: Sequence[str] = ()
+) -> HotConfig:
+    """Return ``config`` with some fields replaced; ``arguments`` are other names to suggest."""
+    for name in fields:
+        if name not in FIELDS:
+            check_gone(name)
+            near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
+            if arguments:
+                raise TypeError(f"{where}: unexpected argument {name!r}; {hint}")
+            raise ValueError(f"{where}: HotConfig has no field {name!r}; {hint}")
+    try:
+        return dataclasses.replace(config, **fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error) if arguments else f"{where}: {error}") from None
 
 
 def _check_model(model: object) -> None:
     if isinstance(model, nn.DataParallel):
-        raise ValueError(
-            "model: torch.nn.DataParallel is not supported; use "
-            "torch.nn.parallel.DistributedDataParallel"
-        )
+        raise ValueError("model: nn.DataParallel is not supported; use DistributedDataParallel")
     if isinstance(model, nn.Module):
         for fqn, module in model.named_modules():
             if any(map(is_lazy, module._parameters.values())):
@@ -255,22 +277,18 @@ def _check_model(model: object) -> None:
                     f"model: {fqn or '(root)'} is a {type(module).__name__}, whose weights have no "
                     "shapes yet; call the model once, then convert it"
                 )
+        for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
+            try:
+                contexts.cuda(device.index or 0, 0)  # otherwise the first backward would fail
+            except (NotImplementedError, ValueError) as error:
+                raise type(error)(f"model: it is on {device}; {error}") from None
         return
-    found = f"expected a torch.nn.Module, got {type(model).__name__}"
+    what = type(model).__name__
     if isinstance(model, type):
-        found = f"expected a module, got the class {model.__name__}; make one of it first"
+        what = f"the class {model.__name__}; make an object of it first"
     elif isinstance(model, list | tuple):
-        found += "; convert each of them, or put them into an nn.ModuleList"
-    raise TypeError(f"model: {found}")
-
-
-def _check_devices(model: nn.Module) -> None:
-    # Otherwise the first backward would fail.
-    for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
-        try:
-            contexts.cuda(device.index or 0, 0)
-        except (NotImplementedError, ValueError) as error:
-            raise type(error)(f"model: it is on {device}; {error}") from None
+        what += "; convert each of them, or put them into an nn.ModuleList"
+    raise TypeError(f"model: expected a torch.nn.Module, got {what}")
 
 
 def _check_sharded(
@@ -279,7 +297,7 @@ def _check_sharded(
     for fqn, module in layers:
         if isinstance(module, HotModule) or not any(map(is_dtensor, module.parameters())):
             continue
-        # fully_shard of a layer makes a subclass of it, which is a reason, too.
+        # fully_shard makes a subclass of a layer, which is a reason, too.
         subclass = reasons.get(fqn) == selection.why_impossible(module)
         if fqn not in reasons or (subclass and (filter_fn is None or filter_fn(module, fqn))):
             raise ValueError(
@@ -289,41 +307,29 @@ def _check_sharded(
 
 
 def _dry_run(
-    model: nn.Module, layers: list[tuple[str, nn.Module]], inputs: Any
-) -> tuple[dict[str, probe.LayerUse], int]:
-    """How a forward pass uses every layer, and the pass's multiply-adds."""
-    watch = probe.Watch(dict(layers))
+    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Any
+) -> tuple[dict[str, probe.LayerUse], int | None, set[str]]:
+    """Uses of layers in a forward pass, its multiply-adds, and layers that it never calls.
+
+    The third are layers whose weight other code multiplies; without inputs by the source code.
+    """
+    if inputs is None:
+        return {}, None, unconverted.bypassed(model, layers)
+    watch = probe.Watch(layers)
     with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         total = probe.total_macs(lambda: probe.output_of(model, inputs))
-    return watch.uses, total
+    never = {fqn for fqn, use in watch.uses.items() if use.bypassed and not use.calls}
+    return watch.uses, total, never
 
 
-def _unreached(
-    model: nn.Module,
-    layers: list[tuple[str, nn.Module]],
-    uses: Mapping[str, probe.LayerUse],
-    reasons: Mapping[str, str],
-) -> dict[str, str]:
-    """Layers that are never called because other code multiplies their weight."""
-    if uses:
-        found = {fqn for fqn, row in uses.items() if row.bypassed and not row.calls}
-    else:
-        found = unconverted.bypassed(model, dict(layers))
-    why = f"{_NEVER_CALLED}: its weight is multiplied without it, as in F.linear(x, layer.weight)"
-    return {fqn: why for fqn, _ in layers if fqn in found and fqn not in reasons}
-
-
-def _note(fqn: str, uses: Mapping[str, probe.LayerUse]) -> str:
-    row = uses.get(fqn)
-    if row is None:
-        return ""
-    if row.bypassed:
+def _use_note(use: probe.LayerUse | None) -> str:
+    if use is not None and use.bypassed:
         return "its weight is also multiplied without it, plain"
-    return "" if row.calls else "not called with these inputs"
+    return "" if use is None or use.calls else "not called with these inputs"
 
 
 def _plain_note(module: nn.Module, config: HotConfig, device: str) -> str:
-    """What of the configuration the layer does not have."""
+    """Parts of the configuration that the layer ignores, in words."""
     int8 = config.forward == "int8"
     if is_8bit(module):
         return "its forward stays bitsandbytes'" if int8 else ""
@@ -339,9 +345,7 @@ def _plain_note(module: nn.Module, config: HotConfig, device: str) -> str:
     return "; ".join(notes)
 
 
-def _check_grid(
-    fqn: str, module: nn.Module, config: HotConfig, uses: Mapping[str, probe.LayerUse]
-) -> None:
+def _check_grid(fqn: str, module: nn.Module, config: HotConfig, use: probe.LayerUse | None) -> None:
     if config.token_grid is None or config.basis == "full" or isinstance(module, nn.Conv2d):
         return
     if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
@@ -350,11 +354,9 @@ def _check_grid(
             f"{fqn or '(root)'} is an nn.MultiheadAttention with batch_first=False, which gets "
             "[tokens, samples, features]: give it another configuration by overrides"
         )
-    sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
-    for call in uses[fqn].calls if fqn in uses else ():
-        tokens = 1
-        for size in call.shape[:-1]:
-            tokens *= size
+    sample = _sample_tokens(config)
+    for call in use.calls if use else ():
+        tokens = math.prod(call.shape[:-1])
         if tokens % sample:
             raise ValueError(
                 f"config: token_grid {config.token_grid} with {config.prefix_tokens} prefix tokens "
@@ -363,84 +365,38 @@ def _check_grid(
             )
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+def _sample_tokens(config: HotConfig) -> int:
+    """Tokens of a sample; 1 without a grid."""
+    return math.prod(config.token_grid or (1,)) + config.prefix_tokens
 
 
-def _measures(
-    module: nn.Module,
-    fqn: str,
-    config: HotConfig,
-    uses: Mapping[str, probe.LayerUse],
-    device: str,
-    rate: gpus.Int8Rate,
-    counted: set[int],
-) -> dict[str, Any]:
-    """The numbers of a report row. Tied Parameters count once."""
-    inner = [module]
-    if isinstance(module, nn.MultiheadAttention):
-        inner.append(module.out_proj)
-    every = [p for each in inner for p in each._parameters.values() if p is not None]
-    own = [p for p in every if id(p) not in counted]
-    counted.update(map(id, own))
-    return {
-        "parameters": sum(p.numel() for p in own),
-        "macs": uses[fqn].macs if fqn in uses else None,
-        "expected_time": None
-        if is_8bit(module)  # not measured
-        else gains.expected_time(facts_of(module, config, device, rate)),
-    }
+def _count_parameters(module: nn.Module, counted: set[int]) -> int:
+    """Count a layer's values without the Parameters in ``counted``, which grows by the others."""
+    parts = [module, module.out_proj] if isinstance(module, nn.MultiheadAttention) else [module]
+    every = {id(p): p.numel() for part in parts for p in part._parameters.values() if p is not None}
+    count = sum(size for key, size in every.items() if key not in counted)
+    counted.update(every)
+    return count
 
 
-def _nothing(
-    model: nn.Module,
-    layers: list[tuple[str, nn.Module]],
-    reasons: Mapping[str, str],
-    others: list[Skipped],
-    filtered: bool,
-) -> str:
-    """Error text: why no layer can be converted, and which filter could allow some."""
+def _nothing(report: ConversionReport, model: nn.Module, able: list[str], filtered: bool) -> str:
+    """Return an error's text: why no layer can be converted, and which ones a filter could."""
     which = "filter_fn matched no layer that" if filtered else "no layer"
-    parts = [f"model: {which} can be converted"]
-    if layers:
-        described = []
-        for fqn, module in layers:
-            ins, outs = features_of(module)
-            described.append((fqn, f"({kind_of(module)} {ins} -> {outs}): {reasons[fqn]}"))
-        parts += [f"{names} {why}" for names, why in _group_alike(described)]
-    else:
-        kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
-        parts.append(
-            "it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D; its "
-            f"modules: {kinds}"
-        )
-    described = [(row.name, f"({row.kind}): {row.reason}") for row in others]
-    parts += [f"{names} {why}" for names, why in _group_alike(described)]
-    able = [
-        (fqn, "")
-        for fqn, module in layers
-        if reasons[fqn] == _LEFT_OUT or _by_choice(reasons[fqn], module)
-    ]
+    text = f"model: {which} can be converted"
+    if not report.layers:
+        text += "; it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D"
+        text += f"; its modules: {listed(sorted({type(m).__name__ for m in model.modules()}))}"
+    lines = report.rows([*report.layers, *report.unsupported])
+    lines[12:] = [f"{len(lines) - 12} more"] if len(lines) > 12 else []
     if able:
-        names = ", ".join(name for name, _ in _group_alike(able))
-        parts.append(f"a filter_fn (without overrides to None) could have converted: {names}")
-    return "; ".join(parts)
+        names = ", ".join(name for (name,) in group_alike([(name or "(root)",) for name in able]))
+        lines.append(f"a filter_fn (without overrides to None) could have converted: {names}")
+    return "\n".join([text, *lines])
 
 
 def _by_choice(reason: str, module: nn.Module) -> bool:
     """Whether a filter, the default one or the caller's, left the layer out."""
-    if reason == _LEFT_OUT or reason.startswith(_NEVER_CALLED):
-        return False
-    return not selection.why_impossible(module)
-
-
-def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Groups entries of alike names and equal text, with counts; at most a dozen groups."""
-    rows = group_alike([(name or "(root)", said) for name, said in entries], "{} x {}")
-    return rows if len(rows) <= 12 else [*rows[:12], (f"{len(rows) - 12} more", "alike")]
+    return reason not in (_LEFT_OUT, _NEVER_CALLED) and not selection.why_impossible(module)
 
 
 def _notes(
@@ -449,63 +405,47 @@ def _notes(
     layers: list[tuple[str, nn.Module]],
     reasons: Mapping[str, str],
     slow: Mapping[str, str],
-    device: str,
     rate: gpus.Int8Rate,
     default_filter: bool,
-) -> list[str]:
-    notes = []
+) -> Iterator[str]:
     if report.in_eval_mode and len(report.in_eval_mode) == len(report.converted):
-        notes.append("the model is in eval mode, where every layer is plain: call model.train()")
+        yield "the model is in eval mode, where every layer is plain: call model.train()"
     elif report.in_eval_mode:
-        notes.append(f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}")
-    time = report.expected_time
-    if time is not None:
-        gain = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
-        notes.append(
-            f"expected on CUDA: the converted layers' forward and backward take {gain} time than "
-            f"plain torch's; by {gains.source(rate)}"
-            + ("" if report.config.forward == "plain" else "; with a plain forward")
+        yield f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}"
+    if (time := report.expected_time) is not None:
+        yield (
+            f"expected on CUDA: the converted layers' forward and backward take {time:.2f} of "
+            f"plain torch's time; by {gains.source(rate)}"
         )
-    kept = any(layer.config.forward_in_eval for layer in report.converted)
-    if kept and any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-        notes.append(
-            "in eval mode without gradients nn.TransformerEncoderLayer goes past its layers, "
-            "plain: torch.backends.mha.set_fastpath_enabled(False) keeps their 8-bit forward"
+    in_eval = any(layer.config.forward_in_eval for layer in report.converted)
+    if in_eval and any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules()):
+        yield (
+            "in eval mode without gradients nn.TransformerEncoderLayer does not call its layers: "
+            "torch.backends.mha.set_fastpath_enabled(False) keeps their 8-bit forward"
         )
     if slow:
         why = f"slower on CUDA, by {gains.source(rate)}" if rate.fast else str(rate)
-        notes.append(
-            f"{len(slow)} layers stay plain: {why}; slower=True, or their full names in overrides, "
-            "convert them"
-        )
-    if device == "cuda" and not _core.built_with_cuda():
-        notes.append(
-            "this build of hotcore has no CUDA backend, which training on CUDA needs: "
-            "python -m hotcore.info"
-        )
+        options = "slower=True, or their full names in overrides, convert them"
+        yield f"{len(slow)} layers stay plain: {why}; {options}"
     if default_filter:
         if any(_by_choice(reasons.get(fqn, _LEFT_OUT), module) for fqn, module in layers):
-            notes.append(
-                "default filter: plain stay the output head, the first convolution, layers with "
-                f"fewer than {MIN_FEATURES} in or out features, weights tied to an embedding"
-                + (", what is slower on CUDA" if slow else "")
+            few = f"layers with fewer than {selection.MIN_FEATURES} in or out features"
+            slower = ", layers that are slower on CUDA" if slow else ""
+            yield (
+                "default filter: it leaves the output head plain, the first convolution, weights "
+                f"tied to an embedding, {few}{slower}"
             )
-        last = report.layers[-1]
+        last = report.layers[-1] if report.layers else None
         if isinstance(last, Converted):
-            notes.append(
+            yield (
                 f"no output head was recognised: the last layer, {last.name or '(root)'}, is "
                 "converted; leave it out by overrides if the loss reads its output"
             )
-    maybe = (
-        unconverted.bypassed(model, dict(layers), certain=False) if report.macs is None else set()
-    )
-    unsure = [layer.name for layer in report.converted if layer.name in maybe]
-    if unsure:
-        notes.append(
-            f"may be used without being called: {listed(unsure)}; "
-            "convert(..., inputs=...) finds out"
-        )
-    return notes
+    if report.macs is None:  # without inputs
+        maybe = unconverted.bypassed(model, dict(layers), certain=False)
+        if unsure := [layer.name for layer in report.converted if layer.name in maybe]:
+            names = listed(unsure)
+            yield f"may be used without being called: {names}; convert(..., inputs=...) finds out"
 
 
 def _configs(
@@ -531,27 +471,21 @@ def _configs(
 
 
 def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | None:
-    if override is None:
-        return None
-    if not isinstance(override, Mapping):
-        return as_config(override, f"overrides[{pattern!r}]")
-    known = {field.name for field in dataclasses.fields(HotConfig)}
-    unknown = [str(name) for name in override if name not in known]
-    if unknown:
-        raise ValueError(f"overrides[{pattern!r}]: HotConfig has no field {', '.join(unknown)}")
-    return dataclasses.replace(base, **override)
+    where = f"overrides[{pattern!r}]"
+    if isinstance(override, Mapping):
+        return _with_fields(base, override, where)
+    return None if override is None else as_config(override, where)
 
 
 def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float:
     width = features_of(module)[0]
-    if is_frozen(module) or not width:
+    if selection.is_frozen(module) or not width:
         return 0.0
-    tokens, visited = _REPORT_TOKENS, 1.0
+    pixels = 1  # of which a strided product reads one
     if isinstance(module, nn.Conv2d):
         if products_of(module, config, device):
-            visited = 1 / (module.stride[0] * module.stride[1])
+            pixels = math.prod(module.stride)
         config = settings(config, is_pointwise(module), None)
-    elif config.token_grid is not None:
-        sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
-        tokens = max(1, tokens // sample) * sample
-    return visited * saved_layout(tokens, width, config).bytes / (tokens * width)
+    sample = _sample_tokens(config)
+    tokens = max(1, _REPORT_TOKENS // sample) * sample
+    return saved_layout(tokens, width, config).bytes / (tokens * width * pixels)

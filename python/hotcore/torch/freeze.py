@@ -105,7 +105,7 @@ def freeze_int8(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, HotModule)}
     why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot)
-    held = held_forwards(layers.values())
+    held = held_forwards(model)
     reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
     reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
     if filter_fn is None:

@@ -6,9 +6,10 @@ The fit holds for many tokens in bf16. With few tokens the host limits the speed
 :func:`hotcore.torch.advise` measures whole steps on your machine.
 
 Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, made by
-``bench_rule.py`` at the tag ``one-code``; each time within 8 %. A test compares its part fit.
+``bench_rule.py`` at the tag ``one-code``. Each time is within 8 %, and a test compares the fit. The
+8-bit forward is fitted to gpu-check's eight layers on an H100, within 4 % of plain torch's time.
 Another GPU's integer products are scaled by its rate beside bf16's (:mod:`hotcore.gpus`). Passes
-over memory keep the H200's proportion to bf16 products: ``a I O`` is all that is derived.
+over memory keep the H200's proportion to bf16 products: only ``a I O`` is derived.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ..config import HotConfig
 
 SLOWER = 1.05
 """On CUDA the default filter leaves a linear layer plain if it is expected to take more than this:
-up to 512 features with ``default``. A ViT-B's layers of 768 features gain little time (768 x 768:
-0.97 measured, 1.04 by the fit) and memory."""
+up to 512 features with ``default``. Layers of 768 features gain memory and little time (768 x 768:
+0.97 of plain torch's time measured, 1.04 by the fit)."""
 
 MIN_CUDA_FEATURES = 256
-"""Layers with fewer in or out features stay plain on CUDA. Their kernels are faster (0.8 to 1.0 of
-plain torch's time), but take less time than the host needs to queue them; in eager mode the host
-needs 1.2 to 1.3 times plain torch's time (gpu-check's host rows)."""
+"""Layers with fewer in or out features stay plain on CUDA. Their kernels take 0.8 to 1.0 of plain
+torch's time, but the host limits the speed. In eager mode it needs 1.2 to 1.3 times plain torch's
+time to queue them (gpu-check's host rows)."""
 
 REPORT = "benchmarks/results/cuda-rule.json"
 NO_INT8 = "device has no fast INT8"
@@ -65,15 +66,16 @@ _FROZEN = {
     "default": _Fit(0.003938, 0.2345, 1.391, 3111),
     "fast": _Fit(0.003968, 0.2076, 1.339, 3139),
 }
+_INT8_FORWARD = _Fit(-0.000835, 0.1498, 0, 333.5)
+"""Time that an 8-bit forward adds to a plain one, fitted to trained layers."""
 
 
 class Facts(NamedTuple):
-    """What the time of a layer depends on."""
+    """Properties of a layer that determine its time."""
 
     products: bool | None
-    """Of a convolution, whether HOT makes its products; None: a linear layer."""
+    """Whether HOT computes a convolution's products in backward; None for a linear layer."""
     in_features: int
-    """I, or channels."""
     out_features: int
     config: HotConfig
     device: str
@@ -95,8 +97,11 @@ def expected_time(layer: Facts) -> float | None:
         name = "accurate"
     fits = _FROZEN if layer.frozen else _TRAINED
     plain, hot = fits["plain"], fits[name]
-    # The forward product stays bf16's: one of two products, or of three with g_w.
+    # A plain forward product is bf16's: one of two products, or of three with g_w.
     forward = plain.products / (2 if layer.frozen else 3)
+    if config.forward == "int8":
+        hot = _Fit(*(a + b for a, b in zip(hot, _INT8_FORWARD, strict=True)))
+        forward = 0.0
     integers = (hot.products - forward) * (gpus.H200.ratio or 1) / ratio
     hot = hot._replace(products=forward + integers)
     return hot.per_token(*sizes) / plain.per_token(*sizes)
@@ -108,15 +113,13 @@ def why_slow(layer: Facts) -> str:
         return ""
     if not layer.rate.fast:
         return NO_INT8
-    if layer.products is False:  # by what it does, whatever the time
+    if layer.products is False:  # for any size
         return "slower on CUDA: x is compressed and restored, and the products stay torch's own"
-    if layer.products:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128
+    if layer.products:  # 1.05 to 1.9 times plain torch's time; 9 to 21 times with 56 x 56 pixels
         return "slower on CUDA: quantising its pixels costs more than the integers save"
     if min(layer.in_features, layer.out_features) < MIN_CUDA_FEATURES:
-        return (
-            f"slower on CUDA in eager mode: with fewer than {MIN_CUDA_FEATURES} features the host "
-            "limits the speed"
-        )
+        few = f"fewer than {MIN_CUDA_FEATURES} features"
+        return f"slower on CUDA in eager mode: with {few} the host limits the speed"
     time = expected_time(layer)
     if time is not None and time > SLOWER:
         return f"slower on CUDA: expected to take {time:.2f} of plain torch's time"

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import ConfigLike, as_config
 from .frozen import FrozenModule
 from .modules import HotModule
 
@@ -18,44 +17,34 @@ from .modules import HotModule
 _Conv1D: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
 
 
-class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
+class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]  # the base is Any
     """``Conv1D``, a linear layer whose weight is ``[in, out]``, trained through HOT.
 
     The weight is used in place, transposed by its strides. Autograd transposes the gradient when it
-    adds it to ``weight.grad``.
-
-    Args:
-        nf: out features.
-        nx: in features.
-        config: a HotConfig or a recipe's name.
+    adds it to ``weight.grad``. The arguments are those of ``Conv1D``, and ``config``.
     """
 
     plain = _Conv1D
-
-    def __init__(self, nf: int, nx: int, *, config: ConfigLike = "default") -> None:
-        """Make a layer with new parameters, initialised as ``Conv1D`` does."""
-        super().__init__(nf, nx)
-        self.config = as_config(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., nx] -> [..., nf]``; see :func:`hotcore.torch.linear`."""
         if self.runs_plain:
             output: Tensor = super().forward(x)
             return output
-        # Two dimensions as in Conv1D's own addmm, for the same bits.
+        # Conv1D's addmm has two dimensions, too, and hence the same bits.
         rows = x.reshape(-1, x.shape[-1])
         y = self._named_product(rows, self.weight.t(), self.bias)
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:
-        """The text of Conv1D, the recipe and what differs from it."""
+        """Text of Conv1D, then the recipe and the fields that differ from it."""
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, config={self.config})"
 
 
 class HotFrozenConv1D(FrozenModule, HotConv1D):
-    """:class:`HotConv1D` whose frozen weight is kept as INT8 codes alone.
+    """:class:`HotConv1D` whose frozen weight is kept only as INT8 codes.
 
-    :func:`hotcore.torch.freeze_int8` makes it of a HotConv1D, as ``HotFrozenLinear``.
+    :func:`hotcore.torch.freeze_int8` makes it from a HotConv1D.
     """
 
     thawed = HotConv1D

@@ -1,14 +1,14 @@
 """``memory_report``: measures the bytes that each module keeps for backward, plain and converted.
 
-Saved-tensor hooks count what autograd keeps. On CUDA the report adds the allocator's peak over
-forward and backward. (The memory table of the paper is calculated, this one is measured.)
+Hooks count the tensors that autograd saves. On CUDA the report adds the allocator's peak over
+forward and backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from ..config import ConfigLike, HotConfig, as_config
 from .clocks import Step, whole
 from .convert import convert, revert
-from .probe import Kept, LossFn, check_training, loss_of, preserve_state
+from .probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
 from .report import aligned
 from .selection import Filter
 
@@ -28,7 +28,7 @@ _ROWS = 40  # of the printed table
 
 @dataclasses.dataclass(frozen=True)
 class ModuleMemory:
-    """Bytes that a module's own operations (not its children's) keep for backward."""
+    """Bytes that a module's operations keep for backward, without its children's."""
 
     name: str
     type: str
@@ -60,7 +60,7 @@ class MemoryReport:
         return sum(module.after for module in self.modules)
 
     def __str__(self) -> str:
-        """A table of the modules that keep the most, and the sums."""
+        """Return a table of the modules that keep the most, and the sums."""
         largest = sorted(self.modules, key=lambda m: max(m.before, m.after), reverse=True)
         shown = set(largest[:_ROWS])
         rows = [("module", "type", "before MiB", "after MiB", "after / before")]
@@ -80,7 +80,7 @@ class MemoryReport:
         return "\n".join([*aligned(rows), notes])
 
     def to_json(self) -> str:
-        """All figures, in bytes, as JSON."""
+        """Return all figures, in bytes, as JSON."""
         content = {**dataclasses.asdict(self), "before": self.before, "after": self.after}
         return json.dumps(content, indent=1)
 
@@ -94,20 +94,18 @@ class MemoryReport:
             before, after = types.get(module.type, (0, 0))
             types[module.type] = (before + module.before, after + module.after)
         names = sorted(types, key=lambda name: max(types[name]), reverse=True)
-        height = 1.2 + 0.66 * len(names)
-        figure = matplotlib_figure()(figsize=(8, height), layout="constrained")
+        size = (8, 1.2 + 0.66 * len(names))
+        figure = matplotlib_figure()(figsize=size, layout="constrained")
         axis = figure.subplots()
         for i, (label, color) in enumerate({"before": "#888888", "after": None}.items()):
             places = [place + 0.4 * i - 0.2 for place in range(len(names))]
             values = [types[name][i] / _MIB for name in names]
             bars = axis.barh(places, values, 0.36, label=label, color=color)
             axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-        axis.set_yticks(range(len(names)), names, fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel("kept for backward, MiB")
         title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
         axis.set_title(title + self.changes, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set(yticks=range(len(names)), yticklabels=names, xlabel="kept for backward, MiB")
+        axis.invert_yaxis()
         axis.legend()
         figure.savefig(path, dpi=130)
 
@@ -124,24 +122,24 @@ def memory_report(
 ) -> MemoryReport:
     """Run the model plain and changed, and measure what autograd keeps of the forward pass.
 
-    A plain model is converted for the second run, a converted one reverted for the first; both are
-    restored. Wrap the call in ``torch.autocast`` to measure with autocast. Parameters, ``.grad``,
-    buffers and torch's random state do not change. On CUDA each run is made twice, and the second
-    is measured.
+    A plain model is converted for the second run, and a converted one is reverted for the first.
+    Parameters, ``.grad``, buffers, layers and torch's random state are the same afterwards. Wrap
+    the call in ``torch.autocast`` to measure with autocast. On CUDA the peak is that of a second
+    run.
 
     Args:
         model: in training mode.
-        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
-            model; with ``loss_fn`` any argument of it.
-        config: configuration for a plain model; of no effect, and may be None, for a converted one.
+        inputs: arguments for the model: a Tensor, a tuple, or a dict of keyword arguments. With
+            ``loss_fn`` any argument of it.
+        config: configuration for a plain model; ignored, and may be None, for a converted one.
         loss_fn: ``loss_fn(model, inputs)`` -> scalar; by default the mean of every floating output.
         filter_fn: as for :func:`convert`.
         overrides: as for :func:`convert`.
         slower: as for :func:`convert`.
 
     Returns:
-        A :class:`.MemoryReport`. A storage is counted once and in full, for the first module that
-        keeps it or a view of it; parameters and buffers are not counted.
+        A :class:`.MemoryReport`. A storage counts once and in full, for the first module that keeps
+        it or a view of it. Parameters and buffers do not count.
 
     Raises:
         ValueError: the model is in eval mode, gradients are off, or the model is plain and
@@ -155,15 +153,15 @@ def memory_report(
         raise ValueError("config: None, and the model is plain: there is nothing to compare with")
     changes = "as converted"
     with preserve_state(model):
-        plain = revert(model) if converted else model
-        before, peak_before = _measure(plain, inputs, loss_fn)
-        kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
+        if converted:
+            revert(model)
+        before, peak_before = _measure(model, inputs, loss_fn)
+        kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     with preserve_state(model):
-        changed = model
         if not converted and config is not None:
-            changed = convert(model, config, filter_fn, overrides, slower=slower)
+            convert(model, config, filter_fn, overrides, slower=slower)
             changes = f"convert({as_config(config)!r})"
-        after, peak_after = _measure(changed, inputs, loss_fn)
+        after, peak_after = _measure(model, inputs, loss_fn)
     modules = tuple(
         ModuleMemory(name, kind, before.get(name, 0), after.get(name, 0))
         for name, kind in kinds.items()
@@ -179,21 +177,15 @@ def _measure(
     peak = None
     if device.type == "cuda":
         step = whole(model, inputs, loss_fn)
-        step()  # allocates what stays allocated (workspaces of cuBLAS and cuDNN)
+        step()  # allocates workspaces of cuBLAS and cuDNN, which stay
         base = torch.cuda.memory_allocated(device)
         peak = allocator_peak(device, step) - base
-    kept = Kept(dict(model.named_modules()), (*model.parameters(), *model.buffers()))
-    with kept.on():
-        loss_of(model, inputs, loss_fn)
-    sizes: dict[str, int] = {}
-    for size, names in kept.keepers.values():
-        first = next(iter(names))
-        sizes[first] = sizes.get(first, 0) + size
-    return sizes, peak
+    modules, besides = dict(model.named_modules()), (*model.parameters(), *model.buffers())
+    return kept_for_backward(modules, besides, lambda: loss_of(model, inputs, loss_fn)), peak
 
 
 def allocator_peak(device: torch.device, step: Step) -> int:
-    """The CUDA allocator's peak over a step, with all that was allocated before."""
+    """The CUDA allocator's peak over a step, including earlier allocations."""
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
@@ -201,17 +193,9 @@ def allocator_peak(device: torch.device, step: Step) -> int:
 
 
 def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of private pools (of CUDA graphs) that the allocator does not count as allocated."""
+    """Bytes of CUDA graphs' private pools that the allocator does not count as allocated."""
     private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
     return sum(s["total_size"] - s["allocated_size"] for s in private)
-
-
-def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
-    """Bytes that a forward pass keeps for backward, without parameters and buffers."""
-    kept = Kept({}, (*model.parameters(), *model.buffers()))
-    with kept.on():
-        forward()
-    return sum(size for size, _ in kept.keepers.values())
 
 
 def _amounts(before: int, after: int) -> tuple[str, str, str]:
@@ -220,7 +204,7 @@ def _amounts(before: int, after: int) -> tuple[str, str, str]:
 
 
 def matplotlib_figure() -> Any:
-    """matplotlib's Figure, which needs no display; an ImportError says how to install it."""
+    """Import matplotlib's Figure, which needs no display; an ImportError says what to install."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
@@ -37,15 +37,20 @@ class HotModule(Changed):
         *("_config", "_config_json", "_plain_in_eval", "defer", "layer_name"),
     )
     defer: bool = False
-    """For linear layers in compiled graphs. True lets the compiler decide when x is compressed: it
-    keeps the codes, or has backward compress an x that is available there anyway (a norm of a kept
-    tensor), which keeps the fewest bytes and costs another pass. False keeps the codes."""
+    """Whether the compiler decides when a linear layer compresses x; without it the codes are kept.
+    The compiler may have backward compress an x that is available there, such as a norm of a kept
+    tensor. This keeps the fewest bytes and costs another pass."""
     layer_name: str = ""
     """The layer's name in the converted model, for error messages."""
     _config: HotConfig
     _config_json: str
     _plain_in_eval: bool = True
-    """Whether it is plain in eval mode."""
+    """Whether the layer is plain in eval mode."""
+
+    def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
+        """Make a layer with new parameters, initialised as the plain class does."""
+        super().__init__(*args, **options)
+        self.config = as_config(config)
 
     @property
     def config(self) -> HotConfig:
@@ -67,13 +72,13 @@ class HotModule(Changed):
     def from_plain(cls: type[_Hot], module: nn.Module, config: ConfigLike = "default") -> _Hot:
         """Make ``module`` a layer of this class, in place; it keeps its Parameters and hooks.
 
-        Raises TypeError unless ``module`` is exactly of class :attr:`plain` (or this one): the
-        additions of a subclass would be lost. Raises ValueError where calls would not run the
-        forward of this class: ``module`` has a ``forward`` of its own that is not accelerate's.
+        Raises TypeError unless the class of ``module`` is :attr:`plain` or this one: the additions
+        of a subclass would be lost. Raises ValueError if ``module`` has a ``forward`` of its own
+        that is not accelerate's: calls would not run the forward of this class.
         """
         if type(module) not in (cls.plain, cls):
-            found = type(module).__name__
-            raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {found}")
+            kind = type(module).__name__
+            raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {kind}")
         if why := own_forward(module):
             raise ValueError(f"module: {why}")
         settings = as_config(config)
@@ -84,15 +89,15 @@ class HotModule(Changed):
 
     @property
     def runs_plain(self) -> bool:
-        """Whether it is now the plain layer: in eval mode, unless its 8-bit forward is kept."""
-        return self._plain_in_eval and not self.training  # type: ignore[attr-defined]  # a module has it
+        """Whether the layer is now plain: in eval mode, unless its 8-bit forward is kept."""
+        return self._plain_in_eval and not self.training  # type: ignore[attr-defined]  # nn.Module's
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer that :attr:`config` says, in training and in eval mode."""
+        """Output of the layer by :attr:`config`, in training and in eval mode."""
         return linear_from_json(x, weight, bias, self._config_json, self.defer)
 
     def _named_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same; errors begin with the layer's name."""
+        """Output of :meth:`_product`, whose errors begin with the layer's name."""
         try:
             return self._product(x, weight, bias)
         except (ValueError, RuntimeError) as error:
@@ -100,22 +105,22 @@ class HotModule(Changed):
             raise
 
     def prefix_layer_name(self, error: Exception) -> None:
-        """Put the layer's name, if it has one, before the error's message."""
-        if self.layer_name:
-            error.args = (f"layer {self.layer_name}: {error}",)
+        """Put the layer's name before an error's message; for meta weights append a remedy."""
+        text = f"layer {self.layer_name}: {error}" if self.layer_name else str(error)
+        weights: Any = vars(self)["_parameters"].values()
+        if any(weight is not None and weight.is_meta for weight in weights):
+            text += "; its weights have no values: model.to_empty(device=...), then load_state_dict"
+        error.args = (text,)
 
     def extra_repr(self) -> str:
-        """The text of the plain module, the recipe and what differs from it."""
+        """Text of the plain module, then the recipe and the fields that differ from it."""
         if not isinstance(self, HotModule):  # torchao's quantize_ keeps the method through revert()
             return str(type(self).extra_repr(self))
-        own: str = super().extra_repr()  # type: ignore[misc]
-        return f"{own}, config={self.config}" if own else f"config={self.config}"
+        plain: str = super().extra_repr()  # type: ignore[misc]  # nn.Module's, next in the MRO
+        return f"{plain}, config={self.config}" if plain else f"config={self.config}"
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse ``torch.jit.script``.
-
-        Returning a plain module here would put it into the caller's model as well.
-        """
+        """Refuse ``torch.jit.script``, which would put a plain module into the caller's model."""
         raise NotImplementedError(
             f"{type(self).__name__}: torch.jit.script is not supported; script a copy of the model "
             "after revert(), trace it in eval mode, or use torch.compile to train"
@@ -123,27 +128,18 @@ class HotModule(Changed):
 
     def _replicate_for_data_parallel(self) -> Any:
         # The replicas' threads would draw seeds from one generator in an undefined order.
-        raise NotImplementedError(
-            f"{type(self).__name__}: torch.nn.DataParallel is not supported; use "
-            "torch.nn.parallel.DistributedDataParallel"
-        )
+        reason = "nn.DataParallel is not supported; use DistributedDataParallel"
+        raise NotImplementedError(f"{type(self).__name__}: {reason}")
 
 
 class HotLinear(HotModule, nn.Linear):
     """``nn.Linear`` with the same parameters and state_dict keys, trained through HOT.
 
-    In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the forward is
-    bit-equal (with ``config.forward == "int8"`` that of :func:`hotcore.forward_linear`, which
-    ``forward_in_eval`` keeps in eval mode), and gradients are those of
-    :func:`hotcore.torch.linear`.
+    In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the gradients
+    are those of :func:`hotcore.torch.linear`, and a plain forward has the same bits. An 8-bit
+    forward is that of :func:`hotcore.forward_linear`; ``forward_in_eval`` keeps it in eval mode.
 
-    Args:
-        in_features: I.
-        out_features: O.
-        bias: with a bias.
-        device: as ``nn.Linear``.
-        dtype: as ``nn.Linear``.
-        config: a HotConfig or a recipe's name.
+    The arguments are those of ``nn.Linear``, and ``config``: a HotConfig or a recipe's name.
     """
 
     plain = nn.Linear
@@ -159,8 +155,7 @@ class HotLinear(HotModule, nn.Linear):
         config: ConfigLike = "default",
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.Linear`` does."""
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.config = as_config(config)
+        super().__init__(in_features, out_features, bias, device, dtype, config=config)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, config: ConfigLike = "default") -> HotLinear:
@@ -177,24 +172,12 @@ class HotLinear(HotModule, nn.Linear):
 class HotConv2d(HotModule, nn.Conv2d):
     """``nn.Conv2d`` with the same parameters and keys, trained through HOT.
 
-    In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
-    compressed, and gradients are those of :func:`hotcore.torch.conv2d`: torch's own from the
-    restored x, of 1x1 kernels HOT's (on CUDA with a low rank). An 8-bit forward is that of 1x1
-    kernels, as of :class:`HotLinear`.
+    In eval mode it is ``nn.Conv2d``. In training mode the forward has the same bits, x is kept
+    compressed, and gradients are those of :func:`hotcore.torch.conv2d`. These are torch's own from
+    the restored x, or HOT's with 1x1 kernels (on CUDA only with a low rank). Only 1x1 kernels have
+    an 8-bit forward, that of :class:`HotLinear`.
 
-    Args:
-        in_channels: C.
-        out_channels: O.
-        kernel_size: one number or (height, width), as the next three.
-        stride: as ``nn.Conv2d``.
-        padding: as ``nn.Conv2d``.
-        dilation: as ``nn.Conv2d``.
-        groups: as ``nn.Conv2d``.
-        bias: with a bias.
-        padding_mode: as ``nn.Conv2d``.
-        device: as ``nn.Conv2d``.
-        dtype: as ``nn.Conv2d``.
-        config: a HotConfig or a recipe's name.
+    The arguments are those of ``nn.Conv2d``, and ``config``: a HotConfig or a recipe's name.
     """
 
     plain = nn.Conv2d
@@ -217,8 +200,7 @@ class HotConv2d(HotModule, nn.Conv2d):
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        super().__init__(*sizes, bias, padding_mode, device, dtype)
-        self.config = as_config(config)
+        super().__init__(*sizes, bias, padding_mode, device, dtype, config=config)
 
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
@@ -227,7 +209,7 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     @staticmethod
     def plain_in_eval(module: Any, config: HotConfig) -> bool:
-        """Only 1x1 kernels have an 8-bit forward to keep."""
+        """Whether ``module`` has no 8-bit forward in eval mode, which only 1x1 kernels have."""
         return not (config.forward_in_eval and is_pointwise(module))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -242,7 +224,7 @@ class HotConv2d(HotModule, nn.Conv2d):
 
 
 def is_pointwise(module: nn.Conv2d) -> bool:
-    """Whether it is a linear layer over pixels: a 1x1 kernel in one group, without padding."""
+    """Whether a convolution is linear in pixels: a 1x1 kernel, one group, no padding."""
     unpadded = module.padding in ((0, 0), "same", "valid")
     return module.kernel_size == (1, 1) and unpadded and module.groups == 1
 
@@ -253,39 +235,41 @@ _FORWARD, _OLD_FORWARD, _OWN = "forward", "_old_forward", "_hot_own_forward"
 class OwnForward:
     """Base of the callables that stand in a module's ``__dict__`` as its forward.
 
-    Wrappers such as accelerate's take a bound method apart and bind its function again, to the
-    module or to a copy of it; :attr:`__func__` is that function.
+    Wrappers such as accelerate's take the function of a bound method and bind it again, to the
+    module or to a copy of it. :attr:`__func__` is that function.
     """
 
     forward: Callable[..., Any]
-    """The forward that it calls."""
+    """The module's forward before this one, which it calls."""
+    origin: str = ""
+    """The call that installed it, and how to undo it, for errors."""
 
     @staticmethod
     def of(module: nn.Module) -> OwnForward | None:
-        """The one that calls of a module run first; None where something is around it."""
-        found = vars(module).get(_FORWARD)
-        if isinstance(found, OwnForward):
-            return found
-        code = getattr(getattr(found, "__func__", None), "__code__", None)
+        """Return the object that a module's call runs first; None if something wraps it."""
+        forward = vars(module).get(_FORWARD)
+        if isinstance(forward, OwnForward):
+            return forward
+        code = getattr(getattr(forward, "__func__", None), "__code__", None)
         return vars(module).get(_OWN) if code is _call_own.__code__ else None
 
     def installed(self) -> dict[str, Any]:
-        """What to put into the module's ``__dict__``."""
+        """Entries of the module's ``__dict__`` that make its calls run this object."""
         return {_FORWARD: self, _OWN: self}
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of :attr:`forward`, which trainers read."""
+        """Signature of :attr:`forward`, which trainers read."""
         return inspect.signature(self.forward)
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function of the bound method that it stands for."""
+        """Function of the bound method that this object replaces."""
         function: Any = types.FunctionType(_call_own.__code__, globals(), _FORWARD)
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         with contextlib.suppress(TypeError, ValueError):  # a built-in has no signature
             bound = self.__signature__
-            function.__signature__ = bound.replace(parameters=[own, *bound.parameters.values()])
+            function.__signature__ = bound.replace(parameters=[first, *bound.parameters.values()])
         return cast(Callable[..., Any], function)
 
 
@@ -293,32 +277,28 @@ def _call_own(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._hot_own_forward(*args, **kwargs)
 
 
-# ---- A layer's class is changed in place, so that whatever holds the layer sees the change. ----
-
-
 def own_forward(module: nn.Module) -> str:
-    """Why calls of a layer do not run its class's forward; empty if they do.
+    """Return why a layer's calls do not run its class's forward; empty if they do.
 
     accelerate's hooks do run it, between their own calls; :func:`become` keeps them.
     """
-    content = vars(module)
-    if _FORWARD not in content or _is_class_forward(module, content[_FORWARD]):
+    forward = vars(module).get(_FORWARD)
+    if forward is None or _is_class_forward(module, forward) or _is_hooked(module):
         return ""
-    if _is_hooked(module):
-        return ""
-    found = content[_FORWARD]
-    name = getattr(found, "__qualname__", type(found).__name__)
+    if isinstance(forward, OwnForward) and forward.origin:
+        return f"it has a forward of its own, as {forward.origin}"
+    name = getattr(forward, "__qualname__", type(forward).__name__)
     return f"it has a forward of its own ({name}), which calls would go on to run"
 
 
 def _is_class_forward(module: nn.Module, forward: Any) -> bool:
-    """Whether it is the method of the class, bound to this module."""
+    """Whether ``forward`` is the method of the module's class, bound to the module."""
     bound = isinstance(forward, types.MethodType) and forward.__self__ is module
     return bound and forward.__func__ is type(module).forward
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether accelerate's add_hook_to_module has put its own call around the class's forward."""
+    """Whether accelerate's add_hook_to_module has wrapped the class's forward."""
     forward = vars(module).get(_FORWARD)
     return (
         isinstance(forward, functools.partial)
@@ -328,43 +308,46 @@ def _is_hooked(module: nn.Module) -> bool:
     )
 
 
-def held_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Modules whose bound ``forward`` something holds: it would go on to run the old class's.
+def held_forwards(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules in ``model`` whose bound ``forward`` something holds, and what holds it.
 
-    The values say so in words. Frames, those of a traceback for instance, do not count.
+    Such a method would go on to run the class of now. Any holder counts, also outside the model,
+    except frames (those of a traceback, for instance).
     """
-    layers = {id(module): module for module in modules}
-    bound = types.MethodType
-
-    def methods() -> list[Any]:
-        every = [each for each in gc.get_objects() if type(each) is bound] if layers else []
-        own = [(each, layers[id(each.__self__)]) for each in every if id(each.__self__) in layers]
-        return [
-            method
-            for method, layer in own
-            if _is_class_forward(layer, method)
-            and not any(method is vars(layer).get(name) for name in (_FORWARD, _OLD_FORWARD))
-        ]
-
-    found = methods()
+    found = _bound_forwards(model)
     if found:
-        gc.collect()  # cycles that nothing can reach any more
-        found = methods()
-    holders = {method.__self__: _holder(method, {id(found)}) for method in found}
-    why = "holds its bound forward, which would go on to run the class of now"
-    return {module: f"a {holder} {why}" for module, holder in holders.items() if holder}
+        gc.collect()  # unreachable cycles may hold methods
+        found = _bound_forwards(model)
+    held = {method.__self__: _holder(method, {id(found)}) for method in found}
+    why = "holds its bound forward, which would run the old class's"
+    return {module: f"a {holder} {why}" for module, holder in held.items() if holder}
+
+
+def _bound_forwards(model: nn.Module) -> list[Any]:
+    layers = list(model.modules())
+    # One pass over the collector's objects, in C.
+    methods = [r for r in gc.get_referrers(*layers) if type(r) is types.MethodType]
+    known = set(map(id, layers))
+    return [
+        method
+        for method in methods
+        if id(layer := method.__self__) in known
+        and _is_class_forward(layer, method)
+        and all(method is not vars(layer).get(name) for name in (_FORWARD, _OLD_FORWARD))
+    ]
 
 
 def _holder(value: Any, seen: set[int]) -> str:
-    """An object that holds a value, directly or by a closure; empty if frames alone do."""
+    """Name an object that holds a value, directly or by a closure; empty if only frames do."""
     referrers = gc.get_referrers(value)
     seen.add(id(referrers))
     for each in referrers:
         if id(each) in seen or isinstance(each, types.FrameType | types.GeneratorType):
             continue
         seen.add(id(each))
-        if type(each) is dict:  # as a rule of an instance or of a module
-            if (key := _key_of(value, each)) != _compat.COMPILED_OF:
+        if type(each) is dict:  # usually of an instance or of a module
+            key = next((str(k) for k, item in list(each.items()) if item is value), "")
+            if key != _compat.COMPILED_OF:
                 return f"dict ({key})"
             continue
         closure = isinstance(each, types.CellType | types.FunctionType | tuple)
@@ -373,23 +356,19 @@ def _holder(value: Any, seen: set[int]) -> str:
     return ""
 
 
-def _key_of(value: Any, table: dict[Any, Any]) -> str:
-    return next((str(key) for key, own in list(table.items()) if own is value), "")
-
-
 def unwrapped(
     model: nn.Module,
     base: type[Changed] = Changed,
     before: str = "revert()",
     why: Callable[[Any], str] = own_forward,
 ) -> dict[str, Any]:
-    """Names and modules of ``base``, whose class can change back.
+    """Return names and modules of ``base``, whose class can change back.
 
-    Raises ValueError where something that was put around one of them would stay.
+    Raises ValueError if something that wraps one of them would stay.
     """
-    found: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, base)}
-    held = held_forwards(found.values())
-    for name, module in found.items():
+    changed: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, base)}
+    held = held_forwards(model)
+    for name, module in changed.items():
         if not {"plain", "thawed"} & vars(type(module)).keys():  # a subclass, made elsewhere
             raise ValueError(
                 f"model: {name or '(root)'} is now a {type(module).__name__}; undo what was "
@@ -397,26 +376,26 @@ def unwrapped(
             )
         if reason := why(module) or held.get(module):
             raise ValueError(f"model: {name or '(root)'}: {reason}; undo that before {before}")
-    return found
+    return changed
 
 
 def become(module: nn.Module, cls: type[Any], fields: Mapping[str, Any] | None = None) -> None:
-    """Change a module's class in place; :func:`unwrapped` or :func:`own_forward` has checked it.
+    """Change a module's class in place, so that everything that holds the module sees the change.
+
+    Call :func:`unwrapped` or :func:`own_forward` first.
 
     Args:
         module: keeps its id, Parameters, hooks and training mode.
         cls: its new class.
-        fields: what ``hot_fields`` names. Fields of the old class alone go.
+        fields: values of the new class's ``hot_fields``. Fields of only the old class are removed.
     """
     content = vars(module)
-    kept = getattr(cls, "hot_fields", ())
-    for name in getattr(type(module), "hot_fields", ()):
-        if name not in kept:
-            content.pop(name, None)
+    for name in {*getattr(type(module), "hot_fields", ())} - {*getattr(cls, "hot_fields", ())}:
+        content.pop(name, None)
     content.update(fields or {})
     if _is_hooked(module):
         method = types.MethodType(cls.forward, module)
         content[_OLD_FORWARD] = content[_FORWARD].__wrapped__ = method
     else:
         content.pop(_FORWARD, None)
-    module.__class__ = cls  # fully_shard and parametrisations do so, too
+    module.__class__ = cls  # fully_shard and parametrisations do this, too

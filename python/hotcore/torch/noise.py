@@ -1,9 +1,9 @@
 """``NoiseMonitor``: the noise of HOT's arithmetic relative to the gradient, while training.
 
-Let g be a layer's exact gradient (g_w or g_x in fp32, from the same x, weight and g_y) and g' the
-one that HOT computes. The noise to gradient ratio is ``|g' - g|^2 / |g|^2``, the power of the error
-over that of the gradient. Most of the error comes from stochastic rounding: it has mean 0, and its
-power adds to that of other noise, such as a mini-batch's.
+Let g be a layer's exact gradient, g_w or g_x in fp32. HOT computes g' from the same x, weight and
+g_y. The noise to gradient ratio is ``|g' - g|^2 / |g|^2``, the power of the error over that of the
+gradient. Most of the error comes from stochastic rounding: it has mean 0, and its power adds to
+that of other noise, such as a mini-batch's.
 
 Source: docs/torch/integrations.md, "Noise to gradient ratio".
 """
@@ -39,13 +39,12 @@ class NoiseMonitor:
             optimizer.step()
             log(noise.scalars)                # empty except on measured steps
 
-    A measured step repeats every call of a chosen layer, with its own x and g_y, in HOT (with
-    another random key) and in plain torch in fp32. The gradients of the step, the parameters and
-    torch's random state do not change: an eager run continues with the same bits as without a
-    monitor. In a compiled model the measured step runs eagerly, because hooks see no call inside a
-    graph. Several calls of a layer (micro-batches, weights that are used twice) are summed: the sum
-    of ``|g' - g|^2`` over the sum of ``|g|^2``. Attention, layers of bitsandbytes, and layers whose
-    weight is computed (pruning, weight norm) are left out.
+    A measured step repeats every call of a chosen layer with the same x and g_y. It does so in HOT
+    with another random key, and in plain torch in fp32. The step's gradients, the parameters and
+    torch's random state do not change: an eager run keeps its bits. A compiled model runs the
+    measured step eagerly, because hooks see no call inside a graph. Several calls of a layer give
+    the sum of ``|g' - g|^2`` over the sum of ``|g|^2``. Attention, layers of bitsandbytes, and
+    layers whose weight is computed (pruning, weight norm) are not measured.
 
     Args:
         model: a converted model.
@@ -71,44 +70,32 @@ class NoiseMonitor:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every: {every!r}; expected a number of steps, 1 or more")
         patterns = [layers] if isinstance(layers, str) else list(layers)
-        able: dict[str, nn.Module] = {
-            name: module for name, module in model.named_modules() if _measurable(module)
-        }
+        able = {name: module for name, module in model.named_modules() if _measurable(module)}
         if not able:
             raise ValueError("model: no layer of it is converted; call hot.convert(model) first")
-        self._layers = {
-            name: module
-            for name, module in able.items()
-            if any(fnmatchcase(name, pattern) for pattern in patterns)
-        }
-        if not self._layers:
+        names = [name for name in able if any(fnmatchcase(name, p) for p in patterns)]
+        if not names:
             raise ValueError(f"layers: {layers!r} matches none of {listed(list(able))}")
+        self._layers = {name: able[name] for name in names}
         self._every, self._seed = every, seed
-        self._count = 0
-        self._measured = 0
+        self._count = self._measured = 0
         self._open: ExitStack | None = None
-        self._sums: dict[tuple[str, str], list[float]] = {}
+        self._sums: dict[str, list[float]] = {}
         self.scalars: dict[str, float] = {}
-        """Ratios of the last step: ``hot/noise_gw/LAYER`` and ``hot/noise_gx/LAYER``, and
-        ``hot/noise_gw/all`` and ``hot/noise_gx/all`` for the chosen layers' gradients taken as one.
-        A layer without a g_x (or g_w, if frozen) has none. Empty if the last step was not
-        measured."""
+        """Ratios of the last step; empty if it was not measured. Keys are ``hot/noise_gw/LAYER``
+        and ``hot/noise_gx/LAYER``, and ``all`` in place of LAYER for all chosen layers' gradients.
+        A layer without a g_x, or without a g_w because it is frozen, has none."""
 
     @property
     def layers(self) -> list[str]:
         """Names of the chosen layers."""
         return list(self._layers)
 
-    def __enter__(self) -> NoiseMonitor:
-        """Begin a step."""
-        self.begin()
-        return self
-
     def __exit__(self, *error: Any) -> None:
         """End the step."""
         self.end()
 
-    def begin(self) -> None:
+    def begin(self) -> NoiseMonitor:
         """Begin a step and measure every n-th one. An unfinished step is dropped."""
         self.close()
         if self._count % self._every == 0:
@@ -117,12 +104,16 @@ class NoiseMonitor:
             self._open.enter_context(eagerly())
             self._open.enter_context(gradients_seen(self._layers, self._measure))
         self._count += 1
+        return self
+
+    __enter__ = begin
 
     def end(self) -> dict[str, float]:
         """End a step after its backward pass; return :attr:`scalars`."""
         measured = self._open is not None
         self.close()
-        self.scalars = self._ratios() if measured else {}
+        sums = self._sums.items() if measured else ()
+        self.scalars = {key: noise / power if power else 0.0 for key, (noise, power) in sums}
         return self.scalars
 
     def close(self) -> None:
@@ -132,51 +123,39 @@ class NoiseMonitor:
             self._open = None
 
     def _measure(
-        self, name: str, module: nn.Module, call: Call, given: Callable[[], Tensor], gy: Tensor
+        self, name: str, module: nn.Module, call: Call, read_x: Callable[[], Tensor], gy: Tensor
     ) -> None:
-        if self._open is None or not module.training:  # a graph may outlive its step
-            return
-        if not _measurable(module):  # any more
+        # A graph may outlive its step, and a layer may have changed since.
+        if self._open is None or not module.training or not _measurable(module):
             return
         assert isinstance(module, HotModule)
-        x, needs_gx, dtype = given(), call.requires_grad, call.autocast
+        x, needs_gx, dtype = read_x(), call.requires_grad, call.autocast
         content, cls = vars(module), type(module)
-        if isinstance(module, FrozenModule):  # the same g_x
+        if isinstance(module, FrozenModule):  # its g_x is that of the dequantised weight
             parameters = {"weight": module.dequantized(), "bias": module._parameters["bias"]}
             content, cls = {**content, "_parameters": parameters}, module.thawed
         device = x.device.type
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(self._seed + self._measured)
             self._measured += 1
-            enabled = dtype is not None
-            with torch.autocast(device, dtype, enabled=enabled):
+            with torch.autocast(device, dtype, enabled=dtype is not None):
                 noisy = _gradients(content, cls, x, gy, needs_gx)
             with torch.autocast(device, enabled=False):
                 wide = (x.float(), gy.float(), needs_gx, torch.float)
                 exact = _gradients(content, cls.plain, *wide)
         for kind, ours, true in zip(_KINDS, noisy, exact, strict=True):
             if ours is not None and true is not None:
-                sums = self._sums.setdefault((name, kind), [0.0, 0.0])
-                sums[0] += _power(ours.float() - true)
-                sums[1] += _power(true)
-
-    def _ratios(self) -> dict[str, float]:
-        ratios = {}
-        for kind in _KINDS:
-            own = {name: sums for (name, of), sums in self._sums.items() if of == kind}
-            for name, (noise, power) in own.items():
-                ratios[f"hot/noise_{kind}/{name or '(root)'}"] = _ratio(noise, power)
-            if own:
-                noise, power = (sum(sums[i] for sums in own.values()) for i in range(2))
-                ratios[f"hot/noise_{kind}/all"] = _ratio(noise, power)
-        return ratios
+                for key in (name or "(root)", "all"):
+                    sums = self._sums.setdefault(f"hot/noise_{kind}/{key}", [0.0, 0.0])
+                    sums[0] += _power(ours.float() - true)
+                    sums[1] += _power(true)
 
 
 def _measurable(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention) or is_8bit(module):
         return False
-    held = isinstance(module, FrozenModule) or module._parameters.get("weight") is not None
-    return isinstance(module, HotModule) and held
+    stored = isinstance(module, FrozenModule) or module._parameters.get("weight") is not None
+    return isinstance(module, HotModule) and stored
 
 
 def _gradients(
@@ -188,29 +167,23 @@ def _gradients(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """g_w and g_x of one call of ``cls``'s forward; None for one that is not wanted."""
-    parameters: Mapping[str, Tensor | None] = content["_parameters"]
-    own = {
-        name: None if p is None else p.detach().to(p.dtype if dtype is None else dtype)
-        for name, p in parameters.items()
+    copies: dict[str, Any] = {
+        name: p if p is None else p.detach().to(p.dtype if dtype is None else dtype)
+        for name, p in content["_parameters"].items()
     }
-    weight, held = own["weight"], parameters["weight"]
-    assert weight is not None and held is not None
-    weight.requires_grad_(held.requires_grad)
+    weight = copies["weight"].requires_grad_(content["_parameters"]["weight"].requires_grad)
     x = x.detach().requires_grad_(needs_gx)
     wanted = [tensor for tensor in (weight, x) if tensor.requires_grad]
     if not wanted:
         return None, None
     bare = object.__new__(cls)
-    bare.__dict__.update(content, _parameters=own)
-    # Not bare(x), which would run the model's hooks and this monitor's, nor a forward of its own.
+    bare.__dict__.update(content, _parameters=copies)
+    # bare(x) would run the model's hooks, this monitor's, and a forward of the layer's own.
     y = cls.forward(bare, x)
-    found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, gy.to(y.dtype)), strict=True))
-    return found.get(id(weight)), found.get(id(x))
+    gradients = iter(torch.autograd.grad(y, wanted, gy.to(y.dtype)))
+    gw, gx = (next(gradients) if t.requires_grad else None for t in (weight, x))
+    return gw, gx
 
 
 def _power(values: Tensor) -> float:
     return float(values.double().square().sum())
-
-
-def _ratio(noise: float, power: float) -> float:
-    return noise / power if power else 0.0

@@ -1,7 +1,7 @@
-"""The threads of torch's OpenMP, for HOT's work on a CPU.
+"""Use of torch's OpenMP threads for HOT's work on a CPU.
 
-torch's threads wait actively for some milliseconds after each of its operations. Threads of HOT's
-own would share the cores with them; the same threads take HOT's work at once.
+torch's threads wait actively for some milliseconds after each of its operations. HOT's own threads
+would compete with them for the cores. torch's threads take HOT's work without delay.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from .. import contexts
 
 OWN_THREADS = "HOT_OWN_THREADS"
-"""Environment variable: set to 1, HOT keeps threads of its own beside torch's."""
+"""Environment variable; with the value 1 HOT keeps its own threads beside torch's."""
 LIBRARIES = ("libgomp", "libiomp5", "libomp")
-"""GNU's, Intel's and LLVM's; each has GOMP_parallel."""
+"""File names of GNU's, Intel's and LLVM's OpenMP; each has GOMP_parallel."""
 
 
 def parallel_region() -> int:
@@ -28,23 +28,15 @@ def parallel_region() -> int:
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             mapped = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/") > 1}
-    except OSError:
-        return 0
-    found = sorted(path for path in mapped if Path(path).name.startswith(LIBRARIES))
-    ours = [path for path in found if _of_torch(path)]
-    if len(ours or found) != 1:  # which one torch takes is not known
-        return 0
-    try:
-        region = ctypes.CDLL((ours or found)[0]).GOMP_parallel
+        every = [path for path in mapped if Path(path).name.startswith(LIBRARIES)]
+        home = Path(torch.__file__).parent  # torch's wheel
+        ours = [p for p in every if {home, home.parent / "torch.libs"} & {*Path(p).parents}]
+        if len(ours or every) == 1:  # otherwise it is not known which one torch uses
+            region = ctypes.CDLL((ours or every)[0]).GOMP_parallel
+            return ctypes.cast(region, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
-        return 0
-    return ctypes.cast(region, ctypes.c_void_p).value or 0
-
-
-def _of_torch(path: str) -> bool:
-    """Whether a library lies in torch's wheel."""
-    home = Path(torch.__file__).parent
-    return any(folder in Path(path).parents for folder in (home, home.parent / "torch.libs"))
+        pass
+    return 0
 
 
 def share() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from . import head, modules  # noqa: F401  (they register the operators)
+from . import head, modules  # noqa: F401  (imported to register operators)
 
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
@@ -75,9 +75,8 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 def keeps_codes(policy: Callable[..., CheckpointPolicy]) -> bool:
     """Whether a policy keeps the codes that HOT's layers make of x in the forward pass."""
-    context = SelectiveCheckpointContext(is_recompute=False)
-    found = policy(context, _hot.compress.default)
-    return found in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    decision = policy(SelectiveCheckpointContext(is_recompute=False), _hot.compress.default)
+    return decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def _kept(wanted: bool) -> CheckpointPolicy:

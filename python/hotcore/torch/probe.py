@@ -1,4 +1,4 @@
-"""Records by hooks how a forward pass uses a model's layers; the model is not changed."""
+"""Hooks that record how a forward pass uses a model's layers; the model does not change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +20,25 @@ from .frozen import FrozenModule
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     ("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum", "__matmul__", "__rmatmul__")
 )
-"""torch functions that multiply by a weight; reading its shape or dtype is no use."""
+"""torch functions that multiply by a weight."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of a layer: everything but the layer that its time depends on."""
+class Call(NamedTuple):
+    """Properties of one call of a layer."""
 
     shape: tuple[int, ...]
-    """Of x."""
-    dtype: torch.dtype
-    """Of x, before autocast's cast."""
     requires_grad: bool
     """Whether x's gradient is wanted."""
-    channels_last: bool
     autocast: torch.dtype | None
     """The dtype autocast computes in; None if it is off."""
 
     @classmethod
     def of(cls, x: Tensor) -> Call:
-        """That of a layer with x, now."""
-        four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        last, autocast = four and not x.is_contiguous(), autocast_dtype(x.device.type)
-        return cls(tuple(x.shape), x.dtype, x.requires_grad, last, autocast)
+        """Return the properties of a call with x now."""
+        return cls(tuple(x.shape), x.requires_grad, autocast_dtype(x.device.type))
 
 
 @dataclasses.dataclass
@@ -56,68 +49,57 @@ class LayerUse:
     macs: int = 0
     """Multiply-adds."""
     bypassed: bool = False
-    """Its weight was multiplied outside of the layer's own forward."""
-
-
-class Kept:
-    """Counts what autograd keeps for backward inside of :meth:`on`, by storage and by module."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], besides: Iterable[Tensor]) -> None:
-        """Count for these modules, by name; not what ``besides`` and views of it hold."""
-        self.modules = modules
-        self._besides = {_storage(tensor) for tensor in besides}
-        self.keepers: dict[int, tuple[int, dict[str, None]]] = {}
-        """Bytes of each storage, and the modules that keep it, the first first."""
-        self._inside = [""]
-        self._tensors: list[Tensor] = []  # kept alive, so that no storage's key is reused
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Count inside; without gradients nothing is kept."""
-        with _hooked(self.modules, self._enter, self._leave) as stack:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
-            stack.enter_context(hooks)
-            yield
-
-    def _enter(self, name: str, *_: Any) -> None:
-        self._inside.append(name)
-
-    def _leave(self, *_: Any) -> None:
-        self._inside.pop()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        # Detached: an output would keep its own graph alive, because no backward pass frees it.
-        kept, key = tensor.detach(), _storage(tensor)
-        if key not in self._besides:
-            self._tensors.append(kept)
-            entry = self.keepers.setdefault(key, (kept.untyped_storage().nbytes(), {}))
-            entry[1].setdefault(self._inside[-1])
-        return kept
+    """Whether its weight was multiplied outside of the layer's own forward."""
 
 
 def _hooked(
     modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
 ) -> ExitStack:
-    """Call ``enter(name, module, args, kwargs)`` and ``leave(name, module, args, output)``.
+    """Call ``enter(name, module, args, kwargs)`` and ``leave(name, module, args, kwargs, output)``.
 
-    Until the result is closed.
+    Closing the result removes the hooks.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
             before, after = partial(enter, name), partial(leave, name)
-            hook = module.register_forward_pre_hook(before, with_kwargs=True)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hook = module.register_forward_hook(after, with_kwargs=True, always_call=True)
             stack.callback(hook.remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
         return stack.pop_all()
 
 
-def _storage(tensor: Tensor) -> int:
-    """A key of its storage, for as long as that lives."""
-    return int(tensor.untyped_storage()._cdata)
+def kept_for_backward(
+    modules: Mapping[str, nn.Module], besides: Iterable[Tensor], forward: Callable[[], object]
+) -> dict[str, int]:
+    """Run a forward pass and count the bytes that autograd keeps of it, by module.
+
+    A storage counts in full for the innermost of ``modules`` that keeps it first, or for ``""``.
+    Storages of ``besides`` do not count.
+    """
+    counted = {tensor.untyped_storage()._cdata for tensor in besides}
+    alive: list[Tensor] = []  # no storage's key is used again
+    inside, sizes = [""], dict[str, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        # Detached: an output would keep its own graph alive, because no backward pass frees it.
+        tensor, storage = tensor.detach(), tensor.untyped_storage()
+        if storage._cdata not in counted:
+            counted.add(storage._cdata)
+            alive.append(tensor)
+            sizes[inside[-1]] = sizes.get(inside[-1], 0) + storage.nbytes()
+        return tensor
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with _hooked(modules, lambda name, *_: inside.append(name), leave), hooks:
+        forward()
+    return sizes
 
 
 class Watch(TorchFunctionMode):
-    """Observes, as a context, how a forward pass uses layers; tensors are not held."""
+    """Context that observes how forward passes inside use layers; it holds no tensors."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         """Observe these layers, by name."""
@@ -129,20 +111,20 @@ class Watch(TorchFunctionMode):
     def __enter__(self) -> Watch:
         """Hook the layers."""
         self._hooks = _hooked(self.layers, self._enter, self._leave)
-        super().__enter__()  # type: ignore[no-untyped-call]  # so in torch
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Remove the hooks."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # so in torch
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._hooks.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Look for products by a layer's weight outside of the layer."""
+        """Notice products by a layer's weight outside of the layer."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _PRODUCTS:
+        if getattr(func, "__name__", "") in PRODUCTS:
             ids = {id(tensor) for tensor in (*args, *kwargs.values()) if tensor is not None}
             for name, layer in self.layers.items():
                 if id(layer._parameters.get("weight")) in ids and name not in self._inside:
@@ -155,7 +137,7 @@ class Watch(TorchFunctionMode):
         if x is not None:
             self.uses[name].calls.append(Call.of(x))
 
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside.pop()
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor):
@@ -163,13 +145,13 @@ class Watch(TorchFunctionMode):
 
 
 def macs(layer: nn.Module, output: Tensor) -> int:
-    """Multiply-adds of the layer that made ``output``.
+    """Multiply-adds of a layer for ``output``.
 
-    For an attention those of its projections, with as many keys as queries.
+    For an attention these are its projections' with as many keys as queries.
     """
     if isinstance(layer, nn.MultiheadAttention):
-        own = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
-        values = [p.numel() for p in own if p is not None and p.dim() == 2]
+        weights = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
+        values = [p.numel() for p in weights if p is not None and p.dim() == 2]
         return output.numel() // int(layer.embed_dim) * sum(values)
     weight = layer.weight if isinstance(layer, FrozenModule) else layer._parameters.get("weight")
     if weight is None or not weight.numel():
@@ -180,58 +162,52 @@ def macs(layer: nn.Module, output: Tensor) -> int:
 
 
 def total_macs(run: Callable[[], object]) -> int:
-    """Multiply-adds of everything that ``run`` computes, as torch counts them."""
+    """Multiply-adds of all operations of ``run``, by torch's counter."""
     attention = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     mapping = {} if attention is None else {attention: _attention_flops}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     with warnings.catch_warnings(), counter:
-        # The counter's hooks are global; nothing is compiled here.
+        # The warning is about global hooks, the counter's; nothing is compiled here.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         run()
     return int(counter.get_total_flops()) // 2
 
 
-def _attention_flops(
-    query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    """FLOPs of the CPU's operator, which torch does not count."""
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of the CPU's attention operator, which torch does not count."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A layer's x, of the arguments of a call; None if there is no tensor."""
+    """The first tensor of a call's arguments, a layer's x; None if there is none."""
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
 
 
-@contextmanager
 def gradients_seen(
     layers: Mapping[str, nn.Module],
     see: Callable[[str, nn.Module, Call, Callable[[], Tensor], Tensor], None],
-) -> Iterator[None]:
+) -> AbstractContextManager[Any]:
     """Call ``see(name, layer, call, x, gy)`` in backward for every call of a layer inside.
 
-    ``x()`` gives x, and raises RuntimeError where it was written after the call.
+    ``x()`` returns x, or raises RuntimeError if it was written after the call.
     """
 
     def follow(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             x = input_of(args, kwargs)
-            about = (name, module, Call.of(x), _unwritten(x, name))
-            output.register_hook(lambda gy: see(*about, gy.detach()))  # type: ignore[no-untyped-call]  # so in torch
+            call = (name, module, Call.of(x), _unwritten(x, name))
+            hook: Any = output.register_hook
+            hook(lambda gy: see(*call, gy.detach()))
 
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            handle = layer.register_forward_hook(partial(follow, name), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+    return _hooked(layers, lambda *_: None, follow)
 
 
 def _unwritten(x: Tensor, name: str) -> Callable[[], Tensor]:
     x = x.detach()
     version = None if x.is_inference() else x._version
 
-    def given() -> Tensor:
+    def unwritten() -> Tensor:
         if version is not None and x._version != version:
             raise RuntimeError(
                 f"layer {name}: its x was written in place after the call, so that its gradients "
@@ -239,18 +215,18 @@ def _unwritten(x: Tensor, name: str) -> Callable[[], Tensor]:
             )
         return x
 
-    return given
+    return unwritten
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype autocast computes in on such a device; None if it is off."""
+    """The dtype autocast computes in on a type of device; None if it is off."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def check_training(model: nn.Module, who: str) -> None:
-    """Raise ValueError where ``who`` has no backward pass of HOT's to measure."""
+    """Raise ValueError if the function ``who`` would find no backward pass to measure."""
     if not model.training:
         raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
     if not torch.is_grad_enabled():
@@ -258,9 +234,8 @@ def check_training(model: nn.Module, who: str) -> None:
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Run compiled modules eagerly inside, so that hooks and modes see every call."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    """Context in which compiled modules run eagerly, so that hooks and modes see every call."""
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:
@@ -271,7 +246,7 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 
 
 def loss_of(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Tensor:
-    """``loss_fn``'s result, or without one the sum of the means of the model's float outputs."""
+    """Return ``loss_fn``'s result, by default the sum of the means of the model's float outputs."""
     if loss_fn is not None:
         loss = loss_fn(model, inputs)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -292,22 +267,23 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, Mapping):  # Hugging Face's outputs are mappings
         value = value.values()
-    if isinstance(value, list | tuple) or hasattr(value, "__iter__"):
+    if hasattr(value, "__iter__") and not isinstance(value, str):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
 
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore .grad, buffers, modules' classes and attributes, torch's random state on leaving.
+    """Restore .grad, buffers, modules' classes and attributes, and torch's random state at the end.
 
-    Inside, no parameter has a .grad. Hooks that run once a parameter's gradient is there (an
-    optimizer in backward) are set aside.
+    Inside, no parameter has a .grad, and hooks on accumulated gradients (an optimizer in backward)
+    do not run.
     """
     modules, grads = list(model.modules()), [(p, p.grad) for p in model.parameters()]
     hooks = [_compat.post_accumulate_hooks(parameter) for parameter, _ in grads]
-    own = [(m._parameters, m._buffers, m._modules, vars(m)) for m in modules]
-    tables: list[dict[Any, Any]] = [*hooks, *(table for each in own for table in each)]
+    tables: list[dict[Any, Any]] = list(hooks)
+    for module in modules:
+        tables += (module._parameters, module._buffers, module._modules, vars(module))
     contents = [(table, dict(table)) for table in tables]
     classes = [(m, type(m)) for m in modules]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
@@ -316,10 +292,10 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             for parameter, _ in grads:
                 parameter.grad = None
             for table in hooks:
-                table.clear()  # in place: handles remove from it
+                table.clear()  # in place, because handles remove from it
             yield
         finally:
-            for table, content in contents:  # self.buffer = self.buffer + 1
+            for table, content in contents:  # undoes self.buffer = self.buffer + 1
                 table.clear()
                 table.update(content)
             for module, kind in classes:

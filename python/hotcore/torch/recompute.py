@@ -26,13 +26,24 @@ Policy = Callable[..., CheckpointPolicy]
 class Recomputed:
     """Handle of :func:`~hotcore.torch.recompute`; :meth:`remove` restores the blocks."""
 
-    def __init__(self) -> None:
-        """Begin empty."""
+    def __init__(self, blocks: list[nn.Module], policy: Policy | None) -> None:
+        """Begin with blocks that have not changed."""
+        self.blocks = blocks
+        self._policy = policy
         self._undo = ExitStack()
 
     def remove(self) -> None:
         """Restore the blocks. A second call does nothing."""
         self._undo.close()
+        self.blocks = []
+
+    def __repr__(self) -> str:
+        """Return the number of blocks, their classes and the policy."""
+        if not self.blocks:
+            return "Recomputed(no blocks)"
+        kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
+        name = getattr(self._policy, "__name__", repr(self._policy))
+        return f"Recomputed({len(self.blocks)} blocks: {kinds}; policy={name})"
 
 
 def recompute(
@@ -48,103 +59,123 @@ def recompute(
             block.compile()
 
     Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective
-    policy. Call it after ``convert`` and before ``torch.compile``, DDP or ``fully_shard``.
-    Parameters, ``state_dict`` and names of modules stay. In eval mode, and without gradients,
-    nothing is recomputed. Backward recomputes with the weights as they are by then; as under any
-    checkpoint, nobody notices that they were written or swapped (``functional_call``) in between.
+    policy. Call it before ``torch.compile``, DDP or ``fully_shard``. Parameters, ``state_dict`` and
+    names of modules stay. In eval mode, and without gradients, nothing is recomputed. Like any
+    checkpoint, it does not notice weights that are written or swapped before backward.
 
-    A block of transformers that is recomputed gets no KV cache (``use_cache=False``, no
-    ``past_key_values``), as under transformers' own checkpointing: it would be written twice. A
-    UserWarning says so once; another says where batch norms count every batch twice.
+    A recomputed block of transformers gets no KV cache (``use_cache=False``, no
+    ``past_key_values``), which it would write twice. A UserWarning says this, and another one that
+    batch norms count every batch twice.
 
     In compiled graphs HOT's layers compress x once: in forward if the policy keeps the codes,
     otherwise in backward from the recomputed x. In eager mode they compress it in both passes
     unless the policy keeps the codes, and torch's selective checkpoints cost much host time.
 
     Args:
-        blocks: a block (an ``nn.ModuleList`` or ``nn.Sequential`` stands for its children), or
-            several.
-        policy: :func:`.keep_attention`, :func:`.keep_codes`, :func:`.keep_products` or your own, as
-            ``create_selective_checkpoint_contexts`` takes it; None: keep nothing but the inputs.
+        blocks: a block or several; an ``nn.ModuleList`` or ``nn.Sequential`` means its children.
+        policy: :func:`.keep_attention`, :func:`.keep_codes`, :func:`.keep_products` or your own for
+            ``create_selective_checkpoint_contexts``; None keeps nothing but the inputs.
 
     Returns:
-        A handle whose ``remove()`` restores the blocks.
+        A handle whose ``remove()`` restores the blocks; printed, it says how many there are.
 
     Raises:
         TypeError: a block is not a module.
-        ValueError: a block is already recomputed, or is inside of one that is.
+        ValueError: a block is or contains a recomputed one already, or no block contains layers.
 
     Source: docs/torch/memory.md, "Recompute instead".
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if policy is not None:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    found = _blocks(blocks)
-    inside = {id(module) for block in found for module in block.modules() if module is not block}
-    for block in found:
-        twice = id(block) in inside or found.count(block) > 1
-        if twice or any(map(_is_recomputed, block.modules())):
+    chosen = _blocks(blocks)
+    if chosen and not any(list(block.children()) for block in chosen):
+        names = ", ".join(sorted({type(block).__name__ for block in chosen}))
+        raise ValueError(
+            f"blocks: expected blocks that contain layers, such as model.blocks, got {names}; to "
+            "recompute a whole Sequential, pass it in a list"
+        )
+    inside = {id(module) for block in chosen for module in block.modules() if module is not block}
+    for block in chosen:
+        twice = id(block) in inside or chosen.count(block) > 1
+        if twice or any(isinstance(OwnForward.of(m), _Checkpointed) for m in block.modules()):
             raise ValueError(
                 f"blocks: {type(block).__name__} is recomputed already, or holds a block that is"
             )
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    norms = (m for block in found for m in block.modules() if isinstance(m, kinds))
+    norms = (m for block in chosen for m in block.modules() if isinstance(m, kinds))
     if any(norm.track_running_stats for norm in norms):
         warnings.warn(
             "hotcore.torch.recompute: a block has batch norms, whose running statistics count "
             "every batch twice, as under any checkpoint",
             stacklevel=2,
         )
-    handle = Recomputed()
+    handle = Recomputed(chosen, policy)
     defer = policy is None or not keeps_codes(policy)
-    for block in found:
-        content = vars(block)
-        made = _Checkpointed(block, block.forward, options).installed()
-        for name in made:
-            if name in content:
-                handle._undo.callback(content.__setitem__, name, content[name])
-            else:
-                handle._undo.callback(content.pop, name, None)
-        content.update(made)
-        for layer in block.modules():
-            if defer and isinstance(layer, HotModule):
-                handle._undo.callback(setattr, layer, "defer", layer.defer)
-                layer.defer = True
+    for block in chosen:
+        entries = _Checkpointed(block, block.forward, options, defer).installed()
+        before = {name: vars(block).get(name) for name in entries}
+        deferred = {layer: layer.defer for layer in _hot_layers(block)}
+        handle._undo.callback(_restore, block, before, deferred)
+        vars(block).update(entries)
+        defer_in_blocks(block)
     return handle
 
 
+def defer_in_blocks(model: nn.Module) -> None:
+    """Set ``defer`` of the layers in recomputed blocks whose policy does not keep the codes."""
+    for block in model.modules():
+        forward = OwnForward.of(block)
+        if isinstance(forward, _Checkpointed) and forward.defer:
+            for layer in _hot_layers(block):
+                layer.defer = True
+
+
+def _restore(block: nn.Module, before: dict[str, Any], deferred: dict[HotModule, bool]) -> None:
+    for name, value in before.items():
+        vars(block).pop(name, None)
+        if value is not None:
+            vars(block)[name] = value
+    for layer in _hot_layers(block):
+        layer.defer = deferred.get(layer, False)
+
+
+def _hot_layers(block: nn.Module) -> list[HotModule]:
+    return [module for module in block.modules() if isinstance(module, HotModule)]
+
+
 def _blocks(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    chosen: list[Any] = [blocks]
     if isinstance(blocks, nn.ModuleList | nn.Sequential):
-        return list(blocks.children())
-    if isinstance(blocks, nn.Module):
-        return [blocks]
-    found = list(blocks) if isinstance(blocks, Iterable) else [blocks]
-    for block in found:
+        chosen = list(blocks.children())
+    elif not isinstance(blocks, nn.Module) and isinstance(blocks, Iterable):
+        chosen = list(blocks)
+    for block in chosen:
         if not isinstance(block, nn.Module):
-            raise TypeError(f"blocks: {type(block).__name__}; expected a module or several")
-    return found
-
-
-def _is_recomputed(module: nn.Module) -> bool:
-    return isinstance(OwnForward.of(module), _Checkpointed)
+            raise TypeError(f"blocks: expected a module or several, got {type(block).__name__}")
+    return chosen
 
 
 class _Checkpointed(OwnForward):
     """A block's forward under ``torch.utils.checkpoint``."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], options: Any) -> None:
-        self.block, self.forward, self.options = block, forward, options
+    origin = "hot.recompute was called before; handle.remove(), then this call, then recompute"
+
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], options: Any, defer: bool
+    ) -> None:
+        self.block, self.forward, self.options, self.defer = block, forward, options, defer
         try:
             self.names = tuple(inspect.signature(forward).parameters)
-        except (TypeError, ValueError):  # of a built-in
+        except (TypeError, ValueError):  # a built-in has no signature
             self.names = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
-        reads = getattr(self.block, "_can_checkpoint_with_cache", False)  # and does not write it
+        only_reads = getattr(self.block, "_can_checkpoint_with_cache", False)
         for name, off in _CACHES.items():
-            if reads and off is None:
+            if only_reads and off is None:
                 continue
             at = self.names.index(name) if name in self.names else len(args)
             if _is_given(kwargs.get(name)):
@@ -158,13 +189,10 @@ class _Checkpointed(OwnForward):
         return checkpoint(self.forward, *args, **self.options, **kwargs)
 
 
-_CACHES = {
-    "use_cache": False,
-    **dict.fromkeys(("past_key_values", "past_key_value", "layer_past")),
-}
-"""Arguments for a KV cache, as transformers names them, and what stands for none."""
+_CACHES = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
+"""transformers' arguments for a KV cache, and the values without one."""
 _WHY = "in training, as a block that is recomputed would write the KV cache twice"
 
 
 def _is_given(value: Any) -> bool:
-    return value is not None and value is not False  # an empty cache is false, too
+    return value is not None and value is not False  # bool() of an empty cache is False, too

@@ -1,4 +1,4 @@
-"""What :func:`hotcore.torch.convert` did, layer by layer: :class:`ConversionReport`."""
+"""The report of :func:`hotcore.torch.convert`: :class:`ConversionReport`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from ..config import HotConfig
 
 REPORT = "hot_report"
-"""The attribute of a converted model that holds its report."""
+"""Attribute of a converted model that holds its report."""
+ADAPTER = "an adapter of peft"
+"""Reason for which the default filter leaves an adapter plain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +36,13 @@ class Converted:
     macs: int | None = None
     """Multiply-adds of its forward pass over ``inputs``; None without ``inputs``."""
     expected_time: float | None = None
-    """Time of forward and backward as a multiple of plain torch's; None if not measured."""
+    """Time of forward and backward over plain torch's; None without a fit (:mod:`.gains`)."""
     note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A layer, or a matrix outside of layers, that was not converted, and why."""
+    """A layer that stays plain, or a matrix outside of layers, and the reason."""
 
     name: str
     kind: str
@@ -48,25 +52,28 @@ class Skipped:
     parameters: int = 0
     macs: int | None = None
     expected_time: float | None = None
-    """Time of forward and backward as a multiple of plain torch's, if it were converted."""
+    """Time of forward and backward over plain torch's if the layer were converted."""
+
+
+Row = Converted | Skipped
 
 
 @dataclasses.dataclass
 class ConversionReport:
-    """What :func:`~hotcore.torch.convert` did, layer by layer; print it for a table.
+    """The converted layers and the plain ones; print it for a table.
 
-    It is the attribute ``hot_report`` of a converted model, holds no tensor and no module, and goes
-    along where the model is copied or pickled.
+    :func:`hotcore.torch.report` and the model's attribute ``hot_report`` return it. It holds no
+    tensor and no module. Copies and pickles of the model contain it.
     """
 
     config: HotConfig
     converted: list[Converted]
     skipped: list[Skipped]
-    layers: list[Converted | Skipped]
+    layers: list[Row]
     """Converted and skipped layers in the model's order."""
     unsupported: list[Skipped] = dataclasses.field(default_factory=list)
-    """Matrices outside of the kinds of layers that HOT supports: experts in one Parameter,
-    recurrent layers, other convolutions."""
+    """Matrices that HOT does not support: experts in one Parameter, recurrent layers, other
+    convolutions."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Sentences below the table."""
     parameter_count: int = 0
@@ -74,58 +81,62 @@ class ConversionReport:
     macs: int | None = None
     """Multiply-adds of the whole forward pass over ``inputs``; None without ``inputs``."""
     head: str = ""
-    """With ``head``: how the model computes its loss."""
+    """How the model computes its loss, if ``convert`` was given ``head``."""
     in_eval_mode: list[str] = dataclasses.field(default_factory=list)
-    """Converted layers in eval mode: forward and gradients stay plain until ``.train()``."""
+    """Converted layers in eval mode, which are plain until ``.train()``."""
 
     @property
     def parameter_share(self) -> float:
         """Share of the model's parameters that converted layers hold."""
-        return _share(sum(layer.parameters for layer in self.converted), self.parameter_count)
+        return sum(layer.parameters for layer in self.converted) / (self.parameter_count or 1)
 
     @property
     def mac_share(self) -> float | None:
         """Share of the forward pass's multiply-adds in converted layers; None if unknown."""
         if self.macs is None:
             return None
-        return _share(sum(layer.macs or 0 for layer in self.converted), self.macs)
+        return sum(layer.macs or 0 for layer in self.converted) / (self.macs or 1)
 
     @property
     def expected_time(self) -> float | None:
-        """Time of all converted layers' forward and backward as a multiple of plain torch's.
+        """Time of all converted layers' forward and backward over plain torch's.
 
-        Layers are weighted by their multiply-adds, or without ``inputs`` by their parameters. None
-        without measurements (on a CPU).
+        Layers are weighted by their multiply-adds, or by their parameters without ``inputs``. None
+        without a fit, as on a CPU.
         """
-        timed = [layer for layer in self.converted if layer.expected_time is not None]
-        weights = [layer.parameters if layer.macs is None else layer.macs for layer in timed]
-        if not sum(weights):
-            return None
-        pairs = zip(timed, weights, strict=True)
-        return sum((layer.expected_time or 0) * weight for layer, weight in pairs) / sum(weights)
+        timed = [
+            (layer.expected_time, layer.parameters if layer.macs is None else layer.macs)
+            for layer in self.converted
+            if layer.expected_time is not None
+        ]
+        total = sum(weight for _, weight in timed)
+        return sum(time * weight for time, weight in timed) / total if total else None
 
     def __str__(self) -> str:
-        """A table with one line for equal layers; ``*`` stands for the numbers in names."""
+        """Return the table with one line for equal layers; ``*`` stands for numbers in names."""
         return self.table()
 
     def table(self, grouped: bool = True) -> str:
         """Columns: layer, kind, in -> out, and the bytes kept of x or why the layer is plain.
 
         Args:
-            grouped: one line for equal layers whose names differ only in numbers, with their count
-                in brackets; False: one line for every layer.
+            grouped: one line for equal layers whose names differ only in numbers, with their
+                count, and none for adapters. False: one line for every layer.
         """
-        rows: list[tuple[str, ...]] = [("layer", "kind", "in -> out", "x is kept in")]
-        rows += self._rows(self.layers, grouped)
-        lines = aligned(rows, last_left=True)
+        adapters = [row for row in self.skipped if row.reason == ADAPTER]
+        hidden = ADAPTER if grouped else None
+        layers = [row for row in self.layers if getattr(row, "reason", "") != hidden]
+        lines = self.rows(layers, grouped, ("layer", "kind", "in -> out", "x is kept in"))
         if self.unsupported:
-            others = aligned(self._rows(self.unsupported, grouped), last_left=True)
             lines.append("matrices outside of the layers that HOT supports:")
-            lines += ["  " + line for line in others]
+            lines += ["  " + line for line in self.rows(self.unsupported, grouped)]
         running = len(self.converted) - len(self.in_eval_mode)
-        lines.append(f"{running} of {len(self.layers)} layers run HOT, {self.config}")
+        count = len(self.layers) - len(adapters)
+        lines.append(f"{running} of {count} layers run HOT, {self.config}")
         if self.in_eval_mode:
             lines[-1] += f"; {len(self.in_eval_mode)} more after .train()"
+        if adapters:
+            lines.append(f"{len(adapters)} layers of peft's adapters stay plain")
         if self.parameter_count:
             covered = f"they hold {self.parameter_share:.1%} of the model's parameters"
             if self.mac_share is not None:
@@ -136,14 +147,19 @@ class ConversionReport:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as numbers, strings, lists and dicts."""
-        return {
-            "config": json.loads(self.config.to_json()),
+        """Return all fields and shares as numbers, strings, lists and dicts."""
+        content: dict[str, Any] = json.loads(self.to_json())
+        return content
+
+    def to_json(self) -> str:
+        """Return all fields and shares as JSON."""
+        content = {
+            "config": self.config,
             "recipe": self.config.name,
             "layers": [_as_dict(layer) for layer in self.layers],
             "unsupported": [_as_dict(layer) for layer in self.unsupported],
-            "notes": list(self.notes),
-            "in_eval_mode": list(self.in_eval_mode),
+            "notes": self.notes,
+            "in_eval_mode": self.in_eval_mode,
             "parameters": self.parameter_count,
             "parameter_share": self.parameter_share,
             "macs": self.macs,
@@ -151,73 +167,73 @@ class ConversionReport:
             "expected_time": self.expected_time,
             "head": self.head,
         }
+        return json.dumps(content, indent=1, default=dataclasses.asdict)
 
-    def to_json(self) -> str:
-        """:meth:`to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def _rows(self, layers: Iterable[Converted | Skipped], grouped: bool) -> list[tuple[str, ...]]:
+    def rows(self, layers: Iterable[Row], grouped: bool = True, *head: Sequence[str]) -> list[str]:
+        """Return the lines of some layers, below those of ``head``."""
         rows: list[tuple[str, ...]] = []
         for layer in layers:
             sizes = f"{layer.in_features} -> {layer.out_features}"
             rows.append((layer.name or "(root)", layer.kind, sizes, self._outcome(layer)))
-        return group_alike(rows) if grouped else rows
+        return aligned([*head, *(group_alike(rows) if grouped else rows)], last_left=True)
 
-    def _outcome(self, layer: Converted | Skipped) -> str:
+    def _outcome(self, layer: Row) -> str:
         if isinstance(layer, Skipped):
             return f"stays plain: {layer.reason}"
-        kept = "nothing (weight frozen)"
-        if layer.bytes_per_value:
-            kept = f"{layer.bytes_per_value:.2f} bytes a value (fp32 / "
-            kept += f"{4 / layer.bytes_per_value:.1f})"
-        parts = [kept]
-        if layer.config != self.config:
-            parts.append(str(layer.config))
-        if layer.expected_time is not None:
-            parts.append(f"{layer.expected_time:.2f} of the time")
-        if layer.note:
-            parts.append(layer.note)
-        return ", ".join(parts)
+        size = "nothing (weight frozen)"
+        if bytes_per_value := layer.bytes_per_value:
+            size = f"{bytes_per_value:.2f} bytes a value (fp32 / {4 / bytes_per_value:.1f})"
+        config = "" if layer.config == self.config else str(layer.config)
+        time = "" if layer.expected_time is None else f"{layer.expected_time:.2f} of the time"
+        return ", ".join(filter(None, (size, config, time, layer.note)))
+
+
+def report(model: nn.Module) -> ConversionReport:
+    """Return the report of the last :func:`~hotcore.torch.convert` of ``model`` or of a part of it.
+
+    Wrappers such as DDP, ``torch.compile`` and peft do not matter. Raises ValueError if no part of
+    ``model`` was converted.
+    """
+    for module in model.modules():
+        content = vars(module).get(REPORT)
+        if isinstance(content, ConversionReport):
+            return content
+    raise ValueError("model: it has no report; call hot.convert(model) first")
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Names in one line, at most ``limit`` of them."""
+    """Return names in one line, at most ``limit`` of them."""
     shown = ", ".join(name or "(root)" for name in names[:limit])
     if len(names) > limit:
         return f"{shown} and {len(names) - limit} more"
     return shown or "none"
 
 
-def pattern_of(name: str) -> str:
-    """The name with ``*`` for every number between dots, as a pattern for ``overrides``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def group_alike(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Merge rows whose names, the first column, differ only in numbers between dots.
 
-
-def group_alike(rows: Iterable[Sequence[str]], many: str = "{} ({})") -> list[tuple[str, ...]]:
-    """Rows that are equal but for numbers in names, the first column, as one, with their count."""
+    ``*`` stands for the numbers, which makes a pattern for ``overrides``; then the count follows.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
-        groups.setdefault((pattern_of(name), *rest), []).append(name)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        groups.setdefault((pattern, *rest), []).append(name)
     return [
-        (names[0] if len(names) == 1 else many.format(pattern, len(names)), *rest)
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", *rest)
         for (pattern, *rest), names in groups.items()
     ]
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
-    entry = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
-    if isinstance(layer, Converted):
-        entry["config"] = json.loads(layer.config.to_json())
-        entry["recipe"] = layer.config.name
-    return {"converted": isinstance(layer, Converted), **entry}
+def _as_dict(layer: Row) -> dict[str, Any]:
+    recipe = {"recipe": layer.config.name} if isinstance(layer, Converted) else {}
+    return {"converted": isinstance(layer, Converted), **vars(layer), **recipe}
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 2, last_left: bool = False) -> list[str]:
-    """Lines of a table: ``left`` left-aligned columns, then right-aligned ones but for the last."""
+    """Lines of a table: ``left`` left-aligned columns, then right-aligned ones.
+
+    ``last_left`` also left-aligns the last column.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ends = {*range(left), *([len(widths) - 1] if last_left else [])}
     return [

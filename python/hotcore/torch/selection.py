@@ -1,8 +1,9 @@
-"""The rules by which ``convert`` chooses layers, and why the others stay plain."""
+"""Rules by which ``convert`` chooses layers, and the reasons why others stay plain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,13 @@ from .modules import HotConv2d, HotLinear, HotModule, held_forwards, is_pointwis
 from .ops import DTYPES
 from .ops.conv import has_products
 from .ops.sharded import is_dtensor
+from .report import ADAPTER
 
 Filter = Callable[[nn.Module, str], bool]
 
-# ---- The rule for layers that gain. Figures: benchmarks/results, one H200. ----
-
 MIN_FEATURES = 64
-"""The default filter leaves layers with fewer in or out features plain (a convolution's in features
-are a group's channels times its kernel's area): their products are too small to pay for
-quantisation."""
+"""In or out features below which the default filter leaves a layer plain. Products of fewer are too
+small to pay for quantisation. A convolution has a group's channels times its kernel's area."""
 
 HEAD_NAMES = frozenset(
     (
@@ -33,11 +32,11 @@ HEAD_NAMES = frozenset(
         *("to_logits", "score", "predictions", "output_projection", "proj_out"),
     )
 )
-"""The output head is the model's last layer if it, or the top-level module that contains it, has
-one of these names. Its error goes straight into the loss, and it is one layer of many."""
+"""Names of an output head: of the model's last layer, or of the top-level module that contains it.
+Its error goes straight into the loss, and it is one layer of many."""
 
 _TOP_HEAD_NAMES = frozenset(("out", "output"))
-"""Names of heads at the top level only; deeper they belong to an attention or a block."""
+"""Names of heads only at the top level; deeper ones belong to an attention or a block."""
 
 _WRAPPERS = frozenset(
     (
@@ -45,34 +44,32 @@ _WRAPPERS = frozenset(
         *("_orig_mod", "_checkpoint_wrapped_module"),
     )
 )
-"""Parts that DDP, peft, transformers, torch.compile and checkpoint wrappers add to a model's
-names."""
+"""Parts of names that DDP, peft, transformers, torch.compile and checkpoint wrappers add."""
 
 
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every layer of a kind that HOT supports, in the model's order."""
     conv1d = _compat.loaded("transformers.pytorch_utils", "Conv1D")
     kinds = (nn.Linear, nn.Conv2d, nn.MultiheadAttention, *conv1d)
-    found = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, kinds)]
-    # out_proj belongs to its attention, which uses the weight and never calls the layer.
-    own = {id(m.out_proj) for _, m in found if isinstance(m, nn.MultiheadAttention)}
-    return [(fqn, module) for fqn, module in found if id(module) not in own]
+    layers = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, kinds)]
+    # An attention uses the weight of its out_proj and never calls the layer.
+    inner = {id(m.out_proj) for _, m in layers if isinstance(m, nn.MultiheadAttention)}
+    return [(fqn, module) for fqn, module in layers if id(module) not in inner]
 
 
 def weights_of(module: nn.Module) -> Sequence[Tensor]:
     """The matrices of a layer; empty if they are computed instead of Parameters."""
     if isinstance(module, FrozenModule):
         return [module.weight]
-    if not isinstance(module, nn.MultiheadAttention):
-        weight = module._parameters.get("weight")
-        return [] if weight is None else [weight]
-    found = [p for n, p in module._parameters.items() if n.endswith("weight") and p is not None]
-    last = module.out_proj._parameters.get("weight")
-    return [*found, last] if found and last is not None else []
+    weights = [p for n, p in module._parameters.items() if n.endswith("weight") and p is not None]
+    if isinstance(module, nn.MultiheadAttention) and weights:
+        last = module.out_proj._parameters.get("weight")
+        return [] if last is None else [*weights, last]
+    return weights
 
 
 def hot_class(module: nn.Module) -> type[HotModule]:
-    """The HOT class that replaces such a layer, or that it is of."""
+    """The HOT class that replaces a layer's class, or that the layer has already."""
     if isinstance(module, FrozenModule):
         return next(cls for cls in type(module).__mro__ if "thawed" in vars(cls))
     if is_8bit(module):
@@ -89,7 +86,7 @@ def hot_class(module: nn.Module) -> type[HotModule]:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The kind in words; for a convolution with its kernel."""
+    """The kind of a layer in words; for a convolution with its kernel."""
     if isinstance(module, nn.Conv2d):
         return f"Conv2d {'x'.join(map(str, module.kernel_size))}"
     if isinstance(module, nn.MultiheadAttention):
@@ -107,15 +104,14 @@ def features_of(module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim, 3 * module.embed_dim
-    nx, nf = module.nx, module.nf
-    assert isinstance(nx, int) and isinstance(nf, int)
-    return nx, nf
+    conv1d: Any = module
+    return conv1d.nx, conv1d.nf
 
 
 def products_of(module: nn.Module, config: HotConfig, device: str = "") -> bool | None:
-    """Whether a convolution has HOT's products in backward; None: it is none.
+    """Whether a convolution has HOT's products in backward; None for other layers.
 
-    On a type of device, by default the weight's.
+    ``device`` is a type of device, by default the weight's.
     """
     if not isinstance(module, nn.Conv2d):
         return None
@@ -124,7 +120,7 @@ def products_of(module: nn.Module, config: HotConfig, device: str = "") -> bool 
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Whether no weight is trained."""
+    """Whether a layer trains none of its weights."""
     weights = weights_of(module)
     return bool(weights) and not any(weight.requires_grad for weight in weights)
 
@@ -132,18 +128,18 @@ def is_frozen(module: nn.Module) -> bool:
 def why_plain(
     model: nn.Module, layers: list[tuple[str, nn.Module]], filter_fn: Filter | None
 ) -> dict[str, str]:
-    """Why layers stay plain; the others are converted."""
+    """Names of the layers that stay plain, and the reasons."""
     if filter_fn is not None:
         reasons = {fqn: "left out by filter_fn" for fqn, m in layers if not filter_fn(m, fqn)}
     else:
         reasons = _default_reasons(model, layers)
-    # Reasons why a conversion is impossible come before reasons of choice.
-    held = held_forwards(module for _, module in layers if not isinstance(module, HotModule))
+    # Reasons that make a conversion impossible come before reasons of choice.
+    held = {m: why for m, why in held_forwards(model).items() if not isinstance(m, HotModule)}
     return reasons | {fqn: why for fqn, m in layers if (why := why_impossible(m) or held.get(m))}
 
 
 def why_impossible(module: nn.Module) -> str:
-    """Why this layer cannot be converted; empty if it can."""
+    """Return why a layer cannot be converted; empty if it can."""
     if isinstance(module, HotModule):
         return ""
     if why := bitsandbytes.why_impossible(module):
@@ -155,10 +151,9 @@ def why_impossible(module: nn.Module) -> str:
         return why
     if plain.forward.__module__ != plain.__module__:
         return f"the forward of {plain.__name__} was replaced by {plain.forward.__module__}'s"
-    if isinstance(module, nn.MultiheadAttention) and (
-        module.add_zero_attn or module.bias_k is not None
-    ):
-        return "add_bias_kv and add_zero_attn are not taken"
+    attention = module if isinstance(module, nn.MultiheadAttention) else None
+    if attention is not None and (attention.add_zero_attn or attention.bias_k is not None):
+        return "add_bias_kv and add_zero_attn are not supported"
     if is_8bit(module):
         return ""
     weights = weights_of(module)
@@ -176,11 +171,8 @@ def why_impossible(module: nn.Module) -> str:
 def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> dict[str, str]:
     reasons: dict[str, str] = {}
     adapters = _adapters(model)
-    embeddings = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    }
+    kinds = nn.Embedding | nn.EmbeddingBag
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
     for fqn, module in layers:
         inputs, outputs = features_of(module)
         if isinstance(module, nn.Conv2d):
@@ -190,17 +182,17 @@ def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> d
         if id(module._parameters.get("weight")) in embeddings:
             reasons[fqn] = "its weight is an embedding's"
         if id(module) in adapters:
-            reasons[fqn] = "an adapter of peft"
+            reasons[fqn] = ADAPTER
         if is_4bit(module) and not isinstance(module, HotModule):
             reasons[fqn] = (
-                "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
-                "dequantised, then quantised again, in every backward. A filter_fn converts it"
+                "bitsandbytes' Linear4bit, which keeps nothing of x either. HOT would dequantise "
+                "and quantise its weight in every backward; a filter_fn converts it"
             )
     convolutions = [fqn for fqn, module in layers if isinstance(module, nn.Conv2d)]
     if convolutions:
         reasons[convolutions[0]] = "the first convolution"
-    own = [fqn for fqn, module in layers if id(module) not in adapters]
-    return reasons | dict.fromkeys(_heads(model, own), "the output head")
+    others = [fqn for fqn, module in layers if id(module) not in adapters]
+    return reasons | dict.fromkeys(_heads(model, others), "the output head")
 
 
 def _heads(model: nn.Module, names: list[str]) -> list[str]:
@@ -226,15 +218,16 @@ def _heads(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def _adapters(model: nn.Module) -> set[int]:
-    """Modules that peft adds to the layers it wraps; they train in full precision."""
+    """Identities of the modules that peft adds to layers; they train in full precision."""
     wrapper = _compat.loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
-    found: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, wrapper):
-            for name, child in module.named_children():
-                if name != "base_layer":
-                    found.update(map(id, child.modules()))
-    return found
+    return {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, wrapper)
+        for name, child in module.named_children()
+        if name != "base_layer"
+        for part in child.modules()
+    }
 
 
 def why_slow(
@@ -243,27 +236,24 @@ def why_slow(
     device: str,
     rate: gpus.Int8Rate,
 ) -> dict[str, str]:
-    """Why layers are expected to be slower than plain torch's."""
-    found = {}
+    """Names of the layers that are expected to be slower than plain torch's, and the reasons."""
+    reasons = {}
     for fqn, module in layers:
-        own = configs[fqn]
-        if own is None or isinstance(module, HotModule):
-            continue
-        if is_8bit(module) and rate.fast:
-            continue  # the time of 8-bit layers was not measured; they gain memory
-        if why := gains.why_slow(facts_of(module, own, device, rate)):
-            found[fqn] = why
-    return found
+        config = configs[fqn]
+        # The time of bitsandbytes' layers was not measured; they gain memory.
+        if config and not isinstance(module, HotModule) and not (is_8bit(module) and rate.fast):
+            reasons[fqn] = gains.why_slow(facts_of(module, config, device, rate))
+    return {fqn: why for fqn, why in reasons.items() if why}
 
 
 def facts_of(module: nn.Module, config: HotConfig, device: str, rate: gpus.Int8Rate) -> gains.Facts:
-    """What the time of a layer depends on."""
+    """Properties of a layer that determine its time."""
     sizes = (products_of(module, config, device), *features_of(module))
     return gains.Facts(*sizes, config, device, is_frozen(module), rate)
 
 
 def rate_of(device: torch.device) -> gpus.Int8Rate:
-    """INT8's rate on a CUDA device; where torch sees none, that of an H200."""
+    """INT8's rate on a CUDA device, or an H200's if torch sees none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return gpus.ABSENT
     name = torch.cuda.get_device_name(device)

@@ -6,26 +6,24 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from .probe import PRODUCTS
 from .report import Skipped
 
 MIN_SIDE = 64
 """Rows and columns below which a stack of matrices is not listed."""
 
-_PRODUCTS = frozenset(("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum"))
-_KINDS: tuple[type[nn.Module], ...] = (
-    nn.Conv1d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.RNNBase,
-    nn.Bilinear,
-)
+_TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+_KINDS: dict[Any, tuple[str, str]] = {
+    nn.Conv1d | nn.Conv3d | _TRANSPOSED: ("in_channels", "out_channels"),
+    nn.RNNBase: ("input_size", "hidden_size"),
+    nn.Bilinear: ("in1_features", "out_features"),
+}
+"""Layers that are not supported, and the attributes of their sizes."""
 
 
 def matrices(model: nn.Module) -> list[Skipped]:
@@ -34,48 +32,31 @@ def matrices(model: nn.Module) -> list[Skipped]:
     These are experts of a mixture in one Parameter, and layers of other kinds: other convolutions,
     recurrent layers, ``nn.Bilinear``.
     """
-    found = []
+    rows = []
     for fqn, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, _KINDS):
-            sizes = _sizes(module)
-            why = f"nn.{_base(module).__name__} is not a kind of layer that HOT supports"
+        if sizes := next((sizes for kind, sizes in _KINDS.items() if isinstance(module, kind)), ()):
+            ins, outs = (getattr(module, size) for size in sizes)
+            base = next(c for c in type(module).__mro__ if c.__module__.startswith("torch.nn."))
+            why = f"nn.{base.__name__} is not a kind of layer that HOT supports"
             values = sum(p.numel() for p in module._parameters.values() if p is not None)
-            found.append(Skipped(fqn, kind, *sizes, why, values))
+            rows.append(Skipped(fqn, type(module).__name__, ins, outs, why, values))
         elif not isinstance(module, nn.Conv2d):
-            found += _stacks(fqn, module)
-    return found
+            rows += _stacks(fqn, module)
+    return rows
 
 
 def _stacks(fqn: str, module: nn.Module) -> list[Skipped]:
-    found: list[Skipped] = []
+    rows: list[Skipped] = []
     for name, parameter in module._parameters.items():
-        if parameter is None or parameter.dim() != 3 or parameter.shape[0] < 2:
-            continue
-        count, rows, columns = parameter.shape
-        if min(rows, columns) < MIN_SIDE:
-            continue
-        why = f"a stack of {count} matrices in one Parameter (experts); only layers are converted"
-        size = (columns, rows, why, parameter.numel())  # the layout of F.linear's weight
-        full_name = f"{fqn}.{name}" if fqn else name
-        found.append(Skipped(full_name, type(module).__name__, *size))
-    return found
-
-
-def _base(module: nn.Module) -> type:
-    return next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn."))
-
-
-def _sizes(module: nn.Module) -> tuple[int, int]:
-    for ins, outs in (
-        ("in_channels", "out_channels"),
-        ("input_size", "hidden_size"),
-        ("in1_features", "out_features"),
-    ):
-        sizes = getattr(module, ins, None), getattr(module, outs, None)
-        if isinstance(sizes[0], int) and isinstance(sizes[1], int):
-            return sizes[0], sizes[1]
-    return 0, 0
+        shape = () if parameter is None else tuple(parameter.shape)
+        if len(shape) == 3 and shape[0] > 1 and min(shape[1:]) >= MIN_SIDE:
+            count, outs, ins = shape  # the layout of F.linear's weight
+            why = (
+                f"a stack of {count} matrices in one Parameter (experts); only layers are converted"
+            )
+            about = (f"{fqn}.{name}" if fqn else name, type(module).__name__, ins, outs, why)
+            rows.append(Skipped(*about, count * outs * ins))
+    return rows
 
 
 # ---- Layers whose parent uses their weight itself ----
@@ -87,24 +68,24 @@ def bypassed(
     """Names of layers whose parent's code multiplies ``self.NAME.weight``.
 
     Reads the source of the parent's class and runs nothing. With ``certain`` the parent never calls
-    ``self.NAME(...)``; otherwise it does both, one of them in a branch. Code that reaches a weight
-    in another way is not found.
+    ``self.NAME(...)``; otherwise it does both, one of them in a branch. Other ways to reach a
+    weight are not noticed.
     """
-    found = set()
+    names = set()
     for fqn in layers:
         parent, _, name = fqn.rpartition(".")
         if not fqn or name.isdigit():
             continue
-        cls: Hashable = type(model.get_submodule(parent))  # type: ignore[assignment]  # mypy: #11470
+        cls: Any = type(model.get_submodule(parent))
         multiplied, called = _uses(cls)
         if name in multiplied and (name in called) != certain:
-            found.add(fqn)
-    return found
+            names.add(fqn)
+    return names
 
 
 @functools.lru_cache(maxsize=4096)
-def _uses(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Attributes of self whose weight the class multiplies, and attributes that it calls."""
+def _uses(cls: type[Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """Attributes of ``self`` whose weight a class multiplies, and attributes that it calls."""
     multiplied: set[str] = set()
     called: set[str] = set()
     for part in cls.__mro__:
@@ -112,16 +93,14 @@ def _uses(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
-        except (OSError, TypeError, SyntaxError):  # built in, typed into a shell, generated
+        except (OSError, TypeError, SyntaxError):  # a built-in, shell or generated class
             continue
         for node in ast.walk(tree):
+            product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
             if isinstance(node, ast.Call):
-                if name := _own_attribute(node.func):
-                    called.add(name)
-                if getattr(node.func, "attr", getattr(node.func, "id", "")) in _PRODUCTS:
-                    for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-                        multiplied |= _weights(argument)
-            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                called.add(_own_attribute(node.func))
+                product = getattr(node.func, "attr", getattr(node.func, "id", "")) in PRODUCTS
+            if product:
                 multiplied |= _weights(node)
     return frozenset(multiplied), frozenset(called)
 
