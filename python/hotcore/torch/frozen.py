@@ -22,7 +22,7 @@ from . import _compat, frozen_codes
 from .frozen_codes import NO_WRITES, Format, guard, refuse_gradients, version
 from .modules import HotLinear, HotModule, become, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
-from .ops.codes import Frozen, check_codes, dequantized, quantize_forward_weight
+from .ops.codes import Frozen, body, dequantized, quantize_forward_weight
 from .ops.linear import linear_from_json
 
 _CODES = "weight_codes"
@@ -357,7 +357,7 @@ class FrozenModule(HotModule, nn.Module):
         weight = Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
         # A tensor of functional_call. Operators check codes that remember it.
         if type(codes) is Tensor and not torch.compiler.is_compiling():
-            check_codes(weight)
+            body(weight, check=True)
         return weight
 
     def _fits(self, codes: Tensor) -> bool:
@@ -535,7 +535,7 @@ class FrozenModule(HotModule, nn.Module):
             if not self._fits(codes):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
-                check_codes(Frozen(codes, self.weight_block, *self.weight_features, codes.dtype))
+                body(Frozen(codes, self.weight_block, *self.weight_features, codes.dtype), check=True)
             aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
         if weight is None:
