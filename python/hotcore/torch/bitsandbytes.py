@@ -18,7 +18,7 @@ from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
 from .modules import HotModule
 from .ops.calls import seed_for_call
-from .ops.core import handle_of
+from .ops.core import parsed
 from .ops.linear import gradients
 from .ops.registry import not_differentiable, without_base
 
@@ -160,7 +160,7 @@ class _FrozenProduct(torch.autograd.Function):
             None,
             ctx.seed,
             ctx.seed,
-            handle_of(ctx.config_json),
+            parsed(ctx.config_json),
             ctx.x_shape,
             (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None),
         )

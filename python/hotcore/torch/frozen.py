@@ -481,7 +481,9 @@ class FrozenModule(HotModule, nn.Module):
             if not self._fits(codes):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
-                body(Frozen(codes, self.weight_block, *self.weight_features, codes.dtype), check=True)
+                body(
+                    Frozen(codes, self.weight_block, *self.weight_features, codes.dtype), check=True
+                )
             aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
         if weight is None:

@@ -192,7 +192,8 @@ def parameter(codes: Tensor) -> nn.Parameter:
 
 def guard(codes: Any) -> None:
     """Guard a Parameter, in place; a wrapper of another kind (DTensor) stays."""
-    if type(codes) is nn.Parameter:
+    plain_parameter = type(codes) is nn.Parameter
+    if plain_parameter:
         codes._hot_seen = None
         if _compat.traces_parameters():
             codes.__class__ = FrozenCodes

@@ -123,7 +123,8 @@ def check_transforms(name: str, *tensors: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return
     refuse_transforms(name)
-    if any(t is not None and unpack_dual(t).tangent is not None for t in tensors):
+    duals = map(unpack_dual, (tensor for tensor in tensors if tensor is not None))
+    if any(dual.tangent is not None for dual in duals):
         raise unsupported_transform(name)
 
 

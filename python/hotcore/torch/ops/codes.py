@@ -24,20 +24,7 @@ from ... import _core
 from ...config import HotConfig, Key
 from .. import _compat, frozen_codes
 from . import core, sharing
-from .core import (
-    DTYPES,
-    SEEDS,
-    Handle,
-    bypasses_dispatcher,
-    collapsible,
-    context_for,
-    flat,
-    lend,
-    lend_result,
-    parsed,
-    product_bypasses_dispatcher,
-    workspace,
-)
+from .core import DTYPES, collapsible, context_for, flat, lend, lend_result, parsed, workspace
 from .registry import Size, operator
 from .sharing import once
 
@@ -130,7 +117,7 @@ def decompress(
 
 
 def _draw(x: Tensor) -> Tensor:
-    return torch.randint(SEEDS, (), device=x.device)
+    return torch.randint(core.SEEDS, (), device=x.device)
 
 
 def fake_seed(x: Tensor) -> Tensor:
@@ -154,15 +141,15 @@ def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Pair:
     return compress(x, parsed(config), core.key_of(seed)), seed.clone()
 
 
-def compress_activation(x: Tensor, seed: Tensor, handle: Handle) -> Pair:
+def compress_activation(x: Tensor, seed: Tensor, config: HotConfig) -> Pair:
     """Codes of x ``[..., I]`` and their seed, by the operator or directly, with the same result.
 
     Backward takes the seed from here. A selective checkpoint that keeps the codes of the forward
     pass keeps their seed with them, while the recomputation draws another ``seed``.
     """
-    if bypasses_dispatcher(x):
-        return compress(x, handle.config, core.key_of(seed)), seed
-    return _compress_activation(flat(x), seed, handle.json)
+    if core.bypasses_dispatcher(x):
+        return compress(x, config, core.key_of(seed)), seed
+    return _compress_activation(flat(x), seed, config.json)
 
 
 def _fake_restored(
@@ -293,7 +280,7 @@ def forms_of(
     weight: Tensor,
     node: Any,
     seed: Tensor,
-    handle: Handle,
+    config: HotConfig,
     keep: Hashable,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """x for the 8-bit product, for backward, and the seed of that, of a call past the dispatcher.
@@ -304,14 +291,14 @@ def forms_of(
     (:func:`.sharing.linear_key`); None: backward needs none. The first result is None where the
     product quantises x itself, because no other layer can share it.
     """
-    cache, config = sharing.current(), handle.config
+    cache = sharing.current()
     entry, key = cache.entry_of(x), (inner.dtype, config.forward_block)
     codes = None if entry is None else entry.quantized_for(key)
 
     def compress() -> Pair:
         nonlocal codes
         if codes is not None:
-            return compress_activation(inner, seed, handle)
+            return compress_activation(inner, seed, config)
         codes, saved = quantize_forward_input(inner, config, core.key_of(seed))
         return saved, seed
 
@@ -392,8 +379,8 @@ def dequantize(weight: Frozen) -> Tensor:
         for begin in range(0, rows, step):
             part = slice(begin, begin + step)
             values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
-            operands = map(lend_result, (q[part], scales[part]))
-            _core.dequantize(context, *operands, "token", lend_result(values))
+            rounded, scale = lend_result(q[part]), lend_result(scales[part])
+            _core.dequantize(context, rounded, scale, "token", lend_result(values))
             padded = width != columns
             target = lend_result(values if padded else out[part])
             _core.fwht(context, lend_result(values), 1, weight.block, target)
@@ -419,7 +406,7 @@ def _dequantize_weight(
 
 def dequantized(weight: Frozen) -> Tensor:
     """:func:`dequantize`, by the operator or directly."""
-    past = product_bypasses_dispatcher(weight.codes, weight.codes)
+    past = core.product_bypasses_dispatcher(weight.codes, weight.codes)
     # A transform wraps every new tensor, so that it has no memory to write.
     if (past and not _compat.transforms_active()) or weight.codes.is_meta:
         return dequantize(weight)

@@ -26,29 +26,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
 
 
-# ---- configurations ----
-
-
-class Handle:
-    """A parsed configuration. Operators take JSON, the constant that a compiled graph can hold."""
-
-    __slots__ = ("config", "int8", "json")
-
-    def __init__(self, json: str) -> None:
-        """Parse the configuration. Raises ValueError."""
-        self.config, self.json = HotConfig.from_json(json), json
-        self.int8 = self.config.forward == "int8"
-
-
 @functools.lru_cache(maxsize=256)
-def handle_of(json: str) -> Handle:
-    """The one handle of a configuration's text."""
-    return Handle(json)
-
-
 def parsed(json: str) -> HotConfig:
-    """The configuration that an operator has received as JSON."""
-    return handle_of(json).config
+    """The configuration of a JSON text, the constant that a compiled graph can hold."""
+    return HotConfig.from_json(json)
 
 
 # ---- seeds and keys ----

@@ -28,7 +28,7 @@ from ...config import ConfigLike, HotConfig, Key
 from .. import _compat
 from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
-from .core import Handle, handle_of, lend, lend_result, parsed, workspace
+from .core import lend, lend_result, parsed, workspace
 from .registry import Size, not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
@@ -149,7 +149,7 @@ def _prepared(
     elif compiled and config:
         saved, seed = codes.kept_of(x, inner, config, keep)
     elif int8 and seed is not None and core.product_bypasses_dispatcher(inner, held):
-        quantized = codes.forms_of(x, inner, held, None, seed, handle_of(config), None)[0]
+        quantized = codes.forms_of(x, inner, held, None, seed, parsed(config), None)[0]
     call: Any = _linear if compiled else Linear.apply
     y: Tensor = call(inner, held, bias, saved if keep else None, seed, config, quantized, *fields)
     return y
@@ -307,7 +307,7 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         """Product; ``graph``: x's codes for the product, and :data:`Fields`."""
         need_gx, need_gw = ctx.needs_input_grad[:2]
-        handle: Any = handle_of(config) if config else None
+        settings: Any = parsed(config) if config else None
         deferred, saved_seed, fields = False, seed, graph[1:]
         own_seed = cache = None
         if graph:
@@ -318,13 +318,13 @@ class Linear(torch.autograd.Function):
             if need_gw:
                 cache = sharing.current()
             own_seed = seed
-            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
+            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, settings, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         kept = core.kept_weight(weight, need_gw) if need_gx else None
         ctx.save_for_backward(saved if need_gw else None, saved_seed, kept)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (handle, own_seed, x.shape, dtypes, cache, deferred, fields)
+        ctx.call = (settings, own_seed, x.shape, dtypes, cache, deferred, fields)
         return without_base(y)
 
     @staticmethod
@@ -335,11 +335,11 @@ class Linear(torch.autograd.Function):
         if gy is None:
             return None, None, None, *others
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, deferred, fields = ctx.call
+        settings, seed, x_shape, dtypes, cache, deferred, fields = ctx.call
         if cache is not None:
             cache.clear()
         if deferred:
-            saved, saved_seed = codes.compress_activation(saved, saved_seed, handle)
+            saved, saved_seed = codes.compress_activation(saved, saved_seed, settings)
         needs = ctx.needs_input_grad[:3]
         gx, gw, gb = gradients(
             gy,
@@ -347,7 +347,7 @@ class Linear(torch.autograd.Function):
             saved if needs[1] else None,
             saved_seed,
             saved_seed if seed is None else seed,
-            handle,
+            settings,
             x_shape,
             [dtype if need else None for dtype, need in zip(dtypes, needs, strict=True)],
         )
@@ -360,29 +360,30 @@ def _eager(
     weight: Tensor,
     bias: Tensor | None,
     seed: Tensor,
-    handle: Handle,
+    config: HotConfig,
     cache: sharing.Cache | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, the codes of x for backward, and their seed; without a cache no codes."""
+    int8 = config.forward == "int8"
     dtype, inner, matrix, plain_bias = None, x, weight, bias
     if _compat.any_autocast():
         # Cast here, because autocast's cache would keep a weight without its graph.
         dtype = calls.autocast_dtype(x)
         inner = calls.cast(x, dtype)
-        if not handle.int8:  # which takes the parameters as they are
+        if not int8:  # which takes the parameters as they are
             matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
-    key = None if cache is None else sharing.linear_key(handle, dtype)
-    if handle.int8:
+    key = None if cache is None else sharing.linear_key(config.json, dtype)
+    if int8:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
         if core.product_bypasses_dispatcher(inner, weight):
-            quantized, *kept = codes.forms_of(x, inner, weight, ctx, seed, handle, key)
-            return int8_linear(inner, weight, bias, handle.config, quantized), *kept
+            forms = codes.forms_of(x, inner, weight, ctx, seed, config, key)
+            return int8_linear(inner, weight, bias, config, forms[0]), *forms[1:]
     saved, saved_seed = None, seed
     if cache is not None:
-        compress = functools.partial(codes.compress_activation, inner, seed, handle)
+        compress = functools.partial(codes.compress_activation, inner, seed, config)
         saved, saved_seed = cache.compressed(cache.entry_of(x), key, weight, ctx, compress)
-    if handle.int8:
-        return product(inner, weight, bias, handle.json), saved, saved_seed
+    if int8:
+        return product(inner, weight, bias, config.json), saved, saved_seed
     return F.linear(inner, matrix, plain_bias), saved, saved_seed
 
 
@@ -441,7 +442,9 @@ def backward(
         keys[0],
         spec,
         keys[1],
-        *map(lend_result, (gx, gw, gb)),
+        lend_result(gx),
+        lend_result(gw),
+        lend_result(gb),
         accumulate,
         workspace(_core.backward_linear_workspace, gy, *shape, gx is not None, gw is not None),
         lend(quantized, "codes of the weight"),
@@ -513,29 +516,29 @@ def gradients(
     saved: Tensor | None,
     saved_seed: Tensor | None,
     seed: Tensor | None,
-    handle: Handle | None,
+    config: HotConfig | None,
     x_shape: torch.Size,
     dtypes: Sequence[torch.dtype | None],
 ) -> Gradients:
     """g_x, g_w, g_b, by the operator or directly, with equal results.
 
-    None for a dtype of None. Without seed and handle they are those of a plain product with a
-    frozen weight.
+    None for a dtype of None. Without seed and configuration they are those of a plain product
+    with a frozen weight.
     """
     held, fields = _parts(weight)
     plain = held is None or type(held) in core.PLAIN_TYPES
-    if handle is not None and seed is not None and plain and core.bypasses_dispatcher(gy):
+    if config is not None and seed is not None and plain and core.bypasses_dispatcher(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = core.keys_of(saved_seed, seed)
         try:
-            backward(gy, weight, saved, x_shape[-1], handle.config, keys, outputs)
+            backward(gy, weight, saved, x_shape[-1], config, keys, outputs)
             return outputs
         except RuntimeError:
             # A check in advance would slow down every other call.
             if gy.layout is torch.strided and not _compat.batched(gy):
                 raise
     rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
-    common = (saved, saved_seed, seed, handle.json if handle else "", x_shape[-1])
+    common = (saved, saved_seed, seed, config.json if config else "", x_shape[-1])
     results = _backward_linear(rows, held, *common, *dtypes, *fields)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
     return None if gx is None else gx.view(x_shape), gw, gb

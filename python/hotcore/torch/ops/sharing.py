@@ -84,11 +84,10 @@ def _state(x: Tensor) -> tuple[Any, ...] | None:
     base = x._base
     if base is not None and base.grad_fn is None:  # a view of a leaf
         return None
-    if x.is_cuda:
-        # A CUDA graph capture neither takes codes from outside nor leaves any behind: replays do
-        # not raise version counters.
-        if torch.cuda.is_current_stream_capturing():
-            return None
+    # A CUDA graph capture neither takes codes from outside nor leaves any behind: replays do not
+    # raise version counters.
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
     stream = _compat.current_stream(x.get_device()) if x.is_cuda else None
     try:
         # The rest is for x.data = x.data.t(), which raises no version.
@@ -133,7 +132,7 @@ class Entry:
 
 
 class Cache:
-    """The x that a thread compressed last. Every layer asks it: a miss costs the host about 1 us."""
+    """The x that a thread compressed last. A miss takes the host about 1 us."""
 
     __slots__ = ("entry",)
 
@@ -209,9 +208,9 @@ class Cache:
 
 
 @functools.lru_cache(maxsize=1024)
-def linear_key(handle: core.Handle, dtype: torch.dtype | None) -> Hashable:
+def linear_key(config: str, dtype: torch.dtype | None) -> Hashable:
     """Key of a linear layer's codes: its configuration, and the dtype autocast casts x to."""
-    return dtype, config_key(handle.config)
+    return dtype, config_key(core.parsed(config))
 
 
 class _Threads(threading.local):
