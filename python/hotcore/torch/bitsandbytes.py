@@ -1,4 +1,4 @@
-"""All that knows bitsandbytes: ``Linear8bitLt`` and ``Linear4bit``, frozen, under adapters.
+"""Adapter for bitsandbytes: its frozen ``Linear8bitLt`` and ``Linear4bit``, under adapters.
 
 bitsandbytes keeps the whole x of a ``Linear8bitLt`` until backward, although its weight is frozen.
 HOT's layers keep only the seed, and compute g_x in integers. Nothing here imports bitsandbytes: a
@@ -31,7 +31,7 @@ def is_4bit(module: nn.Module) -> bool:
 
 
 def is_8bit(module: nn.Module) -> bool:
-    """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: of codes, never trained here."""
+    """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: codes, which are never trained."""
     return isinstance(module, _layer_class("Linear8bitLt")) or is_4bit(module)
 
 
@@ -51,10 +51,10 @@ def hot_class(module: nn.Module) -> type[HotModule]:
 
 @functools.cache
 def _made(name: str) -> type[HotModule]:
-    """``HotLinear8bitLt`` or ``HotLinear4bit``, made once bitsandbytes is loaded."""
+    """``HotLinear8bitLt`` or ``HotLinear4bit``; bitsandbytes must be loaded."""
     (plain,) = _layer_class(name.removeprefix("Hot"))
     content = {"plain": plain, "__module__": __name__, "__doc__": _HotFrozen.__doc__}
-    # Not as a decorator: it imports the compiler.
+    # A decorator would import the compiler with this module.
     content["forward"] = torch.compiler.disable(_HotFrozen.forward)  # type: ignore[no-untyped-call]
     return type(name, (_HotFrozen, plain), content)
 
@@ -99,12 +99,12 @@ class _HotFrozen(HotModule):
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
         if not is_4bit(self):  # type: ignore[arg-type]  # a module
             options = {"has_fp16_weights": False, **options}
-        super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # the plain class's
+        super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # of the plain class
         self.config = as_config(config)
 
     @staticmethod
     def plain_in_eval(module: Any, config: HotConfig) -> bool:
-        """In eval mode always; its forward is bitsandbytes'."""
+        """Return True: its forward is always bitsandbytes'."""
         return True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class _HotFrozen(HotModule):
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """The forward pass of bitsandbytes."""
-        output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
+        output: Tensor = super().forward(x)  # type: ignore[misc]  # of the plain class
         return output
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -135,7 +135,7 @@ class _HotFrozen(HotModule):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Saves nothing of x: the weight has no gradient."""
+    """A product that saves nothing of x: the weight has no gradient."""
 
     @staticmethod
     def forward(
