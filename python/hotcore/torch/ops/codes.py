@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ...config import HotConfig, Key
 from .. import _compat, frozen_codes
 from . import core, sharing
 from .core import DTYPES, collapsible, context_for, flat, lend, lend_result, parsed, workspace
-from .registry import Size, operator
+from .registry import operator
 from .sharing import once
 
 Pair = tuple[Tensor, Tensor]
@@ -125,7 +125,7 @@ def fake_seed(x: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=x.device)
 
 
-@operator(fake=fake_seed, random=True)
+@operator("draw_seed(Tensor x) -> Tensor", fake=fake_seed, random=True)
 def draw_seed(x: Tensor) -> Tensor:
     """Draw a seed on x's device."""
     return _draw(x)
@@ -136,7 +136,9 @@ def _fake_kept(x: Tensor, seed: Tensor, config: str) -> Pair:
     return _bytes(saved_bytes(tokens, in_features, parsed(config)), x), torch.empty_like(seed)
 
 
-@operator(fake=_fake_kept)
+@operator(
+    "compress_activation(Tensor x, Tensor seed, str config) -> (Tensor, Tensor)", fake=_fake_kept
+)
 def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Pair:
     return compress(x, parsed(config), core.key_of(seed)), seed.clone()
 
@@ -158,9 +160,13 @@ def _fake_restored(
     return saved.new_empty((tokens, in_features), dtype=dtype)
 
 
-@operator(fake=_fake_restored)
+@operator(
+    "decompress_activation(Tensor saved, Tensor seed, str config, SymInt tokens, "
+    "SymInt in_features, ScalarType dtype) -> Tensor",
+    fake=_fake_restored,
+)
 def decompress_activation(
-    saved: Tensor, seed: Tensor, config: str, tokens: Size, in_features: Size, dtype: torch.dtype
+    saved: Tensor, seed: Tensor, config: str, tokens: int, in_features: int, dtype: torch.dtype
 ) -> Tensor:
     """:func:`decompress` as an operator."""
     return decompress(saved, tokens, in_features, parsed(config), core.key_of(seed), dtype)
@@ -170,13 +176,11 @@ def _fake_pair(x: Tensor, config: str) -> Pair:
     return _fake_kept(flat(x), fake_seed(x), config)
 
 
-def _compress(x: Tensor, config: str) -> Pair:
+@operator("compress(Tensor x, str config) -> (Tensor, Tensor)", fake=_fake_pair, random=True)
+def compress_with_seed(x: Tensor, config: str) -> Pair:
     """Codes of x and the seed that they draw."""
     seed = _draw(x)
     return compress(x, parsed(config), core.key_of(seed)), seed
-
-
-compress_with_seed = operator(fake=_fake_pair, random=True)(_compress)
 
 
 def compress_once(
@@ -196,7 +200,7 @@ def compress_once(
     return once(x, key, make)
 
 
-@operator()
+@operator("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)")
 def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
     """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
     make = functools.partial(compress_with_seed, config=config) if codes else None
@@ -233,7 +237,7 @@ def _fake_input(x: Tensor, config: str) -> Tensor:
     return _bytes(input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config)), x)
 
 
-@operator(fake=_fake_input)
+@operator("forward_input(Tensor x, str config) -> Tensor", fake=_fake_input)
 def forward_input(x: Tensor, config: str) -> Tensor:
     """x quantised for 8-bit products."""
     return quantize_forward_input(x, parsed(config))[0]
@@ -243,7 +247,11 @@ def _fake_forms(x: Tensor, config: str) -> Forms:
     return (_fake_input(x, config), *_fake_pair(x, config))
 
 
-@operator(fake=_fake_forms, random=True)
+@operator(
+    "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_forms,
+    random=True,
+)
 def quantize_input(x: Tensor, config: str) -> Forms:
     """Both forms of x from one read, and the seed that it draws."""
     seed = _draw(x)
@@ -251,7 +259,7 @@ def quantize_input(x: Tensor, config: str) -> Forms:
     return codes, saved, seed
 
 
-@operator()
+@operator("input_of(Tensor x, Tensor inner, str config, bool keep) -> (Tensor, Tensor, Tensor)")
 def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
     """Both forms of x; that for backward is empty unless ``keep``.
 
@@ -395,12 +403,12 @@ def fake_dequantize(*frozen: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=codes.device)
 
 
-@operator(fake=fake_dequantize)
-def _dequantize_weight(
-    *frozen: Annotated[
-        Any, "Tensor codes, int block, int out_features, int in_features, ScalarType dtype"
-    ],
-) -> Tensor:
+@operator(
+    "dequantize_weight(Tensor codes, int block, int out_features, int in_features, "
+    "ScalarType dtype) -> Tensor",
+    fake=fake_dequantize,
+)
+def _dequantize_weight(*frozen: Any) -> Tensor:
     return dequantize(Frozen(*frozen))
 
 

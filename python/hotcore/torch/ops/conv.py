@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,9 @@ _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Sizes = tuple[Any, Any, Any, str, int]
 """Stride, padding, dilation, padding mode and groups of a convolution."""
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
-Fields = Annotated[Any, _WINDOW]
-"""The fields of a :class:`Window`, as an operator takes them."""
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config, " + _WINDOW
+)
 
 
 class Window(NamedTuple):
@@ -354,8 +355,10 @@ def _restored(
     return x if last else _stored_as(x, False, dtype)
 
 
-@operator()
-def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Fields) -> Pair:
+@operator(
+    f"kept_pixels_of(Tensor x, Tensor inner, str config, bool codes, {_WINDOW}) -> (Tensor, Tensor)"
+)
+def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Any) -> Pair:
     """``kept_of`` for pixels."""
     window = Window.of(*shape)
 
@@ -389,15 +392,15 @@ def _fake_convolution(
     return _plain_convolution(x, weight, bias, Window.of(*shape))
 
 
-@operator(fake=_fake_convolution, flops=_flops, any_strides=False, product=True)
+@operator(
+    f"convolution({_ARGUMENTS}) -> Tensor",
+    fake=_fake_convolution,
+    flops=_flops,
+    any_strides=False,
+    product=True,
+)
 def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor,
-    config: str,
-    *shape: Fields,
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:
     window = Window.of(*shape)
     convolve = _by_pixels if _is_int8(window, config) else _plain_convolution
@@ -491,15 +494,9 @@ def _eager(
     return y, saved, saved_seed
 
 
-@operator(flops=_flops)
+@operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops)
 def _conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor,
-    config: str,
-    *shape: Fields,
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:
     calls.refuse_transforms("conv2d")
     window = Window.of(*shape)

@@ -15,7 +15,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,7 @@ class Options(NamedTuple):
     """0: :func:`chunk_of`."""
 
 
-_OPTIONS = Annotated[Any, "float label_smoothing, float softcap, float lse_square_scale, int chunk"]
-"""Options in an operator's schema."""
+_OPTIONS = "float label_smoothing, float softcap, float lse_square_scale, int chunk"
 _Results = tuple[Tensor, Tensor, Tensor, Tensor]
 """Losses ``[L]``, g_x, g_w and g_b; an operator returns no None: empty where not wanted."""
 
@@ -459,23 +458,18 @@ def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
     return _outputs(x, weight, arguments[5:8], len(weight))
 
 
-@operator(fake=_fake, flops=_flops, product=True)
-def _head_loss(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    factor: Tensor,
-    seed: Tensor | None,
-    config: str,
-    need_gx: bool,
-    need_gw: bool,
-    need_gb: bool,
-    *options: _OPTIONS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wanted = (need_gx, need_gw, need_gb)
-    with torch.autocast(x.device.type, enabled=False):  # x and weight have been cast
-        return chunked(x, weight, bias, target, factor, seed, config, wanted, Options(*options))
+@operator(
+    "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor factor, Tensor? seed, "
+    f"str config, bool need_gx, bool need_gw, bool need_gb, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    flops=_flops,
+    product=True,
+)
+def _head_loss(*arguments: Any) -> _Results:
+    wanted, options = arguments[7:10], Options(*arguments[10:])
+    with torch.autocast(arguments[0].device.type, enabled=False):  # x and weight have been cast
+        return chunked(*arguments[:7], wanted=wanted, options=options)
 
 
 # ---- autograd ----
@@ -550,21 +544,14 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: b
     return torch.mul(gradient, scale, out=out)  # in one pass
 
 
-@operator(flops=_flops)
-def _linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    seed: Tensor | None,
-    config: str,
-    ignore_index: int,
-    reduction: str,
-    *options: _OPTIONS,
-) -> Tensor:
+@operator(
+    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? seed, str config, "
+    f"int ignore_index, str reduction, {_OPTIONS}) -> Tensor",
+    flops=_flops,
+)
+def _linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     calls.refuse_transforms(_NAME)
     if not torch.is_grad_enabled():  # needs_input_grad does not tell
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
-    arguments = (x, weight, bias, target, seed, config, ignore_index, reduction, *options)
-    loss: Tensor = Head.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
+    loss: Tensor = Head.apply(x, weight, bias, *others)  # type: ignore[no-untyped-call]  # so in torch
     return loss

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +29,17 @@ from .. import _compat
 from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
 from .core import lend, lend_result, parsed, workspace
-from .registry import Size, not_differentiable, operator, without_base
+from .registry import not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
 Weight = Tensor | Frozen
 """A weight ``[O, I]``, or the codes that stand for it."""
 _FIELDS = "int block=0, int rows=0, int columns=0, ScalarType? dtype=None"
-Fields = Annotated[Any, _FIELDS]
-"""Fields of a :class:`.codes.Frozen` whose codes an operator takes as its weight; else empty."""
-_DTYPES = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype"
-DtypesAndFields = Annotated[Any, f"{_DTYPES}, {_FIELDS}"]
-"""Dtypes of g_x, g_w and g_b, None: not wanted; and fields."""
+"""Fields of a :class:`.codes.Frozen` whose codes an operator takes as its weight; else left out."""
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor? seed, str config, "
+    f"Tensor? codes=None, {_FIELDS}"
+)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """g_x, g_w and g_b; None: not wanted."""
 _FROZEN_DTYPE = (
@@ -159,7 +159,7 @@ def _prepared(
 
 
 def _parts(weight: Any) -> tuple[Any, list[Any]]:
-    """A weight as an operator takes it: the tensor, or codes and the :data:`Fields` behind them."""
+    """A weight as an operator takes it: the tensor, or codes and their fields."""
     if not isinstance(weight, Frozen):
         return weight, []
     held, *fields = weight
@@ -222,18 +222,12 @@ def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
     return plain_product(x, matrix, bias)  # which checks the shapes
 
 
-@operator(fake=_fake_product, flops=_flops, product=True)
+@operator(f"product({_ARGUMENTS}) -> Tensor", fake=_fake_product, flops=_flops, product=True)
 def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor | None,
-    config: str,
-    codes: Tensor | None = None,
-    *frozen: Fields,
+    x: Tensor, weight: Tensor, bias: Any, saved: Any, seed: Any, config: str, *rest: Any
 ) -> Tensor:
-    return _multiply(x, _whole(weight, frozen), bias, config, codes)
+    quantized, *fields = rest or (None,)
+    return _multiply(x, _whole(weight, fields), bias, config, quantized)
 
 
 def _multiply(
@@ -305,7 +299,7 @@ class Linear(torch.autograd.Function):
         config: str,
         *graph: Any,
     ) -> Tensor:
-        """Product; ``graph``: x's codes for the product, and :data:`Fields`."""
+        """Product; ``graph``: x's codes for the product, and a frozen weight's fields."""
         need_gx, need_gw = ctx.needs_input_grad[:2]
         settings: Any = parsed(config) if config else None
         deferred, saved_seed, fields = False, seed, graph[1:]
@@ -387,19 +381,11 @@ def _eager(
     return F.linear(inner, matrix, plain_bias), saved, saved_seed
 
 
-@operator(flops=_flops)
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor | None,
-    config: str,
-    codes: Tensor | None = None,
-    *frozen: Fields,
-) -> Tensor:
+@operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops)
+def _linear(*arguments: Any) -> Tensor:
     calls.refuse_transforms("linear")
-    y: Tensor = Linear.apply(x, weight, bias, saved, seed, config, codes, *frozen)  # type: ignore[no-untyped-call]  # so in torch
+    codes = () if len(arguments) > 6 else (None,)  # tells Linear that this is a graph
+    y: Tensor = Linear.apply(*arguments, *codes)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
@@ -484,18 +470,18 @@ def _fake_backward(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]
     return operator_outputs(gy, arguments[5], arguments[6:9])
 
 
-@operator(fake=_fake_backward, flops=_backward_flops, product=True)
+@operator(
+    "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor? seed, "
+    "str config, SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, "
+    f"ScalarType? gb_dtype, {_FIELDS}) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+    flops=_backward_flops,
+    product=True,
+)
 def _backward_linear(
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    saved_seed: Tensor | None,
-    seed: Tensor | None,
-    config: str,
-    in_features: Size,
-    *rest: DtypesAndFields,
+    gy: Tensor, weight: Any, saved: Any, saved_seed: Any, seed: Any, config: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtypes, whole = rest[:3], _whole(weight, rest[3:])
+    in_features, dtypes, whole = rest[0], rest[1:4], _whole(weight, rest[4:])
     results = operator_outputs(gy, in_features, dtypes)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
     if seed is not None:

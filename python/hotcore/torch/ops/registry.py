@@ -8,11 +8,8 @@ no vmap: callers cast, and refuse what is batched.
 from __future__ import annotations
 
 import functools
-import inspect
-import types
-import typing
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,17 +19,6 @@ from .. import _compat
 
 library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
 
-Size = Annotated[int, "SymInt"]
-"""A size that may be symbolic; a plain ``int`` is a constant of the graph."""
-
-_TYPES = {
-    Tensor: "Tensor",
-    str: "str",
-    int: "int",
-    bool: "bool",
-    float: "float",
-    torch.dtype: "ScalarType",
-}
 _products: list[str] = []
 _Result = TypeVar("_Result")
 
@@ -43,6 +29,7 @@ def no_flops(*_: Any, **__: Any) -> int:
 
 
 def operator(
+    schema: str,
     *,
     fake: Callable[..., Any] | None = None,
     flops: Callable[..., Any] = no_flops,
@@ -50,12 +37,11 @@ def operator(
     any_strides: bool = True,
     product: bool = False,
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """Register the decorated function as the operator of its name, without leading underscores.
-
-    The schema is that of its annotations. An ``Annotated`` type gives its text; that of ``*args``
-    is a list of parameters with names. Calls of the returned operator go through the dispatcher.
+    """Register the decorated function as an operator, whose calls go through the dispatcher.
 
     Args:
+        schema: ``name(Tensor x, ...) -> Tensor``. A ``SymInt`` may be symbolic; an ``int`` is a
+            constant of the graph. The function is called without trailing default values.
         fake: makes results of the same shapes, dtypes and strides, without values. Without it the
             function is composite: made of other operators, which every tracer follows.
         flops: a formula of ``register_flop_formula``. A multiply-add counts as two, as in torch.
@@ -66,11 +52,11 @@ def operator(
     """
 
     def register(function: Callable[..., _Result]) -> Callable[..., _Result]:
-        name = function.__name__.lstrip("_")
+        name = schema.partition("(")[0]
         tags = [torch.Tag.nondeterministic_seeded] if random else []
         if any_strides and fake is not None:
             tags.append(torch.Tag.flexible_layout)
-        library.define(name + schema_of(function), tags=tuple(tags))
+        library.define(schema, tags=tuple(tags))
         if fake is None:
             library.impl(name, function, "CompositeImplicitAutograd")
         else:
@@ -87,31 +73,6 @@ def operator(
         return default
 
     return register
-
-
-def schema_of(function: Callable[..., Any]) -> str:
-    """The schema of a function's annotations, such as ``(Tensor x, str config) -> Tensor``."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    parts = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        text = _type(hints[name])
-        if parameter.kind is not parameter.VAR_POSITIONAL:
-            text = f"{text} {name}"
-        if parameter.default is not parameter.empty:
-            text = f"{text}={parameter.default}"
-        parts.append(text)
-    result = hints["return"]
-    several = typing.get_args(result) if typing.get_origin(result) is tuple else ()
-    returns = f"({', '.join(map(_type, several))})" if several else _type(result)
-    return f"({', '.join(parts)}) -> {returns}"
-
-
-def _type(annotation: Any) -> str:
-    if typing.get_origin(annotation) is Annotated:
-        return str(annotation.__metadata__[0])
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # with None
-        return f"{_type(typing.get_args(annotation)[0])}?"
-    return _TYPES[annotation]
 
 
 def _without_derivative(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -69,7 +69,7 @@ def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor 
         tensor if tensor is None else tensor.to_local(grad_placements=placements)
         for tensor, placements in zip((x, weight, bias), gradients, strict=True)
     )
-    if bias is not None and shares > 1:
+    if bias_part is not None and shares > 1:
         bias_part = bias_part / shares
     return (x, weight, bias_part), (mesh, y_placements, shape)
 
