@@ -170,10 +170,6 @@ class FrozenWeight(ReadOnly):
         weight = self._thawed()
         return self._layer.dequantized() if weight is None else weight.detach().clone()
 
-    def _held(self) -> Tensor:
-        weight = self._thawed()
-        return self._layer.weight_codes if weight is None else weight
-
     # "weight.data += values": Python then assigns the result to weight.data, which it is by then.
     __iadd__, __isub__ = _thawing("add_"), _thawing("sub_")
     __imul__, __itruediv__ = _thawing("mul_"), _thawing("div_")
@@ -200,7 +196,8 @@ class FrozenWeight(ReadOnly):
     ) -> Any:
         """Answer questions of size and place; the rest is read-only values."""
         if func in _PLACES:
-            return func(args[0]._held())
+            weight = args[0]._thawed()
+            return func(args[0]._layer.weight_codes if weight is None else weight)
         if func in _SIZES:
             with _compat.without_subclasses():
                 return func(*args, **(kwargs or {}))
@@ -221,10 +218,9 @@ def _assign(func: Any, weight: ReadOnly, value: Any) -> None:
 
 def _values(value: Any, copies: list[Tensor] | None = None) -> Any:
     """Arguments with plain tensors for read-only ones, which are also put into ``copies``."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_values(item, copies) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_values(item, copies) for item in value)
+        items = [_values(item, copies) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
         return {key: _values(item, copies) for key, item in value.items()}
     if not isinstance(value, ReadOnly):
@@ -299,11 +295,14 @@ class FrozenModule(HotModule, nn.Module):
         codes: Tensor = self.weight_codes
         if not self._fits(codes):
             self.take_format(codes)
-        weight = Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
+        weight = self._as_frozen(codes)
         # A tensor of functional_call. Operators check codes that remember it.
         if type(codes) is Tensor and not torch.compiler.is_compiling():
             body(weight, check=True)
         return weight
+
+    def _as_frozen(self, codes: Tensor) -> Frozen:
+        return Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
 
     @property
     def _format(self) -> Format:
@@ -481,9 +480,7 @@ class FrozenModule(HotModule, nn.Module):
             if not self._fits(codes):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
-                body(
-                    Frozen(codes, self.weight_block, *self.weight_features, codes.dtype), check=True
-                )
+                body(self._as_frozen(codes), check=True)
             aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
         if weight is None:

@@ -417,25 +417,30 @@ class Conv2d(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        seed: Tensor,
-        config: str,
-        window: Window,
-        *graph: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         """The convolution; ``graph``: the saved pixels."""
+        seed, config, window, *graph = rest
         need_gx, keep = ctx.needs_input_grad[:2]
-        ctx.seed = ctx.cache = None
+        ctx.seed = ctx.cache = saved = None
+        saved_seed = seed
         if graph:
-            (saved,), saved_seed = graph, seed
+            (saved,) = graph
             y = _convolution(x, weight, bias, saved, seed, config, *window)
         else:
-            ctx.seed = seed
-            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, config, window, keep)
+            ctx.seed, dtype = seed, calls.autocast_dtype(x)
+            inner = calls.cast(x, dtype)
+            if _is_int8(window, config):
+                calls.check_dtypes(x, weight.dtype, bias, dtype)
+                y = _by_pixels(inner, weight, bias, window, config)
+            else:
+                matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
+                y = plain_conv2d(inner, matrix, plain_bias, window)
+            if keep:
+                ctx.cache = cache = sharing.current()
+                key = _pixels_key(config, window, dtype, x.is_cuda)
+                compress = functools.partial(_compress, inner, seed, config, window)
+                entry = cache.entry_of(x)
+                saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
         kept = core.kept_weight(weight, keep) if need_gx else None
         ctx.save_for_backward(saved, saved_seed, kept)
         ctx.set_materialize_grads(False)
@@ -451,47 +456,15 @@ class Conv2d(torch.autograd.Function):
         """g_x, g_w and g_b, by the operator."""
         if gy is None:
             return (None,) * 7
-        saved, saved_seed, weight = ctx.saved_tensors
+        tensors = ctx.saved_tensors
         if ctx.cache is not None:
             ctx.cache.clear()
         needed = ctx.needs_input_grad[:3]
-        gy, weight = core.dense(gy), weight if needed[0] else None
         dtypes = [dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)]
         backward = _backward_pixels if ctx.products else _backward_window
-        results = backward(ctx, gy, weight, saved, saved_seed, dtypes)
+        results = backward(ctx, core.dense(gy), dtypes, *tensors)
         gx, gw, gb = (g if need else None for g, need in zip(results, needed, strict=True))
         return gx, gw, gb, None, None, None, None
-
-
-def _eager(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor,
-    config: str,
-    window: Window,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, the saved pixels, and their seed."""
-    dtype = calls.autocast_dtype(x)
-    inner = calls.cast(x, dtype)
-    if _is_int8(window, config):
-        calls.check_dtypes(x, weight.dtype, bias, dtype)
-        y = _by_pixels(inner, weight, bias, window, config)
-    else:
-        y = plain_conv2d(inner, calls.cast(weight, dtype), calls.cast(bias, dtype), window)
-    if not keep:
-        return y, None, seed
-    ctx.cache = cache = sharing.current()
-    saved, saved_seed = cache.compressed(
-        cache.entry_of(x),
-        _pixels_key(config, window, dtype, x.is_cuda),
-        weight,
-        ctx,
-        lambda: _compress(inner, seed, config, window),
-    )
-    return y, saved, saved_seed
 
 
 @operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops)
@@ -537,15 +510,14 @@ def _stored_as(values: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
     return dense.permute(0, 3, 1, 2) if last else dense
 
 
+_Dtypes = Sequence[torch.dtype | None]
+"""Dtypes of g_x, g_w and g_b; None: not wanted."""
+
+
 def _backward_window(
-    ctx: Any,
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor,
-    dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Torch's own backward, of the restored x."""
+    ctx: Any, gy: Tensor, dtypes: _Dtypes, saved: Any, seed: Tensor, weight: Tensor | None
+) -> linear.Gradients:
+    """torch's own backward, with the restored x."""
     window, x_shape, (x_last, weight_last) = ctx.window, ctx.x_shape, ctx.channels_last
     gx_dtype, gw_dtype, gb_dtype = dtypes
     height, width = x_shape[2:]
@@ -553,7 +525,7 @@ def _backward_window(
         x = _empty(gy, x_shape, x_last, gy.dtype)
     else:
         x = _restored(saved, seed, ctx.config, x_shape, x_last, gy.dtype)
-    if weight is None:
+    if gx_dtype is None or weight is None:
         shape = (gy.shape[1], x_shape[1] // window.groups, *window.kernel)
         weight = _empty(gy, shape, weight_last, gy.dtype)
     x, around = padded(x, window)
@@ -580,18 +552,13 @@ def _backward_window(
 
 
 def _backward_pixels(
-    ctx: Any,
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    saved_seed: Tensor,
-    dtypes: Sequence[torch.dtype | None],
+    ctx: Any, gy: Tensor, dtypes: _Dtypes, saved: Any, saved_seed: Tensor, weight: Tensor | None
 ) -> linear.Gradients:
     """HOT's products: a linear layer over the pixels that the kernel reads."""
     x_shape, (x_last, weight_last) = ctx.x_shape, ctx.channels_last
     nhwc = gy.permute(0, 2, 3, 1)
     config = _settings_of(ctx.config, True, nhwc.shape[1:3])
-    matrix = None if weight is None else weight.flatten(1)
+    matrix = None if dtypes[0] is None or weight is None else weight.flatten(1)
     seed = saved_seed if ctx.seed is None else ctx.seed
     shape = torch.Size((math.prod(nhwc.shape[:3]), x_shape[1]))
     rows, gw, gb = linear.gradients(

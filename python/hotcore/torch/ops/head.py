@@ -479,19 +479,9 @@ class Head(torch.autograd.Function):
     """The loss, in eager mode and as AOTAutograd traces it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        seed: Tensor | None,
-        config: str,
-        ignore_index: int,
-        reduction: str,
-        *options: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         """The loss, and except for ``"none"`` the gradients."""
+        target, seed, config, ignore_index, reduction, *options = rest
         counted = target != ignore_index
         factor, target = counted.float(), torch.where(counted, target, 0)
         later, needs = reduction == "none", ctx.needs_input_grad[:3]

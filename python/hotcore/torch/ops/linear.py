@@ -289,17 +289,9 @@ class Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        saved: Tensor | None,
-        seed: Any,
-        config: str,
-        *graph: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         """Product; ``graph``: x's codes for the product, and a frozen weight's fields."""
+        saved, seed, config, *graph = rest
         need_gx, need_gw = ctx.needs_input_grad[:2]
         settings: Any = parsed(config) if config else None
         deferred, saved_seed, fields = False, seed, graph[1:]
