@@ -152,8 +152,8 @@ class CustomBackward:
 
         Args:
             model: a model without HOT layers (:func:`hotcore.torch.revert`).
-            filter_fn: ``filter_fn(layer, name)`` says which layers to take. By default those that
-                :func:`hotcore.torch.convert` takes.
+            filter_fn: ``filter_fn(layer, name)`` says which layers to take. None takes those of
+                :func:`hotcore.torch.convert`.
 
         Returns:
             The same model. Its ``hot_report``, a :class:`.Replaced`, names the layers, and gives

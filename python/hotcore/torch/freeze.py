@@ -82,9 +82,9 @@ def freeze_int8(
 
     Args:
         model: has layers that :func:`convert` made: linear ones, or transformers' ``Conv1D``.
-        filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze. By default all, or those
-            whose weight does not require grad if there are any. (peft's ``modules_to_save`` are
-            trained beside them.)
+        filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze. None freezes all, or
+            those whose weight does not require grad if there are any. (peft's ``modules_to_save``
+            are trained beside them.)
         save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, without a copy.
             They load into a model that is frozen alike.
         convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion

@@ -104,9 +104,9 @@ class FrozenCodes(nn.Parameter):
     """Codes and scales of a frozen weight, uint8 ``[bytes]``: moved and saved, not computed with.
 
     Methods that would write numbers raise RuntimeError. :func:`check` finds other writes, because
-    ``data`` has the version of the Parameter. NumPy's arrays of it are read-only. torch before 2.13
-    cannot compile a subclass: there an ordinary Parameter holds the codes, and only writes that
-    raise its version are found.
+    ``data`` has the version of the Parameter. NumPy's arrays of it are read-only. Older torch than
+    2.13 cannot compile a subclass. There an ordinary Parameter holds the codes, and only writes
+    that raise its version are found.
     """
 
     _hot_seen: Any = None

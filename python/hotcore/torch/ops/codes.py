@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, overload
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,43 +183,29 @@ def compress_with_seed(x: Tensor, config: str) -> Pair:
     return compress(x, parsed(config), core.key_of(seed)), seed
 
 
-def compress_once(
-    x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
-) -> Pair:
-    """In a graph, codes and seed of x by ``compress(inner)``, once for every layer with this x.
-
-    Without ``compress`` a seed and empty codes.
-    """
-
-    def make() -> Pair:
-        if compress is not None:
-            return compress(inner.detach())
-        seed = draw_seed(inner.detach())
-        return seed.new_empty(0), seed
-
-    return once(x, key, make)
+def seed_alone(x: Tensor) -> Pair:
+    """Empty codes and a seed."""
+    seed = draw_seed(x)
+    return seed.new_empty(0), seed
 
 
 @operator("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)")
 def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
     """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
-    make = functools.partial(compress_with_seed, config=config) if codes else None
-    return compress_once(x, inner, (config, codes), make)
+    make = functools.partial(compress_with_seed, config=config) if codes else seed_alone
+    return once(x, (config, codes), lambda: make(inner.detach()))
 
 
 # ---- an x for 8-bit products ----
 
 
-@overload
-def quantize_forward_input(x: Tensor, config: HotConfig) -> tuple[Tensor, None]: ...
-@overload
-def quantize_forward_input(x: Tensor, config: HotConfig, key: Key) -> tuple[Tensor, Tensor]: ...
 def quantize_forward_input(
     x: Tensor, config: HotConfig, key: Key | None = None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """x ``[..., I]`` as a uint8 vector that an 8-bit product takes in its place, by libhot.
 
-    With ``key`` also the result of :func:`compress`, from the same read of x where a kernel can.
+    With ``key`` also the result of :func:`compress`, from the same read of x where a kernel can;
+    else None.
     """
     x, tokens, in_features = collapsible(x)
     spec = config.forward_spec
@@ -357,8 +343,8 @@ _body_bytes = functools.lru_cache(maxsize=4096)(frozen_codes.body_bytes)
 def body(weight: Frozen, check: bool = False) -> Tensor:
     """The codes and scales, as libhot reads them.
 
-    Raises RuntimeError where the bytes of a frozen layer are not codes (``check``: also of a plain
-    tensor, which does not remember that it was checked).
+    Raises RuntimeError where the bytes of a frozen layer are not codes. ``check`` looks at a plain
+    tensor, too, which does not remember that it was checked.
     """
     codes, size = weight.codes, _body_bytes(weight.out_features, weight.in_features, weight.block)
     if check or hasattr(codes, "_hot_seen"):

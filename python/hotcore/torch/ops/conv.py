@@ -4,11 +4,11 @@ Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, com
 ``[N*H*W, C]``.
 
 * The products stay torch's own. Backward restores x in y's dtype and calls
-  ``aten.convolution_backward``. g_x does not depend on x, and has the bits of the plain layer; g_w
-  and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
+  ``aten.convolution_backward``. This g_x does not depend on x, and has the bits of the plain layer.
+  The g_w is that of the restored x. Backward needs one x in y's dtype beside the results, and one
   more where a padding mode other than zeros pads it.
-* A 1x1 kernel is a linear layer over the pixels that it visits, with HOT's products in backward (on
-  CUDA only with a low rank: :func:`has_products`). Any 1x1 kernel may have an 8-bit forward.
+* A 1x1 kernel is a linear layer over the pixels that it visits, with HOT's products in backward. On
+  CUDA they need a low rank (:func:`has_products`). Any 1x1 kernel may have an 8-bit forward.
 
 Operators take the fields of a :class:`Window` one by one.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...config import ConfigLike, HotConfig, HotConfigFields
 from . import calls, codes, core, linear, sharing
-from .codes import Pair, compress_once, compress_with_seed
+from .codes import Pair, compress_with_seed, seed_alone
 from .core import parsed
 from .registry import not_differentiable, operator, without_base
 
@@ -136,8 +136,8 @@ def conv2d(
     """A convolution, bit for bit ``F.conv2d``; of x only compressed pixels are kept.
 
     It gains memory alone: the products stay torch's, in forward and backward. Backward restores x.
-    All of x is kept, whatever the recipe's basis (a low-rank recipe's in INT4). g_x has the plain
-    layer's bits, g_w is that of the restored x. ``channels_last`` saves copies.
+    All of x is kept, whatever the recipe's basis; a low-rank recipe keeps it in INT4. Backward
+    gives g_x with the bits of the plain layer. ``channels_last`` saves copies.
 
     A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits.
     With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s. Its gradients are computed with
@@ -367,7 +367,8 @@ def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: 
         return compress_with_seed(rows, own.json)
 
     key = (_pixels_key(config, window, inner.dtype, inner.is_cuda), codes)
-    return compress_once(x, inner, key, compress if codes else None)
+    make = compress if codes else seed_alone
+    return sharing.once(x, key, lambda: make(inner.detach()))
 
 
 # ---- the forward product ----
@@ -529,19 +530,12 @@ def _backward_window(
         shape = (gy.shape[1], x_shape[1] // window.groups, *window.kernel)
         weight = _empty(gy, shape, weight_last, gy.dtype)
     x, around = padded(x, window)
-    gx, gw, gb = torch.ops.aten.convolution_backward.default(
-        gy,
-        x.to(gy.dtype),  # a backward inside of autocast pads in fp32
-        weight.to(gy.dtype),  # under autocast the parameters are of another
-        [gy.shape[1]],
-        window.stride,
-        around,
-        window.dilation,
-        False,
-        [0, 0],
-        window.groups,
-        [dtype is not None for dtype in dtypes],
-    )
+    x = x.to(gy.dtype)  # a backward inside of autocast pads in fp32
+    weight = weight.to(gy.dtype)  # under autocast the parameters are of another
+    geometry = (window.stride, around, window.dilation, False, [0, 0], window.groups)
+    wanted = [dtype is not None for dtype in dtypes]
+    convolution_backward = torch.ops.aten.convolution_backward.default
+    gx, gw, gb = convolution_backward(gy, x, weight, [gy.shape[1]], *geometry, wanted)
     del x
     if gx_dtype is not None:
         # In x's dtype first, in which autograd, too, adds the overlaps of padded pixels.

@@ -94,9 +94,9 @@ def workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> object
 def lend(tensor: Tensor | None, name: str) -> object:
     """Memory of an input for libhot. Every tensor that was made outside this package passes here.
 
-    torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate). libhot cannot
-    see it, so such a tensor is copied. A tensor without memory of its own is refused by name, here
-    or by libhot as a null pointer (a freed storage, a subclass that wraps other tensors).
+    torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate). The tensor is
+    then copied, because libhot cannot see the bit. A tensor without memory of its own is refused by
+    name. Here that is a wrapper of other tensors; libhot refuses the null pointer of a freed one.
     """
     if tensor is None:
         return None

@@ -1,9 +1,10 @@
 """An output head and its loss over chunks of tokens: the logits of all tokens never exist.
 
-The operator ``head_loss`` computes a chunk's logits, turns them into their gradient in place, and
-multiplies it into g_x and g_w at once, as Liger-Kernel does. These gradients lack the factor of the
-mean and of the graph behind the loss; backward multiplies by it, in fp32. ``reduction="none"`` has
-a factor for each token, which g_w sums over, so backward runs the operator once more.
+The operator ``head_loss`` computes a chunk's logits, and turns them into their gradient in place.
+It multiplies that into g_x and g_w at once, as Liger-Kernel does. These gradients lack the factor
+of the mean and of the graph behind the loss; backward multiplies by it, in fp32.
+``reduction="none"`` has a factor for each token, which g_w sums over, so backward runs the operator
+once more.
 """
 
 from __future__ import annotations
@@ -467,9 +468,9 @@ def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
     product=True,
 )
 def _head_loss(*arguments: Any) -> _Results:
-    wanted, options = arguments[7:10], Options(*arguments[10:])
-    with torch.autocast(arguments[0].device.type, enabled=False):  # x and weight have been cast
-        return chunked(*arguments[:7], wanted=wanted, options=options)
+    x, weight, bias, target, factor, seed, config, *rest = arguments
+    with torch.autocast(x.device.type, enabled=False):  # x and weight have been cast
+        return chunked(x, weight, bias, target, factor, seed, config, rest[:3], Options(*rest[3:]))
 
 
 # ---- autograd ----
@@ -497,7 +498,8 @@ class Head(torch.autograd.Function):
             return losses
         count = factor.sum() if reduction == "mean" else factor.new_ones(())
         ctx.save_for_backward(torch.where(count > 0, 1 / count, 0), *gradients)
-        return losses.sum() / count
+        loss: Tensor = losses.sum() / count
+        return loss
 
     @staticmethod
     @not_differentiable

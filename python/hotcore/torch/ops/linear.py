@@ -183,25 +183,21 @@ def int8_linear(
     Weight and bias are of any of the three dtypes. ``quantized`` holds x's codes
     (:func:`codes.quantize_forward_input`); the values of x are then not read.
     """
-    spec, frozen = config.forward_spec, isinstance(weight, Frozen)
+    spec = config.forward_spec
     rows, tokens, in_features = None, math.prod(x.shape[:-1]), x.shape[-1]
     if quantized is None:
         rows, tokens, in_features = core.collapsible(x)
     out_features = weight.out_features if isinstance(weight, Frozen) else weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    shape = (tokens, out_features, in_features, spec)
-    _core.forward_linear(
-        core.context_for(x),
-        lend(rows, "x"),
-        None if isinstance(weight, Frozen) else lend(weight, "weight"),
-        lend(bias, "bias"),
-        spec,
-        lend_result(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
-        workspace(_core.forward_linear_workspace, x, *shape, frozen, quantized is not None),
-        lend(codes.body(weight), "codes of the weight") if isinstance(weight, Frozen) else None,
-        lend(quantized, "codes of x"),
-        in_features,
-    )
+    context, shape = core.context_for(x), (tokens, out_features, in_features, spec)
+    matrix = None if isinstance(weight, Frozen) else lend(weight, "weight")
+    body = lend(codes.body(weight), "codes of the weight") if isinstance(weight, Frozen) else None
+    operands = (lend(rows, "x"), matrix, lend(bias, "bias"), spec)
+    out = lend_result(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features))
+    has_codes = (isinstance(weight, Frozen), quantized is not None)
+    scratch = workspace(_core.forward_linear_workspace, x, *shape, *has_codes)
+    x_codes = lend(quantized, "codes of x")
+    _core.forward_linear(context, *operands, out, scratch, body, x_codes, in_features)
     return y
 
 
@@ -327,17 +323,10 @@ class Linear(torch.autograd.Function):
         if deferred:
             saved, saved_seed = codes.compress_activation(saved, saved_seed, settings)
         needs = ctx.needs_input_grad[:3]
-        gx, gw, gb = gradients(
-            gy,
-            _whole(weight, fields) if needs[0] else None,
-            saved if needs[1] else None,
-            saved_seed,
-            saved_seed if seed is None else seed,
-            settings,
-            x_shape,
-            [dtype if need else None for dtype, need in zip(dtypes, needs, strict=True)],
-        )
-        return gx, gw, gb, *others
+        wanted = [dtype if need else None for dtype, need in zip(dtypes, needs, strict=True)]
+        seeds = (saved_seed, saved_seed if seed is None else seed)
+        saved, weight = saved if needs[1] else None, _whole(weight, fields) if needs[0] else None
+        return *gradients(gy, weight, saved, *seeds, settings, x_shape, wanted), *others
 
 
 def _eager(
@@ -409,24 +398,14 @@ def backward(
         weight = codes.dequantize(weight)
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
-    shape = (tokens, out_features, in_features, spec)
-    _core.backward_linear(
-        core.context_for(gy),
-        lend(gy, "gy"),
-        lend(weight, "weight"),
-        lend(saved, "the saved x"),
-        tokens,
-        in_features,
-        keys[0],
-        spec,
-        keys[1],
-        lend_result(gx),
-        lend_result(gw),
-        lend_result(gb),
-        accumulate,
-        workspace(_core.backward_linear_workspace, gy, *shape, gx is not None, gw is not None),
-        lend(quantized, "codes of the weight"),
-    )
+    context, shape = core.context_for(gy), (tokens, out_features, in_features, spec)
+    operands = (lend(gy, "gy"), lend(weight, "weight"), lend(saved, "the saved x"))
+    results = (lend_result(gx), lend_result(gw), lend_result(gb), accumulate)
+    wanted = (gx is not None, gw is not None)
+    scratch = workspace(_core.backward_linear_workspace, gy, *shape, *wanted)
+    rest: Any = (tokens, in_features, keys[0], spec, keys[1], *results, scratch)
+    rest += (lend(quantized, "codes of the weight"),)
+    _core.backward_linear(context, *operands, *rest)
 
 
 def new_gradients(

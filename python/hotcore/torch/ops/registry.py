@@ -123,9 +123,8 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 def not_differentiable(backward: _Backward) -> _Backward:
     """Make an autograd function's backward raise RuntimeError under ``create_graph=True``.
 
-    ``once_differentiable`` would raise only where the result is differentiated. But autograd does
-    not visit a node that leads to none of the inputs that it was asked for: the term would be
-    missing without an error.
+    ``once_differentiable`` would raise only where the result is differentiated. But autograd skips
+    a node that leads to none of the requested inputs: the term would be missing without an error.
     """
 
     @functools.wraps(backward)

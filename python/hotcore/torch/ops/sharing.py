@@ -3,10 +3,9 @@
 In eager mode each thread remembers the x that it compressed last (:class:`Cache`), as plain torch
 keeps such an x once. The next layer with the same, unchanged tensor takes the codes and their seed;
 it still rounds g_y with its own seed. The codes are dropped in backward, because a second pass over
-the same x needs fresh rounding noise. They are also dropped when x or the autograd node that they
-were made for is freed, when another x is compressed, and when a layer that has taken them is called
-again. With an 8-bit forward the layers share x quantised for their products, too (``quantized``),
-which has no noise.
+the same x needs fresh rounding noise. Freeing x or their autograd node drops
+them, too, as does compressing another x, or calling a layer again that has taken them. With an
+8-bit forward the layers share x quantised for their products, too (``quantized``), without noise.
 
 Only activations are shared: tensors with a ``grad_fn`` that are not views of a leaf. Optimizers,
 ``torch.distributed`` and data loaders write leaves without raising torch's version counter. Code
@@ -18,6 +17,7 @@ While AOTAutograd traces a graph, :func:`once` does the same for every x of the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -49,10 +49,9 @@ class share_inputs:
     and for layers in eager mode. (In a compiled graph every x is compressed once.)
 
     Args:
-        enabled: False lets every layer compress its own x. Programs need that which write an
-            activation without raising torch's version counter (through NumPy, DLPack, ``.data``)
-            between two layers that take it. It costs the memory and the time of one compressed x
-            per layer.
+        enabled: False lets every layer compress its own x, which takes the memory and the time of
+            one compressed x a layer. Programs need it that write an activation between two layers
+            without raising torch's version counter (through NumPy, DLPack, ``.data``).
 
     Source: docs/torch/sharing.md, "Layers with one x".
     """
@@ -105,24 +104,22 @@ def _source(x: Tensor) -> Tensor:
     return base if same and base.is_neg() == x.is_neg() else x
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Entry:
     """The codes of one x: compressed for backward, and quantised for 8-bit products."""
 
-    __slots__ = ("compressed", "key", "node", "quantized", "state", "weights", "x")
-
-    def __init__(self, x: _Ref, state: tuple[Any, ...]) -> None:
-        """Begin without codes."""
-        self.x, self.state = x, state
-        self.compressed: tuple[Tensor, Tensor] | None = None
-        """Codes and the seed they were made with."""
-        self.key: Hashable = None
-        """Everything beside x and the seed that ``compressed`` depends on."""
-        self.node: _Ref | None = None
-        """The autograd node that ``compressed`` was made for."""
-        self.weights: set[int] = set()
-        """Addresses of the weights of the layers that have taken ``compressed``."""
-        self.quantized: tuple[Hashable, Tensor] | None = None
-        """x quantised for an 8-bit product, behind everything else that its bytes depend on."""
+    x: _Ref
+    state: tuple[Any, ...]
+    compressed: tuple[Tensor, Tensor] | None = None
+    """Codes and the seed they were made with."""
+    key: Hashable = None
+    """Everything beside x and the seed that ``compressed`` depends on."""
+    node: _Ref | None = None
+    """The autograd node that ``compressed`` was made for."""
+    weights: set[int] = dataclasses.field(default_factory=set)
+    """Addresses of the weights of the layers that have taken ``compressed``."""
+    quantized: tuple[Hashable, Tensor] | None = None
+    """x quantised for an 8-bit product, behind everything else that its bytes depend on."""
 
     def quantized_for(self, key: Hashable) -> Tensor | None:
         """x quantised for an 8-bit product; None: there is none, and others are dropped."""
@@ -229,7 +226,7 @@ def current() -> Cache:
 # ---- in a graph that is being traced ----
 
 _traced: Any = WeakTensorKeyDictionary()
-"""By x, and then by its version and a key, the results of :func:`once`."""
+"""Results of :func:`once` by x, and then by its version and a key."""
 _Result = TypeVar("_Result")
 
 
