@@ -104,6 +104,17 @@ class HotModule(Changed):
         if self.layer_name:
             error.args = (f"layer {self.layer_name}: {error}",)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load the plain layer's keys. Codes of a frozen weight are an error with the remedy."""
+        _, strict, *_, errors = rest
+        unfrozen = "weight_codes" not in vars(self)["_parameters"]
+        if strict and unfrozen and f"{prefix}weight_codes" in state_dict:
+            errors.append(
+                f"{prefix}weight_codes: codes of a weight that is frozen in INT8, for a plain one; "
+                "call hot.freeze_int8(model) before load_state_dict"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # a module has it
+
     def extra_repr(self) -> str:
         """The text of the plain module, the recipe and what differs from it."""
         if not isinstance(self, HotModule):  # torchao's quantize_ keeps the method through revert()
