@@ -89,12 +89,7 @@ class _HotFrozen(HotModule):
     training: bool
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        config: ConfigLike = "default",
-        **options: Any,
+        self, in_features: int, out_features: int, *, config: ConfigLike = "default", **options: Any
     ) -> None:
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
         if not is_4bit(self):  # type: ignore[arg-type]  # a module
@@ -138,9 +133,7 @@ class _FrozenProduct(torch.autograd.Function):
     """A product that saves nothing of x: the weight has no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, layer: _HotFrozen, seed: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Any, layer: _HotFrozen, seed: Tensor) -> Tensor:
         ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.set_materialize_grads(False)
@@ -154,14 +147,8 @@ class _FrozenProduct(torch.autograd.Function):
         if gy is None:
             return None, None, None, None
         need_gx, need_gb = ctx.needs_input_grad[:2]
-        gx, _, gb = gradients(
-            gy,
-            ctx.layer.dequantized(gy.dtype) if need_gx else None,
-            None,
-            ctx.seed,
-            ctx.seed,
-            parsed(ctx.config_json),
-            ctx.x_shape,
-            (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None),
-        )
+        dtypes = (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None)
+        weight = ctx.layer.dequantized(gy.dtype) if need_gx else None
+        seeds, config = (ctx.seed, ctx.seed), parsed(ctx.config_json)
+        gx, _, gb = gradients(gy, weight, None, *seeds, config, ctx.x_shape, dtypes)
         return gx, gb, None, None

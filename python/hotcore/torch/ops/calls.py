@@ -101,11 +101,7 @@ def wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json:
 
 
 def check_dtypes(
-    x: Tensor,
-    weight: torch.dtype,
-    bias: Tensor | None,
-    autocast: torch.dtype | None,
-    hint: str = "",
+    x: Tensor, weight: torch.dtype, bias: Tensor | None, autocast: Any, hint: str = ""
 ) -> None:
     """Refuse what ``F.linear`` refuses; ``hint`` ends the error of a weight."""
     if not torch.compiler.is_compiling():

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -269,13 +268,7 @@ def _input_without_node(inner: Tensor, config: str) -> Tensor:
 
 
 def forms_of(
-    x: Tensor,
-    inner: Tensor,
-    weight: Tensor,
-    node: Any,
-    seed: Tensor,
-    config: HotConfig,
-    keep: Hashable,
+    x: Tensor, inner: Tensor, weight: Tensor, node: Any, seed: Tensor, config: HotConfig, keep: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """x for the 8-bit product, for backward, and the seed of that, of a call past the dispatcher.
 

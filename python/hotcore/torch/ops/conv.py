@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -210,19 +210,14 @@ def _prepared(
         calls.check_dtypes(x, weight.dtype, bias, dtype)
         calls.check_transforms("conv2d", x, weight, bias)
     if not wanted:
-        return _by_pixels(inner, weight, bias, window, config, linear.undifferentiated)
+        return _by_pixels(inner, weight, bias, window, config, wanted)
     keep = weight.requires_grad
     saved, seed = _kept_pixels_of(x, inner, config, keep, *window)
     return _conv2d(inner, weight, bias, saved if keep else None, seed, config, *window)
 
 
 def _window(
-    weight: Tensor,
-    stride: int | Sequence[int],
-    padding: int | Sequence[int] | str,
-    dilation: int | Sequence[int],
-    padding_mode: str,
-    groups: int,
+    weight: Tensor, stride: Any, padding: Any, dilation: Any, padding_mode: str, groups: int
 ) -> Window:
     kernel = (weight.shape[2], weight.shape[3])
     step, spread = _pair(stride, "stride"), _pair(dilation, "dilation")
@@ -290,15 +285,11 @@ def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
 
 
 def _by_pixels(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    window: Window,
-    config: str,
-    product: Callable[..., Tensor] = linear.product,
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config: str, wanted: bool = True
 ) -> Tensor:
     """The 8-bit product of a 1x1 kernel, in the memory format of ``F.conv2d``'s result."""
     nhwc = visited(x, window.stride)
+    product = linear.product if wanted else linear.undifferentiated
     y = product(_tokens(nhwc), weight.flatten(1), bias, config)
     y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
     return y.contiguous(memory_format=_format_of(x, weight))

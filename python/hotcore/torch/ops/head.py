@@ -322,13 +322,7 @@ class _HotProducts(_Products):
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        config: HotConfig,
-        seed: Tensor | None,
-        gx: bool,
+        self, x: Tensor, weight: Tensor, bias: Any, config: HotConfig, seed: Any, gx: bool
     ) -> None:
         super().__init__(x, weight, bias)
         # x is not kept: fewer than 8 bits would save nothing.

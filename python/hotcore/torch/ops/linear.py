@@ -111,12 +111,7 @@ def linear_from_json(
 
 
 def _prepared(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    config: str,
-    seed: Tensor | None,
-    defer: bool = False,
+    x: Tensor, weight: Weight, bias: Tensor | None, config: str, seed: Any, defer: bool = False
 ) -> Tensor:
     """A call that casts x, and compresses it, before the autograd function, or needs none.
 
@@ -172,11 +167,7 @@ def _whole(held: Any, fields: Sequence[Any]) -> Any:
 
 
 def int8_linear(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    config: HotConfig,
-    quantized: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, config: HotConfig, quantized: Any = None
 ) -> Tensor:
     """``x weight^T + bias`` in INT8, ``[..., O]`` in x's dtype, straight to libhot.
 
@@ -330,13 +321,7 @@ class Linear(torch.autograd.Function):
 
 
 def _eager(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor,
-    config: HotConfig,
-    cache: sharing.Cache | None,
+    ctx: Any, x: Tensor, weight: Tensor, bias: Any, seed: Tensor, config: HotConfig, cache: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, the codes of x for backward, and their seed; without a cache no codes."""
     int8 = config.forward == "int8"

@@ -34,6 +34,7 @@ from .. import _compat
 from . import core
 
 _Ref = weakref.ref[Any]
+_Compress = Callable[[], tuple[Tensor, Tensor]]
 
 
 def config_key(config: HotConfig) -> Hashable:
@@ -160,12 +161,7 @@ class Cache:
         return Entry(weakref.ref(source, self._expire), state)
 
     def compressed(
-        self,
-        entry: Entry | None,
-        key: Hashable,
-        weight: Tensor,
-        node: Any,
-        compress: Callable[[], tuple[Tensor, Tensor]],
+        self, entry: Entry | None, key: Hashable, weight: Tensor, node: Any, compress: _Compress
     ) -> tuple[Tensor, Tensor]:
         """Codes of an entry's x and their seed: those that are there, or ``compress()``.
 
