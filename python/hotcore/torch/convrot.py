@@ -130,9 +130,9 @@ class HotConvRotLinear(HotFrozenLinear):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        own: dict[str, Any] = {}
-        super(FrozenModule, self)._save_to_state_dict(own, prefix, False)
-        del own[prefix + "weight_codes"]
+        others: dict[str, Any] = {}
+        super(FrozenModule, self)._save_to_state_dict(others, prefix, False)
+        del others[prefix + "weight_codes"]
         weight = self.frozen
         group, codes = weight.block, frozen_codes.gathered(weight.codes)
         q, scales = self._parts(body(weight._replace(codes=codes)))
@@ -142,7 +142,7 @@ class HotConvRotLinear(HotFrozenLinear):
             (scales * group**-0.5)[:, None],  # of a normalised H; a power of two
             torch.tensor(list(json.dumps(layout).encode()), dtype=torch.uint8, device="cpu"),
         )
-        destination.update({prefix + key: v for key, v in zip(_KEYS, values, strict=True)} | own)
+        destination.update({prefix + key: v for key, v in zip(_KEYS, values, strict=True)} | others)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         state = dict(state_dict)

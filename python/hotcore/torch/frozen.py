@@ -434,36 +434,36 @@ class FrozenModule(HotModule, nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         """The plain layer's keys, or those of the codes."""
-        own: OrderedDict[str, Any] = OrderedDict()
-        super()._save_to_state_dict(own, prefix, keep_vars)
+        state: OrderedDict[str, Any] = OrderedDict()
+        super()._save_to_state_dict(state, prefix, keep_vars)
         if self.save_codes:
             if not keep_vars:
-                own[prefix + _CODES] = frozen_codes.plain(own[prefix + _CODES])
+                state[prefix + _CODES] = frozen_codes.plain(state[prefix + _CODES])
         else:
             # On the CPU: a GPU that holds the codes may not have room for all weights at once.
-            del own[prefix + _CODES]
+            del state[prefix + _CODES]
             on_device = self.weight_codes.is_meta
             weight = self.dequantized().contiguous()
-            own[prefix + "weight"] = weight if on_device else weight.cpu()
-            own.move_to_end(prefix + "weight", last=False)
-        destination.update(own)
+            state[prefix + "weight"] = weight if on_device else weight.cpu()
+            state.move_to_end(prefix + "weight", last=False)
+        destination.update(state)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """A plain weight, which is quantised, or codes."""
         local_metadata, strict, missing_keys, unexpected_keys, error_msgs = rest
-        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        state = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
-            codes = self._codes_from(own, prefix, assign)
+            codes = self._codes_from(state, prefix, assign)
             if codes is not None:
-                own[prefix + _CODES] = codes
+                state[prefix + _CODES] = codes
                 self._make_room(codes, assign)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"While loading {prefix}weight: {error}")
-            own[prefix + _CODES] = self.weight_codes.detach()
+            state[prefix + _CODES] = self.weight_codes.detach()
         missing: list[str] = []
         common = (local_metadata, strict, missing, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(own, prefix, *common)
+        super()._load_from_state_dict(state, prefix, *common)
         plain = {prefix + _CODES: prefix + "weight"}
         missing_keys += [plain.get(key, key) for key in missing]
         guard(self.weight_codes)

@@ -250,7 +250,7 @@ def detach(model: nn.Module) -> None:
     Raises ValueError where the model's forward was wrapped afterwards, so that it would stay.
     """
     forwards = {module: OwnForward.of(module) for module in model.modules()}
-    states = {m: own for m, own in forwards.items() if isinstance(own, AttachedLoss)}
+    states = {m: each for m, each in forwards.items() if isinstance(each, AttachedLoss)}
     heads = set(filter(is_attached, forwards))  # copies, too
     if heads - {model} and not states:
         raise ValueError(

@@ -106,8 +106,8 @@ def _pixels_key(config: str, window: Window, dtype: torch.dtype | None, cuda: bo
 
     ``dtype`` is the one autocast casts x to.
     """
-    own = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
-    return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(own))
+    storage = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
+    return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(storage))
 
 
 def _multiplies(window: Window, config: str, cuda: bool) -> bool:
@@ -320,16 +320,16 @@ def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, HotConfig]:
 
 def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> HotConfig:
     """:func:`settings` of a grid. A graph fixes the grid's sizes if tiles are taken from it."""
-    own, tiles = parsed(config), None
-    if pointwise and own.basis in ("lowpass", "sequency"):
+    layer, tiles = parsed(config), None
+    if pointwise and layer.basis in ("lowpass", "sequency"):
         tiles = (int(grid[0]), int(grid[1]))
-    return settings(own, pointwise, tiles)
+    return settings(layer, pointwise, tiles)
 
 
 def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Pair:
     """The kept pixels of x, and their seed."""
-    rows, own = _rows(x, config, window)
-    return codes.compress_activation(rows, seed, own)
+    rows, storage = _rows(x, config, window)
+    return codes.compress_activation(rows, seed, storage)
 
 
 def _restored(
@@ -337,11 +337,11 @@ def _restored(
 ) -> Tensor:
     """x of :func:`_compress`, ``[N, C, H, W]``, where all of it was kept."""
     n, channels, height, width = shape
-    own, tokens = settings(parsed(config), False, None), n * height * width
+    storage, tokens = settings(parsed(config), False, None), n * height * width
     if core.bypasses_dispatcher(saved):
-        rows = codes.decompress(saved, tokens, channels, own, core.key_of(seed), dtype)
+        rows = codes.decompress(saved, tokens, channels, storage, core.key_of(seed), dtype)
     else:
-        rows = codes.decompress_activation(saved, seed, own.json, tokens, channels, dtype)
+        rows = codes.decompress_activation(saved, seed, storage.json, tokens, channels, dtype)
     x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
     return x if last else _stored_as(x, False, dtype)
 
@@ -354,8 +354,8 @@ def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: 
     window = Window.of(*shape)
 
     def compress(pixels: Tensor) -> Pair:
-        rows, own = _rows(pixels, config, window)
-        return compress_with_seed(rows, own.json)
+        rows, storage = _rows(pixels, config, window)
+        return compress_with_seed(rows, storage.json)
 
     key = (_pixels_key(config, window, inner.dtype, inner.is_cuda), codes)
     make = compress if codes else seed_alone
@@ -433,8 +433,8 @@ class Conv2d(torch.autograd.Function):
                 compress = functools.partial(_compress, inner, seed, config, window)
                 entry = cache.entry_of(x)
                 saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
-        kept = core.kept_weight(weight, keep) if need_gx else None
-        ctx.save_for_backward(saved, saved_seed, kept)
+        for_gx = core.kept_weight(weight, keep) if need_gx else None
+        ctx.save_for_backward(saved, saved_seed, for_gx)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
         ctx.products = _multiplies(window, config, x.is_cuda)

@@ -133,13 +133,17 @@ def _check(
     """Refuse arguments that do not fit, by name."""
     calls.check_tensors(bias, x=x, weight=weight, target=target)
     for name, tensor in (("x", x), ("weight", weight), ("target", target), ("bias", bias)):
+        if tensor is None:
+            continue
         if sharded.is_dtensor(tensor):
             raise NotImplementedError(
                 f"{name}: a DTensor; leave the head out of the tensor parallel plan, and call the "
                 "model that fully_shard wraps, which gathers the weight"
             )
-        if tensor is not None and tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             raise ValueError(f"{name}: layout {tensor.layout}; expected a dense tensor")
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: on {tensor.device}; x is on {x.device}")
     if weight.dim() != 2 or weight.shape[0] == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight: shape {list(weight.shape)}; expected [V, I], V at least 1, for x of shape "
@@ -152,9 +156,6 @@ def _check(
     if target.dtype != torch.int64:
         got = str(target.dtype).removeprefix("torch.")
         raise ValueError(f"target: dtype {got}; expected int64")
-    for name, tensor in (("weight", weight), ("target", target), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: on {tensor.device}; x is on {x.device}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
     if '"token_grid":[' in config and '"basis":"full"' not in config:

@@ -293,8 +293,8 @@ class Linear(torch.autograd.Function):
             own_seed = seed
             y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, settings, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
-        kept = core.kept_weight(weight, need_gw) if need_gx else None
-        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept)
+        for_gx = core.kept_weight(weight, need_gw) if need_gx else None
+        ctx.save_for_backward(saved if need_gw else None, saved_seed, for_gx)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.call = (settings, own_seed, x.shape, dtypes, cache, deferred, fields)
