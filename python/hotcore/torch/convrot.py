@@ -47,7 +47,7 @@ def _order(group: int) -> tuple[Any, Any]:
 
 
 def _reordered(codes: Tensor, group: int) -> Tensor:
-    """Codes ``[O, I]`` from one order to the other; it is its own inverse."""
+    """Codes ``[O, I]`` in the other order; the function is its own inverse."""
     order, signs = (torch.tensor(part, device=codes.device) for part in _order(group))
     rows, columns = codes.shape
     return (codes.view(rows, columns // group, group)[:, :, order] * signs).view(rows, columns)
@@ -78,7 +78,7 @@ class HotConvRotLinear(HotFrozenLinear):
     thawed = HotLinear
     convrot = True
     weight_signs: Tensor
-    """D, int8 ``[I]``."""
+    """The signs D, int8 ``[I]``."""
 
     @classmethod
     def encode(cls, rows: Tensor, config: HotConfig) -> Tensor:

@@ -210,7 +210,7 @@ class _Custom(Changed):
 
 
 _Windows = tuple[Any, ...] | None
-"""How F.unfold makes ``[N, C kh kw, Ho Wo]`` of a convolution's image; None: a linear layer."""
+"""Arguments of F.unfold, ``[N, C kh kw, Ho Wo]`` of a convolution's image; None: linear layer."""
 
 
 class CustomLinear(_Custom, nn.Linear):
@@ -267,13 +267,13 @@ def _why_not(layer: nn.Module) -> str:
 
 
 def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands of a product as autocast casts them."""
+    """Operands of a product, cast as autocast casts them."""
     dtype = autocast_dtype(x.device.type)
     return (x, w) if dtype is None else (x.to(dtype), w.to(dtype))
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The precision that the methods compute in."""
+    """x in the precision that the methods compute in."""
     return x if x.dtype == torch.float64 else x.float()
 
 

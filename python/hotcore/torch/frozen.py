@@ -81,7 +81,7 @@ class ReadOnly(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """Itself: writes to it are seen."""
+        """This tensor itself, which sees writes."""
         return self
 
     @data.setter
@@ -92,7 +92,7 @@ class ReadOnly(Tensor):
         raise RuntimeError(f"data: {_READ_ONLY}")
 
     def detach(self) -> Tensor:
-        """Itself, as :attr:`data`."""
+        """Return this tensor itself, as :attr:`data` does."""
         return self
 
     def dequantized(self) -> Tensor:
@@ -110,11 +110,11 @@ class ReadOnly(Tensor):
         raise RuntimeError(f"swap_tensors: {_SHARED}")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """A plain tensor."""
+        """Copy it to a plain tensor."""
         return self.dequantized()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor."""
+        """Pickle it as a plain tensor."""
         values: Any = self.dequantized()
         return values.__reduce_ex__(protocol)
 
@@ -140,7 +140,7 @@ class ReadOnly(Tensor):
 
 def _thawing(name: str) -> Any:
     def change(weight: FrozenWeight, other: Any) -> Tensor:
-        """Thaw the layer and change its weight; that, as a plain tensor."""
+        """Thaw the layer and change its weight; return it as a plain tensor."""
         return weight._written(getattr(weight.dequantized(), name)(other))
 
     return change
@@ -205,7 +205,7 @@ class FrozenWeight(ReadOnly):
 
 
 _EXPORTS = ("__dlpack__", "share_memory_", "untyped_storage", "storage", "data_ptr", "set_")
-"""Ways to memory that is then written without torch."""
+"""Functions that give access to memory, which other code may then write."""
 
 
 def _assign(func: Any, weight: ReadOnly, value: Any) -> None:
@@ -272,14 +272,14 @@ class FrozenModule(HotModule, nn.Module):
     weight_block: int
     """Block size of their Hadamard transform along I."""
     weight_features: tuple[int, int]
-    """O, I."""
+    """Output features O and input features I."""
     save_codes: bool
     """Whether ``state_dict`` has codes instead of the dequantised weight."""
     weight_tied: bool
     """Whether another frozen layer has the same codes."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise TypeError."""
+        """Raise TypeError: only :func:`.freeze_int8` makes such a layer."""
         plain = self.thawed.__name__
         raise TypeError(f"{type(self).__name__}: hot.freeze_int8 makes it of a {plain}")
 
@@ -313,7 +313,7 @@ class FrozenModule(HotModule, nn.Module):
         return codes.numel() == frozen_codes.sealed_bytes(*self.weight_features, *self._format)
 
     def take_format(self, codes: Tensor) -> None:
-        """Called with codes that do not fit; raises ValueError."""
+        """Raise ValueError for codes of another format; ConvRot's layer may take them."""
         form = frozen_codes.format_of(codes.numel(), *self.weight_features)
         got = f"{codes.numel()} bytes, of no format" if form is None else f"codes of {form}"
         raise ValueError(f"weight_codes: {got}; expected codes of {self._format}")
@@ -367,7 +367,7 @@ class FrozenModule(HotModule, nn.Module):
         return frozen_codes.sealed(codes, Format(config.forward_block, cls.convrot))
 
     def on_frozen(self) -> None:
-        """Called when the codes are there."""
+        """Finish the layer; :func:`freeze` calls it once the codes are there."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter; refuses parts of a weight that ``parallelize_module`` makes.
@@ -433,7 +433,7 @@ class FrozenModule(HotModule, nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """The plain layer's keys, or those of the codes."""
+        """Save the plain layer's keys, or those of the codes."""
         state: OrderedDict[str, Any] = OrderedDict()
         super()._save_to_state_dict(state, prefix, keep_vars)
         if self.save_codes:
@@ -449,7 +449,7 @@ class FrozenModule(HotModule, nn.Module):
         destination.update(state)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """A plain weight, which is quantised, or codes."""
+        """Load a plain weight, which is quantised, or codes."""
         local_metadata, strict, missing_keys, unexpected_keys, error_msgs = rest
         state = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
@@ -506,7 +506,7 @@ class FrozenModule(HotModule, nn.Module):
         return self.encode(rows, self._config)
 
     def _sealed(self, body: Tensor, form: Format) -> Tensor:
-        """Codes that were saved without their format. Raises ValueError."""
+        """Give codes their tail that were saved without it. Raises ValueError."""
         if form != self._format:
             raise ValueError(f"codes of {form}; expected codes of {self._format}")
         size = frozen_codes.body_bytes(*self.weight_features, form.block)

@@ -40,7 +40,7 @@ class Format(NamedTuple):
         return 2 * self.block.bit_length() + self.convrot + 1
 
     def __str__(self) -> str:
-        """Name in errors."""
+        """The format's name in errors."""
         return f"ConvRot's groups of {self.block}" if self.convrot else f"blocks of {self.block}"
 
 
@@ -54,7 +54,7 @@ def body_bytes(rows: int, columns: int, block: int) -> int:
 
 
 def sealed_bytes(rows: int, columns: int, block: int, convrot: bool) -> int:
-    """Bytes with the tail."""
+    """Bytes of the codes and scales with their tail."""
     return body_bytes(rows, columns, block) + 4 * Format(block, convrot).words
 
 
@@ -119,7 +119,7 @@ class FrozenCodes(nn.Parameter):
         return codes
 
     def detach(self) -> FrozenCodes:
-        """An alias, guarded too."""
+        """An alias, which is guarded, too."""
         alias = FrozenCodes(self)
         alias._hot_seen = self._hot_seen
         return alias
@@ -154,7 +154,7 @@ class FrozenCodes(nn.Parameter):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain Parameter, which the layer guards again."""
+        """Pickle it as a plain Parameter, which the layer guards again."""
         parameter: Any = nn.Parameter(plain(self), False)
         return parameter.__reduce_ex__(protocol)
 

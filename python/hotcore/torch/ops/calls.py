@@ -103,7 +103,7 @@ def wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json:
 def check_dtypes(
     x: Tensor, weight: torch.dtype, bias: Tensor | None, autocast: Any, hint: str = ""
 ) -> None:
-    """Refuse what ``F.linear`` refuses; ``hint`` ends the error of a weight."""
+    """Refuse the dtypes that ``F.linear`` refuses; ``hint`` ends the error of a weight."""
     if not torch.compiler.is_compiling():
         _check(x)
     for name, dtype in (("weight", weight), ("bias", None if bias is None else bias.dtype)):
@@ -131,7 +131,7 @@ def refuse_transforms(name: str) -> None:
 
 
 def unsupported_transform(name: str) -> NotImplementedError:
-    """The error of a call inside a transform."""
+    """The error that a call inside a transform raises."""
     return NotImplementedError(
         f"hotcore.torch.{name}: torch.func transforms (grad, vmap, jvp, ...) and forward mode are "
         "not supported; use autograd, or revert() the model"

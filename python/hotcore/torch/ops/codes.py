@@ -30,7 +30,7 @@ from .sharing import once
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
 Forms = tuple[Tensor, Tensor, Tensor]
-"""An x for the forward product; the same x for backward, and the seed of that."""
+"""x for the forward product, x for backward, and the seed of the latter."""
 
 
 # ---- sizes ----
@@ -120,7 +120,7 @@ def _draw(x: Tensor) -> Tensor:
 
 
 def fake_seed(x: Tensor) -> Tensor:
-    """A seed without a value."""
+    """A seed for fake tensors: it has no value."""
     return torch.empty((), dtype=torch.int64, device=x.device)
 
 
@@ -177,7 +177,7 @@ def _fake_pair(x: Tensor, config: str) -> Pair:
 
 @operator("compress(Tensor x, str config) -> (Tensor, Tensor)", fake=_fake_pair, random=True)
 def compress_with_seed(x: Tensor, config: str) -> Pair:
-    """Codes of x and the seed that they draw."""
+    """Draw a seed; return the codes of x and this seed."""
     seed = _draw(x)
     return compress(x, parsed(config), core.key_of(seed)), seed
 
@@ -238,7 +238,7 @@ def _fake_forms(x: Tensor, config: str) -> Forms:
     random=True,
 )
 def quantize_input(x: Tensor, config: str) -> Forms:
-    """Both forms of x from one read, and the seed that it draws."""
+    """Draw a seed; return both forms of x, from one read, and this seed."""
     seed = _draw(x)
     codes, saved = quantize_forward_input(x, parsed(config), core.key_of(seed))
     return codes, saved, seed
@@ -346,7 +346,7 @@ def body(weight: Frozen, check: bool = False) -> Tensor:
 
 
 _CHUNK_VALUES = 1 << 24
-"""Values of a weight that are dequantised at a time, by way of 64 MiB in fp32."""
+"""Number of a weight's values that are dequantised at a time: 64 MiB in fp32."""
 
 
 def dequantize(weight: Frozen) -> Tensor:
@@ -377,7 +377,7 @@ def dequantize(weight: Frozen) -> Tensor:
 
 
 def fake_dequantize(*frozen: Any) -> Tensor:
-    """A weight of that shape without values."""
+    """Fake of :func:`dequantize`: a weight without values."""
     codes, _, *shape, dtype = frozen
     return torch.empty(shape, dtype=dtype, device=codes.device)
 

@@ -42,7 +42,7 @@ _ARGUMENTS = (
 
 
 class Window(NamedTuple):
-    """How a convolution's kernel moves over x, heights before widths."""
+    """Geometry of a convolution: how its kernel moves over x, heights before widths."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -54,7 +54,7 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, *fields: Any) -> Window:
-        """Make it of the lists that an operator receives."""
+        """Make a window of the lists that an operator receives."""
         *lists, padding_mode, groups = fields
         kernel, stride, padding, dilation = map(tuple, lists)
         return cls(kernel, stride, padding, dilation, padding_mode, groups)
@@ -264,7 +264,7 @@ def padded(x: Tensor, window: Window) -> tuple[Tensor, list[int]]:
 
 
 def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
-    """The adjoint of :func:`padded`, with the bits of autograd's."""
+    """The adjoint of :func:`padded`, with the bits of autograd."""
     left, right, top, bottom = window.padding
     if not any(window.padding):
         return g
@@ -410,7 +410,7 @@ class Conv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        """The convolution; ``graph``: the saved pixels."""
+        """Compute y. ``graph`` holds the saved pixels."""
         seed, config, window, *graph = rest
         need_gx, keep = ctx.needs_input_grad[:2]
         ctx.seed = ctx.cache = saved = None

@@ -18,7 +18,7 @@ from ..frozen_codes import FrozenCodes
 to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
 SEEDS = 0x7FFF_FFFF_FFFF_FFFF
-"""Seeds are 0 <= seed < this."""
+"""Upper bound of seeds: 0 <= seed < SEEDS."""
 PLAIN_TYPES: Any = (Tensor, torch.nn.Parameter, FrozenCodes)
 """Types that override no operation of torch; other subclasses of Tensor may."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -162,7 +162,7 @@ def is_intercepted(x: Tensor) -> bool:
 
 
 def bypasses_dispatcher(x: Tensor) -> bool:
-    """Whether nothing intercepts an operator on x: the dispatcher then only costs 5 to 10 us."""
+    """Whether nothing intercepts an operator on x. The dispatcher would only cost 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
         and (x.is_cuda or x.is_cpu)  # device.type takes three times as long

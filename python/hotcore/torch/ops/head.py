@@ -34,14 +34,14 @@ _NAME = "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 MIN_CHUNK = 2048
-"""Tokens of a chunk, at least: each chunk reads and writes the fp32 g_w once."""
+"""Minimum of tokens in a chunk: each chunk reads and writes the fp32 g_w once."""
 _PART = 3 << 14
 """Words of the vocabulary in one g_x product of integers. INT32 sums hold 131,071 words, and CUDA's
 kernels for rows of codes hold 49,152."""
 _BLOCK_VALUES = 1 << 24
-"""Logits that are in fp32 at a time, 64 MiB."""
+"""Number of logits that are in fp32 at a time: 64 MiB."""
 _ALIGNED = 16
-"""The vocabulary is padded to a multiple of this, with rows of zeros: fast products want 8."""
+"""Rows of zeros pad the vocabulary to a multiple of this; fast products need multiples of 8."""
 
 
 class Options(NamedTuple):
@@ -227,7 +227,7 @@ def _kernels() -> ModuleType | None:
 
 
 def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:
-    """Losses and gradients at the targets; the block becomes the gradient but for the -1 there."""
+    """Losses and gradients at the targets. The block becomes the gradient, without the -1 there."""
     smoothing, softcap, z, _ = options
     at, share, tanh, values = target[:, None], smoothing / block.shape[1], None, block
     if softcap:
@@ -370,7 +370,7 @@ class _HotProducts(_Products):
         return None if out is None else out.addcmul_(at, self.weight[target])
 
     def _key(self) -> Key:
-        """A key of its own for every call that rounds."""
+        """A new key for every call that rounds."""
         assert self.seed is not None
         key, self.calls = core.key_of(self.seed), self.calls + 1
         return key._replace(offset=key.offset + self.calls - 1)
@@ -476,7 +476,7 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        """The loss, and except for ``"none"`` the gradients."""
+        """Compute the loss and, except for ``"none"``, the gradients."""
         target, seed, config, ignore_index, reduction, *options = rest
         counted = target != ignore_index
         factor, target = counted.float(), torch.where(counted, target, 0)

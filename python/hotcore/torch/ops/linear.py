@@ -277,7 +277,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        """Product; ``graph``: x's codes for the product, and a frozen weight's fields."""
+        """Compute y. ``graph`` holds x's codes for the product, and a frozen weight's fields."""
         saved, seed, config, *graph = rest
         need_gx, need_gw = ctx.needs_input_grad[:2]
         settings: Any = parsed(config) if config else None

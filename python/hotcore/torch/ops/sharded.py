@@ -16,7 +16,7 @@ from .core import PLAIN_TYPES
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a DTensor; False where nobody has imported them."""
+    """Whether it is a DTensor; False where no DTensor was imported."""
     if type(tensor) in PLAIN_TYPES:
         return False
     return isinstance(tensor, _compat.loaded("torch.distributed.tensor", "DTensor"))

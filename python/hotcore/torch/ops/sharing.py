@@ -38,7 +38,7 @@ _Compress = Callable[[], tuple[Tensor, Tensor]]
 
 
 def config_key(config: HotConfig) -> Hashable:
-    """Equal for configurations that compress an x to the same bytes."""
+    """A key that is equal for configurations that compress an x to the same bytes."""
     return _core.saved_format(config.spec)
 
 
