@@ -237,8 +237,17 @@ def test_wrong_shapes_are_refused() -> None:
         y = method.linear(x, w)
         with pytest.raises(ValueError, match=rf"{type(method).__name__}\.{name}: shape"):
             y.sum().backward()
-    with pytest.raises(ValueError, match=r"x: shape \(2, 6, 12\); weight \(8, 6\) wants"):
+    with pytest.raises(
+        ValueError, match=r"x: shape \(2, 6, 12\); expected \[\.\.\., 6\] for weight"
+    ):
         Larger().linear(x, torch.randn(8, 6))
+
+
+@pytest.mark.parametrize("name", ["gx_operand", "gw_operands", "keeps", "elementwize"])
+def test_a_misspelt_hook_is_named(name: str) -> None:
+    hook = {"gw_operands": "gx_operands", "elementwize": "elementwise"}.get(name, name[:4])
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: .* did you mean {hook}"):
+        type("Mine", (hot.CustomBackward,), {name: None, "_gx_operand": None, "scale": 2})
 
 
 def test_gradients_of_gradients_are_refused() -> None:

@@ -914,8 +914,10 @@ def test_wrong_state_dicts() -> None:
     codes = saved(frozen(forward_block=16), True)
     with pytest.raises(RuntimeError, match="codes of blocks of 16; expected codes of blocks of 64"):
         model.load_state_dict(codes)
-    with pytest.raises(RuntimeError, match="weight_codes"):  # a model that is not frozen
-        Net().load_state_dict(saved(frozen(), True))
+    with pytest.raises(
+        RuntimeError, match=r"weight_codes: .* hot\.freeze_int8\(model\) before load"
+    ):
+        hot.convert(Net(), config(), every).load_state_dict(saved(frozen(), True))
 
 
 def test_codes_of_before_their_format() -> None:

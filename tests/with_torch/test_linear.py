@@ -156,7 +156,7 @@ def test_opcheck_compress_activation() -> None:
 def test_opcheck_linear() -> None:
     for x, seed, config in examples():
         weight, bias = torch.randn(12, 20).to(x.dtype), torch.randn(12).to(x.dtype)
-        saved, _ = codes.compress_activation(x, seed, core.handle_of(config))
+        saved, _ = codes.compress_activation(x, seed, core.parsed(config))
         for b, kept in ((bias, saved), (None, None)):
             torch.library.opcheck(torch.ops.hotcore.linear, (x, weight, b, kept, seed, config))
             torch.library.opcheck(torch.ops.hotcore.product, (x, weight, b, kept, seed, config))
@@ -179,7 +179,7 @@ def test_opcheck_draw_seed() -> None:
 
 def test_opcheck_backward_linear() -> None:
     for x, seed, config in examples():
-        saved, _ = codes.compress_activation(x, seed, core.handle_of(config))
+        saved, _ = codes.compress_activation(x, seed, core.parsed(config))
         gy, weight = torch.randn(37, 12).to(x.dtype), torch.randn(12, 20).to(x.dtype)
         f = torch.float32
         for arguments in (

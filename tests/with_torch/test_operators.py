@@ -9,14 +9,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch.ops import registry  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -314,31 +313,6 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_schema_comes_from_annotations() -> None:
-    def _made(
-        x: torch.Tensor,
-        y: torch.Tensor | None,
-        size: registry.Size,
-        kind: torch.dtype,
-        *rest: Annotated[Any, "bool a, str b"],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("only its annotations are read")
-
-    def single(x: torch.Tensor, block: int = 16, y: torch.Tensor | None = None) -> torch.Tensor:
-        raise AssertionError("only its annotations are read")
-
-    assert registry.schema_of(_made) == (
-        "(Tensor x, Tensor? y, SymInt size, ScalarType kind, bool a, str b) -> (Tensor, Tensor)"
-    )
-    assert registry.schema_of(single) == "(Tensor x, int block=16, Tensor? y=None) -> Tensor"
-    backward = torch.ops.hotcore.backward_linear.default._schema
-    assert str(backward).endswith(
-        "str config, SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, "
-        "ScalarType? gb_dtype, int block=0, int rows=0, int columns=0, ScalarType? dtype=None) "
-        "-> (Tensor, Tensor, Tensor)"
-    )
 
 
 class Symbolic(int):

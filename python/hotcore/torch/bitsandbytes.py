@@ -1,4 +1,4 @@
-"""All that knows bitsandbytes: ``Linear8bitLt`` and ``Linear4bit``, frozen, under adapters.
+"""Adapter for bitsandbytes: its frozen ``Linear8bitLt`` and ``Linear4bit``, under adapters.
 
 bitsandbytes keeps the whole x of a ``Linear8bitLt`` until backward, although its weight is frozen.
 HOT's layers keep only the seed, and compute g_x in integers. Nothing here imports bitsandbytes: a
@@ -18,7 +18,7 @@ from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
 from .modules import HotModule
 from .ops.calls import seed_for_call
-from .ops.core import handle_of
+from .ops.core import parsed
 from .ops.linear import gradients
 from .ops.registry import not_differentiable, without_base
 
@@ -31,7 +31,7 @@ def is_4bit(module: nn.Module) -> bool:
 
 
 def is_8bit(module: nn.Module) -> bool:
-    """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: of codes, never trained here."""
+    """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: codes, which are never trained."""
     return isinstance(module, _layer_class("Linear8bitLt")) or is_4bit(module)
 
 
@@ -51,10 +51,10 @@ def hot_class(module: nn.Module) -> type[HotModule]:
 
 @functools.cache
 def _made(name: str) -> type[HotModule]:
-    """``HotLinear8bitLt`` or ``HotLinear4bit``, made once bitsandbytes is loaded."""
+    """``HotLinear8bitLt`` or ``HotLinear4bit``; bitsandbytes must be loaded."""
     (plain,) = _layer_class(name.removeprefix("Hot"))
     content = {"plain": plain, "__module__": __name__, "__doc__": _HotFrozen.__doc__}
-    # Not as a decorator: it imports the compiler.
+    # A decorator would import the compiler with this module.
     content["forward"] = torch.compiler.disable(_HotFrozen.forward)  # type: ignore[no-untyped-call]
     return type(name, (_HotFrozen, plain), content)
 
@@ -89,12 +89,7 @@ class _HotFrozen(HotModule):
     training: bool
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        config: ConfigLike = "default",
-        **options: Any,
+        self, in_features: int, out_features: int, *, config: ConfigLike = "default", **options: Any
     ) -> None:
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
         if not is_4bit(self):  # type: ignore[arg-type]  # a module
@@ -104,7 +99,7 @@ class _HotFrozen(HotModule):
 
     @staticmethod
     def plain_in_eval(module: Any, config: HotConfig) -> bool:
-        """In eval mode always; its forward is bitsandbytes'."""
+        """Return True: its forward is always bitsandbytes'."""
         return True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +115,7 @@ class _HotFrozen(HotModule):
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """The forward pass of bitsandbytes."""
-        output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
+        output: Tensor = super().forward(x)  # type: ignore[misc]  # of the plain class
         return output
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -135,12 +130,10 @@ class _HotFrozen(HotModule):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Saves nothing of x: the weight has no gradient."""
+    """A product that saves nothing of x: the weight has no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, layer: _HotFrozen, seed: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Any, layer: _HotFrozen, seed: Tensor) -> Tensor:
         ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.set_materialize_grads(False)
@@ -154,14 +147,8 @@ class _FrozenProduct(torch.autograd.Function):
         if gy is None:
             return None, None, None, None
         need_gx, need_gb = ctx.needs_input_grad[:2]
-        gx, _, gb = gradients(
-            gy,
-            ctx.layer.dequantized(gy.dtype) if need_gx else None,
-            None,
-            ctx.seed,
-            ctx.seed,
-            handle_of(ctx.config_json),
-            ctx.x_shape,
-            (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None),
-        )
+        dtypes = (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None)
+        weight = ctx.layer.dequantized(gy.dtype) if need_gx else None
+        seeds, config = (ctx.seed, ctx.seed), parsed(ctx.config_json)
+        gx, _, gb = gradients(gy, weight, None, *seeds, config, ctx.x_shape, dtypes)
         return gx, gb, None, None

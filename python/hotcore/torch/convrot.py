@@ -1,10 +1,10 @@
 """``HotConvRotLinear``: a frozen weight whose codes are those of ConvRot's 8-bit checkpoints.
 
 ConvRot (arXiv 2512.03673; ComfyUI's format ``int8_tensorwise``) rotates w along I by a regular
-Hadamard matrix H in groups of n = 4^k, and rounds to INT8 with a scale a row. H = D S Q: D has a
-sign for each feature, S is the Hadamard matrix of libhot (``forward_block`` n), and Q exchanges
-columns and their signs. So ConvRot's codes of w are libhot's of ``w D``, in another order: they go
-in and out without rounding, and the layer computes ``(x D)(w D)^T``.
+Hadamard matrix H in groups of n = 4^k. It rounds to INT8 with a scale a row. H is D S Q. D has a
+sign for each feature. S is the Hadamard matrix of libhot (``forward_block`` n). Q exchanges columns
+and their signs. ConvRot's codes of w are therefore libhot's of ``w D``, in another order. They are
+read and written without rounding, and the layer computes ``(x D)(w D)^T``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .modules import HotLinear
 from .ops.codes import body
 
 GROUPS = (1, 4, 16, 64, 256)
-"""Features that are rotated together; 1 is no rotation."""
+"""Numbers of features that are rotated together; 1 is no rotation."""
 _FORMAT = "int8_tensorwise"
 _KEYS = ("weight", "weight_scale", "comfy_quant")
 _SIGNS = "weight_signs"
@@ -47,7 +47,7 @@ def _order(group: int) -> tuple[Any, Any]:
 
 
 def _reordered(codes: Tensor, group: int) -> Tensor:
-    """Codes ``[O, I]`` from one order to the other; it is its own inverse."""
+    """Codes ``[O, I]`` in the other order; the function is its own inverse."""
     order, signs = (torch.tensor(part, device=codes.device) for part in _order(group))
     rows, columns = codes.shape
     return (codes.view(rows, columns // group, group)[:, :, order] * signs).view(rows, columns)
@@ -78,7 +78,7 @@ class HotConvRotLinear(HotFrozenLinear):
     thawed = HotLinear
     convrot = True
     weight_signs: Tensor
-    """D, int8 ``[I]``."""
+    """The signs D, int8 ``[I]``."""
 
     @classmethod
     def encode(cls, rows: Tensor, config: HotConfig) -> Tensor:
@@ -89,12 +89,12 @@ class HotConvRotLinear(HotFrozenLinear):
 
     def take_format(self, codes: Tensor) -> None:
         """Take the group of ConvRot's codes; raises ValueError for others."""
-        found = frozen_codes.format_of(codes.numel(), *self.weight_features)
-        if found is None or not found.convrot or torch.compiler.is_compiling():
+        form = frozen_codes.format_of(codes.numel(), *self.weight_features)
+        if form is None or not form.convrot or torch.compiler.is_compiling():
             super().take_format(codes)
         else:
-            self.weight_block = found.block
-            self.config = dataclasses.replace(self._config, forward_block=found.block)
+            self.weight_block = form.block
+            self.config = dataclasses.replace(self._config, forward_block=form.block)
             self.on_frozen()
 
     def on_frozen(self) -> None:
@@ -118,7 +118,7 @@ class HotConvRotLinear(HotFrozenLinear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.on_frozen()  # what to_empty makes has no values
+        self.on_frozen()  # to_empty's tensors have no values
         return self
 
     def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,19 +130,19 @@ class HotConvRotLinear(HotFrozenLinear):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        own: dict[str, Any] = {}
-        super(FrozenModule, self)._save_to_state_dict(own, prefix, False)
-        del own[prefix + "weight_codes"]
+        others: dict[str, Any] = {}
+        super(FrozenModule, self)._save_to_state_dict(others, prefix, False)
+        del others[prefix + "weight_codes"]
         weight = self.frozen
         group, codes = weight.block, frozen_codes.gathered(weight.codes)
         q, scales = self._parts(body(weight._replace(codes=codes)))
-        said = {"format": _FORMAT, "convrot": group > 1, "convrot_groupsize": group}
+        layout = {"format": _FORMAT, "convrot": group > 1, "convrot_groupsize": group}
         values = (
             _reordered(q[:, : self.in_features], group),
             (scales * group**-0.5)[:, None],  # of a normalised H; a power of two
-            torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu"),
+            torch.tensor(list(json.dumps(layout).encode()), dtype=torch.uint8, device="cpu"),
         )
-        destination.update({prefix + key: v for key, v in zip(_KEYS, values, strict=True)} | own)
+        destination.update({prefix + key: v for key, v in zip(_KEYS, values, strict=True)} | others)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         state = dict(state_dict)
@@ -158,7 +158,7 @@ class HotConvRotLinear(HotFrozenLinear):
         self.on_frozen()
 
     def _read(self, state: dict[str, Any], prefix: str) -> Tensor:
-        """Take ConvRot's keys out; libhot's codes of them. Raises ValueError."""
+        """Take ConvRot's keys out of ``state``; return libhot's codes. Raises ValueError."""
         q, scale, said = (state.pop(prefix + key, None) for key in _KEYS)
         if q.dtype != torch.int8 or scale is None or said is None:
             raise ValueError(
@@ -172,8 +172,8 @@ class HotConvRotLinear(HotFrozenLinear):
         if columns % group:
             raise ValueError(f"comfy_quant: groups of {group} do not divide {columns} features")
         if scale.numel() not in (1, rows):
-            found = tuple(scale.shape)
-            raise ValueError(f"weight_scale: shape {found}; expected one number, or {rows, 1}")
+            shape = tuple(scale.shape)
+            raise ValueError(f"weight_scale: shape {shape}; expected one number, or {rows, 1}")
         if bool((q == -128).any()):
             raise ValueError("weight: a code is -128; expected -127 to 127")
         size = frozen_codes.body_bytes(rows, columns, group)

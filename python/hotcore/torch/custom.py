@@ -1,11 +1,12 @@
 """A backward of one's own in linear and convolution layers: :class:`CustomBackward`.
 
-Plain torch, for trying an idea: nothing here is fast. The rivals of the benchmarks
+It is plain torch, for trying an idea: nothing here is fast. The rivals of the benchmarks
 (``benchmarks/evidence/rivals``) are such classes.
 """
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ Kept = tuple[Tensor, ...]
 
 
 class Replaced(NamedTuple):
-    """What :meth:`~hotcore.torch.CustomBackward.convert` did."""
+    """Report of :meth:`~hotcore.torch.CustomBackward.convert`."""
 
     names: tuple[str, ...]
     """Layers that have the backward now."""
@@ -48,20 +49,34 @@ class CustomBackward:
         print(model.hot_report)
 
     Methods run under ``no_grad`` and without autocast. A result of a wrong shape is a ValueError
-    that names the method; values are not checked. Source: docs/torch/custom.md.
+    that names the method; values are not checked. Names of helpers begin with ``_``: a public name
+    that is nearly one of a method here is a TypeError. Source: docs/torch/custom.md.
     """
 
     elementwise: ClassVar[bool] = True
-    """Whether what is kept of x stands for x, value by value; False: for a projection of its
-    tokens. Of a convolution the first keeps the pixels, the second the unfolded pixels."""
+    """Whether the kept tensors stand for x, value by value; False: for a projection of its tokens.
+    A convolution keeps its pixels with True, its unfolded pixels with False."""
 
     in_eval: bool = False
     """Whether eval mode multiplies :meth:`forward_operands`, too; False: it is plain."""
 
-    # ---- what a subclass may replace ----
+    def __init_subclass__(cls) -> None:
+        """Refuse misspelt hooks, which nothing would call."""
+        super().__init_subclass__()
+        hooks = [name for name in vars(CustomBackward) if not name.startswith("_")]
+        for name in vars(cls).keys() - set(hooks):
+            if not name.startswith("_") and (
+                near := difflib.get_close_matches(name, hooks, 1, 0.8)
+            ):
+                raise TypeError(
+                    f"{cls.__name__}.{name}: CustomBackward calls no such method; did you mean "
+                    f"{near[0]}? Begin the name of a helper with an underscore"
+                )
+
+    # ---- hooks of a subclass ----
 
     def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """What the forward pass multiplies, in the dtypes of the call; x is kept after it."""
+        """Stand-ins for x and w in the forward pass, in the dtypes of the call; x is kept."""
         return x, w
 
     def on_grid(self, grid: tuple[int, int]) -> CustomBackward:
@@ -69,7 +84,7 @@ class CustomBackward:
         return self
 
     def keep(self, x: Tensor) -> Kept:
-        """What is kept of x ``[B, T, I]`` until backward."""
+        """Tensors that are kept of x ``[B, T, I]`` until backward."""
         return (x,)
 
     def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
@@ -99,7 +114,7 @@ class CustomBackward:
             )
         return torch.einsum("bto,bti->oi", gy, x)
 
-    # ---- what a user calls ----
+    # ---- calls of a user ----
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x weight^T + bias`` with this backward.
@@ -118,8 +133,8 @@ class CustomBackward:
         """
         if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
             raise ValueError(
-                f"x: shape {tuple(x.shape)}; weight {tuple(weight.shape)} wants [..., "
-                f"{weight.shape[-1]}]"
+                f"x: shape {tuple(x.shape)}; expected [..., {weight.shape[-1]}] for weight "
+                f"{tuple(weight.shape)}"
             )
         x, weight = _cast(x, weight)
         if not x.numel() or not weight.numel():
@@ -137,8 +152,8 @@ class CustomBackward:
 
         Args:
             model: a model without HOT layers (:func:`hotcore.torch.revert`).
-            filter_fn: called with a layer and its name: whether to take it. None: the layers that
-                :func:`hotcore.torch.convert` takes.
+            filter_fn: ``filter_fn(layer, name)`` says which layers to take. None takes those of
+                :func:`hotcore.torch.convert`.
 
         Returns:
             The same model. Its ``hot_report``, a :class:`.Replaced`, names the layers, and gives
@@ -165,7 +180,7 @@ class CustomBackward:
         for name in taken:
             layer: Any = model.get_submodule(name)
             if not isinstance(layer, _Custom):
-                become(layer, _MADE[type(layer)])
+                become(layer, _CLASSES[type(layer)])
             layer.method = self
         model.__dict__[REPORT] = Replaced(taken, left)
         return model
@@ -189,13 +204,13 @@ class _Custom(Changed):
     method: CustomBackward
 
     def extra_repr(self) -> str:
-        """The plain layer's, and the name of the class."""
-        own: str = super().extra_repr()  # type: ignore[misc]  # nn.Module's
-        return f"{own}, method={type(self.method).__name__}"
+        """The text of the plain layer, and the name of the method's class."""
+        plain: str = super().extra_repr()  # type: ignore[misc]  # nn.Module has it
+        return f"{plain}, method={type(self.method).__name__}"
 
 
 _Windows = tuple[Any, ...] | None
-"""How F.unfold makes ``[N, C kh kw, Ho Wo]`` of a convolution's image; None: a linear layer."""
+"""Arguments of F.unfold, ``[N, C kh kw, Ho Wo]`` of a convolution's image; None: linear layer."""
 
 
 class CustomLinear(_Custom, nn.Linear):
@@ -235,7 +250,7 @@ class CustomConv2d(_Custom, nn.Conv2d):
         return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
 
 
-_MADE: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomConv2d}
+_CLASSES: dict[type[nn.Module], Any] = {nn.Linear: CustomLinear, nn.Conv2d: CustomConv2d}
 
 
 def _why_not(layer: nn.Module) -> str:
@@ -252,24 +267,22 @@ def _why_not(layer: nn.Module) -> str:
 
 
 def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """As autocast casts the operands of a product."""
+    """Operands of a product, cast as autocast casts them."""
     dtype = autocast_dtype(x.device.type)
     return (x, w) if dtype is None else (x.to(dtype), w.to(dtype))
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The precision that the methods compute in."""
+    """x in the precision that the methods compute in."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _shaped(found: Tensor, expected: tuple[int, ...], method: CustomBackward, name: str) -> Tensor:
-    # autograd would sum a larger gradient to the shape that it wants.
-    if tuple(found.shape) != tuple(expected):
-        raise ValueError(
-            f"{type(method).__name__}.{name}: shape {tuple(found.shape)}; expected "
-            f"{tuple(expected)}"
-        )
-    return found
+def _shaped(result: Tensor, expected: tuple[int, ...], method: CustomBackward, name: str) -> Tensor:
+    # autograd would sum a larger gradient to the shape that it expects.
+    shape, expected = tuple(result.shape), tuple(expected)
+    if shape != expected:
+        raise ValueError(f"{type(method).__name__}.{name}: shape {shape}; expected {expected}")
+    return result
 
 
 def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows) -> Tensor:

@@ -26,15 +26,15 @@ FREEZE_REPORT = "freeze_report"
 
 @dataclasses.dataclass(frozen=True)
 class FreezeReport:
-    """What :func:`.freeze_int8` did; print it for a summary.
+    """Report of :func:`.freeze_int8`, the model's attribute ``freeze_report``; print it.
 
-    It is the attribute ``freeze_report`` of the model, and holds no tensor and no module.
+    It holds no tensor and no module.
     """
 
     layers: tuple[str, ...]
     """Names of the layers that are frozen now."""
     skipped: tuple[tuple[str, str], ...]
-    """Names of other converted layers, and why they are not."""
+    """Names of the other converted layers, each with the reason."""
     before: int
     """Bytes of the layers' weights."""
     after: int
@@ -42,7 +42,7 @@ class FreezeReport:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """What was frozen, the bytes, and what was not."""
+        """The number of frozen layers, the bytes, and the other layers."""
         share = f"{self.after / self.before:.3f}" if self.before else "-"
         lines = [
             f"{len(self.layers)} layers frozen in INT8: {self.before / _GIB:.3f} GiB of weights "
@@ -55,7 +55,7 @@ class FreezeReport:
         return "\n".join([*lines, *self.notes])
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """The whole report as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
@@ -70,10 +70,10 @@ def freeze_int8(
 
     For fine-tuning by adapters (LoRA): about a byte a value instead of two or four. Call it after
     :func:`convert`, before or after ``peft.get_peft_model``, before ``torch.compile``, DDP and the
-    optimizer. The weights are not trained any more; biases stay as they are. The codes are those of
-    the 8-bit forward, with which the product is made from them (``forward="int8"`` in the layers'
-    configurations). Otherwise, and in eval mode without ``forward_in_eval``, every call dequantises
-    the weight. Backward dequantises it, one layer at a time, and computes g_x as before.
+    optimizer. The weights are not trained any more; biases stay as they are. With
+    ``forward="int8"`` in the layers' configurations the INT8 product takes the codes. Otherwise,
+    and in eval mode without ``forward_in_eval``, every call dequantises the weight. Backward
+    dequantises it, one layer at a time, and computes g_x as before.
 
     ``layer.weight`` still reads as a tensor of values. Writing to it by ``weight.data = ...`` or
     ``+=``, as peft's merge does, makes the layer one with a plain weight again; other writes raise
@@ -81,13 +81,14 @@ def freeze_int8(
     ``load_state_dict`` takes those, which are quantised, and codes.
 
     Args:
-        model: with layers that :func:`convert` made (linear ones, transformers' ``Conv1D``).
-        filter_fn: ``filter_fn(module, fqn)`` says which of them; None: all, or where some of their
-            weights do not require grad, those (peft's ``modules_to_save`` are trained beside them).
+        model: has layers that :func:`convert` made: linear ones, or transformers' ``Conv1D``.
+        filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze. None freezes all, or
+            those whose weight does not require grad if there are any. (peft's ``modules_to_save``
+            are trained beside them.)
         save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, without a copy.
             They load into a model that is frozen alike.
         convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion
-            trainers, with ``forward_block`` as group; ``state_dict()`` and ``load_state_dict`` have
+            trainers, with ``forward_block`` as group. ``state_dict()`` and ``load_state_dict`` have
             its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
 
     Returns:
@@ -95,9 +96,9 @@ def freeze_int8(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: there is no such layer, or none that is not frozen already, or a weight has no
-            codes (float64): the layer is named, and nothing has changed. Where memory runs out, the
-            layers before the named one are frozen, and another call goes on.
+        ValueError: no layer can be frozen, or a weight has no codes (float64). The layer is named,
+            and nothing has changed. Where memory runs out, the layers before the named one are
+            frozen, and another call goes on.
 
     Source: docs/torch/lora.md, "Frozen weights in a byte".
     """
@@ -123,14 +124,14 @@ def freeze_int8(
     weights.clear()  # each is freed when its layer is done
     for layer in chosen.values():  # a row each, before anything changes
         encoded(layer, _frozen_class(layer, convrot), slice(1))
-    made: dict[tuple[int, int, bool], nn.Parameter] = {}
+    codes: dict[tuple[int, int, bool], nn.Parameter] = {}
     for fqn, layer in chosen.items():
         cls = _frozen_class(layer, convrot)
         key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
-        if key not in made:
-            made[key] = parameter(encoded(layer, cls))
-        freeze(layer, cls, save_codes, uses[owners[fqn]] > 1, made[key])
-    after = sum(codes.nbytes for codes in made.values())
+        if key not in codes:
+            codes[key] = parameter(encoded(layer, cls))
+        freeze(layer, cls, save_codes, uses[owners[fqn]] > 1, codes[key])
+    after = sum(each.nbytes for each in codes.values())
     model.__dict__[FREEZE_REPORT] = FreezeReport(
         tuple(chosen), tuple(reasons.items()), before, after, tuple(_notes(chosen.values()))
     )
@@ -151,7 +152,7 @@ def thaw(model: nn.Module) -> int:
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a layer cannot be thawed, for something is around it; nothing has changed.
+        ValueError: a layer cannot be thawed, because something wraps it; nothing has changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -172,7 +173,7 @@ def _frozen_class(layer: HotModule, convrot: bool) -> type[FrozenModule]:
 
 
 def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool) -> str:
-    """Why a converted layer cannot be frozen, or is not to be."""
+    """Why a converted layer cannot or shall not be frozen; empty if it will be."""
     assert isinstance(layer, nn.Module)
     if isinstance(layer, FrozenModule):
         return "frozen already"
@@ -185,8 +186,8 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool
         return why
     weight = layer._parameters.get("weight")
     if weight is None or type(weight) not in ops.PLAIN_TYPES:
-        found = "computed" if weight is None else f"a {type(weight).__name__}"
-        return f"its weight is {found}, not a Parameter"
+        kind = "computed" if weight is None else f"a {type(weight).__name__}"
+        return f"its weight is {kind}, not a Parameter"
     if filter_fn is not None and not filter_fn(layer, fqn):
         return "left out by filter_fn"
     if convrot:
@@ -195,17 +196,17 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool
 
 
 def _shared(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, str]:
-    """Layers whose weight is that of a module which stays as it is."""
-    own = {id(layer) for layer in layers.values()}
+    """Layers whose weight another module has, too, which stays as it is."""
+    chosen = {id(layer) for layer in layers.values()}
     others = {
         id(parameter): name
         for name, module in model.named_modules()
-        if id(module) not in own
+        if id(module) not in chosen
         for parameter in module._parameters.values()
         if parameter is not None
     }
-    found = {fqn: others.get(id(m._parameters["weight"])) for fqn, m in layers.items()}
-    return {fqn: f"its weight is that of {name}, too" for fqn, name in found.items() if name}
+    names = {fqn: others.get(id(m._parameters["weight"])) for fqn, m in layers.items()}
+    return {fqn: f"its weight is that of {name}, too" for fqn, name in names.items() if name}
 
 
 def _trained(layers: Mapping[str, Any]) -> dict[str, str]:

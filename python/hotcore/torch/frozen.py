@@ -1,16 +1,16 @@
 """Linear layers whose frozen weight is kept as INT8 codes alone; :func:`.freeze_int8` makes them.
 
-The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`), in one uint8
-Parameter, ``weight_codes``, with their format and checksum (:mod:`hotcore.torch.frozen_codes`): it
-moves with the model, is never cast, and an optimizer or DDP leaves it alone. ``weight`` is a
-:class:`FrozenWeight`, which has no memory of its own.
+The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). One uint8
+Parameter, ``weight_codes``, holds them with their format and checksum
+(:mod:`hotcore.torch.frozen_codes`). It moves with the model, is never cast, and an optimizer or DDP
+leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat, frozen_codes
-from .frozen_codes import NO_WRITES, Format, guard, refuse_gradients, version
+from .frozen_codes import Format, guard, refuse_gradients, version
 from .modules import HotLinear, HotModule, become, own_forward
 from .ops import DTYPES, PLAIN_TYPES, is_dtensor
-from .ops.codes import Frozen, check_codes, dequantized, quantize_forward_weight
+from .ops.codes import Frozen, body, dequantized, quantize_forward_weight
 from .ops.linear import linear_from_json
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
 _ALIGNMENT = 16
-"""Bytes; of codes that libhot reads."""
+"""Alignment in bytes that libhot requires for codes."""
 _READ_ONLY = (
     "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model) makes it "
     "a plain one, as weight.data = values does"
 )
 _SHARED = (
-    "the weight is frozen in INT8, and what is written to memory that is shared so would be lost; "
+    "the weight is frozen in INT8, and values written to memory that is shared so would be lost; "
     "weight.dequantized() is a copy, and hot.thaw(model) makes it a plain one"
 )
 _TIED = (
@@ -58,54 +58,9 @@ _SIZES = {
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__),
     *(Tensor.ndimension, Tensor.storage_offset),
 }
-"""What is answered without values."""
+"""Questions that are answered without values."""
 _PLACES = {*_properties("device", "is_cuda", "is_cpu", "is_meta"), Tensor.get_device}
-"""What is answered by the codes."""
-
-
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that a call of ``func`` writes, as far as its schema or its name tells.
-
-    An operator's schema tells. So do those of the operator that a function or method of torch is
-    named after: what ends with ``_`` writes its first argument, ``_foreach_`` a list of them. Any
-    function writes ``out``, and with ``inplace`` its first argument.
-    """
-    yield from _tensors(kwargs.get("out"))
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        for index, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                at = args[index] if index < len(args) else kwargs.get(argument.name)
-                yield from _tensors(at)
-        return
-    first = args[0] if args else next(iter(kwargs.values()), None)  # nn.init's functions name it
-    base = _name(func)
-    ends = base.endswith("_") and not base.endswith("__")
-    inplace = base.startswith("__i") and base.endswith("__") and base not in NO_WRITES
-    if ends or inplace or base in ("__setitem__", "__set__") or kwargs.get("inplace"):
-        yield from _tensors(first)
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    """Tensors of an argument: itself, or those of a list."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same, with ``change`` of each tensor, also of those in tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
-    return value
+"""Questions that are answered by the codes."""
 
 
 def _one_memory(a: Tensor, b: Tensor) -> bool:
@@ -118,24 +73,15 @@ def _one_memory(a: Tensor, b: Tensor) -> bool:
         return False
 
 
-def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", "")).split(".")[0]
-
-
-def _assigned(func: Any) -> str:
-    """The attribute of a ``__get__`` or ``__set__`` of Tensor."""
-    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
-
-
 class ReadOnly(Tensor):
-    """Values of a frozen weight, in memory of their own: what writes them raises a RuntimeError.
+    """Values of a frozen weight, in memory of their own: a call that writes them is a RuntimeError.
 
     Views of them are read-only, too, as are NumPy's arrays; other results are plain tensors.
     """
 
     @property
     def data(self) -> Tensor:
-        """Itself: what is written there is seen."""
+        """This tensor itself, which sees writes."""
         return self
 
     @data.setter
@@ -146,12 +92,13 @@ class ReadOnly(Tensor):
         raise RuntimeError(f"data: {_READ_ONLY}")
 
     def detach(self) -> Tensor:
-        """Itself, as :attr:`data`."""
+        """Return this tensor itself, as :attr:`data` does."""
         return self
 
     def dequantized(self) -> Tensor:
         """A plain tensor with the values."""
-        return _values(self).clone()  # type: ignore[no-any-return]  # a Tensor
+        values: Tensor = _values(self)
+        return values.clone()
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Raise ValueError if this would change the setting."""
@@ -163,39 +110,37 @@ class ReadOnly(Tensor):
         raise RuntimeError(f"swap_tensors: {_SHARED}")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """A plain tensor."""
+        """Copy it to a plain tensor."""
         return self.dequantized()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor."""
-        return self.dequantized().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """Pickle it as a plain tensor."""
+        values: Any = self.dequantized()
+        return values.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse writes, and run the rest on the values."""
-        kwargs = kwargs or {}
+        """Run the call on copies of the values, and refuse it where it has written to them."""
         name = getattr(func, "__name__", "")
         if name == "__set__" and isinstance(args[0], ReadOnly):
             return _assign(func, *args)
         if name in _EXPORTS:
             raise RuntimeError(f"{name}: {_SHARED}")
-        if any(isinstance(t, ReadOnly) for t in _mutated(func, args, kwargs)):
+        copies: list[Tensor] = []
+        with torch.inference_mode(False):  # its tensors have no version
+            args, kwargs = _values((args, kwargs or {}), copies)
+        versions = [version(values) for values in copies]
+        result = func(*args, **kwargs)
+        if versions != [version(values) for values in copies]:
             raise RuntimeError(f"{name}: {_READ_ONLY}")
-        made: list[Tensor] = []
-        plain = _values((args, kwargs), made)
-        versions = [version(values) for values in made]
-        found = func(*plain[0], **plain[1])
-        # What is named after no operator of torch may write all the same: F.embedding(max_norm=).
-        if versions != [version(values) for values in made]:
-            raise RuntimeError(f"{name}: {_READ_ONLY}")
-        return _read_only(found, made)
+        return _read_only(result, copies)
 
 
 def _thawing(name: str) -> Any:
     def change(weight: FrozenWeight, other: Any) -> Tensor:
-        """Thaw the layer and change its weight; that, as a plain tensor."""
+        """Thaw the layer and change its weight; return it as a plain tensor."""
         return weight._written(getattr(weight.dequantized(), name)(other))
 
     return change
@@ -214,7 +159,7 @@ class FrozenWeight(ReadOnly):
     @staticmethod
     def of(layer: FrozenModule) -> FrozenWeight:
         """The weight of a layer."""
-        # On the meta device, so that what goes past __torch_function__ finds no values to misread.
+        # On the meta device, so that code past __torch_function__ finds no values to misread.
         like = torch.empty(layer.weight_features, dtype=layer.weight_dtype, device="meta")
         weight = (like.t() if layer.transposed else like).as_subclass(FrozenWeight)
         weight._layer = layer
@@ -224,10 +169,6 @@ class FrozenWeight(ReadOnly):
         """A plain tensor with the values."""
         weight = self._thawed()
         return self._layer.dequantized() if weight is None else weight.detach().clone()
-
-    def _held(self) -> Tensor:
-        weight = self._thawed()
-        return self._layer.weight_codes if weight is None else weight
 
     # "weight.data += values": Python then assigns the result to weight.data, which it is by then.
     __iadd__, __isub__ = _thawing("add_"), _thawing("sub_")
@@ -255,7 +196,8 @@ class FrozenWeight(ReadOnly):
     ) -> Any:
         """Answer questions of size and place; the rest is read-only values."""
         if func in _PLACES:
-            return func(args[0]._held())
+            weight = args[0]._thawed()
+            return func(args[0]._layer.weight_codes if weight is None else weight)
         if func in _SIZES:
             with _compat.without_subclasses():
                 return func(*args, **(kwargs or {}))
@@ -263,56 +205,55 @@ class FrozenWeight(ReadOnly):
 
 
 _EXPORTS = ("__dlpack__", "share_memory_", "untyped_storage", "storage", "data_ptr", "set_")
-"""Ways to memory that is then written without torch."""
+"""Functions that give access to memory, which other code may then write."""
 
 
 def _assign(func: Any, weight: ReadOnly, value: Any) -> None:
-    name = _assigned(func)
+    name = func.__self__.__name__  # the attribute of this __set__
     if name == "requires_grad":
         refuse_gradients(bool(value))
     elif not (name == "grad" and value is None):
         raise RuntimeError(f"{name}: {_READ_ONLY}")
 
 
-def _values(value: Any, made: list[Tensor] | None = None) -> Any:
-    """The same, with plain tensors for read-only ones, which are also put into ``made``."""
+def _values(value: Any, copies: list[Tensor] | None = None) -> Any:
+    """Arguments with plain tensors for read-only ones, which are also put into ``copies``."""
+    if isinstance(value, list | tuple):
+        items = [_values(item, copies) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: _values(item, copies) for key, item in value.items()}
+    if not isinstance(value, ReadOnly):
+        return value
+    if isinstance(value, FrozenWeight):
+        plain = value.dequantized()
+    else:
+        with _compat.without_subclasses():
+            plain = Tensor.detach(value)
+    if copies is not None:
+        copies.append(plain)
+    return plain
 
-    def of(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, ReadOnly):
-            return tensor
-        if isinstance(tensor, FrozenWeight):
-            plain = tensor.dequantized()
-        else:
-            with _compat.without_subclasses():
-                plain = Tensor.detach(tensor)
-        if made is not None:
-            made.append(plain)
-        return plain
 
-    return mapped(value, of)
-
-
-def _read_only(found: Any, made: list[Tensor]) -> Any:
-    """A result, with ReadOnly for what shares memory with ``made``."""
-    if isinstance(found, np.ndarray):
-        if any(np.shares_memory(found, values.numpy()) for values in made if values.is_cpu):
-            found.flags.writeable = False
-        return found
-    if type(found) is Tensor:
-        shared = any(_one_memory(found, values) for values in made)
-        return found.as_subclass(ReadOnly) if shared else found
-    if isinstance(found, list | tuple) and type(found) in (list, tuple):
-        return type(found)(_read_only(item, made) for item in found)
-    return found
+def _read_only(result: Any, copies: list[Tensor]) -> Any:
+    """A result, with ReadOnly for tensors that share memory with ``copies``."""
+    if isinstance(result, np.ndarray):
+        if any(np.shares_memory(result, values.numpy()) for values in copies if values.is_cpu):
+            result.flags.writeable = False
+    elif type(result) is Tensor and any(_one_memory(result, values) for values in copies):
+        return result.as_subclass(ReadOnly)
+    elif type(result) in (list, tuple):
+        return type(result)(_read_only(item, copies) for item in result)
+    return result
 
 
 class FrozenModule(HotModule, nn.Module):
     """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze_int8`.
 
-    Kept are ``weight_codes``, a uint8 Parameter of O rows of codes and O fp32 scales, and nothing
-    of x. Training computes g_x, and g_b. The forward pass is the configuration's: with
-    ``forward="int8"`` the INT8 product takes the codes; else, and in eval mode unless
-    ``forward_in_eval``, the weight is dequantised for the call. Backward dequantises it for g_x.
+    The layer keeps ``weight_codes``, O rows of codes and O fp32 scales, and nothing of x. Training
+    computes g_x, and g_b. With ``forward="int8"`` the INT8 product takes the codes. With a plain
+    forward, and in eval mode unless ``forward_in_eval``, every call dequantises the weight.
+    Backward dequantises it for g_x.
     """
 
     thawed: ClassVar[type[HotModule]]
@@ -327,20 +268,20 @@ class FrozenModule(HotModule, nn.Module):
     """Whether the codes are ConvRot's."""
     weight_codes: nn.Parameter
     weight_dtype: torch.dtype
-    """Of the weight that the codes stand for."""
+    """Dtype of the weight that the codes stand for."""
     weight_block: int
-    """Block of their Hadamard transform along I."""
+    """Block size of their Hadamard transform along I."""
     weight_features: tuple[int, int]
-    """O, I."""
+    """Output features O and input features I."""
     save_codes: bool
     """Whether ``state_dict`` has codes instead of the dequantised weight."""
     weight_tied: bool
     """Whether another frozen layer has the same codes."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise TypeError."""
-        made_of = f"hot.freeze_int8 makes it of a {self.thawed.__name__}"
-        raise TypeError(f"{type(self).__name__}: {made_of}")
+        """Raise TypeError: only :func:`.freeze_int8` makes such a layer."""
+        plain = self.thawed.__name__
+        raise TypeError(f"{type(self).__name__}: hot.freeze_int8 makes it of a {plain}")
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -354,24 +295,28 @@ class FrozenModule(HotModule, nn.Module):
         codes: Tensor = self.weight_codes
         if not self._fits(codes):
             self.take_format(codes)
-        weight = Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
+        weight = self._as_frozen(codes)
         # A tensor of functional_call. Operators check codes that remember it.
         if type(codes) is Tensor and not torch.compiler.is_compiling():
-            check_codes(weight)
+            body(weight, check=True)
         return weight
+
+    def _as_frozen(self, codes: Tensor) -> Frozen:
+        return Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
+
+    @property
+    def _format(self) -> Format:
+        return Format(self.weight_block, self.convrot)
 
     def _fits(self, codes: Tensor) -> bool:
         """Whether codes are of the layer's format, by their size."""
-        outs, ins = self.weight_features
-        own = frozen_codes.sealed_bytes(outs, ins, self.weight_block, self.convrot)
-        return codes.numel() == own
+        return codes.numel() == frozen_codes.sealed_bytes(*self.weight_features, *self._format)
 
     def take_format(self, codes: Tensor) -> None:
-        """Called with codes that do not fit; raises ValueError."""
-        found = frozen_codes.format_of(codes.numel(), *self.weight_features)
-        said = f"{codes.numel()} bytes, of no format" if found is None else f"codes of {found}"
-        expected = Format(self.weight_block, self.convrot)
-        raise ValueError(f"weight_codes: {said}; expected codes of {expected}")
+        """Raise ValueError for codes of another format; ConvRot's layer may take them."""
+        form = frozen_codes.format_of(codes.numel(), *self.weight_features)
+        got = f"{codes.numel()} bytes, of no format" if form is None else f"codes of {form}"
+        raise ValueError(f"weight_codes: {got}; expected codes of {self._format}")
 
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
@@ -422,10 +367,10 @@ class FrozenModule(HotModule, nn.Module):
         return frozen_codes.sealed(codes, Format(config.forward_block, cls.convrot))
 
     def on_frozen(self) -> None:
-        """Called when the codes are there."""
+        """Finish the layer; :func:`freeze` calls it once the codes are there."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; refuses the parts that ``parallelize_module`` makes of a weight.
+        """Register a Parameter; refuses parts of a weight that ``parallelize_module`` makes.
 
         Refuses the weight under another name, too, which torch's prune would keep.
         """
@@ -450,8 +395,8 @@ class FrozenModule(HotModule, nn.Module):
         Raises ValueError where the layer cannot have it; nothing has changed.
         """
         if type(self.weight_codes) not in PLAIN_TYPES:
-            found = type(self.weight_codes).__name__
-            raise ValueError(f"weight: its codes are a {found}; undo fully_shard before thawing it")
+            kind = type(self.weight_codes).__name__
+            raise ValueError(f"weight: its codes are a {kind}; undo fully_shard before thawing it")
         if why := own_forward(self):
             raise ValueError(f"weight: its layer cannot be thawed: {why}; undo that first")
         weight = (self.dequantized() if values is None else _values(values)).contiguous()
@@ -476,49 +421,49 @@ class FrozenModule(HotModule, nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Of the bias; raises ValueError where the weight is asked to be trained."""
+        """Set requires_grad of the bias. Raises ValueError if the weight would be trained."""
         refuse_gradients(requires_grad)
         return super().requires_grad_(requires_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As a module; after a copy, too."""
+        """Restore the module and guard its codes, after a copy, too."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         guard(self.weight_codes)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """The plain layer's keys, or those of the codes."""
-        own: OrderedDict[str, Any] = OrderedDict()
-        super()._save_to_state_dict(own, prefix, keep_vars)
+        """Save the plain layer's keys, or those of the codes."""
+        state: OrderedDict[str, Any] = OrderedDict()
+        super()._save_to_state_dict(state, prefix, keep_vars)
         if self.save_codes:
             if not keep_vars:
-                own[prefix + _CODES] = frozen_codes.plain(own[prefix + _CODES])
+                state[prefix + _CODES] = frozen_codes.plain(state[prefix + _CODES])
         else:
             # On the CPU: a GPU that holds the codes may not have room for all weights at once.
-            del own[prefix + _CODES]
+            del state[prefix + _CODES]
             on_device = self.weight_codes.is_meta
             weight = self.dequantized().contiguous()
-            own[prefix + "weight"] = weight if on_device else weight.cpu()
-            own.move_to_end(prefix + "weight", last=False)
-        destination.update(own)
+            state[prefix + "weight"] = weight if on_device else weight.cpu()
+            state.move_to_end(prefix + "weight", last=False)
+        destination.update(state)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """A plain weight, which is quantised, or codes."""
+        """Load a plain weight, which is quantised, or codes."""
         local_metadata, strict, missing_keys, unexpected_keys, error_msgs = rest
-        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        state = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
-            codes = self._codes_from(own, prefix, assign)
+            codes = self._codes_from(state, prefix, assign)
             if codes is not None:
-                own[prefix + _CODES] = codes
+                state[prefix + _CODES] = codes
                 self._make_room(codes, assign)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"While loading {prefix}weight: {error}")
-            own[prefix + _CODES] = self.weight_codes.detach()
+            state[prefix + _CODES] = self.weight_codes.detach()
         missing: list[str] = []
         common = (local_metadata, strict, missing, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(own, prefix, *common)
+        super()._load_from_state_dict(state, prefix, *common)
         plain = {prefix + _CODES: prefix + "weight"}
         missing_keys += [plain.get(key, key) for key in missing]
         guard(self.weight_codes)
@@ -535,7 +480,7 @@ class FrozenModule(HotModule, nn.Module):
             if not self._fits(codes):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
-                check_codes(Frozen(codes, self.weight_block, *self.weight_features, codes.dtype))
+                body(self._as_frozen(codes), check=True)
             aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
         if weight is None:
@@ -561,28 +506,27 @@ class FrozenModule(HotModule, nn.Module):
         return self.encode(rows, self._config)
 
     def _sealed(self, body: Tensor, form: Format) -> Tensor:
-        """Codes that were saved without their format. Raises ValueError."""
-        expected = Format(self.weight_block, self.convrot)
-        if form != expected:
-            raise ValueError(f"codes of {form}; expected codes of {expected}")
+        """Give codes their tail that were saved without it. Raises ValueError."""
+        if form != self._format:
+            raise ValueError(f"codes of {form}; expected codes of {self._format}")
         size = frozen_codes.body_bytes(*self.weight_features, form.block)
         if body.numel() != size:
             raise ValueError(f"size mismatch: {body.numel()} bytes of codes; expected {size}")
         return frozen_codes.sealed(body, form)
 
     def _make_room(self, codes: Tensor, assign: bool) -> None:
-        """Have memory for codes of another format; layers that share it see them, too."""
-        own = self.weight_codes
-        if type(own) not in PLAIN_TYPES or own.shape == codes.shape:
+        """Allocate memory for codes of another format; layers that share it see them, too."""
+        old = self.weight_codes
+        if type(old) not in PLAIN_TYPES or old.shape == codes.shape:
             return
-        empty = torch.empty(codes.shape, dtype=codes.dtype, device=own.device)
+        empty = torch.empty(codes.shape, dtype=codes.dtype, device=old.device)
         if assign:
             self._parameters[_CODES] = frozen_codes.parameter(empty)
         else:
-            own.data = empty
+            old.data = empty
 
     def extra_repr(self) -> str:
-        """As of the layer with a plain weight."""
+        """The text of the layer with a plain weight, and ``weight=INT8``."""
         return f"{super().extra_repr()}, weight=INT8"
 
 
@@ -591,18 +535,18 @@ def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Param
 
     Errors begin with the layer's name.
     """
-    made: dict[int, nn.Parameter] = {}
-    found = {}
+    by_codes: dict[int, nn.Parameter] = {}
+    weights = {}
     for layer in layers:
         codes = id(layer.weight_codes)
         try:
-            if codes not in made:
-                made[codes] = layer.plain_weight()
-            found[layer] = made[codes]
+            if codes not in by_codes:
+                by_codes[codes] = layer.plain_weight()
+            weights[layer] = by_codes[codes]
         except (ValueError, RuntimeError) as error:
             layer.prefix_layer_name(error)
             raise
-    return found
+    return weights
 
 
 def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
@@ -628,14 +572,9 @@ def encoded(layer: HotModule, cls: type[FrozenModule], rows: slice = slice(None)
 def freeze(
     layer: HotModule, cls: type[FrozenModule], save_codes: bool, tied: bool, codes: nn.Parameter
 ) -> None:
-    """Make a HOT layer one of ``cls``, in place.
+    """Make a layer of the class ``cls.thawed`` one of ``cls``, in place; its weight has ``codes``.
 
-    Args:
-        layer: of the class ``cls.thawed``.
-        cls: its frozen class.
-        save_codes: see :attr:`FrozenModule.save_codes`.
-        tied: see :attr:`FrozenModule.weight_tied`.
-        codes: those of its weight.
+    ``save_codes`` and ``tied`` are :attr:`FrozenModule.save_codes` and ``weight_tied``.
     """
     assert isinstance(layer, nn.Module)
     weight = layer._parameters["weight"]

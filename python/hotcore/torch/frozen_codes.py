@@ -1,10 +1,10 @@
-"""Codes of a frozen weight, which say themselves what they are: their format and their checksum.
+"""Codes of a frozen weight, with a tail that tells their format and holds their checksum.
 
-A byte has no type that would tell codes of two formats apart. So a tail of 4-byte words follows the
-codes and scales: 64 bits of a checksum, then zeros, as many as the format says. Codes of two
-formats therefore never have one size. Every way of copying one tensor into another refuses such a
-copy, and a layer sees the size of what has been put in the place of its codes. The checksum tells
-codes from bytes that were computed, such as an average that was cast back.
+A byte has no type that would tell codes of two formats apart. The tail stands behind the codes and
+scales: 64 bits of a checksum, then zeros, as many 4-byte words as the format says. Codes of two
+formats therefore never have one size, and copying one into the other is an error. A layer sees the
+size of codes that replace its own. The checksum tells codes from computed bytes, such as an average
+that was cast back.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ _WRITTEN = (
     "average of parameters?), or they were never loaded. Load the weights again; averages must "
     "leave out Parameters of torch.uint8"
 )
+_DATA: Any = Tensor.data  # a property of C, whose type has no setter
 
 
 class Format(NamedTuple):
-    """What the bytes of codes mean."""
+    """Format of codes: the parameters of the transform and quantisation that made them."""
 
     block: int
-    """Block of their Hadamard transform along I."""
+    """Block size of their Hadamard transform along I."""
     convrot: bool = False
     """Whether they are of ``w D`` (:mod:`hotcore.torch.convrot`)."""
 
+    @property
+    def words(self) -> int:
+        """4-byte words of the tail: they rise with the block, and from a format to ConvRot's."""
+        return 2 * self.block.bit_length() + self.convrot + 1
+
     def __str__(self) -> str:
-        """Name in errors."""
+        """The format's name in errors."""
         return f"ConvRot's groups of {self.block}" if self.convrot else f"blocks of {self.block}"
 
 
@@ -42,14 +48,14 @@ FORMATS = tuple(Format(2**k, convrot) for k in range(9) for convrot in (False, T
 
 
 def body_bytes(rows: int, columns: int, block: int) -> int:
-    """Bytes of the codes and scales alone, which libhot reads."""
+    """Bytes of the codes and scales alone, which libhot reads; sizes may be symbolic."""
     width = (columns + block - 1) // block * block
     return rows * ((width + 15) // 16 * 16 + 4)
 
 
 def sealed_bytes(rows: int, columns: int, block: int, convrot: bool) -> int:
-    """Bytes with the tail: they rise with the block, and from a format to ConvRot's."""
-    return body_bytes(rows, columns, block) + 4 * (2 * block.bit_length() + convrot + 1)
+    """Bytes of the codes and scales with their tail."""
+    return body_bytes(rows, columns, block) + 4 * Format(block, convrot).words
 
 
 def format_of(size: int, rows: int, columns: int) -> Format | None:
@@ -59,10 +65,9 @@ def format_of(size: int, rows: int, columns: int) -> Format | None:
 
 def sealed(body: Tensor, form: Format) -> Tensor:
     """Codes and scales, with their tail behind them."""
-    words = 2 * form.block.bit_length() + form.convrot + 1
     if body.is_meta:
-        return body.new_empty(body.numel() + 4 * words)
-    return torch.cat((body, _checksum(body), body.new_zeros(4 * words - 8)))
+        return body.new_empty(body.numel() + 4 * form.words)
+    return torch.cat((body, _checksum(body), body.new_zeros(4 * form.words - 8)))
 
 
 def _checksum(body: Tensor) -> Tensor:
@@ -70,27 +75,21 @@ def _checksum(body: Tensor) -> Tensor:
     return (body.view(torch.int32).sum(dtype=torch.int64) + _MAGIC).view(1).view(torch.uint8)
 
 
-def intact(codes: Tensor, size: int) -> bool:
-    """Whether the checksum is that of the first ``size`` bytes, as far as they can be read."""
-    if codes.is_meta or _compat.symbolic(codes):
-        return True
-    return torch.equal(_checksum(codes[:size]), codes[size : size + 8])
-
-
-def check(codes: Tensor, size: int) -> None:
-    """Raise RuntimeError where bytes have been written that are not codes.
+def check(codes: Any, size: int) -> None:
+    """Raise RuntimeError where the first ``size`` bytes do not have the checksum behind them.
 
     They are summed once for each state of torch's version counter and memory, which synchronises a
-    GPU. A CUDA graph is not captured with codes that nothing has read before; then nothing is done.
+    GPU. While a CUDA graph is captured, or where there are no values, nothing is checked.
     """
     state = (version(codes), codes.data_ptr())
     if getattr(codes, "_hot_seen", None) == state:
         return
     if codes.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    if not intact(codes, size):
+    values = not (codes.is_meta or _compat.symbolic(codes))
+    if values and not torch.equal(_checksum(codes[:size]), codes[size : size + 8]):
         raise RuntimeError(_WRITTEN)
-    setattr(codes, "_hot_seen", state)  # noqa: B010
+    codes._hot_seen = state
 
 
 def version(values: Tensor) -> int:
@@ -104,9 +103,9 @@ def version(values: Tensor) -> int:
 class FrozenCodes(nn.Parameter):
     """Codes and scales of a frozen weight, uint8 ``[bytes]``: moved and saved, not computed with.
 
-    Its methods that would write numbers raise RuntimeError. :func:`check` finds other writes, since
-    ``data`` has the version of the Parameter, and arrays of NumPy's are read-only. torch before
-    2.13 cannot compile a subclass; there an ordinary Parameter holds the codes, and only writes
+    Methods that would write numbers raise RuntimeError. :func:`check` finds other writes, because
+    ``data`` has the version of the Parameter. NumPy's arrays of it are read-only. Older torch than
+    2.13 cannot compile a subclass. There an ordinary Parameter holds the codes, and only writes
     that raise its version are found.
     """
 
@@ -114,27 +113,27 @@ class FrozenCodes(nn.Parameter):
     """Version and address that :func:`check` has found intact."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenCodes:
-        """The same memory."""
+        """Guard the memory of ``data``."""
         refuse_gradients(requires_grad)
-        made: FrozenCodes = Tensor._make_subclass(cls, plain(data), False)
-        return made
+        codes: FrozenCodes = Tensor._make_subclass(cls, plain(data), False)
+        return codes
 
     def detach(self) -> FrozenCodes:
-        """The same memory and version, guarded."""
-        made = FrozenCodes(self)
-        made._hot_seen = self._hot_seen
-        return made
+        """An alias, which is guarded, too."""
+        alias = FrozenCodes(self)
+        alias._hot_seen = self._hot_seen
+        return alias
 
     @property
     def data(self) -> Tensor:
-        """The same memory and version; torch's own ``data`` would have a version of its own."""
+        """An alias with the same version; torch's own ``data`` would have a version of its own."""
         return plain(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.dtype != torch.uint8:
             _refuse("data")
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a property of C
+        _DATA.__set__(self, value)
         self._hot_seen = None
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -155,12 +154,13 @@ class FrozenCodes(nn.Parameter):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain Parameter, which the layer guards again."""
-        return nn.Parameter(plain(self), False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """Pickle it as a plain Parameter, which the layer guards again."""
+        parameter: Any = nn.Parameter(plain(self), False)
+        return parameter.__reduce_ex__(protocol)
 
 
 def plain(codes: Tensor) -> Tensor:
-    """The same memory and version as a plain tensor."""
+    """An alias of codes, with the same version, as a plain tensor."""
     return Tensor.detach(codes)
 
 
@@ -172,36 +172,33 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _refusal(name: str) -> Any:
-    def refused(self: Tensor, *_: Any, **__: Any) -> NoReturn:
-        _refuse(name)
-
-    return refused
+    return lambda self, *_, **__: _refuse(name)
 
 
-_KEEP = {"copy_", "detach_", "requires_grad_", "resize_", "set_", "share_memory_"}
-NO_WRITES = {"__index__", "__int__", "__invert__", "__init__", "__iter__", "__init_subclass__"}
-"""Methods whose names begin like those of ``+=``, and that write nothing."""
-for _name in {*dir(Tensor)} - _KEEP - NO_WRITES:
+_ALLOWED = {"copy_", "detach_", "requires_grad_", "resize_", "set_", "share_memory_"}
+for _name in {*dir(Tensor)} - _ALLOWED:
     _ends = _name.endswith("_") and not _name.endswith("__")
-    if _ends or _name.startswith("__i") or _name in ("__setitem__", "__dlpack__"):
+    _operator = _name.startswith("__i") and hasattr(Tensor, f"__{_name[3:]}")  # __iadd__, __add__
+    if _ends or _operator or _name in ("__setitem__", "__dlpack__"):
         setattr(FrozenCodes, _name, _refusal(_name))
 
 
 def parameter(codes: Tensor) -> nn.Parameter:
     """Codes as a layer's Parameter."""
-    made = nn.Parameter(codes, requires_grad=False)
-    guard(made)
-    return made
+    guarded = nn.Parameter(codes, requires_grad=False)
+    guard(guarded)
+    return guarded
 
 
 def guard(codes: Any) -> None:
-    """Guard a Parameter, in place; what wraps another way (DTensor) stays."""
-    if type(codes) is nn.Parameter:
-        setattr(codes, "_hot_seen", None)  # noqa: B010
+    """Guard a Parameter, in place; a wrapper of another kind (DTensor) stays."""
+    plain_parameter = type(codes) is nn.Parameter
+    if plain_parameter:
+        codes._hot_seen = None
         if _compat.traces_parameters():
             codes.__class__ = FrozenCodes
         else:  # a parent's requires_grad_() fails with a clear message
-            setattr(codes, "requires_grad_", refuse_gradients)  # noqa: B010
+            codes.requires_grad_ = refuse_gradients
 
 
 def gathered(codes: Tensor) -> Tensor:
@@ -211,7 +208,7 @@ def gathered(codes: Tensor) -> Tensor:
 
 
 def refuse_gradients(requires_grad: bool = True) -> None:
-    """``requires_grad_`` of codes: Module.requires_grad_ calls it."""
+    """Raise ValueError where codes are to be trained; ``Module.requires_grad_`` calls it."""
     if requires_grad:
         raise ValueError(
             "requires_grad: the model has weights that are frozen in INT8; hot.thaw(model) makes "

@@ -34,12 +34,12 @@ class LinearCrossEntropy(nn.Linear):
     Args:
         in_features: I.
         out_features: V, the vocabulary.
-        bias: with a bias.
-        device: as ``nn.Linear``.
-        dtype: as ``nn.Linear``.
+        bias: as for ``nn.Linear``, False by default.
+        device: as for ``nn.Linear``.
+        dtype: as for ``nn.Linear``.
         config: None, a HotConfig or a recipe's name.
-        options: the other keyword arguments of :func:`linear_cross_entropy`, whose errors a call
-            has, too.
+        options: the other keyword arguments of :func:`linear_cross_entropy`. A call raises its
+            errors, too.
 
     Source: docs/torch/head.md.
     """
@@ -78,7 +78,7 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class HeadForward:
-    """The forward of a model's head: in the model's :class:`AttachedLoss`, keeps x instead.
+    """The forward of a model's head. Inside the model's :class:`AttachedLoss` it keeps x instead.
 
     It knows nothing of the model: a copy of the head alone is a plain head.
     """
@@ -101,13 +101,13 @@ class HeadForward:
 class AttachedLoss(OwnForward):
     """The forward of a causal LM model.
 
-    In training, with labels, the head keeps its x in place of logits, and the model's own
-    ``loss_function`` gets x's loss. What else the model's forward does stays its own. Logits are
-    whole where hooks of the head, or what has taken its place (an adapter), want them.
+    In training, with labels, the head keeps its x instead of logits, and the model's own
+    ``loss_function`` returns x's loss. The rest of the model's forward is unchanged. All logits are
+    computed where hooks of the head need them, or an adapter that has taken its place.
     """
 
     def __init__(self, model: Any, name: str, config: ConfigLike | None, capped: bool) -> None:
-        """Change nothing yet: :func:`attach` does. ``name``: of the head in the model."""
+        """Prepare the state that :func:`attach` installs; ``name`` is the head's in the model."""
         self.model, self.name, self.config, self.capped = model, name, config, capped
         self.inside: dict[str, int] = {}
         """The thread that runs the model, as ``thread``; no lock: models are copied."""
@@ -135,7 +135,7 @@ class AttachedLoss(OwnForward):
             self.inside.pop("thread", None)
 
     def _needs_logits(self) -> bool:
-        """Whether something between head and loss has to see logits; it is named, once."""
+        """Whether something between head and loss has to see logits; a warning names it once."""
         head, within = self.head.head, getattr(self.model, self.name)
         if within is not head:
             _whole_logits(f"{self.name} is a {type(within).__name__} now")
@@ -207,40 +207,40 @@ def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     Returns:
         Why it was not done; empty if it was.
     """
-    before = [(vars(m), dict(vars(m))) for m in model.modules() if _FORWARD in vars(m)]
+    state = [(vars(m), dict(vars(m))) for m in model.modules() if _FORWARD in vars(m)]
     try:
         detach(model)
     except ValueError as error:
         return str(error).removeprefix("model: ")
     why = _attach(model, config)
-    for content, own in before if why else ():
-        content.update(own)  # what it had stays
+    for content, before in state if why else ():
+        content.update(before)
     return why
 
 
 def _attach(model: nn.Module, config: ConfigLike | None) -> str:
     base = _compat.loaded("transformers.modeling_utils", "PreTrainedModel")
-    found: Any = next((m for m in model.modules() if isinstance(m, base)), None)
-    if found is None:
+    inner: Any = next((m for m in model.modules() if isinstance(m, base)), None)
+    if inner is None:
         return "no model of transformers"
-    head = found.get_output_embeddings()
+    head = inner.get_output_embeddings()
     if head is None:
         return "it has no output head"
     if type(head) not in (nn.Linear, HotLinear):
         return f"its head is a {type(head).__name__}, not an nn.Linear"
     if _FORWARD in vars(head):
         return "its head has a forward of its own"
-    loss = getattr(found.loss_function, "__name__", type(found.loss_function).__name__)
+    loss = getattr(inner.loss_function, "__name__", type(inner.loss_function).__name__)
     if loss != "ForCausalLMLoss":
         return f"its loss is {loss}, not ForCausalLMLoss"
-    names = [n for n, child in found.named_children() if child is head]
-    kind: Any = type(found)
+    names = [n for n, child in inner.named_children() if child is head]
+    kind: Any = type(inner)
     why, capped = _path_of_logits(kind, names[0] if names else "")
     if why:
         return why
-    state = AttachedLoss(found, names[0], config, capped)
+    state = AttachedLoss(inner, names[0], config, capped)
     vars(head)[_FORWARD] = state.head
-    vars(found).update({**state.installed(), _LOSS: state.loss})
+    vars(inner).update({**state.installed(), _LOSS: state.loss})
     return ""
 
 
@@ -249,9 +249,9 @@ def detach(model: nn.Module) -> None:
 
     Raises ValueError where the model's forward was wrapped afterwards, so that it would stay.
     """
-    found = {module: OwnForward.of(module) for module in model.modules()}
-    states = {m: own for m, own in found.items() if isinstance(own, AttachedLoss)}
-    heads = set(filter(is_attached, found))  # copies, too
+    forwards = {module: OwnForward.of(module) for module in model.modules()}
+    states = {m: each for m, each in forwards.items() if isinstance(each, AttachedLoss)}
+    heads = set(filter(is_attached, forwards))  # copies, too
     if heads - {model} and not states:
         raise ValueError(
             "model: the forward of the model whose head has its loss in chunks was wrapped "
@@ -280,10 +280,10 @@ _CAPPING = """if self.config.{cap} is not None:
 
 @functools.cache
 def _path_of_logits(cls: Any, head: str) -> tuple[str, bool]:
-    """Why a model's loss is another than that of its head's output; whether that is capped.
+    """Why a model's loss is not that of its head's output alone; whether that output is capped.
 
-    By the source of its forward: the output may go into ``self.loss_function`` and into the result,
-    and nowhere else.
+    The source of its forward tells. The output may go into ``self.loss_function`` and into the
+    result, and nowhere else.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
@@ -291,8 +291,8 @@ def _path_of_logits(cls: Any, head: str) -> tuple[str, bool]:
         return "its forward has no source", False
     nodes = list(ast.walk(tree))
     parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
-    made = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == f"self.{head}"]
-    top: Any = made[0] if len(made) == 1 else tree
+    uses = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == f"self.{head}"]
+    top: Any = uses[0] if len(uses) == 1 else tree
     while getattr(parents.get(top), "attr", "") in ("float", "contiguous"):
         top = parents[parents[top]]
     assigned = parents.get(top)

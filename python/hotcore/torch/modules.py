@@ -112,6 +112,17 @@ class HotModule(Changed):
             text += "; its weights have no values: model.to_empty(device=...), then load_state_dict"
         error.args = (text,)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load the plain layer's keys. Codes of a frozen weight are an error with the remedy."""
+        _, strict, *_, errors = rest
+        unfrozen = "weight_codes" not in vars(self)["_parameters"]
+        if strict and unfrozen and f"{prefix}weight_codes" in state_dict:
+            errors.append(
+                f"{prefix}weight_codes: codes of a weight that is frozen in INT8, for a plain one; "
+                "call hot.freeze_int8(model) before load_state_dict"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # a module has it
+
     def extra_repr(self) -> str:
         """Text of the plain module, then the recipe and the fields that differ from it."""
         if not isinstance(self, HotModule):  # torchao's quantize_ keeps the method through revert()
@@ -325,8 +336,9 @@ def held_forwards(model: nn.Module) -> dict[nn.Module, str]:
 
 def _bound_forwards(model: nn.Module) -> list[Any]:
     layers = list(model.modules())
-    # One pass over the collector's objects, in C.
-    methods = [r for r in gc.get_referrers(*layers) if type(r) is types.MethodType]
+    # One pass over the collector's objects, in C. Its time grows with the number of functions.
+    functions = {type(layer).forward for layer in layers}
+    methods = [r for r in gc.get_referrers(*functions) if type(r) is types.MethodType]
     known = set(map(id, layers))
     return [
         method

@@ -1,10 +1,10 @@
 """The operators ``torch.ops.hotcore.*`` and the layers' autograd functions, a room a subject.
 
-``linear`` (also weights of which only codes exist), ``conv`` and ``head`` (with its loss) hold what
-a layer calls, an autograd function for eager and compiled mode, and its operators. They share
-``codes`` (an x compressed for backward, x and weights quantised for 8-bit products) and ``sharing``
-(the one cache of codes). ``calls`` has what every call checks, ``sharded`` what a layer does with
-DTensors, ``core`` what libhot takes, and ``registry`` the decorator that makes an operator.
+``linear``, ``conv`` and ``head`` (with its loss) hold a layer's function, its autograd function for
+eager and compiled mode, and its operators. They share ``codes`` (an x compressed for backward, x
+and weights quantised for 8-bit products) and ``sharing`` (the one cache of codes). ``calls`` checks
+a call, ``sharded`` splits DTensors, ``core`` converts objects for libhot, and ``registry`` makes an
+operator of a function.
 """
 
 from . import conv, head, linear

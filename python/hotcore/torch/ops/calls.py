@@ -1,4 +1,4 @@
-"""What every call of a layer checks and casts before an autograd function runs."""
+"""Checks and casts of a layer's call, before its autograd function runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INT8 = '"forward":"int8"'
 def is_int8(config: str) -> bool:
     """Whether a configuration, as its own ``json`` has it, has an 8-bit forward.
 
-    By its text, as torch.compile cannot follow what parses it.
+    The text tells, because torch.compile cannot follow the parser.
     """
     return _INT8 in config
 
@@ -45,7 +45,7 @@ def handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) -
 
 
 def check_tensors(bias: object = None, **tensors: object) -> None:
-    """Refuse what is no tensor by its name; there need not be a bias."""
+    """Refuse arguments that are no tensors, by name; the bias may be None."""
     if bias is not None:
         tensors["bias"] = bias
     for name, tensor in tensors.items():
@@ -71,10 +71,9 @@ def seed_for_call(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, config_json: str = ""
 ) -> Tensor | None:
     """The seed of a call in eager mode; None if there is nothing to differentiate."""
-    if _compat.transforms_active():
-        raise unsupported_transform(name)
-    # A seed is drawn even if nothing is differentiated: a checkpoint may run a region without and
-    # then with gradients, and must see the same random numbers.
+    refuse_transforms(name)
+    # A seed is drawn even if nothing is differentiated. A checkpoint may run a region first without
+    # and then with gradients, and must see the same random numbers.
     try:
         seed = core.seed_for(x)
     except RuntimeError as error:
@@ -102,38 +101,37 @@ def wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json:
 
 
 def check_dtypes(
-    x: Tensor, weight: torch.dtype, bias: Tensor | None, autocast: torch.dtype | None
+    x: Tensor, weight: torch.dtype, bias: Tensor | None, autocast: Any, hint: str = ""
 ) -> None:
-    """An 8-bit forward refuses what ``F.linear`` refuses."""
+    """Refuse the dtypes that ``F.linear`` refuses; ``hint`` ends the error of a weight."""
     if not torch.compiler.is_compiling():
         _check(x)
     for name, dtype in (("weight", weight), ("bias", None if bias is None else bias.dtype)):
-        if dtype is None:
-            continue
-        if dtype not in DTYPES or (autocast is None and dtype != x.dtype):
-            found = str(dtype).removeprefix("torch.")
-            expected = str(x.dtype).removeprefix("torch.")
-            raise ValueError(f"{name}: dtype {found}; x has {expected}, and autocast is off")
+        if dtype is not None and (dtype not in DTYPES or (autocast is None and dtype != x.dtype)):
+            raise ValueError(
+                f"{name}: dtype {_name(dtype)}; x has {_name(x.dtype)}, and autocast is off"
+                f"{hint if name == 'weight' else ''}"
+            )
 
 
 def check_transforms(name: str, *tensors: Tensor | None) -> None:
-    """Refuse what would not see an 8-bit forward: it is one call, without a derivative."""
+    """Refuse transforms and forward mode: an 8-bit forward is one call, without a derivative."""
     if torch.compiler.is_compiling():
         return
-    found = [tensor for tensor in tensors if tensor is not None]
-    unpacked = map(unpack_dual, found)
-    if _compat.transforms_active() or any(dual.tangent is not None for dual in unpacked):
+    refuse_transforms(name)
+    duals = map(unpack_dual, (tensor for tensor in tensors if tensor is not None))
+    if any(dual.tangent is not None for dual in duals):
         raise unsupported_transform(name)
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise NotImplementedError inside of a transform; in an operator that tracers take apart."""
+    """Raise NotImplementedError inside a transform; operators that tracers take apart call it."""
     if _compat.transforms_active():
         raise unsupported_transform(name)
 
 
 def unsupported_transform(name: str) -> NotImplementedError:
-    """The error of a call inside a transform."""
+    """The error that a call inside a transform raises."""
     return NotImplementedError(
         f"hotcore.torch.{name}: torch.func transforms (grad, vmap, jvp, ...) and forward mode are "
         "not supported; use autograd, or revert() the model"
@@ -145,10 +143,13 @@ def _check(x: Tensor) -> None:
         core.context_for(x)  # reports a missing backend in forward, not in backward
     if x.dtype not in DTYPES:
         # autocast leaves such dtypes alone, and casts others to a supported one
-        name = str(x.dtype).removeprefix("torch.")
-        raise ValueError(f"x: dtype {name}; expected float32, float16 or bfloat16")
+        raise ValueError(f"x: dtype {_name(x.dtype)}; expected float32, float16 or bfloat16")
     if x.is_nested:
         raise ValueError("x: a nested tensor; a HOT layer takes its values(), [tokens, I]")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -159,6 +160,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor as autocast casts it, given :func:`autocast_dtype`."""
-    return tensor if dtype is None or tensor.dtype not in DTYPES else tensor.to(dtype)
+def cast(tensor: Any, dtype: torch.dtype | None) -> Any:
+    """The tensor, or None, as autocast casts it to its :func:`autocast_dtype`."""
+    plain = tensor is None or dtype is None or tensor.dtype not in DTYPES
+    return tensor if plain else tensor.to(dtype)

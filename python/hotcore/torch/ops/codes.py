@@ -1,21 +1,20 @@
 """Codes: an x compressed for backward, an x and a weight quantised for 8-bit products.
 
-A compiled layer calls ``kept_of``, which compresses x with a new seed (``compress``), once for all
+A compiled layer calls ``kept_of``. It compresses x with a new seed (``compress``), once for all
 layers of a graph that take the same x and configuration. These layers round g_y with the same
 random numbers; every gradient is still unbiased. With ``forward="int8"`` it is ``input_of``, which
 also quantises x for the product, from the same read of x (``quantize_input``).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`~.core.key_of`). Compiled and
-captured code draws it with the generator of x's device, where the kernels read it: a graph needs no
-CPU tensor, and every replay draws a new seed.
+captured code draws it with the generator of x's device, where the kernels read it. A graph then
+needs no CPU tensor, and every replay draws a new seed.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,27 +23,14 @@ from ... import _core
 from ...config import HotConfig, Key
 from .. import _compat, frozen_codes
 from . import core, sharing
-from .core import (
-    DTYPES,
-    SEEDS,
-    Handle,
-    bypasses_dispatcher,
-    collapsible,
-    context_for,
-    flat,
-    lend,
-    parsed,
-    product_bypasses_dispatcher,
-    to_dlpack,
-    workspace,
-)
-from .registry import Size, operator
+from .core import DTYPES, collapsible, context_for, flat, lend, lend_result, parsed, workspace
+from .registry import operator
 from .sharing import once
 
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
 Forms = tuple[Tensor, Tensor, Tensor]
-"""An x for the forward product; the same x for backward, and the seed of that."""
+"""x for the forward product, x for backward, and the seed of the latter."""
 
 
 # ---- sizes ----
@@ -57,7 +43,7 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``saved_layout(...).bytes``, also of symbolic sizes."""
     if type(tokens) is int and type(in_features) is int:
         return _saved_bytes(tokens, in_features, config.spec)
-    kept = tokens
+    rows = tokens
     if config.basis != "full":
         body, prefix = tokens, 0
         if config.token_grid is not None:
@@ -65,19 +51,19 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
             samples = tokens // (area + config.prefix_tokens)
             body, prefix = samples * area, samples * config.prefix_tokens
         rank = len(config.rows) if config.rows else config.rank
-        kept = -(-body // config.block) * rank + prefix
-    row = _up(kept, 32) // 2 if config.storage == "int4" else _up(kept, 16)
-    scales = 4 * (in_features if config.gw_scale == "channel" else 1)
+        rows = -(-body // config.block) * rank + prefix
     if config.storage == "int4":
-        scales = 2 * in_features * -(-tokens // 64)
-    return _up(in_features * row, 16) + scales + (tokens if config.equalize_tokens else 0)
+        width, scales = _up(rows, 32) // 2, 2 * in_features * -(-tokens // 64)
+    else:
+        width, scales = _up(rows, 16), 4 * (in_features if config.gw_scale == "channel" else 1)
+    return _up(in_features * width, 16) + scales + (tokens if config.equalize_tokens else 0)
 
 
 def input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``forward_input_bytes(...)``, also of symbolic sizes."""
     if type(tokens) is int and type(in_features) is int:
         return _input_bytes(tokens, in_features, config.forward_spec)
-    return tokens * (_up(_up(in_features, config.forward_block), 16) + 4)
+    return frozen_codes.body_bytes(tokens, in_features, config.forward_block)
 
 
 @functools.lru_cache(maxsize=4096)  # a call takes microseconds
@@ -85,9 +71,7 @@ def _saved_bytes(tokens: int, in_features: int, spec: _core.Spec) -> int:
     return _core.saved_layout(tokens, in_features, spec)[0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _input_bytes(tokens: int, in_features: int, spec: _core.ForwardLinearSpec) -> int:
-    return _core.forward_input_bytes(tokens, in_features, spec)
+_input_bytes = functools.lru_cache(maxsize=4096)(_core.forward_input_bytes)
 
 
 def _up(value: int, multiple: int) -> int:
@@ -104,11 +88,16 @@ def _bytes(size: int, like: Tensor) -> Tensor:
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
     x, tokens, in_features = collapsible(x)
-    spec = config.spec
-    saved = _bytes(_saved_bytes(tokens, in_features, spec), x)
-    scratch = workspace(_core.compress_activation_workspace, x, tokens, in_features, spec)
-    _core.compress_activation(context_for(x), lend(x, "x"), spec, key, to_dlpack(saved), scratch)
+    context, spec = context_for(x), config.spec
+    saved, scratch = _room(x, tokens, in_features, spec)
+    _core.compress_activation(context, lend(x, "x"), spec, key, lend_result(saved), scratch)
     return saved
+
+
+def _room(x: Tensor, tokens: int, in_features: int, spec: _core.Spec) -> tuple[Tensor, object]:
+    """Memory of a compressed x, and the scratch of compressing it."""
+    saved = _bytes(_saved_bytes(tokens, in_features, spec), x)
+    return saved, workspace(_core.compress_activation_workspace, x, tokens, in_features, spec)
 
 
 def decompress(
@@ -122,49 +111,46 @@ def decompress(
     out = torch.empty((tokens, in_features), dtype=dtype, device=saved.device)
     arguments = (tokens, in_features, key, 0, tokens, config.spec)
     source = lend(saved, "the saved x")
-    _core.decompress_activation(context_for(saved), source, *arguments, to_dlpack(out))
+    _core.decompress_activation(context_for(saved), source, *arguments, lend_result(out))
     return out
 
 
 def _draw(x: Tensor) -> Tensor:
-    return torch.randint(SEEDS, (), device=x.device)
+    return torch.randint(core.SEEDS, (), device=x.device)
 
 
 def fake_seed(x: Tensor) -> Tensor:
-    """A seed without a value."""
+    """A seed for fake tensors: it has no value."""
     return torch.empty((), dtype=torch.int64, device=x.device)
 
 
-@operator(fake=fake_seed, random=True)
+@operator("draw_seed(Tensor x) -> Tensor", fake=fake_seed, random=True)
 def draw_seed(x: Tensor) -> Tensor:
     """Draw a seed on x's device."""
     return _draw(x)
 
 
-def _fake_saved(x: Tensor, seed: Tensor | None, config: str) -> Tensor:
-    tokens, in_features = x.shape
-    return _bytes(saved_bytes(tokens, in_features, parsed(config)), x)
-
-
 def _fake_kept(x: Tensor, seed: Tensor, config: str) -> Pair:
-    return _fake_saved(x, seed, config), torch.empty_like(seed)
+    tokens, in_features = x.shape
+    return _bytes(saved_bytes(tokens, in_features, parsed(config)), x), torch.empty_like(seed)
 
 
-@operator(fake=_fake_kept)
+@operator(
+    "compress_activation(Tensor x, Tensor seed, str config) -> (Tensor, Tensor)", fake=_fake_kept
+)
 def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Pair:
     return compress(x, parsed(config), core.key_of(seed)), seed.clone()
 
 
-def compress_activation(x: Tensor, seed: Tensor, handle: Handle) -> Pair:
+def compress_activation(x: Tensor, seed: Tensor, config: HotConfig) -> Pair:
     """Codes of x ``[..., I]`` and their seed, by the operator or directly, with the same result.
 
-    Backward takes the seed from here: a selective checkpoint that keeps the codes of the forward
+    Backward takes the seed from here. A selective checkpoint that keeps the codes of the forward
     pass keeps their seed with them, while the recomputation draws another ``seed``.
     """
-    if bypasses_dispatcher(x):
-        return compress(x, handle.config, core.key_of(seed)), seed
-    pair: Pair = _compress_activation(flat(x), seed, handle.json)
-    return pair
+    if core.bypasses_dispatcher(x):
+        return compress(x, config, core.key_of(seed)), seed
+    return _compress_activation(flat(x), seed, config.json)
 
 
 def _fake_restored(
@@ -173,86 +159,62 @@ def _fake_restored(
     return saved.new_empty((tokens, in_features), dtype=dtype)
 
 
-@operator(fake=_fake_restored)
+@operator(
+    "decompress_activation(Tensor saved, Tensor seed, str config, SymInt tokens, "
+    "SymInt in_features, ScalarType dtype) -> Tensor",
+    fake=_fake_restored,
+)
 def decompress_activation(
-    saved: Tensor, seed: Tensor, config: str, tokens: Size, in_features: Size, dtype: torch.dtype
+    saved: Tensor, seed: Tensor, config: str, tokens: int, in_features: int, dtype: torch.dtype
 ) -> Tensor:
     """:func:`decompress` as an operator."""
     return decompress(saved, tokens, in_features, parsed(config), core.key_of(seed), dtype)
 
 
 def _fake_pair(x: Tensor, config: str) -> Pair:
-    return _fake_saved(flat(x), None, config), fake_seed(x)
+    return _fake_kept(flat(x), fake_seed(x), config)
 
 
-@operator(fake=_fake_pair, random=True)
-def _compress(x: Tensor, config: str) -> Pair:
+@operator("compress(Tensor x, str config) -> (Tensor, Tensor)", fake=_fake_pair, random=True)
+def compress_with_seed(x: Tensor, config: str) -> Pair:
+    """Draw a seed; return the codes of x and this seed."""
     seed = _draw(x)
     return compress(x, parsed(config), core.key_of(seed)), seed
 
 
-def compress_with_seed(x: Tensor, config: str) -> Pair:
-    """In a graph, codes of x and the seed that they draw."""
-    pair: Pair = _compress(x, config)
-    return pair
+def seed_alone(x: Tensor) -> Pair:
+    """Empty codes and a seed."""
+    seed = draw_seed(x)
+    return seed.new_empty(0), seed
 
 
-def compress_once(
-    x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
-) -> Pair:
-    """In a graph, codes and seed of x by ``compress(inner)``, once for every layer with this x.
-
-    Without ``compress`` a seed and empty codes.
-    """
-
-    def make() -> Pair:
-        if compress is not None:
-            return compress(inner.detach())
-        seed = draw_seed(inner.detach())
-        return seed.new_empty(0), seed
-
-    return once(x, key, make)
-
-
-def _kept(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
-    make = functools.partial(compress_with_seed, config=config) if codes else None
-    return compress_once(x, inner, (config, codes), make)
-
-
-@operator()
+@operator("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)")
 def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
     """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
-    return _kept(x, inner, config, codes)
+    make = functools.partial(compress_with_seed, config=config) if codes else seed_alone
+    return once(x, (config, codes), lambda: make(inner.detach()))
 
 
 # ---- an x for 8-bit products ----
 
 
-@overload
-def quantize_forward_input(x: Tensor, config: HotConfig) -> tuple[Tensor, None]: ...
-@overload
-def quantize_forward_input(x: Tensor, config: HotConfig, key: Key) -> tuple[Tensor, Tensor]: ...
 def quantize_forward_input(
     x: Tensor, config: HotConfig, key: Key | None = None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """x ``[..., I]`` as a uint8 vector that an 8-bit product takes in its place, by libhot.
 
-    With ``key`` also what :func:`compress` makes with it, from the same read of x where a kernel
-    can.
+    With ``key`` also the result of :func:`compress`, from the same read of x where a kernel can;
+    else None.
     """
     x, tokens, in_features = collapsible(x)
     spec = config.forward_spec
     codes = _bytes(_input_bytes(tokens, in_features, spec), x)
-    context, source, target = context_for(x), lend(x, "x"), to_dlpack(codes)
+    arguments = (context_for(x), lend(x, "x"), spec, lend_result(codes))
     if key is None:
-        _core.quantize_forward_input(context, source, spec, target)
+        _core.quantize_forward_input(*arguments)
         return codes, None
-    kept = config.spec
-    saved = _bytes(_saved_bytes(tokens, in_features, kept), x)
-    scratch = workspace(_core.compress_activation_workspace, x, tokens, in_features, kept)
-    _core.quantize_forward_input(
-        context, source, spec, target, kept, key, to_dlpack(saved), scratch
-    )
+    saved, scratch = _room(x, tokens, in_features, config.spec)
+    _core.quantize_forward_input(*arguments, config.spec, key, lend_result(saved), scratch)
     return codes, saved
 
 
@@ -260,7 +222,7 @@ def _fake_input(x: Tensor, config: str) -> Tensor:
     return _bytes(input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config)), x)
 
 
-@operator(fake=_fake_input)
+@operator("forward_input(Tensor x, str config) -> Tensor", fake=_fake_input)
 def forward_input(x: Tensor, config: str) -> Tensor:
     """x quantised for 8-bit products."""
     return quantize_forward_input(x, parsed(config))[0]
@@ -270,25 +232,28 @@ def _fake_forms(x: Tensor, config: str) -> Forms:
     return (_fake_input(x, config), *_fake_pair(x, config))
 
 
-@operator(fake=_fake_forms, random=True)
+@operator(
+    "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_forms,
+    random=True,
+)
 def quantize_input(x: Tensor, config: str) -> Forms:
-    """Both forms of x from one read, and the seed that it draws."""
+    """Draw a seed; return both forms of x, from one read, and this seed."""
     seed = _draw(x)
     codes, saved = quantize_forward_input(x, parsed(config), core.key_of(seed))
     return codes, saved, seed
 
 
-@operator()
+@operator("input_of(Tensor x, Tensor inner, str config, bool keep) -> (Tensor, Tensor, Tensor)")
 def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
     """Both forms of x; that for backward is empty unless ``keep``.
 
-    Inside of a selective checkpoint by two operators: a policy that keeps what backward needs
-    (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with it.
+    A selective checkpoint gets two operators. A policy that keeps codes for backward
+    (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with them.
     """
     if keep and not _compat.in_selective_checkpoint():
-        made: Forms = once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
-        return made
-    saved, seed = _kept(x, inner, config, keep)
+        return once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
+    saved, seed = kept_of(x, inner, config, keep)
     key = (parsed(config).forward_block, inner.dtype)
     return once(x, key, lambda: _input_without_node(inner, config)), saved, seed
 
@@ -296,46 +261,31 @@ def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
 def _input_without_node(inner: Tensor, config: str) -> Tensor:
     # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
     with torch.no_grad():
-        codes: Tensor = forward_input(inner, config)
-        return codes
+        return forward_input(inner, config)
 
 
 # ---- both forms in eager mode ----
 
 
 def forms_of(
-    x: Tensor,
-    inner: Tensor,
-    weight: Tensor,
-    node: Any,
-    seed: Tensor,
-    handle: Handle,
-    keep: Hashable,
+    x: Tensor, inner: Tensor, weight: Tensor, node: Any, seed: Tensor, config: HotConfig, keep: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """x for the 8-bit product, for backward, and the seed of that, of a call past the dispatcher.
 
-    What another layer has made of the same x is taken. What is missing comes from one read of x.
-
-    Args:
-        x: the layer's input.
-        inner: x as autocast casts it.
-        weight: see :meth:`.sharing.Cache.compressed`, as of the next two.
-        node: of the layer.
-        seed: of the layer.
-        handle: the configuration.
-        keep: key of x for backward (:func:`.sharing.linear_key`); None: backward needs none.
-
-    Returns:
-        The first is None where the product quantises x itself: no other layer can share it.
+    Forms that another layer has made of the same x are taken. The others come from one read of x.
+    ``inner`` is x as autocast casts it; ``weight`` and ``node`` are those of
+    :meth:`.sharing.Cache.compressed`. ``keep`` is the key of x for backward
+    (:func:`.sharing.linear_key`); None: backward needs none. The first result is None where the
+    product quantises x itself, because no other layer can share it.
     """
-    cache, config = sharing.current(), handle.config
+    cache = sharing.current()
     entry, key = cache.entry_of(x), (inner.dtype, config.forward_block)
     codes = None if entry is None else entry.quantized_for(key)
 
     def compress() -> Pair:
         nonlocal codes
         if codes is not None:
-            return compress_activation(inner, seed, handle)
+            return compress_activation(inner, seed, config)
         codes, saved = quantize_forward_input(inner, config, core.key_of(seed))
         return saved, seed
 
@@ -356,14 +306,14 @@ class Frozen(NamedTuple):
     """A weight that exists only as codes (:mod:`hotcore.torch.frozen`)."""
 
     codes: Tensor
-    """uint8: O rows of codes, then O fp32 scales (:func:`quantize_forward_weight`), and of a frozen
-    layer the tail that says their format (:mod:`hotcore.torch.frozen_codes`)."""
+    """uint8: O rows of codes, then O fp32 scales (:func:`quantize_forward_weight`). Behind those of
+    a frozen layer a tail says their format (:mod:`hotcore.torch.frozen_codes`)."""
     block: int
-    """Of the transform along I (``forward_block``)."""
+    """Block size of the Hadamard transform along I (``forward_block``)."""
     out_features: int
     in_features: int
     dtype: torch.dtype
-    """Of the weight that it stands for."""
+    """Dtype of the weight that the codes stand for."""
 
 
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
@@ -374,41 +324,39 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     rows, columns = weight.shape
     spec = config.forward_spec
     out = _bytes(_core.forward_weight_bytes(rows, columns, spec), weight)
-    if weight.is_meta:
-        return out
-    _core.quantize_forward_weight(context_for(weight), lend(weight, "weight"), spec, to_dlpack(out))
+    if not weight.is_meta:
+        source = lend(weight, "weight")
+        _core.quantize_forward_weight(context_for(weight), source, spec, lend_result(out))
     return out
-
-
-def body(weight: Frozen) -> Tensor:
-    """The codes and scales, as libhot reads them. Raises RuntimeError: see :func:`check_codes`."""
-    codes, size = weight.codes, _body_bytes(weight.out_features, weight.in_features, weight.block)
-    if hasattr(codes, "_hot_seen"):
-        frozen_codes.check(codes, size)
-    return codes[:size]
 
 
 _body_bytes = functools.lru_cache(maxsize=4096)(frozen_codes.body_bytes)
 
 
-def check_codes(weight: Frozen) -> None:
-    """Raise RuntimeError where the bytes of a frozen layer are not codes."""
-    size = _body_bytes(weight.out_features, weight.in_features, weight.block)
-    frozen_codes.check(weight.codes, size)
+def body(weight: Frozen, check: bool = False) -> Tensor:
+    """The codes and scales, as libhot reads them.
+
+    Raises RuntimeError where the bytes of a frozen layer are not codes. ``check`` looks at a plain
+    tensor, too, which does not remember that it was checked.
+    """
+    codes, size = weight.codes, _body_bytes(weight.out_features, weight.in_features, weight.block)
+    if check or hasattr(codes, "_hot_seen"):
+        frozen_codes.check(codes, size)
+    return codes[:size]
 
 
 _CHUNK_VALUES = 1 << 24
-"""Values of a weight that are dequantised at a time, by way of 64 MiB in fp32."""
+"""Number of a weight's values that are dequantised at a time: 64 MiB in fp32."""
 
 
 def dequantize(weight: Frozen) -> Tensor:
     """The weight ``[O, I]`` that codes stand for, by libhot's stages; docs/numerics.md, "Forward".
 
-    It is made in fp32 and rounded once, some rows at a time.
+    It is computed in fp32, some rows at a time, and rounded once.
     """
     codes, rows, columns = body(weight), weight.out_features, weight.in_features
-    made = weight.dtype if weight.dtype in DTYPES else torch.float32
-    out = torch.empty((rows, columns), dtype=made, device=codes.device)
+    dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
+    out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
     if out.numel() and not codes.is_meta:
         context, width = context_for(codes), codes.numel() // rows - 4
         q = codes[: rows * width].view(torch.int8).view(rows, width)
@@ -418,38 +366,35 @@ def dequantize(weight: Frozen) -> Tensor:
         for begin in range(0, rows, step):
             part = slice(begin, begin + step)
             values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
-            _core.dequantize(
-                context, to_dlpack(q[part]), to_dlpack(scales[part]), "token", to_dlpack(values)
-            )
-            whole = width == columns
-            target = to_dlpack(out[part] if whole else values)
-            _core.fwht(context, to_dlpack(values), 1, weight.block, target)
-            if not whole:
+            rounded, scale = lend_result(q[part]), lend_result(scales[part])
+            _core.dequantize(context, rounded, scale, "token", lend_result(values))
+            padded = width != columns
+            target = lend_result(values if padded else out[part])
+            _core.fwht(context, lend_result(values), 1, weight.block, target)
+            if padded:
                 out[part] = values[:, :columns]
     return out.to(weight.dtype)
 
 
 def fake_dequantize(*frozen: Any) -> Tensor:
-    """A weight of that shape without values."""
-    weight = Frozen(*frozen)
-    shape = (weight.out_features, weight.in_features)
-    return torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
+    """Fake of :func:`dequantize`: a weight without values."""
+    codes, _, *shape, dtype = frozen
+    return torch.empty(shape, dtype=dtype, device=codes.device)
 
 
-@operator(fake=fake_dequantize)
-def _dequantize_weight(
-    *frozen: Annotated[
-        Any, "Tensor codes, int block, int out_features, int in_features, ScalarType dtype"
-    ],
-) -> Tensor:
+@operator(
+    "dequantize_weight(Tensor codes, int block, int out_features, int in_features, "
+    "ScalarType dtype) -> Tensor",
+    fake=fake_dequantize,
+)
+def _dequantize_weight(*frozen: Any) -> Tensor:
     return dequantize(Frozen(*frozen))
 
 
 def dequantized(weight: Frozen) -> Tensor:
     """:func:`dequantize`, by the operator or directly."""
-    past = product_bypasses_dispatcher(weight.codes, weight.codes)
+    past = core.product_bypasses_dispatcher(weight.codes, weight.codes)
     # A transform wraps every new tensor, so that it has no memory to write.
     if (past and not _compat.transforms_active()) or weight.codes.is_meta:
         return dequantize(weight)
-    out: Tensor = _dequantize_weight(*weight)
-    return out
+    return _dequantize_weight(*weight)

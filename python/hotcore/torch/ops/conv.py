@@ -4,11 +4,11 @@ Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, com
 ``[N*H*W, C]``.
 
 * The products stay torch's own. Backward restores x in y's dtype and calls
-  ``aten.convolution_backward``: g_x has the bits of the plain layer, since it does not depend on x;
-  g_w and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
+  ``aten.convolution_backward``. This g_x does not depend on x, and has the bits of the plain layer.
+  The g_w is that of the restored x. Backward needs one x in y's dtype beside the results, and one
   more where a padding mode other than zeros pads it.
-* A 1x1 kernel, on CUDA one with a low rank (:func:`has_products`), is a linear layer over the
-  pixels that it visits, with HOT's products in backward. Any 1x1 kernel may have an 8-bit forward.
+* A 1x1 kernel is a linear layer over the pixels that it visits, with HOT's products in backward. On
+  CUDA they need a low rank (:func:`has_products`). Any 1x1 kernel may have an 8-bit forward.
 
 Operators take the fields of a :class:`Window` one by one.
 """
@@ -18,8 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ...config import ConfigLike, HotConfig, HotConfigFields
 from . import calls, codes, core, linear, sharing
-from .codes import Pair, compress_once, compress_with_seed
-from .core import Handle, handle_of, parsed
+from .codes import Pair, compress_with_seed, seed_alone
+from .core import parsed
 from .registry import not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
@@ -36,11 +36,13 @@ _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Sizes = tuple[Any, Any, Any, str, int]
 """Stride, padding, dilation, padding mode and groups of a convolution."""
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
-Fields = Annotated[Any, _WINDOW]
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config, " + _WINDOW
+)
 
 
 class Window(NamedTuple):
-    """How a convolution's kernel moves over x, heights before widths."""
+    """Geometry of a convolution: how its kernel moves over x, heights before widths."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -52,37 +54,42 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, *fields: Any) -> Window:
-        """From the lists that an operator receives."""
+        """Make a window of the lists that an operator receives."""
         *lists, padding_mode, groups = fields
         kernel, stride, padding, dilation = map(tuple, lists)
         return cls(kernel, stride, padding, dilation, padding_mode, groups)
 
 
 def is_pointwise(window: Window) -> bool:
-    """A 1x1 kernel in one group: a linear layer over (every stride-th) pixel.
+    """Whether it is a 1x1 kernel in one group: a linear layer over (every stride-th) pixel.
 
-    No property of the class: torch 2.6 cannot compile one whose tuple holds dynamic sizes.
+    It is no property of the class, because torch 2.6 cannot compile one whose tuple holds dynamic
+    sizes.
     """
     return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
 
 
-def has_products(pointwise: bool, config: HotConfig, cuda: bool) -> bool:
-    """Whether HOT makes backward's products, and torch does not: of 1x1 kernels.
+def _is_int8(window: Window, config: str) -> bool:
+    return is_pointwise(window) and calls.is_int8(config)
 
-    On CUDA only with a low rank. At full rank torch's are faster there, over so many pixels of so
-    few channels, and g_x is exact: docs/results/speed.md, "Number of features".
+
+def has_products(pointwise: bool, config: HotConfig, cuda: bool) -> bool:
+    """Whether HOT, and not torch, computes the products of backward: for 1x1 kernels only.
+
+    CUDA needs a low rank, too. At full rank torch's products are faster there, over so many pixels
+    of so few channels, and g_x is exact: docs/results/speed.md, "Number of features".
     """
     return pointwise and (not cuda or config.basis != "full")
 
 
 @functools.lru_cache(maxsize=1024)
 def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -> HotConfig:
-    """The configuration that saves x's pixels and makes the products, if HOT does.
+    """The configuration that saves x's pixels, and that of HOT's products.
 
     A 1x1 kernel saves the same as a linear layer. ``grid``, its output height and width, replaces
     the caller's token grid, which describes a transformer's tokens; a low-pass basis takes its
-    tiles from it. Any other kernel needs x itself (basis ``"full"``): in the storage of a full
-    basis, otherwise in INT4, which takes about the bytes of the low-rank INT8 form.
+    tiles from it. Any other kernel needs x itself, basis ``"full"``. A low-rank configuration then
+    keeps it in INT4, which takes about the bytes of the low-rank INT8 form.
     """
     if pointwise:
         tiled = config.basis in ("lowpass", "sequency")
@@ -99,8 +106,8 @@ def _pixels_key(config: str, window: Window, dtype: torch.dtype | None, cuda: bo
 
     ``dtype`` is the one autocast casts x to.
     """
-    kept = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
-    return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(kept))
+    storage = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
+    return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(storage))
 
 
 def _multiplies(window: Window, config: str, cuda: bool) -> bool:
@@ -128,23 +135,23 @@ def conv2d(
 ) -> Tensor:
     """A convolution, bit for bit ``F.conv2d``; of x only compressed pixels are kept.
 
-    It gains memory alone: the products stay torch's, in forward and backward. Backward restores x,
-    which is kept whole whatever the recipe's basis (a low-rank recipe's in INT4): g_x has the plain
-    layer's bits, g_w is that of the restored x. ``channels_last`` saves copies.
+    It gains memory alone: the products stay torch's, in forward and backward. Backward restores x.
+    All of x is kept, whatever the recipe's basis; a low-rank recipe keeps it in INT4. Backward
+    gives g_x with the bits of the plain layer. ``channels_last`` saves copies.
 
     A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits.
     With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s. Its gradients are computed with
-    HOT, on CUDA only with a low rank; its tokens are the output pixels, whose grid replaces the
+    HOT, on CUDA only with a low rank. Its tokens are the output pixels; their grid replaces the
     ``token_grid`` and ``prefix_tokens`` of the configuration.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
         weight: ``[O, C / groups, kh, kw]``.
         bias: ``[O]`` or None.
-        stride: of the kernel, one number or (vertical, horizontal).
-        padding: the same, or ``"same"`` or ``"valid"``.
-        dilation: as stride.
-        groups: as of ``F.conv2d``.
+        stride: one number or (vertical, horizontal).
+        padding: one number or (vertical, horizontal), or ``"same"`` or ``"valid"``.
+        dilation: one number or (vertical, horizontal).
+        groups: number of groups.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         config: a HotConfig or a recipe's name.
 
@@ -179,50 +186,38 @@ def conv2d_from_json(
         )
     window = _window(weight, *sizes)
     if torch.compiler.is_compiling():
-        return _compiled_conv2d(x, weight, bias, window, config_json)
+        return _prepared(x, weight, bias, window, config_json)
     with calls.hide_from_modes(x, weight):
         of_bias = config_json if is_pointwise(window) else ""
         seed = calls.seed_for_call("conv2d", x, weight, bias, of_bias)
         if seed is None:
-            return _conv2d_without_gradients(x, weight, bias, window, config_json)
+            return _prepared(x, weight, bias, window, config_json)
         output: Tensor = Conv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
-def _conv2d_without_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
+def _prepared(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config: str
 ) -> Tensor:
-    if not (is_pointwise(window) and calls.is_int8(config_json)):
+    """A compiled call, which compresses x before the autograd function, or a plain one."""
+    int8 = _is_int8(window, config)
+    wanted = calls.wants_gradients(x, weight, bias, config if int8 else "")
+    if not (int8 or wanted):
         return plain_conv2d(x, weight, bias, window)
     dtype = calls.autocast_dtype(x)
-    calls.check_dtypes(x, weight.dtype, bias, dtype)
-    calls.check_transforms("conv2d", x, weight, bias)
     inner = calls.cast(x, dtype)
-    return _by_pixels(inner, weight, bias, window, config_json, linear.undifferentiated)
-
-
-def _compiled_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
-) -> Tensor:
-    if not calls.wants_gradients(x, weight, bias, config_json if is_pointwise(window) else ""):
-        return _conv2d_without_gradients(x, weight, bias, window, config_json)
-    dtype = calls.autocast_dtype(x)
-    if is_pointwise(window) and calls.is_int8(config_json):
+    if int8:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
-    inner = calls.cast(x, dtype)
+        calls.check_transforms("conv2d", x, weight, bias)
+    if not wanted:
+        return _by_pixels(inner, weight, bias, window, config, wanted)
     keep = weight.requires_grad
-    saved, seed = _kept_pixels_of(x, inner, config_json, keep, *window)
-    y: Tensor = _conv2d(inner, weight, bias, saved if keep else None, seed, config_json, *window)
-    return y
+    saved, seed = _kept_pixels_of(x, inner, config, keep, *window)
+    return _conv2d(inner, weight, bias, saved if keep else None, seed, config, *window)
 
 
 def _window(
-    weight: Tensor,
-    stride: int | Sequence[int],
-    padding: int | Sequence[int] | str,
-    dilation: int | Sequence[int],
-    padding_mode: str,
-    groups: int,
+    weight: Tensor, stride: Any, padding: Any, dilation: Any, padding_mode: str, groups: int
 ) -> Window:
     kernel = (weight.shape[2], weight.shape[3])
     step, spread = _pair(stride, "stride"), _pair(dilation, "dilation")
@@ -253,7 +248,7 @@ def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
 
 
 def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-    """The same calls as ``nn.Conv2d``, empty padding included: the same bits and strides."""
+    """The calls of ``nn.Conv2d``, empty padding included, for its bits and strides."""
     x, around = padded(x, window)
     return F.conv2d(x, weight, bias, window.stride, around, window.dilation, window.groups)
 
@@ -269,7 +264,7 @@ def padded(x: Tensor, window: Window) -> tuple[Tensor, list[int]]:
 
 
 def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
-    """The adjoint of :func:`padded`, with the bits of autograd's."""
+    """The adjoint of :func:`padded`, with the bits of autograd."""
     left, right, top, bottom = window.padding
     if not any(window.padding):
         return g
@@ -284,29 +279,24 @@ def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
             g = inner
         return g
     name = {"reflect": "reflection_pad2d", "replicate": "replication_pad2d"}[window.padding_mode]
-    x = g.new_empty(()).expand(*g.shape[:2], height, width)  # of whose values nothing is read
-    adjoint = getattr(torch.ops.aten, f"{name}_backward").default
-    found: Tensor = adjoint(g, x, window.padding)
-    return found
+    x = g.new_empty(()).expand(*g.shape[:2], height, width)  # its values are not read
+    adjoint: Tensor = getattr(torch.ops.aten, f"{name}_backward").default(g, x, window.padding)
+    return adjoint
 
 
 def _by_pixels(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    window: Window,
-    config: str,
-    product: Callable[..., Tensor] = linear.product,
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config: str, wanted: bool = True
 ) -> Tensor:
     """The 8-bit product of a 1x1 kernel, in the memory format of ``F.conv2d``'s result."""
     nhwc = visited(x, window.stride)
+    product = linear.product if wanted else linear.undifferentiated
     y = product(_tokens(nhwc), weight.flatten(1), bias, config)
     y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
     return y.contiguous(memory_format=_format_of(x, weight))
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether ``[N, C, H, W]`` is stored as ``[N, H, W, C]``; what is both goes by torch's rule."""
+    """Whether ``[N, C, H, W]`` is stored as ``[N, H, W, C]``; torch's rule decides ties."""
     if not x.is_contiguous(memory_format=torch.channels_last):
         return False
     if not x.is_contiguous() or x.stride(3) != 1:
@@ -322,68 +312,66 @@ def visited(x: Tensor, stride: Sequence[int]) -> Tensor:
 # ---- the saved pixels ----
 
 
-def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, Handle]:
-    """The pixels of x that are kept, ``[tokens, C]``, and the configuration that keeps them."""
+def _rows(x: Tensor, config: str, window: Window) -> tuple[Tensor, HotConfig]:
+    """The pixels of x to be kept, ``[tokens, C]``, and the configuration that keeps them."""
     nhwc = visited(x, _visits(window, config, x.is_cuda))
     return _tokens(nhwc), _settings_of(config, is_pointwise(window), nhwc.shape[1:3])
 
 
-def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> Handle:
-    """:func:`settings` of a grid, whose sizes a graph fixes where tiles are taken from it."""
-    own, tiles = parsed(config), None
-    if pointwise and own.basis in ("lowpass", "sequency"):
+def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> HotConfig:
+    """:func:`settings` of a grid. A graph fixes the grid's sizes if tiles are taken from it."""
+    layer, tiles = parsed(config), None
+    if pointwise and layer.basis in ("lowpass", "sequency"):
         tiles = (int(grid[0]), int(grid[1]))
-    return handle_of(settings(own, pointwise, tiles).json)
+    return settings(layer, pointwise, tiles)
 
 
 def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Pair:
     """The kept pixels of x, and their seed."""
-    rows, kept = _rows(x, config, window)
-    return codes.compress_activation(rows, seed, kept)
+    rows, storage = _rows(x, config, window)
+    return codes.compress_activation(rows, seed, storage)
 
 
 def _restored(
     saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
 ) -> Tensor:
-    """x of :func:`_compress`, ``[N, C, H, W]``, which keeps it whole."""
+    """x of :func:`_compress`, ``[N, C, H, W]``, where all of it was kept."""
     n, channels, height, width = shape
-    kept, tokens = settings(parsed(config), False, None), n * height * width
+    storage, tokens = settings(parsed(config), False, None), n * height * width
     if core.bypasses_dispatcher(saved):
-        rows = codes.decompress(saved, tokens, channels, kept, core.key_of(seed), dtype)
+        rows = codes.decompress(saved, tokens, channels, storage, core.key_of(seed), dtype)
     else:
-        rows = codes.decompress_activation(saved, seed, kept.json, tokens, channels, dtype)
+        rows = codes.decompress_activation(saved, seed, storage.json, tokens, channels, dtype)
     x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
     return x if last else _stored_as(x, False, dtype)
 
 
-@operator()
-def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Fields) -> Pair:
+@operator(
+    f"kept_pixels_of(Tensor x, Tensor inner, str config, bool codes, {_WINDOW}) -> (Tensor, Tensor)"
+)
+def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Any) -> Pair:
     """``kept_of`` for pixels."""
-
     window = Window.of(*shape)
 
     def compress(pixels: Tensor) -> Pair:
-        rows, kept = _rows(pixels, config, window)
-        return compress_with_seed(rows, kept.json)
+        rows, storage = _rows(pixels, config, window)
+        return compress_with_seed(rows, storage.json)
 
     key = (_pixels_key(config, window, inner.dtype, inner.is_cuda), codes)
-    return compress_once(x, inner, key, compress if codes else None)
+    make = compress if codes else seed_alone
+    return sharing.once(x, key, lambda: make(inner.detach()))
 
 
 # ---- the forward product ----
 
 
-def _flops(
-    x_shape: Sequence[int],
-    weight_shape: Sequence[int],
-    *_: Any,
-    out_shape: Sequence[int],
-    **__: Any,
-) -> int:
+def _flops(x_shape: Any, weight_shape: Any, *_: Any, out_shape: Any, **__: Any) -> Any:
     return 2 * math.prod(out_shape) * math.prod(weight_shape[1:])
 
 
-def _plain_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+def _plain_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config: str = ""
+) -> Tensor:
     dtype = x.dtype  # under autocast the parameters are of another
     y = plain_conv2d(x, weight.to(dtype), None if bias is None else bias.to(dtype), window)
     # Real and fake tensors must have the same strides.
@@ -396,20 +384,19 @@ def _fake_convolution(
     return _plain_convolution(x, weight, bias, Window.of(*shape))
 
 
-@operator(fake=_fake_convolution, flops=_flops, any_strides=False, product=True)
+@operator(
+    f"convolution({_ARGUMENTS}) -> Tensor",
+    fake=_fake_convolution,
+    flops=_flops,
+    any_strides=False,
+    product=True,
+)
 def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor,
-    config: str,
-    *shape: Fields,
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:
     window = Window.of(*shape)
-    if is_pointwise(window) and calls.is_int8(config):
-        return _by_pixels(x, weight, bias, window, config)
-    return _plain_convolution(x, weight, bias, window)
+    convolve = _by_pixels if _is_int8(window, config) else _plain_convolution
+    return convolve(x, weight, bias, window, config)
 
 
 # ---- autograd ----
@@ -422,27 +409,32 @@ class Conv2d(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        seed: Tensor,
-        config: str,
-        window: Window,
-        *graph: Tensor | None,
-    ) -> Tensor:
-        """The convolution; ``graph``: the saved pixels."""
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        """Compute y. ``graph`` holds the saved pixels."""
+        seed, config, window, *graph = rest
         need_gx, keep = ctx.needs_input_grad[:2]
-        ctx.seed = ctx.cache = None
+        ctx.seed = ctx.cache = saved = None
+        saved_seed = seed
         if graph:
-            (saved,), saved_seed = graph, seed
+            (saved,) = graph
             y = _convolution(x, weight, bias, saved, seed, config, *window)
         else:
-            ctx.seed = seed
-            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, config, window, keep)
-        kept = core.kept_weight(weight, keep) if need_gx else None
-        ctx.save_for_backward(saved, saved_seed, kept)
+            ctx.seed, dtype = seed, calls.autocast_dtype(x)
+            inner = calls.cast(x, dtype)
+            if _is_int8(window, config):
+                calls.check_dtypes(x, weight.dtype, bias, dtype)
+                y = _by_pixels(inner, weight, bias, window, config)
+            else:
+                matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
+                y = plain_conv2d(inner, matrix, plain_bias, window)
+            if keep:
+                ctx.cache = cache = sharing.current()
+                key = _pixels_key(config, window, dtype, x.is_cuda)
+                compress = functools.partial(_compress, inner, seed, config, window)
+                entry = cache.entry_of(x)
+                saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
+        for_gx = core.kept_weight(weight, keep) if need_gx else None
+        ctx.save_for_backward(saved, saved_seed, for_gx)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
         ctx.products = _multiplies(window, config, x.is_cuda)
@@ -456,59 +448,20 @@ class Conv2d(torch.autograd.Function):
         """g_x, g_w and g_b, by the operator."""
         if gy is None:
             return (None,) * 7
-        saved, saved_seed, weight = ctx.saved_tensors
+        tensors = ctx.saved_tensors
         if ctx.cache is not None:
             ctx.cache.clear()
         needed = ctx.needs_input_grad[:3]
-        gy, weight = core.dense(gy), weight if needed[0] else None
         dtypes = [dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)]
         backward = _backward_pixels if ctx.products else _backward_window
-        found = backward(ctx, gy, weight, saved, saved_seed, dtypes)
-        gx, gw, gb = (g if need else None for g, need in zip(found, needed, strict=True))
+        results = backward(ctx, core.dense(gy), dtypes, *tensors)
+        gx, gw, gb = (g if need else None for g, need in zip(results, needed, strict=True))
         return gx, gw, gb, None, None, None, None
 
 
-def _eager(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor,
-    config: str,
-    window: Window,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, the saved pixels, and their seed."""
-    dtype = calls.autocast_dtype(x)
-    inner = calls.cast(x, dtype)
-    if is_pointwise(window) and calls.is_int8(config):
-        calls.check_dtypes(x, weight.dtype, bias, dtype)
-        y = _by_pixels(inner, weight, bias, window, config)
-    else:
-        plain_bias = None if bias is None else calls.cast(bias, dtype)
-        y = plain_conv2d(inner, calls.cast(weight, dtype), plain_bias, window)
-    if not keep:
-        return y, None, seed
-    ctx.cache = cache = sharing.current()
-    saved, saved_seed = cache.compressed(
-        cache.entry_of(x),
-        _pixels_key(config, window, dtype, x.is_cuda),
-        weight,
-        ctx,
-        lambda: _compress(inner, seed, config, window),
-    )
-    return y, saved, saved_seed
-
-
-@operator(flops=_flops)
+@operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops)
 def _conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor,
-    config: str,
-    *shape: Fields,
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:
     calls.refuse_transforms("conv2d")
     window = Window.of(*shape)
@@ -540,52 +493,43 @@ def _empty(like: Tensor, shape: Sequence[int], last: bool, dtype: torch.dtype) -
     return like.new_empty((n, c, h, w), dtype=dtype)
 
 
-def _stored_as(found: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
-    """The same values as :func:`_empty` would store them; no copy where they are so."""
-    dense = found.permute(0, 2, 3, 1) if last else found
+def _stored_as(values: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
+    """Values as :func:`_empty` would store them; no copy if they already are."""
+    dense = values.permute(0, 2, 3, 1) if last else values
     dense = dense.to(dtype, memory_format=torch.contiguous_format).contiguous()
     if 1 in dense.shape:  # the usual strides there, too
         dense = dense.view(-1).view(dense.shape)
     return dense.permute(0, 3, 1, 2) if last else dense
 
 
+_Dtypes = Sequence[torch.dtype | None]
+"""Dtypes of g_x, g_w and g_b; None: not wanted."""
+
+
 def _backward_window(
-    ctx: Any,
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor,
-    dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Torch's own backward, of the restored x."""
+    ctx: Any, gy: Tensor, dtypes: _Dtypes, saved: Any, seed: Tensor, weight: Tensor | None
+) -> linear.Gradients:
+    """torch's own backward, with the restored x."""
     window, x_shape, (x_last, weight_last) = ctx.window, ctx.x_shape, ctx.channels_last
     gx_dtype, gw_dtype, gb_dtype = dtypes
     height, width = x_shape[2:]
-    if gw_dtype is None or saved is None:  # of x and of weight torch reads then the shape alone
+    if gw_dtype is None or saved is None:  # torch then reads the shape of x alone
         x = _empty(gy, x_shape, x_last, gy.dtype)
     else:
         x = _restored(saved, seed, ctx.config, x_shape, x_last, gy.dtype)
-    if weight is None:
+    if gx_dtype is None or weight is None:
         shape = (gy.shape[1], x_shape[1] // window.groups, *window.kernel)
         weight = _empty(gy, shape, weight_last, gy.dtype)
     x, around = padded(x, window)
-    found = torch.ops.aten.convolution_backward.default(
-        gy,
-        x.to(gy.dtype),  # a backward inside of autocast pads in fp32
-        weight.to(gy.dtype),  # under autocast the parameters are of another
-        [gy.shape[1]],
-        window.stride,
-        around,
-        window.dilation,
-        False,
-        [0, 0],
-        window.groups,
-        [dtype is not None for dtype in dtypes],
-    )
+    x = x.to(gy.dtype)  # a backward inside of autocast pads in fp32
+    weight = weight.to(gy.dtype)  # under autocast the parameters are of another
+    geometry = (window.stride, around, window.dilation, False, [0, 0], window.groups)
+    wanted = [dtype is not None for dtype in dtypes]
+    convolution_backward = torch.ops.aten.convolution_backward.default
+    gx, gw, gb = convolution_backward(gy, x, weight, [gy.shape[1]], *geometry, wanted)
     del x
-    gx, gw, gb = found
     if gx_dtype is not None:
-        # In x's dtype first: the overlaps of padded pixels add up in it, as autograd's do.
+        # In x's dtype first, in which autograd, too, adds the overlaps of padded pixels.
         gx = _stored_as(unpadded(gx.to(gx_dtype), height, width, window), x_last, gx_dtype)
     if gw_dtype is not None:
         gw = _stored_as(gw, weight_last, gw_dtype)
@@ -593,22 +537,17 @@ def _backward_window(
 
 
 def _backward_pixels(
-    ctx: Any,
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    saved_seed: Tensor,
-    dtypes: Sequence[torch.dtype | None],
+    ctx: Any, gy: Tensor, dtypes: _Dtypes, saved: Any, saved_seed: Tensor, weight: Tensor | None
 ) -> linear.Gradients:
     """HOT's products: a linear layer over the pixels that the kernel reads."""
     x_shape, (x_last, weight_last) = ctx.x_shape, ctx.channels_last
     nhwc = gy.permute(0, 2, 3, 1)
-    handle = _settings_of(ctx.config, True, nhwc.shape[1:3])
-    matrix = None if weight is None else weight.flatten(1)
+    config = _settings_of(ctx.config, True, nhwc.shape[1:3])
+    matrix = None if dtypes[0] is None or weight is None else weight.flatten(1)
     seed = saved_seed if ctx.seed is None else ctx.seed
     shape = torch.Size((math.prod(nhwc.shape[:3]), x_shape[1]))
     rows, gw, gb = linear.gradients(
-        _tokens(nhwc), matrix, saved, saved_seed, seed, handle, shape, dtypes
+        _tokens(nhwc), matrix, saved, saved_seed, seed, config, shape, dtypes
     )
     gx = None
     if rows is not None:

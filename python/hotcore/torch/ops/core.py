@@ -1,10 +1,10 @@
-"""What libhot takes in the place of torch's objects: memory, scratch, keys, configurations."""
+"""Conversion of torch's objects for libhot: configurations, seeds, contexts, memory, scratch."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,44 +18,18 @@ from ..frozen_codes import FrozenCodes
 to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
 SEEDS = 0x7FFF_FFFF_FFFF_FFFF
-"""Seeds are 0 <= seed < this."""
+"""Upper bound of seeds: 0 <= seed < SEEDS."""
 PLAIN_TYPES: Any = (Tensor, torch.nn.Parameter, FrozenCodes)
-"""Types that override no operation of torch; subclasses of Tensor may."""
+"""Types that override no operation of torch; other subclasses of Tensor may."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that HOT supports."""
 _CPU = torch.device("cpu")
 
 
-# ---- configurations ----
-
-
-class Handle:
-    """A configuration as eager calls take it: what they would look up is looked up once.
-
-    Operators take JSON, the constant that a compiled graph can hold; :func:`handle_of` finds the
-    handle of a text.
-    """
-
-    __slots__ = ("config", "int8", "json", "keys")
-
-    def __init__(self, json: str) -> None:
-        """Parse the configuration. Raises ValueError."""
-        self.config, self.json = HotConfig.from_json(json), json
-        self.int8 = self.config.forward == "int8"
-        """Whether it has an 8-bit forward."""
-        self.keys: dict[torch.dtype | None, Hashable] = {}
-        """What :func:`.sharing.linear_key` has made."""
-
-
 @functools.lru_cache(maxsize=256)
-def handle_of(json: str) -> Handle:
-    """The one handle of a configuration's text."""
-    return Handle(json)
-
-
 def parsed(json: str) -> HotConfig:
-    """The configuration that an operator has received as JSON."""
-    return handle_of(json).config
+    """The configuration of a JSON text, the constant that a compiled graph can hold."""
+    return HotConfig.from_json(json)
 
 
 # ---- seeds and keys ----
@@ -81,31 +55,22 @@ def key_of(seed: Tensor) -> Key:
 def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
     """Keys of the codes of x and of g_y; without ``saved_seed`` both are the layer's."""
     key = key_of(seed)
-    if saved_seed is None or saved_seed is seed:
-        return key, key
-    return key_of(saved_seed), key
+    return key if saved_seed is None or saved_seed is seed else key_of(saved_seed), key
 
 
 # ---- contexts, memory, scratch ----
 
 
-def context_of(device: torch.device) -> _core.CoreContext:
-    """The context for tensors of ``device``: torch's number of threads, or its current stream.
+def context_for(x: Tensor) -> _core.CoreContext:
+    """Context of x's device: torch's number of threads, or its current stream.
 
     Raises NotImplementedError for a device that this build has no backend for.
     """
-    if device.type == "cpu":
+    if x.is_cpu:  # device.type would make a string
         return contexts.cpu(torch.get_num_threads())
-    if device.type == "cuda":
-        return _cuda_context(torch.cuda.current_device() if device.index is None else device.index)
-    raise NotImplementedError(f"x: no backend of hotcore for the device {device}")
-
-
-def context_for(x: Tensor) -> _core.CoreContext:
-    """``context_of(x.device)``; faster, since reading a device's type makes a string."""
-    if x.is_cpu:
-        return contexts.cpu(torch.get_num_threads())
-    return _cuda_context(x.get_device()) if x.is_cuda else context_of(x.device)
+    if x.is_cuda:
+        return _cuda_context(x.get_device())
+    raise NotImplementedError(f"x: no backend of hotcore for the device {x.device}")
 
 
 def _cuda_context(index: int) -> _core.CoreContext:
@@ -113,29 +78,28 @@ def _cuda_context(index: int) -> _core.CoreContext:
     return contexts.cuda(index, _compat.current_stream(index))
 
 
-@functools.lru_cache(maxsize=4096)  # the same for every stream of a device
-def _workspace_size(
-    size_of: Callable[..., int], device: torch.device, arguments: tuple[Any, ...]
-) -> int:
-    return size_of(context_of(device), *arguments)
+@functools.lru_cache(maxsize=4096)  # equal for all streams of a device
+def _workspace_size(size_of: Callable[..., int], index: int, arguments: tuple[Any, ...]) -> int:
+    return size_of(_cuda_context(index), *arguments)
 
 
 def workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> object:
     """Scratch of ``size_of(context, *arguments)`` bytes on x's device."""
-    if x.is_cpu:  # the binding allocates its own
+    if not x.is_cuda:  # on the CPU the binding allocates its own
         return None
-    device = x.device
-    size = _workspace_size(size_of, device, arguments)
-    return None if size == 0 else to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
+    size = _workspace_size(size_of, x.get_device(), arguments)
+    return None if size == 0 else to_dlpack(torch.empty(size, dtype=torch.uint8, device=x.device))
 
 
-def lend(tensor: Tensor, name: str) -> object:
-    """A tensor's memory, for libhot: every tensor that was not made in this package passes here.
+def lend(tensor: Tensor | None, name: str) -> object:
+    """Memory of an input for libhot. Every tensor that was made outside this package passes here.
 
-    torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate), which libhot
-    cannot see: such a tensor is copied. What has no memory of its own is refused by name, here or
-    by libhot as a null pointer (a freed storage, a subclass that wraps other tensors).
+    torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate). The tensor is
+    then copied, because libhot cannot see the bit. A tensor without memory of its own is refused by
+    name. Here that is a wrapper of other tensors; libhot refuses the null pointer of a freed one.
     """
+    if tensor is None:
+        return None
     if tensor.is_neg():
         tensor = tensor.resolve_neg()  # the capsule holds the copy
     try:
@@ -147,11 +111,16 @@ def lend(tensor: Tensor, name: str) -> object:
         ) from error
 
 
+def lend_result(out: Tensor | None) -> object:
+    """Memory of a result that this package has allocated."""
+    return None if out is None else to_dlpack(out)
+
+
 def kept_weight(weight: Tensor, trained: bool) -> Tensor:
     """A weight for ``save_for_backward``: an alias of it if it is not trained, as a plain layer's.
 
-    A checkpoint checks shapes after it has recomputed a region. By then ZeRO-3 has emptied the
-    region's Parameters again. Torch makes an alias only of a tensor that requires gradients.
+    A checkpoint checks shapes after it has recomputed a region. ZeRO-3 has emptied the region's
+    Parameters again before that check. torch makes an alias only of a tensor that requires grad.
     """
     return weight if trained else weight.detach()
 
@@ -187,27 +156,21 @@ def dense(gy: Tensor) -> Tensor:
 # ---- past the dispatcher ----
 
 
-def is_sparse_or_batched(gy: Tensor) -> bool:
-    """Whether g_y is sparse or batched by vmap: then it has no memory for libhot to read."""
-    return gy.layout is not torch.strided or _compat.batched(gy)
-
-
 def is_intercepted(x: Tensor) -> bool:
     """Whether a subclass of Tensor or a dispatch mode intercepts operations on x."""
     return type(x) not in PLAIN_TYPES or _compat.dispatch_modes() != 0
 
 
 def bypasses_dispatcher(x: Tensor) -> bool:
-    """Whether nothing intercepts an operator on x: the dispatcher then only costs 5 to 10 us."""
+    """Whether nothing intercepts an operator on x. The dispatcher would only cost 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
         and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
-        and type(x) in PLAIN_TYPES
-        and _compat.dispatch_modes() == 0
+        and not is_intercepted(x)
     )
 
 
 def product_bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
-    """The same for an 8-bit product of these."""
+    """Whether nothing intercepts an operator on x and weight, nor records it."""
     # torch.jit.trace would note an empty y, and nothing that fills it.
     return bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES and not _compat.jit_tracing()

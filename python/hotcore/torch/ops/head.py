@@ -1,9 +1,10 @@
 """An output head and its loss over chunks of tokens: the logits of all tokens never exist.
 
-The operator ``head_loss`` makes a chunk's logits, turns them into their gradient in place, and at
-once multiplies it into g_x and g_w, as Liger-Kernel does. Gradients lack the factor that mean and
-what comes behind the loss give them: backward multiplies, in fp32. ``reduction="none"`` has a
-factor for each token, which g_w sums over, so backward runs the operator once more.
+The operator ``head_loss`` computes a chunk's logits, and turns them into their gradient in place.
+It multiplies that into g_x and g_w at once, as Liger-Kernel does. These gradients lack the factor
+of the mean and of the graph behind the loss; backward multiplies by it, in fp32.
+``reduction="none"`` has a factor for each token, which g_w sums over, so backward runs the operator
+once more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +27,25 @@ from ...config import ConfigLike, HotConfig, Key, as_int
 from .. import _compat
 from . import calls, codes, core, linear, sharded
 from .codes import Frozen
-from .core import lend, parsed, to_dlpack, workspace
+from .core import lend, lend_result, parsed, workspace
 from .registry import not_differentiable, operator
 
 _NAME = "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 MIN_CHUNK = 2048
-"""Tokens of a chunk, at least: each chunk reads and writes the fp32 g_w once."""
+"""Minimum of tokens in a chunk: each chunk reads and writes the fp32 g_w once."""
 _PART = 3 << 14
-"""Words of a vocabulary in one g_x product of integers: INT32 sums hold 131,071, and CUDA's kernels
-for rows of codes 49,152."""
+"""Words of the vocabulary in one g_x product of integers. INT32 sums hold 131,071 words, and CUDA's
+kernels for rows of codes hold 49,152."""
 _BLOCK_VALUES = 1 << 24
-"""Logits that are in fp32 at a time, 64 MiB."""
+"""Number of logits that are in fp32 at a time: 64 MiB."""
 _ALIGNED = 16
-"""The vocabulary is padded to a multiple of this, with rows of zeros: fast products want 8."""
+"""Rows of zeros pad the vocabulary to a multiple of this; fast products need multiples of 8."""
 
 
 class Options(NamedTuple):
-    """Of the loss; the names are Liger-Kernel's and torch's."""
+    """Options of the loss; the names are Liger-Kernel's and torch's."""
 
     label_smoothing: float
     softcap: float
@@ -54,8 +55,7 @@ class Options(NamedTuple):
     """0: :func:`chunk_of`."""
 
 
-_OPTIONS = Annotated[Any, "float label_smoothing, float softcap, float lse_square_scale, int chunk"]
-"""The same in an operator's schema."""
+_OPTIONS = "float label_smoothing, float softcap, float lse_square_scale, int chunk"
 _Results = tuple[Tensor, Tensor, Tensor, Tensor]
 """Losses ``[L]``, g_x, g_w and g_b; an operator returns no None: empty where not wanted."""
 
@@ -79,26 +79,26 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(F.linear(x, weight, bias), target)`` without ever holding all logits.
 
-    Chunks of tokens pass through head and loss one after the other. The forward pass also makes the
-    gradients, g_w in fp32; backward only scales them. Without a gradient wanted it makes the loss
-    alone. log-softmax is in fp32.
+    Chunks of tokens pass through head and loss one after the other. The forward pass also computes
+    the gradients, g_w in fp32; backward only scales them. If no gradient is wanted it computes the
+    loss alone. log-softmax is in fp32.
 
     Args:
-        x: ``[..., I]`` float32, float16 or bfloat16 (under autocast, what it casts to that).
+        x: ``[..., I]`` float32, float16 or bfloat16, after autocast's cast.
         weight: ``[V, I]``, any V from 1.
         target: ``[...]`` int64 from 0 to V - 1, or ``ignore_index``.
         bias: ``[V]`` or None.
-        config: None: torch's products. A HotConfig or a recipe's name: g_x and g_w by HOT, except
-            for each token's target, whose share is exact; logits, too, where it says
-            ``forward="int8"``. Weights are quantised once for all chunks.
+        config: None for torch's products. A HotConfig or a recipe's name for HOT's g_x and g_w,
+            and with ``forward="int8"`` for logits in INT8. The share of each token's target is
+            exact. Weights are quantised once for all chunks.
         ignore_index: tokens with this target add nothing to loss and gradients.
-        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"``, or ``"none"``, where
-            backward makes the logits again.
+        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"`` or ``"none"``. With the
+            last, backward computes the logits again.
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
-        chunk: tokens of a chunk. None: so many that 16-bit logits take a quarter of the bytes of an
-            fp32 g_w, or those of x; 2048 at least.
+        chunk: tokens of a chunk, 2048 at least by default. 16-bit logits then take a quarter of
+            the bytes of an fp32 g_w, or those of x.
 
     Returns:
         ``[]`` in float32, or ``[...]`` with ``reduction="none"``.
@@ -122,26 +122,28 @@ def linear_cross_entropy(
         seed = codes.draw_seed(inner.detach())
     elif json:
         seed = calls.seed_for_call(_NAME, x, weight, bias, json)
-    loss: Tensor = _linear_cross_entropy(
-        *(core.flat(inner), weight, bias, target.reshape(-1), seed, json, ignore_index, reduction),
-        *options,
-    )
+    tensors = (core.flat(inner), weight, bias, target.reshape(-1), seed)
+    loss = _linear_cross_entropy(*tensors, json, ignore_index, reduction, *options)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
 def _check(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, config: str, reduction: str
 ) -> None:
-    """Refuse what does not fit, by name."""
+    """Refuse arguments that do not fit, by name."""
     calls.check_tensors(bias, x=x, weight=weight, target=target)
     for name, tensor in (("x", x), ("weight", weight), ("target", target), ("bias", bias)):
+        if tensor is None:
+            continue
         if sharded.is_dtensor(tensor):
             raise NotImplementedError(
                 f"{name}: a DTensor; leave the head out of the tensor parallel plan, and call the "
                 "model that fully_shard wraps, which gathers the weight"
             )
-        if tensor is not None and tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             raise ValueError(f"{name}: layout {tensor.layout}; expected a dense tensor")
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: on {tensor.device}; x is on {x.device}")
     if weight.dim() != 2 or weight.shape[0] == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight: shape {list(weight.shape)}; expected [V, I], V at least 1, for x of shape "
@@ -152,11 +154,8 @@ def _check(
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name}: shape {list(tensor.shape)}; expected {list(shape)}")
     if target.dtype != torch.int64:
-        found = str(target.dtype).removeprefix("torch.")
-        raise ValueError(f"target: dtype {found}; expected int64")
-    for name, tensor in (("weight", weight), ("target", target), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: on {tensor.device}; x is on {x.device}")
+        got = str(target.dtype).removeprefix("torch.")
+        raise ValueError(f"target: dtype {got}; expected int64")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
     if '"token_grid":[' in config and '"basis":"full"' not in config:
@@ -164,16 +163,16 @@ def _check(
 
 
 def _options(smoothing: float, softcap: float | None, scale: float, chunk: int | None) -> Options:
-    given = (("label_smoothing", smoothing), ("softcap", softcap), ("lse_square_scale", scale))
-    for name, value in given:
-        optional = name == "softcap" and value is None
-        if not optional and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+    cap = 1.0 if softcap is None else softcap
+    values = {"label_smoothing": smoothing, "softcap": cap, "lse_square_scale": scale}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name}: expected a number, got {value!r}")
     if chunk is not None:
         chunk = as_int(chunk, "chunk", 64)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"label_smoothing: {smoothing} is outside 0 to 1")
-    if softcap is not None and not 0 < softcap < math.inf:
+    if not 0 < cap < math.inf:
         raise ValueError(f"softcap: {softcap}; expected a positive number or None")
     if not -math.inf < scale < math.inf:
         raise ValueError(f"lse_square_scale: {scale}; expected a finite number")
@@ -186,9 +185,9 @@ def _options(smoothing: float, softcap: float | None, scale: float, chunk: int |
 
 
 def chunk_of(tokens: int, vocab: int, in_features: int) -> int:
-    """Tokens of a chunk: chunks are about equal, and of 128s."""
-    most = max(MIN_CHUNK, in_features // 2, tokens * in_features // vocab)
-    count = max(1, -(-tokens // most))
+    """Tokens of a chunk: chunks are about equal, and multiples of 128."""
+    limit = max(MIN_CHUNK, in_features // 2, tokens * in_features // vocab)
+    count = max(1, -(-tokens // limit))
     return _up(tokens, 128 * count) // count if count > 1 else max(1, tokens)
 
 
@@ -201,9 +200,9 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """Losses ``[C]`` of logits ``[C, padded]``; with ``gradient`` these become their gradient.
 
-    Second is that gradient at the target, ``[C]`` fp32; columns from ``vocab`` on have none.
-    Arithmetic is fp32: of CUDA tensors in a kernel that writes over the logits as it reads them, of
-    others some rows at a time.
+    The second result is that gradient at the target, ``[C]`` fp32; columns from ``vocab`` on have
+    none. Arithmetic is fp32. On CUDA a kernel writes over the logits as it reads them; elsewhere
+    some rows are done at a time.
     """
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
     at_target = torch.empty_like(losses)
@@ -228,7 +227,7 @@ def _kernels() -> ModuleType | None:
 
 
 def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:
-    """Losses and gradients at the targets; the block becomes the gradient but for the -1 there."""
+    """Losses and gradients at the targets. The block becomes the gradient, without the -1 there."""
     smoothing, softcap, z, _ = options
     at, share, tanh, values = target[:, None], smoothing / block.shape[1], None, block
     if softcap:
@@ -265,7 +264,7 @@ def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tu
 
 
 class _Chunk(NamedTuple):
-    """What a chunk's gradients are made of."""
+    """A chunk's gradients of the logits, and its x."""
 
     gy: Tensor
     """``[C, padded]``; the products may write over it."""
@@ -273,7 +272,6 @@ class _Chunk(NamedTuple):
     at_target: Tensor
     """fp32 values of ``gy`` at the targets."""
     x: Tensor
-    first: bool
 
 
 class _Products:
@@ -285,7 +283,7 @@ class _Products:
         self.bias = None if bias is None else self.pad(bias)
 
     def pad(self, rows: Tensor) -> Tensor:
-        """With zeros behind the vocabulary."""
+        """Put zeros behind the vocabulary."""
         missing = self.padded - len(rows)
         return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
@@ -298,15 +296,15 @@ class _Products:
         """``[C, padded]``."""
         return F.linear(x, self.cast, None if self.bias is None else self.bias.to(self.dtype))
 
-    def gradients(self, chunk: _Chunk, gx: bool, gw: Tensor | None) -> Tensor | None:
-        """g_x; g_w goes to ``gw``, added to what is there unless this is the first chunk."""
+    def gradients(self, chunk: _Chunk, first: bool, gx: bool, gw: Tensor | None) -> Tensor | None:
+        """g_x of a chunk. g_w is written to ``gw``, or added to it after the first chunk."""
         if gw is not None:
-            _add_product(gw, chunk.gy.t(), chunk.x, chunk.first)
+            _add_product(gw, chunk.gy.t(), chunk.x, first)
         return chunk.gy @ self.cast if gx else None
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``out += a b``, in fp32; of the first product ``out = a b``."""
+    """``out += a b``, in fp32; for the first product ``out = a b``."""
     beta = 0 if first else 1
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=beta)
@@ -321,22 +319,15 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 class _HotProducts(_Products):
     """HOT's products. Logits and gradients at the targets are multiplied apart, exactly.
 
-    These gradients are by far the largest of their rows: without them the others' codes are finer.
+    These gradients are by far the largest of their rows; without them the other codes are finer.
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        config: HotConfig,
-        seed: Tensor | None,
-        gx: bool,
+        self, x: Tensor, weight: Tensor, bias: Any, config: HotConfig, seed: Any, gx: bool
     ) -> None:
         super().__init__(x, weight, bias)
         # x is not kept: fewer than 8 bits would save nothing.
-        config = dataclasses.replace(config, storage="int8")
-        self.config = config
+        self.config = config = dataclasses.replace(config, storage="int8")
         self.seed, self.calls = seed, 0
         count = -(-self.padded // _PART)
         step = _up(self.padded, 128 * count) // count
@@ -346,40 +337,40 @@ class _HotProducts(_Products):
         self.quantized = [_for_gx(whole[part], config) if gx else None for part in self.parts]
         self.frozen: Frozen | None = None
         if config.forward == "int8":
-            made = codes.quantize_forward_weight(whole, config)
+            quantized = codes.quantize_forward_weight(whole, config)
             shape = (self.padded, x.shape[1])
-            self.frozen = Frozen(made, config.forward_block, *shape, weight.dtype)
+            self.frozen = Frozen(quantized, config.forward_block, *shape, weight.dtype)
 
     def logits(self, x: Tensor, target: Tensor) -> Tensor:
         if self.frozen is None:
             return super().logits(x, target)
         y = linear.int8_linear(x, self.frozen, self.bias, self.config)
-        of_target = (x.float() * self.weight[target]).sum(-1)
+        exact = (x.float() * self.weight[target]).sum(-1)
         if self.bias is not None:
-            of_target += self.bias[target]
-        return y.scatter_(1, target[:, None], of_target[:, None].to(y.dtype))
+            exact += self.bias[target]
+        return y.scatter_(1, target[:, None], exact[:, None].to(y.dtype))
 
-    def gradients(self, chunk: _Chunk, gx: bool, gw: Tensor | None) -> Tensor | None:
-        gy, target, at_target, x, first = chunk
+    def gradients(self, chunk: _Chunk, first: bool, gx: bool, gw: Tensor | None) -> Tensor | None:
+        gy, target, at_target, x = chunk
         gy.scatter_(1, target[:, None], 0)
         at, width = at_target[:, None], x.shape[1]
         saved_key, saved, out = self._key(), None, None
         if gw is not None:
             saved = codes.compress(x, self.config, saved_key)
         for part, quantized in zip(self.parts, self.quantized, strict=True):
-            made = torch.empty(x.shape, dtype=torch.float32, device=x.device) if gx else None
-            outputs = (made, None if gw is None else gw[part], None)
+            share = torch.empty(x.shape, dtype=torch.float32, device=x.device) if gx else None
+            outputs = (share, None if gw is None else gw[part], None)
             keys = (saved_key, self._key())
             linear.backward(
                 gy[:, part], None, saved, width, self.config, keys, outputs, not first, quantized
             )
-            out = made if out is None or made is None else out.add_(made)
+            out = share if out is None or share is None else out.add_(share)
         if gw is not None:
             gw.index_add_(0, target, at * x)
         return None if out is None else out.addcmul_(at, self.weight[target])
 
     def _key(self) -> Key:
-        """A key of its own for every call that rounds."""
+        """A new key for every call that rounds."""
         assert self.seed is not None
         key, self.calls = core.key_of(self.seed), self.calls + 1
         return key._replace(offset=key.offset + self.calls - 1)
@@ -392,7 +383,7 @@ def _for_gx(weight: Tensor, config: HotConfig) -> Tensor:
     size = _core.quantized_weight_bytes(rows, columns, spec)
     out = torch.empty(size, dtype=torch.uint8, device=weight.device)
     scratch = workspace(_core.quantize_weight_workspace, weight, rows, columns, spec)
-    _core.quantize_weight(context, lend(weight, "weight"), spec, to_dlpack(out), scratch)
+    _core.quantize_weight(context, lend(weight, "weight"), spec, lend_result(out), scratch)
     return out
 
 
@@ -415,8 +406,8 @@ def chunked(
     if not target.is_cpu:
         target.new_empty(vocab).gather(0, target)  # torch's assert, which does not wait
     elif (wrong := (target < 0) | (target >= vocab)).any():
-        found = int(target[wrong][0])
-        raise ValueError(f"target: {found}; expected 0 to {vocab - 1}, or ignore_index")
+        got = int(target[wrong][0])
+        raise ValueError(f"target: {got}; expected 0 to {vocab - 1}, or ignore_index")
     products = _Products(x, weight, bias)
     if config:
         products = _HotProducts(x, weight, bias, parsed(config), seed, need_gx)
@@ -433,13 +424,12 @@ def chunked(
         if need_gb:
             gb += (scale.to(gy.dtype).t() @ gy)[0]
         if need_gx or need_gw:
-            scaled = (inner * scale).to(x.dtype)
-            made = products.gradients(
-                _Chunk(gy, to, at, scaled, begin == 0), need_gx, gw if need_gw else None
-            )
-            if made is not None:
-                gx[part] = made * scale
-        del gy  # before the next logits are made
+            chunk = _Chunk(gy, to, at, (inner * scale).to(x.dtype))
+            rows = products.gradients(chunk, begin == 0, need_gx, gw if need_gw else None)
+            if rows is not None:
+                gx[part] = rows * scale
+            del chunk
+        del gy  # before the next logits are computed
     return losses, gx, gw[:vocab], gb[:vocab]
 
 
@@ -464,23 +454,18 @@ def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
     return _outputs(x, weight, arguments[5:8], len(weight))
 
 
-@operator(fake=_fake, flops=_flops, product=True)
-def _head_loss(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    factor: Tensor,
-    seed: Tensor | None,
-    config: str,
-    need_gx: bool,
-    need_gw: bool,
-    need_gb: bool,
-    *options: _OPTIONS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wanted = (need_gx, need_gw, need_gb)
-    with torch.autocast(x.device.type, enabled=False):  # x and weight are as it wants them
-        return chunked(x, weight, bias, target, factor, seed, config, wanted, Options(*options))
+@operator(
+    "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor factor, Tensor? seed, "
+    f"str config, bool need_gx, bool need_gw, bool need_gb, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    flops=_flops,
+    product=True,
+)
+def _head_loss(*arguments: Any) -> _Results:
+    x, weight, bias, target, factor, seed, config, *rest = arguments
+    with torch.autocast(x.device.type, enabled=False):  # x and weight have been cast
+        return chunked(x, weight, bias, target, factor, seed, config, rest[:3], Options(*rest[3:]))
 
 
 # ---- autograd ----
@@ -490,37 +475,26 @@ class Head(torch.autograd.Function):
     """The loss, in eager mode and as AOTAutograd traces it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        seed: Tensor | None,
-        config: str,
-        ignore_index: int,
-        reduction: str,
-        *options: Any,
-    ) -> Tensor:
-        """The loss, and except for ``"none"`` the gradients."""
-        kept = target != ignore_index
-        factor, target = kept.float(), torch.where(kept, target, 0)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        """Compute the loss and, except for ``"none"``, the gradients."""
+        target, seed, config, ignore_index, reduction, *options = rest
+        counted = target != ignore_index
+        factor, target = counted.float(), torch.where(counted, target, 0)
         later, needs = reduction == "none", ctx.needs_input_grad[:3]
         wanted = (False,) * 3 if later else needs
-        losses, *gradients = _head_loss(
-            x, weight, bias, target, factor, seed, config, *wanted, *options
-        )
-        losses = torch.where(kept, losses, 0)
+        tensors = (x, weight, bias, target, factor, seed)
+        losses, *gradients = _head_loss(*tensors, config, *wanted, *options)
+        losses = torch.where(counted, losses, 0)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.later = (config, options) if later else None
         ctx.set_materialize_grads(False)
         if later:
-            held = core.kept_weight(weight, needs[1])
-            ctx.save_for_backward(x, held, bias, target, factor, seed)
+            ctx.save_for_backward(x, core.kept_weight(weight, needs[1]), *tensors[2:])
             return losses
         count = factor.sum() if reduction == "mean" else factor.new_ones(())
         ctx.save_for_backward(torch.where(count > 0, 1 / count, 0), *gradients)
-        return losses.sum() / count
+        loss: Tensor = losses.sum() / count
+        return loss
 
     @staticmethod
     @not_differentiable
@@ -532,18 +506,18 @@ class Head(torch.autograd.Function):
         alone = ctx.later is None and core.bypasses_dispatcher(g) and not _compat.batched(g)
         owned = alone and not _compat.keeps_graph()
         if ctx.later is None:
-            scale, *found = ctx.saved_tensors
+            scale, *gradients = ctx.saved_tensors
             scale = torch.where(scale > 0, scale * g, 0).float()  # the mean of no token is NaN
         else:
             config, options = ctx.later
             *tensors, factor, seed = ctx.saved_tensors
-            _, *found = _head_loss(*tensors, factor * g, seed, config, *needs, *options)
+            _, *gradients = _head_loss(*tensors, factor * g, seed, config, *needs, *options)
             scale = None
-        made = [
+        scaled = (
             _scaled(gradient, scale, dtype, owned) if need else None
-            for gradient, dtype, need in zip(found, ctx.dtypes, needs, strict=True)
-        ]
-        return (*made, *others)
+            for gradient, dtype, need in zip(gradients, ctx.dtypes, needs, strict=True)
+        )
+        return (*scaled, *others)
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: bool) -> Tensor:
@@ -557,21 +531,14 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: b
     return torch.mul(gradient, scale, out=out)  # in one pass
 
 
-@operator(flops=_flops)
-def _linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    seed: Tensor | None,
-    config: str,
-    ignore_index: int,
-    reduction: str,
-    *options: _OPTIONS,
-) -> Tensor:
+@operator(
+    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? seed, str config, "
+    f"int ignore_index, str reduction, {_OPTIONS}) -> Tensor",
+    flops=_flops,
+)
+def _linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     calls.refuse_transforms(_NAME)
-    if not torch.is_grad_enabled():  # which needs_input_grad does not say
+    if not torch.is_grad_enabled():  # needs_input_grad does not tell
         x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
-    arguments = (x, weight, bias, target, seed, config, ignore_index, reduction, *options)
-    loss: Tensor = Head.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
+    loss: Tensor = Head.apply(x, weight, bias, *others)  # type: ignore[no-untyped-call]  # so in torch
     return loss

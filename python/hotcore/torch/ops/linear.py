@@ -7,8 +7,8 @@ dispatcher where nothing intercepts it. A compiled layer calls the composite ope
 exist before it. Otherwise the partitioner would move the compression and its seed into backward
 (:attr:`HotModule.defer` allows that).
 
-No codes of a weight stay for the next call: nothing on the host tells whether a weight was written
-in between (``.data``, fused optimizers and FSDP raise no version).
+No codes of a weight are kept for the next call. Nothing on the host tells whether a weight was
+written in between: ``.data``, fused optimizers and FSDP raise no version.
 :func:`hotcore.torch.freeze_int8` keeps codes, in place of the weight.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +28,24 @@ from ...config import ConfigLike, HotConfig, Key
 from .. import _compat
 from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
-from .core import Handle, handle_of, lend, parsed, to_dlpack, workspace
-from .registry import Size, not_differentiable, operator, without_base
+from .core import lend, lend_result, parsed, workspace
+from .registry import not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
+Weight = Tensor | Frozen
+"""A weight ``[O, I]``, or the codes that stand for it."""
 _FIELDS = "int block=0, int rows=0, int columns=0, ScalarType? dtype=None"
-Fields = Annotated[Any, _FIELDS]
-"""Of a :class:`.codes.Frozen` whose codes an operator takes as its weight; empty for others."""
-_DTYPES = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype"
-DtypesAndFields = Annotated[Any, f"{_DTYPES}, {_FIELDS}"]
-"""Dtypes of g_x, g_w and g_b, None: not wanted; and fields."""
+"""Fields of a :class:`.codes.Frozen` whose codes an operator takes as its weight; else left out."""
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor? seed, str config, "
+    f"Tensor? codes=None, {_FIELDS}"
+)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """g_x, g_w and g_b; None: not wanted."""
+_FROZEN_DTYPE = (
+    ". The weight is frozen in INT8: model.to(x.dtype) changes the dtype that it stands for, where "
+    "the mp_policy of fully_shard casts x alone"
+)
 
 
 # ---- what a user calls ----
@@ -50,8 +56,8 @@ def linear(
 ) -> Tensor:
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
-    With ``forward="int8"`` in the configuration it is :func:`hotcore.forward_linear` of x, as
-    autocast casts it, and of the parameters as they are; the gradients are the same.
+    With ``forward="int8"`` the product is :func:`hotcore.forward_linear`. It takes x as autocast
+    casts it, and the parameters as they are. The gradients are the same.
 
     Backward keeps only the compressed x, and nothing of x where ``weight`` is frozen. Consecutive
     layers with the same x and configurations that compress it alike share one compressed x
@@ -60,7 +66,7 @@ def linear(
     repeatable.
 
     Args:
-        x: ``[..., I]`` float32, float16 or bfloat16 (under autocast, what it casts to that).
+        x: ``[..., I]`` float32, float16 or bfloat16, after autocast's cast.
         weight: ``[O, I]``.
         bias: ``[O]`` or None.
         config: a HotConfig or a recipe's name.
@@ -80,122 +86,116 @@ def linear(
 
 
 def linear_from_json(
-    x: Tensor,
-    weight: Tensor | Frozen,
-    bias: Tensor | None,
-    config_json: str,
-    defer: bool = False,
+    x: Tensor, weight: Weight, bias: Tensor | None, config_json: str, defer: bool = False
 ) -> Tensor:
     """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
-    ``defer``: see :attr:`.HotModule.defer`. Of a weight of which only codes exist g_x and g_b are
-    computed; it takes an empty text, too: the plain layer with the dequantised weight, in forward
-    and backward, which draws no seed.
+    A frozen weight gets no gradient. It takes an empty text, too: the plain layer with the
+    dequantised weight, in forward and backward, which draws no seed. ``defer``: see
+    :attr:`.HotModule.defer`.
     """
     if not isinstance(x, Tensor):
         return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
-    if isinstance(weight, Frozen):
-        if torch.compiler.is_compiling():
-            return _frozen(x, weight, bias, config_json)
-        with calls.hide_from_modes(x, weight.codes):
-            return _frozen(x, weight, bias, config_json)
-    subclass = type(x) not in core.PLAIN_TYPES or type(weight) not in core.PLAIN_TYPES
-    if subclass and (sharded.is_dtensor(x) or sharded.is_dtensor(weight)):
-        parts, layout = sharded.split(x, weight, bias)
+    frozen, (held, _) = isinstance(weight, Frozen), _parts(weight)
+    if not frozen and (sharded.is_dtensor(x) or sharded.is_dtensor(held)):
+        parts, layout = sharded.split(x, held, bias)
         return sharded.joined(linear_from_json(*parts, config_json, defer), layout)
     if torch.compiler.is_compiling():
-        return _compiled_linear(x, weight, bias, config_json, defer)
-    with calls.hide_from_modes(x, weight):
-        seed = calls.seed_for_call("linear", x, weight, bias, config_json)
-        if seed is None:
-            return _without_gradients(x, weight, bias, config_json)
-        output: Tensor = Linear.apply(x, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
+        return _prepared(x, weight, bias, config_json, None, defer)
+    with calls.hide_from_modes(x, held):
+        seed = calls.seed_for_call("linear", x, held, bias, config_json) if config_json else None
+        if seed is None or frozen:
+            return _prepared(x, weight, bias, config_json, seed)
+        output: Tensor = Linear.apply(x, weight, bias, None, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
-def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
-    if not calls.is_int8(config_json):
-        return F.linear(x, weight, bias)
-    dtype = calls.autocast_dtype(x)
-    calls.check_dtypes(x, weight.dtype, bias, dtype)
-    calls.check_transforms("linear", x, weight, bias)
-    return undifferentiated(calls.cast(x, dtype), weight, bias, config_json)
-
-
-def _compiled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool
+def _prepared(
+    x: Tensor, weight: Weight, bias: Tensor | None, config: str, seed: Any, defer: bool = False
 ) -> Tensor:
-    if not calls.wants_gradients(x, weight, bias, config_json):
-        return _without_gradients(x, weight, bias, config_json)
-    dtype, int8 = calls.autocast_dtype(x), calls.is_int8(config_json)
-    if int8:
-        calls.check_dtypes(x, weight.dtype, bias, dtype)
+    """A call that casts x, and compresses it, before the autograd function, or needs none.
+
+    It is compiled, has a frozen weight, or nothing to differentiate.
+    """
+    held, fields = _parts(weight)
+    frozen, int8 = isinstance(weight, Frozen), calls.is_int8(config)
+    compiled, wanted = torch.compiler.is_compiling(), calls.wants_gradients(x, held, bias, config)
+    if frozen and bias is not None:
+        wanted = wanted or (torch.is_grad_enabled() and bias.requires_grad)
+    if not (frozen or int8 or wanted):
+        return F.linear(x, held, bias)
+    dtype = calls.autocast_dtype(x)
     inner = calls.cast(x, dtype)  # in the graph, where the compiler fuses it with x's producer
-    keep, quantized = weight.requires_grad and not defer, None
-    if int8:
-        quantized, saved, seed = codes.input_of(x, inner, config_json, keep)
-    else:
-        saved, seed = codes.kept_of(x, inner, config_json, keep)
-    kept = saved if keep else None
-    y: Tensor = _linear(inner, weight, bias, kept, seed, config_json, quantized)
+    if int8 or (frozen and (config or x.dtype != weight.dtype)):
+        hint = _FROZEN_DTYPE if frozen else ""
+        calls.check_dtypes(x, weight.dtype, bias, dtype, hint)
+    if int8 or (frozen and config):
+        calls.check_transforms("linear", x, bias, None if frozen else held)
+    traced = not compiled and (_compat.transforms_active() or _compat.jit_tracing())
+    if not config and (traced or not wanted):
+        # Plain operations, which every transform can trace.
+        matrix = codes.dequantized(_for_product(weight, inner.dtype)).to(inner.dtype)
+        return F.linear(inner, matrix, calls.cast(bias, dtype))
+    if not wanted:
+        return undifferentiated(inner, weight, bias, config)
+    keep, saved, quantized = not frozen and held.requires_grad and not defer, None, None
+    if compiled and int8:
+        quantized, saved, seed = codes.input_of(x, inner, config, keep)
+    elif compiled and config:
+        saved, seed = codes.kept_of(x, inner, config, keep)
+    elif int8 and seed is not None and core.product_bypasses_dispatcher(inner, held):
+        quantized = codes.forms_of(x, inner, held, None, seed, parsed(config), None)[0]
+    call: Any = _linear if compiled else Linear.apply
+    y: Tensor = call(inner, held, bias, saved if keep else None, seed, config, quantized, *fields)
     return y
 
 
 # ---- the forward product ----
 
 
+def _parts(weight: Any) -> tuple[Any, list[Any]]:
+    """A weight as an operator takes it: the tensor, or codes and their fields."""
+    if not isinstance(weight, Frozen):
+        return weight, []
+    held, *fields = weight
+    return held, fields
+
+
+def _whole(held: Any, fields: Sequence[Any]) -> Any:
+    """The weight of an operator's arguments, from its :func:`_parts`."""
+    return Frozen(held, *fields) if fields and held is not None else held
+
+
 def int8_linear(
-    x: Tensor,
-    weight: Tensor | Frozen,
-    bias: Tensor | None,
-    config: HotConfig,
-    quantized: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, config: HotConfig, quantized: Any = None
 ) -> Tensor:
     """``x weight^T + bias`` in INT8, ``[..., O]`` in x's dtype, straight to libhot.
 
-    Weight and bias are of any of the three dtypes. ``quantized`` is what
-    :func:`codes.quantize_forward_input` made of x, whose values are then not looked at.
+    Weight and bias are of any of the three dtypes. ``quantized`` holds x's codes
+    (:func:`codes.quantize_forward_input`); the values of x are then not read.
     """
     spec = config.forward_spec
+    rows, tokens, in_features = None, math.prod(x.shape[:-1]), x.shape[-1]
     if quantized is None:
         rows, tokens, in_features = core.collapsible(x)
-    else:
-        rows, tokens, in_features = x, math.prod(x.shape[:-1]), x.shape[-1]
-    if isinstance(weight, Frozen):
-        matrix, frozen, out_features = None, codes.body(weight), weight.out_features
-    else:
-        matrix, frozen, out_features = weight, None, weight.shape[0]
+    out_features = weight.out_features if isinstance(weight, Frozen) else weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    shape = (tokens, out_features, in_features, spec)
-    given = (frozen is not None, quantized is not None)
-    _core.forward_linear(
-        core.context_for(x),
-        None if quantized is not None else lend(rows, "x"),
-        None if matrix is None else lend(matrix, "weight"),
-        None if bias is None else lend(bias, "bias"),
-        spec,
-        to_dlpack(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
-        workspace(_core.forward_linear_workspace, x, *shape, *given),
-        None if frozen is None else lend(frozen, "codes of the weight"),
-        None if quantized is None else lend(quantized, "codes of x"),
-        in_features,
-    )
+    context, shape = core.context_for(x), (tokens, out_features, in_features, spec)
+    matrix = None if isinstance(weight, Frozen) else lend(weight, "weight")
+    body = lend(codes.body(weight), "codes of the weight") if isinstance(weight, Frozen) else None
+    operands = (lend(rows, "x"), matrix, lend(bias, "bias"), spec)
+    out = lend_result(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features))
+    has_codes = (isinstance(weight, Frozen), quantized is not None)
+    scratch = workspace(_core.forward_linear_workspace, x, *shape, *has_codes)
+    x_codes = lend(quantized, "codes of x")
+    _core.forward_linear(context, *operands, out, scratch, body, x_codes, in_features)
     return y
 
 
 def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` in x's dtype, contiguous."""
-    dtype = x.dtype
-    if weight.dtype != dtype:  # under autocast
-        weight = weight.to(dtype)
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
-    return F.linear(x, weight, bias).contiguous()
-
-
-def _held(weight: Any, frozen: Sequence[Any]) -> Any:
-    """The weight of an operator's arguments: as it is, or what its codes stand for."""
-    return Frozen(weight, *frozen) if frozen and weight is not None else weight
+    dtype = x.dtype  # under autocast the parameters are of another
+    return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)).contiguous()
 
 
 def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any, **_: Any) -> int:
@@ -204,31 +204,21 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any,
 
 
 def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    held = _held(weight, arguments[4:])
-    matrix = codes.fake_dequantize(*held) if isinstance(held, Frozen) else held
+    fields = arguments[4:]
+    matrix = codes.fake_dequantize(weight, *fields) if fields else weight
     return plain_product(x, matrix, bias)  # which checks the shapes
 
 
-@operator(fake=_fake_product, flops=_flops, product=True)
+@operator(f"product({_ARGUMENTS}) -> Tensor", fake=_fake_product, flops=_flops, product=True)
 def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor | None,
-    config: str,
-    codes: Tensor | None = None,
-    *frozen: Fields,
+    x: Tensor, weight: Tensor, bias: Any, saved: Any, seed: Any, config: str, *rest: Any
 ) -> Tensor:
-    return _multiply(x, _held(weight, frozen), bias, config, codes)
+    quantized, *fields = rest or (None,)
+    return _multiply(x, _whole(weight, fields), bias, config, quantized)
 
 
 def _multiply(
-    x: Tensor,
-    weight: Tensor | Frozen,
-    bias: Tensor | None,
-    config: str,
-    quantized: Tensor | None,
+    x: Tensor, weight: Weight, bias: Tensor | None, config: str, quantized: Tensor | None
 ) -> Tensor:
     if calls.is_int8(config):
         return int8_linear(x, weight, bias, parsed(config), quantized)
@@ -237,17 +227,18 @@ def _multiply(
     return plain_product(x, weight, bias)
 
 
-def _for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
-    """The weight for a product in ``dtype``: the bits that a plain layer's cast would give.
+def _for_product(weight: Any, dtype: torch.dtype) -> Frozen:
+    """The frozen weight for a product in ``dtype``: the bits that a plain layer's cast would give.
 
     fp32 holds dequantised values as they are: they are rounded once in either case.
     """
-    return weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
+    frozen: Frozen = weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
+    return frozen
 
 
 def product(
     x: Tensor,
-    weight: Tensor | Frozen,
+    weight: Weight,
     bias: Tensor | None,
     config: str,
     quantized: Tensor | None = None,
@@ -256,25 +247,21 @@ def product(
 ) -> Tensor:
     """``x weight^T + bias`` by the operator or directly; no gradients.
 
-    With the configuration as JSON; an empty one is a plain product. A graph makes ``saved`` and
-    ``seed`` before it.
+    The configuration is JSON; an empty one is a plain product. A graph makes ``saved`` and ``seed``
+    before the product.
     """
-    parts: Any = weight if isinstance(weight, Frozen) else (weight,)
-    held, *fields = parts
+    held, fields = _parts(weight)
     if core.product_bypasses_dispatcher(x, held):
-        return _multiply(x, _held(held, fields), bias, config, quantized)
+        return _multiply(x, weight, bias, config, quantized)
     y: Tensor = _product(x, held, bias, saved, seed, config, quantized, *fields)
     return y
 
 
-def undifferentiated(
-    x: Tensor, weight: Tensor | Frozen, bias: Tensor | None, config: str
-) -> Tensor:
+def undifferentiated(x: Tensor, weight: Weight, bias: Tensor | None, config: str) -> Tensor:
     """:func:`product` of a call without gradients; in graphs the operator that sees transforms."""
     if not torch.compiler.is_compiling():
         return product(x, weight, bias, config)
-    parts: Any = weight if isinstance(weight, Frozen) else (weight,)
-    held, *fields = parts
+    held, fields = _parts(weight)
     y: Tensor = _linear(x, held, bias, None, None, config, None, *fields)
     return y
 
@@ -289,37 +276,28 @@ class Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        seed: Any,
-        config: str,
-        *graph: Any,
-    ) -> Tensor:
-        """Product; ``graph``: codes for backward and for the product, :data:`Fields`."""
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        """Compute y. ``graph`` holds x's codes for the product, and a frozen weight's fields."""
+        saved, seed, config, *graph = rest
         need_gx, need_gw = ctx.needs_input_grad[:2]
-        handle: Any = handle_of(config) if config else None
-        deferred = False
+        settings: Any = parsed(config) if config else None
+        deferred, saved_seed, fields = False, seed, graph[1:]
         own_seed = cache = None
-        saved, quantized, *frozen = graph or (None, None)
         if graph:
-            held, saved_seed = _held(weight, frozen), seed
-            y = product(x, held, bias, config, quantized, saved, seed)
+            y = product(x, _whole(weight, fields), bias, config, graph[0], saved, seed)
             if need_gw and saved is None:  # the compiler decides when x is compressed
                 deferred, saved = True, x
         else:
             if need_gw:
                 cache = sharing.current()
             own_seed = seed
-            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
+            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, settings, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
-        kept = core.kept_weight(weight, need_gw) if need_gx else None
-        ctx.save_for_backward(saved if need_gw else None, saved_seed, kept)
+        for_gx = core.kept_weight(weight, need_gw) if need_gx else None
+        ctx.save_for_backward(saved if need_gw else None, saved_seed, for_gx)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (handle, own_seed, x.shape, dtypes, cache, deferred, frozen)
+        ctx.call = (settings, own_seed, x.shape, dtypes, cache, deferred, fields)
         return without_base(y)
 
     @staticmethod
@@ -330,127 +308,52 @@ class Linear(torch.autograd.Function):
         if gy is None:
             return None, None, None, *others
         saved, saved_seed, weight = ctx.saved_tensors
-        handle, seed, x_shape, dtypes, cache, deferred, frozen = ctx.call
-        of_gx, of_gw, of_gb = dtypes
+        settings, seed, x_shape, dtypes, cache, deferred, fields = ctx.call
         if cache is not None:
             cache.clear()
         if deferred:
-            saved, saved_seed = codes.compress_activation(saved, saved_seed, handle)
+            saved, saved_seed = codes.compress_activation(saved, saved_seed, settings)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
-        gx, gw, gb = gradients(
-            gy,
-            _held(weight, frozen) if need_gx else None,
-            saved if need_gw else None,
-            saved_seed,
-            saved_seed if seed is None else seed,
-            handle,
-            x_shape,
-            (of_gx if need_gx else None, of_gw if need_gw else None, of_gb if need_gb else None),
-        )
-        return gx, gw, gb, *others
+        dx, dw, db = dtypes
+        wanted = (dx if need_gx else None, dw if need_gw else None, db if need_gb else None)
+        seeds = (saved_seed, saved_seed if seed is None else seed)
+        saved, weight = saved if need_gw else None, _whole(weight, fields) if need_gx else None
+        return *gradients(gy, weight, saved, *seeds, settings, x_shape, wanted), *others
 
 
 def _eager(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor,
-    handle: Handle,
-    cache: sharing.Cache | None,
+    ctx: Any, x: Tensor, weight: Tensor, bias: Any, seed: Tensor, config: HotConfig, cache: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, the codes of x for backward, and their seed; without a cache no codes."""
+    int8 = config.forward == "int8"
     dtype, inner, matrix, plain_bias = None, x, weight, bias
     if _compat.any_autocast():
         # Cast here, because autocast's cache would keep a weight without its graph.
         dtype = calls.autocast_dtype(x)
         inner = calls.cast(x, dtype)
-        if not handle.int8:  # which takes the parameters as they are
-            matrix = calls.cast(weight, dtype)
-            plain_bias = None if bias is None else calls.cast(bias, dtype)
-    key = None if cache is None else sharing.linear_key(handle, dtype)
-    if handle.int8:
+        if not int8:  # which takes the parameters as they are
+            matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
+    key = None if cache is None else sharing.linear_key(config.json, dtype)
+    if int8:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
         if core.product_bypasses_dispatcher(inner, weight):
-            forms = codes.forms_of(x, inner, weight, ctx, seed, handle, key)
-            return int8_linear(inner, weight, bias, handle.config, forms[0]), *forms[1:]
+            forms = codes.forms_of(x, inner, weight, ctx, seed, config, key)
+            return int8_linear(inner, weight, bias, config, forms[0]), *forms[1:]
     saved, saved_seed = None, seed
     if cache is not None:
-        entry = cache.entry_of(x)
-        compress = functools.partial(codes.compress_activation, inner, seed, handle)
-        saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
-    if handle.int8:
-        return product(inner, weight, bias, handle.json), saved, saved_seed
+        compress = functools.partial(codes.compress_activation, inner, seed, config)
+        saved, saved_seed = cache.compressed(cache.entry_of(x), key, weight, ctx, compress)
+    if int8:
+        return product(inner, weight, bias, config.json), saved, saved_seed
     return F.linear(inner, matrix, plain_bias), saved, saved_seed
 
 
-@operator(flops=_flops)
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: Tensor | None,
-    seed: Tensor | None,
-    config: str,
-    codes: Tensor | None = None,
-    *frozen: Fields,
-) -> Tensor:
+@operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops)
+def _linear(*arguments: Any) -> Tensor:
     calls.refuse_transforms("linear")
-    y: Tensor = Linear.apply(x, weight, bias, seed, config, saved, codes, *frozen)  # type: ignore[no-untyped-call]  # so in torch
+    codes = () if len(arguments) > 6 else (None,)  # tells Linear that this is a graph
+    y: Tensor = Linear.apply(*arguments, *codes)  # type: ignore[no-untyped-call]  # so in torch
     return y
-
-
-# ---- a frozen weight ----
-
-
-def _frozen(x: Tensor, weight: Frozen, bias: Tensor | None, config_json: str) -> Tensor:
-    compiled, seed = torch.compiler.is_compiling(), None
-    if config_json and not compiled:
-        seed = calls.seed_for_call("linear", x, weight.codes, bias, config_json)
-    wanted = torch.is_grad_enabled() and (
-        x.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    dtype = calls.autocast_dtype(x)
-    inner = calls.cast(x, dtype)
-    if config_json or x.dtype != weight.dtype:
-        _check_dtypes(x, weight, bias, dtype)
-    if config_json:
-        calls.check_transforms("linear", x, bias)
-    elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
-        # Plain operations, which every transform can trace.
-        matrix = codes.dequantized(_for_product(weight, inner.dtype)).to(inner.dtype)
-        return F.linear(inner, matrix, None if bias is None else calls.cast(bias, dtype))
-    if not wanted:
-        return undifferentiated(inner, weight, bias, config_json)
-    x_codes = None
-    if not calls.is_int8(config_json):
-        if compiled and config_json:
-            _, seed = codes.kept_of(x, inner, config_json, False)
-    elif compiled:
-        x_codes, _, seed = codes.input_of(x, inner, config_json, False)
-    elif seed is not None and core.product_bypasses_dispatcher(inner, weight.codes):
-        handle = handle_of(config_json)
-        x_codes, _, _ = codes.forms_of(x, inner, weight.codes, None, seed, handle, None)
-    held, *fields = weight
-    if compiled:
-        traced: Tensor = _linear(inner, held, bias, None, seed, config_json, x_codes, *fields)
-        return traced
-    y: Tensor = Linear.apply(inner, held, bias, seed, config_json, None, x_codes, *fields)  # type: ignore[no-untyped-call]  # so in torch
-    return y
-
-
-def _check_dtypes(
-    x: Tensor, weight: Frozen, bias: Tensor | None, autocast: torch.dtype | None
-) -> None:
-    try:
-        calls.check_dtypes(x, weight.dtype, bias, autocast)
-    except ValueError as error:
-        if str(error).startswith("weight:"):
-            error.args = (
-                f"{error}. The weight is frozen in INT8: model.to(x.dtype) changes the dtype that "
-                "it stands for, where the mp_policy of fully_shard casts x alone",
-            )
-        raise
 
 
 # ---- the backward products ----
@@ -458,7 +361,7 @@ def _check_dtypes(
 
 def backward(
     gy: Tensor,
-    weight: Tensor | Frozen | None,
+    weight: Weight | None,
     saved: Tensor | None,
     in_features: int,
     config: HotConfig,
@@ -471,8 +374,8 @@ def backward(
 
     gy is ``[..., O]`` and g_x ``[..., I]``, with equal or flattened leading dimensions. ``keys``:
     the key that ``saved`` was made with, and the key that rounds g_y (:func:`core.keys_of`). With
-    ``accumulate`` g_w is added to the values in its tensor. ``quantized``: the weight's codes, in
-    its place.
+    ``accumulate`` g_w is added to the values in its tensor. ``quantized``: the weight's codes,
+    instead of ``weight``.
     """
     gy, tokens, out_features = core.collapsible(gy)
     spec = config.spec
@@ -481,45 +384,32 @@ def backward(
         weight = codes.dequantize(weight)
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
-    shape = (tokens, out_features, in_features, spec)
+    context, shape = core.context_for(gy), (tokens, out_features, in_features, spec)
+    operands = (lend(gy, "gy"), lend(weight, "weight"), lend(saved, "the saved x"))
+    results = (lend_result(gx), lend_result(gw), lend_result(gb), accumulate)
     wanted = (gx is not None, gw is not None)
-    _core.backward_linear(
-        core.context_for(gy),
-        lend(gy, "gy"),
-        None if weight is None else lend(weight, "weight"),
-        None if saved is None else lend(saved, "the saved x"),
-        tokens,
-        in_features,
-        keys[0],
-        spec,
-        keys[1],
-        None if gx is None else to_dlpack(gx),
-        None if gw is None else to_dlpack(gw),
-        None if gb is None else to_dlpack(gb),
-        accumulate,
-        workspace(_core.backward_linear_workspace, gy, *shape, *wanted),
-        None if quantized is None else lend(quantized, "codes of the weight"),
-    )
+    scratch = workspace(_core.backward_linear_workspace, gy, *shape, *wanted)
+    rest: Any = (tokens, in_features, keys[0], spec, keys[1], *results, scratch)
+    rest += (lend(quantized, "codes of the weight"),)
+    _core.backward_linear(context, *operands, *rest)
 
 
 def new_gradients(
     gy: Tensor, x_shape: Sequence[int], dtypes: Sequence[torch.dtype | None]
 ) -> Gradients:
     """Uninitialised g_x, g_w and g_b for :func:`backward`; None for a dtype of None."""
-    out_features, device = gy.shape[-1], gy.device
-    of_gx, of_gw, of_gb = dtypes
-    matrix, empty = (out_features, x_shape[-1]), torch.empty
-    return (
-        None if of_gx is None else empty(x_shape, dtype=of_gx, device=device),
-        None if of_gw is None else empty(matrix, dtype=of_gw, device=device),
-        None if of_gb is None else empty(out_features, dtype=of_gb, device=device),
+    (gx, gw, gb), out_features, device, empty = dtypes, gy.shape[-1], gy.device, torch.empty
+    return (  # no loop, which would take 2 us of the host's time
+        None if gx is None else empty(x_shape, dtype=gx, device=device),
+        None if gw is None else empty((out_features, x_shape[-1]), dtype=gw, device=device),
+        None if gb is None else empty(out_features, dtype=gb, device=device),
     )
 
 
 def operator_outputs(
     gy: Tensor, in_features: int, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`new_gradients`; unwanted ones are empty vectors: an operator returns no None."""
+    """:func:`new_gradients` of an operator, which returns no None: unwanted ones are empty."""
     new = new_gradients(gy, (gy.shape[0], in_features), dtypes)
     gx, gw, gb = (gy.new_empty(0) if gradient is None else gradient for gradient in new)
     return gx, gw, gb
@@ -536,69 +426,61 @@ def _fake_backward(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]
     return operator_outputs(gy, arguments[5], arguments[6:9])
 
 
-@operator(fake=_fake_backward, flops=_backward_flops, product=True)
+@operator(
+    "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor? seed, "
+    "str config, SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, "
+    f"ScalarType? gb_dtype, {_FIELDS}) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+    flops=_backward_flops,
+    product=True,
+)
 def _backward_linear(
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    saved_seed: Tensor | None,
-    seed: Tensor | None,
-    config: str,
-    in_features: Size,
-    *rest: DtypesAndFields,
+    gy: Tensor, weight: Any, saved: Any, saved_seed: Any, seed: Any, config: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtypes, held = rest[:3], _held(weight, rest[3:])
+    in_features, dtypes, whole = rest[0], rest[1:4], _whole(weight, rest[4:])
     results = operator_outputs(gy, in_features, dtypes)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
-    if seed is None:
-        _plain_gradients(gy, held, gx, gb)
-    else:
+    if seed is not None:
         keys = core.keys_of(saved_seed, seed)
-        backward(gy, held, saved, in_features, parsed(config), keys, (gx, gw, gb))
-    return results
-
-
-def _plain_gradients(gy: Tensor, weight: Frozen, gx: Tensor | None, gb: Tensor | None) -> None:
-    """g_x and g_b of a plain product."""
+        backward(gy, whole, saved, in_features, parsed(config), keys, (gx, gw, gb))
+        return results
+    # A plain product with a frozen weight.
     if gx is not None:
-        gx.copy_(gy @ codes.dequantize(_for_product(weight, gy.dtype)).to(gy.dtype))
+        gx.copy_(gy @ codes.dequantize(_for_product(whole, gy.dtype)).to(gy.dtype))
     if gb is not None:
         gb.copy_(gy.sum(0))
+    return results
 
 
 def gradients(
     gy: Tensor,
-    weight: Tensor | Frozen | None,
+    weight: Weight | None,
     saved: Tensor | None,
     saved_seed: Tensor | None,
     seed: Tensor | None,
-    handle: Handle | None,
+    config: HotConfig | None,
     x_shape: torch.Size,
     dtypes: Sequence[torch.dtype | None],
 ) -> Gradients:
     """g_x, g_w, g_b, by the operator or directly, with equal results.
 
-    None for a dtype of None. Without seed and handle they are those of a plain product with a
-    frozen weight.
+    None for a dtype of None. Without seed and configuration they are those of a plain product
+    with a frozen weight.
     """
-    parts: Any = weight if isinstance(weight, Frozen) else (weight,)
-    held, *fields = parts
+    held, fields = _parts(weight)
     plain = held is None or type(held) in core.PLAIN_TYPES
-    if handle is not None and seed is not None and plain and core.bypasses_dispatcher(gy):
+    if config is not None and seed is not None and plain and core.bypasses_dispatcher(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = core.keys_of(saved_seed, seed)
         try:
-            backward(gy, weight, saved, x_shape[-1], handle.config, keys, outputs)
+            backward(gy, weight, saved, x_shape[-1], config, keys, outputs)
             return outputs
-        except RuntimeError:  # a check in advance would slow down every other call
-            if not core.is_sparse_or_batched(gy):
+        except RuntimeError:
+            # A check in advance would slow down every other call.
+            if gy.layout is torch.strided and not _compat.batched(gy):
                 raise
     rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
-    common = (saved, saved_seed, seed, handle.json if handle else "", x_shape[-1])
-    gx, gw, gb = _backward_linear(rows, held, *common, *dtypes, *fields)
-    wants_gx, wants_gw, wants_gb = (dtype is not None for dtype in dtypes)
-    return (
-        gx.view(x_shape) if wants_gx else None,
-        gw if wants_gw else None,
-        gb if wants_gb else None,
-    )
+    common = (saved, saved_seed, seed, config.json if config else "", x_shape[-1])
+    results = _backward_linear(rows, held, *common, *dtypes, *fields)
+    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
+    return None if gx is None else gx.view(x_shape), gw, gb

@@ -1,4 +1,4 @@
-"""A decorator that makes an operator of ``torch.ops.hotcore`` of a function; one for backwards.
+"""Decorators: a function becomes an operator of ``torch.ops.hotcore``; backward runs only once.
 
 Operators are low-level library operators with fakes. They cost half as much host time as
 ``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
@@ -8,11 +8,8 @@ no vmap: callers cast, and refuse what is batched.
 from __future__ import annotations
 
 import functools
-import inspect
-import types
-import typing
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,105 +19,67 @@ from .. import _compat
 
 library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
 
-Size = Annotated[int, "SymInt"]
-"""A size that may be symbolic; a plain ``int`` is a constant of the graph."""
-
-_TYPES = {
-    Tensor: "Tensor",
-    str: "str",
-    int: "int",
-    bool: "bool",
-    float: "float",
-    torch.dtype: "ScalarType",
-}
 _products: list[str] = []
+_Result = TypeVar("_Result")
 
 
 def no_flops(*_: Any, **__: Any) -> int:
-    """The count of what multiplies no matrices."""
+    """The count of an operator that multiplies no matrices."""
     return 0
 
 
 def operator(
+    schema: str,
     *,
     fake: Callable[..., Any] | None = None,
     flops: Callable[..., Any] = no_flops,
     random: bool = False,
     any_strides: bool = True,
     product: bool = False,
-) -> Callable[[Callable[..., Any]], Any]:
-    """Register the decorated function as the operator of its name, without leading underscores.
-
-    The schema is that of its annotations. An ``Annotated`` type gives its text; that of ``*args``
-    is a list of parameters with names.
+) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+    """Register the decorated function as an operator, whose calls go through the dispatcher.
 
     Args:
-        fake: makes results of the same shapes, dtypes and strides, without values. None: the
-            function is composite, made of other operators, which every tracer follows.
-        flops: called with the shapes of tensors in their place, as ``register_flop_formula`` says;
-            a multiply-add counts as two, as in torch.
+        schema: ``name(Tensor x, ...) -> Tensor``. A ``SymInt`` may be symbolic; an ``int`` is a
+            constant of the graph. The function is called without trailing default values.
+        fake: makes results of the same shapes, dtypes and strides, without values. Without it the
+            function is composite: made of other operators, which every tracer follows.
+        flops: a formula of ``register_flop_formula``. A multiply-add counts as two, as in torch.
         random: draws random numbers.
         any_strides: takes arguments of any strides, and its results are contiguous. Otherwise
             inductor copies arguments into eager mode's strides.
         product: expensive to recompute, for the compiler's partitioner.
-
-    Returns:
-        The operator: calls go through the dispatcher.
     """
 
-    def register(function: Callable[..., Any]) -> Any:
-        name = function.__name__.lstrip("_")
+    def register(function: Callable[..., _Result]) -> Callable[..., _Result]:
+        name = schema.partition("(")[0]
         tags = [torch.Tag.nondeterministic_seeded] if random else []
         if any_strides and fake is not None:
             tags.append(torch.Tag.flexible_layout)
-        library.define(name + schema_of(function), tags=tuple(tags))
+        library.define(schema, tags=tuple(tags))
         if fake is None:
             library.impl(name, function, "CompositeImplicitAutograd")
         else:
             kernel = _without_derivative(function, name) if product else function
             for key in ("CPU", "CUDA"):
                 library.impl(name, kernel, key)
-            made = _of_product(fake) if product else fake
-            torch.library.register_fake(f"hotcore::{name}", made, lib=library)
+            shown = _of_product(fake) if product else fake
+            torch.library.register_fake(f"hotcore::{name}", shown, lib=library)
         if product:
             _products.append(name)
         packet = getattr(torch.ops.hotcore, name)
         register_flop_formula(packet)(flops)
-        return packet.default
+        default: Callable[..., _Result] = packet.default
+        return default
 
     return register
 
 
-def schema_of(function: Callable[..., Any]) -> str:
-    """The schema of a function's annotations, such as ``(Tensor x, str config) -> Tensor``."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    parts = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        text = _type(hints[name])
-        if parameter.kind is not parameter.VAR_POSITIONAL:
-            text = f"{text} {name}"
-        if parameter.default is not parameter.empty:
-            text = f"{text}={parameter.default}"
-        parts.append(text)
-    found = hints["return"]
-    results = typing.get_args(found) if typing.get_origin(found) is tuple else ()
-    made = f"({', '.join(map(_type, results))})" if results else _type(found)
-    return f"({', '.join(parts)}) -> {made}"
-
-
-def _type(annotation: Any) -> str:
-    if typing.get_origin(annotation) is Annotated:
-        return str(annotation.__metadata__[0])
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # with None
-        return f"{_type(typing.get_args(annotation)[0])}?"
-    return _TYPES[annotation]
-
-
 def _without_derivative(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A product that raises RuntimeError where autograd would follow it; a layer's does not.
+    """A product that raises RuntimeError where autograd would follow it.
 
-    It would be plain, or with an 8-bit forward no product at all. Such graphs come of taking a
-    layer's operators apart outside of torch.compile.
+    Its gradients would be missing. Graphs in which this happens were made by taking a layer's
+    operators apart outside of torch.compile.
     """
 
     @functools.wraps(function)
@@ -137,7 +96,7 @@ def _without_derivative(function: Callable[..., Any], name: str) -> Callable[...
 
 
 def _of_product(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A product's fake: only compilation calls it, and then needs :func:`_register_products`."""
+    """A product's fake. Only compilation calls it, and then needs :func:`_register_products`."""
 
     @functools.wraps(fake)
     def called(*arguments: Any, **options: Any) -> Any:
@@ -164,9 +123,8 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 def not_differentiable(backward: _Backward) -> _Backward:
     """Make an autograd function's backward raise RuntimeError under ``create_graph=True``.
 
-    Not when its result is differentiated, as ``once_differentiable`` does: autograd does not visit
-    a node that leads to none of the inputs that it was asked for, so the term would just be left
-    out.
+    ``once_differentiable`` would raise only where the result is differentiated. But autograd skips
+    a node that leads to none of the requested inputs: the term would be missing without an error.
     """
 
     @functools.wraps(backward)
@@ -182,7 +140,7 @@ def not_differentiable(backward: _Backward) -> _Backward:
 
 
 def without_base(y: Tensor) -> Tensor:
-    """The same memory as a tensor that is no view, for the result of an autograd function.
+    """y as a tensor that is no view, in the same memory, for the result of an autograd function.
 
     ``F.linear`` may return a view of its product; autograd forbids writing such a result in place.
     """

@@ -1,23 +1,24 @@
 """The cache of codes: one compressed x for layers with the same input (q, k and v; gate and up).
 
 In eager mode each thread remembers the x that it compressed last (:class:`Cache`), as plain torch
-keeps such an x once. The next layer that is called with the same, unchanged tensor takes the codes
-and the seed they were made with; it still rounds g_y with its own seed. The codes are dropped when
-x is freed, when the autograd node that they were made for is freed, when another x is compressed,
-when a layer that has taken them is called again, and in backward: a second pass over the same x
-needs fresh rounding noise. With an 8-bit forward the layers share x quantised for their products,
-too (``quantized``). It has no noise that a second pass would need afresh.
+keeps such an x once. The next layer with the same, unchanged tensor takes the codes and their seed;
+it still rounds g_y with its own seed. The codes are dropped in backward, because a second pass over
+the same x needs fresh rounding noise. Freeing x or their autograd node drops
+them, too, as does compressing another x, or calling a layer again that has taken them. With an
+8-bit forward the layers share x quantised for their products, too (``quantized``), without noise.
 
 Only activations are shared: tensors with a ``grad_fn`` that are not views of a leaf. Optimizers,
 ``torch.distributed`` and data loaders write leaves without raising torch's version counter. Code
-that writes an activation the same way (NumPy, DLPack, ``.detach().data``, a replayed CUDA graph)
-goes unnoticed unless the tensor's memory moves; :class:`share_inputs` switches the cache off.
+that writes an activation the same way goes unnoticed unless the tensor's memory moves (NumPy,
+DLPack, ``.detach().data``, a replayed CUDA graph). :class:`share_inputs` switches the cache off.
 
 While AOTAutograd traces a graph, :func:`once` does the same for every x of the graph.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -33,10 +34,11 @@ from .. import _compat
 from . import core
 
 _Ref = weakref.ref[Any]
+_Compress = Callable[[], tuple[Tensor, Tensor]]
 
 
 def config_key(config: HotConfig) -> Hashable:
-    """Equal for configurations that compress an x to the same bytes."""
+    """A key that is equal for configurations that compress an x to the same bytes."""
     return _core.saved_format(config.spec)
 
 
@@ -48,10 +50,9 @@ class share_inputs:
     and for layers in eager mode. (In a compiled graph every x is compressed once.)
 
     Args:
-        enabled: False lets every layer compress its own x. Programs need that which write an
-            activation without raising torch's version counter (through NumPy, DLPack, ``.data``)
-            between two layers that take it. It costs the memory and the time of one compressed x
-            per layer.
+        enabled: False lets every layer compress its own x, which takes the memory and the time of
+            one compressed x a layer. Programs need it that write an activation between two layers
+            without raising torch's version counter (through NumPy, DLPack, ``.data``).
 
     Source: docs/torch/sharing.md, "Layers with one x".
     """
@@ -77,20 +78,17 @@ class share_inputs:
 
 
 def _state(x: Tensor) -> tuple[Any, ...] | None:
-    """What must be equal for a tensor to be the same x; None if x is not shared."""
+    """Values that are equal as long as a tensor is the same x; None if x is not shared."""
     if x.grad_fn is None or not share_inputs.enabled or core.is_intercepted(x):
         return None
     base = x._base
     if base is not None and base.grad_fn is None:  # a view of a leaf
         return None
-    if x.is_cuda:
-        # A CUDA graph capture neither takes codes from outside nor leaves any behind: replays do
-        # not raise version counters.
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        stream = _compat.current_stream(x.get_device())
-    else:
-        stream = None
+    # A CUDA graph capture neither takes codes from outside nor leaves any behind: replays do not
+    # raise version counters.
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    stream = _compat.current_stream(x.get_device()) if x.is_cuda else None
     try:
         # The rest is for x.data = x.data.t(), which raises no version.
         return (x._version, x.shape, x.data_ptr(), x.stride(), x.dtype, stream)
@@ -99,7 +97,7 @@ def _state(x: Tensor) -> tuple[Any, ...] | None:
 
 
 def _source(x: Tensor) -> Tensor:
-    """x, or the tensor that x is another name of: DTensors make one for every layer."""
+    """x, or the tensor that x is an alias of: DTensors make one for every layer."""
     base = x._base
     if base is None or base.shape != x.shape or base.stride() != x.stride():
         return x
@@ -107,48 +105,38 @@ def _source(x: Tensor) -> Tensor:
     return base if same and base.is_neg() == x.is_neg() else x
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Entry:
     """The codes of one x: compressed for backward, and quantised for 8-bit products."""
 
-    __slots__ = ("compressed", "key", "node", "quantized", "state", "weights", "x")
-
-    def __init__(self, x: _Ref, state: tuple[Any, ...]) -> None:
-        """Begin without codes."""
-        self.x, self.state = x, state
-        self.compressed: tuple[Tensor, Tensor] | None = None
-        """Codes and the seed they were made with."""
-        self.key: Hashable = None
-        """Everything beside x and the seed that ``compressed`` depends on."""
-        self.node: _Ref | None = None
-        """The autograd node that ``compressed`` was made for."""
-        self.weights: set[int] = set()
-        """Addresses of the weights of the layers that have taken ``compressed``."""
-        self.quantized: tuple[Hashable, Tensor] | None = None
-        """What an 8-bit product takes, and everything beside x that it depends on."""
+    x: _Ref
+    state: tuple[Any, ...]
+    compressed: tuple[Tensor, Tensor] | None = None
+    """Codes and the seed they were made with."""
+    key: Hashable = None
+    """Everything beside x and the seed that ``compressed`` depends on."""
+    node: _Ref | None = None
+    """The autograd node that ``compressed`` was made for."""
+    weights: set[int] = dataclasses.field(default_factory=set)
+    """Addresses of the weights of the layers that have taken ``compressed``."""
+    quantized: tuple[Hashable, Tensor] | None = None
+    """x quantised for an 8-bit product, behind everything else that its bytes depend on."""
 
     def quantized_for(self, key: Hashable) -> Tensor | None:
-        """What an 8-bit product takes; None: there is none, and others are dropped."""
-        found = self.quantized
-        if found is not None and found[0] == key:
-            return found[1]
-        self.quantized = None
-        return None
+        """x quantised for an 8-bit product; None: there is none, and others are dropped."""
+        if self.quantized is not None and self.quantized[0] != key:
+            self.quantized = None
+        return None if self.quantized is None else self.quantized[1]
 
 
 class Cache:
-    """The x that a thread compressed last. Every layer asks it: a miss costs the host about 1 us.
-
-    Tests may read :attr:`entry`.
-    """
+    """The x that a thread compressed last. A miss takes the host about 1 us."""
 
     __slots__ = ("entry",)
 
-    entry: Entry | None
-    """What is cached; None: nothing."""
-
     def __init__(self) -> None:
         """Begin empty."""
-        self.entry = None
+        self.entry: Entry | None = None
 
     def entry_of(self, x: Tensor) -> Entry | None:
         """The entry of x, a new one if the last is not x's; None: x is not shared.
@@ -173,35 +161,26 @@ class Cache:
         return Entry(weakref.ref(source, self._expire), state)
 
     def compressed(
-        self,
-        entry: Entry | None,
-        key: Hashable,
-        weight: Tensor,
-        node: Any,
-        compress: Callable[[], tuple[Tensor, Tensor]],
+        self, entry: Entry | None, key: Hashable, weight: Tensor, node: Any, compress: _Compress
     ) -> tuple[Tensor, Tensor]:
         """Codes of an entry's x and their seed: those that are there, or ``compress()``.
 
-        Args:
-            entry: of :meth:`entry_of`; None: nothing is shared.
-            key: everything beside x that the bytes depend on, except the seed.
-            weight: the layer's weight; a layer that is called again compresses afresh.
-            node: the layer's node in autograd's graph (``ctx``).
-            compress: makes the codes; returns them and their seed.
+        Without an entry nothing is shared. ``key`` is everything beside x and the seed that the
+        bytes depend on. A layer (``weight``) that is called again compresses afresh. ``node`` is
+        the layer's node in autograd's graph (``ctx``).
         """
         if entry is None:
             return compress()
         # No ids: Conv1D and attention pass a new view of their weight in every call.
-        found, layer = entry.compressed, weight.data_ptr()
-        if found is not None and entry.key == key and layer not in entry.weights:
-            entry.weights.add(layer)
-            return found
-        entry.compressed = self.entry = found = None  # an error leaves nothing
-        entry.compressed = found = compress()
-        entry.key, entry.weights = key, {layer}
-        entry.node = weakref.ref(node, self._expire)
-        self.entry = entry
-        return found
+        pair, layer = entry.compressed, weight.data_ptr()
+        if pair is None or entry.key != key or layer in entry.weights:
+            entry.compressed = self.entry = pair = None  # an error leaves nothing
+            entry.compressed = pair = compress()
+            entry.key, entry.weights = key, set()
+            entry.node = weakref.ref(node, self._expire)
+            self.entry = entry
+        entry.weights.add(layer)
+        return pair
 
     def clear(self) -> None:
         """Drop the entry; backward calls this once it has the saved tensors.
@@ -221,12 +200,10 @@ class Cache:
             self.entry = None
 
 
-def linear_key(handle: core.Handle, dtype: torch.dtype | None) -> Hashable:
+@functools.lru_cache(maxsize=1024)
+def linear_key(config: str, dtype: torch.dtype | None) -> Hashable:
     """Key of a linear layer's codes: its configuration, and the dtype autocast casts x to."""
-    key = handle.keys.get(dtype)
-    if key is None:
-        key = handle.keys[dtype] = (dtype, config_key(handle.config))
-    return key
+    return dtype, config_key(core.parsed(config))
 
 
 class _Threads(threading.local):
@@ -244,11 +221,12 @@ def current() -> Cache:
 
 # ---- in a graph that is being traced ----
 
-_traced: Any = WeakTensorKeyDictionary()  # x -> (version, key) -> what was made of it
-_Made = TypeVar("_Made")
+_traced: Any = WeakTensorKeyDictionary()
+"""Results of :func:`once` by x, and then by its version and a key."""
+_Result = TypeVar("_Result")
 
 
-def once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
+def once(x: Tensor, key: Hashable, make: Callable[[], _Result]) -> _Result:
     """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
 
     A composite operator runs during tracing, on symbolic tensors. The compiler does not merge
@@ -256,9 +234,8 @@ def once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
     """
     if not _compat.functional(x):
         return make()
-    made: dict[Hashable, Any] = _traced.setdefault(x, {})
+    results: dict[Hashable, _Result] = _traced.setdefault(x, {})
     versioned = (x._version, key)
-    if versioned not in made:
-        made[versioned] = make()
-    found: _Made = made[versioned]
-    return found
+    if versioned not in results:
+        results[versioned] = make()
+    return results[versioned]
