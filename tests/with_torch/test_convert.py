@@ -1238,8 +1238,8 @@ def test_bound_forwards_are_named(kind: str, seeded: None) -> None:
     assert model[1].weight_codes is not None
     del model.held
     assert hot.thaw(model) == 1 and type(hot.revert(model)[1]) is nn.Linear
-    outside = BOUND[kind](model[0])
-    assert names(hot.convert(model, "fast", every).hot_report) == ["1"] and outside is not None
+    outside = {"anywhere": BOUND[kind](model[0])}
+    assert names(hot.convert(model, "fast", every).hot_report) == ["1"] and outside
 
 
 def test_bound_forwards_of_a_traceback_do_not_count() -> None:

@@ -1,8 +1,8 @@
 """``freeze_int8(convrot=True)``: the codes and keys of ConvRot's 8-bit checkpoints.
 
-The reference is written from the format as Comfy-Org/comfy-kitchen has it at 7d86acf
-(comfy_kitchen/tensor/int8_utils.py:11-61, the regular Hadamard matrix and the weight's rotation;
-comfy_kitchen/backends/eager/quantization.py:857-906, 915-918, rounding and dequantisation).
+The reference is written from the format of Comfy-Org/comfy-kitchen at 7d86acf. The matrix and the
+rotation are in comfy_kitchen/tensor/int8_utils.py:11-61, rounding and dequantisation in
+comfy_kitchen/backends/eager/quantization.py:857-906, 915-918.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rotated(rows: Any, group: int) -> Any:
 
 
 def checkpoint(weight: Any, group: int, prefix: str = "") -> dict[str, Any]:
-    """What a trainer of ConvRot writes for a layer."""
+    """Entries that a trainer of ConvRot writes for a layer."""
     turned = rotated(weight, group)
     scale = turned.abs().amax(1, keepdim=True) / 127
     said = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group}

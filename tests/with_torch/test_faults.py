@@ -91,7 +91,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def digest(recipe: str = "default", steps: tuple[int, ...] = (SMALL, LARGE, SMALL)) -> str:
-    """Of a few steps from a seed: what other processes have to come to, too."""
+    """Results of a few steps from a seed, which other processes have to reach, too."""
     model, optimizer = make(recipe)
     torch.manual_seed(2)
     for count in steps:
@@ -194,8 +194,8 @@ def test_a_step_that_fails_anywhere(
     ("recipe", "backend"), [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")]
 )
 def test_one_hash(recipe: str, backend: str) -> None:
-    # Gradients of a layer from a seed: under every torch, eager and compiled, by any number of
-    # threads and instruction set those of hotcore in NumPy (tests/python/test_faults.py).
+    # A layer's gradients are those of hotcore in NumPy (tests/python/test_faults.py). That holds for
+    # every torch, eager and compiled, and any number of threads and instruction set.
     gy, w, x = map(torch.from_numpy, one_hash.layer())
     layer = hot.HotLinear(56, 72, config=recipe)
     with torch.no_grad():

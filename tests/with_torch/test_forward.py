@@ -28,7 +28,7 @@ def int8(recipe: str = "default", **fields: Any) -> HotConfig:
 
 
 def expected(x: Any, weight: Any, bias: Any, dtype: Any = None, config: Any = INT8) -> torch.Tensor:
-    """What ``hotcore.forward_linear`` makes of it."""
+    """The result of ``hotcore.forward_linear``."""
     operands = (None if t is None else t.detach() for t in (x, weight, bias))
     return hotcore.forward_linear(*operands, config=config, out_dtype=dtype)
 
@@ -310,13 +310,13 @@ def clipped(layer: hot.HotLinear) -> None:
 
 
 def stepped(layer: hot.HotLinear) -> None:
-    """By a fused optimizer that still holds a gradient; it raises no version."""
+    """Write by a fused optimizer that still holds a gradient; it raises no version."""
     layer.weight.grad = torch.ones_like(layer.weight)
     torch.optim.SGD([layer.weight], lr=1.0, fused=True).step()
 
 
 def swapped(layer: hot.HotLinear) -> None:
-    """As EMA's swap of weights before an evaluation."""
+    """Swap weights as EMA does before an evaluation."""
     layer.weight.data.copy_(3 * layer.weight.data)
 
 

@@ -461,7 +461,7 @@ def test_only_some_layers() -> None:
 
 
 def test_weights_that_are_trained_beside_frozen_ones() -> None:
-    """As peft's ``modules_to_save``: they go on to be trained, unless a filter takes them."""
+    """Copies for training (peft's ``modules_to_save``) stay trained, unless a filter takes them."""
     model = hot.convert(Net(), config(), every)
     model.up.weight.requires_grad_(False)
     report = hot.freeze_int8(model).freeze_report
@@ -626,7 +626,7 @@ def by_foreach(e: Any, p: Any) -> None:
 @pytest.mark.parametrize("update", [copied, new_data, by_numpy, by_foreach])
 @pytest.mark.parametrize("other", [False, True])
 def test_averages_that_were_cast_back(update: Callable[[Any, Any], None], other: bool) -> None:
-    """Of the same codes they are truncated, of other codes without a meaning."""
+    """Averages of equal codes are truncated, averages of other codes have no meaning."""
     model, x = frozen(), torch.randn(3, 72)
     ema = copy.deepcopy(frozen() if other else model)
     ema(x)

@@ -568,7 +568,7 @@ def test_models_that_are_not_met() -> None:
 
 
 def test_a_copy_of_the_head_is_plain() -> None:
-    """As peft's modules_to_save makes one: it trains another weight."""
+    """A copy as peft's modules_to_save makes it trains another weight."""
     model = causal("Llama")
     attach(model)
     copied = copy.deepcopy(model.lm_head)

@@ -244,7 +244,7 @@ WRITES = (fused_step, gathered, through_numpy, through_dlpack, through_storage, 
 
 
 def error(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:
-    """Of g_w, beside the exact one for x as it is."""
+    """Error of g_w beside the exact one for x as it is."""
     gy = torch.randn(96, 48)
     (got,) = torch.autograd.grad(y, weight, gy)
     exact = gy.t() @ x.detach()
@@ -364,7 +364,7 @@ def test_a_layer_that_comes_again_draws_afresh() -> None:
 
 
 def test_a_layer_that_passes_a_view_of_its_weight_draws_afresh() -> None:
-    """As transformers' Conv1D and attention do, a new one in every call."""
+    """Pass a new weight in every call, like transformers' Conv1D and attention."""
     x, weight = images(), torch.randn(WIDTH, 48, requires_grad=True)
     assert buffers(*(hot.linear(x, weight.t()) for _ in range(2))) == 2
 
@@ -452,7 +452,7 @@ def test_threads_have_entries_of_their_own() -> None:
 
 
 def test_backward_in_another_thread_ends_it() -> None:
-    # As on CUDA, where autograd has threads of its own.
+    # Autograd has threads of its own on CUDA.
     q, k = layers(2)
     x = images()
     y = q(x)

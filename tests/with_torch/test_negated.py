@@ -131,7 +131,7 @@ def test_compiled(backend: str, forward: str) -> None:
 
 
 def freed(x: torch.Tensor) -> torch.Tensor:
-    """As FSDP1 frees a weight: its shape stays, its memory goes."""
+    """Free memory but keep the shape, as FSDP1 frees a weight."""
     x = x.clone()
     x.untyped_storage().resize_(0)
     return x

@@ -298,8 +298,8 @@ def compile_twice() -> None:
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """In a process of its own: torch 2.6 finds its header's place once a process.
 
-    In this one, later tests' code would include a header in this test's folder, and would stay in
-    the machine's cache when the folder is gone.
+    In this process, later tests would include a header from this test's folder. Their code would
+    stay in the machine's cache when the folder is gone.
     """
     folders = [str(Path(__file__).parent), *sys.path]
     # Not by support.output_of: some versions of torch warn while they compile.

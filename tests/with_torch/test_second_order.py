@@ -84,7 +84,7 @@ def test_a_frozen_layer() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
-    """By AOTAutograd's own error."""
+    """AOTAutograd raises its own error."""
     torch._dynamo.reset()
     model, x = linear()
     hot.convert(model, filter_fn=lambda *_: True)

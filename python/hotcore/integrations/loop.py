@@ -142,9 +142,8 @@ def scalar_logger(target: Any) -> Callable[[Scalars, int], object]:
     """Return ``log(scalars, step)`` for a common logger.
 
     Args:
-        target: TensorBoard's ``SummaryWriter`` (``add_scalar``), a logger of Lightning
-            (``log_metrics``), a ``Fabric`` (``log_dict``), a run of W&B or an ``Accelerator``
-            (``log``), any function of (scalars, step), or None for no logging.
+        target: TensorBoard's ``SummaryWriter``, a logger or a ``Fabric`` of Lightning, a run of
+            W&B, an ``Accelerator``, or any function of (scalars, step). None logs nothing.
 
     Raises:
         TypeError: another target.

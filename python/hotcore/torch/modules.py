@@ -322,8 +322,8 @@ def _is_hooked(module: nn.Module) -> bool:
 def held_forwards(model: nn.Module) -> dict[nn.Module, str]:
     """Return the modules in ``model`` whose bound ``forward`` something holds, and what holds it.
 
-    Such a method would go on to run the class of now. Any holder counts, also outside the model,
-    except frames (those of a traceback, for instance).
+    The method would go on to run the class of now. Any holder counts, also outside the model, but
+    no frame (of a traceback, for instance).
     """
     found = _bound_forwards(model)
     if found:
@@ -358,14 +358,18 @@ def _holder(value: Any, seen: set[int]) -> str:
             continue
         seen.add(id(each))
         if type(each) is dict:  # usually of an instance or of a module
-            key = next((str(k) for k, item in list(each.items()) if item is value), "")
-            if key != _compat.COMPILED_OF:
+            if (key := _key_of(value, each)) != _compat.COMPILED_OF:
                 return f"dict ({key})"
             continue
         closure = isinstance(each, types.CellType | types.FunctionType | tuple)
         if name := _holder(each, seen) if closure else type(each).__name__:
             return name
     return ""
+
+
+def _key_of(value: Any, table: dict[Any, Any]) -> str:
+    # Apart from _holder, where the generator's cell would be another holder of the value.
+    return next((str(key) for key, item in list(table.items()) if item is value), "")
 
 
 def unwrapped(

@@ -97,7 +97,7 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
-        chunk: tokens of a chunk, 2048 at least by default. 16-bit logits then take a quarter of
+        chunk: tokens of a chunk, 2048 at least by default. Logits of 16 bits then take a quarter of
             the bytes of an fp32 g_w, or those of x.
 
     Returns:
