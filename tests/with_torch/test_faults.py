@@ -194,8 +194,8 @@ def test_a_step_that_fails_anywhere(
     ("recipe", "backend"), [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")]
 )
 def test_one_hash(recipe: str, backend: str) -> None:
-    # A layer's gradients are those of hotcore in NumPy (tests/python/test_faults.py). That holds for
-    # every torch, eager and compiled, and any number of threads and instruction set.
+    # A layer's gradients are those of hotcore in NumPy (tests/python/test_faults.py), for every
+    # torch, eager and compiled, any number of threads and instruction set.
     gy, w, x = map(torch.from_numpy, one_hash.layer())
     layer = hot.HotLinear(56, 72, config=recipe)
     with torch.no_grad():

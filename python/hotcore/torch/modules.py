@@ -339,11 +339,12 @@ def _bound_forwards(model: nn.Module) -> list[Any]:
     # One pass over the collector's objects, in C. Its time grows with the number of functions.
     functions = {type(layer).forward for layer in layers}
     methods = [r for r in gc.get_referrers(*functions) if type(r) is types.MethodType]
-    known = set(map(id, layers))
+    known = {id(layer): layer for layer in layers}
+    pairs = [(method, known.get(id(method.__self__))) for method in methods]
     return [
         method
-        for method in methods
-        if id(layer := method.__self__) in known
+        for method, layer in pairs
+        if layer is not None
         and _is_class_forward(layer, method)
         and all(method is not vars(layer).get(name) for name in (_FORWARD, _OLD_FORWARD))
     ]
