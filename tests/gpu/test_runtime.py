@@ -192,10 +192,7 @@ def layer_and_inputs(recipe: str) -> tuple[hot.HotLinear, tuple[torch.Tensor, ..
 
 
 def gradients_of(
-    leaves: tuple[torch.Tensor, ...],
-    gy: torch.Tensor,
-    recipe: str,
-    key: hotcore.Key,
+    leaves: tuple[torch.Tensor, ...], gy: torch.Tensor, recipe: str, key: hotcore.Key
 ) -> Gradients:
     """Return g_x, g_w, g_b of a layer with a key, without the adapter."""
     x, w, _ = (leaf.detach() for leaf in leaves)

@@ -238,14 +238,7 @@ def test_gb_equals_reference(rng: np.random.Generator, tokens: int) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_gx_error_bound(
-    tokens: int,
-    outs: int,
-    ins: int,
-    block: int,
-    bits: int,
-    gx_scale: str,
-    kind: str,
-    seed: int,
+    tokens: int, outs: int, ins: int, block: int, bits: int, gx_scale: str, kind: str, seed: int
 ) -> None:
     gy, w, _ = layer(np.random.default_rng(seed), tokens, outs, ins, kind)
     config = HotConfig(hadamard_block=block, gx_bits=bits, gx_scale=gx_scale)

@@ -380,9 +380,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: gemm8(Q, Q, ONE, ONE, accumulate=True), "accumulate: "),
         Case(lambda: gemm8(Q, Q, divisor=2), "divisor 1"),
     ],
-    "gemm_int4": [
-        Case(lambda: gemm4(Q, Q), "a: dtype int8; expected uint8"),
-    ],
+    "gemm_int4": [Case(lambda: gemm4(Q, Q), "a: dtype int8; expected uint8")],
     "compress_activation": [
         Case(lambda: compress(X[0]), "x: shape .*2 to 4"),
         Case(lambda: compress(X[None, None, None]), "x: shape .*expected 2 to 4 dimensions"),

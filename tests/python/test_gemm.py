@@ -8,17 +8,7 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
-    FLOATS,
-    SIZES,
-    array,
-    equal_bits,
-    given_as,
-    isas,
-    poison,
-    running,
-    widened,
-)
+from support import FLOATS, SIZES, array, equal_bits, given_as, isas, poison, running, widened
 
 SAFE_K = 131_071
 

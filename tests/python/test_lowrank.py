@@ -14,14 +14,7 @@ import reference
 from hotcore import Key
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
-    KEY,
-    KINDS,
-    data,
-    equal_bits,
-    parted_key,
-    strided,
-)
+from support import KEY, KINDS, data, equal_bits, parted_key, strided
 
 BASES = ("full", "lowpass", "sequency", "sketch")
 SIDES = ("activation", "gradient")

@@ -87,10 +87,7 @@ def test_random_shapes(rng: np.random.Generator, mode: str, padding: str) -> Non
 @pytest.mark.parametrize("groups", [1, 2, 16])
 @pytest.mark.parametrize(
     ("mode", "config", "kernel"),
-    [
-        *((mode, HotConfig(), (3, 2)) for mode in MODES),
-        ("zeros", HotConfig(), (1, 1)),
-    ],
+    [*((mode, HotConfig(), (3, 2)) for mode in MODES), ("zeros", HotConfig(), (1, 1))],
 )
 def test_torch_s_backward_of_the_restored_x(
     mode: str, config: HotConfig, kernel: tuple[int, int], groups: int, dtype: torch.dtype
@@ -181,10 +178,7 @@ def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
 @pytest.mark.parametrize("config", ["default", "fast"])
 @pytest.mark.parametrize("size", [(3, 9, 6), (1, 2, 3)])
 def test_pointwise_is_a_linear_layer_over_pixels(
-    config: str,
-    stride: tuple[int, int],
-    channels_last: bool,
-    size: tuple[int, int, int],
+    config: str, stride: tuple[int, int], channels_last: bool, size: tuple[int, int, int]
 ) -> None:
     plain = nn.Conv2d(24, 40, 1, stride)
     layer = hot.HotLinear(24, 40, config=config)

@@ -399,10 +399,7 @@ def test_compiled_in_one_graph(config: Any, autocast: bool, reduction: str) -> N
 
     def call(x: Tensor, target: Tensor) -> Tensor:
         loss = hot.linear_cross_entropy(
-            *(x * 1.5, weight, target, bias, config),
-            reduction=reduction,
-            softcap=30.0,
-            chunk=128,
+            *(x * 1.5, weight, target, bias, config), reduction=reduction, softcap=30.0, chunk=128
         )
         return loss.mean() * 3
 

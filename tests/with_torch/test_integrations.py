@@ -178,10 +178,7 @@ def test_accelerate(tmp_path: Path) -> None:
     model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
     logged = []
     with HotLoop(
-        model,
-        optimizer,
-        noise_every=2,
-        log=lambda scalars, step: logged.append(step),
+        model, optimizer, noise_every=2, log=lambda scalars, step: logged.append(step)
     ) as loop:
         for micro in loader:
             with accelerator.accumulate(model):

@@ -88,9 +88,7 @@ def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("config", "bound"),
-    list(zip(RECIPES, (0.54, 0.505, 0.505, 1.01), strict=True)),
-    ids=str,
+    ("config", "bound"), list(zip(RECIPES, (0.54, 0.505, 0.505, 1.01), strict=True)), ids=str
 )
 @pytest.mark.parametrize("shape", [(16, 197), (8, 256)])
 def test_bytes_saved(config: str | HotConfig, bound: float, shape: tuple[int, int]) -> None:
