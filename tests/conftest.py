@@ -44,6 +44,10 @@ def _imported_objects_are_frozen() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind reports what is alive when the interpreter ends
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Generator of this test, from the run's seed and the test's name."""
