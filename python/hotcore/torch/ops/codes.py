@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ... import _core
 from ...config import HotConfig, Key
-from .. import _compat, frozen_codes
-from . import core, sharing
+from .. import _compat
+from . import core, frozen_codes, sharing
 from .core import DTYPES, collapsible, context_for, flat, lend, lend_result, parsed, workspace
 from .registry import operator
 from .sharing import once

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import _core, contexts
 from ...config import HotConfig, Key
 from .. import _compat
-from ..frozen_codes import FrozenCodes
+from .frozen_codes import FrozenCodes
 
 to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 

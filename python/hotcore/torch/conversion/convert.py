@@ -14,19 +14,33 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .. import _core, contexts, gpus
-from ..config import FIELDS, ConfigLike, HotConfig, HotConfigFields, as_config, check_gone
-from ..saved import saved_layout
+from ... import _core, contexts, gpus
+from ...config import FIELDS, ConfigLike, HotConfig, HotConfigFields, as_config, check_gone
+from ...saved import saved_layout
+from ..frozen.bitsandbytes import is_8bit
+from ..frozen.weights import FrozenModule, plain_weights
+from ..layers.head import attach, detach, is_attached
+from ..layers.modules import (
+    HotModule,
+    become,
+    defer_in_blocks,
+    is_pointwise,
+    own_forward,
+    unwrapped,
+)
+from ..ops import is_dtensor
+from ..ops.conv import settings
 from . import gains, probe, selection, unconverted
-from .bitsandbytes import is_8bit
-from .freeze import FREEZE_REPORT
-from .frozen import FrozenModule, plain_weights
-from .head import attach, detach, is_attached
-from .modules import HotModule, become, is_pointwise, own_forward, unwrapped
-from .ops import is_dtensor
-from .ops.conv import settings
-from .recompute import defer_in_blocks
-from .report import REPORT, ConversionReport, Converted, Row, Skipped, group_alike, listed
+from .report import (
+    FREEZE_REPORT,
+    REPORT,
+    ConversionReport,
+    Converted,
+    Row,
+    Skipped,
+    group_alike,
+    listed,
+)
 from .selection import Filter, features_of, hot_class, products_of
 
 if TYPE_CHECKING:
