@@ -96,9 +96,7 @@ def test_the_adapter_has_eight_floors() -> None:
     """
     graph = adapter()
     assert "hotcore.torch.layers.modules" in graph["hotcore.torch.frozen.weights"]
-    assert (
-        "hotcore.torch.layers.conv1d" in graph["hotcore.torch.conversion.selection"]
-    )  # a late one
+    assert "hotcore.torch.frozen.conv1d" in graph["hotcore.torch.conversion.freeze"]  # a late one
     floors(graph)
     modules = floors(grouped(graph, {name: ops_as_one(name) for name in graph}))
     assert max(modules.values()) <= 8, modules
