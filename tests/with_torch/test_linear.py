@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator
 
 import hotcore
@@ -298,3 +300,26 @@ def test_repr() -> None:
     )
     custom = hot.HotLinear(4, 3, config=HotConfig(gx_rounding="nearest"))
     assert "config=default, gx_rounding='nearest'" in repr(custom)
+
+
+def test_the_way_to_libhot_is_short() -> None:
+    """At most twelve functions of the package get x in a forward, and run in a backward."""
+    x, weight = torch.randn(16, 64, requires_grad=True) * 1, torch.randn(32, 64, requires_grad=True)
+    entered: list[bool] = []
+
+    def see(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("hotcore."):
+            entered.append(any(value is x for value in frame.f_locals.values()))
+
+    def run(function: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
+        entered.clear()
+        sys.setprofile(see)
+        try:
+            return function(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    y = run(hot.linear, x, weight)
+    assert 0 < sum(entered) <= 12
+    run(torch.autograd.grad, y, weight, torch.randn_like(y))
+    assert 0 < len(entered) <= 12

@@ -277,7 +277,11 @@ def forms_of(
     """
     cache = sharing.threads.cache
     entry, key = cache.entry_of(x), (inner.dtype, config.forward_block)
-    codes = None if entry is None else entry.quantized_for(key)
+    codes = None
+    if entry is not None and entry.quantized is not None:
+        made_with, codes = entry.quantized
+        if made_with != key:
+            codes = entry.quantized = None  # freed before others are made
 
     def compress() -> Pair:
         nonlocal codes

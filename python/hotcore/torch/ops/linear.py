@@ -182,23 +182,17 @@ def int8_linear(
     rows, tokens, in_features = None, math.prod(x.shape[:-1]), x.shape[-1]
     if quantized is None:
         rows, tokens, in_features = core.collapsible(x)
-    out_features = weight.out_features if isinstance(weight, Frozen) else weight.shape[0]
+    if frozen := isinstance(weight, Frozen):
+        out_features = weight.out_features
+        operands = {"w": None, "quantized_weight": codes.body(weight)}
+    else:
+        out_features, operands = weight.shape[0], {"w": weight}
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    frozen = isinstance(weight, Frozen)
+    out = y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)
+    operands |= {"x": rows, "bias": bias, "quantized_input": quantized}
     sizes = (tokens, out_features, in_features, spec, frozen, quantized is not None)
-    call(
-        _core.forward_linear,
-        x,
-        (_core.forward_linear_workspace, *sizes),
-        x=rows,
-        w=None if frozen else weight,
-        bias=bias,
-        spec=spec,
-        y=y if 2 <= y.dim() <= 4 else y.view(tokens, out_features),
-        quantized_weight=codes.body(weight) if isinstance(weight, Frozen) else None,
-        quantized_input=quantized,
-        in_features=in_features,
-    )
+    scratch = (_core.forward_linear_workspace, *sizes)
+    call(_core.forward_linear, x, scratch, spec=spec, y=out, in_features=in_features, **operands)
     return y
 
 
@@ -390,25 +384,12 @@ def backward(
         weight = codes.dequantize(weight)
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
+    operands = {"gy": gy, "w": weight, "saved": saved, "quantized_weight": quantized}
+    results = {"gx": gx, "gw": gw, "gb": gb, "accumulate": accumulate}
+    about = {"tokens": tokens, "in_features": in_features, "saved_key": keys[0], "key": keys[1]}
     sizes = (tokens, out_features, in_features, spec, gx is not None, gw is not None)
-    call(
-        _core.backward_linear,
-        gy,
-        (_core.backward_linear_workspace, *sizes),
-        gy=gy,
-        w=weight,
-        saved=saved,
-        tokens=tokens,
-        in_features=in_features,
-        saved_key=keys[0],
-        spec=spec,
-        key=keys[1],
-        gx=gx,
-        gw=gw,
-        gb=gb,
-        accumulate=accumulate,
-        quantized_weight=quantized,
-    )
+    scratch = (_core.backward_linear_workspace, *sizes)
+    call(_core.backward_linear, gy, scratch, spec=spec, **operands, **results, **about)
 
 
 def new_gradients(

@@ -102,12 +102,6 @@ class Entry:
     quantized: tuple[Hashable, Tensor] | None = None
     """x quantised for an 8-bit product, behind everything else that its bytes depend on."""
 
-    def quantized_for(self, key: Hashable) -> Tensor | None:
-        """x quantised for an 8-bit product; None: there is none, and others are dropped."""
-        if self.quantized is not None and self.quantized[0] != key:
-            self.quantized = None
-        return None if self.quantized is None else self.quantized[1]
-
 
 class Cache:
     """The x that a thread compressed last. A miss takes the host about 1 us.
