@@ -2,8 +2,8 @@
 
 The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). One uint8
 Parameter, ``weight_codes``, holds them with their format and checksum
-(:mod:`hotcore.torch.frozen_codes`). It moves with the model, is never cast, and an optimizer or DDP
-leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
+(:mod:`hotcore.torch.ops.frozen_codes`). It moves with the model, is never cast, and an optimizer
+or DDP leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ class Frozen(NamedTuple):
 
     codes: Tensor
     """uint8: O rows of codes, then O fp32 scales (:func:`quantize_forward_weight`). Behind those of
-    a frozen layer a tail says their format (:mod:`hotcore.torch.frozen_codes`)."""
+    a frozen layer a tail says their format (:mod:`hotcore.torch.ops.frozen_codes`)."""
     block: int
     """Block size of the Hadamard transform along I (``forward_block``)."""
     out_features: int

@@ -32,7 +32,7 @@ class Format(NamedTuple):
     block: int
     """Block size of their Hadamard transform along I."""
     convrot: bool = False
-    """Whether they are of ``w D`` (:mod:`hotcore.torch.convrot`)."""
+    """Whether they are of ``w D`` (:mod:`hotcore.torch.frozen.convrot`)."""
 
     @property
     def words(self) -> int:

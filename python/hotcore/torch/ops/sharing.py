@@ -106,9 +106,8 @@ class Entry:
 class Cache:
     """The x that a thread compressed last. A miss takes the host about 1 us.
 
-    Backward drops the entry once it has the saved tensors, in the cache of the forward's thread: on
-    CUDA it runs in one of autograd's own. Entries that a checkpoint makes there are dropped with
-    their nodes.
+    Backward drops the entry of the forward's thread once it has the saved tensors. (On CUDA it runs
+    in a thread of autograd.) Entries that a checkpoint makes there are dropped with their nodes.
     """
 
     __slots__ = ("entry",)

@@ -1,1 +1,1 @@
-"""What measures a training and changes how it runs: time, memory, noise, recomputation."""
+"""Measurements of a training, and changes of how it runs: time, memory, noise, recomputation."""
