@@ -85,8 +85,8 @@ def convert(
             embedding, and peft's adapters. The same holds for layers with fewer than
             :data:`MIN_FEATURES` in or out features. On CUDA it also leaves the layers plain that
             are expected to be slower (:mod:`hotcore.torch.conversion.gains`): all of them on a GPU
-            without fast INT8. No filter can convert subclasses of supported layers, whose additions would
-            be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
+            without fast INT8. No filter can convert subclasses of supported layers, whose additions
+            would be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
         overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers.
             This is a HotConfig, a recipe's name, a dict of the fields that differ from ``config``,
             or None to stay plain. If several patterns match, the last one counts. A layer that is
