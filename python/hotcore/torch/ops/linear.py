@@ -302,9 +302,10 @@ class Linear(torch.autograd.Function):
                     matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
             key = sharing.linear_key(config, dtype) if need_gw else None
             cache = sharing.threads.cache if need_gw else None
-            if int8:
-                calls.check_dtypes(x, weight.dtype, bias, dtype)
-            if int8 and core.product_bypasses_dispatcher(inner, weight):
+            if int8 and not weight.dtype == x.dtype == (x if bias is None else bias).dtype:
+                calls.check_dtypes(x, weight.dtype, bias, dtype)  # seed_for_call has checked x's
+            # seed_for_call has refused torch.jit.trace.
+            if int8 and type(weight) in PLAIN_TYPES and core.bypasses_dispatcher(inner):
                 forms = codes.forms_of(x, inner, weight, ctx, seed, settings, key)
                 quantized, saved, saved_seed = forms
                 y = int8_linear(inner, weight, bias, settings, quantized)
