@@ -1,6 +1,4 @@
 """Former place of the classes for transformers' ``Conv1D``, which pickles of models name."""
 
-from .frozen.conv1d import HotFrozenConv1D
-from .layers.conv1d import HotConv1D
-
-__all__ = ["HotConv1D", "HotFrozenConv1D"]
+from .frozen.conv1d import HotFrozenConv1D as HotFrozenConv1D
+from .layers.conv1d import HotConv1D as HotConv1D

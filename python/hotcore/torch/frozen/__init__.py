@@ -1,5 +1,4 @@
 """Layers whose weight is not trained: HOT's own codes, ConvRot's, and those of bitsandbytes."""
 
-from .weights import FrozenWeight, HotFrozenLinear
-
-__all__ = ["FrozenWeight", "HotFrozenLinear"]
+from .weights import FrozenWeight as FrozenWeight
+from .weights import HotFrozenLinear as HotFrozenLinear
