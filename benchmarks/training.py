@@ -13,7 +13,7 @@ from typing import Any
 import hotcore.torch as hot
 import torch
 from evidence import rivals
-from hotcore.torch.report import ConversionReport
+from hotcore.torch.conversion.report import ConversionReport
 from models import Batch, Task
 from torch import Tensor, nn
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table, speeds
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
-from hotcore.torch.advise import Advice, Tried
-from hotcore.torch.clocks import Measured
+from hotcore.torch.tools.advise import Advice, Tried
+from hotcore.torch.tools.clocks import Measured
 from training import of_a_whole_model
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)

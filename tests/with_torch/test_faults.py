@@ -180,7 +180,7 @@ def test_a_step_that_fails_anywhere(
         places.append(faults.where)
         # Nothing of the step is left: model, optimizer, shared x.
         assert same(state(model, optimizer), before), faults.where
-        assert sharing.current().entry is None, faults.where
+        assert sharing.threads.cache.entry is None, faults.where
         # With the generator restored, the next step is as if nothing had failed.
         torch.set_rng_state(seed)
         plain_step(model, optimizer, SMALL)
