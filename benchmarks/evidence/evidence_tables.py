@@ -355,8 +355,9 @@ def memory(report: Report) -> Lines:
 MARGIN = 0.01
 """Margin of equivalence with bf16 in nats, for the whole 95 % interval."""
 FP8 = "FP8 tensorwise"
-PLANNED = ("10M-20", "25M-20")
-"""Sizes in which a seed counts only if every contender has it (docs/dev/evidence.md)."""
+PLANNED: dict[str, tuple[str, ...]] = {"10M-20": (), "25M-20": ("fast",)}
+"""Sizes in which a seed counts only if every contender has it, and contenders whose plan has fewer
+seeds (docs/dev/evidence.md)."""
 STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")} | {
     size: (f"cuda-gpt-{size}.json",) for size in PLANNED
 }
@@ -372,14 +373,15 @@ def of_sizes(results: Path, sizes: Sequence[str] = (*GPT_SIZES, *GPT_LONGER)) ->
     reports = reports_of(results, map(file_of, sizes))
     out = {size: reports[file_of(size)] for size in sizes if file_of(size) in reports}
     for size in [size for size in PLANNED if size in out]:
-        out[size] = {**out[size], "runs": in_whole_seeds(out[size]["runs"])}
+        out[size] = {**out[size], "runs": in_whole_seeds(out[size]["runs"], PLANNED[size])}
     return {size: report for size, report in out.items() if report["runs"]}
 
 
-def in_whole_seeds(runs: Mapping[str, Report]) -> dict[str, Report]:
-    """Select the runs of seeds that every contender has."""
-    names = {key.rpartition("/")[0] for key in runs}
-    seeds = [key.rpartition("/")[2] for key in runs]
+def in_whole_seeds(runs: Mapping[str, Report], fewer: Iterable[str] = ()) -> dict[str, Report]:
+    """Select the runs of seeds that every contender has, except those with ``fewer`` seeds."""
+    names = {key.rpartition("/")[0] for key in runs}.difference(fewer)
+    keys = [key.rpartition("/") for key in runs]
+    seeds = [seed for name, _, seed in keys if name in names]
     return {k: run for k, run in runs.items() if seeds.count(k.rpartition("/")[2]) == len(names)}
 
 
@@ -583,7 +585,9 @@ def decided(results: Path, size: str) -> Lines:
     losses = [run["validation_loss"] for run in runs.get("bf16", {}).values()]
     yield line(["bf16's loss, ± deviation", str(len(losses)), plus_minus(losses, 4, ""), *[""] * 7])
     for name in in_order(runs):
-        along = gaps_along(report, name)
+        chosen = {k: r for k, r in report["runs"].items() if k.rpartition("/")[0] in ("bf16", name)}
+        pair = {**report, "runs": chosen}  # seeds that these two have
+        along = gaps_along(pair, name)
         values = along.get(last, [])
         if not values:
             continue
@@ -594,7 +598,7 @@ def decided(results: Path, size: str) -> Lines:
         for share in (0.25, 0.5, 0.75):
             nearest = min(along, key=lambda step: abs(step - share * last))
             cells.append(f"{statistics.mean(along[nearest]):+.4f}")
-        of_steps, _ = shares_of_steps(report, name)
+        of_steps, _ = shares_of_steps(pair, name)
         ratio = ratios.get(name)
         cells.append("" if ratio is None else f"{ratio:.2f}")
         if ratio is None:
