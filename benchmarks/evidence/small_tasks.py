@@ -1,7 +1,8 @@
 """Tasks and methods of the training benchmarks, table by table.
 
 Two tasks are the README's (examples/train_lib). The others are a masked text model, a Llama, and
-images (tiles of photographs, CIFAR, a folder) with a ViT, a ResNet-18 and EfficientFormer-L1.
+images (tiles of photographs, CIFAR, MNIST, folders, ImageNet) with a ViT, a ResNet-18 and
+EfficientFormer-L1.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ VITS: dict[str, tuple[int, int, int, float, int]] = {
     "images-vit-b": (768, 12, 12, 3e-4, 600),
 }
 """Width, depth, heads, learning rate, steps: a small ViT, and blocks of ViT-S and ViT-B."""
+LARGE_VITS = {"images-vit-s": "vit_small_patch16_224", "images-vit-b": "vit_base_patch16_224"}
+"""timm's models for photographs of 224 pixels."""
 CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
 IMAGES = (*VITS, *CONVOLUTIONS)
 MASSIVE = "gpt-massive"
@@ -40,7 +43,9 @@ MASSIVE = "gpt-massive"
 TASKS = (*README, "bert", "llama", MASSIVE, *IMAGES)
 RECIPES = ("default", "fast", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
-TABLES = ("rivals", "ablations", "finetune")
+LARGE_GRID = (14, 14)
+"""Grid of a ViT's patches at 224 pixels."""
+TABLES = ("rivals", "ablations", "finetune", "supplement")
 SCALES = ("gx_scale", "gw_scale")
 FINE_SCALES = {"gx_scale": "token", "gw_scale": "channel"}
 COARSE_SCALES = dict.fromkeys(SCALES, "tensor")
@@ -173,6 +178,12 @@ def ablations(task: str) -> list[Contender]:
     return [*out, *_forward()]
 
 
+def supplement(task: str) -> list[Contender]:
+    """List the methods of the supplement's Table 4, the paper's by both readings of LQS."""
+    names = ("bf16", "default", "luq", "lbp_wht", "naive_int4")
+    return [*(c for c in contenders(task) if c.name in names), *published(task)]
+
+
 def _forward() -> list[Contender]:
     return [c for c in INT8_FORWARD if c.method in ("default", "fast")]
 
@@ -206,7 +217,8 @@ def table_of(task: str, table: str) -> list[Contender]:
         raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
     if table == "rivals":
         return [FULL, *INT8_FORWARD, *contenders(task), *LUQ_FORWARD]
-    return [FULL, *(ablations(task) if table == "ablations" else finetuned(task))]
+    lists = {"ablations": ablations, "finetune": finetuned, "supplement": supplement}
+    return [FULL, *lists[table](task)]
 
 
 def chosen(
@@ -252,6 +264,9 @@ def put(
     Raises ValueError if a layer stays plain (torchao's methods leave out convolutions).
     """
     settings: dict[str, Any] = dict(contender.settings)
+    if "token_grid" in settings and pixels_of(task) > images.PIXELS:
+        settings["token_grid"] = LARGE_GRID
+        contender = replace(contender, settings=settings)
     selected = task.chosen
     if contender.adapters:
         rivals.convert(model, "lora", selected, rank=ADAPTER_RANK)
@@ -326,9 +341,14 @@ class Resized(nn.Module):
         return y
 
 
-def _timm(name: str, classes: int, **options: Any) -> Any:
+def _timm(name: str, classes: int) -> Any:
     mend_torchvision()
-    return importlib.import_module("timm").create_model(name, num_classes=classes, **options)
+    return importlib.import_module("timm").create_model(name, num_classes=classes)
+
+
+def pixels_of(task: training.Task) -> int:
+    """Return the side of a task's images."""
+    return int(getattr(task.data, "pixels", images.PIXELS))
 
 
 def resnet18(classes: int) -> nn.Module:
@@ -338,6 +358,10 @@ def resnet18(classes: int) -> nn.Module:
     net.maxpool = nn.Identity()
     built: nn.Module = net
     return built
+
+
+images_of = functools.cache(images.load_images)
+"""train_lib's images, read once for all tasks."""
 
 
 def load_task(name: str, where: str = "tiles") -> training.Task:
@@ -368,14 +392,20 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
         return training.Task(name, title, characters, llama, 3e-3, 500, 16, _in_net)
     if name not in IMAGES:
         raise ValueError(f"tasks: {name!r} is none of {', '.join(TASKS)}")
-    data = images.load_images(where)
+    data = images_of(where)
     title = f"{name.removeprefix('images-')}, {data.description.partition(':')[0]}"
+    large = data.pixels > images.PIXELS
     if name in VITS:
         *size, rate, steps = VITS[name]
-        vit = functools.partial(SmallViT, *size, data.classes, 3)
+        vit: Callable[[], nn.Module] = functools.partial(SmallViT, *size, data.classes, 3)
+        if large and name not in LARGE_VITS:
+            raise ValueError(f"tasks: {name!r} is for {images.PIXELS} pixels")
+        if large:
+            vit = functools.partial(_timm, LARGE_VITS[name], data.classes)
         return training.Task(name, title, data, vit, rate, steps, 64)
     if name == "images-resnet18":
-        net = functools.partial(resnet18, data.classes)
+        build = functools.partial(_timm, "resnet18") if large else resnet18
+        net = functools.partial(build, data.classes)
         return training.Task(name, title, data, net, 2e-3, 300, 64, _in_layers)
     efficient = functools.partial(_efficientformer, data.classes)
     return training.Task(name, title, data, efficient, 1e-3, 300, 32, _in_stages)
