@@ -371,10 +371,18 @@ class Captured:
         return self._loss
 
 
-def _random_states() -> list[Tensor]:
-    """Return the states of torch's generators, the CPU's first."""
+def random_states() -> list[Tensor]:
+    """Return the states of torch's generators: the CPU's, and the current GPU's if there is one."""
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return [torch.get_rng_state(), *cuda]
+
+
+def set_random_states(states: Sequence[Tensor]) -> None:
+    """Set :func:`random_states`."""
+    cpu, *cuda = (state.cpu() for state in states)
+    torch.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state)
 
 
 def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, Any]:
@@ -425,17 +433,14 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         kept = torch.load(path, weights_only=True, map_location=device)
         model.load_state_dict(kept.pop("model"))
         optimizer.load_state_dict(kept.pop("optimizer"))
-        cpu, *cuda = (state.cpu() for state in kept.pop("random"))
-        torch.set_rng_state(cpu)
-        for state in cuda:
-            torch.cuda.set_rng_state(state)
+        set_random_states(kept.pop("random"))
     curve, losses, times = kept["curve"], kept["losses"], kept["times"]
 
     def save(step: int) -> None:
         """Save the run's state before ``step``."""
         content = {**kept, "step": step, "seconds": kept["seconds"] + time.perf_counter() - began,
                    "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                   "random": _random_states()}  # fmt: skip
+                   "random": random_states()}  # fmt: skip
         timing.write_whole(path, lambda part: torch.save(content, part))
 
     if device == "cuda":
@@ -616,6 +621,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     left_s = args.budget - (time.perf_counter() - begun)
     options = {"jobs": args.jobs, "devices": args.devices, "budget_s": left_s, "title": name}
+    options["longest_s"] = max((run["seconds"] for run in runs.values()), default=0.0)
     left = side_by_side.run_all(work, done, **options)
     for key in left:
         print(f"{key}: left out, no time left")

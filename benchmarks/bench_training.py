@@ -121,8 +121,6 @@ def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, 
     task = replace(task, data=task.data.half(0))
 
     def finished(model: nn.Module) -> None:
-        if name == small_tasks.MASSIVE:
-            small_tasks.graft_massive_token(model)
         weights = {key: value.cpu() for key, value in model.state_dict().items()}
         timing.write_whole(path, lambda part: torch.save(weights, part))
 
@@ -163,13 +161,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.tasks = args.tasks.split(",")
     if not set(args.tasks) <= set(small_tasks.TASKS):
         parser.error(f"--tasks: of {', '.join(small_tasks.TASKS)}")
-    for name in ("jobs", "steps", "epochs", "batch"):
-        if (value := getattr(args, name)) is not None and not value > 0:
-            parser.error(f"--{name} must be above 0, got {value}")
-    if args.steps is not None and args.epochs is not None:
-        parser.error("--steps and --epochs: one of them")
-    if args.epochs is not None and args.table == "finetune":
-        parser.error("--epochs: fine-tuning has --steps")
+    positive = (getattr(args, name) for name in ("jobs", "steps", "epochs", "batch"))
+    if not all(value is None or value > 0 for value in positive):
+        parser.error("--jobs, --steps, --epochs and --batch must be above 0")
+    if args.epochs is not None and (args.steps is not None or args.table == "finetune"):
+        parser.error("--epochs: not with --steps, nor for fine-tuning")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
     there = max(1, torch.cuda.device_count()) if args.device == "cuda" else 1
@@ -181,10 +177,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.json = timing.RESULTS / f"{'cuda-' if args.device == 'cuda' else ''}{name}.json"
     try:
         args.methods_of = {
-            task: small_tasks.chosen(
-                task, args.methods, small_tasks.PAPER_READINGS, table=args.table
-            )
-            for task in args.tasks
+            task: small_tasks.chosen(task, args.methods, table=args.table) for task in args.tasks
         }
         for task in args.tasks if args.epochs is not None else ():
             task_of(task, args.images, args.table, args.batch, args.epochs)
@@ -233,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         timing.write_json(args.json, report)
 
     pool = {"jobs": args.jobs, "threads": args.threads, "devices": args.devices}
+    longest = max((run["seconds"] for run in runs.values()), default=0.0)
     starts: dict[tuple[str, int], Path | None] = {}
     if args.table == "finetune":
         for task, seed in dict.fromkeys((task, seed) for _, task, _, seed in chosen):
@@ -257,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for key, task, contender, seed in chosen
     ]  # fmt: skip
     left_s = None if args.budget is None else args.budget - (time.perf_counter() - began)
-    side_by_side.run_all(work, done, budget_s=left_s, title=args.table, **pool)
+    side_by_side.run_all(work, done, budget_s=left_s, title=args.table, longest_s=longest, **pool)
     report["not run"] = [
         key for key, *_ in every if key not in runs and key.split("/")[1] not in report["left out"]
     ]

@@ -146,18 +146,19 @@ def trainings(results: Path, *files: str) -> Lines:
 def accuracies(results: Path, *files: str) -> Lines:
     """Yield each method's accuracy in per cent, and its points less fp32's of the same seeds."""
     reports = [report_of(results, name) for name in files]
-    columns = [(of_task(report, t), t) for report in reports for t in tasks_of(report)]
-
-    def shares(runs: Mapping[str, dict[str, Report]], method: str) -> dict[str, float]:
-        of_seeds = runs.get(method, {})
-        return {seed: 100 * run.get("val_accuracy", math.nan) for seed, run in of_seeds.items()}
-
-    titles = (TITLES.get(task, task).partition(",")[0] for _, task in columns)
+    tasks = [(report, task) for report in reports for task in tasks_of(report)]
+    columns = [
+        {
+            method: {seed: 100 * run.get("val_accuracy", math.nan) for seed, run in runs.items()}
+            for method, runs in of_task(report, task).items()
+        }
+        for report, task in tasks
+    ]
+    titles = (TITLES.get(task, task).partition(",")[0] for _, task in tasks)
     yield from header(["", *(w for title in titles for w in (title, "less fp32's [95 %] (pairs)"))])
-    for method in dict.fromkeys(method for runs, _ in columns for method in runs):
+    for method in dict.fromkeys(method for runs in columns for method in runs):
         cells = [shown(method)]
-        for runs, _ in columns:
-            mine, plain = shares(runs, method), shares(runs, "fp32")
+        for mine, plain in ((runs.get(method, {}), runs.get("fp32", {})) for runs in columns):
             gaps = [value - plain[seed] for seed, value in mine.items() if seed in plain]
             cells.append(plus_minus([*mine.values()], 2, ""))
             cells.append("" if method == "fp32" else interval_words(gaps, 2))

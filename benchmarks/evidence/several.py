@@ -6,35 +6,34 @@
 
 Parts: ``losses`` trains the whole model. ``resume`` cuts a run of ``SHORT`` steps at its half and
 goes on in new processes by torch.distributed.checkpoint, with deterministic algorithms. ``one``
-trains with all parts of a batch in one process, and with one part in each. These two have
-``--layers`` blocks of the model. A report continues; a row with an error is measured again.
-
-FSDP2 shards fp32 weights and AdamW's states, computes in bf16 and reduces gradients in bf16. DDP
-trains fp32 weights under bf16 autocast. A step's data depend on its number alone: text of
-bench_gpt.py for the language model, ``--images`` at 224 x 224 pixels for the ViT.
+trains on all parts of a batch in one process, and on one part in each. FSDP2 shards fp32 weights
+and AdamW's states, computes and reduces in bf16. DDP trains fp32 weights under bf16 autocast. Text
+is bench_gpt.py's. A report continues; a row with an error is measured again.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import datetime
+import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import bench_8b
+import bench_gpt
 import timing
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
-from evidence import ROOT, small_tasks
-from models import TASKS, Batch, Task, mend_torchvision
+from evidence import small_tasks
+from models import TASKS, Batch, Task
 from steps import many_recompilations, said
 from timing import Row
 from torch import Tensor, nn
@@ -46,21 +45,42 @@ STEPS, SHORT = 300, 20
 EACH = {"llama_8b": 3, "vit_l": 64}
 """Sequences or images of a part of a batch."""
 WARM_UP, RATE, CLIP = 50, 1e-4, 1.0
-TIMEOUT_S = 900.0
+TIMEOUT = datetime.timedelta(seconds=300)
 
 
 def contenders(model: str) -> list[Contender]:
-    """List the contenders; the first is the baseline."""
-    sharded = model == "llama_8b"
-    how: dict[str, Any] = {
-        "compiled": "default", "slower": False, "autocast": not sharded,
-        "head": "torch" if sharded else "",
-    }  # fmt: skip
-    return [
-        Contender("bf16", **how),
-        Contender("FP8 tensorwise", fp8="tensorwise", **how),
-        Contender("default int8-forward", "default", forward="int8", **how),
-    ]
+    """List bf16, FP8 and HOT with an 8-bit forward, compiled block by block."""
+    names = ("bf16", "FP8 tensorwise", "default int8-forward")
+    plain = {} if model == "llama_8b" else {"head": "", "autocast": True}
+    return [replace(one, **plain) for one in bench_8b.CONTENDERS if one.name in names]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings of a run, which all of its processes share."""
+
+    model: str
+    contender: str
+    gpus: int
+    steps: int
+    cache: Path
+    each: int
+    device: str = "cpu"
+    images: str = "tiles"
+    seed: int = 0
+    quick: bool = False
+    layers: int = 0  # the model's blocks; 0: all
+    first: int = 0  # the step with which it begins, from the checkpoint
+    checkpoint: Path | None = None
+    deterministic: bool = False
+
+    @property
+    def shape(self) -> bench_8b.Size:
+        """Shape of the language model, with sequences for all steps."""
+        shape = bench_8b.TOY if self.quick else bench_8b.FULL
+        config = dict(shape.config)
+        config["num_hidden_layers"] = self.layers or config["num_hidden_layers"]
+        return replace(shape, config=config, sequences=STEPS * self.gpus * self.each)
 
 
 # ---- a process of a run ----
@@ -98,231 +118,163 @@ class Several(Trainer):
         return mean
 
 
-def build(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Task]:
+def build(run: Run, device: torch.device) -> tuple[nn.Module, Task]:
     """Build the model with fp32 weights, equal in every process, and its task."""
-    torch.manual_seed(args.seed)
-    mend_torchvision()
-    with torch.device(device):
-        if args.model == "llama_8b":
-            import transformers
-
-            shape = bench_8b.TOY if args.quick else bench_8b.FULL
-            more = {"num_hidden_layers": args.layers} if args.layers else {}
-            config = transformers.LlamaConfig(**(shape.config | more), use_cache=False)
-            task = dataclasses.replace(TASKS["llama"], blocks="model.layers")
-            return transformers.LlamaForCausalLM(config), task
-        import timm
-
-        size = {"embed_dim": 64, "num_heads": 2, "depth": 2} if args.quick else {}
-        size |= {"depth": args.layers} if args.layers else {}
-        classes = small_tasks.images_of(args.images).classes
-        name = "vit_large_patch16_224"
-        return timm.create_model(name, num_classes=classes, **size), TASKS["vit_l"]
+    torch.manual_seed(run.seed)
+    if run.model == "llama_8b":
+        model = bench_8b.build(run.shape, Contender("bf16"), str(device)).float()
+        return model, replace(TASKS["llama"], blocks="model.layers")
+    task = TASKS["vit_l"]
+    vit: Any = (task.small if run.quick or task.full is None else task.full).build()
+    vit.blocks = vit.blocks[: run.layers or None]
+    return vit.to(device), task
 
 
-def data(args: argparse.Namespace, device: torch.device) -> Iterator[list[Batch]]:
-    """Yield this process's parts of each step's batch, from ``args.first`` on."""
-    each = 2 if args.quick else EACH[args.model]
+def data(run: Run, device: torch.device) -> Iterator[list[Batch]]:
+    """Yield this process's parts of each step's batch, from ``run.first`` on."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    mine = [rank * args.gpus // world + part for part in range(args.gpus // world)]
-    steps = range(args.first, args.steps)
-    if args.model == "llama_8b":
-        shape = bench_8b.TOY if args.quick else bench_8b.FULL
-        shape = dataclasses.replace(shape, sequences=STEPS * args.gpus * each)
+    parts = range(rank * run.gpus // world, (rank + 1) * run.gpus // world)
+    if run.model == "llama_8b":
         if rank:
             dist.barrier()  # process 0 makes the text
-        text = bench_8b.sequences_of(shape, args.cache, str(device))
+        text = bench_8b.sequences_of(run.shape, run.cache, str(device))
         if not rank:
             dist.barrier()
-        rows = text.view(STEPS, args.gpus, each, -1).roll(args.seed, 0)
-        for step in steps:
-            yield [{"x": rows[step, part]} for part in mine]
+        rows = text.view(STEPS, run.gpus, run.each, -1).roll(run.seed, 0)
+        for step in range(run.first, run.steps):
+            yield [{"x": rows[step, part]} for part in parts]
         return
-    images = small_tasks.images_of(args.images)
-    for step in steps:
-        parts = []
-        for part in mine:
-            draw = torch.Generator().manual_seed((args.seed * STEPS + step) * args.gpus + part)
-            x, y = images.batch(each, draw)
-            x = F.interpolate(x.to(device), (224, 224), mode="bilinear")
-            parts.append({"x": x, "y": y.to(device)})
-        yield parts
+    pixels, classes = (32, 10) if run.quick else (224, 1000)
+    for step in range(run.first, run.steps):
+        batches = []
+        for part in parts:
+            draw = torch.Generator().manual_seed((run.seed * STEPS + step) * run.gpus + part)
+            x, y = small_tasks.images_of(run.images).batch(run.each, draw)
+            x = F.interpolate(x.to(device), (pixels, pixels), mode="bilinear")
+            batches.append({"x": x, "y": y.to(device) % classes})
+        yield batches
 
 
-def worker(args: argparse.Namespace) -> None:
-    """Train one run and write its row, by process 0."""
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device(args.device, rank if args.device == "cuda" else None)
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(args.deterministic)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    row: Row = {"date": timing.today()}
-    try:
-        with many_recompilations():
-            row |= trained(args, device)
-    except Exception as error:
-        row["error"] = said(error)
-    if dist.get_rank() == 0:
-        timing.write_whole(args.json, json.dumps(row))
-    if "error" in row:
-        os._exit(1)  # the other processes wait inside of a collective
-    dist.destroy_process_group()
-
-
-def trained(args: argparse.Namespace, device: torch.device) -> Row:
-    """Train from ``args.first`` to ``args.steps``; every process of the run calls this."""
-    begun = time.perf_counter()
-    (name,) = args.contenders
-    contender = next(one for one in contenders(args.model) if one.name == name)
-    model, task = build(args, device)
-    steps = data(args, device)
+def trained(run: Run, device: torch.device) -> list[float]:
+    """Train from ``run.first`` to ``run.steps``, in every process of the run. Returns losses."""
+    contender = next(one for one in contenders(run.model) if one.name == run.contender)
+    model, task = build(run, device)
+    steps = data(run, device)
     parts = next(steps)
-    backend = "aot_eager" if args.quick else "inductor"
-    run = Several(contender, model, parts[0], task, in_place=True, backend=backend)
-    torch.manual_seed(1000 * (args.seed + 1) + dist.get_rank())  # HOT's rounding
-    if args.first:
-        checkpointed(run, args.checkpoint, load=True)
+    backend = "aot_eager" if run.quick else "inductor"
+    several = Several(contender, model, parts[0], task, in_place=True, backend=backend)
+    torch.manual_seed(1000 * (run.seed + 1) + dist.get_rank())  # HOT's rounding
+    if run.first:
+        checkpointed(several, run)
     losses = []
-    for step in range(args.first, args.steps):
-        losses.append(run.train(step, parts))
+    for step in range(run.first, run.steps):
+        losses.append(several.train(step, parts))
         parts = next(steps, [])
-    if args.checkpoint and not args.first:
-        checkpointed(run, args.checkpoint, load=False)
-    return {"losses": torch.stack(losses).tolist(), "seconds": time.perf_counter() - begun}
+    if run.checkpoint and not run.first:
+        checkpointed(several, run)
+    return [float(loss) for loss in losses]
 
 
-def checkpointed(run: Several, folder: Path, load: bool) -> None:
-    """Save or load weights, optimizer and random states by torch.distributed.checkpoint."""
+def checkpointed(several: Several, run: Run) -> None:
+    """Load weights, optimizer and random states for a run that goes on; save them for others."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    device = next(run.model.parameters()).device
-    on_device = torch.cuda if device.type == "cuda" else torch
-    path = folder / f"random{dist.get_rank()}.pt"
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    state = {"model": model, "optimizer": optimizer}
-    if not load:
-        dcp.save(state, checkpoint_id=folder)
-        torch.save([torch.get_rng_state(), on_device.get_rng_state()], path)
-        return
-    dcp.load(state, checkpoint_id=folder)
-    parts = {"model_state_dict": model, "optim_state_dict": optimizer}
-    set_state_dict(run.model, run.optimizer, **parts)
-    cpu, other = torch.load(path, weights_only=True)
-    torch.set_rng_state(cpu)
-    on_device.set_rng_state(other)
+    assert run.checkpoint is not None
+    path = run.checkpoint / f"random{dist.get_rank()}.pt"
+    model, optimizer = get_state_dict(several.model, several.optimizer)
+    state = {"model_state_dict": model, "optim_state_dict": optimizer}
+    if run.first:
+        dcp.load(state, checkpoint_id=run.checkpoint)
+        set_state_dict(several.model, several.optimizer, **state)
+        bench_gpt.set_random_states(torch.load(path, weights_only=True))
+    else:
+        dcp.save(state, checkpoint_id=run.checkpoint)
+        torch.save(bench_gpt.random_states(), path)
+
+
+def process(rank: int, world: int, run: Run, folder: Path) -> None:
+    """Train as one of ``world`` processes; the first one writes the losses."""
+    device = torch.device(run.device, rank if run.device == "cuda" else None)
+    if run.device == "cuda":
+        torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(run.deterministic)
+    store, backend = f"file://{folder}/store", "nccl" if run.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store, TIMEOUT, rank=rank, world_size=world)
+    with many_recompilations():
+        losses = trained(run, device)
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+    dist.destroy_process_group()
+    os._exit(0)  # a gloo thread may outlive the interpreter, which would abort
 
 
 # ---- all runs ----
 
 
-def launched(
-    args: argparse.Namespace, name: str, seed: int, folder: Path, *more: str, gpus: int = 0
-) -> Row:
-    """Return the row of a run in processes of its own."""
-    path = folder / "row.json"
-    path.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-             str(gpus or args.gpus), "-m", "benchmarks.evidence.several", "--worker", "--json",
-             str(path), "--contenders", name, "--seed", str(seed), *more]  # fmt: skip
-    for option in ("device", "model", "gpus", "images", "cache"):
-        words += [f"--{option}", str(getattr(args, option))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0",
-                   "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
-    with open(folder / "log", "w") as log:
-        try:
-            subprocess.run(
-                [*words, *(["--quick"] if args.quick else [])], cwd=ROOT, env=environment,
-                stdout=log, stderr=log, timeout=TIMEOUT_S, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"error": f"no result within {TIMEOUT_S:.0f} s"}
-    if path.exists():
-        row: Row = json.loads(path.read_text())
-        return row
-    return {"error": (folder / "log").read_text()[-400:]}
+def launched(run: Run, world: int) -> list[float]:
+    """Return the losses of a run in ``world`` new processes. Raises what a process raises."""
+    with tempfile.TemporaryDirectory(prefix="several-") as folder:
+        mp.spawn(process, (world, run, Path(folder)), world)
+        losses: list[float] = json.loads((Path(folder) / "losses.json").read_text())
+    return losses
 
 
-def row_of(part: str, name: str, seed: int, args: argparse.Namespace, folder: Path) -> Row:
-    """Return the row of a part; the first run with an error replaces it."""
-    steps = 4 if args.quick else SHORT
-    few = ("--layers", str(args.layers or 2), "--steps")
+def row_of(part: str, run: Run) -> Row:
+    """Return the row of a part."""
     if part == "losses":
-        more = ("--layers", str(args.layers)) if args.layers else ()
-        count = str(steps if args.quick else STEPS)
-        return launched(args, name, seed, folder, *more, "--steps", count)
+        return {"losses": launched(run, run.gpus)}
+    run = replace(run, steps=min(SHORT, run.steps), layers=run.layers or 2)
     if part == "one":
-        run = (args, name, seed, folder, *few, str(steps))
-        rows = {"several": launched(*run), "one": launched(*run, gpus=1)}
-    else:
-        half, saved = str(steps // 2), ("--checkpoint", str(folder / "state"))
-        run = (args, name, seed, folder, "--deterministic", *few)
-        rows = {
-            "whole": launched(*run, str(steps)),
-            "cut": launched(*run, half, *saved),
-            "resumed": launched(*run, str(steps), *saved, "--first", half),
-        }
-    for row in rows.values():
-        if "error" in row:
-            return row
-    out = {key: row["losses"] for key, row in rows.items()}
-    if part == "resume":
-        return {"losses": out, "equal": out["cut"] + out["resumed"] == out["whole"]}
-    gaps = [alone - several for several, alone in zip(out["several"], out["one"], strict=True)]
-    return {"losses": out, "largest_gap": max(gaps, key=abs)}
-
-
-def parser_of() -> argparse.ArgumentParser:
-    parser = timing.arguments(__doc__, "several", "contenders", "quick", "budget", "cache")
-    add = parser.add_argument
-    add("--gpus", type=int, default=2, help="processes, and parts of a batch")
-    add("--model", choices=tuple(EACH), default="llama_8b")
-    add("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--seeds", type=int, nargs="+", default=[0], help="of the part losses")
-    add("--layers", type=int, default=0, help="blocks of the model")
-    add("--images", default="tiles", help="data of the ViT, as in bench_training.py")
-    for name, kind in (("steps", int), ("first", int), ("checkpoint", Path)):
-        add(f"--{name}", type=kind, default=None if kind is Path else 0, help=argparse.SUPPRESS)
-    for name in ("worker", "deterministic"):
-        add(f"--{name}", action="store_true", help=argparse.SUPPRESS)
-    return parser
+        several, one = launched(run, run.gpus), launched(run, 1)
+        gap = max((a - b for a, b in zip(one, several, strict=True)), key=abs)
+        return {"losses": {"several": several, "one": one}, "largest_gap": gap}
+    run, half = replace(run, deterministic=True), run.steps // 2
+    whole = launched(run, run.gpus)
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+        run = replace(run, checkpoint=Path(folder))
+        cut = launched(replace(run, steps=half), run.gpus)
+        resumed = launched(replace(run, first=half), run.gpus)
+    losses = {"whole": whole, "cut": cut, "resumed": resumed}
+    return {"losses": losses, "equal": cut + resumed == whole}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = parser_of()
-    if "--worker" in (sys.argv if argv is None else argv):
-        return worker(parser.parse_args(argv))
-    begun = time.perf_counter()
+    parser = timing.arguments(__doc__, "several", "contenders", "quick", "budget", "cache")
+    add, begun = parser.add_argument, time.perf_counter()
+    add("--gpus", type=int, default=2, help="processes, and parts of a batch")
+    add("--model", choices=tuple(EACH), default="llama_8b")
+    add("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--layers", type=int, default=0, help="blocks of the model; default: all, or 2")
+    add("--images", default="tiles", help="data of the ViT, as in bench_training.py")
     args = timing.begin(parser, argv)
     if args.device == "cpu" and not args.quick:
         parser.error("--device cpu: whole models need GPUs; --quick trains toys on a CPU")
+    if args.device == "cuda" and args.gpus > torch.cuda.device_count():
+        parser.error(f"--gpus: {args.gpus} GPUs are not there")
     names = timing.fitting(parser, [c.name for c in contenders(args.model)], args.contenders)
-    args.json = args.json or timing.RESULTS / f"{args.device}-several.json"
-    report = json.loads(args.json.read_text()) if args.json.exists() else {}
-    rows: dict[str, Row] = report.get("rows", {})
-    work = [
-        (f"{args.model}/{args.gpus}/{part}/{name}/{seed}", part, name, seed)
-        for part in args.part
-        for seed in (args.seeds if part == "losses" else args.seeds[:1])
-        for name in names
-    ]
+    args.json = path = args.json or timing.RESULTS / f"{args.device}-several.json"
+    rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    options = ("model", "gpus", "cache", "device", "images", "quick", "layers")
+    steps, each = (4, 2) if args.quick else (STEPS, EACH[args.model])
+    run = Run(contender="", steps=steps, each=each, **{o: vars(args)[o] for o in options})
     longest = 0.0
-    for key, part, name, seed in work:
-        if "losses" in rows.get(key, {}):
+    for part, seed, name in itertools.product(args.part, args.seeds, names):
+        key, start = f"{args.model}/{args.gpus}/{part}/{name}/{seed}", time.perf_counter()
+        if "losses" in rows.get(key, {}) or start - begun + longest > args.budget:
             continue
-        start = time.perf_counter()
-        if start - begun + longest > args.budget:
-            print(f"{key}: left out, no time left", flush=True)
-            continue
-        with tempfile.TemporaryDirectory(prefix="several-") as folder:
-            rows[key] = row_of(part, name, seed, args, Path(folder))
+        try:
+            rows[key] = row_of(part, replace(run, contender=name, seed=seed))
+        except Exception as error:  # a row; the others go on
+            rows[key] = {"error": said(error)}
         longest = max(longest, time.perf_counter() - start)
-        shown = {k: v for k, v in rows[key].items() if k != "losses"}
-        print(f"{key}: {shown}", flush=True)
+        rows[key] |= {"date": timing.today(), "seconds": time.perf_counter() - start}
+        print(key, {k: v for k, v in rows[key].items() if k != "losses"}, flush=True)
         timing.write(args, "several", {"settings": {"steps": STEPS, "each": EACH}, "rows": rows})
-    if errors := [key for key, *_ in work if "error" in rows.get(key, {})]:
-        sys.exit(f"failed: {errors}")
+    if failed := [key for key, row in rows.items() if "error" in row]:
+        sys.exit(f"failed: {failed}")
 
 
 if __name__ == "__main__":

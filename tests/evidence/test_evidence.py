@@ -167,6 +167,7 @@ def test_work_side_by_side() -> None:
         assert got == {str(i): i * i for i in range(5)}
     late = side_by_side.run_all(work, got.__setitem__, budget_s=1e-9)
     assert late == [name for name, *_ in work[len(work) - len(late) :]] and late
+    assert len(side_by_side.run_all(work, got.__setitem__, budget_s=60, longest_s=61)) == 5
 
 
 # ---- the paper's tables ----

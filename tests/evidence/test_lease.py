@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -30,15 +31,23 @@ def test_a_share_outlives_its_call(
 ) -> None:
     """The call ends before its commands do. The next one waits for them, a third begins anew."""
     (tmp_path / "report.py").write_text(REPORT)
-    commands = [("a.json", str(tmp_path / "report.py"), "--wait", wait) for wait in ("3", "0")]
-    monkeypatch.setitem(lease.SHARES, "rows", commands)
-    words = ["rows", "--out", str(tmp_path / "out"), "--folder", str(tmp_path), "--lease", "40"]
+    commands = {f"{tmp_path}/report.py --wait {wait}": "a" for wait in "30"}
+    monkeypatch.setitem(lease.SHARES, "several-8b", commands)
+    words = [
+        "several-8b",
+        "--out",
+        str(tmp_path / "out"),
+        "--folder",
+        str(tmp_path),
+        "--lease",
+        "40",
+    ]
     lease.main([*words, "--seconds", "0.1"])
-    assert "goes on: repeat this call; exit codes [] of 2" in capsys.readouterr().out
-    assert not (tmp_path / "out/a.json").exists()
+    assert "goes on, repeat this call; exit codes [] of 2" in capsys.readouterr().out
+    assert not (tmp_path / "out/cuda-a.json").exists()
     lease.main(words)
     assert "ended; exit codes [0, 0] of 2" in capsys.readouterr().out
-    report = json.loads((tmp_path / "out/a.json").read_text())
+    report = json.loads((tmp_path / "out/cuda-a.json").read_text())
     assert 30 < report["0"] < report["3"] <= 40
     lease.main([*words, "--seconds", "0"])
     assert "exit codes [] of 2" in capsys.readouterr().out
@@ -48,14 +57,12 @@ def test_a_share_outlives_its_call(
 def cut_and_resumed(rank: int, device: str, *, folder: str) -> None:
     """Losses of four steps are those of two, a checkpoint and two more, to the bit."""
     for model in several.EACH:
-        words = ["--quick", "--gpus", "2", "--model", model, "--contenders",
-                 "default int8-forward", "--cache", folder]  # fmt: skip
-        args = several.parser_of().parse_args([*words, "--steps", "4"])
-        whole = several.trained(args, torch.device(device))["losses"]
-        args.steps, args.checkpoint = 2, Path(folder) / model
-        cut = several.trained(args, torch.device(device))["losses"]
-        args.steps, args.first = 4, 2
-        rest = several.trained(args, torch.device(device))["losses"]
+        run = several.Run(model, "default int8-forward", 2, 4, Path(folder), 2, quick=True)
+        whole = several.trained(run, torch.device(device))
+        run = dataclasses.replace(run, steps=2, checkpoint=Path(folder) / model)
+        cut = several.trained(run, torch.device(device))
+        run = dataclasses.replace(run, steps=4, first=2)
+        rest = several.trained(run, torch.device(device))
         assert len(rest) == 2 and cut + rest == whole, (model, cut, rest, whole)
 
 
