@@ -22,7 +22,7 @@ from pathlib import Path
 
 from evidence import RESULTS, ROOT
 
-CIFAR = "folder:.carry/cifar10"
+CIFAR = "folder:build/cifar10"
 GPT = (
     "benchmarks/bench_gpt.py --device cuda --size 25M --tokens-per-parameter 20 --graph "
     "--validation-batches 50 --points 30 --epochs 8 --devices 0"
@@ -51,7 +51,6 @@ SHARES = {
     },
 }  # fmt: skip
 """Commands of each share and their reports; --json and --budget are added."""
-LAST_LINES = 30
 
 
 def work(folder: Path) -> None:
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in folder.glob("cuda-*.json"):
         shutil.copy(path, args.out)
     lines = [line for path in sorted(folder.glob("*.log"))
-             for line in path.read_text(errors="replace").splitlines()[-LAST_LINES:]]  # fmt: skip
+             for line in path.read_text(errors="replace").splitlines()[-30:]]  # fmt: skip
     (args.out / "logs.txt").write_text("\n".join([*lines, ""]))
     print("\n".join(lines))
     state = "ended" if len(ended) == len(commands) else "goes on, repeat this call"
