@@ -494,6 +494,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     "claims": ("", claims.table),
     **_of("gradients.json", TABLES.gradient_quality),
     **_of("", switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
+    **_of("", TABLES.accuracies),
     **_of("", TABLES.pooled_words, TABLES.to_loss, TABLES.to_loss_words, TABLES.decided),
 }
 """Kind -> its report and its function. None: the first argument names the report; "": several."""
