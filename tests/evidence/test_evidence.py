@@ -202,7 +202,6 @@ def test_head(tmp_path: Path) -> None:
 
 def test_memory(tmp_path: Path) -> None:
     mend_torchvision()
-    mend_torchvision()
     pytest.importorskip("timm")
     path = tmp_path / "memory.json"
     bench_memory.main(["--quick", "--batches", "4", "--threads", "1", "--json", str(path),
@@ -216,7 +215,6 @@ def test_memory(tmp_path: Path) -> None:
 
 def test_the_formula_is_the_papers_figure() -> None:
     """Every bar of the figure, within what can be read off."""
-    mend_torchvision()
     mend_torchvision()
     pytest.importorskip("timm")
     for name in ("fp32", "HOT paper"):

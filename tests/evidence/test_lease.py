@@ -33,15 +33,8 @@ def test_a_share_outlives_its_call(
     (tmp_path / "report.py").write_text(REPORT)
     commands = {f"{tmp_path}/report.py --wait {wait}": "a" for wait in "30"}
     monkeypatch.setitem(lease.SHARES, "several-8b", commands)
-    words = [
-        "several-8b",
-        "--out",
-        str(tmp_path / "out"),
-        "--folder",
-        str(tmp_path),
-        "--lease",
-        "40",
-    ]
+    folders = ["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]
+    words = ["several-8b", *folders, "--lease", "40"]
     lease.main([*words, "--seconds", "0.1"])
     assert "goes on, repeat this call; exit codes [] of 2" in capsys.readouterr().out
     assert not (tmp_path / "out/cuda-a.json").exists()
