@@ -17,6 +17,7 @@ from .convert import convert, revert
 from .custom import CustomBackward
 from .freeze import freeze_int8, thaw
 from .head import LinearCrossEntropy
+from .int8_gradients import int8_gradients
 from .memory import memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
@@ -46,6 +47,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "advise",
     "freeze_int8",
     "thaw",
+    "int8_gradients",
     "share_inputs",
     "NoiseMonitor",
     "CustomBackward",
