@@ -70,7 +70,7 @@ def torchao_convert(
 
     Args:
         model: to be compiled afterwards: torchao leaves the casts to ``torch.compile``.
-        recipe: "tensorwise" or "rowwise".
+        recipe: "tensorwise" or "rowwise"; "gathered": tensorwise, and FSDP2 gathers weights in FP8.
         names: the layers; those of them that are no ``nn.Linear``, or have a number of features
             that FP8's products do not take (no multiple of 16), stay as they are.
         emulate: compute without FP8 hardware, which tests the way here, not the time.
@@ -87,7 +87,11 @@ def torchao_convert(
             taken.append(name)
         return name in names and fits
 
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = (
+        float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if recipe == "gathered"
+        else float8.Float8LinearConfig.from_recipe_name(recipe)
+    )
     if emulate:
         config = dataclasses.replace(config, emulate=True)
     float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
