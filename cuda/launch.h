@@ -53,8 +53,8 @@ int device_attribute(const Context& context, cudaDeviceAttr attribute, const cha
 // only where the code that runs is certain to begin as in cuda/device/begin_kernel.cuh.
 bool kernels_overlap(const Context& context, const char* stage);
 
-// Opts a kernel in to the shared memory and the clusters of a shape, on the context's device, which
-// is current. Limits only ever grow; another thread may be relying on them.
+// Opts a kernel in to the shared memory of a shape, on the context's device, which is current.
+// Limits only ever grow; another thread may be relying on them.
 void set_kernel_limits(const char* stage, const Context& context, const void* kernel,
                        const LaunchShape& shape);
 
@@ -62,7 +62,7 @@ template <class... Params>
 void set_kernel_limits(const char* stage, const Context& context, void (*kernel)(Params...),
                        const LaunchShape& shape) {
   // Up to 48 KB needs no opt-in; this leaves 12 KB for static shared memory.
-  if (shape.shared_bytes > 36 * 1024 || shape.cluster > 8) {
+  if (shape.shared_bytes > 36 * 1024) {
     set_kernel_limits(stage, context, reinterpret_cast<const void*>(kernel), shape);
   }
 }
@@ -82,17 +82,6 @@ inline cudaLaunchConfig_t launch_config(const LaunchShape& shape, cudaStream_t s
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
   return config;
-}
-
-// How many clusters of a shape the device runs at the same time; queried once.
-int clusters_at_once(const char* stage, const Context& context, const void* kernel,
-                     const LaunchShape& shape);
-
-template <class... Params>
-int clusters_at_once(const char* stage, const Context& context, void (*kernel)(Params...),
-                     const LaunchShape& shape) {
-  set_kernel_limits(stage, context, kernel, shape);
-  return clusters_at_once(stage, context, reinterpret_cast<const void*>(kernel), shape);
 }
 
 // `kernel<<<blocks, threads, shared, stream of context>>>(args...)`, with the launch's own status:

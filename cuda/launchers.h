@@ -53,7 +53,4 @@ void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* produ
 void launch_mma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 void launch_token(const Context&, const plan::Step&, const GemmArgs&);
 
-// How many of a kernel's CTAs or clusters the device runs at the same time.
-std::int64_t clusters_at_once(const Context&, const plan::ColumnsOnePass&, const LaunchShape&);
-
 }  // namespace hot::detail

@@ -61,8 +61,9 @@ constexpr int k16 = 16, warp_k16s = 4, warp_columns = 16;
 constexpr int max_tile_columns = tile_row_bytes / 2;
 // Warps of a CTA at most, and on an SM at least (128 registers a thread).
 constexpr int max_warps = 8, min_sm_warps = 16;
-// CTAs of a cluster at most: 8 on every device; 16, for 16,384 tokens, need an opt-in.
-constexpr int max_portable_cluster = 8, max_cluster = 16;
+// CTAs of a cluster at most. Larger clusters need an opt-in, and they find no place while another
+// kernel holds some SMs of each group.
+constexpr int max_cluster = 8;
 // A CTA of two passes takes 512 tokens; a ColumnSum's workspace has room for CTAs of 128.
 constexpr int two_pass_warps = 4;
 
@@ -121,7 +122,7 @@ constexpr std::size_t shared_bytes(ColumnTransform transform, int token_tiles, i
                                    int cluster) {
   return static_cast<std::size_t>(token_tiles) * tile_bytes +
          static_cast<std::size_t>(warps * (partials_bytes + tile_notes(transform))) +
-         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
+         static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
 }
 
 }  // namespace columns
@@ -212,19 +213,11 @@ class Set {
 
 // ---- the device --------------------------------------------------------------------------------
 
-// An instance of a kernel whose grid depends on how much of it a device runs at once.
-struct ColumnsOnePass {
-  columns::ColumnTransform transform;
-  DType dtype;
-};
-
-// Queries for one shape at a time. The CUDA runtime and CUTLASS answer for a device of this
-// machine, a model for any other (cpp/src/explain.cpp).
+// Answered by CUTLASS for a device of this machine, by a model for any other
+// (cpp/src/explain.cpp).
 class DeviceQueries {
  public:
   virtual ~DeviceQueries() = default;
-  // CTAs or clusters that run at the same time, 1 at least.
-  virtual std::int64_t at_once(const ColumnsOnePass&, const LaunchShape&) const = 0;
   // Bytes of stream-K's partial sums.
   virtual std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                          const Sm90Plan&) const = 0;

@@ -154,17 +154,12 @@ Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTra
 }
 
 // Why no cluster that the device can run holds a column tile.
-Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
+Reason why_not_one_pass(const DeviceFacts& facts, const Projection& p,
                         const OperandQuant& quant, ColumnTransform& transform) {
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
-  const Thresholds& t = thresholds;
-  const bool one_read =
-      quant.purpose == Purpose::gradient_columns && transform != ColumnTransform::factored &&
-      cols >= t.rows_column_amax_min_columns && cols <= t.rows_column_amax_max_columns;
-  const int ctas = one_read ? columns::max_portable_cluster : columns::max_cluster;
-  if (token_tiles(p, transform) <= ctas * columns::max_warps) return {};
+  if (token_tiles(p, transform) <= columns::max_cluster * columns::max_warps) return {};
   return {"a column of %n codes is too long for a cluster", p.k_padded};
 }
 
@@ -179,8 +174,7 @@ ClusterSplit cluster_split(const DeviceFacts& facts, std::int64_t token_tile_cou
   const std::int64_t sm_count = facts.sm_count;
   ClusterSplit best;
   std::int64_t best_cycles = 0;
-  for (int ctas = 1;
-       ctas <= (best.ctas == 0 ? columns::max_cluster : columns::max_portable_cluster); ++ctas) {
+  for (int ctas = 1; ctas <= columns::max_cluster; ++ctas) {
     const std::int64_t warps = ceil_div(token_tile_count, ctas);
     if (warps > columns::max_warps) continue;
     const std::int64_t at_once =
@@ -235,12 +229,7 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
   const ClusterSplit split =
       cluster_split(facts, token_tiles(job.p, transform), tiles,
                     columns::max_warps * columns::sm_ctas(transform, size, Pass::both));
-  LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
-  // So few column tiles surely fit half of the SMs: no query.
-  if (2 * shape.blocks > facts.sm_count) {
-    const std::int64_t at_once = facts.queries->at_once({transform, job.x.dtype}, shape);
-    shape.blocks = std::min(tiles, at_once) * split.ctas;
-  }
+  const LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
   Buffers reads = columns_read(job), writes = job.codes;
   if (job.sum) {
     reads |= sum_reads(job.accumulate);
@@ -293,7 +282,7 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
     return false;
   }
   switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
-                        why_not_one_pass(facts, job.cols, job.p, job.quant, transform)},
+                        why_not_one_pass(facts, job.p, job.quant, transform)},
                        {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
                         why_not_columns(job.p, job.quant, transform)},
                        {Kernel::generic_amax}})) {
@@ -374,7 +363,7 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
                           const ColumnsShape& columns) {
   RowsColumnAmaxStep work{};
   LaunchShape shape;
-  const Reason apart = why_not_one_pass(facts, rows.cols, columns.p, columns.quant, work.transform);
+  const Reason apart = why_not_one_pass(facts, columns.p, columns.quant, work.transform);
   const Reason why =
       apart ? why_not_rows_column_amax(facts, rows, columns, work, shape) : fits_cluster;
   if (!why) {
@@ -596,7 +585,7 @@ class GroupedOperands {
     const std::int64_t needed =
         ceil_div(token_tiles(job.p, columns.transform),
                  grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype))));
-    if (needed > columns::max_portable_cluster) {
+    if (needed > columns::max_cluster) {
       return {"a column of %n codes is too long for a cluster", job.p.k_padded};
     }
     columns.needed_ctas = static_cast<int>(needed);
@@ -661,7 +650,7 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
 std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
                                 const OperandQuant& quant) {
   ColumnTransform transform{};
-  if (p.k_padded > 0 && !why_not_one_pass(facts, cols, p, quant, transform)) return 0;
+  if (p.k_padded > 0 && !why_not_one_pass(facts, p, quant, transform)) return 0;
   return quant.per_tensor ? grouped::max_amax_slots : quant.per_contraction ? p.k_padded : cols;
 }
 

@@ -28,10 +28,6 @@ struct Thresholds {
   // no less than `latency_cycles` pass from its copies to its codes (H200, at 2 and 16 warps on an
   // SM); the all-reduce of the cluster takes `reduce_cycles`.
   std::int64_t tile_cycles = 900, latency_cycles = 6000, reduce_cycles = 1500;
-  // A g_y with more tokens than a portable cluster holds, and so many columns, goes to
-  // rows_column_amax_kernel, which also makes the rows' codes; wider rows do not fit there.
-  // H200, `default`, 12608 x 3072 x 768: 190 us, by clusters of 16 204.
-  std::int64_t rows_column_amax_min_columns = 2048, rows_column_amax_max_columns = 3072;
   // More waves of CTAs than this hide a launch by themselves: no quantize_grouped_kernel.
   // H200, the paper's layers.
   int grouped_waves = 4;

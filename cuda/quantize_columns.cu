@@ -8,9 +8,10 @@
 //   cluster's shared memory and write the codes from the same bytes. P x of rank 8 takes the place
 //   of the tokens that it is made from (16-bit types: 16 values in fp32 for 32 tokens, by the same
 //   lane); otherwise it is computed twice.
-//     work     A warp owns a token tile of 128 tokens (8 KB), from column tile to column tile. It
-//              waits for its own copies (cp.async), finds the largest values, meets the others at
-//              two barriers, writes the codes and starts the copies of the next column tile.
+//     work     A warp owns a token tile of 128 tokens (8 KB). It waits for its own copies
+//              (cp.async), finds the largest values, meets the others at two barriers and writes
+//              the codes. Two or three CTAs on an SM overlap these phases. A cluster ends with its
+//              column tile: the GPU hands out the next one as soon as any cluster has ended.
 //              A lane takes 16 k (a k16) of two neighbouring columns at a time in registers: 16
 //              tokens as they are (full), a whole block (w for g_x), or two blocks of rank 8. A
 //              sketch folds to 8 values first (it reads tokens t and t ^ a: no register is indexed
@@ -26,8 +27,7 @@
 // column_amax_kernel, column_codes_kernel: two reads, where a cluster cannot hold a column tile.
 //   The largest values (atomicMax), then the codes in the opposite order, which finds the end of x
 //   in the L2. For devices without clusters (before sm_90), one scale for the whole tensor, or more
-//   than 16,384 tokens: clusters that hold more spill registers or fill an SM with one CTA, and
-//   take longer (docs/dev/kernels.md).
+//   than 8,192 tokens: clusters of 16 CTAs find no place while another kernel holds some SMs.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -96,26 +96,16 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, 
   commit_copies();
   tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
-  const unsigned step = gridDim.x / static_cast<unsigned>(args.ctas);
-  const auto column_tiles = static_cast<unsigned>(args.column_tiles);
-  unsigned column_tile = place.column_tile;
-  for (int turn = 0; column_tile < column_tiles; column_tile += step, ++turn) {
-    tile.wait_loaded();
-    tile.template accumulate_tile<in_place>();
-    if (args.cluster > 1 && turn == 0) wait_cluster();
-    const ColumnTotal total = tile.total(tile.reduce(args.cluster, turn), args.cluster);
-    const DeviceScale scale = device_scale(total.amax, args.bits);
-    if (tile.writes_column(column_tile)) {
-      tile.write_scale(column_tile, scale);
-      if (args.sum_wanted) tile.write_sum(column_tile, total.sum);
-    }
-    tile.template write_codes<in_place>(column_tile, scale, offset);
-    if (tile.real() && column_tile + step < column_tiles) {
-      __syncwarp();
-      tile.load(column_tile + step);
-      commit_copies();
-    }
+  tile.wait_loaded();
+  tile.template accumulate_tile<in_place>();
+  if (args.cluster > 1) wait_cluster();
+  const ColumnTotal total = tile.total(tile.reduce(args.cluster), args.cluster);
+  const DeviceScale scale = device_scale(total.amax, args.bits);
+  if (tile.writes_column(place.column_tile)) {
+    tile.write_scale(place.column_tile, scale);
+    if (args.sum_wanted) tile.write_sum(place.column_tile, total.sum);
   }
+  tile.template write_codes<in_place>(place.column_tile, scale, offset);
   end_kernel(args.independent);
 #endif
 }
@@ -134,7 +124,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
   tile.load_factors();
   tile.wait_loaded();
   tile.template accumulate_tile<false>();
-  const ColumnTotal total = tile.total(tile.reduce(0, 0), 0);
+  const ColumnTotal total = tile.total(tile.reduce(0), 0);
   if (tile.warp() == 0 && tile.has_column(place.column_tile)) {
     const std::int64_t column = tile.column(place.column_tile);
     atomic_max(args.amax + (args.per_tensor ? 0 : column), total.amax);
@@ -193,12 +183,6 @@ KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
 }
 
 }  // namespace
-
-std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
-                              const LaunchShape& shape) {
-  return clusters_at_once("backward_linear", context, kernel_of(of.transform, Pass::both, of.dtype),
-                          shape);
-}
 
 void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,
                     const ColumnSum* sum) {
