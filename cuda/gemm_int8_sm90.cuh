@@ -154,9 +154,9 @@ struct Sm90Gemm {
 using AlongM = cute::Shape<cute::_2, cute::_1, cute::_1>;
 using AlongN = cute::Shape<cute::_1, cute::_2, cute::_1>;
 template <class Out, Sm90Output output>
-using Pingpong = Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                          cutlass::epilogue::TmaWarpSpecialized,
-                          DynamicTiles<FirstTile::inside_barrier>>;
+using Pingpong =
+    Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+             cutlass::epilogue::TmaWarpSpecialized, DynamicTiles<FirstTile::inside_barrier>>;
 template <class Out, Sm90Output output>
 using WidePingpong =
     Sm90Gemm<Out, output, 192, AlongM, cutlass::gemm::KernelTmaWarpSpecializedPingpong,

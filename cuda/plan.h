@@ -130,10 +130,11 @@ constexpr std::size_t shared_bytes(ColumnTransform transform, int token_tiles, i
 namespace rows_column_amax {
 
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
-constexpr unsigned tiles_a_sum = 32;
+// Tiles of a unit at most, and units that a CTA takes on average where there are so many.
+constexpr unsigned max_unit_tiles = 32, cta_units = 6;
 
 // Shared memory: two tiles; largest values and sums of the columns; for each tile the offsets that
-// a sketch folds by, and a barrier.
+// a sketch folds by, and a barrier; the drawn units.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
   constexpr Layout(std::int64_t columns, int token_blocks)
@@ -147,7 +148,8 @@ struct Layout {
   constexpr int barriers() const {
     return folds() + 2 * fold_words * static_cast<int>(sizeof(int));
   }
-  constexpr int bytes() const { return barriers() + 2 * barrier_bytes; }
+  constexpr int units() const { return barriers() + 2 * barrier_bytes; }
+  constexpr int bytes() const { return units() + 3 * static_cast<int>(sizeof(unsigned)); }
 };
 
 }  // namespace rows_column_amax
@@ -323,7 +325,8 @@ struct RowsColumnAmaxStep {
   columns::ColumnTransform transform;
   int lanes, lane_blocks;  // of a row
   int token_blocks;        // of a tile
-  unsigned tiles, sums;    // sums: partial sums of a column
+  unsigned tiles, unit_tiles;
+  std::int64_t counter;  // word of the columns' largest values
 };
 struct RowsGroupsStep {
   int lane_blocks;            // of a row

@@ -154,8 +154,8 @@ Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTra
 }
 
 // Why no cluster that the device can run holds a column tile.
-Reason why_not_one_pass(const DeviceFacts& facts, const Projection& p,
-                        const OperandQuant& quant, ColumnTransform& transform) {
+Reason why_not_one_pass(const DeviceFacts& facts, const Projection& p, const OperandQuant& quant,
+                        ColumnTransform& transform) {
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
@@ -335,8 +335,14 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
   work.tiles = static_cast<unsigned>(
       ceil_div(rows.rows, std::int64_t{work.token_blocks} * rows_column_amax::token_block));
   const std::int64_t grid = std::min<std::int64_t>(work.tiles, facts.sm_count);
-  work.sums =
-      static_cast<unsigned>(grid * ceil_div(work.tiles, grid * rows_column_amax::tiles_a_sum));
+  // Units have a partial sum each for g_b. Without sums there is no reason for more than a tile.
+  work.unit_tiles = 1;
+  if (columns.sum) {
+    const std::int64_t units = facts.sm_count * rows_column_amax::cta_units;
+    work.unit_tiles = static_cast<unsigned>(
+        std::min<std::int64_t>(ceil_div(work.tiles, units), rows_column_amax::max_unit_tiles));
+  }
+  work.counter = columns_amax_words(facts, columns.cols, columns.p, columns.quant) - 1;
   const int bytes = rows_column_amax::Layout(rows.cols, work.token_blocks).bytes();
   if (bytes > facts.shared_bytes) return {"it needs %n bytes of shared memory", bytes};
   shape = {grid, rows_column_amax::threads, static_cast<std::size_t>(bytes)};
@@ -353,7 +359,8 @@ void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape&
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
-    add_final_sum(plan, work.sums, rows.cols, columns.accumulate, Buffer::sums);
+    add_final_sum(plan, ceil_div(work.tiles, work.unit_tiles), rows.cols, columns.accumulate,
+                  Buffer::sums);
   }
 }
 
@@ -632,8 +639,8 @@ std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_
 
 std::int64_t rows_column_amax_sums(const DeviceFacts& facts, std::int64_t rows) {
   return ceil_div(rows,
-                  std::int64_t{rows_column_amax::token_block} * rows_column_amax::tiles_a_sum) +
-         facts.sm_count;
+                  std::int64_t{rows_column_amax::token_block} * rows_column_amax::max_unit_tiles) +
+         facts.sm_count * rows_column_amax::cta_units;
 }
 
 GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
@@ -651,7 +658,10 @@ std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, con
                                 const OperandQuant& quant) {
   ColumnTransform transform{};
   if (p.k_padded > 0 && !why_not_one_pass(facts, p, quant, transform)) return 0;
-  return quant.per_tensor ? grouped::max_amax_slots : quant.per_contraction ? p.k_padded : cols;
+  const std::int64_t largest = quant.per_tensor        ? grouped::max_amax_slots
+                               : quant.per_contraction ? p.k_padded
+                                                       : cols;
+  return largest + 1;  // and the counter of rows_column_amax_kernel
 }
 
 }  // namespace hot::detail::plan

@@ -78,8 +78,8 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
       if (cutlass::canonical_warp_idx_sync() == 0) {
         const std::uint32_t warps = params.consumer_arv_count / cutlass::NumThreadsPerWarp;
         cutlass::arch::detail::initialize_barrier_array_pair_aligned<
-            decltype(storage.full), decltype(storage.empty), stages>(
-            storage.full, storage.empty, 1, warps * cluster_size);
+            decltype(storage.full), decltype(storage.empty), stages>(storage.full, storage.empty, 1,
+                                                                     warps * cluster_size);
       }
       cutlass::arch::fence_barrier_init();
     }
