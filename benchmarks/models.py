@@ -444,4 +444,16 @@ TASKS: dict[str, Task] = {
 TASKS["resnet50_last"] = replace(
     TASKS["resnet50"], title="ResNet-50, channels last", table=None, channels_last=True
 )
+TASKS["bert_large"] = replace(
+    TASKS["bert"],
+    title="BERT-large",
+    full=Size(
+        _BERT(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        ),
+        _labelled_tokens(32, 512, 30522),
+    ),
+    table=None,
+    peak_gib=20.0,
+)  # fmt: skip
 """All tasks. bench_models.py times those with a full size, its table those with a table size."""

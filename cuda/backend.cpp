@@ -31,11 +31,6 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.queries = this;
 }
 
-std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& kernel,
-                                 const LaunchShape& shape) const {
-  return clusters_at_once(context_, kernel, shape);
-}
-
 std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                            const Sm90Plan& plan) const {
   const DeviceGuard guard(context_.device().index, "gemm");

@@ -48,7 +48,6 @@ class CudaDevice final : public plan::DeviceQueries {
  public:
   explicit CudaDevice(const Context&);
   const plan::DeviceFacts& facts() const { return facts_; }
-  std::int64_t at_once(const plan::ColumnsOnePass&, const LaunchShape&) const override;
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                  const Sm90Plan&) const override;
 

@@ -53,7 +53,4 @@ void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* produ
 void launch_mma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 void launch_token(const Context&, const plan::Step&, const GemmArgs&);
 
-// Number of CTAs or clusters of a kernel that the device runs at the same time.
-std::int64_t clusters_at_once(const Context&, const plan::ColumnsOnePass&, const LaunchShape&);
-
 }  // namespace hot::detail

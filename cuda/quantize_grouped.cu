@@ -83,7 +83,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
-    total = tile.total(tile.reduce(args.cluster, 0), args.cluster);
+    total = tile.total(tile.reduce(args.cluster), args.cluster);
     if (args.sum_wanted && tile.writes_column(place.column_tile)) {
       tile.write_sum(place.column_tile, total.sum);
     }

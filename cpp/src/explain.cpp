@@ -65,32 +65,14 @@ std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
 
 std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
 
-// Occupancy of an absent device, modelled from threads, shared memory and registers. For a present
-// device the CUDA runtime answers.
+// Answers for a device that is not present. A present device asks CUTLASS.
 class Model final : public plan::DeviceQueries {
  public:
-  explicit Model(const NamedDevice& device) : device_(device) {}
-
-  std::int64_t at_once(const plan::ColumnsOnePass& one,
-                       const detail::LaunchShape& shape) const override {
-    namespace columns = detail::columns;
-    const int warps = columns::max_warps * columns::sm_ctas(one.transform,
-                                                            static_cast<int>(dtype_size(one.dtype)),
-                                                            columns::Pass::both);
-    const auto shared = static_cast<std::int64_t>(shape.shared_bytes) + 1024;
-    const std::int64_t blocks =
-        std::min<std::int64_t>({device_.sm_threads / shape.threads,
-                                device_.sm_shared_bytes / shared, warps / (shape.threads / 32)});
-    return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
-  }
-  // Modelled as one 128 x 128 tile of INT32 sums per output tile.
+  // Tiles of 128 x 128 INT32 sums.
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t,
                                  const detail::Sm90Plan&) const override {
     return static_cast<std::size_t>(detail::ceil_div(m, 128) * detail::ceil_div(n, 128)) * 65536;
   }
-
- private:
-  const NamedDevice& device_;
 };
 
 DeviceFacts facts_of(const NamedDevice& device, const plan::DeviceQueries& queries, bool wgmma) {
@@ -442,7 +424,7 @@ void with_device(std::string_view device, bool wgmma,
                  const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
   for (const NamedDevice& named : named_devices) {
     if (device != name_of(named.arch)) continue;
-    const Model model(named);
+    const Model model;
     return call(facts_of(named, model, wgmma), &named);
   }
   const std::string_view prefix = "cuda:";

@@ -85,7 +85,7 @@ inline std::vector<PlanCase> plan_cases() {
        {160, 14336, 16},
        hot::recipe("fast"),
        DType::bf16,
-       {one_pass, "rows16_kernel", one_pass, one_pass, "gemm_small_kernel"}},
+       {one_pass, "memset", "rows16_kernel", one_pass, amax, codes, "gemm_small_kernel"}},
       {"another Hadamard block",
        {1000, 96, 64},
        changed("fast", [](auto& spec) { spec.hadamard_block = 32; }),

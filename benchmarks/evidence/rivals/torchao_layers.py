@@ -71,7 +71,7 @@ def torchao_convert(
 
     Args:
         model: compile it afterwards, because torchao leaves the casts to ``torch.compile``.
-        recipe: "tensorwise" or "rowwise".
+        recipe: "tensorwise" or "rowwise". With "gathered", tensorwise, FSDP2 gathers weights in FP8.
         names: names of layers. A layer stays plain if it is no ``nn.Linear``, or if its features
             are no multiple of 16.
         emulate: whether to compute without FP8 hardware, for tests.
@@ -88,7 +88,11 @@ def torchao_convert(
             taken.append(name)
         return name in names and fits
 
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = (
+        float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if recipe == "gathered"
+        else float8.Float8LinearConfig.from_recipe_name(recipe)
+    )
     if emulate:
         config = dataclasses.replace(config, emulate=True)
     float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)

@@ -375,7 +375,7 @@ BackwardScratch take_scratch(const DeviceFacts& facts, const BackwardWork& work,
   const std::int64_t runs = std::max(sum_runs(L), rows_column_amax_sums(facts, L));
   DeviceScratch device{amax_words(facts, work)};
   if (work.gb) device.sums_alone = runs * O;
-  if (work.gw) device.sums = runs * O;
+  if (work.gw && work.gb) device.sums = runs * O;
   return take_backward_scratch(workspace, work, &device,
                                [&](std::int64_t m, std::int64_t n, std::int64_t k) {
                                  return gemm_workspace(facts, m, n, k);

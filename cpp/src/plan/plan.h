@@ -60,9 +60,10 @@ constexpr int k16 = 16, warp_k16s = 4, warp_columns = 16;
 constexpr int max_tile_columns = tile_row_bytes / 2;
 // Maximum warps per CTA, and minimum warps per SM (128 registers per thread).
 constexpr int max_warps = 8, min_sm_warps = 16;
-// Maximum CTAs per cluster: 8 on every device; 16 (for 16,384 tokens) with an opt-in.
-constexpr int max_portable_cluster = 8, max_cluster = 16;
-// Warps per CTA of the two-pass kernels: 512 tokens. A ColumnSum's workspace allows CTAs of 128.
+// CTAs of a cluster at most. Larger clusters need an opt-in, and they find no place while another
+// kernel holds some SMs of each group.
+constexpr int max_cluster = 8;
+// A CTA of two passes takes 512 tokens; a ColumnSum's workspace has room for CTAs of 128.
 constexpr int two_pass_warps = 4;
 
 // Tokens that yield a k16.
@@ -119,7 +120,7 @@ constexpr std::size_t shared_bytes(ColumnTransform transform, int token_tiles, i
                                    int cluster) {
   return static_cast<std::size_t>(token_tiles) * tile_bytes +
          static_cast<std::size_t>(warps * (partials_bytes + tile_notes(transform))) +
-         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
+         static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
 }
 
 }  // namespace columns
@@ -127,10 +128,11 @@ constexpr std::size_t shared_bytes(ColumnTransform transform, int token_tiles, i
 namespace rows_column_amax {
 
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
-constexpr unsigned tiles_a_sum = 32;
+// Tiles of a unit at most, and units that a CTA takes on average where there are so many.
+constexpr unsigned max_unit_tiles = 32, cta_units = 6;
 
-// Layout of shared memory: two tiles, largest values and sums of the columns, and per tile the
-// folds of a sketch and a barrier.
+// Shared memory: two tiles; largest values and sums of the columns; for each tile the offsets that
+// a sketch folds by, and a barrier; the drawn units.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
   constexpr Layout(std::int64_t columns, int token_blocks)
@@ -144,7 +146,8 @@ struct Layout {
   constexpr int barriers() const {
     return folds() + 2 * fold_words * static_cast<int>(sizeof(int));
   }
-  constexpr int bytes() const { return barriers() + 2 * barrier_bytes; }
+  constexpr int units() const { return barriers() + 2 * barrier_bytes; }
+  constexpr int bytes() const { return units() + 3 * static_cast<int>(sizeof(unsigned)); }
 };
 
 }  // namespace rows_column_amax
@@ -211,19 +214,11 @@ class Set {
 
 // ---- the device --------------------------------------------------------------------------------
 
-// Instance of columns_one_pass_kernel, whose grid depends on its occupancy.
-struct ColumnsOnePass {
-  columns::ColumnTransform transform;
-  DType dtype;
-};
-
-// Queries about a device. For a device of this machine the CUDA runtime and CUTLASS answer, for any
-// other device a model (cpp/src/explain.cpp).
+// Answered by CUTLASS for a device of this machine, by a model for any other
+// (cpp/src/explain.cpp).
 class DeviceQueries {
  public:
   virtual ~DeviceQueries() = default;
-  // CTAs or clusters that run at the same time, at least 1.
-  virtual std::int64_t at_once(const ColumnsOnePass&, const LaunchShape&) const = 0;
   // Bytes of stream-K's partial sums.
   virtual std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                          const Sm90Plan&) const = 0;
@@ -328,9 +323,10 @@ struct RowsColumnAmaxStep {
   Source of;
   RowsPass pass;
   columns::ColumnTransform transform;
-  int lanes, lane_blocks;  // lanes per row, blocks of 16 per lane
-  int token_blocks;        // per tile
-  unsigned tiles, sums;    // sums: partial sums per column
+  int lanes, lane_blocks;  // of a row
+  int token_blocks;        // of a tile
+  unsigned tiles, unit_tiles;
+  std::int64_t counter;  // word of the columns' largest values
 };
 struct RowsGroupsStep {
   int lane_blocks;            // blocks of 16 per lane

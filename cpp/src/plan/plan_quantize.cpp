@@ -153,18 +153,13 @@ Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTra
   return quant.rounding == columns::rounding_of(transform) ? Reason{} : other_rounding(quant);
 }
 
-// Reason against columns_one_pass_kernel, for example that no cluster holds a column tile.
-Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
-                        const OperandQuant& quant, ColumnTransform& transform) {
+// Why no cluster that the device can run holds a column tile.
+Reason why_not_one_pass(const DeviceFacts& facts, const Projection& p, const OperandQuant& quant,
+                        ColumnTransform& transform) {
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
-  const Thresholds& t = thresholds;
-  const bool one_read =
-      quant.purpose == Purpose::gradient_columns && transform != ColumnTransform::factored &&
-      cols >= t.rows_column_amax_min_columns && cols <= t.rows_column_amax_max_columns;
-  const int ctas = one_read ? columns::max_portable_cluster : columns::max_cluster;
-  if (token_tiles(p, transform) <= ctas * columns::max_warps) return {};
+  if (token_tiles(p, transform) <= columns::max_cluster * columns::max_warps) return {};
   return {"a column of %n codes is too long for a cluster", p.k_padded};
 }
 
@@ -179,8 +174,7 @@ ClusterSplit cluster_split(const DeviceFacts& facts, std::int64_t token_tile_cou
   const std::int64_t sm_count = facts.sm_count;
   ClusterSplit best;
   std::int64_t best_cycles = 0;
-  for (int ctas = 1;
-       ctas <= (best.ctas == 0 ? columns::max_cluster : columns::max_portable_cluster); ++ctas) {
+  for (int ctas = 1; ctas <= columns::max_cluster; ++ctas) {
     const std::int64_t warps = ceil_div(token_tile_count, ctas);
     if (warps > columns::max_warps) continue;
     const std::int64_t at_once =
@@ -235,12 +229,7 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
   const ClusterSplit split =
       cluster_split(facts, token_tiles(job.p, transform), tiles,
                     columns::max_warps * columns::sm_ctas(transform, size, Pass::both));
-  LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
-  // A smaller grid surely fits the device and needs no query.
-  if (2 * shape.blocks > facts.sm_count) {
-    const std::int64_t at_once = facts.queries->at_once({transform, job.x.dtype}, shape);
-    shape.blocks = std::min(tiles, at_once) * split.ctas;
-  }
+  const LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
   Buffers reads = columns_read(job), writes = job.codes;
   if (job.sum) {
     reads |= sum_reads(job.accumulate);
@@ -293,7 +282,7 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
     return false;
   }
   switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
-                        why_not_one_pass(facts, job.cols, job.p, job.quant, transform)},
+                        why_not_one_pass(facts, job.p, job.quant, transform)},
                        {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
                         why_not_columns(job.p, job.quant, transform)},
                        {Kernel::generic_amax}})) {
@@ -346,8 +335,14 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
   work.tiles = static_cast<unsigned>(
       ceil_div(rows.rows, std::int64_t{work.token_blocks} * rows_column_amax::token_block));
   const std::int64_t grid = std::min<std::int64_t>(work.tiles, facts.sm_count);
-  work.sums =
-      static_cast<unsigned>(grid * ceil_div(work.tiles, grid * rows_column_amax::tiles_a_sum));
+  // Units have a partial sum each for g_b. Without sums there is no reason for more than a tile.
+  work.unit_tiles = 1;
+  if (columns.sum) {
+    const std::int64_t units = facts.sm_count * rows_column_amax::cta_units;
+    work.unit_tiles = static_cast<unsigned>(
+        std::min<std::int64_t>(ceil_div(work.tiles, units), rows_column_amax::max_unit_tiles));
+  }
+  work.counter = columns_amax_words(facts, columns.cols, columns.p, columns.quant) - 1;
   const int bytes = rows_column_amax::Layout(rows.cols, work.token_blocks).bytes();
   if (bytes > facts.shared_bytes) return {"it needs %n bytes of shared memory", bytes};
   shape = {grid, rows_column_amax::threads, static_cast<std::size_t>(bytes)};
@@ -364,7 +359,8 @@ void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape&
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
-    add_final_sum(plan, work.sums, rows.cols, columns.accumulate, Buffer::sums);
+    add_final_sum(plan, ceil_div(work.tiles, work.unit_tiles), rows.cols, columns.accumulate,
+                  Buffer::sums);
   }
 }
 
@@ -374,7 +370,7 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
                           const ColumnsShape& columns) {
   RowsColumnAmaxStep work{};
   LaunchShape shape;
-  const Reason apart = why_not_one_pass(facts, rows.cols, columns.p, columns.quant, work.transform);
+  const Reason apart = why_not_one_pass(facts, columns.p, columns.quant, work.transform);
   const Reason why =
       apart ? why_not_rows_column_amax(facts, rows, columns, work, shape) : fits_cluster;
   if (!why) {
@@ -594,7 +590,7 @@ class GroupedOperands {
     const std::int64_t needed =
         ceil_div(token_tiles(job.p, columns.transform),
                  grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype))));
-    if (needed > columns::max_portable_cluster) {
+    if (needed > columns::max_cluster) {
       return {"a column of %n codes is too long for a cluster", job.p.k_padded};
     }
     columns.needed_ctas = static_cast<int>(needed);
@@ -641,8 +637,8 @@ std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_
 
 std::int64_t rows_column_amax_sums(const DeviceFacts& facts, std::int64_t rows) {
   return ceil_div(rows,
-                  std::int64_t{rows_column_amax::token_block} * rows_column_amax::tiles_a_sum) +
-         facts.sm_count;
+                  std::int64_t{rows_column_amax::token_block} * rows_column_amax::max_unit_tiles) +
+         facts.sm_count * rows_column_amax::cta_units;
 }
 
 GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
@@ -659,8 +655,11 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
 std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
                                 const OperandQuant& quant) {
   ColumnTransform transform{};
-  if (p.k_padded > 0 && !why_not_one_pass(facts, cols, p, quant, transform)) return 0;
-  return quant.per_tensor ? grouped::max_amax_slots : quant.per_contraction ? p.k_padded : cols;
+  if (p.k_padded > 0 && !why_not_one_pass(facts, p, quant, transform)) return 0;
+  const std::int64_t largest = quant.per_tensor        ? grouped::max_amax_slots
+                               : quant.per_contraction ? p.k_padded
+                                                       : cols;
+  return largest + 1;  // and the counter of rows_column_amax_kernel
 }
 
 }  // namespace hot::detail::plan

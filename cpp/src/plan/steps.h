@@ -28,10 +28,6 @@ struct Thresholds {
   // a latency of at least `latency_cycles` (measured with 2 and 16 warps per SM). The all-reduce of
   // the cluster takes `reduce_cycles`.
   std::int64_t tile_cycles = 900, latency_cycles = 6000, reduce_cycles = 1500;
-  // Columns of g_y for rows_column_amax_kernel, if a portable cluster cannot hold its tokens. That
-  // kernel also makes the codes of rows; wider rows do not fit. For `default`, 12608 x 3072 x 768,
-  // it takes 190 us; clusters of 16 take 204.
-  std::int64_t rows_column_amax_min_columns = 2048, rows_column_amax_max_columns = 3072;
   // Maximum waves of CTAs for quantize_grouped_kernel. More waves hide a launch by themselves.
   // Measured on the paper's layers.
   int grouped_waves = 4;
