@@ -107,16 +107,17 @@ HOT_LAUNCHER(zero) {
 }
 HOT_LAUNCHER(rows) { launch_rows(context, step, *memory.rows[step.as<plan::RowsStep>().of]); }
 HOT_LAUNCHER(rows_column_amax) {
-  const Source of = step.as<plan::RowsColumnAmaxStep>().of;
-  launch_rows_column_amax(context, step, *memory.rows[of], *memory.columns[of],
-                          of == Source::gy ? memory.sum : nullptr);
+  const Source source = step.as<plan::RowsColumnAmaxStep>().of;
+  launch_rows_column_amax(context, step, *memory.rows[source], *memory.columns[source],
+                          source == Source::gy ? memory.sum : nullptr);
 }
 HOT_LAUNCHER(rows_groups) {
   launch_rows_groups(context, step, *memory.rows[Source::x], *memory.kept);
 }
 HOT_LAUNCHER(columns) {
-  const Source of = step.as<plan::ColumnsStep>().of;
-  launch_columns(context, step, *memory.columns[of], of == Source::gy ? memory.sum : nullptr);
+  const Source source = step.as<plan::ColumnsStep>().of;
+  launch_columns(context, step, *memory.columns[source],
+                 source == Source::gy ? memory.sum : nullptr);
 }
 HOT_LAUNCHER(generic_columns) {
   launch_generic_columns(context, step, *memory.columns[step.as<plan::GenericColumnsStep>().of]);
@@ -154,8 +155,8 @@ HOT_LAUNCHER(broadcast_scale) {
 }
 HOT_LAUNCHER(widen) { launch_widen(context, step, memory.bias, memory.wide_bias); }
 HOT_LAUNCHER(unpack) {
-  const int of = step.as<plan::UnpackStep>().of_b ? 1 : 0;
-  launch_unpack(context, step, memory.packed[of], memory.unpacked[of]);
+  const int operand = step.as<plan::UnpackStep>().of_b ? 1 : 0;
+  launch_unpack(context, step, memory.packed[operand], memory.unpacked[operand]);
 }
 HOT_LAUNCHER(small_gemms) {
   GemmArgs products[2];

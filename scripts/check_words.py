@@ -28,8 +28,7 @@ LONGEST = 25
 STARTS = ("Of", "What", "Whether", "As", "By", "Such", "So", "Those", "From")
 SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:")
 C_LIKE = (".h", ".cpp", ".cu", ".cuh")
-EXCEPTIONS: dict[str, str] = {}
-"""Sentences that may stand as they are, by their first words, and the reason of each."""
+SHELL_LIKE = ("CMakeLists.txt", "Dockerfile", "Makefile", "run")
 
 Text = tuple[int, str, bool]
 """Line number, text without its markers, and whether it describes a bool."""
@@ -54,25 +53,25 @@ def of_python(source: str) -> Iterator[Text]:
                 kind = getattr(subject, "annotation", None)
             text = cleandoc(child.value.value)
             yield child.lineno, text, kind is not None and "bool" in ast.unparse(kind)
-    block: list[str] = []
-    start = last = 0
+    yield from _comments(source)
+
+
+def _comments(source: str) -> Iterator[Text]:
+    """Yield comments of Python, those on lines below one another as one text."""
     lines = source.splitlines()
+    blocks: list[tuple[int, list[str]]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
         line, text = token.start[0], token.string.lstrip("#:").strip()
-        if token.string.startswith("#!") or re.match(r"(noqa|type:|mypy:|fmt:|ruff:)", text):
+        if token.type != tokenize.COMMENT or token.string.startswith("#!"):
+            continue
+        if re.match(r"(noqa|type:|mypy:|fmt:|ruff:)", text):
             continue
         alone = lines[line - 1].lstrip().startswith("#")
-        if block and line == last + 1 and alone:
-            block.append(text)
+        if alone and blocks and line == blocks[-1][0] + len(blocks[-1][1]):
+            blocks[-1][1].append(text)
         else:
-            if block:
-                yield start, "\n".join(block), False
-            block, start = [text], line
-        last = line
-    if block:
-        yield start, "\n".join(block), False
+            blocks.append((line, [text]))
+    yield from ((start, "\n".join(block), False) for start, block in blocks)
 
 
 def of_c(source: str) -> Iterator[Text]:
@@ -170,8 +169,6 @@ def sentences(text: str) -> Iterator[str]:
 def faults(text: str, first: int, of_bool: bool, page: bool) -> Iterator[tuple[int, str]]:
     for line, paragraph in paragraphs(text, first, page):
         for number, sentence in enumerate(sentences(paragraph)):
-            if any(sentence.startswith(known) for known in EXCEPTIONS):
-                continue
             word = re.match(r"[A-Za-z]+", sentence)
             if word and word[0] in STARTS and not sentence.endswith("?"):
                 if not (word[0] == "Whether" and of_bool and number == 0):
@@ -191,12 +188,7 @@ def texts(path: Path) -> Iterator[Text]:
         yield from of_c(source)
     elif path.suffix == ".md":
         yield 1, source, False
-    elif path.suffix in (".sh", ".cmake") or path.name in (
-        "CMakeLists.txt",
-        "Dockerfile",
-        "Makefile",
-        "run",
-    ):
+    elif path.suffix in (".sh", ".cmake") or path.name in SHELL_LIKE:
         yield from of_shell(source)
 
 

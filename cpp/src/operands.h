@@ -52,7 +52,7 @@ struct MatrixOut {
   void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
-  // The same memory as an input.
+  // View of this memory as an input.
   constexpr MatrixIn contents() const { return {data, dtype, rows, cols, row_stride, col_stride}; }
 };
 

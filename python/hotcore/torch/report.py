@@ -36,7 +36,7 @@ class Converted:
     macs: int | None = None
     """Multiply-adds of its forward pass over ``inputs``; None without ``inputs``."""
     expected_time: float | None = None
-    """Time of forward and backward over plain torch's; None without a fit (:mod:`.gains`)."""
+    """Time over plain torch's, of forward and backward; None without a fit (``gains.py``)."""
     note: str = ""
 
 
