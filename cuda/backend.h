@@ -29,18 +29,8 @@ class CudaBackend final : public Backend {
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
   void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                  void* workspace) const override;
-  std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
-                                const OperandQuant&) const override;
-  void compress(const Context&, const CompressJob&, void* workspace) const override;
-  void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
-  std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, const Checker&,
-                const Workspace&) const override;
-  void quantize_forward_weight(const Context&, const RowsJob&) const override;
-  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
-                              void* workspace) const override;
-  std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
+  std::size_t workspace(const Context&, Work&) const override;
+  void run(const Context&, Work&, const Checker&, const Workspace&) const override;
 };
 
 // Facts about a context's device for plans. It answers queries while it lives.

@@ -374,24 +374,28 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
 }  // namespace
 
 // Launches the products in the plan's order.
-void launch_small_gemms(const Context& context, const plan::Step& step, const GemmArgs* products,
-                        int count) {
-  const auto& work = step.as<plan::SmallGemmStep>();
+void launch_small_gemms(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::SmallGemmStep>();
+  const GemmArgs* products[2] = {};
+  int count = 0;
+  for (const WorkProduct& product : work.products) {
+    if (product.multiplies()) products[count++] = &product.args;
+  }
   Args args{};
-  args.second_block = work.second_block;
-  args.stages = work.stages;
+  args.second_block = part.second_block;
+  args.stages = part.stages;
   for (int place = 0; place < count; ++place) {
-    const int p = work.swapped ? 1 - place : place;
-    const GemmArgs& gemm = products[p];
+    const int p = part.swapped ? 1 - place : place;
+    const GemmArgs& gemm = *products[p];
     Product& product = args.product[place];
     product.gemm = gemm;
     product.tiles_n = static_cast<unsigned>(ceil_div(gemm.n, tile_n));
-    product.share = work.plan.share[p];
+    product.share = part.plan.share[p];
     while (1 << product.share_log2 < product.share) ++product.share_log2;
     const plan::OutFacts out = plan::out_facts(gemm.out);
     product.vectors = out.dense_rows && out.rows_aligned;
   }
-  launch("gemm", context, work.plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
+  launch("gemm", context, part.plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
          step.shape, args);
 }
 

@@ -39,9 +39,9 @@
 namespace hot::detail {
 namespace columns {
 
-Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform transform,
-               const ColumnSum* sum) {
-  const Projection& p = *job.projection;
+Args make_args(const Context& context, const Work& work, const Operand& job,
+               ColumnTransform transform, bool sum) {
+  const Projection& p = job.transform;
   Args args{};
   args.x = job.x;
   args.order = p.order;
@@ -49,7 +49,7 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.fold = p.basis == Basis::sketch              ? drawn_fold
               : p.rows.size() > 1 && p.rows[1] == 2 ? sequency_fold
                                                     : 0;
-  args.sketch_weight = job.side == Side::gradient ? p.sketch_weight : 1.0F;
+  args.sketch_weight = job.side() == Side::gradient ? p.sketch_weight : 1.0F;
   args.sketch = device_key(job.sketch_key, Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);
   args.codes = job.out.codes;
@@ -61,11 +61,11 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
   args.contiguous = plan::array_facts(job.x).rows_aligned && p.order.samples == 0;
-  args.sum_wanted = sum != nullptr;
-  if (sum != nullptr) {
-    args.sum = sum->out;
-    args.sum_accumulate = sum->accumulate;
-    args.partial_sums = static_cast<float*>(sum->workspace);
+  args.sum_wanted = sum && job.sum;
+  if (args.sum_wanted) {
+    args.sum = work.sum.out;
+    args.sum_accumulate = work.sum.accumulate;
+    args.partial_sums = work.sum.workspace;
   }
   args.column_tiles = column_tiles(job.x.cols, job.x.dtype);
   return args;
@@ -183,14 +183,14 @@ KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
 
 }  // namespace
 
-void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,
-                    const ColumnSum* sum) {
-  const auto& work = step.as<plan::ColumnsStep>();
-  Args args = make_args(context, job, work.transform, work.pass == Pass::codes ? nullptr : sum);
-  args.ctas = work.ctas;
-  args.cluster = work.cluster;
+void launch_columns(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::ColumnsStep>();
+  Args args = make_args(context, work, work.operands.at(part.of, Along::column), part.transform,
+                        part.pass != Pass::codes);
+  args.ctas = part.ctas;
+  args.cluster = part.cluster;
   args.independent = step.independent;
-  launch("backward_linear", context, kernel_of(work.transform, work.pass, step.dtype), step.shape,
+  launch("backward_linear", context, kernel_of(part.transform, part.pass, step.dtype), step.shape,
          args);
 }
 

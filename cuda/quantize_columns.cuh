@@ -640,6 +640,7 @@ class WarpTile {
 // ---- host (quantize_columns.cu)
 
 // Arguments except the division of the work (ctas, cluster). `sum` is g_b, or null.
-Args make_args(const Context&, const ColumnsJob&, ColumnTransform, const ColumnSum* sum);
+// `sum`: also g_b
+Args make_args(const Context&, const Work&, const Operand&, ColumnTransform, bool sum);
 
 }  // namespace hot::detail::columns

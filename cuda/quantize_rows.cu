@@ -104,27 +104,28 @@ __global__ void rows_kernel(RowsArgs args) {
 
 }  // namespace
 
-void launch_rows(const Context& context, const plan::Step& step, const RowsJob& job) {
-  const auto& work = step.as<plan::RowsStep>();
+void launch_rows(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& rows = step.as<plan::RowsStep>();
+  const Operand& job = work.operands.at(rows.of, Along::row);
   RowsArgs args = rows_args(context, job);
-  args.pass = work.pass;
-  const char* const stage = work.of == plan::Source::gy ? "backward_linear" : "forward_linear";
+  args.pass = rows.pass;
+  const char* const stage = rows.of == Source::gy ? "backward_linear" : "forward_linear";
   const auto run = [&](auto kernel) { launch(stage, context, kernel, step.shape, args); };
   if (step.kernel == plan::Kernel::rows) {
     with_rounding(job.quant.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
   } else {
     host_with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      with_lane_blocks(work.lane_blocks, [&](auto b) {
+      with_lane_blocks(rows.lane_blocks, [&](auto b) {
         constexpr int B = decltype(b)::value;
-        run(job.hadamard_block == gradient_block ? rows16_kernel<gradient_block, B, Tag>
+        run(job.transform.block == gradient_block ? rows16_kernel<gradient_block, B, Tag>
                                                  : rows16_kernel<forward_block, B, Tag>);
       });
     });
   }
 }
 
-RowsArgs rows_args(const Context& context, const RowsJob& job) {
+RowsArgs rows_args(const Context& context, const Operand& job) {
   return {job.x,
           job.out.codes,
           job.out.scale,
@@ -133,7 +134,7 @@ RowsArgs rows_args(const Context& context, const RowsJob& job) {
           job.out.k_padded,
           static_cast<int>(ceil_div(job.x.cols, 16)),
           job.quant.bits,
-          job.hadamard_block,
+          job.transform.block,
           device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
           plan::array_facts(job.x).rows_aligned && job.x.cols % 16 == 0};

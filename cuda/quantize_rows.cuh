@@ -111,6 +111,6 @@ void with_lane_blocks(int lane_blocks, const Call& call) {
 }
 
 // Arguments except the pass.
-RowsArgs rows_args(const Context&, const RowsJob&);
+RowsArgs rows_args(const Context&, const Operand&);
 
 }  // namespace hot::detail

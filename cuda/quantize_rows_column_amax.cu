@@ -290,23 +290,24 @@ __global__ void __launch_bounds__(threads, 1)
 
 }  // namespace
 
-void launch_rows_column_amax(const Context& context, const plan::Step& step, const RowsJob& rows,
-                             const ColumnsJob& columns, const ColumnSum* sum) {
-  const auto& work = step.as<plan::RowsColumnAmaxStep>();
+void launch_rows_column_amax(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::RowsColumnAmaxStep>();
+  const Operand& rows = work.operands.at(part.of, Along::row);
   RowsColumnAmaxArgs args{};
   args.rows = rows_args(context, rows);
-  args.rows.pass = work.pass;
-  args.columns = columns::make_args(context, columns, work.transform, sum);
-  args.transform = work.transform;
-  args.lanes = work.lanes;
-  args.token_blocks = work.token_blocks;
-  args.tiles = work.tiles;
-  args.unit_tiles = work.unit_tiles;
-  args.counter = args.columns.amax + work.counter;
-  with_lane_blocks(work.lane_blocks, [&](auto b) {
+  args.rows.pass = part.pass;
+  args.columns = columns::make_args(context, work, work.operands.at(part.of, Along::column),
+                                    part.transform, true);
+  args.transform = part.transform;
+  args.lanes = part.lanes;
+  args.token_blocks = part.token_blocks;
+  args.tiles = part.tiles;
+  args.unit_tiles = part.unit_tiles;
+  args.counter = args.columns.amax + part.counter;
+  with_lane_blocks(part.lane_blocks, [&](auto b) {
     constexpr int B = decltype(b)::value;
-    launch(work.of == plan::Source::gy ? "backward_linear" : "quantize_forward_input", context,
-           rows.hadamard_block == gradient_block ? rows_column_amax_kernel<gradient_block, B>
+    launch(part.of == Source::gy ? "backward_linear" : "quantize_forward_input", context,
+           rows.transform.block == gradient_block ? rows_column_amax_kernel<gradient_block, B>
                                                  : rows_column_amax_kernel<forward_block, B>,
            step.shape, args);
   });

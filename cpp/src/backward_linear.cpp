@@ -1,17 +1,15 @@
 // compress_activation and backward_linear: checks, then the backend. No arithmetic here.
 #include "hot/backward_linear.h"
 
-#include <algorithm>
-#include <optional>
 #include <string>
 
 #include "arithmetic.h"
-#include "backward_work.h"
 #include "checks.h"
 #include "config_fields.h"
 #include "fingerprint.h"
 #include "hot/error.h"
 #include "kernels.h"
+#include "work.h"
 
 namespace hot {
 
@@ -25,7 +23,6 @@ using detail::Fingerprint;
 using detail::float_dtypes;
 using detail::MatrixIn;
 using detail::MatrixOut;
-using detail::OperandQuant;
 using detail::Projection;
 
 namespace {
@@ -46,40 +43,6 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_low_rank(spec.low_rank);
 }
 
-// Exponents of the token sizes, or null if tokens were not equalised.
-const std::uint8_t* saved_exponents(const ConstSavedActivation& saved, const SavedLayout& layout,
-                                    const BackwardLinearSpec& spec) {
-  if (!spec.equalize_tokens) return nullptr;
-  return static_cast<const std::uint8_t*>(saved.data) + layout.exponent_offset;
-}
-
-SavedLayout layout_of(const Projection& p, std::int64_t in_features,
-                      const BackwardLinearSpec& spec) {
-  SavedLayout layout;
-  layout.channels = in_features;
-  layout.k = p.k;
-  layout.k_padded = p.k_padded;
-  std::size_t scale_bytes;
-  if (spec.storage == Storage::int4) {
-    layout.row_bytes = detail::round_up(p.tokens, detail::int4_k_alignment) / 2;
-    layout.scales = in_features * detail::ceil_div(p.tokens, detail::int4_group);
-    scale_bytes = sizeof(std::uint16_t);
-  } else {
-    layout.row_bytes = p.k_padded;
-    layout.scales = detail::activation_quant(spec).per_tensor ? 1 : in_features;
-    scale_bytes = sizeof(float);
-  }
-  // The length of a row is a multiple of 16 bytes, so the scales behind the rows are aligned.
-  layout.scale_offset = static_cast<std::size_t>(in_features * layout.row_bytes);
-  layout.exponent_offset =
-      layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
-  layout.bytes =
-      layout.exponent_offset + static_cast<std::size_t>(spec.equalize_tokens ? p.tokens : 0);
-  return layout;
-}
-
-bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
-
 }  // namespace
 
 Support supported(const Context& context, const LinearShape& shape,
@@ -98,7 +61,8 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   // Fields that do not affect the bytes get a fixed value.
   BackwardLinearSpec normalised = spec;
   normalised.hadamard_block = 0;
-  const bool one_scale = spec.storage == Storage::int8 && detail::activation_quant(spec).per_tensor;
+  const bool one_scale =
+      spec.storage == Storage::int8 && spec.gw_scale != Granularity::channel;
   normalised.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
   if (spec.low_rank.basis == Basis::full) normalised.low_rank = {};
   if (!normalised.low_rank.rows.empty()) normalised.low_rank.rank = 0;
@@ -118,52 +82,31 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                          const BackwardLinearSpec& spec) {
   check_shape("saved_layout", {tokens, 0, in_features});
   check_spec("saved_layout", spec);
-  return layout_of(detail::token_projection(tokens, spec), in_features, spec);
+  return detail::layout_of(detail::token_projection(tokens, spec), in_features, spec);
 }
-
-namespace {
-
-std::size_t compress_workspace(const Context& context, std::int64_t in_features,
-                               const Projection& p, const BackwardLinearSpec& spec) {
-  if (spec.storage != Storage::int8) return 0;
-  return backend_of(context).columns_workspace(context, in_features, p,
-                                               detail::activation_quant(spec));
-}
-
-}  // namespace
 
 std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
-  saved_layout(tokens, in_features, spec);  // throws the errors of the call itself
-  return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
+  const SavedLayout layout = saved_layout(tokens, in_features, spec);
+  detail::Work work;
+  detail::add_saved_x(work, {}, detail::shape_in(DType::f32, tokens, in_features),
+                      detail::saved_x(nullptr, layout, tokens, spec), spec);
+  return backend_of(context).workspace(context, work);
 }
 
-detail::CompressCall::CompressCall(const Checker& check, const char* call, const Context& context,
-                                   const ConstTensorView& x, const MatrixIn& rows,
-                                   const BackwardLinearSpec& spec, const SavedActivation& saved,
-                                   const Workspace& workspace) {
+ConstSavedActivation detail::check_saved_x(const Checker& check, const char* call,
+                                           const Context& context, const ConstTensorView& x,
+                                           const MatrixIn& rows, const BackwardLinearSpec& spec,
+                                           const SavedActivation& saved, Work& work) {
   check_spec(call, spec);
-  projection = token_projection(rows.rows, spec);
-  const SavedLayout layout = layout_of(projection, rows.cols, spec);
-  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
+  const SavedLayout layout = layout_of(token_projection(rows.rows, spec), rows.cols, spec);
+  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, BufferSize::at_least);
   const ConstTensorView memory = bytes_view(saved.data, layout.bytes, x.device);
   check.disjoint("saved", memory, "x", x);
   check.uses("saved", memory);
-  check.workspace(workspace, compress_workspace(context, rows.cols, projection, spec));
-  kept = {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
-  if (layout.bytes == 0) return;
-  auto* const bytes = static_cast<std::uint8_t*>(saved.data);
-  auto* const scales = bytes + layout.scale_offset;
-  job.emplace(CompressJob{rows,
-                          spec.equalize_tokens ? bytes + layout.exponent_offset : nullptr,
-                          spec,
-                          &projection,
-                          {static_cast<std::int8_t*>(saved.data), reinterpret_cast<float*>(scales),
-                           rows.cols, layout.k_padded, layout.scales},
-                          bytes,
-                          layout.row_bytes,
-                          reinterpret_cast<std::uint16_t*>(scales)});
+  add_saved_x(work, context.key(), rows, saved_x(saved.data, layout, rows.rows, spec), spec);
+  return {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
 }
 
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
@@ -173,10 +116,11 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check.input("x", x, float_dtypes, 2, max_dims);
-  const detail::CompressCall checked(check, call, context, x, check.collapsed("x", x), spec, saved,
-                                     workspace);
-  if (checked.job) backend_of(context).compress(context, *checked.job, workspace.data);
-  return checked.kept;
+  detail::Work work{call};
+  const ConstSavedActivation kept =
+      detail::check_saved_x(check, call, context, x, check.collapsed("x", x), spec, saved, work);
+  backend_of(context).run(context, work, check, workspace);
+  return kept;
 }
 
 void decompress_activation(const Context& context, const ConstSavedActivation& saved,
@@ -195,7 +139,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   detail::check_sizes(call, {"saved.tokens", "saved.in_features"},
                       {saved.tokens, saved.in_features});
   const SavedLayout layout =
-      layout_of(detail::token_projection(saved.tokens, spec), saved.in_features, spec);
+      detail::layout_of(detail::token_projection(saved.tokens, spec), saved.in_features, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
     detail::invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
@@ -210,7 +154,8 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   check.shape("out", out, {last - first, saved.in_features});
   check.disjoint("out", out, "saved", bytes_view(saved.data, saved.bytes, out.device));
   const MatrixOut rows = detail::matrix_out_of(out);
-  if (!has_elements(rows)) return;
+  if (rows.rows == 0 || rows.cols == 0) return;
+  const detail::SavedX codes = detail::saved_x(saved.data, layout, saved.tokens, spec);
   std::int64_t scale_step = layout.scales == 1 ? 0 : 1;
   if (spec.storage != Storage::int8) {
     scale_step = detail::ceil_div(saved.tokens, detail::int4_group);
@@ -218,7 +163,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   backend_of(context).decompress(
       context,
       {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
-       spec.storage, scale_step, first, rows, saved_exponents(saved, layout, spec)});
+       spec.storage, scale_step, first, rows, codes.exponents});
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -227,15 +172,15 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
   return detail::weight_bytes(in_features,
-                              detail::out_feature_projection(out_features, spec).k_padded);
+                              detail::hadamard_projection(out_features, spec.hadamard_block).k_padded);
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
   quantized_weight_bytes(out_features, in_features, spec);  // throws the errors of the call itself
-  return backend_of(context).columns_workspace(context, in_features,
-                                               detail::out_feature_projection(out_features, spec),
-                                               detail::weight_quant(spec));
+  detail::Work work;
+  detail::add_weight(work, detail::shape_in(DType::f32, out_features, in_features), spec, nullptr);
+  return backend_of(context).workspace(context, work);
 }
 
 ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
@@ -247,42 +192,33 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   check_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = detail::matrix_of(w);
-  const Projection p = detail::out_feature_projection(weight.rows, spec);
-  check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, p.k_padded));
+  const std::int64_t k_padded =
+      detail::hadamard_projection(weight.rows, spec.hadamard_block).k_padded;
+  check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, k_padded));
   const ConstTensorView memory = bytes_view(out.data, out.bytes, w.device);
   check.disjoint("out", memory, "w", w);
   check.uses("out", memory);
-  const detail::Backend& backend = backend_of(context);
-  const OperandQuant quant = detail::weight_quant(spec);
-  check.workspace(workspace, backend.columns_workspace(context, weight.cols, p, quant));
-  const ConstQuantizedWeight quantized{out.data, out.bytes, weight.rows, weight.cols,
-                                       weight_format(spec)};
-  if (weight.cols == 0) return quantized;
-  backend.quantize_weight(context,
-                          {weight, &p, Side::activation, context.key(), quant,
-                           detail::weight_operand(out.data, weight.cols, p.k_padded)},
-                          workspace.data);
-  return quantized;
+  detail::Work work{call};
+  detail::add_weight(work, weight, spec, out.data);
+  backend_of(context).run(context, work, check, workspace);
+  return {out.data, out.bytes, weight.rows, weight.cols, weight_format(spec)};
 }
 
 std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  const Projection tokens = detail::token_projection(shape.tokens, spec);
-  const Projection out_features = detail::out_feature_projection(shape.out_features, spec);
-  detail::BackwardWork work{spec, shape, tokens, out_features, need_gx, need_gw, need_gx};
-  work.gb = true;
-  return backend_of(context).backward_workspace(context, work);
+  detail::Work work = detail::operands_of(
+      detail::backward_shape(spec, shape, DType::f32, DType::f32, need_gx, need_gw, true));
+  return backend_of(context).workspace(context, work);
 }
 
 namespace {
 
 // Checks `saved` against the sizes of the call and fills the fields that g_w reads.
-void resolve_saved(detail::BackwardCall& call, Projection& tokens,
-                   const ConstSavedActivation& saved, bool has_weight) {
-  const BackwardLinearSpec& spec = call.work.spec;
-  LinearShape& shape = call.work.shape;
+void resolve_saved(detail::BackwardCall& call, const ConstSavedActivation& saved, bool has_weight) {
+  const BackwardLinearSpec& spec = call.spec;
+  LinearShape& shape = call.shape;
   check_format(backward_name, "saved", "compress_activation", saved.format, saved_format(spec));
   if (has_weight && saved.in_features != shape.in_features) {
     detail::invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
@@ -295,21 +231,10 @@ void resolve_saved(detail::BackwardCall& call, Projection& tokens,
                                        " tokens; expected gy's, " + std::to_string(shape.tokens));
   }
   detail::check_key(backward_name, "saved.key", saved.key);
-  check_shape("saved_layout", {saved.tokens, 0, saved.in_features});
-  tokens = detail::token_projection(shape.tokens, spec);
-  const SavedLayout layout = layout_of(tokens, saved.in_features, spec);
+  const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
   check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
-  auto* const codes = static_cast<std::uint8_t*>(const_cast<void*>(saved.data));  // read only
-  auto* const scales = codes + layout.scale_offset;
-  if (spec.storage == Storage::int8) {
-    call.saved = {reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(scales),
-                  saved.in_features, layout.k_padded, layout.scales};
-  } else {
-    call.groups = {
-        codes, layout.row_bytes, reinterpret_cast<std::uint16_t*>(scales), saved.tokens, {}};
-  }
+  call.saved = detail::saved_x(saved.data, layout, saved.tokens, spec);
   call.sketch_key = saved.key;
-  call.exponents = saved_exponents(saved, layout, spec);
 }
 
 void check_and_run(const Context& context, const ConstTensorView& gy,
@@ -324,27 +249,23 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   }
   check.input("gy", gy, float_dtypes, 2, max_dims);
   const MatrixIn rows = check.collapsed("gy", gy);
-  Projection tokens{};
-  const Projection out_features = detail::out_feature_projection(rows.cols, spec);
-  detail::BackwardCall call{{spec, {rows.rows, rows.cols, 0}, tokens, out_features}};
+  detail::BackwardCall call{spec, {rows.rows, rows.cols, 0}};
   call.gy = rows;
-  detail::BackwardWork& work = call.work;
-  const LinearShape& shape = work.shape;
+  LinearShape& shape = call.shape;
 
   ConstTensorView weight_memory{};
   if (out.gx != nullptr) {
-    const detail::ResolvedWeight weight =
-        detail::resolve_weight(check, w,
-                               {backward_name, "quantize_weight", weight_format(spec), true,
-                                shape.out_features, "gy", out_features.k_padded},
-                               gy.device);
+    const detail::ResolvedWeight weight = detail::resolve_weight(
+        check, w,
+        {backward_name, "quantize_weight", weight_format(spec), true, shape.out_features, "gy",
+         detail::hadamard_projection(shape.out_features, spec.hadamard_block).k_padded},
+        gy.device);
     call.w = weight.matrix;
-    call.quantized = weight.quantized.value_or(detail::Operand{});
-    work.weight = !weight.quantized;
-    work.shape.in_features = weight.other_size;
+    call.quantized = weight.quantized;
+    shape.in_features = weight.other_size;
     weight_memory = weight.memory;
   }
-  if (out.gw != nullptr) resolve_saved(call, tokens, saved, out.gx != nullptr);
+  if (out.gw != nullptr) resolve_saved(call, saved, out.gx != nullptr);
 
   const ConstTensorView saved_bytes = bytes_view(saved.data, saved.bytes, gy.device);
   if (out.gw != nullptr) check.uses("saved", saved_bytes);
@@ -378,15 +299,10 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
   // Without g_w the projection is unused. Building it checks low_rank against the tokens.
-  if (out.gw == nullptr) tokens = detail::token_projection(shape.tokens, spec);
-  work.gx = has_elements(call.gx) && shape.out_features > 0;
-  work.gw = has_elements(call.gw) && shape.tokens > 0;
-  work.weight = work.gx && work.weight;
-  work.gb = out.gb != nullptr;
-  work.accumulate = out.accumulate;
-  work.clear_gx = !work.gx && has_elements(call.gx);
-  work.clear_gw = !work.gw && has_elements(call.gw) && !out.accumulate;
-  backend_of(context).backward(context, call, check, workspace);
+  if (out.gw == nullptr) detail::token_projection(shape.tokens, spec);
+  call.accumulate = out.accumulate;
+  detail::Work work = detail::operands_of(call);
+  backend_of(context).run(context, work, check, workspace);
 }
 
 }  // namespace

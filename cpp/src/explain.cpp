@@ -6,18 +6,22 @@
 #include <cstdio>
 #include <functional>
 
-#include "backward_work.h"
 #include "checks.h"
 #include "cuda_device.h"
-#include "forward_work.h"
 #include "kernels.h"
 #include "plan/plan.h"
+#include "work.h"
 
 namespace hot {
 
 namespace plan = detail::plan;
 
-using detail::Projection;
+using detail::Along;
+using detail::From;
+using detail::Operand;
+using detail::Source;
+using detail::Work;
+using detail::WorkProduct;
 using detail::plan::Buffer;
 using detail::plan::Buffers;
 using detail::plan::DeviceFacts;
@@ -88,26 +92,11 @@ DeviceFacts facts_of(const NamedDevice& device, const plan::DeviceQueries& queri
 
 // ---- steps of a plan: words and bytes ----------------------------------------------------------
 
-struct Layer {
-  LinearShape shape;
-  const BackwardLinearSpec& spec;
-  const ExplainOptions& options;
-  Projection tokens, out_features;
-  const DeviceFacts& facts;
-
-  bool aligned(std::int64_t columns, DType dtype) const {
-    return columns * size_of(dtype) % 16 == 0;
-  }
-  plan::ArrayFacts array(std::int64_t columns) const {
-    return {options.dtype, aligned(columns, options.dtype), columns % 4 == 0};
-  }
-  plan::CompressShape kept() const {
-    return {array(shape.in_features), shape.tokens, shape.in_features, tokens, spec};
-  }
-  plan::OutFacts out(std::int64_t columns, DType dtype) const {
-    return {dtype, true, aligned(columns, dtype)};
-  }
-};
+// Form of x saved from a layer, without memory.
+detail::SavedX saved_shape(const LinearShape& shape, const BackwardLinearSpec& spec) {
+  return detail::saved_x(nullptr, saved_layout(shape.tokens, shape.in_features, spec),
+                         shape.tokens, spec);
+}
 
 class ByBuffer {
  public:
@@ -123,52 +112,46 @@ struct Amounts {
   ByBuffer bytes, operations;
 };
 
-// Bytes of a quantised operand in the workspace.
-std::int64_t size_of(const detail::Operand& operand) {
-  return operand.rows * operand.k_padded + 4 * operand.scales;
+std::int64_t size_of(const detail::MatrixIn& x) { return x.rows * x.cols * size_of(x.dtype); }
+std::int64_t size_of(const detail::Codes& codes) {
+  return codes.rows * codes.k_padded + 4 * codes.scales;
+}
+std::int64_t size_of(const detail::Groups& groups) {
+  const std::int64_t scales = detail::ceil_div(groups.tokens, detail::int4_group);
+  return groups.channels * (groups.row_bytes + 2 * scales);
 }
 
-// Amounts of a call. `scratch` is that of a backward pass.
-Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
-                   const detail::BackwardScratch& scratch) {
-  const auto [L, O, I] = layer.shape;
-  const BackwardLinearSpec& spec = layer.spec;
-  const ExplainOptions& options = layer.options;
-  const std::int64_t size = size_of(options.dtype), k = detail::forward_k(I, options.forward);
-  const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
-  const bool by_token = spec.gw_scale == Granularity::token;
-  const bool backward = call == "backward_linear", forward = call == "forward_linear";
+Amounts amounts_of(const Work& work, const Plan& plan) {
   Amounts all;
-  all.operations[Buffer::gx] = 2 * L * I * kx;
-  all.operations[Buffer::gw] = 2 * O * I * kw;
-  all.operations[Buffer::y] = 2 * L * O * k;
   ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
-  bytes[Buffer::gy] = bytes[Buffer::y] = L * O * size;
-  bytes[Buffer::w] = O * I * size;
-  bytes[Buffer::x] = bytes[Buffer::gx] = L * I * size;
-  bytes[Buffer::gw] = O * I * size_of(options.gw_dtype);
-  bytes[Buffer::gb] = bytes[Buffer::wide_bias] = 4 * O;
-  bytes[Buffer::bias] = O * size_of(options.bias_dtype);
-  bytes[Buffer::saved] = static_cast<std::int64_t>(saved_layout(L, I, spec).exponent_offset);
-  bytes[Buffer::exponents] = L;
-  bytes[Buffer::quantized_w] = I * (kx + 4);
-  bytes[Buffer::weight] = size_of(scratch.weight);
-  bytes[Buffer::gy_rows] = size_of(scratch.rows);
-  bytes[Buffer::columns] = size_of(scratch.columns);
-  bytes[Buffer::activation] = size_of(scratch.activation);
-  bytes[Buffer::x_rows] = bytes[Buffer::forward_x] = L * (k + 4);
-  bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
-  bytes[Buffer::rows_amax] = 4;
-  bytes[Buffer::weight_amax] = detail::weight_quant(spec).per_tensor ? 4 : 4 * I;
-  // columns_amax belongs to g_y in a backward pass, and to x when it is saved.
-  const bool one_scale =
-      backward ? spec.gw_scale == Granularity::tensor : detail::activation_quant(spec).per_tensor;
-  bytes[Buffer::columns_amax] = one_scale ? 4 : 4 * (!backward ? I : by_token ? kw : O);
-  bytes[Buffer::broadcast_a] = 4 * (forward ? L : std::max(L, O));
-  bytes[Buffer::broadcast_b] = 4 * (forward ? O : I);
+  for (const Operand& operand : work.operands) {
+    const detail::OperandQuant& quant = operand.quant;
+    if (operand.from == From::matrix) bytes[plan::matrix_buffer(operand.source)] = size_of(operand.x);
+    if (operand.from == From::groups) bytes[Buffer::saved] = size_of(operand.groups);
+    bytes[plan::codes_buffer(operand)] =
+        operand.code == Storage::int4 ? size_of(operand.groups) : size_of(operand.out);
+    if (operand.from != From::matrix) continue;
+    bytes[Buffer::exponents] = operand.x.rows;
+    bytes[plan::amax_buffer(operand)] =
+        4 * (quant.per_tensor ? 1 : quant.per_contraction ? operand.out.k_padded : operand.out.rows);
+  }
+  for (const WorkProduct& product : work.products) {
+    const detail::GemmArgs& args = product.args;
+    if (!product.exists()) continue;
+    const Buffer out = plan::buffer_of(product.result);
+    bytes[out] = size_of(args.out.contents());
+    all.operations[out] = 2 * args.m * args.n * args.k;
+    if (args.a_scale_step == 0) bytes[Buffer::broadcast_a] = 4 * args.m;
+    if (args.b_scale_step == 0) bytes[Buffer::broadcast_b] = 4 * args.n;
+  }
+  bytes[Buffer::bias] = size_of(work.bias);
+  bytes[Buffer::wide_bias] = 4 * work.bias.cols;
+  if (work.sum.out.cols > 0) bytes[Buffer::gy] = size_of(work.sum.x);
+  bytes[Buffer::gb] = 4 * work.sum.out.cols;
   for (const Step& step : plan) {
     if (step.kernel != Kernel::final_sum) continue;
-    bytes[Buffer::sums] = bytes[Buffer::all_scratch] = 4 * O * step.as<plan::SumsStep>().runs;
+    bytes[Buffer::sums] = bytes[Buffer::all_scratch] =
+        4 * work.sum.out.cols * step.as<plan::SumsStep>().runs;
   }
   return all;
 }
@@ -312,37 +295,37 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
   }
 }
 
-void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
-               const Rates& rates, const detail::BackwardScratch& scratch = {}) {
-  add_steps(all, call, plan, amounts_of(layer, call, plan, scratch), rates);
+// Adds the steps of a call, and returns the size of its workspace.
+std::size_t add_call(Explanation& all, const DeviceFacts& facts, const Rates& rates, Work work) {
+  const std::size_t bytes = plan::take_scratch(facts, work, nullptr);
+  const Plan plan = plan_of(facts, work);
+  add_steps(all, work.call, plan, amounts_of(work, plan), rates);
+  return bytes;
 }
 
 // ---- the forward product -----------------------------------------------------------------------
 
-void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
-  const auto [L, O, I] = layer.shape;
-  const ExplainOptions& options = layer.options;
+void add_forward(Explanation& all, const DeviceFacts& facts, const Rates& rates,
+                 const LinearShape& shape, const BackwardLinearSpec& spec,
+                 const ExplainOptions& options) {
+  const auto [L, O, I] = shape;
+  detail::ForwardCall call =
+      detail::forward_shape(options.forward, shape, options.dtype, options.compress,
+                            options.quantized_forward_weight);
   if (options.quantized_forward_weight && O > 0) {
-    add_steps(all, layer, "quantize_forward_weight",
-              plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
-              rates);
+    Work work{"quantize_forward_weight"};
+    add_forward_operand(work, Source::w, call.w, options.forward, nullptr);
+    add_call(all, facts, rates, work);
   }
   if (options.compress) {
-    const plan::CompressShape saved = layer.kept();
-    add_steps(all, layer, "quantize_forward_input",
-              plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &saved),
-              rates);
+    Work work{"quantize_forward_input"};
+    add_forward_operand(work, Source::x, call.x, options.forward, nullptr);
+    add_saved_x(work, {}, call.x, saved_shape(shape, spec), spec);
+    add_call(all, facts, rates, work);
   }
   if (L == 0 || O == 0) return;
-  const detail::ForwardWork work{
-      options.forward,   layer.shape,
-      !options.compress, !options.quantized_forward_weight,
-      options.bias,      options.bias && options.bias_dtype != DType::f32};
-  add_steps(all, layer, "forward_linear",
-            plan::plan_forward(layer.facts, work,
-                               {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
-            rates);
-  all.workspace = plan::take_scratch(layer.facts, work, nullptr).bytes;
+  if (options.bias) call.bias = detail::shape_in(options.bias_dtype, 1, O);
+  all.workspace = add_call(all, facts, rates, operands_of(call));
 }
 
 // Writes the device and the rates of the floor into `all`, and returns the rates.
@@ -472,40 +455,27 @@ Explanation explain(std::string_view device, const LinearShape& shape,
 
   Explanation all;
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
-    const Layer layer{shape,
-                      spec,
-                      options,
-                      detail::token_projection(shape.tokens, spec),
-                      detail::out_feature_projection(shape.out_features, spec),
-                      facts};
     const auto [L, O, I] = shape;
     const Rates rates = set_device(all, device, facts, named);
-    if (options.y) add_forward(all, layer, rates);
+    if (options.y) add_forward(all, facts, rates, shape, spec, options);
     const bool elements = L > 0 && I > 0;
     if (options.compress && !options.y) {
-      add_steps(all, layer, "compress_activation", plan::plan_compress(facts, layer.kept()), rates);
+      Work work{"compress_activation"};
+      add_saved_x(work, {}, detail::shape_in(options.dtype, L, I), saved_shape(shape, spec), spec);
+      add_call(all, facts, rates, work);
     }
-    const bool gx = options.gx && elements && O > 0, gw = options.gw && elements && O > 0;
-    if (options.quantized_weight && gx) {
-      add_steps(all, layer, "quantize_weight",
-                plan::plan_weight(facts, layer.array(I), I, layer.out_features,
-                                  detail::weight_quant(spec), I),
-                rates);
-    }
-    detail::BackwardWork work{
-        spec, shape, layer.tokens, layer.out_features, gx, gw, gx && !options.quantized_weight};
-    work.gb = options.gb;
-    work.accumulate = options.accumulate;
-    work.clear_gx = options.gx && !gx && elements;
-    work.clear_gw = options.gw && !gw && O > 0 && I > 0 && !options.accumulate;
     if (!options.gx && !options.gw && !options.gb) return;
-    const detail::BackwardScratch scratch = plan::take_scratch(facts, work, nullptr);
-    add_steps(all, layer, "backward_linear",
-              plan::plan_backward(facts, work,
-                                  {layer.array(O), layer.array(I), layer.out(I, options.dtype),
-                                   layer.out(I, options.gw_dtype)}),
-              rates, scratch);
-    all.workspace = std::max(all.workspace, scratch.bytes);
+    detail::BackwardCall call = detail::backward_shape(
+        spec, shape, options.dtype, options.gw_dtype, options.gx, options.gw, options.gb);
+    call.accumulate = options.accumulate;
+    if (options.quantized_weight && options.gx && elements && O > 0) {
+      Work work{"quantize_weight"};
+      add_weight(work, call.w, spec, nullptr);
+      call.quantized = work.operands.at(Source::w, Along::column).out;
+      add_call(all, facts, rates, work);
+    }
+    all.workspace =
+        std::max(all.workspace, add_call(all, facts, rates, operands_of(call)));
   });
   all.text = text_of(
       all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +

@@ -1,14 +1,11 @@
 // forward_linear: checks, then the backend. No arithmetic here.
 #include "hot/forward_linear.h"
 
-#include <optional>
-
 #include "arithmetic.h"
-#include "backward_work.h"
 #include "checks.h"
 #include "fingerprint.h"
-#include "forward_work.h"
 #include "kernels.h"
+#include "work.h"
 
 namespace hot {
 
@@ -39,7 +36,7 @@ struct InputArgument {
 // Checks x, writes x and its sizes into `call`, and returns x's memory.
 ConstTensorView resolve_input(const Checker& check, const Context& context, const InputArgument& x,
                               detail::ForwardCall& call) {
-  LinearShape& shape = call.work.shape;
+  LinearShape& shape = call.shape;
   if (x.quantized == nullptr) {
     check.input("x", *x.view, float_dtypes, 2, max_dims);
     call.x = check.collapsed("x", *x.view);
@@ -50,13 +47,13 @@ ConstTensorView resolve_input(const Checker& check, const Context& context, cons
   const ConstQuantizedInput& codes = *x.quantized;
   detail::check_sizes(forward_name, {"tokens", "in_features"}, {codes.tokens, codes.in_features});
   detail::check_format(forward_name, "x", "quantize_forward_input", codes.format,
-                       forward_input_format(call.work.spec));
-  const std::int64_t k = forward_k(codes.in_features, call.work.spec);
+                       forward_input_format(call.spec));
+  const std::int64_t k = forward_k(codes.in_features, call.spec);
   detail::check_bytes(forward_name, "x", codes.data, codes.bytes,
                       detail::weight_bytes(codes.tokens, k));
   shape.tokens = codes.tokens;
   shape.in_features = codes.in_features;
-  call.quantized_x = detail::quantized_operand(codes.data, codes.tokens, k);
+  call.quantized_x = detail::quantized_codes(codes.data, codes.tokens, k);
   const ConstTensorView memory = bytes_view(codes.data, codes.bytes, context.device());
   check.uses("x", memory);
   return memory;
@@ -68,8 +65,8 @@ void check_and_run(const Context& context, const InputArgument& given_x,
   const detail::StandardArithmetic arithmetic;
   const Checker check(forward_name, context);
   check_spec(forward_name, spec);
-  detail::ForwardCall call{{spec, {}, given_x.quantized == nullptr, w.quantized == nullptr}};
-  LinearShape& shape = call.work.shape;
+  detail::ForwardCall call{spec, {}};
+  LinearShape& shape = call.shape;
   const ConstTensorView x = resolve_input(check, context, given_x, call);
   const detail::ResolvedWeight weight =
       detail::resolve_weight(check, w,
@@ -77,23 +74,22 @@ void check_and_run(const Context& context, const InputArgument& given_x,
                               false, shape.in_features, "x", forward_k(shape.in_features, spec)},
                              x.device);
   call.w = weight.matrix;
-  call.quantized = weight.quantized.value_or(detail::Operand{});
+  call.quantized_w = weight.quantized;
   shape.out_features = weight.other_size;
   check_shape(forward_name, shape);
 
   check.output("y", y, float_dtypes, 2, max_dims);
   check.disjoint("y", y, "x", x);
   check.disjoint("y", y, "w", weight.memory);
-  call.work.bias = detail::is_given(bias);
-  if (call.work.bias) {
+  if (detail::is_given(bias)) {
     check.input("bias", bias, float_dtypes, 1, 1);
     check.shape("bias", bias, {shape.out_features});
     check.disjoint("y", y, "bias", bias);
     call.bias = {bias.data, bias.dtype, 1, shape.out_features, 0, bias.stride[0]};
-    call.work.wide = bias.dtype != DType::f32 || (bias.stride[0] != 1 && shape.out_features > 1);
   }
   call.y = check.collapsed_out("y", y, shape.tokens, shape.out_features);
-  backend_of(context).forward(context, call, check, workspace);
+  detail::Work work = detail::operands_of(call);
+  backend_of(context).run(context, work, check, workspace);
 }
 
 }  // namespace
@@ -128,11 +124,9 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
   const std::int64_t k = forward_k(weight.cols, spec);
   detail::check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.rows, k));
   check.disjoint("out", bytes_view(out.data, out.bytes, w.device), "w", w);
-  if (weight.rows > 0) {
-    backend_of(context).quantize_forward_weight(context,
-                                                {weight, spec.hadamard_block, detail::forward_quant,
-                                                 detail::weight_operand(out.data, weight.rows, k)});
-  }
+  detail::Work work{call};
+  detail::add_forward_operand(work, detail::Source::w, weight, spec, out.data);
+  backend_of(context).run(context, work, check, {});
   return {out.data, out.bytes, weight.rows, weight.cols, forward_weight_format(spec)};
 }
 
@@ -169,21 +163,14 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   check.disjoint("out", memory, "x", x);
   check.uses("out", memory);
   ForwardInput result{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
-  std::optional<detail::CompressCall> compress;
+  detail::Work work{input_name};
+  detail::add_forward_operand(work, detail::Source::x, rows, spec, out.data);
   if (kept != nullptr) {
-    compress.emplace(check, input_name, context, x, rows, *kept, saved, workspace);
-    result.saved = compress->kept;
+    result.saved =
+        detail::check_saved_x(check, input_name, context, x, rows, *kept, saved, work);
     check.disjoint("saved", bytes_view(saved.data, result.saved.bytes, x.device), "out", memory);
   }
-  const detail::CompressJob* const job = compress && compress->job ? &*compress->job : nullptr;
-  if (rows.rows > 0) {
-    backend_of(context).quantize_forward_input(context,
-                                               {rows, spec.hadamard_block, detail::forward_quant,
-                                                detail::weight_operand(out.data, rows.rows, k)},
-                                               job, workspace.data);
-  } else if (job != nullptr) {
-    backend_of(context).compress(context, *job, workspace.data);
-  }
+  backend_of(context).run(context, work, check, workspace);
   return result;
 }
 
@@ -207,8 +194,11 @@ std::size_t forward_linear_workspace(const Context& context, const LinearShape& 
                                      bool quantized_input) {
   check_shape("forward_linear_workspace", shape);
   check_spec("forward_linear_workspace", spec);
-  return backend_of(context).forward_workspace(
-      context, {spec, shape, !quantized_input, !quantized_weight, true, true});
+  detail::ForwardCall call =
+      detail::forward_shape(spec, shape, DType::f32, quantized_input, quantized_weight);
+  call.bias = detail::shape_in(DType::bf16, 1, shape.out_features);  // needs the most
+  detail::Work work = detail::operands_of(call);
+  return backend_of(context).workspace(context, work);
 }
 
 void forward_linear(const Context& context, const ConstTensorView& x, const ConstTensorView& w,

@@ -140,8 +140,13 @@ TEST(Plan, an_empty_x_gets_the_scales_that_it_has) {
     spec.gw_scale = one ? hot::Granularity::tensor : hot::Granularity::channel;
     const std::int64_t scales = hot::saved_layout(tokens, ins, spec).scales;
     ASSERT_EQ(scales, one ? 1 : ins);
-    const hot::detail::Projection p = hot::detail::make_projection(tokens, spec.low_rank);
-    const plan::Plan plan = plan::plan_compress(plan::DeviceFacts{}, {{}, tokens, ins, p, spec});
+    hot::detail::Work work;
+    add_saved_x(work, {}, hot::detail::shape_in(DType::bf16, tokens, ins),
+                hot::detail::saved_x(nullptr, hot::saved_layout(tokens, ins, spec), tokens, spec),
+                spec);
+    const plan::DeviceFacts device;
+    take_scratch(device, work, nullptr);
+    const plan::Plan plan = plan_of(device, work);
     const bool written = std::any_of(plan.begin(), plan.end(), [](const plan::Step& step) {
       return step.kernel == plan::Kernel::finish_scales;
     });

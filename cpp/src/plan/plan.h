@@ -9,14 +9,11 @@
 #include <initializer_list>
 #include <variant>
 
-#include "backward_work.h"
-#include "checks.h"
-#include "forward_work.h"
-#include "kernels.h"
 #include "plan/gemm_sm80_plan.h"
 #include "plan/gemm_sm90_plan.h"
 #include "plan/kernels.def"
 #include "plan/launch_shape.h"
+#include "work.h"
 
 namespace hot::detail {
 
@@ -297,10 +294,14 @@ struct Refusals {
   const Refusal* end() const { return last; }
 };
 
-// Matrix from which an operand is made.
-enum class Source : std::uint8_t { gy, w, x };
-constexpr Buffer buffer_of(Source source) {
+// Buffers of an operand: its matrix, its codes, its largest values.
+constexpr Buffer matrix_buffer(Source source) {
   return source == Source::gy ? Buffer::gy : source == Source::w ? Buffer::w : Buffer::x;
+}
+Buffer codes_buffer(const Operand&);
+Buffer amax_buffer(const Operand&);
+constexpr Buffer buffer_of(Result result) {
+  return result == Result::gx ? Buffer::gx : result == Result::gw ? Buffer::gw : Buffer::y;
 }
 
 struct RowsStep {
@@ -453,39 +454,8 @@ struct OutFacts {
 };
 OutFacts out_facts(const MatrixOut& out);
 
-struct BackwardArrays {
-  ArrayFacts gy{}, w{};
-  OutFacts gx{}, gw{};
-};
-
-// Plan of backward_linear: quantisers of all operands, products, g_b.
-Plan plan_backward(const DeviceFacts&, const BackwardWork&, const BackwardArrays&);
-
-// x [rows, cols] to be saved for backward.
-struct CompressShape {
-  ArrayFacts x;
-  std::int64_t rows, cols;
-  const Projection& p;
-  const BackwardLinearSpec& spec;
-};
-// Plan of compress_activation: token exponents if tokens are equalised, then x.
-Plan plan_compress(const DeviceFacts&, const CompressShape&);
-// Plan of quantize_weight.
-Plan plan_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t cols, const Projection&,
-                 const OperandQuant&, std::int64_t scales);
-
-struct ForwardArrays {
-  ArrayFacts x{}, w{};
-  OutFacts y{};
-};
-// Plan of forward_linear: quantisers of x and w, the product.
-Plan plan_forward(const DeviceFacts&, const ForwardWork&, const ForwardArrays&);
-// Plan of quantize_forward_input. `saved`: the same x to be saved, or null.
-Plan plan_forward_input(const DeviceFacts&, const ArrayFacts& x, std::int64_t rows,
-                        std::int64_t cols, const ForwardLinearSpec&, const CompressShape* saved);
-// Plan of quantize_forward_weight.
-Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
-                         int hadamard_block);
+// Plan of a call whose workspace has been taken: quantisers of all operands, products, g_b.
+Plan plan_of(const DeviceFacts&, const Work&);
 
 // A single product.
 struct ProductShape {
@@ -523,13 +493,9 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Projection&,
-                                const OperandQuant&);
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
-
-// Carve a workspace; a null workspace only counts bytes.
-BackwardScratch take_scratch(const DeviceFacts&, const BackwardWork&, void* workspace);
-ForwardScratch take_scratch(const DeviceFacts&, const ForwardWork&, void* workspace);
+// Takes the workspace of a call (work.h) and returns its size.
+std::size_t take_scratch(const DeviceFacts&, Work&, void* workspace);
 
 }  // namespace plan
 }  // namespace hot::detail

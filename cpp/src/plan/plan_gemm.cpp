@@ -159,6 +159,11 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
            p.out.dtype);
 }
 
+struct ProductBuffers {
+  Buffers a, b;
+  Buffer out;
+};
+
 // Adds product number `index` of a call.
 void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index,
                  const ProductBuffers& buffers) {
@@ -276,6 +281,14 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
 
 namespace {
 
+// Products that one launch may share, and their numbers in the call.
+struct Products {
+  ProductShape shapes[2]{};
+  ProductBuffers buffers[2]{};
+  int index[2]{};
+  int count = 0;
+};
+
 Reason why_not_one_launch(const Products& products) {
   std::int64_t work = 0;
   for (int i = 0; i < products.count; ++i) {
@@ -285,25 +298,33 @@ Reason why_not_one_launch(const Products& products) {
                                            : why_not_small_gemms(products.shapes, products.count);
 }
 
-void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
-  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out, ProductStep{number});
+ProductShape shape_of(const Work& work, const WorkProduct& product) {
+  ProductShape p = product_shape(product.args);
+  p.scaled = true;
+  p.bias = product.result == Result::y && work.bias.rows > 0;
+  return p;
 }
 
-}  // namespace
-
-void add_gx(Plan& plan, Products& products, const BackwardWork& work, const OutFacts& out) {
-  const LinearShape& shape = work.shape;
-  if (work.gx) {
-    products.add(0, shape.tokens, shape.in_features, work.out_features.k_padded, out,
-                 {Buffer::gy_rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx});
-  } else if (work.clear_gx) {
-    add_zeros(plan, shape.tokens * shape.in_features, Buffer::gx, 0);
+ProductBuffers buffers_of(const Work& work, const WorkProduct& product) {
+  const Operand* const operands = work.operands.begin();
+  Buffers b = codes_buffer(operands[product.b]);
+  if (product.result == Result::y && work.bias.rows > 0) {
+    b |= work.widens() ? Buffer::wide_bias : Buffer::bias;
   }
+  return {codes_buffer(operands[product.a]), b, buffer_of(product.result)};
 }
 
-void add_no_gw(Plan& plan, const BackwardWork& work) {
-  if (work.gw || !work.clear_gw) return;
-  add_zeros(plan, work.shape.out_features * work.shape.in_features, Buffer::gw, 1);
+// Adds a product with a scale per k, or zeros.
+void add_single(Plan& plan, const Work& work, int index) {
+  const WorkProduct& product = work.products[index];
+  const Buffer out = buffer_of(product.result);
+  const LaunchShape shape{ceil_div(product.args.m * product.args.n, 256), 256};
+  if (product.clear) return plan.add(Kernel::fill_zero, shape, {}, out, ProductStep{index});
+  const ProductBuffers buffers = buffers_of(work, product);
+  Buffers reads = buffers.a | buffers.b;
+  if (product.args.accumulate) reads |= out;
+  plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
+  plan.add(Kernel::token, shape, reads, out, ProductStep{index}, product.args.out.dtype);
 }
 
 void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
@@ -320,6 +341,24 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Products& products
     if (shapes[i].accumulate) reads |= buffers[i].out;
   }
   add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
+}
+
+}  // namespace
+
+void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
+  Products products;
+  for (int i = 0; i < 2; ++i) {
+    const WorkProduct& product = work.products[i];
+    if (!product.multiplies()) continue;
+    products.shapes[products.count] = shape_of(work, product);
+    products.buffers[products.count] = buffers_of(work, product);
+    products.index[products.count++] = i;
+  }
+  add_products(plan, facts, products);
+  for (int i = 0; i < 2; ++i) {
+    const WorkProduct& product = work.products[i];
+    if (product.exists() && !product.multiplies()) add_single(plan, work, i);
+  }
 }
 
 Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {

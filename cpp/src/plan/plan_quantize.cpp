@@ -50,31 +50,31 @@ Reason other_rounding(const OperandQuant& quant) {
   return {"rounding is %s", 0, rounding_name(quant.rounding)};
 }
 
-const char* block_name(const RowsShape& job) {
-  return job.of == Source::gy ? "hadamard_block" : "forward's hadamard_block";
+const char* block_name(const Operand& job) {
+  return job.source == Source::gy ? "hadamard_block" : "forward's hadamard_block";
 }
 
 // Reason against loads of 16 elements in rows16_kernel.
-Reason not_16(const RowsShape& job) {
-  if (job.x.rows_aligned && job.cols % 16 == 0) return {};
-  return {"%f %n is not a multiple of 16", job.cols};
+Reason not_16(const Operand& job) {
+  if (array_facts(job.x).rows_aligned && job.x.cols % 16 == 0) return {};
+  return {"%f %n is not a multiple of 16", job.x.cols};
 }
 
-Reason why_not_rows16(const RowsShape& job) {
+Reason why_not_rows16(const Operand& job) {
   const Rounding rounding = job.quant.rounding;
-  if (!rows16_can(job.hadamard_block, rounding)) {
+  if (!rows16_can(job.transform.block, rounding)) {
     if (rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
     return {rounding == Rounding::nearest
                 ? "%s is %n, where 64 has a fast kernel that rounds to nearest"
                 : "%s is %n, where 16 has a fast kernel",
-            job.hadamard_block, block_name(job)};
+            job.transform.block, block_name(job)};
   }
-  return row_share(job.k_padded / 16).lanes > 0 ? Reason{} : too_long(job.cols);
+  return row_share(job.out.k_padded / 16).lanes > 0 ? Reason{} : too_long(job.x.cols);
 }
 
-void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
-  const RowShare share = row_share(job.k_padded / 16);
-  Buffers reads = buffer_of(job.of), writes = job.codes;
+void add_rows_pass(Plan& plan, const Operand& job, RowsPass pass) {
+  const RowShare share = row_share(job.out.k_padded / 16);
+  Buffers reads = matrix_buffer(job.source), writes = codes_buffer(job);
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // read by atomicMax
     writes = Buffer::rows_amax;
@@ -85,23 +85,23 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
       plan.choose({{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job)},
                    {Kernel::rows}});
   const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // per CTA
-  LaunchShape shape{job.rows, 256};
+  LaunchShape shape{job.x.rows, 256};
   if (kernel == Kernel::rows16) {
-    shape = {ceil_div(job.rows, rows), share.lanes, 0, 1, rows};
+    shape = {ceil_div(job.x.rows, rows), share.lanes, 0, 1, rows};
     note_loads(plan, kernel, not_16(job));
   }
-  plan.add(kernel, shape, reads, writes, RowsStep{job.of, pass, share.blocks}, job.x.dtype);
+  plan.add(kernel, shape, reads, writes, RowsStep{job.source, pass, share.blocks}, job.x.dtype);
 }
 
 // Adds the codes after a pass for the largest value.
-void add_rows_codes(Plan& plan, const RowsShape& job) {
+void add_rows_codes(Plan& plan, const Operand& job) {
   plan.takes({Kernel::rows16, "%a is read first for its scale", one_scale});
   add_rows_pass(plan, job, RowsPass::codes);
 }
 
 }  // namespace
 
-void add_rows(Plan& plan, const RowsShape& job) {
+void add_rows(Plan& plan, const Operand& job) {
   if (!job.quant.per_tensor) return add_rows_pass(plan, job, RowsPass::row_scales);
   add_rows_pass(plan, job, RowsPass::amax);
   add_rows_codes(plan, job);
@@ -200,9 +200,9 @@ LaunchShape column_shape(ColumnTransform transform, std::int64_t tiles, const Cl
 }
 
 // Buffers read by a column quantiser: the matrix, and token exponents if they were equalised.
-Buffers columns_read(const ColumnsShape& job) {
-  const Buffer from = buffer_of(job.of);
-  return job.p.equalized ? from | Buffer::exponents : Buffers(from);
+Buffers columns_read(const Operand& job) {
+  const Buffer from = matrix_buffer(job.source);
+  return job.transform.equalized ? from | Buffer::exponents : Buffers(from);
 }
 
 Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
@@ -217,74 +217,74 @@ void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumu
 
 namespace {
 
-void note_column_loads(Plan& plan, Kernel kernel, const ColumnsShape& job) {
+void note_column_loads(Plan& plan, Kernel kernel, const Operand& job) {
   note_loads(plan, kernel,
-             job.p.order.samples != 0 ? token_grid : not_vectors(job.x.rows_aligned, job.cols));
+             job.transform.order.samples != 0 ? token_grid : not_vectors(array_facts(job.x).rows_aligned, job.x.cols));
 }
 
-void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job,
+void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const Operand& job,
                           ColumnTransform transform) {
   const auto size = static_cast<int>(dtype_size(job.x.dtype));
-  const std::int64_t tiles = column_tiles(job.cols, job.x.dtype);
+  const std::int64_t tiles = column_tiles(job.x.cols, job.x.dtype);
   const ClusterSplit split =
-      cluster_split(facts, token_tiles(job.p, transform), tiles,
+      cluster_split(facts, token_tiles(job.transform, transform), tiles,
                     columns::max_warps * columns::sm_ctas(transform, size, Pass::both));
   const LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
-  Buffers reads = columns_read(job), writes = job.codes;
+  Buffers reads = columns_read(job), writes = codes_buffer(job);
   if (job.sum) {
     reads |= sum_reads(job.accumulate);
     writes |= Buffer::gb;
   }
   note_column_loads(plan, Kernel::columns_one_pass, job);
   plan.add(Kernel::columns_one_pass, shape, reads, writes,
-           ColumnsStep{job.of, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
+           ColumnsStep{job.source, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
 }
 
 // Adds one of two passes, for columns that do not fit a cluster.
-int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transform, Pass pass) {
+int add_column_pass(Plan& plan, const Operand& job, ColumnTransform transform, Pass pass) {
   const ClusterSplit split{
-      static_cast<int>(ceil_div(token_tiles(job.p, transform), columns::two_pass_warps)),
+      static_cast<int>(ceil_div(token_tiles(job.transform, transform), columns::two_pass_warps)),
       columns::two_pass_warps};
-  const LaunchShape shape = column_shape(transform, column_tiles(job.cols, job.x.dtype), split, 0);
+  const LaunchShape shape = column_shape(transform, column_tiles(job.x.cols, job.x.dtype), split, 0);
   const bool amax = pass == Pass::amax;
-  Buffers writes = amax ? job.amax() : job.codes;
+  Buffers writes = amax ? amax_buffer(job) : codes_buffer(job);
   if (amax && job.sum) writes |= Buffer::sums;
   const Kernel kernel = amax ? Kernel::column_amax : Kernel::column_codes;
   note_column_loads(plan, kernel, job);
-  plan.add(kernel, shape, columns_read(job) | job.amax(), writes,
-           ColumnsStep{job.of, transform, pass, split.ctas, 0}, job.x.dtype);
+  plan.add(kernel, shape, columns_read(job) | amax_buffer(job), writes,
+           ColumnsStep{job.source, transform, pass, split.ctas, 0}, job.x.dtype);
   return split.ctas;
 }
 
-void add_finish_scales(Plan& plan, const ColumnsShape& job) {
-  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax(), job.codes,
-           GenericColumnsStep{job.of});
+void add_finish_scales(Plan& plan, const Operand& job) {
+  plan.add(Kernel::finish_scales, {ceil_div(job.out.scales, 256), 256}, amax_buffer(job), codes_buffer(job),
+           GenericColumnsStep{job.source});
 }
 
-void add_generic_columns(Plan& plan, const ColumnsShape& job) {
-  const GenericGrid grid = generic_grid(job.p, job.cols, columns::k16);
+void add_generic_columns(Plan& plan, const Operand& job) {
+  const GenericGrid grid = generic_grid(job.transform, job.x.cols, columns::k16);
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
     if (!amax) plan.passed_as_before();
     plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
-             columns_read(job) | job.amax(), amax ? job.amax() : job.codes,
-             GenericColumnsStep{job.of, grid.run});
+             columns_read(job) | amax_buffer(job), amax ? amax_buffer(job) : codes_buffer(job),
+             GenericColumnsStep{job.source, grid.run});
   }
   add_finish_scales(plan, job);
 }
 
 }  // namespace
 
-bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) {
+bool add_columns(Plan& plan, const DeviceFacts& facts, const Operand& job) {
   ColumnTransform transform{};
-  if (job.cols == 0 || job.p.k_padded == 0) {  // no codes; scales, if any, are 0
-    if (job.scales > 0) add_finish_scales(plan, job);
+  if (job.x.cols == 0 || job.out.k_padded == 0) {  // no codes; scales, if any, are 0
+    if (job.out.scales > 0) add_finish_scales(plan, job);
     return false;
   }
   switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
-                        why_not_one_pass(facts, job.p, job.quant, transform)},
+                        why_not_one_pass(facts, job.transform, job.quant, transform)},
                        {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
-                        why_not_columns(job.p, job.quant, transform)},
+                        why_not_columns(job.transform, job.quant, transform)},
                        {Kernel::generic_amax}})) {
     case Kernel::generic_amax:
       add_generic_columns(plan, job);
@@ -297,7 +297,7 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
   }
   const int runs = add_column_pass(plan, job, transform, Pass::amax);
   add_column_pass(plan, job, transform, Pass::codes);
-  if (job.sum) add_final_sum(plan, runs, job.cols, job.accumulate, Buffer::sums);
+  if (job.sum) add_final_sum(plan, runs, job.x.cols, job.accumulate, Buffer::sums);
   return job.sum;
 }
 
@@ -306,34 +306,34 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
 namespace {
 
 // Reason against rows_column_amax_kernel. Without a reason, fills `work` and `shape`.
-Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
-                                const ColumnsShape& columns, RowsColumnAmaxStep& work,
+Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
+                                const Operand& columns, RowsColumnAmaxStep& work,
                                 LaunchShape& shape) {
-  if (rows.cols == 0 || rows.rows == 0) return empty;
-  if (const Reason why = why_not_columns(columns.p, columns.quant, work.transform)) {
+  if (rows.x.cols == 0 || rows.x.rows == 0) return empty;
+  if (const Reason why = why_not_columns(columns.transform, columns.quant, work.transform)) {
     return why;
   }
   if (const Reason why = why_not(facts, Feature::bulk_copy)) return why;
   if (rows.x.dtype != DType::bf16) return of_dtype;
-  if (!rows.x.rows_aligned) return not_vectors(false, rows.cols);
-  if (rows.cols % rows.hadamard_block != 0) {
-    return {"%f %n is not a multiple of the transform's blocks", rows.cols};
+  if (!array_facts(rows.x).rows_aligned) return not_vectors(false, rows.x.cols);
+  if (rows.x.cols % rows.transform.block != 0) {
+    return {"%f %n is not a multiple of the transform's blocks", rows.x.cols};
   }
-  if (!rows16_can(rows.hadamard_block, rows.quant.rounding)) {
-    return {"%s is %n, which does not come with columns", rows.hadamard_block, block_name(rows)};
+  if (!rows16_can(rows.transform.block, rows.quant.rounding)) {
+    return {"%s is %n, which does not come with columns", rows.transform.block, block_name(rows)};
   }
-  if (columns.p.order.samples != 0) return token_grid;
+  if (columns.transform.order.samples != 0) return token_grid;
   if (work.transform == ColumnTransform::factored) return equalized;
   if (work.transform == ColumnTransform::hadamard) return all_rows;
-  const RowShare share = row_share(rows.k_padded / 16);
-  if (share.lanes == 0 || share.lanes > 32) return too_long(rows.cols);
-  work.of = rows.of;
+  const RowShare share = row_share(rows.out.k_padded / 16);
+  if (share.lanes == 0 || share.lanes > 32) return too_long(rows.x.cols);
+  work.of = rows.source;
   work.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
   work.lanes = share.lanes;
   work.lane_blocks = share.blocks;
   work.token_blocks = rows_column_amax::threads / share.lanes / rows_column_amax::token_block;
   work.tiles = static_cast<unsigned>(
-      ceil_div(rows.rows, std::int64_t{work.token_blocks} * rows_column_amax::token_block));
+      ceil_div(rows.x.rows, std::int64_t{work.token_blocks} * rows_column_amax::token_block));
   const std::int64_t grid = std::min<std::int64_t>(work.tiles, facts.sm_count);
   // Units have a partial sum each for g_b. Without sums there is no reason for more than a tile.
   work.unit_tiles = 1;
@@ -342,35 +342,35 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
     work.unit_tiles = static_cast<unsigned>(
         std::min<std::int64_t>(ceil_div(work.tiles, units), rows_column_amax::max_unit_tiles));
   }
-  work.counter = columns_amax_words(facts, columns.cols, columns.p, columns.quant) - 1;
-  const int bytes = rows_column_amax::Layout(rows.cols, work.token_blocks).bytes();
+  work.counter = amax_words(facts, columns) - 1;
+  const int bytes = rows_column_amax::Layout(rows.x.cols, work.token_blocks).bytes();
   if (bytes > facts.shared_bytes) return {"it needs %n bytes of shared memory", bytes};
   shape = {grid, rows_column_amax::threads, static_cast<std::size_t>(bytes)};
   return {};
 }
 
-void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape& columns,
+void add_rows_column_amax(Plan& plan, const Operand& rows, const Operand& columns,
                           const RowsColumnAmaxStep& work, const LaunchShape& shape) {
-  Buffers reads = buffer_of(rows.of) | columns.amax(), writes = columns.amax();
+  Buffers reads = matrix_buffer(rows.source) | amax_buffer(columns), writes = amax_buffer(columns);
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
-  writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
+  writes |= rows.quant.per_tensor ? Buffer::rows_amax : codes_buffer(rows);
   if (columns.sum) writes |= Buffer::sums;
   plan.add(Kernel::rows_column_amax, shape, reads, writes, work, rows.x.dtype);
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
-    add_final_sum(plan, ceil_div(work.tiles, work.unit_tiles), rows.cols, columns.accumulate,
+    add_final_sum(plan, ceil_div(work.tiles, work.unit_tiles), rows.x.cols, columns.accumulate,
                   Buffer::sums);
   }
 }
 
 }  // namespace
 
-bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,
-                          const ColumnsShape& columns) {
+bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const Operand& rows,
+                          const Operand& columns) {
   RowsColumnAmaxStep work{};
   LaunchShape shape;
-  const Reason apart = why_not_one_pass(facts, columns.p, columns.quant, work.transform);
+  const Reason apart = why_not_one_pass(facts, columns.transform, columns.quant, work.transform);
   const Reason why =
       apart ? why_not_rows_column_amax(facts, rows, columns, work, shape) : fits_cluster;
   if (!why) {
@@ -390,77 +390,86 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
 // Preferred maximum of blocks per lane, and threads per CTA unless a row needs more.
 constexpr int rows_groups_lane_blocks = 3, rows_groups_threads = 128;
 
-Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& saved) {
+Reason add_rows_groups(Plan& plan, const Operand& rows, const Operand& saved) {
   const auto fits = [](const RowShare& share) {
     return share.lanes > 0 && share.lanes <= rows_groups::max_threads(share.blocks);
   };
-  RowShare share = row_share(rows.k_padded / 16, rows_groups_lane_blocks);
-  if (!fits(share)) share = row_share(rows.k_padded / 16);
-  if (saved.spec.storage != Storage::int4) {
-    return {"storage is %s", 0, storage_name(saved.spec.storage)};
-  }
+  RowShare share = row_share(rows.out.k_padded / 16, rows_groups_lane_blocks);
+  if (!fits(share)) share = row_share(rows.out.k_padded / 16);
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
-  if (saved.spec.equalize_tokens) return equalized;
-  if (rows.hadamard_block != forward_block) {
-    return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
+  if (saved.transform.equalized) return equalized;
+  if (rows.transform.block != forward_block) {
+    return {"%s is %n, where 64 is read once", rows.transform.block, block_name(rows)};
   }
-  if (!rows.x.quads_aligned) return not_fours(rows.cols);
-  if (rows.rows == 0 || rows.cols == 0) return empty;
-  if (!fits(share)) return too_long(rows.cols);
+  if (!array_facts(rows.x).quads_aligned) return not_fours(rows.x.cols);
+  if (rows.x.rows == 0 || rows.x.cols == 0) return empty;
+  if (!fits(share)) return too_long(rows.x.cols);
   const int cta_rows = std::max(1, rows_groups_threads / share.lanes);
   const RowsGroupsStep work{share.blocks, static_cast<int>(ceil_div(int4_group, cta_rows)),
-                            static_cast<int>(ceil_div(rows.cols, share.lanes * cta_rows))};
-  const std::int64_t chunks = ceil_div(rows.rows, int4_group);
+                            static_cast<int>(ceil_div(rows.x.cols, share.lanes * cta_rows))};
+  const std::int64_t chunks = ceil_div(rows.x.rows, int4_group);
   note_loads(plan, Kernel::rows_groups, not_16(rows));
   plan.add(Kernel::rows_groups,
            {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
-           buffer_of(rows.of), rows.codes | Buffer::saved, work, rows.x.dtype);
+           matrix_buffer(rows.source), codes_buffer(rows) | Buffer::saved, work, rows.x.dtype);
   return {};
 }
 
 // ---- all operands of a small layer in one launch or two ----------------------------------------
 
-void add_zero(Plan& plan, const AmaxWords& words) {
-  if (words.all() == 0) return;
-  Buffers writes;
-  if (words.rows > 0) writes |= Buffer::rows_amax;
-  if (words.weight > 0) writes |= Buffer::weight_amax;
-  if (words.columns > 0) writes |= Buffer::columns_amax;
-  plan.add(Kernel::zero, {}, {}, writes,
-           ZeroStep{static_cast<std::size_t>(words.all()) * sizeof(std::uint32_t)});
-}
-
 namespace {
+
+void add_zero(Plan& plan, const DeviceFacts& facts, const Work& work) {
+  Buffers writes;
+  for (const Operand& operand : work.operands) {
+    if (amax_words(facts, operand) > 0) writes |= amax_buffer(operand);
+  }
+  if (work.zeroed.count == 0) return;
+  plan.add(Kernel::zero, {}, {}, writes,
+           ZeroStep{static_cast<std::size_t>(work.zeroed.count) * sizeof(std::uint32_t)});
+}
 
 class GroupedOperands {
  public:
-  GroupedOperands(const DeviceFacts& facts, const OperandShapes& operands)
-      : facts_(facts), of_(operands) {}
+  GroupedOperands(const DeviceFacts& facts, const Operands& operands)
+      : facts_(facts),
+        rows_of_(operands.find(Source::gy, Along::row)),
+        columns_of_(operands.find(Source::gy, Along::column)),
+        weight_of_(operands.find(Source::w, Along::column)),
+        groups_of_(operands.find(Source::x, Along::column, From::groups)) {}
+
+  // Whether the call has operands of a backward pass.
+  bool any() const {
+    return rows_of_ != nullptr || columns_of_ != nullptr || weight_of_ != nullptr;
+  }
+  bool sums() const { return columns_of_ != nullptr && columns_of_->sum; }
 
   // Reason why the kernel cannot quantise these operands or is not faster.
   Reason why_not() {
-    if (const ColumnsShape* job = of_.weight) {
+    if (const Operand* job = weight_of_) {
       if (const Reason why = add(*job, weight_)) return why;
       if (weight_.transform != ColumnTransform::hadamard) {
-        return {"hadamard_block is %n", job->p.block};
+        return {"hadamard_block is %n", job->transform.block};
       }
     }
-    if (const ColumnsShape* job = of_.columns) {
+    if (const Operand* job = columns_of_) {
       if (const Reason why = add(*job, gradient_)) return why;
       if (gradient_.transform == ColumnTransform::hadamard) return all_rows;
       if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
     }
-    if (const RowsShape* job = of_.rows) {
-      const std::int64_t groups = job->k_padded / 16;
+    if (const Operand* job = rows_of_) {
+      const std::int64_t groups = job->out.k_padded / 16;
       if (const Reason why = add(job->x.dtype)) return why;
       if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
-      if (job->hadamard_block != 16) return {"hadamard_block is %n", job->hadamard_block};
+      if (job->transform.block != 16) return {"hadamard_block is %n", job->transform.block};
       if (groups == 0) return empty;
-      if (groups > grouped::row_blocks * grouped::threads) return too_long(job->cols);
+      if (groups > grouped::row_blocks * grouped::threads) return too_long(job->x.cols);
       while ((grouped::row_blocks << lanes_log2_) < groups) ++lanes_log2_;
-      rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
+      rows_blocks_ = ceil_div(job->x.rows, grouped::threads >> lanes_log2_);
     }
-    groups_blocks_ = ceil_div(of_.packed_channels, grouped::threads / 32);
+    if (groups_of_ != nullptr) {
+      groups_blocks_ = ceil_div(groups_of_->out.rows, grouped::threads / 32);
+    }
     if (cluster_ > 1) {
       if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
     }
@@ -481,10 +490,10 @@ class GroupedOperands {
 
   void add_to(Plan& plan) const {
     const auto per_tensor = [](const auto* job) { return job != nullptr && job->quant.per_tensor; };
-    const bool weight = per_tensor(of_.weight), rows = per_tensor(of_.rows),
-               gradient = per_tensor(of_.columns);
-    const bool sum = of_.columns != nullptr && of_.columns->sum;
-    const Buffers sum_read = sum ? sum_reads(of_.columns->accumulate) : Buffers();
+    const bool weight = per_tensor(weight_of_), rows = per_tensor(rows_of_),
+               gradient = per_tensor(columns_of_);
+    const bool sum = sums();
+    const Buffers sum_read = sum ? sum_reads(columns_of_->accumulate) : Buffers();
     if (weight || rows || gradient) {
       const bool shares = gradient && sum && gradient_.ctas > 1;
       Launch launch(*this, RowsPass::amax, shares ? cluster_ : 1);
@@ -508,14 +517,14 @@ class GroupedOperands {
                  writes);
       if (known) launch.also(amax, {});
     };
-    if (of_.weight != nullptr) {
-      add(s.weight, weight_, weight, Buffer::w, of_.weight->codes, Buffer::weight_amax);
+    if (weight_of_ != nullptr) {
+      add(s.weight, weight_, weight, Buffer::w, codes_buffer(*weight_of_), Buffer::weight_amax);
     }
-    if (of_.columns != nullptr) {
+    if (columns_of_ != nullptr) {
       add(s.gradient, gradient_, gradient, Buffer::gy, Buffer::columns, Buffer::columns_amax);
       if (sum && !gradient) launch.also(sum_read, Buffer::gb);
     }
-    if (of_.rows != nullptr) {
+    if (rows_of_ != nullptr) {
       launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::gy_rows);
       if (rows) launch.also(Buffer::rows_amax, {});
     }
@@ -582,25 +591,25 @@ class GroupedOperands {
     dtype_ = dtype;
     return dtype == DType::f16 ? of_dtype : Reason{};
   }
-  Reason add(const ColumnsShape& job, Columns& columns) {
+  Reason add(const Operand& job, Columns& columns) {
     if (const Reason why = add(job.x.dtype)) return why;
-    if (job.p.k_padded == 0) return empty;
-    if (const Reason why = why_not_block16(job.p, job.quant, columns.transform)) return why;
+    if (job.out.k_padded == 0) return empty;
+    if (const Reason why = why_not_block16(job.transform, job.quant, columns.transform)) return why;
     if (columns.transform == ColumnTransform::factored) return equalized;
     const std::int64_t needed =
-        ceil_div(token_tiles(job.p, columns.transform),
+        ceil_div(token_tiles(job.transform, columns.transform),
                  grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype))));
     if (needed > columns::max_cluster) {
-      return {"a column of %n codes is too long for a cluster", job.p.k_padded};
+      return {"a column of %n codes is too long for a cluster", job.out.k_padded};
     }
     columns.needed_ctas = static_cast<int>(needed);
-    columns.tiles = column_tiles(job.cols, job.x.dtype);
+    columns.tiles = column_tiles(job.x.cols, job.x.dtype);
     cluster_ = std::max(cluster_, columns.needed_ctas);
     return {};
   }
 
   const DeviceFacts& facts_;
-  const OperandShapes& of_;
+  const Operand *rows_of_, *columns_of_, *weight_of_, *groups_of_;  // null if not needed
   std::optional<DType> dtype_;
   Columns weight_, gradient_;
   int cluster_ = 1, lanes_log2_ = 0;
@@ -609,26 +618,70 @@ class GroupedOperands {
 
 }  // namespace
 
-bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& operands) {
-  const bool sum = operands.columns != nullptr && operands.columns->sum;
-  GroupedOperands group(facts, operands);
-  if (plan.takes({Kernel::grouped_codes, nullptr, group.why_not()})) {
+namespace {
+
+void add_token_exponents(Plan& plan, const Operand& job) {
+  constexpr int warps = exponent_rows;
+  plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
+  note_loads(plan, Kernel::token_exponents,
+             not_vectors(array_facts(job.x).rows_aligned, job.x.cols));
+  plan.add(Kernel::token_exponents, {ceil_div(job.x.rows, warps), 32 * warps}, Buffer::x,
+           Buffer::exponents, {}, job.x.dtype);
+}
+
+void add_groups(Plan& plan, const Operand& job) {
+  const bool two_bytes = dtype_size(job.x.dtype) == 2;
+  const Kernel kernel =
+      plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
+                    !two_bytes                         ? of_dtype
+                    : job.transform.equalized          ? equalized
+                    : !array_facts(job.x).quads_aligned ? not_fours(job.x.cols)
+                                                       : Reason{}},
+                   {Kernel::groups}});
+  const std::int64_t blocks = ceil_div(job.x.cols, 128) * ceil_div(job.x.rows, int4_group);
+  plan.add(kernel, {blocks, 128}, columns_read(job), codes_buffer(job), {}, job.x.dtype);
+}
+
+// Adds the operands that are made of one matrix, either of which may be null.
+bool add_operands(Plan& plan, const DeviceFacts& facts, const Operand* rows,
+                  const Operand* columns) {
+  if (columns == nullptr) {
+    if (rows != nullptr) add_rows(plan, *rows);
+    return false;
+  }
+  if (columns->code == Storage::int8) {
+    return rows == nullptr ? add_columns(plan, facts, *columns)
+                           : add_rows_and_columns(plan, facts, *rows, *columns);
+  }
+  if (rows != nullptr) {
+    const Reason why = add_rows_groups(plan, *rows, *columns);
+    if (!why) return false;
+    add_rows(plan, *rows);
+    plan.takes({Kernel::rows_groups, "x is read again to be kept", why});
+  }
+  add_groups(plan, *columns);
+  return false;
+}
+
+}  // namespace
+
+bool add_operands(Plan& plan, const DeviceFacts& facts, const Work& work) {
+  const Operands& all = work.operands;
+  const Operand* const x = all.find(Source::x, Along::column);
+  GroupedOperands group(facts, all);
+  if (group.any() && plan.takes({Kernel::grouped_codes, nullptr, group.why_not()})) {
     group.add_to(plan);
-    return sum;
+    return group.sums();
   }
-  add_zero(plan, operands.zeroed);
+  if (x != nullptr && x->transform.equalized) add_token_exponents(plan, *x);
+  add_zero(plan, facts, work);
   bool summed = false;
-  if (operands.rows != nullptr && operands.columns != nullptr) {
-    summed = add_rows_and_columns(plan, facts, *operands.rows, *operands.columns);
-  } else if (operands.rows != nullptr) {
-    add_rows(plan, *operands.rows);
-  } else if (operands.columns != nullptr) {
-    summed = add_columns(plan, facts, *operands.columns);
+  for (const Source source : {Source::gy, Source::x, Source::w}) {
+    summed |= add_operands(plan, facts, all.find(source, Along::row),
+                           all.find(source, Along::column));
   }
-  if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
-  if (operands.packed_channels > 0) {
-    plan.add(Kernel::requantize, {operands.packed_channels, 256}, Buffer::saved,
-             Buffer::activation);
+  if (const Operand* const packed = all.find(Source::x, Along::column, From::groups)) {
+    plan.add(Kernel::requantize, {packed->out.rows, 256}, Buffer::saved, codes_buffer(*packed));
   }
   return summed;
 }
@@ -652,13 +705,14 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
   return grid;
 }
 
-std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
-                                const OperandQuant& quant) {
+std::int64_t amax_words(const DeviceFacts& facts, const Operand& job) {
+  if (job.from != From::matrix || job.code != Storage::int8) return 0;
+  const std::int64_t one = job.quant.per_tensor ? grouped::max_amax_slots : 0;
+  if (job.along == Along::row) return one;
   ColumnTransform transform{};
-  if (p.k_padded > 0 && !why_not_one_pass(facts, p, quant, transform)) return 0;
-  const std::int64_t largest = quant.per_tensor        ? grouped::max_amax_slots
-                               : quant.per_contraction ? p.k_padded
-                                                       : cols;
+  const Projection& p = job.transform;
+  if (p.k_padded > 0 && !why_not_one_pass(facts, p, job.quant, transform)) return 0;
+  const std::int64_t largest = one > 0 ? one : job.quant.per_contraction ? p.k_padded : job.x.cols;
   return largest + 1;  // and the counter of rows_column_amax_kernel
 }
 
