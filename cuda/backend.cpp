@@ -1,4 +1,5 @@
-// CUDA backend: gathers facts about the device and makes plans (plan.h), which launchers.cpp executes.
+// CUDA backend: gathers facts about the device and makes plans (plan.h), which launchers.cpp
+// executes.
 #include "cuda/backend.h"
 
 #include "cuda/gemm_int8_sm90.h"
@@ -87,15 +88,16 @@ void CudaBackend::gemm_int4(const Context& context, const GemmArgs& args, std::i
 }
 
 std::size_t CudaBackend::workspace(const Context& context, Work& work) const {
-  return plan::take_scratch(CudaDevice(context).facts(), work, nullptr);
+  return take_scratch(work, nullptr, plan::plan_of(CudaDevice(context).facts(), work).scratch);
 }
 
 void CudaBackend::run(const Context& context, Work& work, const Checker& check,
                       const Workspace& workspace) const {
   const DeviceGuard guard(context.device().index, work.call);
   const CudaDevice device(context);
-  check.workspace(workspace, plan::take_scratch(device.facts(), work, workspace.data));
-  launch_plan(context, plan::plan_of(device.facts(), work), work);
+  const plan::Plan plan = plan::plan_of(device.facts(), work);
+  check.workspace(workspace, take_scratch(work, workspace.data, plan.scratch));
+  launch_plan(context, plan, work);
 }
 
 }  // namespace hot::detail

@@ -77,15 +77,14 @@ __global__ void fill_zero_kernel(MatrixOut out) {
 
 void launch_partial_sum(const Context& context, const plan::Step& step, const Work& work) {
   host_with_dtype(step.dtype, [&](auto tag) {
-    launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape,
-           work.sum.x, work.all_scratch);
+    launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape, work.sum.x,
+           work.all_scratch);
   });
 }
 
 void launch_final_sum(const Context& context, const plan::Step& step, const Work& work) {
   const ColumnSum& sum = work.sum;
-  const float* const sums =
-      step.reads.has(plan::Buffer::sums) ? sum.workspace : work.all_scratch;
+  const float* const sums = step.reads.has(plan::Buffer::sums) ? sum.workspace : work.all_scratch;
   launch("backward_linear", context, final_sum_kernel, step.shape, sums,
          step.as<plan::SumsStep>().runs, sum.accumulate, sum.out, step.independent);
 }

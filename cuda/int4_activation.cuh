@@ -6,7 +6,7 @@
 
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
-#include "kernels.h"
+#include "work.h"
 
 namespace hot::detail {
 

@@ -7,7 +7,7 @@ namespace hot::detail {
 
 void launch_zero(const Context& context, const plan::Step& step, const Work& work) {
   check_cuda(
-      cudaMemsetAsync(work.zeroed.words, 0, step.as<plan::ZeroStep>().bytes, context.stream()),
+      cudaMemsetAsync(work.zeroed, 0, step.as<plan::ZeroStep>().bytes, context.stream()),
       "backward_linear", "cudaMemsetAsync");
 }
 

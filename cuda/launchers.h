@@ -1,5 +1,5 @@
-// Launchers of a plan's steps, each in the file of its kernel (plan/kernels.def). The step holds all
-// decisions, the work the memory. The context's device must be current.
+// Launchers of a plan's steps, each in the file of its kernel (plan/kernels.def). The step holds
+// all decisions, the work the memory. The context's device must be current.
 #pragma once
 
 #include "plan/plan.h"

@@ -167,8 +167,7 @@ void launch_grouped(const Context& context, const plan::Step& step, const Work& 
   };
   args.weight =
       columns(all.find(Source::w, Along::column), parts.weight, ColumnTransform::hadamard);
-  args.gradient =
-      columns(all.find(Source::gy, Along::column), parts.gradient, parts.transform);
+  args.gradient = columns(all.find(Source::gy, Along::column), parts.gradient, parts.transform);
   if (const Operand* job = all.find(Source::gy, Along::row)) args.rows = rows_args(context, *job);
   if (const Operand* job = all.find(Source::x, Along::column, From::groups)) {
     args.groups = requantize_args(context, *job);

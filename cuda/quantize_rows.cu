@@ -119,7 +119,7 @@ void launch_rows(const Context& context, const plan::Step& step, const Work& wor
       with_lane_blocks(rows.lane_blocks, [&](auto b) {
         constexpr int B = decltype(b)::value;
         run(job.transform.block == gradient_block ? rows16_kernel<gradient_block, B, Tag>
-                                                 : rows16_kernel<forward_block, B, Tag>);
+                                                  : rows16_kernel<forward_block, B, Tag>);
       });
     });
   }

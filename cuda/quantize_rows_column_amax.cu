@@ -308,7 +308,7 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
     constexpr int B = decltype(b)::value;
     launch(part.of == Source::gy ? "backward_linear" : "quantize_forward_input", context,
            rows.transform.block == gradient_block ? rows_column_amax_kernel<gradient_block, B>
-                                                 : rows_column_amax_kernel<forward_block, B>,
+                                                  : rows_column_amax_kernel<forward_block, B>,
            step.shape, args);
   });
 }

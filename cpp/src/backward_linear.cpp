@@ -61,8 +61,7 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   // Fields that do not affect the bytes get a fixed value.
   BackwardLinearSpec normalised = spec;
   normalised.hadamard_block = 0;
-  const bool one_scale =
-      spec.storage == Storage::int8 && spec.gw_scale != Granularity::channel;
+  const bool one_scale = spec.storage == Storage::int8 && spec.gw_scale != Granularity::channel;
   normalised.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
   if (spec.low_rank.basis == Basis::full) normalised.low_rank = {};
   if (!normalised.low_rank.rows.empty()) normalised.low_rank.rank = 0;
@@ -171,8 +170,8 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   const char* const call = "quantized_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  return detail::weight_bytes(in_features,
-                              detail::hadamard_projection(out_features, spec.hadamard_block).k_padded);
+  return detail::weight_bytes(
+      in_features, detail::hadamard_projection(out_features, spec.hadamard_block).k_padded);
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,

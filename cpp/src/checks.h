@@ -115,10 +115,10 @@ struct ExpectedWeight {
   std::int64_t k_padded;        // padded contraction of a quantised w
 };
 struct ResolvedWeight {
-  MatrixIn matrix{};                   // w as floats; no rows if w is quantised
+  MatrixIn matrix{};                 // w as floats; no rows if w is quantised
   std::optional<Codes> quantized{};  // w, if it is quantised
-  std::int64_t other_size = 0;         // size of w that is not contracted
-  ConstTensorView memory{};            // memory that outputs must not overlap
+  std::int64_t other_size = 0;       // size of w that is not contracted
+  ConstTensorView memory{};          // memory that outputs must not overlap
 };
 // Read-only codes. (const is cast away, because Codes are writable.)
 Codes quantized_codes(const void* data, std::int64_t rows, std::int64_t k_padded);

@@ -94,8 +94,8 @@ DeviceFacts facts_of(const NamedDevice& device, const plan::DeviceQueries& queri
 
 // Form of x saved from a layer, without memory.
 detail::SavedX saved_shape(const LinearShape& shape, const BackwardLinearSpec& spec) {
-  return detail::saved_x(nullptr, saved_layout(shape.tokens, shape.in_features, spec),
-                         shape.tokens, spec);
+  return detail::saved_x(nullptr, saved_layout(shape.tokens, shape.in_features, spec), shape.tokens,
+                         spec);
 }
 
 class ByBuffer {
@@ -126,14 +126,16 @@ Amounts amounts_of(const Work& work, const Plan& plan) {
   ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
   for (const Operand& operand : work.operands) {
     const detail::OperandQuant& quant = operand.quant;
-    if (operand.from == From::matrix) bytes[plan::matrix_buffer(operand.source)] = size_of(operand.x);
+    if (operand.from == From::matrix)
+      bytes[plan::matrix_buffer(operand.source)] = size_of(operand.x);
     if (operand.from == From::groups) bytes[Buffer::saved] = size_of(operand.groups);
     bytes[plan::codes_buffer(operand)] =
         operand.code == Storage::int4 ? size_of(operand.groups) : size_of(operand.out);
     if (operand.from != From::matrix) continue;
     bytes[Buffer::exponents] = operand.x.rows;
-    bytes[plan::amax_buffer(operand)] =
-        4 * (quant.per_tensor ? 1 : quant.per_contraction ? operand.out.k_padded : operand.out.rows);
+    bytes[plan::amax_buffer(operand)] = 4 * (quant.per_tensor        ? 1
+                                             : quant.per_contraction ? operand.out.k_padded
+                                                                     : operand.out.rows);
   }
   for (const WorkProduct& product : work.products) {
     const detail::GemmArgs& args = product.args;
@@ -297,10 +299,9 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
 
 // Adds the steps of a call, and returns the size of its workspace.
 std::size_t add_call(Explanation& all, const DeviceFacts& facts, const Rates& rates, Work work) {
-  const std::size_t bytes = plan::take_scratch(facts, work, nullptr);
   const Plan plan = plan_of(facts, work);
   add_steps(all, work.call, plan, amounts_of(work, plan), rates);
-  return bytes;
+  return take_scratch(work, nullptr, plan.scratch);
 }
 
 // ---- the forward product -----------------------------------------------------------------------
@@ -309,9 +310,8 @@ void add_forward(Explanation& all, const DeviceFacts& facts, const Rates& rates,
                  const LinearShape& shape, const BackwardLinearSpec& spec,
                  const ExplainOptions& options) {
   const auto [L, O, I] = shape;
-  detail::ForwardCall call =
-      detail::forward_shape(options.forward, shape, options.dtype, options.compress,
-                            options.quantized_forward_weight);
+  detail::ForwardCall call = detail::forward_shape(
+      options.forward, shape, options.dtype, options.compress, options.quantized_forward_weight);
   if (options.quantized_forward_weight && O > 0) {
     Work work{"quantize_forward_weight"};
     add_forward_operand(work, Source::w, call.w, options.forward, nullptr);
@@ -465,8 +465,8 @@ Explanation explain(std::string_view device, const LinearShape& shape,
       add_call(all, facts, rates, work);
     }
     if (!options.gx && !options.gw && !options.gb) return;
-    detail::BackwardCall call = detail::backward_shape(
-        spec, shape, options.dtype, options.gw_dtype, options.gx, options.gw, options.gb);
+    detail::BackwardCall call = detail::backward_shape(spec, shape, options.dtype, options.gw_dtype,
+                                                       options.gx, options.gw, options.gb);
     call.accumulate = options.accumulate;
     if (options.quantized_weight && options.gx && elements && O > 0) {
       Work work{"quantize_weight"};
@@ -474,8 +474,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
       call.quantized = work.operands.at(Source::w, Along::column).out;
       add_call(all, facts, rates, work);
     }
-    all.workspace =
-        std::max(all.workspace, add_call(all, facts, rates, operands_of(call)));
+    all.workspace = std::max(all.workspace, add_call(all, facts, rates, operands_of(call)));
   });
   all.text = text_of(
       all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +

@@ -166,8 +166,7 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   detail::Work work{input_name};
   detail::add_forward_operand(work, detail::Source::x, rows, spec, out.data);
   if (kept != nullptr) {
-    result.saved =
-        detail::check_saved_x(check, input_name, context, x, rows, *kept, saved, work);
+    result.saved = detail::check_saved_x(check, input_name, context, x, rows, *kept, saved, work);
     check.disjoint("saved", bytes_view(saved.data, result.saved.bytes, x.device), "out", memory);
   }
   backend_of(context).run(context, work, check, workspace);

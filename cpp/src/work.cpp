@@ -1,6 +1,8 @@
 // The tables of operands: which matrix, transform, scales and codes each call needs.
 #include "work.h"
 
+#include <algorithm>
+
 namespace hot::detail {
 
 namespace {
@@ -121,6 +123,17 @@ namespace {
 
 bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
 
+// Writes the codes of its operands into a product.
+void take_codes(const Operand& a, const Operand& b, WorkProduct& product) {
+  GemmArgs& args = product.args;
+  args.a = a.out.codes;
+  args.b = b.out.codes;
+  args.a_scale = a.out.scale;
+  args.b_scale = b.out.scale;
+  args.a_scale_step = a.out.scales == 1 ? 0 : 1;
+  args.b_scale_step = b.out.scales == 1 ? 0 : 1;
+}
+
 // Adds the product of two operands.
 WorkProduct& add_product(Work& work, int number, Result result, const Operand& a, const Operand& b,
                          const MatrixOut& out) {
@@ -129,6 +142,11 @@ WorkProduct& add_product(Work& work, int number, Result result, const Operand& a
   product.a = static_cast<int>(&a - work.operands.begin());
   product.b = static_cast<int>(&b - work.operands.begin());
   product.args.out = out;
+  product.args.m = a.out.rows;
+  product.args.n = b.out.rows;
+  product.args.k = product.args.lda = product.args.ldb = a.out.k_padded;
+  product.args.inv_divisor = 1.0F / static_cast<float>(b.transform.divisor);
+  take_codes(a, b, product);
   return product;
 }
 
@@ -152,24 +170,6 @@ void place(Operand& operand, const std::optional<Codes>& quantized) {
 
 }  // namespace
 
-void bind(const Work& work, WorkProduct& product) {
-  const Operand &a = work.operands.begin()[product.a], &b = work.operands.begin()[product.b];
-  GemmArgs& args = product.args;
-  args.a = a.out.codes;
-  args.b = b.out.codes;
-  args.m = a.out.rows;
-  args.n = b.out.rows;
-  args.k = args.lda = args.ldb = a.out.k_padded;
-  args.a_scale = a.out.scale;
-  args.a_scale_step = a.out.scales == 1 ? 0 : 1;
-  args.b_scale = b.out.scale;
-  args.b_scale_step = b.out.scales == 1 ? 0 : 1;
-  args.inv_divisor = 1.0F / static_cast<float>(b.transform.divisor);
-  if (product.result == Result::y && work.bias.rows > 0) {
-    args.bias = work.widens() ? work.wide_bias : static_cast<const float*>(work.bias.data);
-  }
-}
-
 BackwardCall backward_shape(const BackwardLinearSpec& spec, const LinearShape& shape, DType dtype,
                             DType gw_dtype, bool gx, bool gw, bool gb) {
   const auto [L, O, I] = shape;
@@ -190,7 +190,8 @@ Work operands_of(const BackwardCall& call) {
   Operands& operands = work.operands;
   if (has_elements(call.gx) && O > 0) {
     const Projection features = hadamard_projection(O, spec.hadamard_block);
-    Operand& gy = operands.add(Source::gy, Along::row, features, gradient_rows_quant(spec), call.gy);
+    Operand& gy =
+        operands.add(Source::gy, Along::row, features, gradient_rows_quant(spec), call.gy);
     Operand& w = operands.add(Source::w, Along::column, features, weight_quant(spec), call.w);
     gy.scratch = true;
     place(w, call.quantized);
@@ -202,8 +203,8 @@ Work operands_of(const BackwardCall& call) {
     const Projection tokens = token_projection(L, spec);
     MatrixIn gradient = call.gy;
     gradient.exponents = call.saved.exponents;
-    Operand& gy = operands.add(Source::gy, Along::column, tokens, gradient_columns_quant(spec),
-                               gradient);
+    Operand& gy =
+        operands.add(Source::gy, Along::column, tokens, gradient_columns_quant(spec), gradient);
     gy.scratch = true;
     gy.sketch_key = call.sketch_key;
     gy.sum = call.gb.rows > 0;
@@ -262,8 +263,7 @@ void add_forward_operand(Work& work, Source source, const MatrixIn& matrix,
 
 void add_weight(Work& work, const MatrixIn& w, const BackwardLinearSpec& spec, void* out) {
   const Projection features = hadamard_projection(w.rows, spec.hadamard_block);
-  Operand& operand =
-      work.operands.add(Source::w, Along::column, features, weight_quant(spec), w);
+  Operand& operand = work.operands.add(Source::w, Along::column, features, weight_quant(spec), w);
   operand.out = weight_codes(out, w.cols, features.k_padded);
 }
 
@@ -281,6 +281,44 @@ void add_saved_x(Work& work, const Key& key, const MatrixIn& x, const SavedX& sa
   } else {
     operand.out = std::get<Codes>(saved.codes);
   }
+}
+
+// ---- workspaces --------------------------------------------------------------------------------
+
+std::size_t take_scratch(Work& work, void* workspace, const ScratchSizes& sizes) {
+  Operand* const operands = work.operands.begin();
+  WorkspaceCursor cursor(workspace), alone(workspace);
+  std::int64_t words = 0;
+  for (const std::int64_t count : sizes.amax) words += count;
+  work.zeroed = cursor.take<std::uint32_t>(words);
+  work.sum.workspace = cursor.take<float>(sizes.sums);
+  work.all_scratch = alone.take<float>(sizes.sums_alone);
+  std::uint32_t* amax = work.zeroed;
+  for (Operand& operand : work.operands) {
+    operand.out.amax = amax;
+    if (amax != nullptr) amax += sizes.amax[&operand - operands];
+  }
+  const auto take = [&](Operand& operand) {
+    Codes& out = operand.out;
+    if (!operand.scratch) return;
+    if (operand.quant.per_tensor && !sizes.repeat_scales) out.scales = 1;
+    out.codes = cursor.take<std::int8_t>(out.rows * out.k_padded);
+    out.scale = cursor.take<float>(out.scales);
+  };
+  for (int i = 0; i < 2; ++i) {
+    WorkProduct& product = work.products[i];
+    if (product.a < 0) continue;
+    take(operands[product.a]);
+    take(operands[product.b]);
+    take_codes(operands[product.a], operands[product.b], product);
+    if (work.widens()) work.wide_bias = cursor.take<float>(work.bias.cols);
+    if (work.bias.rows > 0) {
+      product.args.bias =
+          work.widens() ? work.wide_bias : static_cast<const float*>(work.bias.data);
+    }
+    product.scratch = cursor.take<char>(static_cast<std::int64_t>(sizes.product[i]));
+  }
+  return std::max(cursor.bytes(), alone.bytes());
 }
 
 }  // namespace hot::detail

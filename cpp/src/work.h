@@ -3,7 +3,6 @@
 // read it. Without memory (null pointers) it describes a call for workspace sizes and explain.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -30,8 +29,8 @@ struct Operand {
   Source source;
   Along along;
   From from = From::matrix;
-  Storage code = Storage::int8;  // int4: a matrix becomes `groups`
-  bool scratch = false;          // `out` is in the workspace
+  Storage code = Storage::int8;          // int4: a matrix becomes `groups`
+  bool scratch = false;                  // `out` is in the workspace
   bool sum = false, accumulate = false;  // g_b is the sum of this operand's columns
   Projection transform;                  // along the contraction
   OperandQuant quant;
@@ -71,9 +70,9 @@ enum class Result : std::uint8_t { gx, gw, y };
 struct WorkProduct {
   GemmArgs args{};  // m = 0: no product
   Result result{};
-  int a = -1, b = -1;    // indices of the operands
-  bool clear = false;    // the contraction is empty: write zeros
-  bool by_k = false;     // gw_scale token: a scale per k
+  int a = -1, b = -1;  // indices of the operands
+  bool clear = false;  // the contraction is empty: write zeros
+  bool by_k = false;   // gw_scale token: a scale per k
   void* scratch = nullptr;
   MatrixIn packed[2]{};  // INT4 operands that a kernel unpacks
   MatrixOut unpacked[2]{};
@@ -89,21 +88,15 @@ struct ColumnSum {
   float* workspace = nullptr;  // partial sums (CUDA)
 };
 
-// Scratch for largest values, zeroed before kernels update it (CUDA).
-struct Zeroed {
-  std::uint32_t* words = nullptr;
-  std::int64_t count = 0;
-};
-
 struct Work {
   const char* call = "";  // public function, for messages
   Operands operands{};
   WorkProduct products[2]{};
   ColumnSum sum{};
   float* all_scratch = nullptr;  // partial sums of g_b alone (CUDA)
-  MatrixIn bias{};              // a single row, or none
+  MatrixIn bias{};               // a single row, or none
   float* wide_bias = nullptr;
-  Zeroed zeroed{};
+  std::uint32_t* zeroed = nullptr;  // all largest values, zeroed before kernels update them (CUDA)
 
   // A product reads a bias as contiguous fp32.
   bool widens() const {
@@ -185,53 +178,16 @@ inline std::int64_t forward_k(std::int64_t in_features, const ForwardLinearSpec&
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-// Scratch of the CUDA backend that the CPU backend does not need.
-struct DeviceScratch {
-  std::int64_t amax[4] = {};              // words for largest values, by operand
-  std::int64_t sums = 0, sums_alone = 0;  // floats for g_b: with other gradients, and alone
+// Sizes of a call's scratch that its backend decides.
+struct ScratchSizes {
+  std::size_t product[2] = {};
+  bool repeat_scales = false;             // a single scale is stored once per row (CUDA)
+  std::int64_t amax[4] = {};              // words for largest values, by operand (CUDA)
+  std::int64_t sums = 0, sums_alone = 0;  // floats for g_b: with other gradients, and alone (CUDA)
 };
 
-// Writes the arguments of a product, once its operands have their memory.
-void bind(const Work&, WorkProduct&);
-
 // Carves a workspace, writes its addresses into `work`, and returns its size. A null workspace only
-// counts bytes. `device` is null on the CPU. gemm_bytes(m, n, k) returns the scratch of a product.
-template <class GemmBytes>
-std::size_t take_scratch(Work& work, void* workspace, const DeviceScratch* device,
-                         const GemmBytes& gemm_bytes) {
-  WorkspaceCursor cursor(workspace), alone(workspace);
-  if (device != nullptr) {
-    std::int64_t words = 0;
-    for (const std::int64_t count : device->amax) words += count;
-    work.zeroed = {cursor.take<std::uint32_t>(words), words};
-    work.sum.workspace = cursor.take<float>(device->sums);
-    work.all_scratch = alone.take<float>(device->sums_alone);
-    std::uint32_t* amax = work.zeroed.words;
-    for (Operand& operand : work.operands) {
-      operand.out.amax = amax;
-      if (amax != nullptr) amax += device->amax[&operand - work.operands.begin()];
-    }
-  }
-  const auto take = [&](Operand& operand) {
-    Codes& out = operand.out;
-    if (!operand.scratch) return;
-    // CUDA kernels store a single scale once per row.
-    if (device == nullptr && operand.quant.per_tensor) out.scales = 1;
-    out.codes = cursor.take<std::int8_t>(out.rows * out.k_padded);
-    out.scale = cursor.take<float>(out.scales);
-  };
-  for (WorkProduct& product : work.products) {
-    if (product.a < 0) continue;
-    Operand &a = work.operands.begin()[product.a], &b = work.operands.begin()[product.b];
-    take(a);
-    take(b);
-    if (work.widens()) work.wide_bias = cursor.take<float>(work.bias.cols);
-    bind(work, product);
-    const GemmArgs& args = product.args;
-    product.scratch =
-        cursor.take<char>(static_cast<std::int64_t>(gemm_bytes(args.m, args.n, args.k)));
-  }
-  return std::max(cursor.bytes(), alone.bytes());
-}
+// counts bytes.
+std::size_t take_scratch(Work& work, void* workspace, const ScratchSizes&);
 
 }  // namespace hot::detail

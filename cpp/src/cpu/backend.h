@@ -34,6 +34,9 @@ class CpuBackend final : public Backend {
   // run.cpp
   std::size_t workspace(const Context&, Work&) const override;
   void run(const Context&, Work&, const Checker&, const Workspace&) const override;
+
+ private:
+  std::size_t take_memory(const Context&, Work&, void* memory) const;
 };
 
 // Stages of compress_activation. quantize.cpp

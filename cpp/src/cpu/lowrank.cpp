@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "work.h"
 #include "cpu/backend.h"
 #include "cpu/scalar.h"
+#include "work.h"
 
 namespace hot::detail {
 namespace {

@@ -28,9 +28,16 @@ bool can_find_columns(const Operand& rows, const Operand& columns) {
 }  // namespace
 
 std::size_t CpuBackend::workspace(const Context& context, Work& work) const {
-  return take_scratch(work, nullptr, nullptr, [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return gemm_workspace(context, m, n, k);
-  });
+  return take_memory(context, work, nullptr);
+}
+
+std::size_t CpuBackend::take_memory(const Context& context, Work& work, void* memory) const {
+  ScratchSizes sizes;
+  for (int i = 0; i < 2; ++i) {
+    const GemmArgs& args = work.products[i].args;
+    sizes.product[i] = gemm_workspace(context, args.m, args.n, args.k);
+  }
+  return take_scratch(work, memory, sizes);
 }
 
 // Runs four phases. Phase 1 reads the matrices. Phase 2 writes codes that need the largest values
@@ -38,10 +45,7 @@ std::size_t CpuBackend::workspace(const Context& context, Work& work) const {
 // A phase starts its longest tasks first: a long task at the end makes the other threads wait.
 void CpuBackend::run(const Context& context, Work& work, const Checker& check,
                      const Workspace& memory) const {
-  check.workspace(memory, take_scratch(work, memory.data, nullptr,
-                                       [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-                                         return gemm_workspace(context, m, n, k);
-                                       }));
+  check.workspace(memory, take_memory(context, work, memory.data));
   Quantisers sources[3];  // by Source
   std::optional<RequantizeGroups> groups;
   std::optional<Product> products[2];
@@ -54,6 +58,8 @@ void CpuBackend::run(const Context& context, Work& work, const Checker& check,
       groups.emplace(context, operand);
     } else if (operand.code == Storage::int4) {
       compress_groups(context, operand);
+    } else if (operand.out.scales == 0) {
+      continue;  // neither codes nor scales
     } else if (operand.along == Along::row) {
       source.rows.emplace(context, operand);
       source.one_scale = operand.quant.per_tensor;

@@ -151,15 +151,16 @@ Plan plan_of(const DeviceFacts& facts, const Work& work) {
   }
   add_products(plan, facts, work);
   const ColumnSum& sum = work.sum;
+  plan.scratch.sums_alone = sum.out.cols * most_sum_runs(facts, sum.x.rows);
   if (summed || sum.out.cols == 0) return plan;
   if (work.operands.begin() != work.operands.end()) {
-    plan.takes({Kernel::partial_sum, "g_y is read again for g_b",
+    plan.takes({Kernel::partial_sum,
+                "g_y is read again for g_b",
                 {"no kernel of its rows or columns adds them up"}});
   }
   const std::int64_t runs = sum_runs(sum.x.rows);
-  plan.add(Kernel::partial_sum,
-           {runs * ceil_div(sum.x.cols, bias::sum_threads), bias::sum_threads}, Buffer::gy,
-           Buffer::all_scratch, SumsStep{runs}, sum.x.dtype);
+  plan.add(Kernel::partial_sum, {runs * ceil_div(sum.x.cols, bias::sum_threads), bias::sum_threads},
+           Buffer::gy, Buffer::all_scratch, SumsStep{runs}, sum.x.dtype);
   add_final_sum(plan, runs, sum.x.cols, sum.accumulate, Buffer::all_scratch);
   return plan;
 }
@@ -201,26 +202,6 @@ ProductShape product_shape(const GemmArgs& args) {
   p.accumulate = args.accumulate;
   p.out = out_facts(args.out);
   return p;
-}
-
-// ---- workspaces --------------------------------------------------------------------------------
-
-std::size_t take_scratch(const DeviceFacts& facts, Work& work, void* workspace) {
-  DeviceScratch device;
-  for (const Operand& operand : work.operands) {
-    device.amax[&operand - work.operands.begin()] = amax_words(facts, operand);
-    if (operand.sum) device.sums = 1;
-  }
-  // If only g_b is computed, its partial sums may use the whole workspace. There is one per 128
-  // tokens, or the number that rows_column_amax_kernel needs.
-  const std::int64_t L = work.sum.x.rows;
-  device.sums_alone =
-      work.sum.out.cols * std::max(sum_runs(L), rows_column_amax_sums(facts, L));
-  device.sums *= device.sums_alone;
-  return detail::take_scratch(work, workspace, &device,
-                              [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-                                return gemm_workspace(facts, m, n, k);
-                              });
 }
 
 }  // namespace hot::detail::plan

@@ -408,6 +408,8 @@ class Plan {
   void add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
            const StepWork& work = {}, DType dtype = {});
 
+  ScratchSizes scratch{};  // needs of the steps
+
   // Kernels that were tried before the step's kernel.
   Refusals passed(const Step& step) const {
     return {passed_.at + step.first_passed, passed_.at + step.end_passed};
@@ -454,7 +456,8 @@ struct OutFacts {
 };
 OutFacts out_facts(const MatrixOut& out);
 
-// Plan of a call whose workspace has been taken: quantisers of all operands, products, g_b.
+// Plan of a call: quantisers of all operands, products, g_b. Its `scratch` does not depend on
+// addresses, so that the size of a workspace can be asked for without arrays.
 Plan plan_of(const DeviceFacts&, const Work&);
 
 // A single product.
@@ -494,8 +497,6 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 // ---- workspaces --------------------------------------------------------------------------------
 
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
-// Takes the workspace of a call (work.h) and returns its size.
-std::size_t take_scratch(const DeviceFacts&, Work&, void* workspace);
 
 }  // namespace plan
 }  // namespace hot::detail

@@ -349,6 +349,10 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
   Products products;
   for (int i = 0; i < 2; ++i) {
     const WorkProduct& product = work.products[i];
+    if (product.a >= 0) {
+      const GemmArgs& args = product.args;
+      plan.scratch.product[i] = gemm_workspace(facts, args.m, args.n, args.k);
+    }
     if (!product.multiplies()) continue;
     products.shapes[products.count] = shape_of(work, product);
     products.buffers[products.count] = buffers_of(work, product);

@@ -163,6 +163,18 @@ Reason why_not_one_pass(const DeviceFacts& facts, const Projection& p, const Ope
   return {"a column of %n codes is too long for a cluster", p.k_padded};
 }
 
+// Words for the largest values of an operand.
+std::int64_t amax_words(const DeviceFacts& facts, const Operand& job) {
+  if (job.from != From::matrix || job.code != Storage::int8 || job.out.scales == 0) return 0;
+  const std::int64_t one = job.quant.per_tensor ? grouped::max_amax_slots : 0;
+  if (job.along == Along::row) return one;
+  ColumnTransform transform{};
+  const Projection& p = job.transform;
+  if (p.k_padded > 0 && !why_not_one_pass(facts, p, job.quant, transform)) return 0;
+  const std::int64_t largest = one > 0 ? one : job.quant.per_contraction ? p.k_padded : job.x.cols;
+  return largest + 1;  // and the counter of rows_column_amax_kernel
+}
+
 // CTAs per column tile and warps per CTA, with the least predicted time.
 struct ClusterSplit {
   int ctas = 0, warps = 0;
@@ -205,21 +217,11 @@ Buffers columns_read(const Operand& job) {
   return job.transform.equalized ? from | Buffer::exponents : Buffers(from);
 }
 
-Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
-
-}  // namespace
-
-void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums) {
-  Buffers reads = sum_reads(accumulate);
-  if (runs > 0) reads |= sums;
-  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb, SumsStep{runs});
-}
-
-namespace {
-
 void note_column_loads(Plan& plan, Kernel kernel, const Operand& job) {
   note_loads(plan, kernel,
-             job.transform.order.samples != 0 ? token_grid : not_vectors(array_facts(job.x).rows_aligned, job.x.cols));
+             job.transform.order.samples != 0
+                 ? token_grid
+                 : not_vectors(array_facts(job.x).rows_aligned, job.x.cols));
 }
 
 void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const Operand& job,
@@ -245,7 +247,8 @@ int add_column_pass(Plan& plan, const Operand& job, ColumnTransform transform, P
   const ClusterSplit split{
       static_cast<int>(ceil_div(token_tiles(job.transform, transform), columns::two_pass_warps)),
       columns::two_pass_warps};
-  const LaunchShape shape = column_shape(transform, column_tiles(job.x.cols, job.x.dtype), split, 0);
+  const LaunchShape shape =
+      column_shape(transform, column_tiles(job.x.cols, job.x.dtype), split, 0);
   const bool amax = pass == Pass::amax;
   Buffers writes = amax ? amax_buffer(job) : codes_buffer(job);
   if (amax && job.sum) writes |= Buffer::sums;
@@ -257,8 +260,8 @@ int add_column_pass(Plan& plan, const Operand& job, ColumnTransform transform, P
 }
 
 void add_finish_scales(Plan& plan, const Operand& job) {
-  plan.add(Kernel::finish_scales, {ceil_div(job.out.scales, 256), 256}, amax_buffer(job), codes_buffer(job),
-           GenericColumnsStep{job.source});
+  plan.add(Kernel::finish_scales, {ceil_div(job.out.scales, 256), 256}, amax_buffer(job),
+           codes_buffer(job), GenericColumnsStep{job.source});
 }
 
 void add_generic_columns(Plan& plan, const Operand& job) {
@@ -419,14 +422,17 @@ Reason add_rows_groups(Plan& plan, const Operand& rows, const Operand& saved) {
 
 namespace {
 
-void add_zero(Plan& plan, const DeviceFacts& facts, const Work& work) {
+void add_zero(Plan& plan, const Operands& operands) {
   Buffers writes;
-  for (const Operand& operand : work.operands) {
-    if (amax_words(facts, operand) > 0) writes |= amax_buffer(operand);
+  std::int64_t words = 0;
+  for (const Operand& operand : operands) {
+    const std::int64_t count = plan.scratch.amax[&operand - operands.begin()];
+    if (count > 0) writes |= amax_buffer(operand);
+    words += count;
   }
-  if (work.zeroed.count == 0) return;
+  if (words == 0) return;
   plan.add(Kernel::zero, {}, {}, writes,
-           ZeroStep{static_cast<std::size_t>(work.zeroed.count) * sizeof(std::uint32_t)});
+           ZeroStep{static_cast<std::size_t>(words) * sizeof(std::uint32_t)});
 }
 
 class GroupedOperands {
@@ -633,10 +639,10 @@ void add_groups(Plan& plan, const Operand& job) {
   const bool two_bytes = dtype_size(job.x.dtype) == 2;
   const Kernel kernel =
       plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
-                    !two_bytes                         ? of_dtype
-                    : job.transform.equalized          ? equalized
+                    !two_bytes                          ? of_dtype
+                    : job.transform.equalized           ? equalized
                     : !array_facts(job.x).quads_aligned ? not_fours(job.x.cols)
-                                                       : Reason{}},
+                                                        : Reason{}},
                    {Kernel::groups}});
   const std::int64_t blocks = ceil_div(job.x.cols, 128) * ceil_div(job.x.rows, int4_group);
   plan.add(kernel, {blocks, 128}, columns_read(job), codes_buffer(job), {}, job.x.dtype);
@@ -668,30 +674,27 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const Operand* rows,
 bool add_operands(Plan& plan, const DeviceFacts& facts, const Work& work) {
   const Operands& all = work.operands;
   const Operand* const x = all.find(Source::x, Along::column);
+  plan.scratch.repeat_scales = true;
+  for (const Operand& operand : all) {
+    plan.scratch.amax[&operand - all.begin()] = amax_words(facts, operand);
+    if (operand.sum) plan.scratch.sums = operand.x.cols * most_sum_runs(facts, operand.x.rows);
+  }
   GroupedOperands group(facts, all);
   if (group.any() && plan.takes({Kernel::grouped_codes, nullptr, group.why_not()})) {
     group.add_to(plan);
     return group.sums();
   }
   if (x != nullptr && x->transform.equalized) add_token_exponents(plan, *x);
-  add_zero(plan, facts, work);
+  add_zero(plan, all);
   bool summed = false;
   for (const Source source : {Source::gy, Source::x, Source::w}) {
-    summed |= add_operands(plan, facts, all.find(source, Along::row),
-                           all.find(source, Along::column));
+    summed |=
+        add_operands(plan, facts, all.find(source, Along::row), all.find(source, Along::column));
   }
   if (const Operand* const packed = all.find(Source::x, Along::column, From::groups)) {
     plan.add(Kernel::requantize, {packed->out.rows, 256}, Buffer::saved, codes_buffer(*packed));
   }
   return summed;
-}
-
-std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
-
-std::int64_t rows_column_amax_sums(const DeviceFacts& facts, std::int64_t rows) {
-  return ceil_div(rows,
-                  std::int64_t{rows_column_amax::token_block} * rows_column_amax::max_unit_tiles) +
-         facts.sm_count * rows_column_amax::cta_units;
 }
 
 GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
@@ -703,17 +706,6 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
   grid.blocks =
       ceil_div(cols, grid.threads) * std::max<std::int64_t>(1, ceil_div(p.blocks, grid.run));
   return grid;
-}
-
-std::int64_t amax_words(const DeviceFacts& facts, const Operand& job) {
-  if (job.from != From::matrix || job.code != Storage::int8) return 0;
-  const std::int64_t one = job.quant.per_tensor ? grouped::max_amax_slots : 0;
-  if (job.along == Along::row) return one;
-  ColumnTransform transform{};
-  const Projection& p = job.transform;
-  if (p.k_padded > 0 && !why_not_one_pass(facts, p, job.quant, transform)) return 0;
-  const std::int64_t largest = one > 0 ? one : job.quant.per_contraction ? p.k_padded : job.x.cols;
-  return largest + 1;  // and the counter of rows_column_amax_kernel
 }
 
 }  // namespace hot::detail::plan

@@ -2,6 +2,7 @@
 // quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "plan/plan.h"
@@ -78,13 +79,26 @@ RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks);
 
 // Adds all operands of a call. Returns true if these steps also make g_b.
 bool add_operands(Plan&, const DeviceFacts&, const Work&);
-// Words for the largest values of an operand.
-std::int64_t amax_words(const DeviceFacts&, const Operand&);
+
+// ---- g_b ---------------------------------------------------------------------------------------
+
+// Partial sums per column of g_b alone, and at most by any kernel: one per 128 tokens, or the
+// number that rows_column_amax_kernel needs.
+inline std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
+inline std::int64_t most_sum_runs(const DeviceFacts& facts, std::int64_t rows) {
+  return std::max(sum_runs(rows), ceil_div(rows, std::int64_t{rows_column_amax::token_block} *
+                                                     rows_column_amax::max_unit_tiles) +
+                                      facts.sm_count * rows_column_amax::cta_units);
+}
+// Arrays that a sum reads.
+inline Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
 // Adds g_b from `runs` partial sums per column.
-void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums);
-// Partial sums per column: for g_b alone, and at most by rows_column_amax_kernel.
-std::int64_t sum_runs(std::int64_t rows);
-std::int64_t rows_column_amax_sums(const DeviceFacts&, std::int64_t rows);
+inline void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate,
+                          Buffer sums) {
+  Buffers reads = sum_reads(accumulate);
+  if (runs > 0) reads |= sums;
+  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb, SumsStep{runs});
+}
 
 // ---- products (plan_gemm.cpp) ------------------------------------------------------------------
 
