@@ -198,7 +198,7 @@ void launch_token_exponents(const Context& context, const plan::Step& step, cons
   x.exponents = nullptr;
   host_with_dtype(step.dtype, [&](auto tag) {
     launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, x,
-           plan::array_facts(x).rows_aligned, job.exponents);
+           plan::rows_aligned(x), job.exponents);
   });
 }
 

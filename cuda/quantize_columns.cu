@@ -60,7 +60,7 @@ Args make_args(const Context& context, const Work& work, const Operand& job,
   args.token_tiles = token_tiles(p, transform);
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
-  args.contiguous = plan::array_facts(job.x).rows_aligned && p.order.samples == 0;
+  args.contiguous = plan::rows_aligned(job.x) && p.order.samples == 0;
   args.sum_wanted = sum && job.sum;
   if (args.sum_wanted) {
     args.sum = work.sum.out;

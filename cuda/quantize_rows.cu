@@ -137,7 +137,7 @@ RowsArgs rows_args(const Context& context, const Operand& job) {
           job.transform.block,
           device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
-          plan::array_facts(job.x).rows_aligned && job.x.cols % 16 == 0};
+          plan::rows_aligned(job.x) && job.x.cols % 16 == 0};
 }
 
 }  // namespace hot::detail

@@ -13,44 +13,34 @@
 
 namespace hot {
 
-using detail::backend_of;
-using detail::bytes_view;
-using detail::check_bytes;
-using detail::check_format;
-using detail::check_shape;
-using detail::Checker;
-using detail::Fingerprint;
-using detail::float_dtypes;
-using detail::MatrixIn;
-using detail::MatrixOut;
-using detail::Projection;
+using namespace detail;
 
 namespace {
 
 constexpr const char* backward_name = "backward_linear";
 
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
-  detail::check_hadamard_block(call, spec.hadamard_block);
+  check_hadamard_block(call, spec.hadamard_block);
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
-    detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
+    invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
   }
-  detail::check_choices(call, spec);
+  check_choices(call, spec);
   if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full) {
-    detail::invalid(call, std::string("storage is ") + storage_name(spec.storage) + " with basis " +
-                              basis_name(spec.low_rank.basis) +
-                              "; expected basis full (other bases require storage int8)");
+    invalid(call, std::string("storage is ") + storage_name(spec.storage) + " with basis " +
+                      basis_name(spec.low_rank.basis) +
+                      "; expected basis full (other bases require storage int8)");
   }
-  detail::check_low_rank(spec.low_rank);
+  check_low_rank(spec.low_rank);
 }
 
 }  // namespace
 
 Support supported(const Context& context, const LinearShape& shape,
                   const BackwardLinearSpec& spec) noexcept {
-  return detail::answer_supported([&] {
+  return answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
-    detail::token_projection(shape.tokens, spec);
+    token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
   });
@@ -66,14 +56,14 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   if (spec.low_rank.basis == Basis::full) normalised.low_rank = {};
   if (!normalised.low_rank.rows.empty()) normalised.low_rank.rank = 0;
   Fingerprint print;
-  detail::add_fields(print.add('x'), normalised, detail::in_saved);
+  add_fields(print.add('x'), normalised, in_saved);
   return print.value();
 }
 
 std::uint64_t weight_format(const BackwardLinearSpec& spec) {
   check_spec("weight_format", spec);
   Fingerprint print;
-  detail::add_fields(print.add('w'), spec, detail::in_weight);
+  add_fields(print.add('w'), spec, in_weight);
   return print.value();
 }
 
@@ -81,26 +71,26 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                          const BackwardLinearSpec& spec) {
   check_shape("saved_layout", {tokens, 0, in_features});
   check_spec("saved_layout", spec);
-  return detail::layout_of(detail::token_projection(tokens, spec), in_features, spec);
+  return layout_of(token_projection(tokens, spec), in_features, spec);
 }
 
 std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
   const SavedLayout layout = saved_layout(tokens, in_features, spec);
-  detail::Work work;
-  detail::add_saved_x(work, {}, detail::shape_in(DType::f32, tokens, in_features),
-                      detail::saved_x(nullptr, layout, tokens, spec), spec);
+  Work work;
+  add_saved_x(work, {}, shape_in(DType::f32, tokens, in_features),
+              saved_x(nullptr, layout, tokens, spec), spec);
   return backend_of(context).workspace(context, work);
 }
 
-ConstSavedActivation detail::check_saved_x(const Checker& check, const char* call,
-                                           const Context& context, const ConstTensorView& x,
-                                           const MatrixIn& rows, const BackwardLinearSpec& spec,
+ConstSavedActivation detail::check_saved_x(const Checker& check, const Context& context,
+                                           const ConstTensorView& x, const MatrixIn& rows,
+                                           const BackwardLinearSpec& spec,
                                            const SavedActivation& saved, Work& work) {
-  check_spec(call, spec);
+  check_spec(work.call, spec);
   const SavedLayout layout = layout_of(token_projection(rows.rows, spec), rows.cols, spec);
-  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, BufferSize::at_least);
+  check_bytes(work.call, "saved", saved.data, saved.bytes, layout.bytes, BufferSize::at_least);
   const ConstTensorView memory = bytes_view(saved.data, layout.bytes, x.device);
   check.disjoint("saved", memory, "x", x);
   check.uses("saved", memory);
@@ -111,13 +101,13 @@ ConstSavedActivation detail::check_saved_x(const Checker& check, const char* cal
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                          const BackwardLinearSpec& spec,
                                          const SavedActivation& saved, const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check.input("x", x, float_dtypes, 2, max_dims);
-  detail::Work work{call};
+  Work work{call};
   const ConstSavedActivation kept =
-      detail::check_saved_x(check, call, context, x, check.collapsed("x", x), spec, saved, work);
+      check_saved_x(check, context, x, check.collapsed("x", x), spec, saved, work);
   backend_of(context).run(context, work, check, workspace);
   return kept;
 }
@@ -125,39 +115,38 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
 void decompress_activation(const Context& context, const ConstSavedActivation& saved,
                            std::int64_t first, std::int64_t last, const BackwardLinearSpec& spec,
                            const TensorView& out) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "decompress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
   if (spec.low_rank.basis != Basis::full) {
-    detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
-                                  ", which keeps projected rows and not x; expected basis full");
+    unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
+                          ", which keeps projected rows and not x; expected basis full");
   }
   check_format(call, "saved", "compress_activation", saved.format, saved_format(spec));
-  detail::check_key(call, "saved.key", saved.key);
-  detail::check_sizes(call, {"saved.tokens", "saved.in_features"},
-                      {saved.tokens, saved.in_features});
+  check_key(call, "saved.key", saved.key);
+  check_sizes(call, {"saved.tokens", "saved.in_features"}, {saved.tokens, saved.in_features});
   const SavedLayout layout =
-      detail::layout_of(detail::token_projection(saved.tokens, spec), saved.in_features, spec);
+      layout_of(token_projection(saved.tokens, spec), saved.in_features, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
-    detail::invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
-                              std::to_string(saved.tokens) + " (saved.tokens)");
+    invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
+                      std::to_string(saved.tokens) + " (saved.tokens)");
   }
   if (last < first || last > saved.tokens) {
-    detail::invalid(call, "last is " + std::to_string(last) +
-                              "; expected first = " + std::to_string(first) + " to " +
-                              std::to_string(saved.tokens) + " (saved.tokens)");
+    invalid(call, "last is " + std::to_string(last) +
+                      "; expected first = " + std::to_string(first) + " to " +
+                      std::to_string(saved.tokens) + " (saved.tokens)");
   }
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {last - first, saved.in_features});
   check.disjoint("out", out, "saved", bytes_view(saved.data, saved.bytes, out.device));
-  const MatrixOut rows = detail::matrix_out_of(out);
+  const MatrixOut rows = matrix_out_of(out);
   if (rows.rows == 0 || rows.cols == 0) return;
-  const detail::SavedX codes = detail::saved_x(saved.data, layout, saved.tokens, spec);
+  const SavedX codes = saved_x(saved.data, layout, saved.tokens, spec);
   std::int64_t scale_step = layout.scales == 1 ? 0 : 1;
   if (spec.storage != Storage::int8) {
-    scale_step = detail::ceil_div(saved.tokens, detail::int4_group);
+    scale_step = ceil_div(saved.tokens, int4_group);
   }
   backend_of(context).decompress(
       context,
@@ -170,35 +159,33 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   const char* const call = "quantized_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  return detail::weight_bytes(
-      in_features, detail::hadamard_projection(out_features, spec.hadamard_block).k_padded);
+  return weight_bytes(in_features, hadamard_projection(out_features, spec.hadamard_block).k_padded);
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
   quantized_weight_bytes(out_features, in_features, spec);  // throws the errors of the call itself
-  detail::Work work;
-  detail::add_weight(work, detail::shape_in(DType::f32, out_features, in_features), spec, nullptr);
+  Work work;
+  add_weight(work, shape_in(DType::f32, out_features, in_features), spec, nullptr);
   return backend_of(context).workspace(context, work);
 }
 
 ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
                                      const BackwardLinearSpec& spec, const QuantizedWeight& out,
                                      const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "quantize_weight";
   const Checker check(call, context);
   check_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
-  const MatrixIn weight = detail::matrix_of(w);
-  const std::int64_t k_padded =
-      detail::hadamard_projection(weight.rows, spec.hadamard_block).k_padded;
-  check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, k_padded));
+  const MatrixIn weight = matrix_of(w);
+  const std::int64_t k_padded = hadamard_projection(weight.rows, spec.hadamard_block).k_padded;
+  check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.cols, k_padded));
   const ConstTensorView memory = bytes_view(out.data, out.bytes, w.device);
   check.disjoint("out", memory, "w", w);
   check.uses("out", memory);
-  detail::Work work{call};
-  detail::add_weight(work, weight, spec, out.data);
+  Work work{call};
+  add_weight(work, weight, spec, out.data);
   backend_of(context).run(context, work, check, workspace);
   return {out.data, out.bytes, weight.rows, weight.cols, weight_format(spec)};
 }
@@ -207,57 +194,55 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  detail::Work work = detail::operands_of(
-      detail::backward_shape(spec, shape, DType::f32, DType::f32, need_gx, need_gw, true));
+  Work work =
+      operands_of(backward_shape(spec, shape, DType::f32, DType::f32, need_gx, need_gw, true));
   return backend_of(context).workspace(context, work);
 }
 
 namespace {
 
 // Checks `saved` against the sizes of the call and fills the fields that g_w reads.
-void resolve_saved(detail::BackwardCall& call, const ConstSavedActivation& saved, bool has_weight) {
+void resolve_saved(BackwardCall& call, const ConstSavedActivation& saved, bool has_weight) {
   const BackwardLinearSpec& spec = call.spec;
   LinearShape& shape = call.shape;
   check_format(backward_name, "saved", "compress_activation", saved.format, saved_format(spec));
   if (has_weight && saved.in_features != shape.in_features) {
-    detail::invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
-                                       " in_features; expected w's, " +
-                                       std::to_string(shape.in_features));
+    invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
+                               " in_features; expected w's, " + std::to_string(shape.in_features));
   }
   shape.in_features = saved.in_features;
   if (saved.tokens != shape.tokens) {
-    detail::invalid(backward_name, "saved has " + std::to_string(saved.tokens) +
-                                       " tokens; expected gy's, " + std::to_string(shape.tokens));
+    invalid(backward_name, "saved has " + std::to_string(saved.tokens) +
+                               " tokens; expected gy's, " + std::to_string(shape.tokens));
   }
-  detail::check_key(backward_name, "saved.key", saved.key);
+  check_key(backward_name, "saved.key", saved.key);
   const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
   check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
-  call.saved = detail::saved_x(saved.data, layout, saved.tokens, spec);
+  call.saved = saved_x(saved.data, layout, saved.tokens, spec);
   call.sketch_key = saved.key;
 }
 
-void check_and_run(const Context& context, const ConstTensorView& gy,
-                   const detail::WeightArgument& w, const ConstSavedActivation& saved,
-                   const BackwardLinearSpec& spec, const BackwardOutputs& out,
-                   const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+void check_and_run(const Context& context, const ConstTensorView& gy, const WeightArgument& w,
+                   const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
+                   const BackwardOutputs& out, const Workspace& workspace) {
+  const StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
-    detail::invalid(backward_name, "out requests no gradient; set at least one of gx, gw, gb");
+    invalid(backward_name, "out requests no gradient; set at least one of gx, gw, gb");
   }
   check.input("gy", gy, float_dtypes, 2, max_dims);
   const MatrixIn rows = check.collapsed("gy", gy);
-  detail::BackwardCall call{spec, {rows.rows, rows.cols, 0}};
+  BackwardCall call{spec, {rows.rows, rows.cols, 0}};
   call.gy = rows;
   LinearShape& shape = call.shape;
 
   ConstTensorView weight_memory{};
   if (out.gx != nullptr) {
-    const detail::ResolvedWeight weight = detail::resolve_weight(
+    const ResolvedWeight weight = resolve_weight(
         check, w,
         {backward_name, "quantize_weight", weight_format(spec), true, shape.out_features, "gy",
-         detail::hadamard_projection(shape.out_features, spec.hadamard_block).k_padded},
+         hadamard_projection(shape.out_features, spec.hadamard_block).k_padded},
         gy.device);
     call.w = weight.matrix;
     call.quantized = weight.quantized;
@@ -291,16 +276,16 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   }
   if (out.gw != nullptr) {
     check.shape("gw", *out.gw, {shape.out_features, shape.in_features});
-    call.gw = detail::matrix_out_of(*out.gw);
+    call.gw = matrix_out_of(*out.gw);
   }
   if (out.gb != nullptr) {
     check.shape("gb", *out.gb, {shape.out_features});
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
   // Without g_w the projection is unused. Building it checks low_rank against the tokens.
-  if (out.gw == nullptr) detail::token_projection(shape.tokens, spec);
+  if (out.gw == nullptr) token_projection(shape.tokens, spec);
   call.accumulate = out.accumulate;
-  detail::Work work = detail::operands_of(call);
+  Work work = operands_of(call);
   backend_of(context).run(context, work, check, workspace);
 }
 

@@ -9,21 +9,16 @@
 
 namespace hot {
 
-using detail::backend_of;
-using detail::bytes_view;
-using detail::check_shape;
-using detail::Checker;
-using detail::float_dtypes;
-using detail::forward_k;
+using namespace detail;
 
 namespace {
 
 constexpr const char* forward_name = "forward_linear";
 
 void check_spec(const char* call, const ForwardLinearSpec& spec) {
-  detail::check_hadamard_block(call, spec.hadamard_block);
+  check_hadamard_block(call, spec.hadamard_block);
   if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
-    detail::invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
+    invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
   }
 }
 
@@ -35,7 +30,7 @@ struct InputArgument {
 
 // Checks x, writes x and its sizes into `call`, and returns x's memory.
 ConstTensorView resolve_input(const Checker& check, const Context& context, const InputArgument& x,
-                              detail::ForwardCall& call) {
+                              ForwardCall& call) {
   LinearShape& shape = call.shape;
   if (x.quantized == nullptr) {
     check.input("x", *x.view, float_dtypes, 2, max_dims);
@@ -45,34 +40,33 @@ ConstTensorView resolve_input(const Checker& check, const Context& context, cons
     return *x.view;
   }
   const ConstQuantizedInput& codes = *x.quantized;
-  detail::check_sizes(forward_name, {"tokens", "in_features"}, {codes.tokens, codes.in_features});
-  detail::check_format(forward_name, "x", "quantize_forward_input", codes.format,
-                       forward_input_format(call.spec));
+  check_sizes(forward_name, {"tokens", "in_features"}, {codes.tokens, codes.in_features});
+  check_format(forward_name, "x", "quantize_forward_input", codes.format,
+               forward_input_format(call.spec));
   const std::int64_t k = forward_k(codes.in_features, call.spec);
-  detail::check_bytes(forward_name, "x", codes.data, codes.bytes,
-                      detail::weight_bytes(codes.tokens, k));
+  check_bytes(forward_name, "x", codes.data, codes.bytes, weight_bytes(codes.tokens, k));
   shape.tokens = codes.tokens;
   shape.in_features = codes.in_features;
-  call.quantized_x = detail::quantized_codes(codes.data, codes.tokens, k);
+  call.quantized_x = quantized_codes(codes.data, codes.tokens, k);
   const ConstTensorView memory = bytes_view(codes.data, codes.bytes, context.device());
   check.uses("x", memory);
   return memory;
 }
 
-void check_and_run(const Context& context, const InputArgument& given_x,
-                   const detail::WeightArgument& w, const ConstTensorView& bias,
-                   const ForwardLinearSpec& spec, const TensorView& y, const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+void check_and_run(const Context& context, const InputArgument& given_x, const WeightArgument& w,
+                   const ConstTensorView& bias, const ForwardLinearSpec& spec, const TensorView& y,
+                   const Workspace& workspace) {
+  const StandardArithmetic arithmetic;
   const Checker check(forward_name, context);
   check_spec(forward_name, spec);
-  detail::ForwardCall call{spec, {}};
+  ForwardCall call{spec, {}};
   LinearShape& shape = call.shape;
   const ConstTensorView x = resolve_input(check, context, given_x, call);
-  const detail::ResolvedWeight weight =
-      detail::resolve_weight(check, w,
-                             {forward_name, "quantize_forward_weight", forward_weight_format(spec),
-                              false, shape.in_features, "x", forward_k(shape.in_features, spec)},
-                             x.device);
+  const ResolvedWeight weight =
+      resolve_weight(check, w,
+                     {forward_name, "quantize_forward_weight", forward_weight_format(spec), false,
+                      shape.in_features, "x", forward_k(shape.in_features, spec)},
+                     x.device);
   call.w = weight.matrix;
   call.quantized_w = weight.quantized;
   shape.out_features = weight.other_size;
@@ -81,14 +75,14 @@ void check_and_run(const Context& context, const InputArgument& given_x,
   check.output("y", y, float_dtypes, 2, max_dims);
   check.disjoint("y", y, "x", x);
   check.disjoint("y", y, "w", weight.memory);
-  if (detail::is_given(bias)) {
+  if (is_given(bias)) {
     check.input("bias", bias, float_dtypes, 1, 1);
     check.shape("bias", bias, {shape.out_features});
     check.disjoint("y", y, "bias", bias);
     call.bias = {bias.data, bias.dtype, 1, shape.out_features, 0, bias.stride[0]};
   }
   call.y = check.collapsed_out("y", y, shape.tokens, shape.out_features);
-  detail::Work work = detail::operands_of(call);
+  Work work = operands_of(call);
   backend_of(context).run(context, work, check, workspace);
 }
 
@@ -96,12 +90,12 @@ void check_and_run(const Context& context, const InputArgument& given_x,
 
 Support forward_supported(const Context& context, const LinearShape& shape,
                           const ForwardLinearSpec& spec) noexcept {
-  return detail::answer_supported([&] { forward_linear_workspace(context, shape, spec, false); });
+  return answer_supported([&] { forward_linear_workspace(context, shape, spec, false); });
 }
 
 std::uint64_t forward_weight_format(const ForwardLinearSpec& spec) {
   check_spec("forward_weight_format", spec);
-  return detail::Fingerprint().add('f').add(spec.hadamard_block).value();
+  return Fingerprint().add('f').add(spec.hadamard_block).value();
 }
 
 std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -109,38 +103,38 @@ std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t in_feat
   const char* const call = "forward_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  return detail::weight_bytes(out_features, forward_k(in_features, spec));
+  return weight_bytes(out_features, forward_k(in_features, spec));
 }
 
 ConstQuantizedWeight quantize_forward_weight(const Context& context, const ConstTensorView& w,
                                              const ForwardLinearSpec& spec,
                                              const QuantizedWeight& out) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "quantize_forward_weight";
   const Checker check(call, context);
   check_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
-  const detail::MatrixIn weight = detail::matrix_of(w);
+  const MatrixIn weight = matrix_of(w);
   const std::int64_t k = forward_k(weight.cols, spec);
-  detail::check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.rows, k));
+  check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.rows, k));
   check.disjoint("out", bytes_view(out.data, out.bytes, w.device), "w", w);
-  detail::Work work{call};
-  detail::add_forward_operand(work, detail::Source::w, weight, spec, out.data);
+  Work work{call};
+  add_forward_operand(work, Source::w, weight, spec, out.data);
   backend_of(context).run(context, work, check, {});
   return {out.data, out.bytes, weight.rows, weight.cols, forward_weight_format(spec)};
 }
 
 std::uint64_t forward_input_format(const ForwardLinearSpec& spec) {
   check_spec("forward_input_format", spec);
-  return detail::Fingerprint().add('i').add(spec.hadamard_block).value();
+  return Fingerprint().add('i').add(spec.hadamard_block).value();
 }
 
 std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
                                 const ForwardLinearSpec& spec) {
   const char* const call = "forward_input_bytes";
-  detail::check_sizes(call, {"tokens", "in_features"}, {tokens, in_features});
+  check_sizes(call, {"tokens", "in_features"}, {tokens, in_features});
   check_spec(call, spec);
-  return detail::weight_bytes(tokens, forward_k(in_features, spec));
+  return weight_bytes(tokens, forward_k(in_features, spec));
 }
 
 namespace {
@@ -152,21 +146,21 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
                             const ForwardLinearSpec& spec, const QuantizedInput& out,
                             const BackwardLinearSpec* kept, const SavedActivation& saved,
                             const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const Checker check(input_name, context);
   check_spec(input_name, spec);
   check.input("x", x, float_dtypes, 2, max_dims);
-  const detail::MatrixIn rows = check.collapsed("x", x);
+  const MatrixIn rows = check.collapsed("x", x);
   const std::int64_t k = forward_k(rows.cols, spec);
-  detail::check_bytes(input_name, "out", out.data, out.bytes, detail::weight_bytes(rows.rows, k));
+  check_bytes(input_name, "out", out.data, out.bytes, weight_bytes(rows.rows, k));
   const ConstTensorView memory = bytes_view(out.data, out.bytes, x.device);
   check.disjoint("out", memory, "x", x);
   check.uses("out", memory);
   ForwardInput result{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
-  detail::Work work{input_name};
-  detail::add_forward_operand(work, detail::Source::x, rows, spec, out.data);
+  Work work{input_name};
+  add_forward_operand(work, Source::x, rows, spec, out.data);
   if (kept != nullptr) {
-    result.saved = detail::check_saved_x(check, input_name, context, x, rows, *kept, saved, work);
+    result.saved = check_saved_x(check, context, x, rows, *kept, saved, work);
     check.disjoint("saved", bytes_view(saved.data, result.saved.bytes, x.device), "out", memory);
   }
   backend_of(context).run(context, work, check, workspace);
@@ -193,10 +187,9 @@ std::size_t forward_linear_workspace(const Context& context, const LinearShape& 
                                      bool quantized_input) {
   check_shape("forward_linear_workspace", shape);
   check_spec("forward_linear_workspace", spec);
-  detail::ForwardCall call =
-      detail::forward_shape(spec, shape, DType::f32, quantized_input, quantized_weight);
-  call.bias = detail::shape_in(DType::bf16, 1, shape.out_features);  // needs the most
-  detail::Work work = detail::operands_of(call);
+  ForwardCall call = forward_shape(spec, shape, DType::f32, quantized_input, quantized_weight);
+  call.bias = shape_in(DType::bf16, 1, shape.out_features);  // needs the most
+  Work work = operands_of(call);
   return backend_of(context).workspace(context, work);
 }
 

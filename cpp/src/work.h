@@ -159,9 +159,9 @@ ForwardCall forward_shape(const ForwardLinearSpec&, const LinearShape&, DType dt
                           bool quantized_x, bool quantized_w);
 
 // Checks SavedActivation, an argument of a call, and adds x to be saved (backward_linear.cpp).
-ConstSavedActivation check_saved_x(const Checker&, const char* call, const Context&,
-                                   const ConstTensorView& x, const MatrixIn& rows,
-                                   const BackwardLinearSpec&, const SavedActivation&, Work&);
+ConstSavedActivation check_saved_x(const Checker&, const Context&, const ConstTensorView& x,
+                                   const MatrixIn& rows, const BackwardLinearSpec&,
+                                   const SavedActivation&, Work&);
 
 Work operands_of(const BackwardCall&);
 Work operands_of(const ForwardCall&);

@@ -175,13 +175,14 @@ bool aligned(const void* data, std::int64_t stride_bytes) {
 
 }  // namespace
 
-ArrayFacts array_facts(const MatrixIn& x) {
+bool rows_aligned(const MatrixIn& x) {
   const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));
-  const auto address = reinterpret_cast<std::uintptr_t>(x.data);
-  const bool dense = x.col_stride == 1;
-  return {x.dtype, dense && aligned(x.data, x.row_stride * size),
-          dense && x.cols % 4 == 0 && x.row_stride % 4 == 0 &&
-              address % static_cast<std::uintptr_t>(4 * size) == 0};
+  return x.col_stride == 1 && aligned(x.data, x.row_stride * size);
+}
+
+bool quads_aligned(const MatrixIn& x) {
+  return x.col_stride == 1 && x.cols % 4 == 0 && x.row_stride % 4 == 0 &&
+         reinterpret_cast<std::uintptr_t>(x.data) % (4 * dtype_size(x.dtype)) == 0;
 }
 
 OutFacts out_facts(const MatrixOut& out) {

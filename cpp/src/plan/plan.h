@@ -441,13 +441,10 @@ class Plan {
 
 // ---- plans -------------------------------------------------------------------------------------
 
-// Properties of an array, apart from its shape, that affect a plan.
-struct ArrayFacts {
-  DType dtype = DType::bf16;
-  bool rows_aligned = true;   // contiguous rows that start at multiples of 16 bytes
-  bool quads_aligned = true;  // contiguous rows of whole, aligned groups of 4 elements
-};
-ArrayFacts array_facts(const MatrixIn& x);
+// Whether an array's rows are contiguous and start at multiples of 16 bytes.
+bool rows_aligned(const MatrixIn& x);
+// Whether an array's rows consist of whole, aligned groups of 4 contiguous elements.
+bool quads_aligned(const MatrixIn& x);
 
 struct OutFacts {
   DType dtype = DType::bf16;

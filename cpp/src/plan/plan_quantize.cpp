@@ -56,7 +56,7 @@ const char* block_name(const Operand& job) {
 
 // Reason against loads of 16 elements in rows16_kernel.
 Reason not_16(const Operand& job) {
-  if (array_facts(job.x).rows_aligned && job.x.cols % 16 == 0) return {};
+  if (rows_aligned(job.x) && job.x.cols % 16 == 0) return {};
   return {"%f %n is not a multiple of 16", job.x.cols};
 }
 
@@ -218,10 +218,9 @@ Buffers columns_read(const Operand& job) {
 }
 
 void note_column_loads(Plan& plan, Kernel kernel, const Operand& job) {
-  note_loads(plan, kernel,
-             job.transform.order.samples != 0
-                 ? token_grid
-                 : not_vectors(array_facts(job.x).rows_aligned, job.x.cols));
+  note_loads(
+      plan, kernel,
+      job.transform.order.samples != 0 ? token_grid : not_vectors(rows_aligned(job.x), job.x.cols));
 }
 
 void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const Operand& job,
@@ -318,7 +317,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
   }
   if (const Reason why = why_not(facts, Feature::bulk_copy)) return why;
   if (rows.x.dtype != DType::bf16) return of_dtype;
-  if (!array_facts(rows.x).rows_aligned) return not_vectors(false, rows.x.cols);
+  if (!rows_aligned(rows.x)) return not_vectors(false, rows.x.cols);
   if (rows.x.cols % rows.transform.block != 0) {
     return {"%f %n is not a multiple of the transform's blocks", rows.x.cols};
   }
@@ -404,7 +403,7 @@ Reason add_rows_groups(Plan& plan, const Operand& rows, const Operand& saved) {
   if (rows.transform.block != forward_block) {
     return {"%s is %n, where 64 is read once", rows.transform.block, block_name(rows)};
   }
-  if (!array_facts(rows.x).quads_aligned) return not_fours(rows.x.cols);
+  if (!quads_aligned(rows.x)) return not_fours(rows.x.cols);
   if (rows.x.rows == 0 || rows.x.cols == 0) return empty;
   if (!fits(share)) return too_long(rows.x.cols);
   const int cta_rows = std::max(1, rows_groups_threads / share.lanes);
@@ -629,8 +628,7 @@ namespace {
 void add_token_exponents(Plan& plan, const Operand& job) {
   constexpr int warps = exponent_rows;
   plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
-  note_loads(plan, Kernel::token_exponents,
-             not_vectors(array_facts(job.x).rows_aligned, job.x.cols));
+  note_loads(plan, Kernel::token_exponents, not_vectors(rows_aligned(job.x), job.x.cols));
   plan.add(Kernel::token_exponents, {ceil_div(job.x.rows, warps), 32 * warps}, Buffer::x,
            Buffer::exponents, {}, job.x.dtype);
 }
@@ -639,10 +637,10 @@ void add_groups(Plan& plan, const Operand& job) {
   const bool two_bytes = dtype_size(job.x.dtype) == 2;
   const Kernel kernel =
       plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
-                    !two_bytes                          ? of_dtype
-                    : job.transform.equalized           ? equalized
-                    : !array_facts(job.x).quads_aligned ? not_fours(job.x.cols)
-                                                        : Reason{}},
+                    !two_bytes                ? of_dtype
+                    : job.transform.equalized ? equalized
+                    : !quads_aligned(job.x)   ? not_fours(job.x.cols)
+                                              : Reason{}},
                    {Kernel::groups}});
   const std::int64_t blocks = ceil_div(job.x.cols, 128) * ceil_div(job.x.rows, int4_group);
   plan.add(kernel, {blocks, 128}, columns_read(job), codes_buffer(job), {}, job.x.dtype);
