@@ -196,6 +196,7 @@ void launch_token_exponents(const Context& context, const plan::Step& step, cons
   const Operand& job = work.operands.at(Source::x, Along::column);
   MatrixIn x = job.x;
   x.exponents = nullptr;
+  x.divide = false;
   host_with_dtype(step.dtype, [&](auto tag) {
     launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, x,
            plan::rows_aligned(x), job.exponents);

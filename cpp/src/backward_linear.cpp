@@ -143,15 +143,16 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   check.disjoint("out", out, "saved", bytes_view(saved.data, saved.bytes, out.device));
   const MatrixOut rows = matrix_out_of(out);
   if (rows.rows == 0 || rows.cols == 0) return;
-  const SavedX codes = saved_x(saved.data, layout, saved.tokens, spec);
-  std::int64_t scale_step = layout.scales == 1 ? 0 : 1;
-  if (spec.storage != Storage::int8) {
-    scale_step = ceil_div(saved.tokens, int4_group);
+  const SavedX x = saved_x(saved.data, layout, saved.tokens, spec);
+  const Backend& backend = backend_of(context);
+  if (const auto* groups = std::get_if<Groups>(&x.codes)) {
+    return backend.decompress(context,
+                              {groups->packed, groups->row_bytes, groups->scale, Storage::int4,
+                               ceil_div(groups->tokens, int4_group), first, rows, x.exponents});
   }
-  backend_of(context).decompress(
-      context,
-      {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
-       spec.storage, scale_step, first, rows, codes.exponents});
+  const Codes& codes = std::get<Codes>(x.codes);
+  backend.decompress(context, {codes.codes, codes.k_padded, codes.scale, Storage::int8,
+                               codes.scales == 1 ? 0 : 1, first, rows, x.exponents});
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,

@@ -295,8 +295,10 @@ std::size_t take_scratch(Work& work, void* workspace, const ScratchSizes& sizes)
   work.all_scratch = alone.take<float>(sizes.sums_alone);
   std::uint32_t* amax = work.zeroed;
   for (Operand& operand : work.operands) {
+    const std::int64_t count = sizes.amax[&operand - operands];
+    if (count == 0 || amax == nullptr) continue;
     operand.out.amax = amax;
-    if (amax != nullptr) amax += sizes.amax[&operand - operands];
+    amax += count;
   }
   const auto take = [&](Operand& operand) {
     Codes& out = operand.out;

@@ -1,5 +1,5 @@
-// The work of a call, a value: a table of up to four operands, up to two products of them, and g_b.
-// operands_of makes it of checked arguments. The workspace, the plan, both backends and explain
+// The work of a call as a value: a table of operands, up to two products of them, and g_b.
+// operands_of makes it from checked arguments. The plan, the workspace, both backends and explain
 // read it. Without memory (null pointers) it describes a call for workspace sizes and explain.
 #pragma once
 

@@ -152,6 +152,31 @@ TEST(Plan, an_empty_x_gets_the_scales_that_it_has) {
   }
 }
 
+// A workspace is asked for without arrays, and taken with them.
+TEST(Plan, a_workspace_does_not_depend_on_addresses) {
+  plan::DeviceFacts device;
+  device.arch = 90;
+  device.sm_count = 132;
+  device.shared_bytes = 232448;
+  set_features(device, true, false);
+  const auto bytes_of = [&](const hot::detail::BackwardCall& call) {
+    hot::detail::Work work = operands_of(call);
+    return take_scratch(work, nullptr, plan_of(device, work).scratch);
+  };
+  for (int round = 0; round < 500; ++round) {
+    const AnyLayer layer;
+    const hot::ExplainOptions& o = layer.options;
+    hot::detail::BackwardCall call =
+        hot::detail::backward_shape(layer.spec, layer.shape, o.dtype, o.gw_dtype, o.gx, o.gw, o.gb);
+    const std::size_t bytes = bytes_of(call);
+    static float memory[2];
+    call.gy.data = call.w.data = call.gx.data = call.gw.data = memory + 1;
+    ++call.gy.row_stride;
+    ++call.gw.row_stride;
+    EXPECT_EQ(bytes_of(call), bytes) << layer.text();
+  }
+}
+
 TEST(Plan, nothing_is_read_before_it_is_written) {
   for (int round = 0; round < 2000; ++round) {
     const AnyLayer layer;
