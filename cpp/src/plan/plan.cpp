@@ -1,4 +1,4 @@
-// Plans of whole calls, their workspaces, and the members of Plan.
+// Members of Plan, names and features, properties of arrays.
 #include <algorithm>
 #include <cstdint>
 #include <new>
@@ -28,6 +28,38 @@ constexpr Buffers scratch = HOT_BUFFERS(HOT_SCRATCH) Buffers();
 
 const KernelInfo& info(Kernel kernel) { return kernels[static_cast<std::size_t>(kernel)]; }
 const char* buffer_name(Buffer buffer) { return buffer_names[static_cast<std::size_t>(buffer)]; }
+
+// ---- operands ----------------------------------------------------------------------------------
+
+namespace {
+
+// Buffers of an operand's codes, in the workspace and of the caller, and of its largest values.
+struct OperandBuffers {
+  Source source;
+  Along along;
+  Buffer scratch, given, amax;
+};
+constexpr OperandBuffers operand_buffers[] = {
+    {Source::gy, Along::row, Buffer::gy_rows, Buffer::gy_rows, Buffer::rows_amax},
+    {Source::gy, Along::column, Buffer::columns, Buffer::columns, Buffer::columns_amax},
+    {Source::w, Along::row, Buffer::weight_rows, Buffer::forward_w, Buffer::rows_amax},
+    {Source::w, Along::column, Buffer::weight, Buffer::quantized_w, Buffer::weight_amax},
+    {Source::x, Along::row, Buffer::x_rows, Buffer::forward_x, Buffer::rows_amax},
+    {Source::x, Along::column, Buffer::activation, Buffer::saved, Buffer::columns_amax},
+};
+
+const OperandBuffers& buffers_of(const Operand& operand) {
+  const OperandBuffers* one = operand_buffers;
+  while (one->source != operand.source || one->along != operand.along) ++one;
+  return *one;
+}
+
+}  // namespace
+
+Buffer codes_buffer(const Operand& operand) {
+  return operand.scratch ? buffers_of(operand).scratch : buffers_of(operand).given;
+}
+Buffer amax_buffer(const Operand& operand) { return buffers_of(operand).amax; }
 
 // ---- the device --------------------------------------------------------------------------------
 
@@ -109,60 +141,21 @@ void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers w
   ++count_;
 }
 
-// ---- whole calls -------------------------------------------------------------------------------
+// ---- g_b ---------------------------------------------------------------------------------------
 
-namespace {
+std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
 
-// Buffers of an operand's codes, in the workspace and of the caller, and of its largest values.
-struct OperandBuffers {
-  Source source;
-  Along along;
-  Buffer scratch, given, amax;
-};
-constexpr OperandBuffers operand_buffers[] = {
-    {Source::gy, Along::row, Buffer::gy_rows, Buffer::gy_rows, Buffer::rows_amax},
-    {Source::gy, Along::column, Buffer::columns, Buffer::columns, Buffer::columns_amax},
-    {Source::w, Along::row, Buffer::weight_rows, Buffer::forward_w, Buffer::rows_amax},
-    {Source::w, Along::column, Buffer::weight, Buffer::quantized_w, Buffer::weight_amax},
-    {Source::x, Along::row, Buffer::x_rows, Buffer::forward_x, Buffer::rows_amax},
-    {Source::x, Along::column, Buffer::activation, Buffer::saved, Buffer::columns_amax},
-};
-
-const OperandBuffers& buffers_of(const Operand& operand) {
-  const OperandBuffers* one = operand_buffers;
-  while (one->source != operand.source || one->along != operand.along) ++one;
-  return *one;
+std::int64_t most_sum_runs(const DeviceFacts& facts, std::int64_t rows) {
+  constexpr std::int64_t unit_rows =
+      std::int64_t{rows_column_amax::token_block} * rows_column_amax::max_unit_tiles;
+  return std::max(sum_runs(rows),
+                  ceil_div(rows, unit_rows) + facts.sm_count * rows_column_amax::cta_units);
 }
 
-}  // namespace
-
-Buffer codes_buffer(const Operand& operand) {
-  return operand.scratch ? buffers_of(operand).scratch : buffers_of(operand).given;
-}
-Buffer amax_buffer(const Operand& operand) { return buffers_of(operand).amax; }
-
-// All operands are quantised before the products. Then g_y is read again while the L2 cache may
-// still hold it, and kernels overlap.
-Plan plan_of(const DeviceFacts& facts, const Work& work) {
-  Plan plan;
-  const bool summed = add_operands(plan, facts, work);
-  if (work.widens()) {
-    plan.add(Kernel::widen, {ceil_div(work.bias.cols, 256), 256}, Buffer::bias, Buffer::wide_bias);
-  }
-  add_products(plan, facts, work);
-  const ColumnSum& sum = work.sum;
-  plan.scratch.sums_alone = sum.out.cols * most_sum_runs(facts, sum.x.rows);
-  if (summed || sum.out.cols == 0) return plan;
-  if (work.operands.begin() != work.operands.end()) {
-    plan.takes({Kernel::partial_sum,
-                "g_y is read again for g_b",
-                {"no kernel of its rows or columns adds them up"}});
-  }
-  const std::int64_t runs = sum_runs(sum.x.rows);
-  plan.add(Kernel::partial_sum, {runs * ceil_div(sum.x.cols, bias::sum_threads), bias::sum_threads},
-           Buffer::gy, Buffer::all_scratch, SumsStep{runs}, sum.x.dtype);
-  add_final_sum(plan, runs, sum.x.cols, sum.accumulate, Buffer::all_scratch);
-  return plan;
+void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums) {
+  Buffers reads = sum_reads(accumulate);
+  if (runs > 0) reads |= sums;
+  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb, SumsStep{runs});
 }
 
 // ---- properties of arrays ----------------------------------------------------------------------

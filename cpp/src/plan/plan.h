@@ -1,7 +1,7 @@
 // Plan of a CUDA call: a value that lists its kernels in order, with their launch shapes. This is
 // host code without a CUDA header and part of every build. Plans can therefore be made, printed
-// (hot/explain.h) and tested without a GPU. cuda/launchers.cpp executes a plan. The files of kernels
-// contain kernels and launches, but no decisions.
+// (hot/explain.h) and tested without a GPU. cuda/launchers.cpp executes a plan. The files of
+// kernels contain kernels and launches, but no decisions.
 #pragma once
 
 #include <cstddef>

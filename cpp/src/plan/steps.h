@@ -1,8 +1,7 @@
-// Declarations shared by the files of the plan. Plans of whole calls are in plan.cpp, steps that
-// quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
+// Declarations shared by the files of the plan. Plans of whole calls are in plan_call.cpp, steps
+// that quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "plan/plan.h"
@@ -80,25 +79,15 @@ RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks);
 // Adds all operands of a call. Returns true if these steps also make g_b.
 bool add_operands(Plan&, const DeviceFacts&, const Work&);
 
-// ---- g_b ---------------------------------------------------------------------------------------
+// ---- g_b (plan.cpp) ----------------------------------------------------------------------------
 
-// Partial sums per column of g_b alone, and at most by any kernel: one per 128 tokens, or the
-// number that rows_column_amax_kernel needs.
-inline std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
-inline std::int64_t most_sum_runs(const DeviceFacts& facts, std::int64_t rows) {
-  return std::max(sum_runs(rows), ceil_div(rows, std::int64_t{rows_column_amax::token_block} *
-                                                     rows_column_amax::max_unit_tiles) +
-                                      facts.sm_count * rows_column_amax::cta_units);
-}
+// Partial sums per column of g_b alone, one per 128 tokens, and at most by any kernel.
+std::int64_t sum_runs(std::int64_t rows);
+std::int64_t most_sum_runs(const DeviceFacts&, std::int64_t rows);
 // Arrays that a sum reads.
 inline Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
 // Adds g_b from `runs` partial sums per column.
-inline void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate,
-                          Buffer sums) {
-  Buffers reads = sum_reads(accumulate);
-  if (runs > 0) reads |= sums;
-  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb, SumsStep{runs});
-}
+void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums);
 
 // ---- products (plan_gemm.cpp) ------------------------------------------------------------------
 
