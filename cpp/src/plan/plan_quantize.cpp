@@ -1,7 +1,6 @@
 // Choice of the kernels that quantise the operands of a call.
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 
 #include "plan/steps.h"
 
@@ -434,196 +433,157 @@ void add_zero(Plan& plan, const Operands& operands) {
            ZeroStep{static_cast<std::size_t>(words) * sizeof(std::uint32_t)});
 }
 
-class GroupedOperands {
- public:
-  GroupedOperands(const DeviceFacts& facts, const Operands& operands)
-      : facts_(facts),
-        rows_of_(operands.find(Source::gy, Along::row)),
-        columns_of_(operands.find(Source::gy, Along::column)),
-        weight_of_(operands.find(Source::w, Along::column)),
-        groups_of_(operands.find(Source::x, Along::column, From::groups)) {}
-
-  // Whether the call has operands of a backward pass.
-  bool any() const {
-    return rows_of_ != nullptr || columns_of_ != nullptr || weight_of_ != nullptr;
-  }
-  bool sums() const { return columns_of_ != nullptr && columns_of_->sum; }
-
-  // Reason why the kernel cannot quantise these operands or is not faster.
-  Reason why_not() {
-    if (const Operand* job = weight_of_) {
-      if (const Reason why = add(*job, weight_)) return why;
-      if (weight_.transform != ColumnTransform::hadamard) {
-        return {"hadamard_block is %n", job->transform.block};
-      }
-    }
-    if (const Operand* job = columns_of_) {
-      if (const Reason why = add(*job, gradient_)) return why;
-      if (gradient_.transform == ColumnTransform::hadamard) return all_rows;
-      if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
-    }
-    if (const Operand* job = rows_of_) {
-      const std::int64_t groups = job->out.k_padded / 16;
-      if (const Reason why = add(job->x.dtype)) return why;
-      if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
-      if (job->transform.block != 16) return {"hadamard_block is %n", job->transform.block};
-      if (groups == 0) return empty;
-      if (groups > grouped::row_blocks * grouped::threads) return too_long(job->x.cols);
-      while ((grouped::row_blocks << lanes_log2_) < groups) ++lanes_log2_;
-      rows_blocks_ = ceil_div(job->x.rows, grouped::threads >> lanes_log2_);
-    }
-    if (groups_of_ != nullptr) {
-      groups_blocks_ = ceil_div(groups_of_->out.rows, grouped::threads / 32);
-    }
-    if (cluster_ > 1) {
-      if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
-    }
-    for (Columns* columns : {&weight_, &gradient_}) {
-      // A column tile takes one CTA if it fits, otherwise the whole cluster.
-      columns->ctas = columns->needed_ctas > 1 ? cluster_ : columns->needed_ctas;
-      columns->blocks = columns->tiles * columns->ctas;
-    }
-    const std::int64_t max_blocks = std::int64_t{thresholds.grouped_waves} * columns::min_sm_warps /
-                                    columns::max_warps * facts_.sm_count;
-    const std::int64_t blocks = weight_.blocks + gradient_.blocks + rows_blocks_ + groups_blocks_;
-    if (std::max({weight_.blocks, gradient_.blocks, rows_blocks_}) <= grouped::max_amax_slots &&
-        blocks <= max_blocks) {
-      return {};
-    }
-    return {"%n blocks hide a launch each", blocks};
-  }
-
-  void add_to(Plan& plan) const {
-    const auto per_tensor = [](const auto* job) { return job != nullptr && job->quant.per_tensor; };
-    const bool weight = per_tensor(weight_of_), rows = per_tensor(rows_of_),
-               gradient = per_tensor(columns_of_);
-    const bool sum = sums();
-    const Buffers sum_read = sum ? sum_reads(columns_of_->accumulate) : Buffers();
-    if (weight || rows || gradient) {
-      const bool shares = gradient && sum && gradient_.ctas > 1;
-      Launch launch(*this, RowsPass::amax, shares ? cluster_ : 1);
-      GroupedStep& s = launch.step;
-      if (weight) launch.add(s.weight, weight_, Pass::amax, 0, Buffer::w, Buffer::weight_amax);
-      if (gradient) {
-        launch.add(s.gradient, gradient_, Pass::amax, shares ? gradient_.ctas : 0, Buffer::gy,
-                   Buffer::columns_amax);
-        if (sum) launch.also(sum_read, Buffer::gb);
-      }
-      if (rows) launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::rows_amax);
-      launch.add_to(plan, Kernel::grouped_amax);
-      plan.takes({Kernel::grouped_codes, "%a is read first for its scale", one_scale});
-    }
-    const bool shares = (weight_.ctas > 1 && !weight) || (gradient_.ctas > 1 && !gradient);
-    Launch launch(*this, rows ? RowsPass::codes : RowsPass::row_scales, shares ? cluster_ : 1);
-    GroupedStep& s = launch.step;
-    const auto add = [&](GroupedColumns& to, const Columns& columns, bool known, Buffers reads,
-                         Buffers writes, Buffer amax) {
-      launch.add(to, columns, known ? Pass::codes : Pass::both, known ? 0 : columns.ctas, reads,
-                 writes);
-      if (known) launch.also(amax, {});
-    };
-    if (weight_of_ != nullptr) {
-      add(s.weight, weight_, weight, Buffer::w, codes_buffer(*weight_of_), Buffer::weight_amax);
-    }
-    if (columns_of_ != nullptr) {
-      add(s.gradient, gradient_, gradient, Buffer::gy, Buffer::columns, Buffer::columns_amax);
-      if (sum && !gradient) launch.also(sum_read, Buffer::gb);
-    }
-    if (rows_of_ != nullptr) {
-      launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::gy_rows);
-      if (rows) launch.also(Buffer::rows_amax, {});
-    }
-    if (groups_blocks_ > 0) {
-      launch.add(s.groups, groups_blocks_, Buffer::saved, Buffer::activation);
-    }
-    launch.add_to(plan, Kernel::grouped_codes);
-  }
-
- private:
-  // Operand quantised by columns: its column tiles, and the CTAs per tile.
-  struct Columns {
-    ColumnTransform transform{};
-    std::int64_t tiles = 0, blocks = 0;
-    int needed_ctas = 0, ctas = 0;
-  };
-
-  // One launch with some of the operands. `cluster`: CTAs that reduce the longest column tile.
-  class Launch {
-   public:
-    Launch(const GroupedOperands& operands, RowsPass rows_pass, int cluster)
-        : dtype_(operands.dtype_.value_or(DType::f32)), cluster_(cluster) {
-      step.transform = operands.gradient_.transform;
-      step.row_lanes_log2 = operands.lanes_log2_;
-      step.rows_pass = rows_pass;
-    }
-
-    GroupedStep step{};
-
-    void add(GroupedRange& range, std::int64_t blocks, Buffers reads, Buffers writes) {
-      range.blocks = static_cast<unsigned>(blocks);
-      range.end = static_cast<unsigned>(round_up(blocks, cluster_));
-      blocks_ += range.end;
-      also(reads, writes);
-    }
-    void add(GroupedColumns& to, const Columns& columns, Pass pass, int cluster, Buffers reads,
-             Buffers writes) {
-      to.pass = pass;
-      to.ctas = columns.ctas;
-      to.cluster = cluster;
-      add(to.range, columns.blocks, reads, writes);
-    }
-    void also(Buffers reads, Buffers writes) {
-      reads_ |= reads;
-      writes_ |= writes;
-    }
-    void add_to(Plan& plan, Kernel kernel) const {
-      const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype_)));
-      const std::size_t shared =
-          columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_);
-      plan.add(kernel, {blocks_, grouped::threads, shared, cluster_}, reads_, writes_, step,
-               dtype_);
-    }
-
-   private:
-    DType dtype_;
-    int cluster_;
-    std::int64_t blocks_ = 0;
-    Buffers reads_, writes_;
-  };
-
-  Reason add(DType dtype) {
-    if (dtype_.value_or(dtype) != dtype) return dtypes;
-    dtype_ = dtype;
-    return dtype == DType::f16 ? of_dtype : Reason{};
-  }
-  Reason add(const Operand& job, Columns& columns) {
-    if (const Reason why = add(job.x.dtype)) return why;
-    if (job.out.k_padded == 0) return empty;
-    if (const Reason why = why_not_block16(job.transform, job.quant, columns.transform)) return why;
-    if (columns.transform == ColumnTransform::factored) return equalized;
-    const std::int64_t needed =
-        ceil_div(token_tiles(job.transform, columns.transform),
-                 grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype))));
-    if (needed > columns::max_cluster) {
-      return {"a column of %n codes is too long for a cluster", job.out.k_padded};
-    }
-    columns.needed_ctas = static_cast<int>(needed);
-    columns.tiles = column_tiles(job.x.cols, job.x.dtype);
-    cluster_ = std::max(cluster_, columns.needed_ctas);
-    return {};
-  }
-
-  const DeviceFacts& facts_;
-  const Operand *rows_of_, *columns_of_, *weight_of_, *groups_of_;  // null if not needed
-  std::optional<DType> dtype_;
-  Columns weight_, gradient_;
-  int cluster_ = 1, lanes_log2_ = 0;
-  std::int64_t rows_blocks_ = 0, groups_blocks_ = 0;
+// Operand of quantize_grouped_kernel, null if not needed, and its CTAs.
+struct GroupedPart {
+  const Operand* operand = nullptr;
+  std::int64_t blocks = 0;
+  int ctas = 0;  // per column tile
+  ColumnTransform transform{};
+  bool one_scale() const { return operand != nullptr && operand->quant.per_tensor; }
 };
 
-}  // namespace
+struct GroupedParts {
+  GroupedPart weight, gradient, rows, groups;
+  DType dtype = DType::f32;
+  int cluster = 1;  // CTAs of the longest column tile
+  int row_lanes_log2 = 0;
 
-namespace {
+  explicit GroupedParts(const Operands& operands) {
+    weight.operand = operands.find(Source::w, Along::column);
+    gradient.operand = operands.find(Source::gy, Along::column);
+    rows.operand = operands.find(Source::gy, Along::row);
+    groups.operand = operands.find(Source::x, Along::column, From::groups);
+    for (const GroupedPart* part : {&rows, &gradient, &weight}) {
+      if (part->operand != nullptr) dtype = part->operand->x.dtype;
+    }
+  }
+  // Whether the call has operands of a backward pass.
+  bool any() const {
+    return weight.operand != nullptr || gradient.operand != nullptr || rows.operand != nullptr;
+  }
+};
+
+Reason why_not_grouped(const GroupedParts& parts, const Operand& job) {
+  return job.x.dtype != parts.dtype ? dtypes : parts.dtype == DType::f16 ? of_dtype : Reason{};
+}
+
+// Reason against columns in the kernel. Without a reason, sets their transform and CTAs.
+Reason why_not_grouped_columns(GroupedParts& parts, GroupedPart& part) {
+  const Operand& job = *part.operand;
+  if (const Reason why = why_not_grouped(parts, job)) return why;
+  if (job.out.k_padded == 0) return empty;
+  if (const Reason why = why_not_block16(job.transform, job.quant, part.transform)) return why;
+  if (part.transform == ColumnTransform::factored) return equalized;
+  const std::int64_t needed =
+      ceil_div(token_tiles(job.transform, part.transform),
+               grouped::cta_tiles(static_cast<int>(dtype_size(parts.dtype))));
+  if (needed > columns::max_cluster) {
+    return {"a column of %n codes is too long for a cluster", job.out.k_padded};
+  }
+  part.ctas = static_cast<int>(needed);
+  parts.cluster = std::max(parts.cluster, part.ctas);
+  return {};
+}
+
+// Reason why the kernel cannot quantise these operands or is not faster. Without a reason, sets the
+// CTAs of all parts.
+Reason why_not_grouped(const DeviceFacts& facts, GroupedParts& parts) {
+  auto& [weight, gradient, rows, groups, dtype, cluster, row_lanes_log2] = parts;
+  if (weight.operand != nullptr) {
+    if (const Reason why = why_not_grouped_columns(parts, weight)) return why;
+    if (weight.transform != ColumnTransform::hadamard) {
+      return {"hadamard_block is %n", weight.operand->transform.block};
+    }
+  }
+  if (const Operand* const job = gradient.operand) {
+    if (const Reason why = why_not_grouped_columns(parts, gradient)) return why;
+    if (gradient.transform == ColumnTransform::hadamard) return all_rows;
+    if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
+  }
+  if (const Operand* const job = rows.operand) {
+    const std::int64_t blocks = job->out.k_padded / 16;
+    if (const Reason why = why_not_grouped(parts, *job)) return why;
+    if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
+    if (job->transform.block != 16) return {"hadamard_block is %n", job->transform.block};
+    if (blocks == 0) return empty;
+    if (blocks > grouped::row_blocks * grouped::threads) return too_long(job->x.cols);
+    while ((grouped::row_blocks << row_lanes_log2) < blocks) ++row_lanes_log2;
+    rows.blocks = ceil_div(job->x.rows, grouped::threads >> row_lanes_log2);
+  }
+  if (groups.operand != nullptr) {
+    groups.blocks = ceil_div(groups.operand->out.rows, grouped::threads / 32);
+  }
+  if (cluster > 1) {
+    if (const Reason why = why_not(facts, Feature::clusters)) return why;
+  }
+  for (GroupedPart* part : {&weight, &gradient}) {
+    if (part->operand == nullptr) continue;
+    // A column tile takes one CTA if it fits, otherwise the whole cluster.
+    if (part->ctas > 1) part->ctas = cluster;
+    part->blocks = column_tiles(part->operand->x.cols, dtype) * part->ctas;
+  }
+  const std::int64_t max_blocks = std::int64_t{thresholds.grouped_waves} * columns::min_sm_warps /
+                                  columns::max_warps * facts.sm_count;
+  const std::int64_t blocks = weight.blocks + gradient.blocks + rows.blocks + groups.blocks;
+  if (std::max({weight.blocks, gradient.blocks, rows.blocks}) <= grouped::max_amax_slots &&
+      blocks <= max_blocks) {
+    return {};
+  }
+  return {"%n blocks hide a launch each", blocks};
+}
+
+// Adds one launch: the largest values of the operands with one scale, or all codes.
+void add_grouped(Plan& plan, const GroupedParts& parts, bool amax) {
+  const auto takes_part = [&](const GroupedPart& part) {
+    return amax ? part.one_scale() : part.operand != nullptr;
+  };
+  // CTAs that reduce a column tile's values or its sums
+  const auto reduces = [&](const GroupedPart& part) {
+    if (!takes_part(part)) return 0;
+    const bool sums = amax && part.operand->sum && part.ctas > 1;
+    return sums || (!amax && !part.one_scale()) ? part.ctas : 0;
+  };
+  const bool shares = reduces(parts.weight) > 1 || reduces(parts.gradient) > 1;
+  const int cluster = shares ? parts.cluster : 1;
+  std::int64_t blocks = 0;
+  Buffers reads, writes;
+  const auto add = [&](GroupedRange& range, const GroupedPart& part) {
+    const Operand& job = *part.operand;
+    range.blocks = static_cast<unsigned>(part.blocks);
+    range.end = static_cast<unsigned>(round_up(part.blocks, cluster));
+    blocks += range.end;
+    reads |= job.from == From::groups ? Buffer::saved : matrix_buffer(job.source);
+    writes |= amax ? amax_buffer(job) : codes_buffer(job);
+    if (!amax && part.one_scale()) {
+      reads |= amax_buffer(job);
+    } else if (job.sum) {
+      reads |= sum_reads(job.accumulate);
+      writes |= Buffer::gb;
+    }
+  };
+  const auto add_columns = [&](GroupedColumns& to, const GroupedPart& part) {
+    if (!takes_part(part)) return;
+    to.pass = amax ? Pass::amax : part.one_scale() ? Pass::codes : Pass::both;
+    to.ctas = part.ctas;
+    to.cluster = reduces(part);
+    add(to.range, part);
+  };
+  GroupedStep step{};
+  step.transform = parts.gradient.transform;
+  step.row_lanes_log2 = parts.row_lanes_log2;
+  step.rows_pass = amax                     ? RowsPass::amax
+                   : parts.rows.one_scale() ? RowsPass::codes
+                                            : RowsPass::row_scales;
+  add_columns(step.weight, parts.weight);
+  add_columns(step.gradient, parts.gradient);
+  if (takes_part(parts.rows)) add(step.rows, parts.rows);
+  if (!amax && parts.groups.blocks > 0) add(step.groups, parts.groups);
+  const std::size_t shared = columns::shared_bytes(
+      step.transform, grouped::cta_tiles(static_cast<int>(dtype_size(parts.dtype))),
+      columns::max_warps, cluster);
+  plan.add(amax ? Kernel::grouped_amax : Kernel::grouped_codes,
+           {blocks, grouped::threads, shared, cluster}, reads, writes, step, parts.dtype);
+}
 
 void add_token_exponents(Plan& plan, const Operand& job) {
   constexpr int warps = exponent_rows;
@@ -677,10 +637,14 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const Work& work) {
     plan.scratch.amax[&operand - all.begin()] = amax_words(facts, operand);
     if (operand.sum) plan.scratch.sums = operand.x.cols * most_sum_runs(facts, operand.x.rows);
   }
-  GroupedOperands group(facts, all);
-  if (group.any() && plan.takes({Kernel::grouped_codes, nullptr, group.why_not()})) {
-    group.add_to(plan);
-    return group.sums();
+  GroupedParts parts(all);
+  if (parts.any() && plan.takes({Kernel::grouped_codes, nullptr, why_not_grouped(facts, parts)})) {
+    if (parts.weight.one_scale() || parts.gradient.one_scale() || parts.rows.one_scale()) {
+      add_grouped(plan, parts, true);
+      plan.takes({Kernel::grouped_codes, "%a is read first for its scale", one_scale});
+    }
+    add_grouped(plan, parts, false);
+    return parts.gradient.operand != nullptr && parts.gradient.operand->sum;
   }
   if (x != nullptr && x->transform.equalized) add_token_exponents(plan, *x);
   add_zero(plan, all);
