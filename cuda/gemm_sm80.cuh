@@ -22,8 +22,8 @@
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/mma.cuh"
-#include "cuda/device/tile_order_sm80.cuh"
 #include "cuda/gemm_sm80.h"
+#include "cuda/gemm_sm80_order.cuh"
 #include "cuda/launch.h"
 #include "kernels.h"
 

@@ -19,8 +19,8 @@
 //     sketch it folds them first, by a table of the tokens to add. Only this thread updates the
 //     columns' largest values and sums in shared memory.
 //   * end: A CTA updates the largest values in global memory once. It writes a partial sum of every
-//     column per unit of at most 32 tiles: this number of fp32 additions keeps g_b's error bound,
-//     and the order of all additions is the same in every run.
+//     column per unit of at most 32 tiles. This number of fp32 additions keeps g_b's error bound.
+//     The order of all additions is the same in every run.
 //   * traffic: 2 bytes read and 1 written per element, and 2 + 1 (rank 8: 0.5) for the codes of the
 //     columns. Three kernels would read 2 bytes three times.
 #include <algorithm>

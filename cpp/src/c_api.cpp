@@ -71,33 +71,24 @@ hot_status guarded(const Call& call) noexcept {
 
 // Size of a struct in the first version that had it. It never changes: callers compiled against
 // that version lack the members added later.
-template <class T>
-constexpr std::size_t first_size = 0;
-template <>
-constexpr std::size_t first_size<hot_tensor> = 96;
-template <>
-constexpr std::size_t first_size<hot_spec> = 80;
-template <>
-constexpr std::size_t first_size<hot_saved_layout> = 64;
-template <>
-constexpr std::size_t first_size<hot_saved> = 80;
-template <>
-constexpr std::size_t first_size<hot_weight> = 48;
-template <>
-constexpr std::size_t first_size<hot_input> = 48;
-template <>
-constexpr std::size_t first_size<hot_gradients> = 40;
-template <>
-constexpr std::size_t first_size<hot_forward_spec> = 16;
+constexpr std::size_t first_size(const hot_tensor*) { return 96; }
+constexpr std::size_t first_size(const hot_spec*) { return 80; }
+constexpr std::size_t first_size(const hot_saved_layout*) { return 64; }
+constexpr std::size_t first_size(const hot_saved*) { return 80; }
+constexpr std::size_t first_size(const hot_weight*) { return 48; }
+constexpr std::size_t first_size(const hot_input*) { return 48; }
+constexpr std::size_t first_size(const hot_gradients*) { return 40; }
+constexpr std::size_t first_size(const hot_forward_spec*) { return 16; }
 
 // Upper limit for struct_size, so that `read` does not trust an uninitialised number.
 constexpr std::size_t max_struct_size = 1024;
 
 template <class T>
 void check_struct(const char* call, const char* name, const T* from) {
-  static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
+  constexpr std::size_t first = first_size(static_cast<const T*>(nullptr));
+  static_assert(sizeof(T) >= first);
   if (from == nullptr) invalid(call, std::string(name) + " is null");
-  if (from->struct_size < first_size<T> || from->struct_size > max_struct_size) {
+  if (from->struct_size < first || from->struct_size > max_struct_size) {
     invalid(call, std::string(name) + ".struct_size is " + std::to_string(from->struct_size) +
                       "; expected the size of the struct, " + std::to_string(sizeof(T)));
   }

@@ -1,5 +1,5 @@
-// The work of a call as a value: a table of operands, up to two products of them, and g_b.
-// operands_of makes it from checked arguments. The plan, the workspace, both backends and explain
+// The work of a call as a value: a table of operands, at most two products of them, and g_b. It is
+// made by operands_of from checked arguments. The plan, the workspace, both backends and explain
 // read it. Without memory (null pointers) it describes a call for workspace sizes and explain.
 #pragma once
 

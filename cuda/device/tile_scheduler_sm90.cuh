@@ -1,6 +1,6 @@
 // A tile scheduler for CUTLASS's persistent kernels on sm_90 that hands out tiles while the kernel
-// runs. CUTLASS's own scheduler gives every CTA its tiles before the start, so a CTA that finds no
-// SM, because another kernel holds it, delays the product by all of its tiles.
+// runs. CUTLASS's own scheduler gives every CTA its tiles before the start. If another kernel holds
+// a CTA's SM, the product waits for all tiles of this CTA.
 //
 //   counter  One word in global memory, zero before the launch. A cluster draws the number of its
 //            next pair of tiles by an atomic addition. The draws of a launch are known in number:
@@ -13,8 +13,8 @@
 //            transaction barrier there). Loaders and consumers wait on that barrier.
 //
 // The class follows the interface that the kernels of CUTLASS 4.2 have for schedulers with
-// IsDynamicPersistent (made for cluster launch control on sm_120). Those pass the arrivals of one
-// CTA; the pipeline here counts those of all CTAs of a cluster, a warp at a time.
+// IsDynamicPersistent (made for cluster launch control on sm_120). Its users pass the arrivals of
+// one CTA. The pipeline here counts the arrivals of all CTAs of a cluster, a warp at a time.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@
 
 namespace hot::detail {
 
-// Whether the kernel asks for its first tile between the two halves of its cluster barrier (as
+// Place where the kernel asks for its first tile: between the two halves of its cluster barrier (as
 // pingpong does) or behind them.
 enum class FirstTile { inside_barrier, after_barrier };
 
@@ -176,7 +176,7 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(Cluster) {
     if constexpr (first == FirstTile::inside_barrier) cute::cluster_wait();
     if (threadIdx.x == 0 && cute::block_rank_in_cluster() == 0) {
-      // What runs before has zeroed the counter.
+      // An earlier kernel or memset has zeroed the counter.
       cutlass::arch::wait_on_dependent_grids();
       const std::uint32_t number = draw();
       for (std::uint32_t cta = 0; cta < cluster_size; ++cta) {
