@@ -10,9 +10,9 @@
 
 #include <cstddef>
 
-#include "cuda/device/tile_scheduler_sm90.cuh"
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/launch.h"
+#include "cuda/tile_scheduler_sm90.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
