@@ -23,6 +23,9 @@ class CudaBackend final : public Backend {
   // pack.cu
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
+  // weight_int4.cu
+  void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
+  void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const override;
   // backend.cpp
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;

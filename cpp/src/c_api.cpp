@@ -740,18 +740,31 @@ hot_status hot_quantize_forward_input(const hot_context* context, const hot_tens
                                       hot_input* input, const hot_spec* kept, void* saved_data,
                                       size_t saved_bytes, void* workspace, size_t workspace_bytes,
                                       hot_saved* saved) {
+  return hot_quantize_forward_input_scaled(context, x, nullptr, spec, data, bytes, input, kept,
+                                           saved_data, saved_bytes, workspace, workspace_bytes,
+                                           saved);
+}
+
+hot_status hot_quantize_forward_input_scaled(const hot_context* context, const hot_tensor* x,
+                                             const hot_tensor* exponents,
+                                             const hot_forward_spec* spec, void* data, size_t bytes,
+                                             hot_input* input, const hot_spec* kept,
+                                             void* saved_data, size_t saved_bytes, void* workspace,
+                                             size_t workspace_bytes, hot_saved* saved) {
   return guarded("quantize_forward_input", [&](const Call& call) {
     call.check("input", input);
     const hot::Context& c = call.context(context);
     const ConstTensorView from = call.view("x", x);
+    const ConstTensorView powers = call.optional("exponents", exponents);
     const hot::ForwardLinearSpec forward_spec = call.spec(spec);
     if (kept == nullptr) {
-      return write_result(input, hot::quantize_forward_input(c, from, forward_spec, {data, bytes}));
+      return write_result(
+          input, hot::quantize_forward_input(c, from, forward_spec, {data, bytes}, powers));
     }
     call.check("saved", saved);
-    const hot::ForwardInput result =
-        hot::quantize_forward_input(c, from, forward_spec, {data, bytes}, call.spec(kept, "kept"),
-                                    {saved_data, saved_bytes}, {workspace, workspace_bytes});
+    const hot::ForwardInput result = hot::quantize_forward_input(
+        c, from, forward_spec, {data, bytes}, call.spec(kept, "kept"), {saved_data, saved_bytes},
+        {workspace, workspace_bytes}, powers);
     write_result(input, result.quantized);
     write_result(saved, result.saved);
   });
@@ -781,6 +794,36 @@ hot_status hot_forward_linear_input(const hot_context* context, const hot_input*
     } else {
       forward(call, context, from, ConstTensorView(call.view("w", w)), bias, spec, y, scratch);
     }
+  });
+}
+
+hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_features,
+                                 const hot_forward_spec* spec, int32_t group, size_t* bytes) {
+  return guarded("weight_int4_bytes", [&](const Call& call) {
+    call.place("bytes", bytes) =
+        hot::weight_int4_bytes(out_features, in_features, {call.spec(spec), group});
+  });
+}
+
+hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor* w,
+                                    const hot_tensor* exponents, const hot_forward_spec* spec,
+                                    int32_t group, void* data, size_t bytes, hot_weight* weight) {
+  return guarded("quantize_weight_int4", [&](const Call& call) {
+    call.check("weight", weight);
+    write_result(weight, hot::quantize_weight_int4(call.context(context), call.view("w", w),
+                                                   call.optional("exponents", exponents),
+                                                   {call.spec(spec), group}, {data, bytes}));
+  });
+}
+
+hot_status hot_expand_weight_int4(const hot_context* context, const hot_weight* weight,
+                                  const hot_forward_spec* spec, int32_t group, void* data,
+                                  size_t bytes, hot_weight* expanded) {
+  return guarded("expand_weight_int4", [&](const Call& call) {
+    call.check("weight", weight);
+    call.check("expanded", expanded);
+    write_result(expanded, hot::expand_weight_int4(call.context(context), call.weight(weight),
+                                                   {call.spec(spec), group}, {data, bytes}));
   });
 }
 

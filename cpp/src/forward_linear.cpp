@@ -11,16 +11,29 @@ namespace hot {
 
 using namespace detail;
 
-namespace {
-
-constexpr const char* forward_name = "forward_linear";
-
-void check_spec(const char* call, const ForwardLinearSpec& spec) {
+void detail::check_forward_spec(const char* call, const ForwardLinearSpec& spec) {
   check_hadamard_block(call, spec.hadamard_block);
   if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
     invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
   }
 }
+
+ColumnPowers detail::column_powers(const Checker& check, const char* call,
+                                   const ConstTensorView& exponents, std::int64_t features,
+                                   bool divide) {
+  if (!is_given(exponents)) return {};
+  check.input("exponents", exponents, {DType::i8}, 1, 1);
+  check.shape("exponents", exponents, {features});
+  check.rows_contiguous("exponents", exponents);
+  if (reinterpret_cast<std::uintptr_t>(exponents.data) % 16 != 0) {
+    invalid(call, "exponents is not aligned to 16 bytes");
+  }
+  return {static_cast<const std::int8_t*>(exponents.data), divide};
+}
+
+namespace {
+
+constexpr const char* forward_name = "forward_linear";
 
 // Argument x: floats (`view`) or quantised (`quantized`).
 struct InputArgument {
@@ -58,7 +71,7 @@ void check_and_run(const Context& context, const InputArgument& given_x, const W
                    const Workspace& workspace) {
   const StandardArithmetic arithmetic;
   const Checker check(forward_name, context);
-  check_spec(forward_name, spec);
+  check_forward_spec(forward_name, spec);
   ForwardCall call{spec, {}};
   LinearShape& shape = call.shape;
   const ConstTensorView x = resolve_input(check, context, given_x, call);
@@ -94,7 +107,7 @@ Support forward_supported(const Context& context, const LinearShape& shape,
 }
 
 std::uint64_t forward_weight_format(const ForwardLinearSpec& spec) {
-  check_spec("forward_weight_format", spec);
+  check_forward_spec("forward_weight_format", spec);
   return Fingerprint().add('f').add(spec.hadamard_block).value();
 }
 
@@ -102,7 +115,7 @@ std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t in_feat
                                  const ForwardLinearSpec& spec) {
   const char* const call = "forward_weight_bytes";
   check_shape(call, {0, out_features, in_features});
-  check_spec(call, spec);
+  check_forward_spec(call, spec);
   return weight_bytes(out_features, forward_k(in_features, spec));
 }
 
@@ -112,7 +125,7 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
   const StandardArithmetic arithmetic;
   const char* const call = "quantize_forward_weight";
   const Checker check(call, context);
-  check_spec(call, spec);
+  check_forward_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = matrix_of(w);
   const std::int64_t k = forward_k(weight.cols, spec);
@@ -125,7 +138,7 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
 }
 
 std::uint64_t forward_input_format(const ForwardLinearSpec& spec) {
-  check_spec("forward_input_format", spec);
+  check_forward_spec("forward_input_format", spec);
   return Fingerprint().add('i').add(spec.hadamard_block).value();
 }
 
@@ -133,7 +146,7 @@ std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
                                 const ForwardLinearSpec& spec) {
   const char* const call = "forward_input_bytes";
   check_sizes(call, {"tokens", "in_features"}, {tokens, in_features});
-  check_spec(call, spec);
+  check_forward_spec(call, spec);
   return weight_bytes(tokens, forward_k(in_features, spec));
 }
 
@@ -145,23 +158,27 @@ constexpr const char* input_name = "quantize_forward_input";
 ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
                             const ForwardLinearSpec& spec, const QuantizedInput& out,
                             const BackwardLinearSpec* kept, const SavedActivation& saved,
-                            const Workspace& workspace) {
+                            const Workspace& workspace, const ConstTensorView& exponents) {
   const StandardArithmetic arithmetic;
   const Checker check(input_name, context);
-  check_spec(input_name, spec);
+  check_forward_spec(input_name, spec);
   check.input("x", x, float_dtypes, 2, max_dims);
   const MatrixIn rows = check.collapsed("x", x);
   const std::int64_t k = forward_k(rows.cols, spec);
   check_bytes(input_name, "out", out.data, out.bytes, weight_bytes(rows.rows, k));
   const ConstTensorView memory = bytes_view(out.data, out.bytes, x.device);
   check.disjoint("out", memory, "x", x);
+  const ColumnPowers powers = column_powers(check, input_name, exponents, rows.cols, true);
+  check.disjoint("out", memory, "exponents", exponents);
   check.uses("out", memory);
   ForwardInput result{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
   Work work{input_name};
-  add_forward_operand(work, Source::x, rows, spec, out.data);
+  add_forward_operand(work, Source::x, rows, spec, out.data, powers);
   if (kept != nullptr) {
     result.saved = check_saved_x(check, context, x, rows, *kept, saved, work);
-    check.disjoint("saved", bytes_view(saved.data, result.saved.bytes, x.device), "out", memory);
+    const ConstTensorView saved_memory = bytes_view(saved.data, result.saved.bytes, x.device);
+    check.disjoint("saved", saved_memory, "out", memory);
+    check.disjoint("saved", saved_memory, "exponents", exponents);
   }
   backend_of(context).run(context, work, check, workspace);
   return result;
@@ -170,23 +187,23 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
 }  // namespace
 
 ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
-                                           const ForwardLinearSpec& spec,
-                                           const QuantizedInput& out) {
-  return quantize_input(context, x, spec, out, nullptr, {}, {}).quantized;
+                                           const ForwardLinearSpec& spec, const QuantizedInput& out,
+                                           const ConstTensorView& exponents) {
+  return quantize_input(context, x, spec, out, nullptr, {}, {}, exponents).quantized;
 }
 
 ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                     const ForwardLinearSpec& spec, const QuantizedInput& out,
                                     const BackwardLinearSpec& kept, const SavedActivation& saved,
-                                    const Workspace& workspace) {
-  return quantize_input(context, x, spec, out, &kept, saved, workspace);
+                                    const Workspace& workspace, const ConstTensorView& exponents) {
+  return quantize_input(context, x, spec, out, &kept, saved, workspace, exponents);
 }
 
 std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,
                                      const ForwardLinearSpec& spec, bool quantized_weight,
                                      bool quantized_input) {
   check_shape("forward_linear_workspace", shape);
-  check_spec("forward_linear_workspace", spec);
+  check_forward_spec("forward_linear_workspace", spec);
   ForwardCall call = forward_shape(spec, shape, DType::f32, quantized_input, quantized_weight);
   call.bias = shape_in(DType::bf16, 1, shape.out_features);  // needs the most
   Work work = operands_of(call);

@@ -13,6 +13,7 @@
 #include "hot/quantize.h"
 #include "hot/tensor.h"
 #include "operands.h"
+#include "weight_int4.h"
 
 namespace hot::detail {
 
@@ -22,6 +23,14 @@ void check_key(const char* call, const char* name, const Key& key);
 // Both throw for an invalid spec. make_projection also throws if the spec does not fit the tokens.
 void check_low_rank(const LowRank& spec);
 Projection make_projection(std::int64_t tokens, const LowRank& spec);
+
+// Quantises w [O, I] to INT4 after a transform along I.
+struct Int4WeightJob {
+  MatrixIn w;
+  int hadamard_block;
+  ColumnPowers powers;
+  Int4Weight out;
+};
 
 // Decodes tokens [first, first + out.rows) of a saved x with basis full.
 struct DecompressJob {
@@ -86,6 +95,8 @@ class Backend {
                          void* workspace) const = 0;
 
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
+  virtual void quantize_weight_int4(const Context&, const Int4WeightJob&) const = 0;
+  virtual void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const = 0;
 
   // Bytes of a call's workspace.
   virtual std::size_t workspace(const Context&, Work&) const = 0;

@@ -255,9 +255,10 @@ Work operands_of(const ForwardCall& call) {
 }
 
 void add_forward_operand(Work& work, Source source, const MatrixIn& matrix,
-                         const ForwardLinearSpec& spec, void* out) {
+                         const ForwardLinearSpec& spec, void* out, const ColumnPowers& powers) {
   const Projection features = hadamard_projection(matrix.cols, spec.hadamard_block);
   Operand& operand = work.operands.add(source, Along::row, features, forward_quant, matrix);
+  operand.powers = powers;
   operand.out = weight_codes(out, matrix.rows, features.k_padded);
 }
 

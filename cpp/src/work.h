@@ -36,6 +36,7 @@ struct Operand {
   OperandQuant quant;
   Key sketch_key{};                   // key of a sketch's projection
   MatrixIn x{};                       // the source; its exponents are applied
+  ColumnPowers powers{};              // of the source's columns, applied before the transform
   std::uint8_t* exponents = nullptr;  // the exponents, if this call computes them
   Codes out{};
   Groups groups{};
@@ -167,9 +168,15 @@ Work operands_of(const BackwardCall&);
 Work operands_of(const ForwardCall&);
 // Add an operand that a call quantises into `out`: w for g_x, x or w for y.
 void add_weight(Work&, const MatrixIn& w, const BackwardLinearSpec&, void* out);
-void add_forward_operand(Work&, Source, const MatrixIn&, const ForwardLinearSpec&, void* out);
+void add_forward_operand(Work&, Source, const MatrixIn&, const ForwardLinearSpec&, void* out,
+                         const ColumnPowers& powers = {});
 // Adds x to be saved for backward.
 void add_saved_x(Work&, const Key&, const MatrixIn& x, const SavedX&, const BackwardLinearSpec&);
+
+void check_forward_spec(const char* call, const ForwardLinearSpec& spec);  // forward_linear.cpp
+// Checks `exponents` of `features` features, which may be an empty view.
+ColumnPowers column_powers(const Checker&, const char* call, const ConstTensorView& exponents,
+                           std::int64_t features, bool divide);
 
 // Length of a row of forward codes: in_features padded to whole blocks of the transform and to 16.
 inline std::int64_t forward_k(std::int64_t in_features, const ForwardLinearSpec& spec) {

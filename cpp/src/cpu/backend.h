@@ -31,6 +31,9 @@ class CpuBackend final : public Backend {
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
   void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                  void* workspace) const override;
+  // weight_int4.cpp
+  void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
+  void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const override;
   // run.cpp
   std::size_t workspace(const Context&, Work&) const override;
   void run(const Context&, Work&, const Checker&, const Workspace&) const override;

@@ -20,9 +20,9 @@ struct Quantisers {
 // columns must have their own scales and no transform.
 bool can_find_columns(const Operand& rows, const Operand& columns) {
   const Projection& p = columns.transform;
-  return !rows.quant.per_tensor && !columns.quant.per_tensor && !columns.quant.per_contraction &&
-         p.basis == Basis::full && p.body_tokens == p.tokens && !p.equalized &&
-         columns.x.cols <= QuantizeRows::most_found;
+  return rows.powers.exponents == nullptr && !rows.quant.per_tensor && !columns.quant.per_tensor &&
+         !columns.quant.per_contraction && p.basis == Basis::full && p.body_tokens == p.tokens &&
+         !p.equalized && columns.x.cols <= QuantizeRows::most_found;
 }
 
 }  // namespace

@@ -323,6 +323,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
   if (!rows16_can(rows.transform.block, rows.quant.rounding)) {
     return {"%s is %n, which does not come with columns", rows.transform.block, block_name(rows)};
   }
+  if (rows.powers.exponents != nullptr) return {"features have exponents"};
   if (columns.transform.order.samples != 0) return token_grid;
   if (work.transform == ColumnTransform::factored) return equalized;
   if (work.transform == ColumnTransform::hadamard) return all_rows;
