@@ -128,8 +128,8 @@ constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 // Tiles of a unit at most, and units that a CTA takes on average where there are so many.
 constexpr unsigned max_unit_tiles = 32, cta_units = 6;
 
-// Shared memory: two tiles, largest values and sums of the columns, the drawn units. Each tile has a
-// barrier and the offsets that a sketch folds by.
+// Shared memory: two tiles, largest values and sums of the columns, the drawn units. Each tile has
+// a barrier and the offsets that a sketch folds by.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
   constexpr Layout(std::int64_t columns, int token_blocks)
