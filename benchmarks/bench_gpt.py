@@ -16,7 +16,8 @@ longer than the text reads it again in another order, up to ``--epochs`` times.
 All contenders of a seed start from the same weights and see the same batches. Blocks are compiled
 one by one under bf16 autocast. ``--graph`` captures the whole step in a CUDA graph and compiles the
 loss, because launches and logits dominate the step of a small model. ``--jobs`` trains several runs
-side by side on ``--devices``. Runs that share a device report neither times nor peaks.
+side by side on ``--devices``. Runs that share a device report neither times nor peaks. A run saves
+its state every ``--save`` seconds in ``--cache``, and goes on from there if it was cut.
 
 A run has diverged if its loss is no number or ends 0.5 above its lowest; its row says so.
 """
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import json
 import math
 import random
 import statistics
@@ -38,6 +40,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import hotcore
 import hotcore.torch as hot
 import timing
 import torch
@@ -116,14 +119,17 @@ class Text:
     validation: Tensor
     packages: dict[str, int]
 
+    def digest(self) -> str:
+        """Return a hash of the training tokens."""
+        return hashlib.sha256(self.training.numpy().tobytes()).hexdigest()[:16]
+
     def facts(self, size: Size, count: int) -> dict[str, Any]:
         """Describe the text for a report of ``count`` batches a run. A run that continues on
         another machine compares these figures.
         """
-        digest = hashlib.sha256(self.training.numpy().tobytes()).hexdigest()[:16]
         a_pass = len(_windows(self.training, size)) // size.batch
         return {
-            "sha256": digest,
+            "sha256": self.digest(),
             "training": len(self.training),
             "validation": len(self.validation),
             "epochs": round(count / a_pass, 3),
@@ -213,16 +219,22 @@ def _windows(text: Tensor, size: Size) -> Tensor:
     return text[: (len(text) - 1) // size.context * size.context].view(-1, size.context)
 
 
-def batches(text: Tensor, size: Size, order: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    text: Tensor, size: Size, order: torch.Generator, skip: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets ``[batch, context]`` on the text's device, without end.
 
-    Every pass contains each window of the text once, in another order.
+    Every pass contains each window of the text once, in another order. The first ``skip`` batches
+    are left out.
     """
     windows = _windows(text, size)
     after = text[1 : windows.numel() + 1].view(-1, size.context)
     while True:
         for rows in torch.randperm(len(windows), generator=order).split(size.batch):
-            if len(rows) == size.batch:
+            if len(rows) < size.batch:
+                continue
+            skip -= 1
+            if skip < 0:
                 rows = rows.to(text.device)
                 yield windows[rows].long(), after[rows].long()
 
@@ -248,6 +260,14 @@ class How:
     timed: bool
     accumulate: int = 1
     """Number of batches per step."""
+    save_s: float = math.inf
+    """Seconds between saved states of a run."""
+
+    def state(self, contender: Contender, seed: int, text: Text) -> Path:
+        """Path of a run's saved state; its name contains everything the run depends on."""
+        facts = [self.settings(), self.backend, contender.name, seed, text.digest()]
+        name = json.dumps([*facts, torch.__version__, hotcore.__version__])
+        return self.cache / f"state-{hashlib.sha256(name.encode()).hexdigest()[:16]}.pt"
 
     def text(self) -> Text:
         count = (self.steps + 2) * self.size.batch * self.size.context * self.accumulate
@@ -351,8 +371,25 @@ class Captured:
         return self._loss
 
 
+def random_states() -> list[Tensor]:
+    """Return the states of torch's generators: the CPU's, and the current GPU's if there is one."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def set_random_states(states: Sequence[Tensor]) -> None:
+    """Set :func:`random_states`."""
+    cpu, *cuda = (state.cpu() for state in states)
+    torch.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state)
+
+
 def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, Any]:
-    """Train one run. Returns its curve, last validation loss, step time, peak memory and noise."""
+    """Train one run. Returns its curve, last validation loss, step time, peak memory and noise.
+
+    It goes on from its saved state, if there is one, and removes that at its end.
+    """
     size, steps, device = how.size, how.steps, how.device
     torch._dynamo.reset()
     torch.manual_seed(seed)
@@ -390,17 +427,31 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         return float(torch.stack(losses).double().mean())
 
     one_step = Captured(plain_step, weights) if how.graph else plain_step
-    curve: list[tuple[int, float]] = []
-    losses: list[Tensor] = []
-    times: list[float] = []
-    diverged = ""
+    kept: dict[str, Any] = {"curve": [], "losses": [], "times": [], "step": 0, "seconds": 0.0}
+    path, diverged = how.state(contender, seed, text), ""
+    if path.exists():
+        kept = torch.load(path, weights_only=True, map_location=device)
+        model.load_state_dict(kept.pop("model"))
+        optimizer.load_state_dict(kept.pop("optimizer"))
+        set_random_states(kept.pop("random"))
+    curve, losses, times = kept["curve"], kept["losses"], kept["times"]
+
+    def save(step: int) -> None:
+        """Save the run's state before ``step``."""
+        content = {**kept, "step": step, "seconds": kept["seconds"] + time.perf_counter() - began,
+                   "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                   "random": random_states()}  # fmt: skip
+        timing.write_whole(path, lambda part: torch.save(content, part))
+
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    began = last = time.perf_counter()
+    began = last = saved = time.perf_counter()
     every, loss_every = max(1, steps // how.points), max(1, steps // 100)
-    source = batches(training, size, torch.Generator().manual_seed(seed))
-    for step in range(steps + 1):
-        if step % every == 0 or step == steps:
+    first = kept["step"]
+    order = torch.Generator().manual_seed(seed)
+    source = batches(training, size, order, first * how.accumulate)
+    for step in range(first, steps + 1):
+        if (step % every == 0 and step not in dict(curve)) or step == steps:
             loss_now = validation()
             if not math.isfinite(loss_now):
                 diverged = f"loss is {loss_now} at step {step}"
@@ -408,6 +459,9 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
             curve.append((step, loss_now))
             timing.synchronize(device)
             last = time.perf_counter()
+            if last - saved >= how.save_s and step < steps:
+                save(step)
+                saved = last = time.perf_counter()
         if step == steps:
             break
         now = size.learning_rate * rate(step, steps, size)
@@ -429,9 +483,10 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
     out: dict[str, Any] = {
         "curve": curve,
         "training": [value for value in map(float, losses) if math.isfinite(value)],
-        "seconds": time.perf_counter() - began,
+        "seconds": kept["seconds"] + time.perf_counter() - began,
         "date": timing.today(),
     }
+    path.unlink(missing_ok=True)
     out |= {"diverged": diverged} if diverged else {"validation_loss": curve[-1][1]}
     if times:
         out["step_ms"] = statistics.median(times)
@@ -471,6 +526,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--graph", action="store_true", help="capture a step in a CUDA graph")
     add("--jobs", type=int, help="parallel runs (default: one per device)")
     add("--devices", type=int, default=1, help="GPUs to use (0: all)")
+    add("--save", type=float, default=60, metavar="SECONDS", help="between saved states of a run")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, names, args.contenders)
     cuda, there = args.device == "cuda", torch.cuda.device_count()
@@ -525,7 +581,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     how = How(
         min(args.steps, 4) if args.quick else args.steps, size, args.device, args.backend,
         args.cache, args.epochs, args.points, args.graph, args.jobs <= args.devices,
-        args.accumulate,
+        args.accumulate, args.save,
     )  # fmt: skip
     name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
     path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
@@ -565,6 +621,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     left_s = args.budget - (time.perf_counter() - begun)
     options = {"jobs": args.jobs, "devices": args.devices, "budget_s": left_s, "title": name}
+    options["longest_s"] = max((run["seconds"] for run in runs.values()), default=0.0)
     left = side_by_side.run_all(work, done, **options)
     for key in left:
         print(f"{key}: left out, no time left")

@@ -5,13 +5,15 @@
     python benchmarks/bench_training.py --table finetune --tasks vit,gpt,bert
     python benchmarks/bench_training.py --methods "fp32;default;mine.py:Mine" --plot FOLDER
     python benchmarks/bench_training.py --tasks images-vit --images cifar100:FOLDER --device cuda
+    python benchmarks/bench_training.py --table supplement --tasks images-vit-s --epochs 30 \
+        --images cifar10:FOLDER --device cuda              # docs/dev/evidence.md
 
 A seed fixes the first weights and the order of the data for every method, so each run has an fp32
 partner. The table shows the mean difference to it, and the spread. Seeds run one after the other.
-``--budget`` leaves out whole late seeds, which the report names. The tables ``rivals`` and
-``ablations`` train from scratch. In ``finetune`` each seed trains in fp32 on one half of the data.
-Every method and LoRA then continue on the other half. ``--jobs`` runs processes of one thread side
-by side, and reports no times.
+``--budget`` leaves out whole late seeds, which the report names. The tables ``rivals``,
+``ablations`` and ``supplement`` train from scratch. In ``finetune`` each seed trains in fp32 on one
+half of the data. Every method and LoRA then continue on the other half. ``--jobs`` runs processes
+of one thread side by side, on ``--devices`` GPUs, and reports no times.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +41,23 @@ KEYS = ("val_loss", "val_accuracy", "linear_saved_bytes", "curve")
 
 
 @functools.cache
-def task_of(name: str, images: str, table: str) -> training.Task:
-    """Load a task with its data; fine-tuning takes the second half."""
+def task_of(
+    name: str, images: str, table: str, batch: int | None = None, epochs: float | None = None
+) -> training.Task:
+    """Load a task with its data; fine-tuning takes the second half.
+
+    Raises ValueError if ``epochs`` are asked of data without a number of images.
+    """
     task = small_tasks.load_task(name, images)
-    return small_tasks.of_second_half(task) if table == "finetune" else task
+    if table == "finetune":
+        task = small_tasks.of_second_half(task)
+    task = replace(task, batch_size=batch or task.batch_size)
+    if epochs is None:
+        return task
+    count = getattr(task.data, "count", None)
+    if count is None:
+        raise ValueError(f"epochs: {name} on {images} draws without end; expected --steps")
+    return replace(task, steps=math.ceil(epochs * count / task.batch_size))
 
 
 def train(
@@ -90,9 +106,11 @@ def one_run(
     steps: int | None,
     device: str,
     start: Path | None,
+    batch: int | None,
+    epochs: float | None,
 ) -> dict[str, Any]:
     """Run :func:`train` by the task's name."""
-    task = task_of(name, images, table)
+    task = task_of(name, images, table, batch, epochs)
     words = (task, contender, seed, steps or task.steps, device, start)
     return side_by_side.or_left_out(device, lambda: train(*words))
 
@@ -103,8 +121,6 @@ def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, 
     task = replace(task, data=task.data.half(0))
 
     def finished(model: nn.Module) -> None:
-        if name == small_tasks.MASSIVE:
-            small_tasks.graft_massive_token(model)
         weights = {key: value.cpu() for key, value in model.state_dict().items()}
         timing.write_whole(path, lambda part: torch.save(weights, part))
 
@@ -126,9 +142,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", help="names with semicolons; default: all")
     parser.add_argument("--seeds", type=numbers, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: each task's own")
-    parser.add_argument(
-        "--images", default="tiles", help="tiles, cifar10:FOLDER, cifar100:FOLDER, folder:FOLDER"
-    )
+    parser.add_argument("--epochs", type=float, help="instead of --steps")
+    parser.add_argument("--batch", type=int, help="images or texts a step; default: the task's")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs to use (0: all)")
+    kinds = ", ".join(f"{kind}:FOLDER" for kind in small_tasks.images.READERS)
+    parser.add_argument("--images", default="tiles", help=f"tiles, {kinds}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--tf32", action="store_true", help="plain products in TF32, for large models on a GPU"
@@ -143,20 +161,26 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.tasks = args.tasks.split(",")
     if not set(args.tasks) <= set(small_tasks.TASKS):
         parser.error(f"--tasks: of {', '.join(small_tasks.TASKS)}")
-    if args.jobs < 1 or (args.steps is not None and args.steps < 1):
-        parser.error("--jobs and --steps must be at least 1")
+    positive = (getattr(args, name) for name in ("jobs", "steps", "epochs", "batch"))
+    if not all(value is None or value > 0 for value in positive):
+        parser.error("--jobs, --steps, --epochs and --batch must be above 0")
+    if args.epochs is not None and (args.steps is not None or args.table == "finetune"):
+        parser.error("--epochs: not with --steps, nor for fine-tuning")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
+    there = max(1, torch.cuda.device_count()) if args.device == "cuda" else 1
+    args.devices = args.devices or there
+    if not 1 <= args.devices <= there:
+        parser.error(f"--devices: {args.devices} GPUs are not there")
     if args.json is None:
         name = "training" if args.table == "rivals" else args.table
         args.json = timing.RESULTS / f"{'cuda-' if args.device == 'cuda' else ''}{name}.json"
     try:
         args.methods_of = {
-            task: small_tasks.chosen(
-                task, args.methods, small_tasks.PAPER_READINGS, table=args.table
-            )
-            for task in args.tasks
+            task: small_tasks.chosen(task, args.methods, table=args.table) for task in args.tasks
         }
+        for task in args.tasks if args.epochs is not None else ():
+            task_of(task, args.images, args.table, args.batch, args.epochs)
         args.report = begun(args)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
@@ -169,12 +193,13 @@ def begun(args: argparse.Namespace) -> dict[str, Any]:
     Tasks, methods and seeds may differ, because no run depends on the others.
     """
     settings: dict[str, Any] = {"table": args.table, "steps": args.steps, "device": "cpu"}
+    settings |= {name: getattr(args, name) for name in ("batch", "epochs") if getattr(args, name)}
     if args.tf32:
         settings["tf32"] = True
     if args.device != "cpu":
         settings["device"] = torch.cuda.get_device_name(0)
     if set(args.tasks) & set(small_tasks.IMAGES):
-        settings["images"] = small_tasks.images.load_images(args.images).description
+        settings["images"] = small_tasks.images_of(args.images).description
     why = "" if args.table == "finetune" else "for fine-tuning"
     return small_tasks.begun(args.json, "training", settings, args.threads, why, "runs")
 
@@ -200,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         report["cpu_seconds"] = sum(run["cpu_seconds"] for run in runs.values())
         timing.write_json(args.json, report)
 
-    pool = {"jobs": args.jobs, "threads": args.threads}
+    pool = {"jobs": args.jobs, "threads": args.threads, "devices": args.devices}
+    longest = max((run["seconds"] for run in runs.values()), default=0.0)
     starts: dict[tuple[str, int], Path | None] = {}
     if args.table == "finetune":
         for task, seed in dict.fromkeys((task, seed) for _, task, _, seed in chosen):
@@ -220,12 +246,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             key,
             one_run,
             (task, args.images, args.table, contender, seed, args.steps, args.device,
-             starts.get((task, seed))),
+             starts.get((task, seed)), args.batch, args.epochs),
         )
         for key, task, contender, seed in chosen
     ]  # fmt: skip
     left_s = None if args.budget is None else args.budget - (time.perf_counter() - began)
-    side_by_side.run_all(work, done, budget_s=left_s, title=args.table, **pool)
+    side_by_side.run_all(work, done, budget_s=left_s, title=args.table, longest_s=longest, **pool)
     report["not run"] = [
         key for key, *_ in every if key not in runs and key.split("/")[1] not in report["left out"]
     ]

@@ -29,7 +29,7 @@ import kernel_classes
 import timing
 import torch
 from hotcore.torch import _compat
-from hotcore.torch.memory import unallocated_in_pools
+from hotcore.torch.tools.clocks import unallocated_in_pools
 from models import TASKS
 from timing import Row
 from training import REFERENCE, Contender, Left, Trainer, cleaned, people

@@ -13,7 +13,7 @@ from typing import Any
 import hotcore.torch as hot
 import torch
 from evidence import rivals
-from hotcore.torch.report import ConversionReport
+from hotcore.torch.conversion.report import ConversionReport
 from models import Batch, Task
 from torch import Tensor, nn
 
@@ -51,6 +51,8 @@ class Contender:
     """Value of convert's ``slower``: also converts layers that its filter expects to be slower."""
     forward: str = "plain"
     """Forward of HOT, "plain" or "int8"."""
+    shared: bool = True
+    """Whether layers with one x keep it once (hot.share_inputs)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of HotConfig that differ from the recipe's."""
     wide: bool = False
@@ -101,6 +103,7 @@ def people(task: Task) -> list[Contender]:
             one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
         ]
     again: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
+    equalised: dict[str, Any] = {"settings": {"equalize_tokens": True}, **compiled}
     chosen = [
         one(REFERENCE, **compiled),
         one("default compiled", "default", **compiled),
@@ -125,7 +128,6 @@ def people(task: Task) -> list[Contender]:
         one("bf16 compiled, attention kept", **again, **compiled),
         one("bf16 reduce-overhead, attention kept", **again, **graphs),
         one("FP8 tensorwise reduce-overhead", fp8="tensorwise", **graphs),
-        one("FP8 tensorwise compiled, attention kept", fp8="tensorwise", **again, **compiled),
         *(
             one(f"default int8-forward {how}", "default", forward="int8", **more)
             for how, more in (
@@ -137,12 +139,14 @@ def people(task: Task) -> list[Contender]:
         ),
         *(_with_heads(one, compiled, graphs, again) if task.has_head else ()),
         *_in_some_blocks(one, compiled, graphs),
+        one("default int8-forward compiled, equalised", "default", forward="int8", **equalised),
         one("bf16 max-autotune", compiled="max-autotune"),
         one("FP8 rowwise_with_gw_hp compiled", fp8="rowwise_with_gw_hp", **compiled),
         one("torchao INT8 compiled", int8_torchao=True, **compiled),
         one("torchao INT8 reduce-overhead", int8_torchao=True, **graphs),
         *([one("bf16 compiled, Liger", liger=True, **compiled)] if task.liger else ()),
         one("bf16 checkpointed", checkpointed=True),
+        one("default eager, not shared", "default", shared=False),
         one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
         Contender("fp32 eager"),
     ]
@@ -338,7 +342,7 @@ class Trainer:
 
     def loss(self) -> Tensor:
         """Run the forward pass and return the loss."""
-        with autocast(self.contender, self.device):
+        with autocast(self.contender, self.device), hot.share_inputs(self.contender.shared):
             return self._task.loss(self.model, self._batch)
 
     def step(self) -> Tensor:

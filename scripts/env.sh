@@ -142,7 +142,8 @@ hot_env_once() {
 hot_env_install() {
   local name="$1"
   shift
-  hot_env_once "install-$name" "$*" "$HOT_VENV_PYTHON" -m pip install "$@"
+  # Python compiles a module when it is first imported. Compiling all of them takes as long as the installation.
+  hot_env_once "install-$name" "$*" "$HOT_VENV_PYTHON" -m pip install --no-compile "$@"
 }
 
 # One hash of the package's sources, with the Python and the build options that change it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -34,6 +35,17 @@ SEED = int(os.environ.get("HOT_TEST_SEED", "20240611"))
 
 def pytest_report_header() -> str:
     return f"HOT_TEST_SEED={SEED}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_objects_are_frozen() -> None:
+    # The collector's passes, of which each convert makes one, leave out what is imported by now.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind reports what is alive when the interpreter ends
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from pathlib import Path
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table, speeds
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
-from hotcore.torch.advise import Advice, Tried
-from hotcore.torch.clocks import Measured
+from hotcore.torch.tools.advise import Advice, Tried
+from hotcore.torch.tools.clocks import Measured
 from training import of_a_whole_model
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
@@ -494,6 +494,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     "claims": ("", claims.table),
     **_of("gradients.json", TABLES.gradient_quality),
     **_of("", switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
+    **_of("", TABLES.accuracies),
     **_of("", TABLES.pooled_words, TABLES.to_loss, TABLES.to_loss_words, TABLES.decided),
 }
 """Kind -> its report and its function. None: the first argument names the report; "": several."""

@@ -143,6 +143,30 @@ def trainings(results: Path, *files: str) -> Lines:
     yield from ("", dates_line(results, reports))
 
 
+def accuracies(results: Path, *files: str) -> Lines:
+    """Yield each method's accuracy in per cent, and its points less fp32's of the same seeds."""
+    reports = [report_of(results, name) for name in files]
+    tasks = [(report, task) for report in reports for task in tasks_of(report)]
+    columns = [
+        {
+            method: {seed: 100 * run.get("val_accuracy", math.nan) for seed, run in runs.items()}
+            for method, runs in of_task(report, task).items()
+        }
+        for report, task in tasks
+    ]
+    titles = (TITLES.get(task, task).partition(",")[0] for _, task in tasks)
+    yield from header(["", *(w for title in titles for w in (title, "less fp32's [95 %] (pairs)"))])
+    for method in dict.fromkeys(method for runs in columns for method in runs):
+        cells = [shown(method)]
+        for mine, plain in ((runs.get(method, {}), runs.get("fp32", {})) for runs in columns):
+            gaps = [value - plain[seed] for seed, value in mine.items() if seed in plain]
+            cells.append(plus_minus([*mine.values()], 2, ""))
+            cells.append("" if method == "fp32" else interval_words(gaps, 2))
+        yield line(cells)
+    data = dict.fromkeys(report["settings"]["images"] for report in reports)
+    yield from ("", f"*{'; '.join(data)}.*", "", dates_line(results, files))
+
+
 def rows(results: Path, file: str, *words: str) -> Lines:
     """Yield the rows of some methods of one file, whose names are between semicolons."""
     report = report_of(results, file)
@@ -355,8 +379,9 @@ def memory(report: Report) -> Lines:
 MARGIN = 0.01
 """Margin of equivalence with bf16 in nats, for the whole 95 % interval."""
 FP8 = "FP8 tensorwise"
-PLANNED = ("10M-20", "25M-20")
-"""Sizes in which a seed counts only if every contender has it (docs/dev/evidence.md)."""
+PLANNED: dict[str, tuple[str, ...]] = {"10M-20": (), "25M-20": ("fast",)}
+"""Sizes in which a seed counts only if every contender has it, and contenders whose plan has fewer
+seeds (docs/dev/evidence.md)."""
 STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")} | {
     size: (f"cuda-gpt-{size}.json",) for size in PLANNED
 }
@@ -372,14 +397,15 @@ def of_sizes(results: Path, sizes: Sequence[str] = (*GPT_SIZES, *GPT_LONGER)) ->
     reports = reports_of(results, map(file_of, sizes))
     out = {size: reports[file_of(size)] for size in sizes if file_of(size) in reports}
     for size in [size for size in PLANNED if size in out]:
-        out[size] = {**out[size], "runs": in_whole_seeds(out[size]["runs"])}
+        out[size] = {**out[size], "runs": in_whole_seeds(out[size]["runs"], PLANNED[size])}
     return {size: report for size, report in out.items() if report["runs"]}
 
 
-def in_whole_seeds(runs: Mapping[str, Report]) -> dict[str, Report]:
-    """Select the runs of seeds that every contender has."""
-    names = {key.rpartition("/")[0] for key in runs}
-    seeds = [key.rpartition("/")[2] for key in runs]
+def in_whole_seeds(runs: Mapping[str, Report], fewer: Iterable[str] = ()) -> dict[str, Report]:
+    """Select the runs of seeds that every contender has, except those with ``fewer`` seeds."""
+    names = {key.rpartition("/")[0] for key in runs}.difference(fewer)
+    keys = [key.rpartition("/") for key in runs]
+    seeds = [seed for name, _, seed in keys if name in names]
     return {k: run for k, run in runs.items() if seeds.count(k.rpartition("/")[2]) == len(names)}
 
 
@@ -583,7 +609,9 @@ def decided(results: Path, size: str) -> Lines:
     losses = [run["validation_loss"] for run in runs.get("bf16", {}).values()]
     yield line(["bf16's loss, ± deviation", str(len(losses)), plus_minus(losses, 4, ""), *[""] * 7])
     for name in in_order(runs):
-        along = gaps_along(report, name)
+        chosen = {k: r for k, r in report["runs"].items() if k.rpartition("/")[0] in ("bf16", name)}
+        pair = {**report, "runs": chosen}  # seeds that these two have
+        along = gaps_along(pair, name)
         values = along.get(last, [])
         if not values:
             continue
@@ -594,7 +622,7 @@ def decided(results: Path, size: str) -> Lines:
         for share in (0.25, 0.5, 0.75):
             nearest = min(along, key=lambda step: abs(step - share * last))
             cells.append(f"{statistics.mean(along[nearest]):+.4f}")
-        of_steps, _ = shares_of_steps(report, name)
+        of_steps, _ = shares_of_steps(pair, name)
         ratio = ratios.get(name)
         cells.append("" if ratio is None else f"{ratio:.2f}")
         if ratio is None:

@@ -55,6 +55,7 @@ def run_all(
     budget_s: float | None = None,
     threads: int = 1,
     title: str = "runs",
+    longest_s: float = 0.0,
 ) -> list[str]:
     """Do the work in order, ``jobs`` at a time. Returns the names that the budget left out.
 
@@ -67,11 +68,12 @@ def run_all(
             so far, is not started.
         threads: threads of each process.
         title: title of the progress bar.
+        longest_s: longest piece of an earlier call.
 
     An exception of a piece ends everything, after the running pieces.
     """
     began = time.perf_counter()
-    longest = 0.0
+    longest = longest_s
 
     def in_time() -> bool:
         return budget_s is None or time.perf_counter() - began + longest < budget_s

@@ -1,7 +1,8 @@
 """Tasks and methods of the training benchmarks, table by table.
 
 Two tasks are the README's (examples/train_lib). The others are a masked text model, a Llama, and
-images (tiles of photographs, CIFAR, a folder) with a ViT, a ResNet-18 and EfficientFormer-L1.
+images (tiles of photographs, CIFAR, MNIST, folders, ImageNet) with a ViT, a ResNet-18 and
+EfficientFormer-L1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import hotcore
 import hotcore.torch as hot
 import torch
-import torch.nn.functional as F
 from evidence import rivals
 from hotcore import paper
 from models import mend_torchvision
@@ -33,14 +33,16 @@ VITS: dict[str, tuple[int, int, int, float, int]] = {
     "images-vit-b": (768, 12, 12, 3e-4, 600),
 }
 """Width, depth, heads, learning rate, steps: a small ViT, and blocks of ViT-S and ViT-B."""
+LARGE_VITS = {"images-vit-s": "vit_small_patch16_224", "images-vit-b": "vit_base_patch16_224"}
+"""timm's models for photographs of 224 pixels."""
 CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
 IMAGES = (*VITS, *CONVOLUTIONS)
-MASSIVE = "gpt-massive"
-"""The README's GPT, fine-tuned with a grafted massive first token."""
-TASKS = (*README, "bert", "llama", MASSIVE, *IMAGES)
+TASKS = (*README, "bert", "llama", *IMAGES)
 RECIPES = ("default", "fast", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
-TABLES = ("rivals", "ablations", "finetune")
+LARGE_GRID = (14, 14)
+"""Grid of a ViT's patches at 224 pixels."""
+TABLES = ("rivals", "ablations", "finetune", "supplement")
 SCALES = ("gx_scale", "gw_scale")
 FINE_SCALES = {"gx_scale": "token", "gw_scale": "channel"}
 COARSE_SCALES = dict.fromkeys(SCALES, "tensor")
@@ -97,18 +99,6 @@ LUQ_FORWARD = (
 )
 """LUQ with the INT4 forward of its paper, which HOT's authors leave out. It is validated by the
 plain product, like every row with an 8-bit forward, and by its own."""
-EQUALISED = Contender("default, equalised", "default", {"equalize_tokens": True})
-PAPER_ROWS: dict[str, tuple[int, ...]] = {
-    "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
-    "axes": (0, 1, 2, 3, 4, 8, 10, 12),
-    "ten": (0, 1, 2, 3, 4, 8, 10, 11, 12, 14),
-}
-"""Readings of the paper's eight low-pass rows, and its authors' ten (docs/paper.md)."""
-PAPER_READINGS = tuple(
-    Contender(f"paper, {name}{suffix}", "paper", {"rows": rows, **layout})
-    for suffix, layout in (("", {}), (", tiles", VIT_TILES))
-    for name, rows in PAPER_ROWS.items()
-)
 
 
 def _rounding(kind: str) -> dict[str, str]:
@@ -168,9 +158,15 @@ def ablations(task: str) -> list[Contender]:
         Contender("default, one scale a tensor", "default", COARSE_SCALES),
         Contender("default without ABC", "without_abc", {"recipe": "default"}),
         Contender("accurate", "accurate"),
-        EQUALISED,
+        Contender("default, equalised", "default", {"equalize_tokens": True}),
     ]
     return [*out, *_forward()]
+
+
+def supplement(task: str) -> list[Contender]:
+    """List the methods of the supplement's Table 4, the paper's by both readings of LQS."""
+    names = ("bf16", "default", "luq", "lbp_wht", "naive_int4")
+    return [*(c for c in contenders(task) if c.name in names), *published(task)]
 
 
 def _forward() -> list[Contender]:
@@ -183,8 +179,6 @@ def finetuned(task: str) -> list[Contender]:
               "authors_hot", "default", "fast", "int4", "paper", "paper, tiles")  # fmt: skip
     out = [c for c in contenders(task) if c.name in chosen]
     out += [*LUQ_FORWARD, *_forward()]
-    if task == MASSIVE:
-        return [*out, Contender("accurate", "accurate"), EQUALISED]
     if task in CONVOLUTIONS:
         return out  # no linear layers to adapt
     lora = [Contender("LoRA", "fp32", adapters="frozen")]
@@ -206,7 +200,8 @@ def table_of(task: str, table: str) -> list[Contender]:
         raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
     if table == "rivals":
         return [FULL, *INT8_FORWARD, *contenders(task), *LUQ_FORWARD]
-    return [FULL, *(ablations(task) if table == "ablations" else finetuned(task))]
+    lists = {"ablations": ablations, "finetune": finetuned, "supplement": supplement}
+    return [FULL, *lists[table](task)]
 
 
 def chosen(
@@ -252,6 +247,9 @@ def put(
     Raises ValueError if a layer stays plain (torchao's methods leave out convolutions).
     """
     settings: dict[str, Any] = dict(contender.settings)
+    if "token_grid" in settings and pixels_of(task) > images.PIXELS:
+        settings["token_grid"] = LARGE_GRID
+        contender = replace(contender, settings=settings)
     selected = task.chosen
     if contender.adapters:
         rivals.convert(model, "lora", selected, rank=ADAPTER_RANK)
@@ -312,23 +310,14 @@ def _batches(task: training.Task, seed: int, device: torch.device) -> list[tuple
 # ---- tasks ----
 
 
-class Resized(nn.Module):
-    """Network on images that are enlarged to ``pixels``."""
-
-    def __init__(self, net: nn.Module, pixels: int) -> None:
-        super().__init__()
-        self.net, self.pixels = net, pixels
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map ``images [batch, 3, h, w]`` to logits ``[batch, classes]``."""
-        size = (self.pixels, self.pixels)
-        y: Tensor = self.net(F.interpolate(images, size, mode="bilinear"))
-        return y
-
-
-def _timm(name: str, classes: int, **options: Any) -> Any:
+def _timm(name: str, classes: int) -> Any:
     mend_torchvision()
-    return importlib.import_module("timm").create_model(name, num_classes=classes, **options)
+    return importlib.import_module("timm").create_model(name, num_classes=classes)
+
+
+def pixels_of(task: training.Task) -> int:
+    """Return the side of a task's images."""
+    return int(getattr(task.data, "pixels", images.PIXELS))
 
 
 def resnet18(classes: int) -> nn.Module:
@@ -338,6 +327,10 @@ def resnet18(classes: int) -> nn.Module:
     net.maxpool = nn.Identity()
     built: nn.Module = net
     return built
+
+
+images_of = functools.cache(images.load_images)
+"""train_lib's images, read once for all tasks."""
 
 
 def load_task(name: str, where: str = "tiles") -> training.Task:
@@ -351,11 +344,6 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
     """
     if name in README:
         return training.load_task(name)
-    if name == MASSIVE:
-        title = "Small GPT with a massive first token"
-        task = training.load_task("gpt")
-        build = functools.partial(_with_first_token, task.build)
-        return replace(task, name=name, title=title, build=build)
     if name == "bert":
         text = MaskedText()
         title = "Small BERT, Python's standard library"
@@ -365,20 +353,28 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
         characters = StdlibText()
         title = "Small Llama, Python's standard library"
         llama = functools.partial(Llama, characters.VOCAB)
-        return training.Task(name, title, characters, llama, 3e-3, 500, 16, _in_net)
+        inside = functools.partial(_within, "net.model.layers.")
+        return training.Task(name, title, characters, llama, 3e-3, 500, 16, inside)
     if name not in IMAGES:
         raise ValueError(f"tasks: {name!r} is none of {', '.join(TASKS)}")
-    data = images.load_images(where)
+    data = images_of(where)
     title = f"{name.removeprefix('images-')}, {data.description.partition(':')[0]}"
+    large = data.pixels > images.PIXELS
     if name in VITS:
         *size, rate, steps = VITS[name]
-        vit = functools.partial(SmallViT, *size, data.classes, 3)
+        vit: Callable[[], nn.Module] = functools.partial(SmallViT, *size, data.classes, 3)
+        if large and name not in LARGE_VITS:
+            raise ValueError(f"tasks: {name!r} is for {images.PIXELS} pixels")
+        if large:
+            vit = functools.partial(_timm, LARGE_VITS[name], data.classes)
         return training.Task(name, title, data, vit, rate, steps, 64)
     if name == "images-resnet18":
-        net = functools.partial(resnet18, data.classes)
-        return training.Task(name, title, data, net, 2e-3, 300, 64, _in_layers)
+        build = functools.partial(_timm, "resnet18") if large else resnet18
+        net, inside = functools.partial(build, data.classes), functools.partial(_within, "layer")
+        return training.Task(name, title, data, net, 2e-3, 300, 64, inside)
     efficient = functools.partial(_efficientformer, data.classes)
-    return training.Task(name, title, data, efficient, 1e-3, 300, 32, _in_stages)
+    inside = functools.partial(_within, "1.stages.")
+    return training.Task(name, title, data, efficient, 1e-3, 300, 32, inside)
 
 
 class Llama(nn.Module):
@@ -401,59 +397,13 @@ class Llama(nn.Module):
         return logits
 
 
-def _in_net(module: nn.Module, name: str) -> bool:
-    return name.startswith("net.model.layers.")
+def _within(prefix: str, module: nn.Module, name: str) -> bool:
+    return name.startswith(prefix)
 
 
 def _efficientformer(classes: int) -> nn.Module:
-    return Resized(_timm("efficientformer_l1", classes), 224)
-
-
-def _in_layers(module: nn.Module, name: str) -> bool:
-    return name.startswith("layer")
-
-
-def _in_stages(module: nn.Module, name: str) -> bool:
-    return name.startswith("net.stages.")
-
-
-class FirstToken(nn.Module):
-    """Adds ``value`` to some hidden units of the first token."""
-
-    def __init__(self, units: int) -> None:
-        super().__init__()
-        self.value: Tensor
-        self.register_buffer("value", torch.zeros(units))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Add the value to the first token of ``hidden [batch, tokens, width]``."""
-        more = (0, hidden.shape[-1] - len(self.value), 0, hidden.shape[1] - 1)
-        return hidden + F.pad(self.value[None, :], more).to(hidden.dtype)
-
-
-def _with_first_token(build: Callable[[], nn.Module], units: int = 4) -> nn.Module:
-    model: Any = build()
-    model.blocks[0].fc1 = nn.Sequential(model.blocks[0].fc1, FirstToken(units))
-    return model
-
-
-def graft_massive_token(model: Any, size: float = 1000.0) -> None:
-    """Give the first token of every sequence massive activations, as in trained LLMs.
-
-    In LLMs a few inputs of an early MLP's last layer are about ``size``, at the first token only.
-    They write such values into two features of the residual stream, and later norms keep these from
-    growing. A gate produces them there, a constant here, so that no weight is large. The other
-    tokens change only through attention to the first one.
-
-    Source: Sun et al., "Massive activations in large language models", 2024.
-    """
-    block = model.blocks[0]
-    grafted = block.fc1[1].value
-    with torch.no_grad():
-        grafted.fill_(size)
-        block.fc2.weight[:, : len(grafted)] = 0.0
-        block.fc2.weight[0, : len(grafted)] = 1 / len(grafted)
-        block.fc2.weight[1, : len(grafted)] = -1 / len(grafted)
+    larger = nn.Upsample((224, 224), mode="bilinear")
+    return nn.Sequential(larger, _timm("efficientformer_l1", classes))
 
 
 def of_second_half(task: training.Task) -> training.Task:
@@ -470,14 +420,7 @@ def begun(
 ) -> dict[str, Any]:
     """Read the report at ``path`` to continue it, or begin a new one.
 
-    Args:
-        path: path of the report.
-        benchmark: name of the benchmark.
-        settings: settings that the figures depend on.
-        threads: CPU threads.
-        lora: reason to leave LoRA out; empty if it runs.
-        entries: key of the entries that runs add.
-
+    ``lora`` is the reason to leave LoRA out, empty if it runs. Runs add to the key ``entries``.
     Ends the script if the report has other settings.
     """
     if report := resumed(path, settings):

@@ -1,13 +1,17 @@
-"""Image data from this machine: photographs, CIFAR's binary files, folders of images.
+"""Image data from this machine: photographs, CIFAR's and MNIST's binary files, folders of images.
 
 Nothing is downloaded or unpickled: CIFAR is read in its binary version.
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +48,7 @@ class Photographs:
     """
 
     CELL = 96
+    pixels = PIXELS
     SKLEARN = ("china.jpg", "flower.jpg")
     SKIMAGE = (
         "astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "ihc.png",
@@ -118,8 +123,11 @@ class Images:
         description: name of the data.
     """
 
+    pixels = PIXELS
+
     def __init__(self, train: Batch, validation: Batch, description: str) -> None:
         self._train = train
+        self.count = len(train[0])
         self.validation: Batch = normalised(validation[0]), validation[1]
         self.classes = int(torch.cat([train[1], validation[1]]).max()) + 1
         self.description = f"{description}: {len(train[0])} images to train, " + (
@@ -131,19 +139,20 @@ class Images:
         other = object.__new__(Images)
         other.__dict__ |= self.__dict__
         other._train = self._train[0][index::2], self._train[1][index::2]
+        other.count = len(other._train[0])
         other.description = f"{self.description}, half {index} of the training images"
         return other
 
     def batch(self, size: int, generator: Generator) -> Batch:
         """Draw ``size`` training images, shifted by up to 4 pixels and augmented."""
         chosen = torch.randint(len(self._train[0]), (size,), generator=generator)
-        images = F.pad(normalised(self._train[0][chosen]), (4, 4, 4, 4), mode="reflect")
         places = torch.randint(9, (size, 2), generator=generator)
-        cut = [
-            image[:, top : top + PIXELS, left : left + PIXELS]
-            for image, (top, left) in zip(images, places.tolist(), strict=True)
-        ]
-        return augmented(torch.stack(cut), generator), self._train[1][chosen]
+        # Pixels beyond the edge are mirrored.
+        pixels = (places[:, :, None] - 4 + torch.arange(PIXELS)).abs()
+        rows, columns = torch.minimum(pixels, 2 * PIXELS - 2 - pixels).unbind(1)
+        cut = self._train[0][chosen[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+        cut = normalised(cut.permute(0, 3, 1, 2).contiguous())
+        return augmented(cut, generator), self._train[1][chosen]
 
 
 CIFAR = {
@@ -191,21 +200,160 @@ def _records(path: Path, labels: int, classes: int) -> Batch:
     return torch.from_numpy(images.copy()), chosen
 
 
+def mnist(folder: Path) -> Images:
+    """Read a data set in MNIST's format: grey images of 28 x 28 pixels, with a border of two.
+
+    Debian's package dataset-fashion-mnist has 70,000 photographs of clothes in this format.
+
+    Args:
+        folder: holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the same of
+            ``t10k``, plain or as ``.gz``.
+
+    Raises FileNotFoundError for a folder without them, ValueError for files of other data.
+
+    Source: the format's description at https://yann.lecun.com/exdb/mnist/.
+    """
+    parts = []
+    for part in ("train", "t10k"):
+        images, labels = (
+            _idx(folder, f"{part}-images-idx3-ubyte"),
+            _idx(folder, f"{part}-labels-idx1-ubyte"),
+        )
+        if images.shape[1:] != (28, 28) or len(images) != len(labels):
+            raise ValueError(
+                f"folder: {folder} has {part} images {tuple(images.shape)} and {len(labels)} "
+                "labels; expected [N, 28, 28] and N"
+            )
+        colours = F.pad(images, (2, 2, 2, 2))[:, None].expand(-1, 3, -1, -1)
+        parts.append((colours.contiguous(), labels.long()))
+    return Images(*parts, f"MNIST's format at {folder}")
+
+
+def _idx(folder: Path, name: str) -> Tensor:
+    packed, path = folder / f"{name}.gz", folder / name
+    if not packed.is_file() and not path.is_file():
+        raise FileNotFoundError(f"folder: {folder} has neither {name} nor {name}.gz")
+    content = gzip.decompress(packed.read_bytes()) if packed.is_file() else path.read_bytes()
+    dims = content[3] if content[:3] == b"\0\0\x08" else 0
+    shape = np.frombuffer(content, ">u4", dims, 4).tolist() if len(content) > 4 * dims + 3 else []
+    if not shape or len(content) != 4 + 4 * dims + np.prod(shape):
+        raise ValueError(f"{folder / name}: {len(content)} bytes are no IDX file of uint8")
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * dims).copy()).view(
+        shape
+    )
+
+
 def image_folder(folder: Path) -> Images:
     """Read images by class: ``train/CLASS/*`` and ``val/CLASS/*``, or ``CLASS/*`` alone.
 
-    Without ``train`` and ``val`` every tenth image of a class is for validation. The middle square
-    of each image is resized to 32 x 32 pixels. All images stay in memory (3 KB each).
+    The second folder may be ``test``, too. Without them every tenth image of a class is for
+    validation. The middle square of each image is resized to 32 x 32 pixels. All images stay in
+    memory (3 KB each).
 
     Raises ValueError for fewer than two classes, and for no training or validation image.
     """
-    if (folder / "train").is_dir() and (folder / "val").is_dir():
+    train, held = _by_class(folder)
+    return Images(_squares(train), _squares(held), f"images of {folder}")
+
+
+class Photos:
+    """ImageNet's training in its usual form, decoded as it is needed: 224 x 224 pixels.
+
+    Args:
+        folder: has ``train/CLASS/*`` and ``val/CLASS/*``.
+        threads: threads that decode.
+
+    A training image is a random part of 8 to 100 % of the photograph. For validation it is the
+    middle of the photograph, whose shorter side has 256 pixels.
+    """
+
+    pixels = 224
+
+    def __init__(self, folder: Path, threads: int = 16) -> None:
+        self._train, held = _by_class(folder)
+        self.count = len(self._train)
+        self._pool = ThreadPoolExecutor(threads)
+        self.validation: Any = Held(held, self._pool), torch.tensor([label for _, label in held])
+        self.classes = 1 + max(label for _, label in self._train)
+        self.description = f"photographs of {folder}: {self.count} images to train, " + (
+            f"{len(held)} to validate, {self.classes} classes"
+        )
+
+    def half(self, index: int) -> Photos:
+        """Every other training image, from ``index``; the same validation."""
+        other = object.__new__(Photos)
+        other.__dict__ |= self.__dict__
+        other._train = self._train[index::2]
+        other.count = len(other._train)
+        other.description = f"{self.description}, half {index} of the training images"
+        return other
+
+    def batch(self, size: int, generator: Generator) -> Batch:
+        """Draw ``size`` training images, cut and augmented at random."""
+        chosen = torch.randint(self.count, (size,), generator=generator).tolist()
+        draws = torch.rand(size, 4, generator=generator).tolist()
+        paths = [self._train[index][0] for index in chosen]
+        images = torch.stack(list(self._pool.map(_random_part, paths, draws)))
+        labels = torch.tensor([self._train[index][1] for index in chosen])
+        return augmented(normalised(images), generator), labels
+
+
+class Held:
+    """Validation images of :class:`Photos`, which exist a few at a time."""
+
+    def __init__(self, files: Sequence[tuple[Path, int]], pool: ThreadPoolExecutor) -> None:
+        self._paths, self._pool = [path for path, _ in files], pool
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """Yield the images, ``size`` at a time."""
+        for first in range(0, len(self._paths), size):
+            paths = self._paths[first : first + size]
+            yield normalised(torch.stack(list(self._pool.map(_middle, paths))))
+
+
+def _random_part(path: Path, draw: Sequence[float]) -> Tensor:
+    """Cut a part of a photograph by four numbers from 0 to 1: area, sides' ratio, place."""
+    image = _read(path)
+    height, width = image.shape[1:]
+    area, ratio = (0.08 + 0.92 * draw[0]) * height * width, (4 / 3) ** (2 * draw[1] - 1)
+    h = min(height, max(1, round((area / ratio) ** 0.5)))
+    w = min(width, max(1, round((area * ratio) ** 0.5)))
+    top, left = int(draw[2] * (height - h + 1)), int(draw[3] * (width - w + 1))
+    return _resized(image[:, top : top + h, left : left + w], Photos.pixels, Photos.pixels)
+
+
+def _middle(path: Path) -> Tensor:
+    image = _read(path)
+    share = 256 / min(image.shape[1:])
+    height, width = (max(256, round(size * share)) for size in image.shape[1:])
+    image = _resized(image, height, width)
+    top, left = (height - Photos.pixels) // 2, (width - Photos.pixels) // 2
+    return image[:, top : top + Photos.pixels, left : left + Photos.pixels]
+
+
+def _resized(image: Tensor, height: int, width: int) -> Tensor:
+    if image.shape[1:] == (height, width):
+        return image
+    small = F.interpolate(image[None].float(), (height, width), mode="bilinear", antialias=True)
+    return small[0].round().clamp(0, 255).to(torch.uint8)
+
+
+Files = list[tuple[Path, int]]
+"""Paths of images, each with its class."""
+
+
+def _by_class(folder: Path) -> tuple[Files, Files]:
+    """Return training and validation images."""
+    second = next((name for name in ("val", "test") if (folder / name).is_dir()), None)
+    if (folder / "train").is_dir() and second is not None:
         classes = _classes(folder / "train")
-        unknown = set(_classes(folder / "val")) - set(classes)
+        unknown = set(_classes(folder / second)) - set(classes)
         if unknown:
-            raise ValueError(f"folder: {folder}/val has classes without training images: {unknown}")
+            raise ValueError(
+                f"folder: {folder}/{second} has classes without training images: {unknown}"
+            )
         train = [(p, i) for i, c in enumerate(classes) for p in _files(folder / "train" / c)]
-        held = [(p, i) for i, c in enumerate(classes) for p in _files(folder / "val" / c)]
+        held = [(p, i) for i, c in enumerate(classes) for p in _files(folder / second / c)]
     else:
         classes = _classes(folder)
         every = [(n, p, i) for i, c in enumerate(classes) for n, p in enumerate(_files(folder / c))]
@@ -216,7 +364,7 @@ def image_folder(folder: Path) -> Images:
             f"folder: {folder} has {len(classes)} classes, {len(train)} images to train and "
             f"{len(held)} to validate; expected train/CLASS/* and val/CLASS/*, or CLASS/*"
         )
-    return Images(_squares(train), _squares(held), f"images of {folder}")
+    return train, held
 
 
 def _classes(folder: Path) -> list[str]:
@@ -236,9 +384,7 @@ def _squares(files: Sequence[tuple[Path, int]]) -> Batch:
         image = _read(path)
         side = min(image.shape[1:])
         top, left = ((size - side) // 2 for size in image.shape[1:])
-        square = image[:, top : top + side, left : left + side].unsqueeze(0).float()
-        small = F.interpolate(square, (PIXELS, PIXELS), mode="bilinear", antialias=True)
-        images[index] = small[0].round().clamp(0, 255).to(torch.uint8)
+        images[index] = _resized(image[:, top : top + side, left : left + side], PIXELS, PIXELS)
     return images, torch.tensor([label for _, label in files])
 
 
@@ -263,15 +409,17 @@ def _bundled(package: str, folder: str, names: Iterable[str]) -> list[Path]:
     return [root / name for name in names if (root / name).is_file()]
 
 
-def load_images(where: str) -> Photographs | Images:
-    """Read ``"tiles"``, ``"cifar10:FOLDER"``, ``"cifar100:FOLDER"`` or ``"folder:FOLDER"``."""
+READERS = {"mnist": mnist, "folder": image_folder, "imagenet": Photos} | {
+    kind: functools.partial(cifar, kind) for kind in CIFAR
+}
+
+
+def load_images(where: str) -> Photographs | Images | Photos:
+    """Read ``"tiles"``, or ``"KIND:FOLDER"`` with a kind of :data:`READERS`."""
     kind, _, path = where.partition(":")
     if where == "tiles":
         return Photographs()
-    if kind in CIFAR and path:
-        return cifar(kind, Path(path))
-    if kind == "folder" and path:
-        return image_folder(Path(path))
-    raise ValueError(
-        f"images: {where!r}; expected tiles, cifar10:FOLDER, cifar100:FOLDER or folder:FOLDER"
-    )
+    if kind in READERS and path:
+        return READERS[kind](Path(path))
+    kinds = ", ".join(f"{name}:FOLDER" for name in READERS)
+    raise ValueError(f"images: {where!r}; expected tiles, {kinds}")

@@ -27,13 +27,10 @@ _warned: set[int] = set()  # CUDA devices that were checked for a warning
 _admitted: set[int] = set()  # CUDA devices whose class needs no self-test, or has passed it
 
 
-def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
-    key = (threads, isa, device, stream)
-    if context := _cache.get(key):
-        return context
+def _made(key: tuple[int, str, int, int]) -> _core.CoreContext:
     with _lock:
         if key not in _cache:
-            _cache[key] = _core.CoreContext(threads, isa, device, stream, _openmp)
+            _cache[key] = _core.CoreContext(*key, _openmp)
             while len(_cache) > _LIMIT:
                 _cache.popitem(last=False)  # a running call holds its own reference
         return _cache[key]
@@ -41,7 +38,8 @@ def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
 
 def cpu(threads: int | None = None) -> _core.CoreContext:
     """Return a context of the CPU backend; ``threads=None`` is the default of the process."""
-    return _get(_threads if threads is None else threads, _isa, -1, 0)
+    key = (_threads if threads is None else threads, _isa, -1, 0)
+    return _cache.get(key) or _made(key)
 
 
 def cuda(device: int, stream: int) -> _core.CoreContext:
@@ -51,7 +49,8 @@ def cuda(device: int, stream: int) -> _core.CoreContext:
     NotImplementedError without CUDA or kernels for the device, or if the self-test fails. Raises
     ValueError if there is no such device, RuntimeError for a self-test inside a stream capture.
     """
-    context = _get(0, "", device, stream)
+    key = (0, "", device, stream)
+    context = _cache.get(key) or _made(key)
     if device in _admitted:
         return context
     level, text = _core.cuda_device_verdict(device)
@@ -110,7 +109,7 @@ def set_isa(name: str | None) -> None:
 
 def _set_defaults(threads: int, isa: str) -> None:
     global _threads, _isa
-    _get(threads, isa, -1, 0)  # raises before anything changes
+    _made((threads, isa, -1, 0))  # raises before anything changes
     _threads, _isa = threads, isa
     for follower in _followers:
         follower(threads, isa)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import re
 import sys
@@ -22,7 +24,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_head  # noqa: E402
 import bench_latency  # noqa: E402
 import bench_memory  # noqa: E402
-from evidence import side_by_side  # noqa: E402
+import bench_training  # noqa: E402
+from evidence import evidence_tables, side_by_side  # noqa: E402
 from models import mend_torchvision  # noqa: E402
 from train_lib import images  # noqa: E402
 
@@ -51,6 +54,103 @@ def test_photographs_share_no_pixel(rng: np.random.Generator) -> None:
     assert tiles.shape == (20, 3, 32, 32) and 0 <= labels.min() <= labels.max() < found.classes
 
 
+def fake_images(kind: str, folder: Path, rng: np.random.Generator) -> None:
+    """Write a data set of ten classes in its usual form: 40 images to train, 10 to validate."""
+
+    def pixels(*shape: int) -> np.ndarray:
+        return rng.integers(256, size=shape, dtype=np.uint8)
+
+    folder.mkdir()
+    if kind in images.CIFAR:
+        train, test, labels, _ = images.CIFAR[kind]
+        for name, count in [*((name, 40 // len(train)) for name in train), (test, 10)]:
+            rows = np.concatenate([pixels(count, labels) % 10, pixels(count, 3072)], axis=1)
+            rows[:, labels - 1] = np.arange(count) % 10
+            (folder / name).write_bytes(rows.tobytes())
+    elif kind == "mnist":
+        for part, count in (("train", 40), ("t10k", 10)):
+            head, size = b"\0\0\x08", np.array([count, 28, 28], ">u4").tobytes()
+            data = gzip.compress(head + b"\3" + size + pixels(count, 28, 28).tobytes())
+            (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(data)
+            data = head + b"\1" + size[:4] + bytes(i % 10 for i in range(count))
+            (folder / f"{part}-labels-idx1-ubyte").write_bytes(data)
+    else:
+        parts = {"folder": ("train", "test"), "imagenet": ("train", "val")}[kind]
+        for part, count in zip(parts, (4, 1), strict=True):
+            for label, n in itertools.product(range(10), range(count)):
+                path = folder / part / f"n{label:08d}" / f"{n}.JPEG"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                side = 32 if kind == "folder" else 240 + 10 * label
+                Image.fromarray(pixels(side, 300 if kind == "imagenet" else 32, 3)).save(path)
+
+
+@pytest.mark.parametrize("kind", images.READERS)
+def test_data_sets_in_their_usual_forms(
+    kind: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    fake_images(kind, tmp_path / "data", rng)
+    data = images.load_images(f"{kind}:{tmp_path}/data")
+    side = 224 if kind == "imagenet" else 32
+    assert data.classes == 10 and data.pixels == side and data.count == 40
+    batch, labels = data.batch(6, generator(rng))
+    assert batch.shape == (6, 3, side, side) and labels.shape == (6,) and batch.isfinite().all()
+    again = data.half(1).batch(6, generator(np.random.default_rng(3)))
+    assert torch.equal(again[0], data.half(1).batch(6, generator(np.random.default_rng(3)))[0])
+    held = [
+        (part, *rest) for part, *rest in zip(*(b.split(4) for b in data.validation), strict=True)
+    ]
+    assert torch.cat([label for _, label in held]).tolist() == list(range(10))
+    assert torch.cat([part for part, _ in held]).shape == (10, 3, side, side)
+
+
+def test_a_shifted_image_is_mirrored_at_its_edge(rng: np.random.Generator) -> None:
+    one = torch.randint(256, (1, 3, 32, 32), dtype=torch.uint8)
+    data = images.Images((one, torch.zeros(1, dtype=torch.long)), (one, torch.zeros(1)), "one")
+    padded = torch.nn.functional.pad(one.float(), (4, 4, 4, 4), mode="reflect")[0]
+    parts = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+    every = torch.stack([f for part in parts for f in (part, part.flip(2))]).flatten(1)
+    shown, _ = data.batch(30, generator(rng))
+    cosines = torch.nn.functional.cosine_similarity(
+        *(t - t.mean(-1, keepdim=True) for t in (shown.flatten(1)[:, None], every[None])), dim=-1
+    )
+    assert cosines.max(1).values.min() > 0.9999  # contrast and brightness differ
+
+
+SUPPLEMENT = ("fp32", "bf16", "naive_int4", "luq", "lbp_wht", "default", "paper as published",
+              "paper as published, LQS of g_x, too")  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "task", "methods"),
+    [
+        ("folder", "images-vit", SUPPLEMENT),
+        ("cifar10", "images-resnet18", ("fp32", "lbp_wht")),
+        ("imagenet", "images-resnet18", ("fp32", "default")),
+    ],
+)
+def test_the_supplements_table(
+    kind: str, task: str, methods: tuple[str, ...], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Two steps on a fake data set; the table has every method's accuracy."""
+    mend_torchvision()
+    pytest.importorskip("timm")
+    fake_images(kind, tmp_path / "data", rng)
+    words = [] if methods == SUPPLEMENT else ["--methods", ";".join(methods)]
+    bench_training.main(
+        ["--table", "supplement", "--tasks", task, "--images", f"{kind}:{tmp_path}/data",
+         "--batch", "2", "--epochs", "0.1", "--seeds", "0", *words,
+         "--json", str(tmp_path / "table.json")]
+    )  # fmt: skip
+    report = json.loads((tmp_path / "table.json").read_text())
+    assert list(report["runs"]) == [f"{task}/{name}/0" for name in methods]
+    assert set(report["left out"]) == {"lora"}
+    assert all(run["curve"][-1][0] == 2 for run in report["runs"].values())
+    shown = evidence_tables.accuracies(tmp_path, "table.json")
+    names = [line.split(" | ")[0].strip("| ") for line in shown]
+    assert names[2 : 2 + len(methods)] == list(methods)
+
+
 # ---- side by side ----
 
 
@@ -67,6 +167,7 @@ def test_work_side_by_side() -> None:
         assert got == {str(i): i * i for i in range(5)}
     late = side_by_side.run_all(work, got.__setitem__, budget_s=1e-9)
     assert late == [name for name, *_ in work[len(work) - len(late) :]] and late
+    assert len(side_by_side.run_all(work, got.__setitem__, budget_s=60, longest_s=61)) == 5
 
 
 # ---- the paper's tables ----

@@ -165,7 +165,7 @@ class Trained:
     def check(self, where: str) -> None:
         """Check that the failed step left nothing, and that the next step has the right bits."""
         assert self.faults.same(self.state(), self.before), where
-        assert sharing.current().entry is None, where
+        assert sharing.threads.cache.entry is None, where
         self.seed()
         self.step(2)
         assert self.faults.same(self.state(), self.expected), where

@@ -24,7 +24,7 @@ from evidence import (  # noqa: E402
     bench_fwht,
     rivals,
 )
-from hotcore.torch import gains  # noqa: E402
+from hotcore.torch.conversion import gains  # noqa: E402
 from support import without_broken_torchvision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")

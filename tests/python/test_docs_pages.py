@@ -129,7 +129,7 @@ def test_api_pages_name_what_is_public(page: str) -> None:
     public = set(exported(module)) - {"__version__"}
     if page != "docs/api/hotcore.rst":
         public.discard("HotConfig")  # has its entry under hotcore
-    entry = r"^\.\. auto(?:function|class|module):: (?:hotcore\.\w+\.(?=policies))?(\w+)$"
+    entry = r"^\.\. auto(?:function|class|module):: (?:hotcore\.[\w.]+\.(?=policies))?(\w+)$"
     shown = re.findall(entry, text_of(ROOT / page), re.M)
     assert shown[0] == first
     assert sorted(shown) == sorted(public)

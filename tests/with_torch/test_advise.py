@@ -16,7 +16,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.clocks import Measured  # noqa: E402
+from hotcore.torch.tools.clocks import Measured  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_graphs import causal  # noqa: E402
 

@@ -12,7 +12,7 @@ from hotcore.config import HotConfig
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import support  # noqa: E402
-from hotcore.torch.attention import HotMultiheadAttention  # noqa: E402
+from hotcore.torch.layers.attention import HotMultiheadAttention  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -287,3 +289,31 @@ def test_tied_weights() -> None:
     plain(x).square().sum().backward()
     exact = plain.q.weight.grad
     assert (model.q.weight.grad - exact).norm() < 0.05 * exact.norm()
+
+
+FORMER = {
+    "attention": "HotMultiheadAttention",
+    "convert": "convert",
+    "convrot": "HotConvRotLinear",
+    "custom": "CustomBackward",
+    "freeze": "FreezeReport",
+    "frozen": "HotFrozenLinear",
+    "head": "LinearCrossEntropy",
+    "memory": "MemoryReport",
+    "modules": "HotLinear",
+    "noise": "NoiseMonitor",
+    "policies": "keep_codes",
+    "recompute": "Recomputed",
+    "report": "ConversionReport",
+}
+
+
+@pytest.mark.parametrize("module", FORMER)
+def test_pickles_and_imports_from_before_the_folders(module: str) -> None:
+    """The module paths of hotcore.torch without folders; functions keep their names."""
+    path, name = f"hotcore.torch.{module}", FORMER[module]
+    found = pickle.loads(f"c{path}\n{name}\n.".encode())
+    assert found is getattr(importlib.import_module(path), name)
+    assert found.__module__.startswith("hotcore.torch.") and found.__module__ != path
+    functions = {"convert", "recompute", "report"}
+    assert callable(getattr(hot, module)) == (module in functions)

@@ -13,7 +13,7 @@ from support import nbytes, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.modules import is_pointwise  # noqa: E402
+from hotcore.torch.layers.modules import is_pointwise  # noqa: E402
 from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_graphs import Graphs  # noqa: E402  (after the skip)

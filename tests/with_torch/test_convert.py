@@ -24,7 +24,7 @@ from hotcore.config import HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
+from hotcore.torch.conversion.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402  (after the skip)

@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.convrot import HotConvRotLinear  # noqa: E402
+from hotcore.torch.frozen.convrot import HotConvRotLinear  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")

@@ -180,7 +180,7 @@ def test_a_step_that_fails_anywhere(
         places.append(faults.where)
         # Nothing of the step is left: model, optimizer, shared x.
         assert same(state(model, optimizer), before), faults.where
-        assert sharing.current().entry is None, faults.where
+        assert sharing.threads.cache.entry is None, faults.where
         # With the generator restored, the next step is as if nothing had failed.
         torch.set_rng_state(seed)
         plain_step(model, optimizer, SMALL)
@@ -355,7 +355,7 @@ def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> 
 def test_memory_that_really_runs_out(tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("limits a process's memory as Linux does")
-    out = run_script(
+    run_script(
         tmp_path,
         """
         import re, resource, torch
@@ -371,9 +371,13 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
         large = torch.randn(20_000, 256, requires_grad=True)   # 20 MB
 
         def step(x):
+            global part
             torch.manual_seed(1)
             model.zero_grad()
-            model(x).square().sum().backward()
+            part = "forward"
+            loss = model(x).square().sum()
+            part = "backward"
+            loss.backward()
             return [p.grad.clone() for p in model.parameters()]
 
         expected = step(small)
@@ -389,7 +393,7 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
                 trace, ended = error.__traceback__, False
                 while trace.tb_next:
                     trace = trace.tb_next
-                failed.add(trace.tb_frame.f_code.co_name)
+                failed.add((part, "hotcore" in trace.tb_frame.f_code.co_filename))
                 del error, trace
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, no_limit)
@@ -397,8 +401,7 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
             assert all(map(torch.equal, step(small), expected))
             if ended:
                 break
-        assert ended and len(failed) >= 3, failed
-        print(*sorted(failed))
+        assert ended and ("forward", True) in failed, failed  # in the adapter's own code
+        assert "backward" in dict(failed), failed  # which allocation fails there is chance
         """,
     )
-    assert {"_bytes", "compress", "new_gradients"} & set(out.split()), out  # the adapter's own

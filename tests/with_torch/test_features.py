@@ -20,7 +20,7 @@ from support import cosine, nbytes, saved_tensors, strided, without_broken_torch
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.attention import HotMultiheadAttention  # noqa: E402
+from hotcore.torch.layers.attention import HotMultiheadAttention  # noqa: E402
 from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (after the skip)

@@ -26,8 +26,8 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
 from hotcore.torch import _compat  # noqa: E402
 from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
-from hotcore.torch.frozen_codes import sealed_bytes  # noqa: E402
 from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
+from hotcore.torch.ops.frozen_codes import sealed_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402

@@ -120,6 +120,32 @@ def test_accumulated_batches_are_one(
     assert smaller["training"][0] != pytest.approx(once["training"][0], rel=1e-5)
 
 
+@pytest.mark.parametrize("contender", ["bf16", "default int8-forward"])
+def test_a_cut_run_goes_on_to_the_same_bits(
+    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut before its third step, it ends with the losses of a run that was never cut."""
+    (chosen,) = (one for one in bench_gpt.CONTENDERS if one.name == contender)
+    how = bench_gpt.How(4, bench_gpt.QUICK, "cpu", "eager", tmp_path, 4, 4, False, True, 2, 0.0)
+    whole = bench_gpt.train(chosen, 0, how, how.text())
+    rate, steps = bench_gpt.rate, []
+
+    def cut_once(step: int, *more: Any) -> float:
+        steps.append(step)
+        if steps == [0, 1, 2]:
+            raise KeyboardInterrupt
+        return rate(step, *more)
+
+    monkeypatch.setattr(bench_gpt, "rate", cut_once)
+    with pytest.raises(KeyboardInterrupt):
+        bench_gpt.train(chosen, 0, how, how.text())
+    assert len(list(tmp_path.glob("state-*.pt"))) == 1
+    run = bench_gpt.train(chosen, 0, how, how.text())
+    assert steps == [0, 1, 2, 2, 3] and not list(tmp_path.glob("state-*.pt"))
+    assert len(run["training"]) == 4 and run["training"] == whole["training"]
+    assert run["curve"] == whole["curve"] and len(run["curve"]) == 5
+
+
 @pytest.mark.parametrize("tokens", ["33", "160"])
 def test_batches_are_whole(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -18,7 +18,7 @@ from support import DEVICES
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch.head import _whole_logits, attach  # noqa: E402
+from hotcore.torch.layers.head import _whole_logits, attach  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402

@@ -59,7 +59,7 @@ def buffers(*outputs: torch.Tensor) -> int:
 
 def quantized() -> torch.Tensor | None:
     """The 8-bit codes of the x that is remembered."""
-    entry = sharing.current().entry
+    entry = sharing.threads.cache.entry
     return None if entry is None or entry.quantized is None else entry.quantized[1]
 
 
@@ -381,8 +381,8 @@ def test_a_checkpoint_of_a_fixed_x_is_fresh_at_every_step(reentrant: bool, threa
             backward = y.sum().backward
             other.submit(backward).result() if thread else backward()
             found.append(q.weight.grad)
-            assert sharing.current().entry is None
-            assert other.submit(lambda: sharing.current().entry).result() is None
+            assert sharing.threads.cache.entry is None
+            assert other.submit(lambda: sharing.threads.cache.entry).result() is None
     assert not torch.equal(*found)
 
 
@@ -393,7 +393,7 @@ def test_a_forward_that_was_thrown_away_leaves_nothing() -> None:
     held = weakref.ref(kept(y)[0])
     assert held() is not None
     del y
-    assert held() is None and sharing.current().entry is None
+    assert held() is None and sharing.threads.cache.entry is None
 
 
 def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
@@ -404,7 +404,7 @@ def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
     y = q(x)
     codes = weakref.ref(quantized())
     del x
-    assert gone() is None and codes() is None and sharing.current().entry is None
+    assert gone() is None and codes() is None and sharing.threads.cache.entry is None
     # Only the graph holds the bytes now.
     held = weakref.ref(kept(y)[0])
     assert held() is not None
@@ -421,12 +421,12 @@ def test_an_x_that_only_autograd_holds_is_still_the_same() -> None:
     y = q(x)
     del x
     gc.collect()
-    assert sharing.current().entry is not None
+    assert sharing.threads.cache.entry is not None
     again = twice.grad_fn._saved_self
     assert buffers(y, k(again)) == 1
     del again, twice
     gc.collect()
-    assert sharing.current().entry is None
+    assert sharing.threads.cache.entry is None
 
 
 def test_threads_have_entries_of_their_own() -> None:
@@ -506,10 +506,10 @@ def test_codes_of_a_leaf_another_block_and_dtype() -> None:
     (q,) = layers(1, INT8)
     (bad,) = layers(1, HotConfig.recipe("fast", forward="int8", token_grid=(7, 7)))
     q(data())
-    assert sharing.current().entry is None
+    assert sharing.threads.cache.entry is None
     with pytest.raises(ValueError, match="tokens"):
         bad(images())
-    assert sharing.current().entry is None
+    assert sharing.threads.cache.entry is None
     x, (k,) = images(), layers(1, dataclasses.replace(INT8, forward_block=16))
     for part, cast in ((q, False), (k, False), (q, False), (q, True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
@@ -532,12 +532,12 @@ def test_streams_and_captures_keep_their_own() -> None:
         assert buffers(y, other) == 2 and buffers(other, q(x)) == 1
     torch.cuda.current_stream().wait_stream(side)
     y = q(x)
-    entry = sharing.current().entry
+    entry = sharing.threads.cache.entry
     assert entry is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = q(x), k(x)
-    assert sharing.current().entry is entry
+    assert sharing.threads.cache.entry is entry
     assert buffers(y, *captured) == 3
 
 
@@ -552,5 +552,5 @@ def test_backward_on_cuda_ends_it() -> None:
             y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False) if wrapped else q(x)
             y.sum().backward()
             found.append(q.weight.grad)
-            assert sharing.current().entry is None
+            assert sharing.threads.cache.entry is None
         assert not torch.equal(*found), wrapped

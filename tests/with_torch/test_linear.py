@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import hotcore
 import pytest
@@ -298,3 +301,28 @@ def test_repr() -> None:
     )
     custom = hot.HotLinear(4, 3, config=HotConfig(gx_rounding="nearest"))
     assert "config=default, gx_rounding='nearest'" in repr(custom)
+
+
+@pytest.mark.parametrize("forward", ["plain", "int8"])
+def test_the_way_to_libhot_is_short(forward: Literal["plain", "int8"]) -> None:
+    """At most twelve functions of the package get x before libhot, and run in a backward."""
+    x, weight = torch.randn(16, 64, requires_grad=True) * 1, torch.randn(32, 64, requires_grad=True)
+    entered: list[tuple[object, bool]] = []
+
+    def see(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("hotcore."):
+            entered.append((frame.f_code, any(v is x for v in frame.f_locals.values())))
+
+    def run(function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+        entered.clear()
+        sys.setprofile(see)
+        try:
+            return function(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    y = run(hot.linear, x, weight, None, HotConfig(forward=forward))
+    way = entered[: 1 + [code for code, _ in entered].index(core.call.__code__)]
+    assert 0 < sum(got_x for _, got_x in way) <= 12
+    run(torch.autograd.grad, y, weight, torch.randn_like(y))
+    assert 0 < len(entered) <= 12

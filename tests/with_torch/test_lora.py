@@ -15,7 +15,7 @@ with without_broken_torchvision():
     peft = pytest.importorskip("peft")
     from transformers.pytorch_utils import Conv1D
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.huggingface import HotConv1D  # noqa: E402
+from hotcore.torch.layers.conv1d import HotConv1D  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_graphs import causal  # noqa: E402
 

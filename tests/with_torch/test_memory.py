@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch.memory import MemoryReport  # noqa: E402
+from hotcore.torch.tools.memory import MemoryReport  # noqa: E402
 from torch import nn  # noqa: E402
 
 BATCH, WIDTH = 256, 64

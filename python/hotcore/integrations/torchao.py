@@ -11,8 +11,8 @@ from torch import nn
 import hotcore.torch as hot
 
 from ..config import ConfigLike, as_config
-from ..torch.modules import HotModule
-from ..torch.selection import candidates, hot_class
+from ..torch.conversion.selection import candidates, hot_class
+from ..torch.layers.modules import HotModule
 
 # hotcore does not require torchao; the type checker runs without it.
 _AOBaseConfig: Any = importlib.import_module("torchao.core.config").AOBaseConfig

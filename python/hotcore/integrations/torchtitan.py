@@ -15,8 +15,8 @@ from typing import Any
 import hotcore.torch as hot
 
 from ..config import HotConfig
-from ..torch.policies import CODES, PRODUCTS, SEEDS
-from ..torch.selection import MIN_FEATURES
+from ..torch.conversion.selection import MIN_FEATURES
+from ..torch.tools.policies import CODES, PRODUCTS, SEEDS
 
 # hotcore does not require torchtitan; the type checker runs without it.
 _override: Any = importlib.import_module("torchtitan.config.override")

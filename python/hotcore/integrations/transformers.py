@@ -15,7 +15,7 @@ from torch import nn
 import hotcore.torch as hot
 
 from ..config import ConfigLike, HotConfig, as_config
-from ..torch.selection import candidates
+from ..torch.conversion.selection import candidates
 from .loop import LoopCallback
 
 # hotcore does not require transformers; the type checker runs without it.

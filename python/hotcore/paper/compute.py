@@ -18,14 +18,21 @@ import torch
 from torch import nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from ..torch import probe
-from ..torch.bitsandbytes import is_8bit
-from ..torch.convert import decide
-from ..torch.modules import is_pointwise
+from ..torch.conversion import probe
+from ..torch.conversion.convert import decide
+from ..torch.conversion.probe import preserve_state
+from ..torch.conversion.report import aligned
+from ..torch.conversion.selection import (
+    Filter,
+    candidates,
+    features_of,
+    is_frozen,
+    products_of,
+    weights_of,
+)
+from ..torch.frozen.bitsandbytes import is_8bit
+from ..torch.layers.modules import is_pointwise
 from ..torch.ops.conv import settings
-from ..torch.probe import preserve_state
-from ..torch.report import aligned
-from ..torch.selection import Filter, candidates, features_of, is_frozen, products_of, weights_of
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")

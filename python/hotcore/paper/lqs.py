@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
-from ..torch.bitsandbytes import is_8bit
-from ..torch.convert import decide
-from ..torch.memory import matplotlib_figure
+from ..torch.conversion.convert import decide
+from ..torch.conversion.probe import Call, gradients_seen, loss_of, preserve_state
+from ..torch.conversion.report import aligned, listed
+from ..torch.conversion.selection import Filter, products_of
+from ..torch.frozen.bitsandbytes import is_8bit
 from ..torch.ops.conv import settings
-from ..torch.probe import Call, gradients_seen, loss_of, preserve_state
-from ..torch.report import aligned, listed
-from ..torch.selection import Filter, products_of
+from ..torch.tools.memory import matplotlib_figure
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""

@@ -4,31 +4,44 @@
 documented beside them and importable from their modules.
 """
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ..config import HotConfig, check_gone
 from . import (
     _requirement,  # noqa: F401  (imported first: it checks torch's version)
     openmp,
-    policies,
 )
-from .advise import advise
-from .convert import convert, revert
-from .custom import CustomBackward
-from .freeze import freeze_int8, thaw
-from .head import LinearCrossEntropy
-from .int8_gradients import int8_gradients
-from .memory import memory_report
-from .modules import HotConv2d, HotLinear
-from .noise import NoiseMonitor
+from .conversion.convert import convert, revert
+from .conversion.freeze import freeze_int8, thaw
+from .conversion.report import report
+from .distributed.int8_gradients import int8_gradients
+from .layers.head import LinearCrossEntropy
+from .layers.modules import HotConv2d, HotLinear
 from .ops import share_inputs
 from .ops.conv import conv2d
 from .ops.head import linear_cross_entropy
 from .ops.linear import linear
-from .recompute import recompute
-from .report import report
+from .tools import policies
+from .tools.advise import advise
+from .tools.custom import CustomBackward
+from .tools.memory import memory_report
+from .tools.noise import NoiseMonitor
+from .tools.recompute import recompute
 
 openmp.share()
+
+for _path in (
+    *("layers.attention", "layers.head", "layers.modules", "frozen.bitsandbytes", "frozen.convrot"),
+    *("conversion.convert", "conversion.freeze", "conversion.report", "conversion.selection"),
+    *("tools.advise", "tools.clocks", "tools.custom", "tools.memory", "tools.policies"),
+    *("tools.noise", "tools.recompute"),
+):  # Their paths before the folders, which programs import and pickles of whole models name.
+    _module = importlib.import_module(f"{__name__}.{_path}")
+    _name = _path.rpartition(".")[2]
+    sys.modules[f"{__name__}.{_name}"] = _module
+    globals().setdefault(_name, _module)  # the functions keep their names
 
 __all__ = [  # noqa: RUF022  (the order of use)
     "convert",

@@ -53,7 +53,8 @@ def check_tensors(bias: object = None, **tensors: object) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
 
 
-_OPEN: AbstractContextManager[Any] = nullcontext()
+OPEN: AbstractContextManager[Any] = nullcontext()
+"""The context that hides nothing."""
 
 
 def hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
@@ -64,14 +65,15 @@ def hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
     """
     if _compat.torch_function_modes() and type(x) in PLAIN_TYPES and type(weight) in PLAIN_TYPES:
         return _compat.without_torch_function()
-    return _OPEN
+    return OPEN
 
 
 def seed_for_call(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, config_json: str = ""
 ) -> Tensor | None:
     """The seed of a call in eager mode; None if there is nothing to differentiate."""
-    refuse_transforms(name)
+    if _compat.transforms_active():
+        raise unsupported_transform(name)
     # A seed is drawn even if nothing is differentiated. A checkpoint may run a region first without
     # and then with gradients, and must see the same random numbers.
     try:
@@ -80,14 +82,16 @@ def seed_for_call(
         if "vmap" in str(error):  # torch.autograd's vmap, which transforms_active() does not report
             raise unsupported_transform(name) from error
         raise
-    if not wants_gradients(x, weight, bias, config_json):
+    trained = x.requires_grad or weight.requires_grad
+    if not (torch.is_grad_enabled() if trained else wants_gradients(x, weight, bias, config_json)):
         return None
     if _compat.jit_tracing():
         raise NotImplementedError(
             f"hotcore.torch.{name}: torch.jit.trace would turn the random seed into a constant; "
             "trace the model in eval mode or under no_grad, or use torch.compile to train"
         )
-    _check(x)
+    if not x.is_cpu or x.dtype not in DTYPES or x.is_nested:
+        _check(x)
     return seed
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ... import _core
 from ...config import HotConfig, Key
-from .. import _compat, frozen_codes
-from . import core, sharing
-from .core import DTYPES, collapsible, context_for, flat, lend, lend_result, parsed, workspace
+from .. import _compat
+from . import core, frozen_codes, sharing
+from .core import DTYPES, call, collapsible, flat, parsed
 from .registry import operator
 from .sharing import once
 
@@ -88,16 +88,11 @@ def _bytes(size: int, like: Tensor) -> Tensor:
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
     x, tokens, in_features = collapsible(x)
-    context, spec = context_for(x), config.spec
-    saved, scratch = _room(x, tokens, in_features, spec)
-    _core.compress_activation(context, lend(x, "x"), spec, key, lend_result(saved), scratch)
+    shape = (tokens, in_features, config.spec)
+    saved = torch.empty(_saved_bytes(*shape), dtype=torch.uint8, device=x.device)
+    scratch = (_core.compress_activation_workspace, *shape)
+    call(_core.compress_activation, x, scratch, x=x, spec=config.spec, key=key, saved=saved)
     return saved
-
-
-def _room(x: Tensor, tokens: int, in_features: int, spec: _core.Spec) -> tuple[Tensor, object]:
-    """Memory of a compressed x, and the scratch of compressing it."""
-    saved = _bytes(_saved_bytes(tokens, in_features, spec), x)
-    return saved, workspace(_core.compress_activation_workspace, x, tokens, in_features, spec)
 
 
 def decompress(
@@ -109,9 +104,9 @@ def decompress(
     :func:`compress`.
     """
     out = torch.empty((tokens, in_features), dtype=dtype, device=saved.device)
-    arguments = (tokens, in_features, key, 0, tokens, config.spec)
-    source = lend(saved, "the saved x")
-    _core.decompress_activation(context_for(saved), source, *arguments, lend_result(out))
+    sizes = {"tokens": tokens, "in_features": in_features, "first": 0, "last": tokens}
+    arguments = {"saved": saved, "saved_key": key, "spec": config.spec, "out": out}
+    call(_core.decompress_activation, saved, **sizes, **arguments)
     return out
 
 
@@ -208,13 +203,15 @@ def quantize_forward_input(
     """
     x, tokens, in_features = collapsible(x)
     spec = config.forward_spec
-    codes = _bytes(_input_bytes(tokens, in_features, spec), x)
-    arguments = (context_for(x), lend(x, "x"), spec, lend_result(codes))
+    codes = torch.empty(_input_bytes(tokens, in_features, spec), dtype=torch.uint8, device=x.device)
     if key is None:
-        _core.quantize_forward_input(*arguments)
+        call(_core.quantize_forward_input, x, x=x, spec=spec, out=codes)
         return codes, None
-    saved, scratch = _room(x, tokens, in_features, config.spec)
-    _core.quantize_forward_input(*arguments, config.spec, key, lend_result(saved), scratch)
+    shape = (tokens, in_features, config.spec)
+    saved = torch.empty(_saved_bytes(*shape), dtype=torch.uint8, device=x.device)
+    kept = {"kept": config.spec, "key": key, "saved": saved}
+    scratch = (_core.compress_activation_workspace, *shape)
+    call(_core.quantize_forward_input, x, scratch, x=x, spec=spec, out=codes, **kept)
     return codes, saved
 
 
@@ -278,9 +275,13 @@ def forms_of(
     (:func:`.sharing.linear_key`); None: backward needs none. The first result is None where the
     product quantises x itself, because no other layer can share it.
     """
-    cache = sharing.current()
+    cache = sharing.threads.cache
     entry, key = cache.entry_of(x), (inner.dtype, config.forward_block)
-    codes = None if entry is None else entry.quantized_for(key)
+    codes = None
+    if entry is not None and entry.quantized is not None:
+        made_with, codes = entry.quantized
+        if made_with != key:
+            codes = entry.quantized = None  # freed before others are made
 
     def compress() -> Pair:
         nonlocal codes
@@ -307,7 +308,7 @@ class Frozen(NamedTuple):
 
     codes: Tensor
     """uint8: O rows of codes, then O fp32 scales (:func:`quantize_forward_weight`). Behind those of
-    a frozen layer a tail says their format (:mod:`hotcore.torch.frozen_codes`)."""
+    a frozen layer a tail says their format (:mod:`hotcore.torch.ops.frozen_codes`)."""
     block: int
     """Block size of the Hadamard transform along I (``forward_block``)."""
     out_features: int
@@ -325,8 +326,7 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     spec = config.forward_spec
     out = _bytes(_core.forward_weight_bytes(rows, columns, spec), weight)
     if not weight.is_meta:
-        source = lend(weight, "weight")
-        _core.quantize_forward_weight(context_for(weight), source, spec, lend_result(out))
+        call(_core.quantize_forward_weight, weight, w=weight, spec=spec, out=out)
     return out
 
 
@@ -358,7 +358,7 @@ def dequantize(weight: Frozen) -> Tensor:
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
     out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
     if out.numel() and not codes.is_meta:
-        context, width = context_for(codes), codes.numel() // rows - 4
+        width = codes.numel() // rows - 4
         q = codes[: rows * width].view(torch.int8).view(rows, width)
         # 1 / n of the inverse transform, a power of two.
         scales = codes[rows * width :].view(torch.float32) / weight.block
@@ -366,11 +366,11 @@ def dequantize(weight: Frozen) -> Tensor:
         for begin in range(0, rows, step):
             part = slice(begin, begin + step)
             values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
-            rounded, scale = lend_result(q[part]), lend_result(scales[part])
-            _core.dequantize(context, rounded, scale, "token", lend_result(values))
+            rounded = {"q": q[part], "scale": scales[part], "granularity": "token"}
+            call(_core.dequantize, codes, **rounded, out=values)
             padded = width != columns
-            target = lend_result(values if padded else out[part])
-            _core.fwht(context, lend_result(values), 1, weight.block, target)
+            target = values if padded else out[part]
+            call(_core.fwht, codes, x=values, axis=1, block=weight.block, out=target)
             if padded:
                 out[part] = values[:, :columns]
     return out.to(weight.dtype)

@@ -428,7 +428,7 @@ class Conv2d(torch.autograd.Function):
                 matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
                 y = plain_conv2d(inner, matrix, plain_bias, window)
             if keep:
-                ctx.cache = cache = sharing.current()
+                ctx.cache = cache = sharing.threads.cache
                 key = _pixels_key(config, window, dtype, x.is_cuda)
                 compress = functools.partial(_compress, inner, seed, config, window)
                 entry = cache.entry_of(x)
@@ -450,7 +450,7 @@ class Conv2d(torch.autograd.Function):
             return (None,) * 7
         tensors = ctx.saved_tensors
         if ctx.cache is not None:
-            ctx.cache.clear()
+            ctx.cache.entry = None
         needed = ctx.needs_input_grad[:3]
         dtypes = [dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)]
         backward = _backward_pixels if ctx.products else _backward_window

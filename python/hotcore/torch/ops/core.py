@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import _core, contexts
 from ...config import HotConfig, Key
 from .. import _compat
-from ..frozen_codes import FrozenCodes
+from .frozen_codes import FrozenCodes
 
 to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
@@ -83,37 +83,43 @@ def _workspace_size(size_of: Callable[..., int], index: int, arguments: tuple[An
     return size_of(_cuda_context(index), *arguments)
 
 
-def workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> object:
-    """Scratch of ``size_of(context, *arguments)`` bytes on x's device."""
-    if not x.is_cuda:  # on the CPU the binding allocates its own
-        return None
-    size = _workspace_size(size_of, x.get_device(), arguments)
-    return None if size == 0 else to_dlpack(torch.empty(size, dtype=torch.uint8, device=x.device))
+_NAMES = {
+    "w": "weight",
+    "saved": "the saved x",
+    "quantized_weight": "codes of the weight",
+    "quantized_input": "codes of x",
+}
+"""Names of libhot's arguments in errors, where they are other ones."""
 
 
-def lend(tensor: Tensor | None, name: str) -> object:
-    """Memory of an input for libhot. Every tensor that was made outside this package passes here.
+def call(
+    function: Callable[..., None], like: Tensor, scratch: tuple[Any, ...] = (), /, **arguments: Any
+) -> None:
+    """Call libhot on the device of ``like``. Every tensor that libhot reads or writes passes here.
+
+    ``scratch`` is the function that knows the bytes of a workspace, and its arguments.
 
     torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate). The tensor is
     then copied, because libhot cannot see the bit. A tensor without memory of its own is refused by
     name. Here that is a wrapper of other tensors; libhot refuses the null pointer of a freed one.
     """
-    if tensor is None:
-        return None
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()  # the capsule holds the copy
-    try:
-        return to_dlpack(tensor)
-    except (BufferError, RuntimeError) as error:
-        raise RuntimeError(
-            f"{name}: a tensor of layout {tensor.layout} on {tensor.device} has no memory that "
-            f"hotcore could read ({error})"
-        ) from error
-
-
-def lend_result(out: Tensor | None) -> object:
-    """Memory of a result that this package has allocated."""
-    return None if out is None else to_dlpack(out)
+    if scratch and like.is_cuda:  # on the CPU the binding allocates its own
+        size = _workspace_size(scratch[0], like.get_device(), scratch[1:])
+        if size:
+            memory = torch.empty(size, dtype=torch.uint8, device=like.device)
+            arguments["workspace"] = memory
+    for name, tensor in arguments.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        try:  # the capsule holds the copy
+            arguments[name] = to_dlpack(tensor.resolve_neg() if tensor.is_neg() else tensor)
+        except (BufferError, RuntimeError) as error:
+            raise RuntimeError(
+                f"{_NAMES.get(name, name)}: a tensor of layout {tensor.layout} on {tensor.device} "
+                f"has no memory that hotcore could read ({error})"
+            ) from error
+    context = contexts.cpu(torch.get_num_threads()) if like.is_cpu else context_for(like)
+    function(context, **arguments)
 
 
 def kept_weight(weight: Tensor, trained: bool) -> Tensor:
@@ -156,17 +162,13 @@ def dense(gy: Tensor) -> Tensor:
 # ---- past the dispatcher ----
 
 
-def is_intercepted(x: Tensor) -> bool:
-    """Whether a subclass of Tensor or a dispatch mode intercepts operations on x."""
-    return type(x) not in PLAIN_TYPES or _compat.dispatch_modes() != 0
-
-
 def bypasses_dispatcher(x: Tensor) -> bool:
     """Whether nothing intercepts an operator on x. The dispatcher would only cost 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
         and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
-        and not is_intercepted(x)
+        and type(x) in PLAIN_TYPES
+        and not _compat.dispatch_modes()
     )
 
 

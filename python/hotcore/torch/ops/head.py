@@ -27,7 +27,7 @@ from ...config import ConfigLike, HotConfig, Key, as_int
 from .. import _compat
 from . import calls, codes, core, linear, sharded
 from .codes import Frozen
-from .core import lend, lend_result, parsed, workspace
+from .core import call, parsed
 from .registry import not_differentiable, operator
 
 _NAME = "linear_cross_entropy"
@@ -379,11 +379,11 @@ class _HotProducts(_Products):
 def _for_gx(weight: Tensor, config: HotConfig) -> Tensor:
     """A weight's codes for g_x."""
     rows, columns = weight.shape
-    spec, context = config.spec, core.context_for(weight)
-    size = _core.quantized_weight_bytes(rows, columns, spec)
+    shape = (rows, columns, config.spec)
+    size = _core.quantized_weight_bytes(*shape)
     out = torch.empty(size, dtype=torch.uint8, device=weight.device)
-    scratch = workspace(_core.quantize_weight_workspace, weight, rows, columns, spec)
-    _core.quantize_weight(context, lend(weight, "weight"), spec, lend_result(out), scratch)
+    scratch = (_core.quantize_weight_workspace, *shape)
+    call(_core.quantize_weight, weight, scratch, w=weight, spec=config.spec, out=out)
     return out
 
 

@@ -28,7 +28,7 @@ from ...config import ConfigLike, HotConfig, Key
 from .. import _compat
 from . import calls, codes, core, sharded, sharing
 from .codes import Frozen
-from .core import lend, lend_result, parsed, workspace
+from .core import PLAIN_TYPES, call, parsed
 from .registry import not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
@@ -81,8 +81,8 @@ def linear(
 
     Source: docs/numerics.md.
     """
-    calls.check_tensors(bias, weight=weight)
-    return linear_from_json(x, weight, bias, calls.config_json(config))
+    json = config.json if isinstance(config, HotConfig) else calls.config_json(config)
+    return linear_from_json(x, weight, bias, json)
 
 
 def linear_from_json(
@@ -94,15 +94,19 @@ def linear_from_json(
     dequantised weight, in forward and backward, which draws no seed. ``defer``: see
     :attr:`.HotModule.defer`.
     """
-    if not isinstance(x, Tensor):
-        return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
-    frozen, (held, _) = isinstance(weight, Frozen), _parts(weight)
-    if not frozen and (sharded.is_dtensor(x) or sharded.is_dtensor(held)):
-        parts, layout = sharded.split(x, held, bias)
-        return sharded.joined(linear_from_json(*parts, config_json, defer), layout)
+    frozen = isinstance(weight, Frozen)
+    held = weight.codes if isinstance(weight, Frozen) else weight
+    plain = type(x) in PLAIN_TYPES and type(held) in PLAIN_TYPES
+    if not plain or not (bias is None or type(bias) in PLAIN_TYPES):
+        calls.check_tensors(bias, weight=held)
+        if not isinstance(x, Tensor):
+            return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
+        if not frozen and (sharded.is_dtensor(x) or sharded.is_dtensor(held)):
+            parts, layout = sharded.split(x, held, bias)
+            return sharded.joined(linear_from_json(*parts, config_json, defer), layout)
     if torch.compiler.is_compiling():
         return _prepared(x, weight, bias, config_json, None, defer)
-    with calls.hide_from_modes(x, held):
+    with calls.hide_from_modes(x, held) if _compat.torch_function_modes() else calls.OPEN:
         seed = calls.seed_for_call("linear", x, held, bias, config_json) if config_json else None
         if seed is None or frozen:
             return _prepared(x, weight, bias, config_json, seed)
@@ -178,17 +182,17 @@ def int8_linear(
     rows, tokens, in_features = None, math.prod(x.shape[:-1]), x.shape[-1]
     if quantized is None:
         rows, tokens, in_features = core.collapsible(x)
-    out_features = weight.out_features if isinstance(weight, Frozen) else weight.shape[0]
+    if frozen := isinstance(weight, Frozen):
+        out_features = weight.out_features
+        operands = {"w": None, "quantized_weight": codes.body(weight)}
+    else:
+        out_features, operands = weight.shape[0], {"w": weight}
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    context, shape = core.context_for(x), (tokens, out_features, in_features, spec)
-    matrix = None if isinstance(weight, Frozen) else lend(weight, "weight")
-    body = lend(codes.body(weight), "codes of the weight") if isinstance(weight, Frozen) else None
-    operands = (lend(rows, "x"), matrix, lend(bias, "bias"), spec)
-    out = lend_result(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features))
-    has_codes = (isinstance(weight, Frozen), quantized is not None)
-    scratch = workspace(_core.forward_linear_workspace, x, *shape, *has_codes)
-    x_codes = lend(quantized, "codes of x")
-    _core.forward_linear(context, *operands, out, scratch, body, x_codes, in_features)
+    out = y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)
+    operands |= {"x": rows, "bias": bias, "quantized_input": quantized}
+    sizes = (tokens, out_features, in_features, spec, frozen, quantized is not None)
+    scratch = (_core.forward_linear_workspace, *sizes)
+    call(_core.forward_linear, x, scratch, spec=spec, y=out, in_features=in_features, **operands)
     return y
 
 
@@ -288,10 +292,32 @@ class Linear(torch.autograd.Function):
             if need_gw and saved is None:  # the compiler decides when x is compressed
                 deferred, saved = True, x
         else:
-            if need_gw:
-                cache = sharing.current()
-            own_seed = seed
-            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, settings, cache)
+            own_seed, int8 = seed, settings.forward == "int8"
+            dtype, inner, matrix, plain_bias = None, x, weight, bias
+            if _compat.any_autocast():
+                # Cast here, because autocast's cache would keep a weight without its graph.
+                dtype = calls.autocast_dtype(x)
+                inner = calls.cast(x, dtype)
+                if not int8:  # which takes the parameters as they are
+                    matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
+            key = sharing.linear_key(config, dtype) if need_gw else None
+            cache = sharing.threads.cache if need_gw else None
+            if int8 and not weight.dtype == x.dtype == (x if bias is None else bias).dtype:
+                calls.check_dtypes(x, weight.dtype, bias, dtype)  # seed_for_call has checked x's
+            # seed_for_call has refused torch.jit.trace.
+            if int8 and type(weight) in PLAIN_TYPES and core.bypasses_dispatcher(inner):
+                forms = codes.forms_of(x, inner, weight, ctx, seed, settings, key)
+                quantized, saved, saved_seed = forms
+                y = int8_linear(inner, weight, bias, settings, quantized)
+            else:
+                if cache is not None:
+                    compress = functools.partial(codes.compress_activation, inner, seed, settings)
+                    entry = cache.entry_of(x)
+                    saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
+                if int8:
+                    y = product(inner, weight, bias, config)
+                else:
+                    y = F.linear(inner, matrix, plain_bias)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         for_gx = core.kept_weight(weight, need_gw) if need_gx else None
         ctx.save_for_backward(saved if need_gw else None, saved_seed, for_gx)
@@ -310,42 +336,17 @@ class Linear(torch.autograd.Function):
         saved, saved_seed, weight = ctx.saved_tensors
         settings, seed, x_shape, dtypes, cache, deferred, fields = ctx.call
         if cache is not None:
-            cache.clear()
+            cache.entry = None
         if deferred:
             saved, saved_seed = codes.compress_activation(saved, saved_seed, settings)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
         dx, dw, db = dtypes
         wanted = (dx if need_gx else None, dw if need_gw else None, db if need_gb else None)
         seeds = (saved_seed, saved_seed if seed is None else seed)
-        saved, weight = saved if need_gw else None, _whole(weight, fields) if need_gx else None
+        saved, weight = saved if need_gw else None, weight if need_gx else None
+        if weight is not None and fields:
+            weight = Frozen(weight, *fields)
         return *gradients(gy, weight, saved, *seeds, settings, x_shape, wanted), *others
-
-
-def _eager(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Any, seed: Tensor, config: HotConfig, cache: Any
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, the codes of x for backward, and their seed; without a cache no codes."""
-    int8 = config.forward == "int8"
-    dtype, inner, matrix, plain_bias = None, x, weight, bias
-    if _compat.any_autocast():
-        # Cast here, because autocast's cache would keep a weight without its graph.
-        dtype = calls.autocast_dtype(x)
-        inner = calls.cast(x, dtype)
-        if not int8:  # which takes the parameters as they are
-            matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
-    key = None if cache is None else sharing.linear_key(config.json, dtype)
-    if int8:
-        calls.check_dtypes(x, weight.dtype, bias, dtype)
-        if core.product_bypasses_dispatcher(inner, weight):
-            forms = codes.forms_of(x, inner, weight, ctx, seed, config, key)
-            return int8_linear(inner, weight, bias, config, forms[0]), *forms[1:]
-    saved, saved_seed = None, seed
-    if cache is not None:
-        compress = functools.partial(codes.compress_activation, inner, seed, config)
-        saved, saved_seed = cache.compressed(cache.entry_of(x), key, weight, ctx, compress)
-    if int8:
-        return product(inner, weight, bias, config.json), saved, saved_seed
-    return F.linear(inner, matrix, plain_bias), saved, saved_seed
 
 
 @operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops)
@@ -384,14 +385,12 @@ def backward(
         weight = codes.dequantize(weight)
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
-    context, shape = core.context_for(gy), (tokens, out_features, in_features, spec)
-    operands = (lend(gy, "gy"), lend(weight, "weight"), lend(saved, "the saved x"))
-    results = (lend_result(gx), lend_result(gw), lend_result(gb), accumulate)
-    wanted = (gx is not None, gw is not None)
-    scratch = workspace(_core.backward_linear_workspace, gy, *shape, *wanted)
-    rest: Any = (tokens, in_features, keys[0], spec, keys[1], *results, scratch)
-    rest += (lend(quantized, "codes of the weight"),)
-    _core.backward_linear(context, *operands, *rest)
+    operands = {"gy": gy, "w": weight, "saved": saved, "quantized_weight": quantized}
+    results = {"gx": gx, "gw": gw, "gb": gb, "accumulate": accumulate}
+    about = {"tokens": tokens, "in_features": in_features, "saved_key": keys[0], "key": keys[1]}
+    sizes = (tokens, out_features, in_features, spec, gx is not None, gw is not None)
+    scratch = (_core.backward_linear_workspace, *sizes)
+    call(_core.backward_linear, gy, scratch, spec=spec, **operands, **results, **about)
 
 
 def new_gradients(
@@ -467,8 +466,8 @@ def gradients(
     None for a dtype of None. Without seed and configuration they are those of a plain product
     with a frozen weight.
     """
-    held, fields = _parts(weight)
-    plain = held is None or type(held) in core.PLAIN_TYPES
+    held = weight.codes if isinstance(weight, Frozen) else weight
+    plain = held is None or type(held) in PLAIN_TYPES
     if config is not None and seed is not None and plain and core.bypasses_dispatcher(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = core.keys_of(saved_seed, seed)
@@ -480,6 +479,7 @@ def gradients(
             if gy.layout is torch.strided and not _compat.batched(gy):
                 raise
     rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
+    held, fields = _parts(weight)
     common = (saved, saved_seed, seed, config.json if config else "", x_shape[-1])
     results = _backward_linear(rows, held, *common, *dtypes, *fields)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))

@@ -77,29 +77,9 @@ class share_inputs:
         return f"share_inputs(enabled={share_inputs.enabled})"
 
 
-def _state(x: Tensor) -> tuple[Any, ...] | None:
-    """Values that are equal as long as a tensor is the same x; None if x is not shared."""
-    if x.grad_fn is None or not share_inputs.enabled or core.is_intercepted(x):
-        return None
-    base = x._base
-    if base is not None and base.grad_fn is None:  # a view of a leaf
-        return None
-    # A CUDA graph capture neither takes codes from outside nor leaves any behind: replays do not
-    # raise version counters.
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    stream = _compat.current_stream(x.get_device()) if x.is_cuda else None
-    try:
-        # The rest is for x.data = x.data.t(), which raises no version.
-        return (x._version, x.shape, x.data_ptr(), x.stride(), x.dtype, stream)
-    except RuntimeError:  # inference-mode tensors have no version counter
-        return None
-
-
-def _source(x: Tensor) -> Tensor:
-    """x, or the tensor that x is an alias of: DTensors make one for every layer."""
-    base = x._base
-    if base is None or base.shape != x.shape or base.stride() != x.stride():
+def _source(x: Tensor, base: Tensor) -> Tensor:
+    """x, or ``base`` if x is an alias of it: DTensors make one for every layer."""
+    if base.shape != x.shape or base.stride() != x.stride():
         return x
     same = base.data_ptr() == x.data_ptr() and base.dtype == x.dtype
     return base if same and base.is_neg() == x.is_neg() else x
@@ -122,15 +102,13 @@ class Entry:
     quantized: tuple[Hashable, Tensor] | None = None
     """x quantised for an 8-bit product, behind everything else that its bytes depend on."""
 
-    def quantized_for(self, key: Hashable) -> Tensor | None:
-        """x quantised for an 8-bit product; None: there is none, and others are dropped."""
-        if self.quantized is not None and self.quantized[0] != key:
-            self.quantized = None
-        return None if self.quantized is None else self.quantized[1]
-
 
 class Cache:
-    """The x that a thread compressed last. A miss takes the host about 1 us."""
+    """The x that a thread compressed last. A miss takes the host about 1 us.
+
+    Backward drops the entry of the forward's thread once it has the saved tensors. (On CUDA it runs
+    in a thread of autograd.) Entries that a checkpoint makes there are dropped with their nodes.
+    """
 
     __slots__ = ("entry",)
 
@@ -141,13 +119,28 @@ class Cache:
     def entry_of(self, x: Tensor) -> Entry | None:
         """The entry of x, a new one if the last is not x's; None: x is not shared.
 
+        Its state holds values that are equal as long as a tensor is the same x.
         A new one is kept once it has codes: by :meth:`compressed`, or by a caller. Raises
         RuntimeError where ``x.data`` has another shape since the last layer.
         """
-        state = _state(x)
-        if state is None:
+        if x.grad_fn is None or not share_inputs.enabled:
             return None
-        entry, source = self.entry, _source(x)
+        base, stream = x._base, None
+        intercepted = type(x) not in core.PLAIN_TYPES or _compat.dispatch_modes()
+        if intercepted or (base is not None and base.grad_fn is None):  # a view of a leaf
+            return None
+        if x.is_cuda:
+            # A CUDA graph capture neither takes codes from outside nor leaves any behind: replays
+            # do not raise version counters.
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            stream = _compat.current_stream(x.get_device())
+        try:
+            # The rest is for x.data = x.data.t(), which raises no version.
+            state = (x._version, x.shape, x.data_ptr(), x.stride(), x.dtype, stream)
+        except RuntimeError:  # inference-mode tensors have no version counter
+            return None
+        entry, source = self.entry, x if base is None else _source(x, base)
         if entry is not None and entry.x() is source:
             if entry.state == state:
                 return entry
@@ -182,14 +175,6 @@ class Cache:
         entry.weights.add(layer)
         return pair
 
-    def clear(self) -> None:
-        """Drop the entry; backward calls this once it has the saved tensors.
-
-        Backward clears the cache of the forward's thread: on CUDA it runs in one of autograd's own.
-        Entries that a checkpoint makes there are dropped with their nodes.
-        """
-        self.entry = None
-
     def _expire(self, ref: _Ref) -> None:
         entry = self.entry
         if entry is None:
@@ -211,12 +196,8 @@ class _Threads(threading.local):
         self.cache = Cache()
 
 
-_threads = _Threads()
-
-
-def current() -> Cache:
-    """The calling thread's cache."""
-    return _threads.cache
+threads = _Threads()
+"""``threads.cache`` is the calling thread's cache."""
 
 
 # ---- in a graph that is being traced ----

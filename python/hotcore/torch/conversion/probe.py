@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from . import _compat
-from .frozen import FrozenModule
+from .. import _compat
+from ..frozen.weights import FrozenModule
+from .unconverted import PRODUCTS
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
-
-PRODUCTS = frozenset(
-    ("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum", "__matmul__", "__rmatmul__")
-)
-"""torch functions that multiply by a weight."""
 
 
 class Call(NamedTuple):

@@ -8,16 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import gpus
-from ..config import HotConfig
-from . import _compat, bitsandbytes, gains
-from .attention import HotMultiheadAttention
-from .bitsandbytes import is_4bit, is_8bit
-from .frozen import FrozenModule
-from .modules import HotConv2d, HotLinear, HotModule, held_forwards, is_pointwise, own_forward
-from .ops import DTYPES
-from .ops.conv import has_products
-from .ops.sharded import is_dtensor
+from ... import gpus
+from ...config import HotConfig
+from .. import _compat
+from ..frozen import bitsandbytes
+from ..frozen.bitsandbytes import is_4bit, is_8bit
+from ..frozen.weights import FrozenModule
+from ..layers.attention import HotMultiheadAttention
+from ..layers.modules import (
+    HotConv2d,
+    HotLinear,
+    HotModule,
+    held_forwards,
+    is_pointwise,
+    own_forward,
+)
+from ..ops import DTYPES
+from ..ops.conv import has_products
+from ..ops.sharded import is_dtensor
+from . import gains
 from .report import ADAPTER
 
 Filter = Callable[[nn.Module, str], bool]
@@ -80,7 +89,7 @@ def hot_class(module: nn.Module) -> type[HotModule]:
         return HotConv2d
     if isinstance(module, nn.MultiheadAttention):
         return HotMultiheadAttention
-    from .huggingface import HotConv1D
+    from ..layers.conv1d import HotConv1D  # imports transformers
 
     return HotConv1D
 

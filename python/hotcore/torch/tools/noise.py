@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bitsandbytes import is_8bit
-from .frozen import FrozenModule
-from .modules import HotModule
-from .probe import Call, eagerly, gradients_seen
-from .report import listed
+from ..conversion.probe import Call, eagerly, gradients_seen
+from ..conversion.report import listed
+from ..frozen.bitsandbytes import is_8bit
+from ..frozen.weights import FrozenModule
+from ..layers.modules import HotModule
 
 _KINDS = ("gw", "gx")
 

@@ -1,16 +1,16 @@
-"""Steps and the clock with which ``advise`` and ``memory_report`` measure."""
+"""Steps, and the time and memory of one, as ``advise`` and ``memory_report`` measure them."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .probe import LossFn, loss_of
+from ..conversion.probe import LossFn, loss_of
 
 Step = Callable[[], object]
 
@@ -60,3 +60,17 @@ def whole(
             parameter.grad = None
 
     return step
+
+
+def allocator_peak(device: torch.device, step: Step) -> int:
+    """The CUDA allocator's peak over a step, including earlier allocations."""
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of CUDA graphs' private pools that the allocator does not count as allocated."""
+    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in private)

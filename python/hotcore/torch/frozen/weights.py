@@ -2,8 +2,8 @@
 
 The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). One uint8
 Parameter, ``weight_codes``, holds them with their format and checksum
-(:mod:`hotcore.torch.frozen_codes`). It moves with the model, is never cast, and an optimizer or DDP
-leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
+(:mod:`hotcore.torch.ops.frozen_codes`). It moves with the model, is never cast, and an optimizer
+or DDP leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike, HotConfig, as_config
-from . import _compat, frozen_codes
-from .frozen_codes import Format, guard, refuse_gradients, version
-from .modules import HotLinear, HotModule, become, own_forward
-from .ops import DTYPES, PLAIN_TYPES, is_dtensor
-from .ops.codes import Frozen, body, dequantized, quantize_forward_weight
-from .ops.linear import linear_from_json
+from ...config import ConfigLike, HotConfig, as_config
+from .. import _compat
+from ..layers.modules import HotLinear, HotModule, become, own_forward
+from ..ops import DTYPES, PLAIN_TYPES, frozen_codes, is_dtensor
+from ..ops.codes import Frozen, body, dequantized, quantize_forward_weight
+from ..ops.frozen_codes import Format, guard, refuse_gradients, version
+from ..ops.linear import linear_from_json
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ConfigLike, as_config
-from . import _compat
+from ...config import ConfigLike, as_config
+from .. import _compat
+from ..ops.head import linear_cross_entropy
 from .modules import HotLinear, OwnForward
-from .ops.head import linear_cross_entropy
 
 _FORWARD = "forward"
 _LOSS = "_loss_function"

@@ -11,8 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from .probe import PRODUCTS
 from .report import Skipped
+
+PRODUCTS = frozenset(
+    ("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum", "__matmul__", "__rmatmul__")
+)
+"""torch functions that multiply by a weight."""
 
 MIN_SIDE = 64
 """Rows and columns below which a stack of matrices is not listed."""

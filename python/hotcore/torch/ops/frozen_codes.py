@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import _compat
+from .. import _compat
 
 _MAGIC = 0x68_6F_74_63_6F_72_65_21
 """Added to the sum of the bytes: zeros are no codes."""
@@ -32,7 +32,7 @@ class Format(NamedTuple):
     block: int
     """Block size of their Hadamard transform along I."""
     convrot: bool = False
-    """Whether they are of ``w D`` (:mod:`hotcore.torch.convrot`)."""
+    """Whether they are of ``w D`` (:mod:`hotcore.torch.frozen.convrot`)."""
 
     @property
     def words(self) -> int:

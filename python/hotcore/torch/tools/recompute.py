@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from .modules import HotModule, OwnForward
+from ..layers.modules import HotModule, OwnForward, defer_in_blocks, hot_layers
 from .policies import keep_attention, keeps_codes
 
 Policy = Callable[..., CheckpointPolicy]
@@ -115,20 +115,11 @@ def recompute(
     for block in chosen:
         entries = _Checkpointed(block, block.forward, options, defer).installed()
         before = {name: vars(block).get(name) for name in entries}
-        deferred = {layer: layer.defer for layer in _hot_layers(block)}
+        deferred = {layer: layer.defer for layer in hot_layers(block)}
         handle._undo.callback(_restore, block, before, deferred)
         vars(block).update(entries)
         defer_in_blocks(block)
     return handle
-
-
-def defer_in_blocks(model: nn.Module) -> None:
-    """Set ``defer`` of the layers in recomputed blocks whose policy does not keep the codes."""
-    for block in model.modules():
-        forward = OwnForward.of(block)
-        if isinstance(forward, _Checkpointed) and forward.defer:
-            for layer in _hot_layers(block):
-                layer.defer = True
 
 
 def _restore(block: nn.Module, before: dict[str, Any], deferred: dict[HotModule, bool]) -> None:
@@ -136,12 +127,8 @@ def _restore(block: nn.Module, before: dict[str, Any], deferred: dict[HotModule,
         vars(block).pop(name, None)
         if value is not None:
             vars(block)[name] = value
-    for layer in _hot_layers(block):
+    for layer in hot_layers(block):
         layer.defer = deferred.get(layer, False)
-
-
-def _hot_layers(block: nn.Module) -> list[HotModule]:
-    return [module for module in block.modules() if isinstance(module, HotModule)]
 
 
 def _blocks(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ConfigLike, HotConfig, as_config
-from . import _compat
-from .ops.conv import conv2d_from_json
-from .ops.linear import linear_from_json
+from ...config import ConfigLike, HotConfig, as_config
+from .. import _compat
+from ..ops.conv import conv2d_from_json
+from ..ops.linear import linear_from_json
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -254,6 +254,8 @@ class OwnForward:
     """The module's forward before this one, which it calls."""
     origin: str = ""
     """The call that installed it, and how to undo it, for errors."""
+    defer: bool = False
+    """``defer`` of the HOT layers in the module."""
 
     @staticmethod
     def of(module: nn.Module) -> OwnForward | None:
@@ -286,6 +288,19 @@ class OwnForward:
 
 def _call_own(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._hot_own_forward(*args, **kwargs)
+
+
+def hot_layers(model: nn.Module) -> list[HotModule]:
+    """The HOT modules in a model."""
+    return [module for module in model.modules() if isinstance(module, HotModule)]
+
+
+def defer_in_blocks(model: nn.Module) -> None:
+    """Set ``defer`` of the layers in recomputed blocks whose policy does not keep the codes."""
+    for block in model.modules():
+        if getattr(OwnForward.of(block), "defer", False):
+            for layer in hot_layers(block):
+                layer.defer = True
 
 
 def own_forward(module: nn.Module) -> str:

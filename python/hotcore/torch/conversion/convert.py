@@ -14,19 +14,33 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .. import _core, contexts, gpus
-from ..config import FIELDS, ConfigLike, HotConfig, HotConfigFields, as_config, check_gone
-from ..saved import saved_layout
+from ... import _core, contexts, gpus
+from ...config import FIELDS, ConfigLike, HotConfig, HotConfigFields, as_config, check_gone
+from ...saved import saved_layout
+from ..frozen.bitsandbytes import is_8bit
+from ..frozen.weights import FrozenModule, plain_weights
+from ..layers.head import attach, detach, is_attached
+from ..layers.modules import (
+    HotModule,
+    become,
+    defer_in_blocks,
+    is_pointwise,
+    own_forward,
+    unwrapped,
+)
+from ..ops import is_dtensor
+from ..ops.conv import settings
 from . import gains, probe, selection, unconverted
-from .bitsandbytes import is_8bit
-from .freeze import FREEZE_REPORT
-from .frozen import FrozenModule, plain_weights
-from .head import attach, detach, is_attached
-from .modules import HotModule, become, is_pointwise, own_forward, unwrapped
-from .ops import is_dtensor
-from .ops.conv import settings
-from .recompute import defer_in_blocks
-from .report import REPORT, ConversionReport, Converted, Row, Skipped, group_alike, listed
+from .report import (
+    FREEZE_REPORT,
+    REPORT,
+    ConversionReport,
+    Converted,
+    Row,
+    Skipped,
+    group_alike,
+    listed,
+)
 from .selection import Filter, features_of, hot_class, products_of
 
 if TYPE_CHECKING:
@@ -70,9 +84,9 @@ def convert(
             the output head (:data:`HEAD_NAMES`) plain, the first convolution, weights tied to an
             embedding, and peft's adapters. The same holds for layers with fewer than
             :data:`MIN_FEATURES` in or out features. On CUDA it also leaves the layers plain that
-            are expected to be slower (:mod:`hotcore.torch.gains`): all of them on a GPU without
-            fast INT8. No filter can convert subclasses of supported layers, whose additions would
-            be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
+            are expected to be slower (:mod:`hotcore.torch.conversion.gains`): all of them on a GPU
+            without fast INT8. No filter can convert subclasses of supported layers, whose additions
+            would be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
         overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers.
             This is a HotConfig, a recipe's name, a dict of the fields that differ from ``config``,
             or None to stay plain. If several patterns match, the last one counts. A layer that is

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import ConfigLike, HotConfig, as_config
-from .clocks import Step, whole
-from .convert import convert, revert
-from .probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
-from .report import aligned
-from .selection import Filter
+from ...config import ConfigLike, HotConfig, as_config
+from ..conversion.convert import convert, revert
+from ..conversion.probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
+from ..conversion.report import aligned
+from ..conversion.selection import Filter
+from .clocks import allocator_peak, whole
 
 _MIB = 2**20
 _ROWS = 40  # of the printed table
@@ -182,20 +182,6 @@ def _measure(
         peak = allocator_peak(device, step) - base
     modules, besides = dict(model.named_modules()), (*model.parameters(), *model.buffers())
     return kept_for_backward(modules, besides, lambda: loss_of(model, inputs, loss_fn)), peak
-
-
-def allocator_peak(device: torch.device, step: Step) -> int:
-    """The CUDA allocator's peak over a step, including earlier allocations."""
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
-
-
-def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of CUDA graphs' private pools that the allocator does not count as allocated."""
-    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
-    return sum(s["total_size"] - s["allocated_size"] for s in private)
 
 
 def _amounts(before: int, after: int) -> tuple[str, str, str]:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import _core
-from ..config import Key
-from .ops.core import SEEDS, context_for, to_dlpack
+from ... import _core
+from ...config import Key
+from ..ops.core import SEEDS, context_for, to_dlpack
 
 BLOCK = 64
 """Values that are transformed together and share a scale."""

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import Changed, HotModule, become, unwrapped
-from .ops import core
-from .probe import autocast_dtype
-from .report import REPORT
-from .selection import Filter, candidates, why_plain
+from ..conversion.probe import autocast_dtype
+from ..conversion.report import REPORT
+from ..conversion.selection import Filter, candidates, why_plain
+from ..layers.modules import Changed, HotModule, become, unwrapped
+from ..ops import core
 
 Kept = tuple[Tensor, ...]
 

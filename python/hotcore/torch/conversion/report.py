@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from ..config import HotConfig
+from ...config import HotConfig
 
 REPORT = "hot_report"
 """Attribute of a converted model that holds its report."""
+FREEZE_REPORT = "freeze_report"
+"""Attribute of a frozen model that holds the report of its freezing."""
 ADAPTER = "an adapter of peft"
 """Reason for which the default filter leaves an adapter plain."""
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike, HotConfig, as_config
-from . import _compat
-from .modules import HotModule
-from .ops.calls import seed_for_call
-from .ops.core import parsed
-from .ops.linear import gradients
-from .ops.registry import not_differentiable, without_base
+from ...config import ConfigLike, HotConfig, as_config
+from .. import _compat
+from ..layers.modules import HotModule
+from ..ops.calls import seed_for_call
+from ..ops.core import parsed
+from ..ops.linear import gradients
+from ..ops.registry import not_differentiable, without_base
 
 _layer_class = functools.partial(_compat.loaded, "bitsandbytes.nn")
 

@@ -11,17 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from . import _compat, ops
-from .convrot import HotConvRotLinear
-from .convrot import why_not as why_no_convrot
-from .frozen import FrozenModule, HotFrozenLinear, encoded, freeze, plain_weights
-from .frozen_codes import parameter
-from .modules import HotLinear, HotModule, held_forwards, own_forward, unwrapped
-from .report import listed
+from .. import _compat, ops
+from ..frozen.convrot import HotConvRotLinear
+from ..frozen.convrot import why_not as why_no_convrot
+from ..frozen.weights import FrozenModule, HotFrozenLinear, encoded, freeze, plain_weights
+from ..layers.modules import HotLinear, HotModule, held_forwards, own_forward, unwrapped
+from ..ops.frozen_codes import parameter
+from .report import FREEZE_REPORT, listed
 from .selection import Filter, hot_class, kind_of
 
 _GIB = 2**30
-FREEZE_REPORT = "freeze_report"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +166,7 @@ def thaw(model: nn.Module) -> int:
 def _frozen_class(layer: HotModule, convrot: bool) -> type[FrozenModule]:
     if isinstance(layer, HotLinear):
         return HotConvRotLinear if convrot else HotFrozenLinear
-    from .huggingface import HotFrozenConv1D
+    from ..frozen.conv1d import HotFrozenConv1D  # imports transformers
 
     return HotFrozenConv1D
 

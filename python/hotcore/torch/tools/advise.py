@@ -21,16 +21,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike, HotConfig, as_config
-from . import _compat, gains
-from .clocks import Measured, Step, milliseconds, whole
-from .convert import convert, decide
-from .head import attach, detach
-from .memory import allocator_peak, unallocated_in_pools
-from .probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
+from ...config import ConfigLike, HotConfig, as_config
+from .. import _compat
+from ..conversion import gains
+from ..conversion.convert import convert, decide
+from ..conversion.probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
+from ..conversion.report import REPORT, aligned
+from ..conversion.selection import Filter, candidates, rate_of
+from ..layers.head import attach, detach
+from .clocks import Measured, Step, allocator_peak, milliseconds, unallocated_in_pools, whole
 from .recompute import recompute
-from .report import REPORT, aligned
-from .selection import Filter, candidates, rate_of
 
 _GOALS = {
     "time": ("least time", math.inf, math.inf, 0.97),

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import HotConfig
-from . import frozen_codes
-from .frozen import FrozenModule, HotFrozenLinear
-from .frozen_codes import Format
-from .modules import HotLinear
-from .ops.codes import body
+from ...config import HotConfig
+from ..layers.modules import HotLinear
+from ..ops import frozen_codes
+from ..ops.codes import body
+from ..ops.frozen_codes import Format
+from .weights import FrozenModule, HotFrozenLinear
 
 GROUPS = (1, 4, 16, 64, 256)
 """Numbers of features that are rotated together; 1 is no rotation."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import gpus
-from ..config import HotConfig
+from ... import gpus
+from ...config import HotConfig
 
 SLOWER = 1.05
 """On CUDA the default filter leaves a linear layer plain if it is expected to take more than this:

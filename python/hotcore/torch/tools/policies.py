@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from . import head, modules  # noqa: F401  (imported to register operators)
+from .. import ops  # noqa: F401  (imported to register operators)
 
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore

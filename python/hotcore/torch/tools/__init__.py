@@ -1,0 +1,1 @@
+"""Measurements of a training, and changes of how it runs: time, memory, noise, recomputation."""
