@@ -14,8 +14,7 @@ import numpy as np  # noqa: E402
 import plans  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from hotcore.config import Key  # noqa: E402
-from hotcore.torch import int8_gradients  # noqa: E402
-from hotcore.torch.int8_gradients import BLOCK, _sum, encode  # noqa: E402
+from hotcore.torch.distributed.int8_gradients import BLOCK, _factor, _sum, encode  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -128,9 +127,8 @@ def test_what_is_neither() -> None:
 
 
 def test_a_premultiplied_sum_is_refused() -> None:
-    factor = int8_gradients.__globals__["_factor"]
     with pytest.raises(NotImplementedError, match="set_force_sum_reduction_for_comms"):
-        factor(dist.ReduceOp.MAX, None)
+        _factor(dist.ReduceOp.MAX, None)
 
 
 def test_a_copy_is_as_before() -> None:
