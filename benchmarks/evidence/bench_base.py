@@ -95,8 +95,8 @@ class Format:
     mean: bool = False
     """Whether x's sizes are mean magnitudes, not root mean squares."""
     exponent: float = 0.5
-    exact: bool = False
-    """Whether sizes are any numbers, not powers of two."""
+    resolution: int = 1
+    """Sizes are powers of two to this number of steps from one to the next; 0: any numbers."""
     x8: bool = False
     """Whether x is rounded to INT8, too, a scale a token."""
 
@@ -140,7 +140,7 @@ def formats() -> dict[str, Format]:
         "INT4, sizes of w, exponent 0.75": make(sizes="w", exponent=0.75),
         "INT4, sizes of x and w, exponent 0.25": both(exponent=0.25),
         "INT4, sizes of x and w, exponent 0.75": both(exponent=0.75),
-        "INT4, sizes of x and w, any number": both(exact=True),
+        "INT4, sizes of x and w, any number": both(resolution=0),
         "INT4, sizes of x and w, integers": both(integers=True),
         "INT4, sizes of x and w, not clipped": both(clips=1),
         "INT4, sizes of x and w, blocks of 16": both(block=16, group=16 * 2),
@@ -149,6 +149,20 @@ def formats() -> dict[str, Format]:
         "INT8 rows, x in INT8": make("int8", x8=True),
         "INT4, sizes of w, x in INT8": make(sizes="w", x8=True),
         "INT4, sizes of x and w, x in INT8": both(x8=True),
+        # Added after the first case, where any numbers were the best by far.
+        "INT4, sizes of w, eighths": make(sizes="w", resolution=8),
+        "INT4, sizes of x, eighths": make(sizes="x", resolution=8),
+        "INT4, sizes of x and w, halves": both(resolution=2),
+        "INT4, sizes of x and w, quarters": both(resolution=4),
+        "INT4, sizes of x and w, eighths": both(resolution=8),
+        "INT4, sizes of x and w, eighths, groups of 64": both(resolution=8, group=64),
+        "INT4, sizes of x and w, eighths, shared": both(resolution=8, shared=True),
+        "INT4, sizes of x and w, eighths, x in INT8": both(resolution=8, x8=True),
+        "INT4, sizes of x and w, eighths, blocks of 128": both(resolution=8, block=128),
+        "INT4, sizes of x and w, eighths, fp16 steps": both(
+            resolution=8, steps="fp16", operand=False
+        ),
+        "NF4, sizes of x and w, eighths": both("nf4", block=1, resolution=8),
     }
 
 
@@ -229,7 +243,8 @@ def features(form: Format, x: Mapping[str, Tensor], weights: Sequence[Tensor]) -
         size = size / torch.cat(list(weights)).square().mean(0).sqrt().clamp_min(1e-30)
     logs = size.clamp_min(1e-30).log2()
     logs = (logs - logs.mean()).clamp(-10, 10) * form.exponent
-    return torch.exp2(logs if form.exact else logs.round())
+    steps = form.resolution
+    return torch.exp2((logs * steps).round() / steps if steps else logs)
 
 
 # ---- models and texts ----
