@@ -473,7 +473,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     contenders = {name: dataclasses.asdict(form) for name, form in formats().items()}
     report = None if args.quick else timing.resumed(args.json, {})
-    report = report or {**timing.facts_of("base-formats"), "formats": {}, "cases": {}}
+    report = report or {
+        **timing.facts_of("base-formats"),
+        **{"settings": {}, "formats": {}, "cases": {}},
+    }
     report["formats"] |= contenders
     for name, case in cases(args.quick):
         rows = report["cases"].setdefault(name, {})
