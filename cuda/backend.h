@@ -41,6 +41,9 @@ class CudaBackend final : public Backend {
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
+  // weight_int4.cu
+  void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
+  void expand_weight_int4(const Context&, const Int4Weight&, const Operand& out) const override;
 };
 
 // Facts about a context's device for plans. It answers queries while it lives.

@@ -247,6 +247,11 @@ hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* from) {
   return {read_known(call, "spec", from).hadamard_block};
 }
 
+// Fills the caller's struct with a quantised w.
+void write_weight(hot_weight* out, const hot::ConstQuantizedWeight& q) noexcept {
+  write(out, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
+}
+
 // Reads a quantised w; empty if it is null.
 hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* from) {
   if (from == nullptr) return {};
@@ -724,9 +729,9 @@ hot_status hot_quantize_forward_weight(const hot_context* context, const hot_ten
   const char* const call = "quantize_forward_weight";
   return guarded([&] {
     check_struct(call, "weight", weight);
-    const hot::ConstQuantizedWeight q = hot::quantize_forward_weight(
-        context_of(call, context), view(call, "w", w), spec_of(call, spec), {data, bytes});
-    write(weight, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
+    write_weight(weight, hot::quantize_forward_weight(context_of(call, context),
+                                                      view(call, "w", w), spec_of(call, spec),
+                                                      {data, bytes}));
   });
 }
 
@@ -773,6 +778,16 @@ hot_status hot_quantize_forward_input(const hot_context* context, const hot_tens
                                       hot_input* input, const hot_spec* kept, void* saved_data,
                                       size_t saved_bytes, void* workspace, size_t workspace_bytes,
                                       hot_saved* saved) {
+  return hot_quantize_forward_input_scaled(context, x, nullptr, spec, data, bytes, input, kept,
+                                           saved_data, saved_bytes, workspace, workspace_bytes,
+                                           saved);
+}
+
+hot_status hot_quantize_forward_input_scaled(
+    const hot_context* context, const hot_tensor* x, const hot_tensor* exponents,
+    const hot_forward_spec* spec, void* data, size_t bytes, hot_input* input, const hot_spec* kept,
+    void* saved_data, size_t saved_bytes, void* workspace, size_t workspace_bytes,
+    hot_saved* saved) {
   const char* const call = "quantize_forward_input";
   return guarded([&] {
     check_struct(call, "input", input);
@@ -781,15 +796,16 @@ hot_status hot_quantize_forward_input(const hot_context* context, const hot_tens
     };
     const hot::Context& c = context_of(call, context);
     const ConstTensorView from = view(call, "x", x);
+    const ConstTensorView powers = optional(call, "exponents", exponents);
     const hot::ForwardLinearSpec forward_spec = spec_of(call, spec);
     if (kept == nullptr) {
-      fill(hot::quantize_forward_input(c, from, forward_spec, {data, bytes}));
+      fill(hot::quantize_forward_input(c, from, forward_spec, {data, bytes}, powers));
       return;
     }
     check_struct(call, "saved", saved);
     const hot::ForwardInput result = hot::quantize_forward_input(
         c, from, forward_spec, {data, bytes}, spec_of(call, kept, "kept"),
-        {saved_data, saved_bytes}, {workspace, workspace_bytes});
+        {saved_data, saved_bytes}, {workspace, workspace_bytes}, powers);
     fill(result.quantized);
     write_saved(saved, result.saved);
   });
@@ -820,6 +836,40 @@ hot_status hot_forward_linear_input(const hot_context* context, const hot_input*
     } else {
       forward(context, from, ConstTensorView(view(call, "w", w)), bias, spec, y, scratch);
     }
+  });
+}
+
+hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_features,
+                                 const hot_forward_spec* spec, int32_t group, size_t* bytes) {
+  const char* const call = "weight_int4_bytes";
+  return write_result(call, "bytes", bytes, [&] {
+    return hot::weight_int4_bytes(out_features, in_features, {spec_of(call, spec), group});
+  });
+}
+
+hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor* w,
+                                    const hot_tensor* exponents, const hot_forward_spec* spec,
+                                    int32_t group, void* data, size_t bytes, hot_weight* weight) {
+  const char* const call = "quantize_weight_int4";
+  return guarded([&] {
+    check_struct(call, "weight", weight);
+    write_weight(weight,
+                 hot::quantize_weight_int4(context_of(call, context), view(call, "w", w),
+                                           optional(call, "exponents", exponents),
+                                           {spec_of(call, spec), group}, {data, bytes}));
+  });
+}
+
+hot_status hot_expand_weight_int4(const hot_context* context, const hot_weight* weight,
+                                  const hot_forward_spec* spec, int32_t group, void* data,
+                                  size_t bytes, hot_weight* expanded) {
+  const char* const call = "expand_weight_int4";
+  return guarded([&] {
+    check_struct(call, "weight", weight);
+    check_struct(call, "expanded", expanded);
+    write_weight(expanded,
+                 hot::expand_weight_int4(context_of(call, context), weight_of(call, weight),
+                                         {spec_of(call, spec), group}, {data, bytes}));
   });
 }
 

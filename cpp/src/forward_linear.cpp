@@ -14,21 +14,35 @@ namespace hot {
 
 using detail::backend_of;
 using detail::bytes_view;
+using detail::check_forward_spec;
 using detail::check_shape;
 using detail::Checker;
 using detail::float_dtypes;
 using detail::forward_k;
 
+void detail::check_forward_spec(const char* call, const ForwardLinearSpec& spec) {
+  check_hadamard_block(call, spec.hadamard_block);
+  if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
+    invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
+  }
+}
+
+detail::ColumnPowers detail::column_powers(const Checker& check, const char* call,
+                                           const ConstTensorView& exponents, std::int64_t features,
+                                           bool divide) {
+  if (!is_given(exponents)) return {};
+  check.input("exponents", exponents, {DType::i8}, 1, 1);
+  check.shape("exponents", exponents, {features});
+  check.rows_contiguous("exponents", exponents);
+  if (reinterpret_cast<std::uintptr_t>(exponents.data) % 16 != 0) {
+    invalid(call, "exponents is not aligned to 16 bytes");
+  }
+  return {static_cast<const std::int8_t*>(exponents.data), divide};
+}
+
 namespace {
 
 constexpr const char* forward_name = "forward_linear";
-
-void check_spec(const char* call, const ForwardLinearSpec& spec) {
-  detail::check_hadamard_block(call, spec.hadamard_block);
-  if (spec.hadamard_block == 128) {  // 64 was never worse; ConvRot's weights use 256
-    detail::invalid(call, "hadamard_block is 128; expected a power of two from 1 to 64, or 256");
-  }
-}
 
 // Argument x: floats (`view`) or quantised (`quantized`).
 struct InputArgument {
@@ -67,7 +81,7 @@ void check_and_run(const Context& context, const InputArgument& given_x,
                    const ForwardLinearSpec& spec, const TensorView& y, const Workspace& workspace) {
   const detail::StandardArithmetic arithmetic;
   const Checker check(forward_name, context);
-  check_spec(forward_name, spec);
+  check_forward_spec(forward_name, spec);
   detail::ForwardCall call{{spec, {}, given_x.quantized == nullptr, w.quantized == nullptr}};
   LinearShape& shape = call.work.shape;
   const ConstTensorView x = resolve_input(check, context, given_x, call);
@@ -104,7 +118,7 @@ Support forward_supported(const Context& context, const LinearShape& shape,
 }
 
 std::uint64_t forward_weight_format(const ForwardLinearSpec& spec) {
-  check_spec("forward_weight_format", spec);
+  check_forward_spec("forward_weight_format", spec);
   return detail::Fingerprint().add('f').add(spec.hadamard_block).value();
 }
 
@@ -112,7 +126,7 @@ std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t in_feat
                                  const ForwardLinearSpec& spec) {
   const char* const call = "forward_weight_bytes";
   check_shape(call, {0, out_features, in_features});
-  check_spec(call, spec);
+  check_forward_spec(call, spec);
   return detail::weight_bytes(out_features, forward_k(in_features, spec));
 }
 
@@ -122,7 +136,7 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
   const detail::StandardArithmetic arithmetic;
   const char* const call = "quantize_forward_weight";
   const Checker check(call, context);
-  check_spec(call, spec);
+  check_forward_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const detail::MatrixIn weight = detail::matrix_of(w);
   const std::int64_t k = forward_k(weight.cols, spec);
@@ -137,7 +151,7 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
 }
 
 std::uint64_t forward_input_format(const ForwardLinearSpec& spec) {
-  check_spec("forward_input_format", spec);
+  check_forward_spec("forward_input_format", spec);
   return detail::Fingerprint().add('i').add(spec.hadamard_block).value();
 }
 
@@ -145,7 +159,7 @@ std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
                                 const ForwardLinearSpec& spec) {
   const char* const call = "forward_input_bytes";
   detail::check_sizes(call, {"tokens", "in_features"}, {tokens, in_features});
-  check_spec(call, spec);
+  check_forward_spec(call, spec);
   return detail::weight_bytes(tokens, forward_k(in_features, spec));
 }
 
@@ -157,29 +171,35 @@ constexpr const char* input_name = "quantize_forward_input";
 ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
                             const ForwardLinearSpec& spec, const QuantizedInput& out,
                             const BackwardLinearSpec* kept, const SavedActivation& saved,
-                            const Workspace& workspace) {
+                            const Workspace& workspace, const ConstTensorView& exponents) {
   const detail::StandardArithmetic arithmetic;
   const Checker check(input_name, context);
-  check_spec(input_name, spec);
+  check_forward_spec(input_name, spec);
   check.input("x", x, float_dtypes, 2, max_dims);
   const detail::MatrixIn rows = check.collapsed("x", x);
   const std::int64_t k = forward_k(rows.cols, spec);
   detail::check_bytes(input_name, "out", out.data, out.bytes, detail::weight_bytes(rows.rows, k));
   const ConstTensorView memory = bytes_view(out.data, out.bytes, x.device);
   check.disjoint("out", memory, "x", x);
+  const detail::ColumnPowers powers =
+      detail::column_powers(check, input_name, exponents, rows.cols, true);
+  check.disjoint("out", memory, "exponents", exponents);
   check.uses("out", memory);
   ForwardInput result{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
   std::optional<detail::CompressCall> compress;
   if (kept != nullptr) {
     compress.emplace(check, input_name, context, x, rows, *kept, saved, workspace);
     result.saved = compress->kept;
-    check.disjoint("saved", bytes_view(saved.data, result.saved.bytes, x.device), "out", memory);
+    const ConstTensorView kept_memory = bytes_view(saved.data, result.saved.bytes, x.device);
+    check.disjoint("saved", kept_memory, "out", memory);
+    check.disjoint("saved", kept_memory, "exponents", exponents);
   }
   const detail::CompressJob* const job = compress && compress->job ? &*compress->job : nullptr;
   if (rows.rows > 0) {
     backend_of(context).quantize_forward_input(context,
                                                {rows, spec.hadamard_block, detail::forward_quant,
-                                                detail::weight_operand(out.data, rows.rows, k)},
+                                                detail::weight_operand(out.data, rows.rows, k),
+                                                powers},
                                                job, workspace.data);
   } else if (job != nullptr) {
     backend_of(context).compress(context, *job, workspace.data);
@@ -190,23 +210,23 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
 }  // namespace
 
 ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
-                                           const ForwardLinearSpec& spec,
-                                           const QuantizedInput& out) {
-  return quantize_input(context, x, spec, out, nullptr, {}, {}).quantized;
+                                           const ForwardLinearSpec& spec, const QuantizedInput& out,
+                                           const ConstTensorView& exponents) {
+  return quantize_input(context, x, spec, out, nullptr, {}, {}, exponents).quantized;
 }
 
 ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                     const ForwardLinearSpec& spec, const QuantizedInput& out,
                                     const BackwardLinearSpec& kept, const SavedActivation& saved,
-                                    const Workspace& workspace) {
-  return quantize_input(context, x, spec, out, &kept, saved, workspace);
+                                    const Workspace& workspace, const ConstTensorView& exponents) {
+  return quantize_input(context, x, spec, out, &kept, saved, workspace, exponents);
 }
 
 std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,
                                      const ForwardLinearSpec& spec, bool quantized_weight,
                                      bool quantized_input) {
   check_shape("forward_linear_workspace", shape);
-  check_spec("forward_linear_workspace", spec);
+  check_forward_spec("forward_linear_workspace", spec);
   return backend_of(context).forward_workspace(
       context, {spec, shape, !quantized_input, !quantized_weight, true, true});
 }

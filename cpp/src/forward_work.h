@@ -32,6 +32,11 @@ struct ForwardCall {
 // Quantisation of both operands, rounded to nearest: the forward pass is deterministic.
 inline constexpr OperandQuant forward_quant{8, false, false, Rounding::nearest, Purpose::quantize};
 
+void check_forward_spec(const char* call, const ForwardLinearSpec& spec);  // forward_linear.cpp
+// Checks `exponents` of `features` features, which may be an empty view.
+ColumnPowers column_powers(const Checker&, const char* call, const ConstTensorView& exponents,
+                           std::int64_t features, bool divide);
+
 // Length of a row of codes: in_features padded to whole blocks of the transform and to 16.
 inline std::int64_t forward_k(std::int64_t in_features, const ForwardLinearSpec& spec) {
   return round_up(round_up(in_features, spec.hadamard_block), k_alignment);

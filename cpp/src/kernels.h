@@ -14,6 +14,7 @@
 #include "hot/quantize.h"
 #include "hot/tensor.h"
 #include "operands.h"
+#include "weight_int4.h"
 
 namespace hot::detail {
 
@@ -37,6 +38,14 @@ struct RowsJob {
   int hadamard_block;
   OperandQuant quant;
   Operand out;
+  ColumnPowers powers{};  // applied before the transform
+};
+// Quantises w [O, I] to INT4 after a transform along I.
+struct Int4WeightJob {
+  MatrixIn w;
+  int hadamard_block;
+  ColumnPowers powers;
+  Int4Weight out;
 };
 // Computes P x for x [L, C], transposed and quantised: [C, Kp].
 struct ColumnsJob {
@@ -157,6 +166,8 @@ class Backend {
   virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
   virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
                                       void* workspace) const = 0;
+  virtual void quantize_weight_int4(const Context&, const Int4WeightJob&) const = 0;
+  virtual void expand_weight_int4(const Context&, const Int4Weight&, const Operand& out) const = 0;
   virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
   virtual void forward(const Context&, const ForwardCall&, const Checker&,
                        const Workspace&) const = 0;

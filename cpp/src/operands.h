@@ -48,6 +48,17 @@ struct MatrixIn {
   const std::uint8_t* exponents = nullptr;
   bool divide = false;
 };
+// Powers of two by which the columns of a matrix are multiplied or divided, if not null.
+struct ColumnPowers {
+  const std::int8_t* exponents = nullptr;
+  bool divide = false;
+  static constexpr int limit = 100;
+  // Bits of the fp32 power of an exponent.
+  constexpr std::uint32_t bits(int exponent) const {
+    const int e = exponent < -limit ? -limit : exponent > limit ? limit : exponent;
+    return static_cast<std::uint32_t>(127 + (divide ? -e : e)) << 23;
+  }
+};
 struct MatrixOut {
   void* data;
   DType dtype;

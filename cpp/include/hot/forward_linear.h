@@ -63,10 +63,14 @@ HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_fea
 /// @param x    f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
 /// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, K], then L scales. K is that
 ///             of quantize_forward_weight.
+/// @param exponents  i8 [I], contiguous, 16-byte aligned, or an empty view for none: feature i is
+///             divided by 2^exponents[i], limited to 2^-100 and 2^100, before the transform. Only
+///             for a w with the same exponents (hot/weight_int4.h).
 /// Returns the argument `x` of forward_linear. docs/numerics.md: "Forward".
 HOT_API ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                                    const ForwardLinearSpec& spec,
-                                                   const QuantizedInput& out);
+                                                   const QuantizedInput& out,
+                                                   const ConstTensorView& exponents = {});
 
 /// Both forms of an x: quantised for the forward product, and saved for backward.
 struct ForwardInput {
@@ -80,12 +84,14 @@ struct ForwardInput {
 /// @param kept       spec of compress_activation.
 /// @param saved      saved_layout(...).bytes bytes, 16-byte aligned, no overlap with `out` or x.
 /// @param workspace  compress_activation_workspace bytes for the spec `kept`.
+/// @param exponents  as above; the saved form ignores them.
 HOT_API ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                             const ForwardLinearSpec& spec,
                                             const QuantizedInput& out,
                                             const BackwardLinearSpec& kept,
                                             const SavedActivation& saved,
-                                            const Workspace& workspace);
+                                            const Workspace& workspace,
+                                            const ConstTensorView& exponents = {});
 
 /// Bytes of scratch for forward_linear. The flags say that the call gets w or x already quantised.
 HOT_API std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,

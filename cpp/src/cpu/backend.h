@@ -47,6 +47,9 @@ class CpuBackend final : public Backend {
                               void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
+  // weight_int4.cpp
+  void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
+  void expand_weight_int4(const Context&, const Int4Weight&, const Operand& out) const override;
 };
 
 // Stages of compress_activation. `x` of compress_groups is divided by its token exponents, if any.

@@ -135,7 +135,7 @@ void QuantizeRows::add_largest(Phase& phase) const {
 void QuantizeRows::add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_, *this); }
 
 void QuantizeRows::largest(std::int64_t task) const {
-  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded);
+  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded, nullptr, job_.powers);
   std::uint32_t best = 0;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     best = row.amax(r, best);
@@ -150,7 +150,7 @@ void QuantizeRows::codes(std::int64_t task) const {
   std::uint32_t columns[chunk];
   if (columns_ != nullptr) std::fill_n(columns, job_.x.cols, 0U);
   Row row(simd_, job_.x, job_.hadamard_block, out.k_padded,
-          columns_ == nullptr ? nullptr : columns);
+          columns_ == nullptr ? nullptr : columns, job_.powers);
   const std::int64_t row_blocks = out.k_padded / group;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     const Scale s = make_scale(
