@@ -73,7 +73,7 @@ def int8_forward(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 
 def frozen_int8(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Weights that are frozen in INT8: as each process alone has them."""
+    """Weights that are frozen in codes: as each process alone has them."""
     model = build(hot.HotConfig.recipe("fast", forward="int8"))
     hot.freeze_int8(model, lambda module, name: name == "down")
     alone, expected = copy.deepcopy(model), model.state_dict()

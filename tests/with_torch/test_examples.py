@@ -95,7 +95,7 @@ def test_lora(main: Main, capsys: Capture) -> None:
     capsys.readouterr()
     frozen = main("lora", *options, "--forward", "int8", "--freeze", "--checkpoint")
     printed = capsys.readouterr().out
-    assert "10 of 15 layers run HOT" in printed and "10 layers frozen in INT8" in printed
+    assert "10 of 15 layers run HOT" in printed and "10 layers frozen in codes" in printed
     assert frozen[0] != first and frozen == pytest.approx((first, plain), rel=0.01)
 
 

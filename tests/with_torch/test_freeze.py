@@ -380,16 +380,16 @@ def test_refused() -> None:
         hot.freeze_int8(model)
     with pytest.raises(ValueError, match="already converted"):
         hot.convert(model, "default", every)
-    with pytest.raises(ValueError, match=r"frozen in INT8; hot\.thaw\(model\)"):
+    with pytest.raises(ValueError, match=r"frozen in codes; hot\.thaw\(model\)"):
         model.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"frozen in INT8; hot\.thaw\(model\)"):
+    with pytest.raises(ValueError, match=r"frozen in codes; hot\.thaw\(model\)"):
         model.up.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"frozen in INT8; hot\.thaw\(model\)"):
+    with pytest.raises(ValueError, match=r"frozen in codes; hot\.thaw\(model\)"):
         model.up.weight.requires_grad = True
     with pytest.raises(ValueError, match="forward_block 16; the weight is frozen in codes"):
         model.up.config = config(forward_block=16, forward_in_eval=True)
     assert model.up.config == config() and model.eval().up.runs_plain
-    with pytest.raises(TypeError, match="hot.freeze_int8 makes it of a HotLinear"):
+    with pytest.raises(TypeError, match="hot.freeze makes it of a HotLinear"):
         HotFrozenLinear(64, 64)
     with pytest.raises(TypeError, match="model: expected"):
         hot.thaw(None)
@@ -475,9 +475,9 @@ def test_weights_that_are_trained_beside_frozen_ones() -> None:
 def test_replacing_the_weight_is_refused() -> None:
     model = frozen()
     for value in (nn.Parameter(torch.randn(96, 72)), torch.randn(96, 72), None):
-        with pytest.raises(AttributeError, match=r"up: weight is frozen in INT8.*hot\.thaw"):
+        with pytest.raises(AttributeError, match=r"up: weight is frozen in codes.*hot\.thaw"):
             model.up.weight = value
-    with pytest.raises(AttributeError, match="weight is frozen in INT8"):
+    with pytest.raises(AttributeError, match="weight is frozen in codes"):
         torch.func.functional_call(model, dict(Net().named_parameters()), torch.randn(9, 72))
 
 
@@ -535,7 +535,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 def test_writing_to_the_weight_is_refused(write: Callable[[Any], Any]) -> None:
     model = frozen()
     before = model.up.dequantized()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="the weight is frozen in INT8, and "):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="the weight is frozen in codes, and "):
         write(model.up.weight)
     assert torch.equal(model.up.dequantized(), before)
 
@@ -754,7 +754,7 @@ def test_codes_stay_guarded() -> None:
 def test_assigning_data_thaws() -> None:
     model = frozen(dtype=torch.bfloat16)
     before, ids = model.up.dequantized(), id(model.up)
-    with pytest.warns(UserWarning, match="frozen in INT8 have been written"):
+    with pytest.warns(UserWarning, match="frozen in codes have been written"):
         model.up.weight.data += torch.ones(96, 72)
     assert type(model.up) is hot.HotLinear and id(model.up) == ids
     assert torch.equal(model.up.weight, before + 1) and model.up.weight.dtype == torch.bfloat16
@@ -773,7 +773,7 @@ def test_adding_to_a_name_of_the_weight_thaws(of: Callable[[Any], Any]) -> None:
     model = frozen()
     before, w = model.up.dequantized(), of(model.up)
     old = w
-    with torch.no_grad(), pytest.warns(UserWarning, match="frozen in INT8 have been written"):
+    with torch.no_grad(), pytest.warns(UserWarning, match="frozen in codes have been written"):
         w += 1
     w *= 2
     assert type(model.up) is hot.HotLinear and torch.equal(model.up.weight, (before + 1) * 2)
@@ -787,7 +787,7 @@ def test_revert_and_copies() -> None:
     x = torch.randn(9, 72)
     y = model(x)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(frozen().up))):
-        with pytest.raises(ValueError, match="frozen in INT8"):
+        with pytest.raises(ValueError, match="frozen in codes"):
             again.requires_grad_(True)
     again = copy.deepcopy(model)
     assert type(again.up) is HotFrozenLinear and torch.equal(again(x), y)
@@ -814,7 +814,7 @@ def test_moves_and_casts() -> None:
     model.to("meta")
     assert model.up.weight.is_meta and model.up.weight.device.type == "meta"
     assert model(torch.empty(3, 72, device="meta")).shape == (3, 64)
-    with pytest.raises(ValueError, match="frozen in INT8"):
+    with pytest.raises(ValueError, match="frozen in codes"):
         model.requires_grad_(True)
 
 
@@ -1064,7 +1064,7 @@ def test_merge(peft: Any, order: str, safe: bool) -> None:
         name: layer.base_layer.dequantized() + layer.get_delta_weight("default")
         for name, layer in (("up", inner.up), ("down", inner.down))
     }
-    with pytest.warns(UserWarning, match="frozen in INT8 have been written"):
+    with pytest.warns(UserWarning, match="frozen in codes have been written"):
         merged = model.merge_and_unload(safe_merge=safe)
     for name, weight in expected.items():
         layer = getattr(merged, name)

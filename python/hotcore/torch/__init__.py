@@ -15,7 +15,7 @@ from . import (
 from .advise import advise
 from .convert import convert, revert
 from .custom import CustomBackward
-from .freeze import freeze_int8, thaw
+from .freeze import freeze, freeze_int8, thaw
 from .head import LinearCrossEntropy
 from .int8_gradients import int8_gradients
 from .memory import memory_report
@@ -45,6 +45,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "recompute",
     "policies",
     "advise",
+    "freeze",
     "freeze_int8",
     "thaw",
     "int8_gradients",

@@ -1,11 +1,13 @@
-"""Steps and the clock with which ``advise`` and ``memory_report`` measure."""
+"""Steps and the clock with which ``advise`` and ``memory_report`` measure; lines of progress."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +15,9 @@ from torch import nn
 from .probe import LossFn, loss_of
 
 Step = Callable[[], object]
+_QUIET_S = 5.0
+"""Seconds without a line of progress."""
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +65,34 @@ def whole(
             parameter.grad = None
 
     return step
+
+
+def shown(
+    items: Iterable[_Item],
+    text: str,
+    progress: bool,
+    budget: float = math.inf,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[_Item]:
+    """Yield items; on a terminal a line says which one is at work, and the time left.
+
+    Args:
+        items: without a length there is no time left.
+        text: the line, with ``{}`` for an item that is a str, otherwise for its number.
+        progress: False yields the items alone.
+        budget: seconds after which the work ends.
+        now: a clock.
+    """
+    begun, count = now(), len(items) if hasattr(items, "__len__") else 0
+    progress = progress and sys.stderr.isatty()
+    for i, item in enumerate(items):
+        took = now() - begun
+        if progress and took > _QUIET_S:
+            line = text.format(item if isinstance(item, str) else i + 1)
+            if count:
+                left = max(0.0, min(took / i * (count - i), budget - took))
+                line += f", {i + 1} of {count}, {left:.0f} s left"
+            print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
+        yield item
+    if progress:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Codes of a frozen weight, with a tail that tells their format and holds their checksum.
 
 A byte has no type that would tell codes of two formats apart. The tail stands behind the codes and
-scales: 64 bits of a checksum, then zeros, as many 4-byte words as the format says. Codes of two
+scales: 64 bits of a checksum, then zeros, in all as many bytes as the format says. Codes of two
 formats therefore never have one size, and copying one into the other is an error. A layer sees the
 size of codes that replace its own. The checksum tells codes from computed bytes, such as an average
 that was cast back.
@@ -9,6 +9,7 @@ that was cast back.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,7 +24,15 @@ _WRITTEN = (
     "average of parameters?), or they were never loaded. Load the weights again; averages must "
     "leave out Parameters of torch.uint8"
 )
+_OTHERS = (
+    "weight_codes: these codes have other sizes of x's features than the layer. load_state_dict "
+    "takes both; freeze every process's model with the same inputs"
+)
 _DATA: Any = Tensor.data  # a property of C, whose type has no setter
+
+
+GROUP = 32
+"""Values along I that share a step in INT4."""
 
 
 class Format(NamedTuple):
@@ -33,29 +42,82 @@ class Format(NamedTuple):
     """Block size of their Hadamard transform along I."""
     convrot: bool = False
     """Whether they are of ``w D`` (:mod:`hotcore.torch.convrot`)."""
+    bits: int = 8
+    """Bits of a code: 8, or 4 with steps of groups and exponents of features."""
 
     @property
-    def words(self) -> int:
-        """4-byte words of the tail: they rise with the block, and from a format to ConvRot's."""
-        return 2 * self.block.bit_length() + self.convrot + 1
+    def tail(self) -> int:
+        """Bytes of the tail.
+
+        They rise with the block, and from a format to ConvRot's. Those of INT4 are odd multiples of
+        2, so that no body of INT8, with its multiples of 4, can make up for them.
+        """
+        return 4 * (2 * self.block.bit_length() + self.convrot + 1) + 2 * (self.bits == 4)
 
     def __str__(self) -> str:
         """The format's name in errors."""
-        return f"ConvRot's groups of {self.block}" if self.convrot else f"blocks of {self.block}"
+        if self.convrot:
+            return f"ConvRot's groups of {self.block}"
+        return f"blocks of {self.block}" + " in INT4" * (self.bits == 4)
 
 
-FORMATS = tuple(Format(2**k, convrot) for k in range(9) for convrot in (False, True))
+FORMATS = tuple(
+    Format(2**k, *kind) for k in range(9) for kind in ((False, 8), (True, 8), (False, 4))
+)
 
 
-def body_bytes(rows: int, columns: int, block: int) -> int:
-    """Bytes of the codes and scales alone, which libhot reads; sizes may be symbolic."""
+def padded(columns: int, block: int) -> int:
+    """Codes of a row of so many features; sizes may be symbolic."""
     width = (columns + block - 1) // block * block
-    return rows * ((width + 15) // 16 * 16 + 4)
+    return (width + 15) // 16 * 16
 
 
-def sealed_bytes(rows: int, columns: int, block: int, convrot: bool) -> int:
+def int4_bytes(rows: int, columns: int, block: int) -> int:
+    """Bytes of INT4 codes, row scales and steps of groups."""
+    width = padded(columns, block)
+    return rows * (width // 2 + 4 + width // GROUP)
+
+
+def body_bytes(rows: int, columns: int, block: int, bits: int = 8) -> int:
+    """Bytes of the codes and scales, in INT4 also of the exponents; sizes may be symbolic."""
+    if bits == 8:
+        return rows * (padded(columns, block) + 4)
+    return _aligned(int4_bytes(rows, columns, block)) + _aligned(columns)
+
+
+def exponents_of(body: Tensor, columns: int) -> Tensor:
+    """Exponents of the features, an int8 view ``[columns]`` of INT4's bytes."""
+    begin = body.numel() - _aligned(columns)
+    return body[begin : begin + columns].view(torch.int8)
+
+
+def factors(exponents: Tensor, inverse: bool = False) -> Tensor:
+    """Factors of w's columns, fp32; ``inverse``: those of x, and of a dequantised weight."""
+    powers = exponents.to(torch.int32).clamp(-100, 100)
+    return ((127 - powers if inverse else 127 + powers) << 23).view(torch.float32)
+
+
+_shared: Any = weakref.WeakValueDictionary()
+
+
+def shared(exponents: Tensor) -> Tensor:
+    """The one tensor for these exponents on their device.
+
+    Layers of one x have equal exponents. They know by the tensor that they can share its codes.
+    """
+    if exponents.is_meta or _compat.symbolic(exponents):
+        return exponents
+    key = (exponents.device, exponents.cpu().numpy().tobytes())
+    return _shared.setdefault(key, exponents)  # type: ignore[no-any-return]
+
+
+def _aligned(size: int) -> int:
+    return (size + 15) // 16 * 16
+
+
+def sealed_bytes(rows: int, columns: int, block: int, convrot: bool, bits: int = 8) -> int:
     """Bytes of the codes and scales with their tail."""
-    return body_bytes(rows, columns, block) + 4 * Format(block, convrot).words
+    return body_bytes(rows, columns, block, bits) + Format(block, convrot, bits).tail
 
 
 def format_of(size: int, rows: int, columns: int) -> Format | None:
@@ -66,8 +128,8 @@ def format_of(size: int, rows: int, columns: int) -> Format | None:
 def sealed(body: Tensor, form: Format) -> Tensor:
     """Codes and scales, with their tail behind them."""
     if body.is_meta:
-        return body.new_empty(body.numel() + 4 * form.words)
-    return torch.cat((body, _checksum(body), body.new_zeros(4 * form.words - 8)))
+        return body.new_empty(body.numel() + form.tail)
+    return torch.cat((body, _checksum(body), body.new_zeros(form.tail - 8)))
 
 
 def _checksum(body: Tensor) -> Tensor:
@@ -75,21 +137,31 @@ def _checksum(body: Tensor) -> Tensor:
     return (body.view(torch.int32).sum(dtype=torch.int64) + _MAGIC).view(1).view(torch.uint8)
 
 
-def check(codes: Any, size: int) -> None:
+def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     """Raise RuntimeError where the first ``size`` bytes do not have the checksum behind them.
 
-    They are summed once for each state of torch's version counter and memory, which synchronises a
-    GPU. While a CUDA graph is captured, or where there are no values, nothing is checked.
+    They must also hold the ``exponents``, by which x is divided. The bytes are summed once for each
+    state of torch's version counter and memory, which synchronises a GPU. While a CUDA graph is
+    captured, or where there are no values, nothing is checked.
     """
-    state = (version(codes), codes.data_ptr())
-    if getattr(codes, "_hot_seen", None) == state:
+    state, seen = (version(codes), codes.data_ptr()), getattr(codes, "_hot_seen", None)
+    if seen is not None and seen[:2] == state and (exponents is None or exponents is seen[2]):
         return
     if codes.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    values = not (codes.is_meta or _compat.symbolic(codes))
-    if values and not torch.equal(_checksum(codes[:size]), codes[size : size + 8]):
-        raise RuntimeError(_WRITTEN)
-    codes._hot_seen = state
+    if not (codes.is_meta or _compat.symbolic(codes)):
+        if not intact(codes, size):
+            raise RuntimeError(_WRITTEN)
+        if exponents is not None:
+            held = exponents_of(codes[:size], exponents.numel())
+            if not torch.equal(held, exponents):
+                raise RuntimeError(_OTHERS)
+    codes._hot_seen = (*state, exponents)
+
+
+def intact(codes: Tensor, size: int) -> bool:
+    """Whether the first ``size`` bytes have their checksum behind them."""
+    return torch.equal(_checksum(codes[:size]), codes[size : size + 8])
 
 
 def version(values: Tensor) -> int:
@@ -166,7 +238,7 @@ def plain(codes: Tensor) -> Tensor:
 
 def _refuse(name: str) -> NoReturn:
     raise RuntimeError(
-        f"{name}: weight_codes are codes of a weight that is frozen in INT8, and no numbers to "
+        f"{name}: weight_codes are codes of a weight that is frozen in codes, and no numbers to "
         "compute with; leave out Parameters of torch.uint8, or hot.thaw(model) makes plain ones"
     )
 
@@ -211,7 +283,7 @@ def refuse_gradients(requires_grad: bool = True) -> None:
     """Raise ValueError where codes are to be trained; ``Module.requires_grad_`` calls it."""
     if requires_grad:
         raise ValueError(
-            "requires_grad: the model has weights that are frozen in INT8; hot.thaw(model) makes "
+            "requires_grad: the model has weights that are frozen in codes; hot.thaw(model) makes "
             "them plain Parameters, which can be trained. Where peft's modules_to_save names a "
             "part of the model, thaw that part and call get_peft_model again"
         )

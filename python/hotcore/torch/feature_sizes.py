@@ -1,0 +1,32 @@
+"""Sizes of the in features of a weight in INT4, which bring x and w to like size before rounding.
+
+Feature i of w is multiplied, and that of x divided, by a factor. The error of ``x w^T`` is least
+where the factor is the square root of x's size over that of w's column.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LEAST = 1e-3
+"""Smallest size of a feature, of their mean: a feature that was always zero may not be so later."""
+
+
+def of_columns(rows: Tensor) -> Tensor:
+    """Root mean square of each column of a matrix ``[O, I]``, fp64 ``[I]``."""
+    norms = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)
+    return norms * max(rows.shape[0], 1) ** -0.5
+
+
+def exponents(columns: Tensor, x: Tensor | None = None) -> Tensor:
+    """Exponents for the sizes of w's columns and of x's features, int8 ``[I]``."""
+    if columns.is_meta:
+        return torch.empty(columns.shape, dtype=torch.int8, device="meta")
+    ratio = -_logs(columns) if x is None else _logs(x) - _logs(columns)
+    return ((ratio - ratio.mean()) * 0.5).round().clamp(-100, 100).to(torch.int8)
+
+
+def _logs(sizes: Tensor) -> Tensor:
+    least = float(sizes.mean()) * _LEAST
+    return sizes.clamp_min(max(least, 1e-300)).log2()
