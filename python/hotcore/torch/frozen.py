@@ -311,6 +311,8 @@ class FrozenModule(HotModule, nn.Module):
         codes: Tensor = self.weight_codes
         if not self._fits(codes):
             self.take_format(codes)
+        if self.weight_bits == 4 and frozen_codes.written(codes, self.weight_exponents):
+            self.on_frozen()
         weight = self._as_frozen(codes)
         # A tensor of functional_call. Operators check codes that remember it.
         if type(codes) is Tensor and not torch.compiler.is_compiling():
@@ -321,7 +323,9 @@ class FrozenModule(HotModule, nn.Module):
         fields = (self.weight_block, *self.weight_features, self.weight_dtype)
         if self.weight_bits == 8:
             return Frozen(codes, *fields)
-        return Frozen(codes, *fields, 4, self.weight_exponents)
+        if type(codes) is not Tensor or torch.compiler.is_compiling():
+            return Frozen(codes, *fields, 4, self.weight_exponents)
+        return Frozen(codes, *fields, 4, self._exponents_in(codes))
 
     @property
     def _format(self) -> Format:
@@ -393,12 +397,15 @@ class FrozenModule(HotModule, nn.Module):
         if self.weight_bits == 8 or _compat.symbolic(self.weight_codes):
             return
         codes = frozen_codes.gathered(self.weight_codes)
+        exponents = self._exponents_in(codes).clone()
         size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)
-        columns = self.weight_features[1]
-        exponents = frozen_codes.exponents_of(codes[:size], columns).clone()
         if not (codes.is_meta or frozen_codes.intact(codes, size)):
             exponents.zero_()  # to_empty's codes have no values
         self.register_buffer("weight_exponents", frozen_codes.shared(exponents), persistent=False)
+
+    def _exponents_in(self, codes: Tensor) -> Tensor:
+        size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)
+        return frozen_codes.exponents_of(codes[:size], self.weight_features[1])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter; refuses parts of a weight that ``parallelize_module`` makes.
@@ -546,12 +553,18 @@ class FrozenModule(HotModule, nn.Module):
         return self.encode(rows, self._config, self._exponents_for(rows))
 
     def _exponents_for(self, rows: Tensor) -> Tensor | None:
-        """Exponents of a weight that replaces the layer's: its own unless they come from x."""
+        """Exponents of a weight that replaces the layer's.
+
+        They are the layer's own if these come from x. Those of a weight that was dequantised may
+        differ by a rounding, and the own ones give nearly its codes again.
+        """
         if self.weight_bits == 8:
             return None
-        if self.weight_measured:
-            return self.weight_exponents.to(rows.device)
-        return feature_sizes.exponents(feature_sizes.of_columns(rows))
+        own, new = self.weight_exponents, feature_sizes.exponents(feature_sizes.of_columns(rows))
+        if own.is_meta or rows.is_meta:
+            return new
+        own = own.to(rows.device)
+        return own if self.weight_measured or bool(((own.int() - new).abs() <= 1).all()) else new
 
     def _sealed(self, body: Tensor, form: Format) -> Tensor:
         """Give codes their tail that were saved without it. Raises ValueError."""

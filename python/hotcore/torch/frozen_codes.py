@@ -159,6 +159,14 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     codes._hot_seen = (*state, exponents)
 
 
+def written(codes: Any, exponents: Tensor) -> bool:
+    """Whether guarded codes may hold other exponents: :func:`check` has not seen both together."""
+    if torch.compiler.is_compiling() or not hasattr(codes, "_hot_seen"):
+        return False
+    state = (version(codes), codes.data_ptr())
+    return codes._hot_seen is None or codes._hot_seen[:2] != state or codes._hot_seen[2] is not exponents
+
+
 def intact(codes: Tensor, size: int) -> bool:
     """Whether the first ``size`` bytes have their checksum behind them."""
     return torch.equal(_checksum(codes[:size]), codes[size : size + 8])

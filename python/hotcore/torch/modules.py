@@ -119,7 +119,7 @@ class HotModule(Changed):
         if strict and unfrozen and f"{prefix}weight_codes" in state_dict:
             errors.append(
                 f"{prefix}weight_codes: codes of a weight that is frozen in codes, for a plain one; "
-                "call hot.freeze_int8(model) before load_state_dict"
+                "call hot.freeze(model, bits) before load_state_dict"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # a module has it
 
