@@ -381,9 +381,11 @@ void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& 
     memory = memory_of(*saved, *also);
   }
   memory.rows[Source::x] = &job;
+  plan::ArrayFacts x = plan::array_facts(job.x);
+  x.powers = job.powers.exponents != nullptr;
   run(context,
-      plan::plan_forward_input(facts, plan::array_facts(job.x), job.x.rows, job.x.cols,
-                               {job.hadamard_block}, also ? &also->shape : nullptr),
+      plan::plan_forward_input(facts, x, job.x.rows, job.x.cols, {job.hadamard_block},
+                               also ? &also->shape : nullptr),
       memory);
 }
 

@@ -43,8 +43,6 @@ __global__ void __launch_bounds__(rows16_max_lanes)
   });
 }
 
-constexpr int row_chunk = 4096;  // floats in shared memory, a multiple of every block
-
 template <Rounding rounding>
 __global__ void rows_kernel(RowsArgs args) {
   begin_kernel();
@@ -65,23 +63,8 @@ __global__ void rows_kernel(RowsArgs args) {
       if (t == 0 && row < args.scales) args.scale[row] = s.scale;
     }
     for (std::int64_t start = 0; start < args.k_padded; start += row_chunk) {
-      const int count = static_cast<int>(min(std::int64_t{row_chunk}, args.k_padded - start));
-      const std::int64_t end = (args.x.cols + args.block - 1) / args.block * args.block;
-      const int live = static_cast<int>(min(std::int64_t{count}, end - start));
-      __syncthreads();
-      for (int i = t; i < count; i += T) {
-        v[i] = start + i < args.x.cols ? load_element(args.x, row, start + i) : 0.0F;
-      }
-      for (int h = 1; h < args.block; h *= 2) {
-        __syncthreads();
-        for (int i = t; i < live / 2; i += T) {
-          const int a = (i & ~(h - 1)) * 2 + (i & (h - 1));
-          const float x = v[a], y = v[a + h];
-          v[a] = x + y;
-          v[a + h] = x - y;
-        }
-      }
-      __syncthreads();
+      const int count =
+          load_row_chunk(args.x, args.powers, args.block, args.k_padded, row, start, v);
       if (find) {
         for (int i = t; i < count; i += T) amax = max(amax, abs_bits(v[i]));
         continue;
@@ -136,7 +119,8 @@ RowsArgs rows_args(const Context& context, const RowsJob& job) {
           job.hadamard_block,
           device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
-          plan::array_facts(job.x).rows_aligned && job.x.cols % 16 == 0};
+          plan::array_facts(job.x).rows_aligned && job.x.cols % 16 == 0,
+          job.powers};
 }
 
 }  // namespace hot::detail

@@ -1102,13 +1102,21 @@ def forward_linear(
     Source: docs/numerics.md, "Forward".
     """
     settings = Config() if config is None else config
-    left, token_scale = quantize_forward_operand(x, settings.forward_block)
-    right, row_scale = quantize_forward_operand(w, settings.forward_block)
-    sums = integer_product(left, right)
-    product = _dequantize_product(sums, token_scale, row_scale, settings.forward_block)
-    if bias is not None:
-        product = _add_bias(product, _widen(bias))
+    left = quantize_forward_operand(x, settings.forward_block)
+    right = quantize_forward_operand(w, settings.forward_block)
+    product = forward_product(left, right, bias, settings.forward_block)
     return _store(product, _dtype_name(x, out_dtype)).reshape(*x.shape[:-1], w.shape[0])
+
+
+def forward_product(
+    x: tuple[Codes, NDArray[np.float32]],
+    w: tuple[Codes, NDArray[np.float32]],
+    bias: Floats | None,
+    block: int,
+) -> NDArray[np.float32]:
+    """``y [L, O]`` in fp32 from the codes and scales of both operands."""
+    product = _dequantize_product(integer_product(x[0], w[0]), x[1], w[1], block)
+    return product if bias is None else _add_bias(product, _widen(bias))
 
 
 @_quiet

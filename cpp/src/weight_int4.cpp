@@ -45,7 +45,7 @@ std::uint64_t weight_int4_format(const WeightInt4Spec& spec) {
 std::size_t weight_int4_bytes(std::int64_t out_features, std::int64_t in_features,
                               const WeightInt4Spec& spec) {
   const char* const call = "weight_int4_bytes";
-  detail::check_shape(call, {0, out_features, in_features});
+  detail::check_sizes(call, {"out_features", "in_features"}, {out_features, in_features});
   return detail::int4_weight_bytes(out_features, row_length(call, in_features, spec), spec.group);
 }
 
@@ -75,7 +75,8 @@ ConstQuantizedWeight quantize_weight_int4(const Context& context, const ConstTen
 
 ConstQuantizedWeight expand_weight_int4(const Context& context, const ConstQuantizedWeight& w,
                                         const WeightInt4Spec& spec, const QuantizedWeight& out) {
-  detail::check_shape(expand_name, {0, w.out_features, w.in_features});
+  detail::check_sizes(expand_name, {"out_features", "in_features"},
+                      {w.out_features, w.in_features});
   const std::int64_t k = row_length(expand_name, w.in_features, spec);
   detail::check_format(expand_name, "w", "quantize_weight_int4", w.format,
                        weight_int4_format(spec));

@@ -6,7 +6,9 @@
 
 #include "operands.h"
 
-namespace hot::detail::weight_int4 {
+namespace hot::detail {
+namespace weight_int4 {
+namespace {  // compiled for several instruction sets, as scalar.h
 
 // Values in units of the row's scale have this many units of fixed point: 127 of them are the
 // largest code of INT8.
@@ -16,7 +18,8 @@ inline constexpr int max_step = 135;
 // Steps that are tried: 68/64 to 37/64 of the step that reaches the group's largest value.
 inline constexpr int candidates = 32;
 
-// INT8 code of INT4 code `code` (-8 to 7): (2 code + 1) step / 16, halves away from zero.
+// INT8 code of INT4 code `code` (-8 to 7): (2 code + 1) step / 16, halves away from zero. The step
+// is at most max_step.
 constexpr int expanded(int code, int step) {
   const int odd = 2 * code + 1;
   return odd < 0 ? -((8 - odd * step) >> 4) : (8 + odd * step) >> 4;
@@ -39,9 +42,8 @@ constexpr int nearest(int value, float factor) {
   return static_cast<int>(limited) - 8;
 }
 
-}  // namespace hot::detail::weight_int4
-
-namespace hot::detail {
+}  // namespace
+}  // namespace weight_int4
 
 // A weight in INT4, in its buffer. Rows of packed codes have 16-byte alignment.
 struct Int4Weight {

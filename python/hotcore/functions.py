@@ -446,7 +446,8 @@ def expand_weight_int4(w: QuantizedWeightInt4) -> QuantizedForwardWeight:
 
     Source: docs/numerics.md, "INT4 weights".
     """
-    check_type(QuantizedWeightInt4, w=w)
+    if not isinstance(w, QuantizedWeightInt4):
+        raise TypeError(f"w: expected a QuantizedWeightInt4, got {w!r}")
     check_fields(w, "w")
     source = operand(w.data, "w.data", ("uint8",))
     sizes, spec = (w.out_features, w.in_features), w.config.forward_spec

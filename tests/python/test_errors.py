@@ -88,6 +88,13 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
     forward = api.forward_spec(operands.get("block", 16))
     _, made, _, _ = api.quantize_forward_input(np.ones((1, 1), np.float32), forward)
     operands.setdefault("input_format", made.format)
+    int4, weight = make("hot_weight"), make("hot_weight")
+    if "group" in operands:
+        codes, one = aligned(operands["block"] * 34), operands["block"] * 2
+        arguments_of_int4 = tensor(np.ones((1, one), np.float32)), None, forward, operands["group"]
+        count = api.number("hot_weight_int4_bytes", 1, one, forward, operands["group"])
+        api.on("hot_quantize_weight_int4", *arguments_of_int4, codes.ctypes.data, count, int4)
+        operands.setdefault("int4_format", int4.format)
     arrays = {n: v for n, v in operands.items() if isinstance(v, np.ndarray)} | room
     views = {n: tensor(v.view(np.int8) if n in room else v) for n, v in arrays.items()}
     for change, value in arguments(broken).items():
@@ -118,6 +125,10 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
     forward.hadamard_block, made.format = operands.get("block", 16), operands["input_format"]
     if "codes" in views:
         made.data, made.bytes = views["codes"].data, views["codes"].shape[0]
+        int4.data, int4.bytes = made.data, made.bytes
+    for field in ("out_features", "in_features"):
+        setattr(int4, field, operands.get(field, 0))
+    int4.format = operands.get("int4_format", 0)
     work = views["workspace"].data, views["workspace"].shape[0]
     v, g, before = views, operands, [bytes(one) for one in arrays.values()]
     scales = [v[n] for n in ("a_scale", "b_scale") if n in v]
@@ -144,12 +155,24 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
             *(v["x"], forward, made.data, made.bytes, make("hot_input"), spec),
             *(saved.data, saved.bytes, *work, make("hot_saved")),
         ),
+        "quantize_forward_input_scaled": lambda: (
+            *(v["x"], v["exponents"], forward, made.data, made.bytes, make("hot_input"), spec),
+            *(saved.data, saved.bytes, *work, make("hot_saved")),
+        ),
+        "quantize_weight_int4": lambda: (
+            v["w"], v["exponents"], forward, g["group"], made.data, made.bytes, weight,
+        ),
+        "expand_weight_int4": lambda: (
+            int4, forward, g["group"], v["out"].data, v["out"].shape[0], weight,
+        ),
         "backward_linear": lambda: (v["gy"], v["w"], saved, spec, gradients, *work),
     }  # fmt: skip
     parts = {n: ctypes.addressof(v[n]) for n in ("gx", "gw", "gb") if n in v}
     gradients = make("hot_gradients", **parts)
     if name == "forward_linear" and "codes" in v:
         name = "forward_linear_input"
+    if name == "quantize_forward_input" and "exponents" in v:
+        name = "quantize_forward_input_scaled"
     try:
         api.on(f"hot_{name}", *last[name]())
     except HotError:
@@ -189,6 +212,10 @@ def call_python(name: str, good: str, broken: str) -> None:
     elif name == "decompress_activation":
         kept = hotcore.compress_activation(np.ones((20, 12), np.float32))
         hotcore.decompress_activation(kept, operands["first"], operands["last"])
+    elif name == "quantize_weight_int4":
+        config = HotConfig(forward_block=operands["block"])
+        more = {n: operands[n] for n in ("group", "exponents")}
+        hotcore.quantize_weight_int4(operands["w"], config, **more)
     else:
         getattr(hotcore, name)(**operands)
 

@@ -13,20 +13,9 @@ namespace {
 
 constexpr int largest_group = 64;
 
-// Squared error of a group with a step, after expansion to INT8, in fixed point.
-std::uint32_t group_error(const int* value, int count, int step) {
-  const float factor = weight_int4::code_factor(step);
-  std::uint32_t error = 0;
-  for (int i = 0; i < count; ++i) {
-    const int code = weight_int4::nearest(value[i], factor);
-    const int off = value[i] - weight_int4::unit * weight_int4::expanded(code, step);
-    error += static_cast<std::uint32_t>(off * off);
-  }
-  return error;
-}
-
 // Quantises a group of fixed-point values and returns its step.
-std::uint8_t encode_group(const int* value, int count, std::uint8_t* packed) {
+std::uint8_t encode_group(const SimdKernels& simd, const int* value, int count,
+                          std::uint8_t* packed) {
   int amax = 0;
   for (int i = 0; i < count; ++i) amax = std::max(amax, std::abs(value[i]));
   int best = -1;
@@ -35,7 +24,7 @@ std::uint8_t encode_group(const int* value, int count, std::uint8_t* packed) {
     const int step = weight_int4::candidate(amax, index);
     if (step == before) continue;
     before = step;
-    const std::uint32_t error = group_error(value, count, step);
+    const std::uint32_t error = simd.int4_error(value, count, step);
     if (best < 0 || error < least) least = error, best = step;
   }
   const float factor = weight_int4::code_factor(best);
@@ -68,7 +57,7 @@ void CpuBackend::quantize_weight_int4(const Context& context, const Int4WeightJo
             value[j] = static_cast<int>(float_bits(scaled + 0x1.8p23F) - 0x4b400000U);
           }
           const std::int64_t at = r * out.k_padded + start + i;
-          out.steps[at / out.group] = encode_group(value, out.group, out.packed + at / 2);
+          out.steps[at / out.group] = encode_group(simd, value, out.group, out.packed + at / 2);
         }
       });
     }
@@ -82,10 +71,11 @@ void CpuBackend::expand_weight_int4(const Context& context, const Int4Weight& w,
   const std::int64_t per_task = task_elements(context, w.rows * w.k_padded) / w.group;
   context.pool()->run(ceil_div(groups, per_task), [&](std::int64_t task) {
     for (std::int64_t g = task * per_task; g < std::min(groups, (task + 1) * per_task); ++g) {
+      const int step = std::min<int>(w.steps[g], weight_int4::max_step);
       std::int8_t expanded[16];
       for (int code = -8; code < 8; ++code) {
         expanded[code & 15] =
-            static_cast<std::int8_t>(weight_int4::expanded(code, w.steps[g]));
+            static_cast<std::int8_t>(weight_int4::expanded(code, step));
       }
       const std::uint8_t* const from = w.packed + g * (w.group / 2);
       std::int8_t* const to = out.codes + g * w.group;

@@ -443,6 +443,7 @@ struct ArrayFacts {
   DType dtype = DType::bf16;
   bool rows_aligned = true;   // contiguous rows that start at multiples of 16 bytes
   bool quads_aligned = true;  // contiguous rows of whole, aligned groups of 4 elements
+  bool powers = false;        // columns have powers (RowsJob::powers)
 };
 ArrayFacts array_facts(const MatrixIn& x);
 

@@ -322,6 +322,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
   if (!rows16_can(rows.hadamard_block, rows.quant.rounding)) {
     return {"%s is %n, which does not come with columns", rows.hadamard_block, block_name(rows)};
   }
+  if (rows.x.powers) return {"features have exponents"};
   if (columns.p.order.samples != 0) return token_grid;
   if (work.transform == ColumnTransform::factored) return equalized;
   if (work.transform == ColumnTransform::hadamard) return all_rows;
