@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
-from hotcore.torch import _compat  # noqa: E402
+from hotcore.torch import _compat, clocks, frozen_codes  # noqa: E402
 from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
 from hotcore.torch.frozen_codes import sealed_bytes  # noqa: E402
 from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
@@ -124,8 +126,34 @@ def test_dequantised_weight(shape: tuple[int, int], block: int, dtype: torch.dty
     assert torch.equal(model[0].weight_codes[: len(q)], torch.from_numpy(q))
 
 
-def test_large_weights_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = frozen()
+@pytest.mark.parametrize("block", [32, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantised_weight_of_int4(block: int, dtype: torch.dtype) -> None:
+    """docs/numerics.md, "INT4 weights": in features are multiplied by their factors, and divided."""
+    layer = nn.Linear(72, 40).to(dtype)
+    with torch.no_grad():
+        layer.weight[:, 5] *= 9
+    weight = layer.weight.detach().clone()
+    model = nn.Sequential(hot.HotLinear.from_linear(layer, config(forward_block=block)))
+    hot.freeze(model)
+    exponents = model[0].weight_exponents.numpy()
+    assert exponents[5] < exponents.min(where=np.arange(72) != 5, initial=0)
+    packed, scales, steps = reference.quantize_weight_int4(
+        weight.float().numpy(), block, 32, exponents
+    )
+    codes = reference.expand_weight_int4(packed, steps, 32).astype(np.float32)
+    rows = reference.fwht(codes * (scales / np.float32(block))[:, None], block=block)[:, :72]
+    expected = rows * frozen_codes.factors(model[0].weight_exponents, inverse=True).numpy()
+    found = model[0].weight.dequantized()
+    assert found.dtype == dtype and torch.equal(found, torch.from_numpy(expected).to(dtype))
+    error = (found - weight).float().norm() / weight.float().norm()
+    assert 0.05 < error < 0.11
+    assert model[0].weight_codes.nbytes == sealed_bytes(40, 72, block, False, 4)
+
+
+@both
+def test_large_weights_in_parts(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen(bits=bits)
     whole = model.up.weight.dequantized()
     monkeypatch.setattr(codes_of_ops, "_CHUNK_VALUES", 7 * 128)
     assert torch.equal(model.up.weight.dequantized(), whole)
@@ -146,15 +174,24 @@ def test_gx_is_that_of_the_dequantised_weight(
     assert not torch.equal(ours[1], exact[1])
 
 
-def test_forward_takes_the_codes() -> None:
+@both
+def test_forward_takes_the_codes(bits: Any) -> None:
     """y is ``forward_linear`` of the codes, g_b the sum, and g_x as with a plain forward."""
     layer = nn.Linear(72, 96)
+    with torch.no_grad():
+        layer.weight[:, 5] *= 9
     weight = layer.weight.detach().clone()
     model = nn.Sequential(hot.HotLinear.from_linear(layer, config()))
-    hot.freeze_int8(model)
+    hot.freeze(model, bits)
     x, gy = torch.randn(30, 72, requires_grad=True), torch.randn(30, 96)
     y = model(x)
-    quantized = hotcore.quantize_forward_weight(weight, config())
+    if bits == 8:
+        quantized = hotcore.quantize_forward_weight(weight, config())
+    else:
+        exponents = model[0].weight_exponents
+        quantized = hotcore.expand_weight_int4(
+            hotcore.quantize_weight_int4(weight, config(), exponents=exponents)
+        )
     bias = model[0].bias.detach()
     assert torch.equal(y, hotcore.forward_linear(x.detach(), quantized, bias, config=config()))
     torch.manual_seed(3)
@@ -256,6 +293,154 @@ def test_not_finite() -> None:
     assert y[:, 3].isnan().all() and y[:, :3].isfinite().all()
     y.sum().backward()
     assert x.grad.isnan().all()
+
+
+# ---- sizes of in features ----
+
+
+class Attention(nn.Module):
+    """Two layers of one x, and one of another; a feature of x is 30 times the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.q, self.k, self.o = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        with torch.no_grad():
+            self.norm.weight[7] = 30.0
+            self.k.weight.copy_(self.q.weight.flip(0))  # with the same columns' sizes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.o(torch.tanh(self.q(x) * self.k(x)))
+
+
+def batches() -> list[Any]:
+    return [torch.randn(50, 64), (torch.randn(40, 64),), {"x": torch.randn(10, 64)}]
+
+
+def test_sizes_from_inputs() -> None:
+    """The exponents are the square root of x's size over that of w's column, in powers of two."""
+    plain = Attention()
+    model = hot.convert(copy.deepcopy(plain), config(), every)
+    before, state = torch.get_rng_state(), model.training
+    data = batches()
+    report = hot.freeze(model, inputs=data).freeze_report
+    assert model.training is state and not model.q._forward_pre_hooks
+    assert "x of 100 tokens, and weights" in str(report) and "frozen in INT4" in str(report)
+    x = torch.cat([data[0], *data[1], data[2]["x"]])
+    size = plain.norm(x).double().square().mean(0).sqrt()
+    column = plain.q.weight.double().square().mean(0).sqrt()
+    logs = (size / column).log2()
+    expected = (logs - logs.mean()) * 0.5 * frozen_codes.STEPS
+    assert (model.q.weight_exponents - expected).abs().max() < 0.51
+    assert model.q.weight_exponents[7] >= 2 * frozen_codes.STEPS
+    without = hot.freeze(hot.convert(copy.deepcopy(plain), config(), every))
+    assert without.freeze_report.sizes == "weights"
+    x, errors = torch.randn(200, 64), []
+    for each in (model, without):
+        y = each.q(plain.norm(x))
+        errors.append((y - plain.q(plain.norm(x))).norm())
+    assert errors[0] < 0.6 * errors[1]
+    torch.set_rng_state(before)
+
+
+def test_layers_of_one_x_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hot.freeze(hot.convert(Attention(), config(), every), inputs=batches())
+    assert model.q.weight_exponents is model.k.weight_exponents
+    assert model.q.weight_exponents is not model.o.weight_exponents
+    x = torch.randn(9, 64, requires_grad=True)
+    quantised = []
+    original = codes_of_ops._core.quantize_forward_input
+    monkeypatch.setattr(
+        codes_of_ops._core,
+        "quantize_forward_input",
+        lambda *a, **o: [quantised.append(o), original(*a, **o)][1],
+    )
+    y = model(x)
+    assert len(quantised) == 2
+    graphs = Graphs().run(model, x)
+    assert graphs.count("forward", "forward_input") == 2
+    moved = copy.deepcopy(model).to(torch.bfloat16).float()
+    assert moved.q.weight_exponents is moved.k.weight_exponents
+    state = saved(model, True)
+    other = hot.freeze(hot.convert(Attention(), config(), every))
+    assert not torch.equal(other.q.weight_exponents, model.q.weight_exponents)
+    other.load_state_dict(state)
+    assert other.q.weight_exponents is model.k.weight_exponents
+    assert torch.equal(other(x), y)
+
+
+def test_codes_with_other_sizes() -> None:
+    """An eager layer follows codes that were copied into its own; a graph refuses them."""
+    model = hot.freeze(hot.convert(Attention(), config(), every), inputs=batches())
+    other = hot.freeze(hot.convert(Attention(), config(), every))
+    x = torch.randn(9, 64)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+    with torch.no_grad():
+        model.q.weight_codes.copy_(other.q.weight_codes)
+    with pytest.raises(RuntimeError, match="weight_codes: these codes have other sizes"):
+        compiled(x)
+    assert torch.equal(model.q(x), other.q(x))
+    assert torch.equal(model.q.weight_exponents, other.q.weight_exponents)
+
+
+def test_loading_keeps_sizes_that_come_from_x() -> None:
+    model = hot.freeze(hot.convert(Attention(), config(), every), inputs=batches())
+    exponents = model.q.weight_exponents.clone()
+    model.load_state_dict({"q.weight": torch.randn(64, 64)}, strict=False)
+    assert torch.equal(model.q.weight_exponents, exponents)
+    plain = hot.freeze(hot.convert(Attention(), config(), every))
+    plain.load_state_dict({"q.weight": torch.randn(64, 64) * torch.logspace(-1, 1, 64)}, strict=False)
+    assert plain.q.weight_exponents[0] - plain.q.weight_exponents[-1] > 2
+
+
+def test_int4_is_refused() -> None:
+    """By name, before anything has changed."""
+    calls: list[tuple[Any, dict[str, Any], str]] = [
+        (ValueError, {"bits": 5}, "bits: expected 4 or 8, got 5"),
+        (ValueError, {"bits": 8, "inputs": []}, "inputs: expected None with bits=8"),
+        (ValueError, {"convrot": True}, "convrot: expected False with bits=4"),
+        (TypeError, {"inputs": torch.zeros(3, 64)}, "inputs: expected an iterable of batches"),
+        (TypeError, {"inputs": {"x": torch.zeros(3, 64)}}, r"as \[batch\], got a dict"),
+        (TypeError, {"inputs": 3}, "got a int"),
+        (ValueError, {"inputs": []}, "inputs: none of 0 batches reached a layer"),
+        (ValueError, {"inputs": [torch.full((3, 64), torch.inf)]}, "inputs: NaN or infinity in the"),
+    ]
+    model = hot.convert(Attention(), config(), every)
+    for kind, options, text in calls:
+        with pytest.raises(kind, match=text):
+            hot.freeze(model, **options)
+    with torch.no_grad():
+        model.o.weight[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="layer o: weight: it has a NaN or an infinity"):
+        hot.freeze(model)
+    assert {type(m) for m in (model.q, model.k, model.o)} == {hot.HotLinear}
+    narrow = hot.convert(Net(72), config(forward_block=16), every)
+    report = hot.freeze(narrow).freeze_report
+    assert report.layers == ("down",)
+    assert report.skipped == (
+        ("up", "80 codes a row; INT4 needs a multiple of 32, as forward_block 32 has"),
+    )
+
+
+def test_a_layer_that_no_batch_reaches() -> None:
+    model = hot.convert(nn.ModuleDict({"a": Attention(), "b": nn.Linear(64, 64)}), config(), every)
+    model.forward = lambda x: model["a"](x)
+    report = hot.freeze(model, inputs=batches()[:1]).freeze_report
+    assert "weights alone for b, which no batch reached" in report.sizes
+    assert model["a"].q.weight_measured and not model["b"].weight_measured
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(clocks, "now", itertools.count(0.0, 4.0).__next__)
+    for terminal, progress in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        model = hot.convert(Attention(), config(), every)
+        hot.freeze(model, inputs=iter(batches()), progress=progress)
+        text = capsys.readouterr().err
+        parts = ("freeze: columns of o, 3 of 3, 6 s left", "freeze: batch 3\033", "freeze: o, 3 of 3")
+        assert all((part in text) == (terminal and progress) for part in parts)
 
 
 # ---- compiled, checkpoints, modes ----

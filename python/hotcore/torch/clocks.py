@@ -15,6 +15,7 @@ from torch import nn
 from .probe import LossFn, loss_of
 
 Step = Callable[[], object]
+now = time.monotonic
 _QUIET_S = 5.0
 """Seconds without a line of progress."""
 _Item = TypeVar("_Item")
@@ -72,7 +73,7 @@ def shown(
     text: str,
     progress: bool,
     budget: float = math.inf,
-    now: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
 ) -> Iterator[_Item]:
     """Yield items; on a terminal a line says which one is at work, and the time left.
 
@@ -81,15 +82,16 @@ def shown(
         text: the line, with ``{}`` for an item that is a str, otherwise for its number.
         progress: False yields the items alone.
         budget: seconds after which the work ends.
-        now: a clock.
+        clock: by default :data:`now`.
     """
-    begun, count = now(), len(items) if hasattr(items, "__len__") else 0
+    clock = clock or now
+    begun, count = clock(), len(items) if hasattr(items, "__len__") else 0
     progress = progress and sys.stderr.isatty()
     for i, item in enumerate(items):
-        took = now() - begun
+        took = clock() - begun
         if progress and took > _QUIET_S:
             line = text.format(item if isinstance(item, str) else i + 1)
-            if count:
+            if count and i:  # a loader's first batch may take long
                 left = max(0.0, min(took / i * (count - i), budget - took))
                 line += f", {i + 1} of {count}, {left:.0f} s left"
             print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import frozen_codes
+
 _LEAST = 1e-3
 """Smallest size of a feature, of their mean: a feature that was always zero may not be so later."""
 
@@ -24,7 +26,8 @@ def exponents(columns: Tensor, x: Tensor | None = None) -> Tensor:
     if columns.is_meta:
         return torch.empty(columns.shape, dtype=torch.int8, device="meta")
     ratio = -_logs(columns) if x is None else _logs(x) - _logs(columns)
-    return ((ratio - ratio.mean()) * 0.5).round().clamp(-100, 100).to(torch.int8)
+    steps = 0.5 * frozen_codes.STEPS
+    return ((ratio - ratio.mean()) * steps).round().clamp(-100, 100).to(torch.int8)
 
 
 def _logs(sizes: Tensor) -> Tensor:

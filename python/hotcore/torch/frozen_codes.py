@@ -35,6 +35,10 @@ GROUP = 32
 """Values along I that share a step in INT4."""
 
 
+STEPS = 1
+"""Steps of an exponent from a power of two to the next."""
+
+
 class Format(NamedTuple):
     """Format of codes: the parameters of the transform and quantisation that made them."""
 
