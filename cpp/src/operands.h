@@ -48,15 +48,21 @@ struct MatrixIn {
   const std::uint8_t* exponents = nullptr;
   bool divide = false;
 };
-// Powers of two by which the columns of a matrix are multiplied or divided, if not null.
+// Powers of 2^(1/4) by which the columns of a matrix are multiplied or divided, if not null.
 struct ColumnPowers {
   const std::int8_t* exponents = nullptr;
   bool divide = false;
   static constexpr int limit = 100;
-  // Bits of the fp32 power of an exponent.
+  // Bits of the fp32 power of an exponent: 1, 2^(1/4), 2^(1/2) or 2^(3/4), times a power of two.
   constexpr std::uint32_t bits(int exponent) const {
-    const int e = exponent < -limit ? -limit : exponent > limit ? limit : exponent;
-    return static_cast<std::uint32_t>(127 + (divide ? -e : e)) << 23;
+    const int limited = exponent < -limit ? -limit : exponent > limit ? limit : exponent;
+    const int e = divide ? -limited : limited;
+    const int quarter = e & 3;
+    const std::uint32_t root = quarter == 0   ? 0x3f800000U
+                               : quarter == 1 ? 0x3f9837f0U
+                               : quarter == 2 ? 0x3fb504f3U
+                                              : 0x3fd744fdU;
+    return root + (static_cast<std::uint32_t>((e - quarter) / 4) << 23);
   }
 };
 struct MatrixOut {

@@ -31,11 +31,13 @@ _OTHERS = (
 _DATA: Any = Tensor.data  # a property of C, whose type has no setter
 
 
+_ROOTS = (0x3F800000, 0x3F9837F0, 0x3FB504F3, 0x3FD744FD)
+"""Bits of the fp32 values of 1, 2^(1/4), 2^(1/2) and 2^(3/4)."""
 GROUP = 32
 """Values along I that share a step in INT4."""
 
 
-STEPS = 1
+STEPS = 4
 """Steps of an exponent from a power of two to the next."""
 
 
@@ -97,8 +99,10 @@ def exponents_of(body: Tensor, columns: int) -> Tensor:
 
 def factors(exponents: Tensor, inverse: bool = False) -> Tensor:
     """Factors of w's columns, fp32; ``inverse``: those of x, and of a dequantised weight."""
-    powers = exponents.to(torch.int32).clamp(-100, 100)
-    return ((127 - powers if inverse else 127 + powers) << 23).view(torch.float32)
+    powers = exponents.to(torch.int32).clamp(-100, 100) * (-1 if inverse else 1)
+    quarter = powers & 3
+    roots = torch.tensor(_ROOTS, dtype=torch.int32, device=exponents.device)
+    return (roots[quarter] + ((powers - quarter) // 4 << 23)).view(torch.float32)
 
 
 _shared: Any = weakref.WeakValueDictionary()
