@@ -566,12 +566,14 @@ def test_report() -> None:
     assert "forward='int8'" in str(hot.freeze_int8(plain).freeze_report)
 
 
-def test_tied_weights_share_codes() -> None:
+@both
+def test_tied_weights_share_codes(bits: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
     hot.convert(model, config(), every)
-    report = hot.freeze_int8(model).freeze_report
-    assert report.before == 64 * 64 * 4 and report.after == sealed_bytes(64, 64, 64, False)
+    inputs = [torch.randn(9, 64)] if bits == 4 else None
+    report = hot.freeze(model, bits, inputs=inputs).freeze_report
+    assert report.before == 64 * 64 * 4 and report.after == sealed_bytes(64, 64, 64, False, bits)
     assert model[0].weight_codes is model[1].weight_codes
     with pytest.raises(RuntimeError, match="weight: several layers have it"):
         model[1].weight.data += 1  # of one alone
@@ -1228,16 +1230,18 @@ def test_modules_to_save_that_are_frozen(peft: Any) -> None:
 ORDERS = ("peft first", "frozen first")
 
 
-def with_lora(peft: Any, order: str, dtype: torch.dtype = torch.float32, **lora: Any) -> nn.Module:
+def with_lora(
+    peft: Any, order: str, dtype: torch.dtype = torch.float32, bits: Any = 8, **lora: Any
+) -> nn.Module:
     model = Net().to(dtype)
     options = peft.LoraConfig(**{"r": 4, "target_modules": ["up", "down"], **lora})
     if order == "frozen first":
         hot.convert(model, config(), every)
-        hot.freeze_int8(model)
+        hot.freeze(model, bits)
     wrapped = peft.get_peft_model(model, options)
     if order == "peft first":
         hot.convert(wrapped, config(), lambda module, name: name.endswith("base_layer"))
-        hot.freeze_int8(wrapped)
+        hot.freeze(wrapped, bits)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
@@ -1245,10 +1249,11 @@ def with_lora(peft: Any, order: str, dtype: torch.dtype = torch.float32, **lora:
     return wrapped
 
 
+@both
 @pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
-def test_lora(peft: Any, order: str, tmp_path: Path) -> None:
-    model = with_lora(peft, order, torch.bfloat16)
+def test_lora(bits: int, peft: Any, order: str, tmp_path: Path) -> None:
+    model = with_lora(peft, order, torch.bfloat16, bits)
     inner = model.base_model.model
     assert type(inner.up.base_layer) is HotFrozenLinear
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -1282,10 +1287,11 @@ def test_lora(peft: Any, order: str, tmp_path: Path) -> None:
     y.float().sum().backward()
 
 
+@both
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("safe", [False, True])
-def test_merge(peft: Any, order: str, safe: bool) -> None:
-    model = with_lora(peft, order)
+def test_merge(bits: int, peft: Any, order: str, safe: bool) -> None:
+    model = with_lora(peft, order, bits=bits)
     inner = model.base_model.model
     expected = {
         name: layer.base_layer.dequantized() + layer.get_delta_weight("default")
@@ -1316,11 +1322,12 @@ def test_dora_reads_the_weight(peft: Any) -> None:
     assert type(model.base_model.model.up.base_layer) is HotFrozenLinear
 
 
-def test_conv1d(peft: Any) -> None:
+@both
+def test_conv1d(bits: Any, peft: Any) -> None:
     model = causal("GPT2", n_layer=1)
     names = list(model.state_dict())
     hot.convert(model, config("plain"))
-    assert len(hot.freeze_int8(model).freeze_report.layers) == 4
+    assert len(hot.freeze(model, bits).freeze_report.layers) == 4
     layer = model.transformer.h[0].mlp.c_fc
     assert type(layer).__name__ == "HotFrozenConv1D" and layer.weight.shape == (64, 256)
     assert layer.weight.stride() == layer.dequantized().stride()
