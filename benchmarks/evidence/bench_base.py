@@ -26,6 +26,7 @@ without the scale of a row, which takes 4 of 384 columns here, and 4 of 4,096 in
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gzip
@@ -40,6 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hotcore.torch as hot
 import timing
 import torch
 import torch.nn.functional as F
@@ -431,15 +433,47 @@ def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -
         layer.weight.data = weights[name]
     for handle in handles:
         handle.remove()
+    weight_error = math.sqrt(errors / squares)
+    return errors_of(tokens, exact, size / sum(w.numel() for w in weights.values()), weight_error)
+
+
+def errors_of(tokens: Tensor, exact: Tensor, size: float, weight_error: float) -> dict[str, float]:
+    """A row of the report."""
     pooled = F.cosine_similarity(tokens.mean(1), exact.mean(1))
     return {
-        "bytes": size / sum(w.numel() for w in weights.values()),
-        "w": math.sqrt(errors / squares),
+        "bytes": size,
+        "w": weight_error,
         "sequence": float(1 - pooled.mean()),
         "worst": float(1 - pooled.min()),
         "token": float(1 - F.cosine_similarity(tokens, exact, dim=2).mean()),
         "error": float((tokens - exact).norm() / exact.norm()),
     }
+
+
+FROZEN: dict[str, tuple[Any, bool]] = {
+    "hot.freeze_int8(model)": (8, False),
+    "hot.freeze(model, 4)": (4, False),
+    "hot.freeze(model, 4, inputs)": (4, True),
+}
+"""hotcore's own layers, with x in INT8: bits, and whether they have inputs."""
+
+
+def frozen(case: Case, bits: Any, measured: bool, exact: Tensor) -> dict[str, float]:
+    """A row of the model that :func:`hot.freeze` has made."""
+    plain, names = case.model, set(case.layers())
+    model = copy.deepcopy(plain)
+    config = hot.HotConfig(forward="int8", forward_in_eval=True)
+    hot.convert(model, config, filter_fn=lambda _, name: name in names)
+    inputs = [{"input_ids": part} for part in case.calibration.split(32)] if measured else None
+    hot.freeze(model, bits, inputs=inputs)
+    weights, squares, errors = case.layers(), 0.0, 0.0
+    for name, layer in weights.items():
+        error = model.get_submodule(name).dequantized() - layer.weight  # type: ignore[operator]
+        errors += float(error.square().sum())
+        squares += float(layer.weight.square().sum())
+    size = model.freeze_report.after / sum(layer.weight.numel() for layer in weights.values())  # type: ignore[union-attr, operator]
+    row = dataclasses.replace(case, model=model).outputs()
+    return errors_of(row, exact, size, math.sqrt(errors / squares))
 
 
 def _rounding(form: Format, factors: Tensor | None) -> Any:
@@ -494,6 +528,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             bar.set_postfix_str(title)
             if title not in rows:
                 rows[title] = timing.rounded(measure(case, form, exact, sizes, readers))
+                timing.write_json(args.json, report)
+        for title, (bits, measured) in FROZEN.items():
+            if title not in rows:
+                rows[title] = timing.rounded(frozen(case, bits, measured, exact))
                 timing.write_json(args.json, report)
     print(*table(report["cases"]), sep="\n")
     return 0
