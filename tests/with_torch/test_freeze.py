@@ -28,7 +28,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
 from hotcore.torch import _compat, clocks, frozen_codes  # noqa: E402
 from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
-from hotcore.torch.frozen_codes import sealed_bytes  # noqa: E402
+from hotcore.torch.frozen_codes import Format  # noqa: E402
 from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
@@ -122,14 +122,14 @@ def test_dequantised_weight(shape: tuple[int, int], block: int, dtype: torch.dty
     assert found.dtype == dtype and torch.equal(found, torch.from_numpy(expected).to(dtype))
     error = (found - weight).float().norm() / weight.float().norm()
     assert 0 < error < 0.012
-    assert model[0].weight_codes.nbytes == sealed_bytes(*shape, block, False)
+    assert model[0].weight_codes.nbytes == Format(block).bytes(*shape)
     assert torch.equal(model[0].weight_codes[: len(q)], torch.from_numpy(q))
 
 
 @pytest.mark.parametrize("block", [32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantised_weight_of_int4(block: int, dtype: torch.dtype) -> None:
-    """docs/numerics.md, "INT4 weights": in features are multiplied by their factors, and divided."""
+    """docs/numerics.md, "INT4 weights": codes times scale, transformed back, times factors."""
     layer = nn.Linear(72, 40).to(dtype)
     with torch.no_grad():
         layer.weight[:, 5] *= 9
@@ -148,7 +148,7 @@ def test_dequantised_weight_of_int4(block: int, dtype: torch.dtype) -> None:
     assert found.dtype == dtype and torch.equal(found, torch.from_numpy(expected).to(dtype))
     error = (found - weight).float().norm() / weight.float().norm()
     assert 0.05 < error < 0.11
-    assert model[0].weight_codes.nbytes == sealed_bytes(40, 72, block, False, 4)
+    assert model[0].weight_codes.nbytes == Format(block, False, 4).bytes(40, 72)
 
 
 @both
@@ -391,12 +391,14 @@ def test_loading_keeps_sizes_that_come_from_x() -> None:
     model.load_state_dict({"q.weight": torch.randn(64, 64)}, strict=False)
     assert torch.equal(model.q.weight_exponents, exponents)
     plain = hot.freeze(hot.convert(Attention(), config(), every))
-    plain.load_state_dict({"q.weight": torch.randn(64, 64) * torch.logspace(-1, 1, 64)}, strict=False)
+    plain.load_state_dict(
+        {"q.weight": torch.randn(64, 64) * torch.logspace(-1, 1, 64)}, strict=False
+    )
     assert plain.q.weight_exponents[0] - plain.q.weight_exponents[-1] > 2
 
 
 def test_int4_is_refused() -> None:
-    """By name, before anything has changed."""
+    """The argument or the layer is named, and nothing has changed."""
     calls: list[tuple[Any, dict[str, Any], str]] = [
         (ValueError, {"bits": 5}, "bits: expected 4 or 8, got 5"),
         (ValueError, {"bits": 8, "inputs": []}, "inputs: expected None with bits=8"),
@@ -405,7 +407,11 @@ def test_int4_is_refused() -> None:
         (TypeError, {"inputs": {"x": torch.zeros(3, 64)}}, r"as \[batch\], got a dict"),
         (TypeError, {"inputs": 3}, "got a int"),
         (ValueError, {"inputs": []}, "inputs: none of 0 batches reached a layer"),
-        (ValueError, {"inputs": [torch.full((3, 64), torch.inf)]}, "inputs: NaN or infinity in the"),
+        (
+            ValueError,
+            {"inputs": [torch.full((3, 64), torch.inf)]},
+            "inputs: NaN or infinity in the",
+        ),
     ]
     model = hot.convert(Attention(), config(), every)
     for kind, options, text in calls:
@@ -439,7 +445,11 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         model = hot.convert(Attention(), config(), every)
         hot.freeze(model, inputs=iter(batches()), progress=progress)
         text = capsys.readouterr().err
-        parts = ("freeze: columns of o, 3 of 3, 6 s left", "freeze: batch 3\033", "freeze: o, 3 of 3")
+        parts = (
+            "freeze: columns of o, 3 of 3, 6 s left",
+            "freeze: batch 3\033",
+            "freeze: o, 3 of 3",
+        )
         assert all((part in text) == (terminal and progress) for part in parts)
 
 
@@ -557,7 +567,7 @@ def test_report() -> None:
     hot.convert(both, config(), every)
     report = hot.freeze_int8(both).freeze_report
     assert report.layers == ("net.down",)
-    assert report.before == 64 * 96 * 4 and report.after == sealed_bytes(64, 96, 64, False)
+    assert report.before == 64 * 96 * 4 and report.after == Format(64).bytes(64, 96)
     text = str(report)
     assert "1 layers frozen in INT8" in text and "net.up" in text and "embedding" in text
     assert "Conv2d 1x1; only linear layers" in text and "forward_in_eval" in text
@@ -573,7 +583,7 @@ def test_tied_weights_share_codes(bits: Any) -> None:
     hot.convert(model, config(), every)
     inputs = [torch.randn(9, 64)] if bits == 4 else None
     report = hot.freeze(model, bits, inputs=inputs).freeze_report
-    assert report.before == 64 * 64 * 4 and report.after == sealed_bytes(64, 64, 64, False, bits)
+    assert report.before == 64 * 64 * 4 and report.after == Format(64, False, bits).bytes(64, 64)
     assert model[0].weight_codes is model[1].weight_codes
     with pytest.raises(RuntimeError, match="weight: several layers have it"):
         model[1].weight.data += 1  # of one alone
@@ -805,7 +815,9 @@ def test_codes_are_no_numbers(write: Callable[[Any], Any]) -> None:
 
 @both
 @pytest.mark.parametrize("write", BYTES.values(), ids=BYTES)
-def test_bytes_that_are_no_codes_are_found_when_read(bits: int, write: Callable[[Any], Any]) -> None:
+def test_bytes_that_are_no_codes_are_found_when_read(
+    bits: int, write: Callable[[Any], Any]
+) -> None:
     model, x = frozen(bits=bits), torch.randn(3, 72)
     state = {key: value.clone() for key, value in saved(model, True).items()}
     y, compiled = model(x), torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -841,7 +853,9 @@ def by_foreach(e: Any, p: Any) -> None:
 @both
 @pytest.mark.parametrize("update", [copied, new_data, by_numpy, by_foreach])
 @pytest.mark.parametrize("other", [False, True])
-def test_averages_that_were_cast_back(bits: int, update: Callable[[Any, Any], None], other: bool) -> None:
+def test_averages_that_were_cast_back(
+    bits: int, update: Callable[[Any, Any], None], other: bool
+) -> None:
     """Averages of equal codes are truncated, averages of other codes have no meaning."""
     model, x = frozen(bits=bits), torch.randn(3, 72)
     ema = copy.deepcopy(frozen(bits=bits) if other else model)
@@ -1083,7 +1097,9 @@ def test_plain_state_dict_both_ways(bits: int) -> None:
     other.load_state_dict(plain.state_dict())
     assert other.up.weight_codes is codes
     # Quantised again: rounded to the same codes, but for those that bf16 or INT4's steps move.
-    assert (other.up.weight_codes != model.up.weight_codes).float().mean() < (0.06 if bits == 8 else 0.4)
+    assert (other.up.weight_codes != model.up.weight_codes).float().mean() < (
+        0.06 if bits == 8 else 0.4
+    )
     assert near(other.up, model.up, 0.005 if bits == 8 else 0.1)
     exact = frozen(bits=bits)
     again = frozen(bits=bits)
@@ -1137,10 +1153,14 @@ def test_wrong_state_dicts(bits: int) -> None:
         model.load_state_dict(state)
     codes = saved(frozen(forward_block=16, bits=bits), True)
     kind = "" if bits == 8 else " in INT4"
-    with pytest.raises(RuntimeError, match=f"blocks of 16{kind}; expected codes of blocks of 64{kind}"):
+    with pytest.raises(
+        RuntimeError, match=f"blocks of 16{kind}; expected codes of blocks of 64{kind}"
+    ):
         model.load_state_dict(codes)
     other = {8: "", 4: " in INT4"}[12 - bits]
-    with pytest.raises(RuntimeError, match=f"blocks of 64{other}; expected codes of blocks of 64{kind}"):
+    with pytest.raises(
+        RuntimeError, match=f"blocks of 64{other}; expected codes of blocks of 64{kind}"
+    ):
         model.load_state_dict(saved(frozen(bits=12 - bits), True))
     with pytest.raises(
         RuntimeError, match=r"weight_codes: .* hot\.freeze\(model, bits\) before load"

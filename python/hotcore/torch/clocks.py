@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 import torch
@@ -85,7 +85,7 @@ def shown(
         clock: by default :data:`now`.
     """
     clock = clock or now
-    begun, count = clock(), len(items) if hasattr(items, "__len__") else 0
+    begun, count = clock(), len(items) if isinstance(items, Sized) else 0
     progress = progress and sys.stderr.isatty()
     for i, item in enumerate(items):
         took = clock() - begun

@@ -17,8 +17,8 @@ _LEAST = 1e-3
 
 def of_columns(rows: Tensor) -> Tensor:
     """Root mean square of each column of a matrix ``[O, I]``, fp64 ``[I]``."""
-    norms = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)
-    return norms * max(rows.shape[0], 1) ** -0.5
+    sizes: Tensor = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)
+    return sizes.mul_(max(rows.shape[0], 1) ** -0.5)
 
 
 def exponents(columns: Tensor, x: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from . import _compat, feature_sizes, frozen_codes, ops
@@ -83,9 +82,7 @@ def freeze_int8(
     progress: bool = True,
 ) -> nn.Module:
     """Call :func:`.freeze` with ``bits=8``: a byte a value, and about 1 % of error in a weight."""
-    return freeze(
-        model, 8, filter_fn, save_codes=save_codes, convrot=convrot, progress=progress
-    )
+    return freeze(model, 8, filter_fn, save_codes=save_codes, convrot=convrot, progress=progress)
 
 
 def freeze(
@@ -268,9 +265,7 @@ def _frozen_class(layer: HotModule, convrot: bool) -> type[FrozenModule]:
     return HotFrozenConv1D
 
 
-def _why_not(
-    layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool, bits: int
-) -> str:
+def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool, bits: int) -> str:
     """Why a converted layer cannot or shall not be frozen; empty if it will be."""
     assert isinstance(layer, nn.Module)
     if isinstance(layer, FrozenModule):

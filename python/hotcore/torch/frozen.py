@@ -333,7 +333,7 @@ class FrozenModule(HotModule, nn.Module):
 
     def _fits(self, codes: Tensor) -> bool:
         """Whether codes are of the layer's format, by their size."""
-        return codes.numel() == frozen_codes.sealed_bytes(*self.weight_features, *self._format)
+        return codes.numel() == self._format.bytes(*self.weight_features)
 
     def take_format(self, codes: Tensor) -> None:
         """Raise ValueError for codes of another format; ConvRot's layer may take them."""
@@ -555,8 +555,8 @@ class FrozenModule(HotModule, nn.Module):
     def _exponents_for(self, rows: Tensor) -> Tensor | None:
         """Exponents of a weight that replaces the layer's.
 
-        They are the layer's own if these come from x. Those of a weight that was dequantised may
-        differ by a rounding, and the own ones give nearly its codes again.
+        They are the layer's own if these come from x, or if the weight's differ by a step at most.
+        A dequantised weight thus gets nearly its codes again.
         """
         if self.weight_bits == 8:
             return None

@@ -55,10 +55,14 @@ class Format(NamedTuple):
     def tail(self) -> int:
         """Bytes of the tail.
 
-        They rise with the block, and from a format to ConvRot's. Those of INT4 are odd multiples of
-        2, so that no body of INT8, with its multiples of 4, can make up for them.
+        They rise with the block, and from a format to ConvRot's. INT4's are odd multiples of 2, so
+        that no body of INT8, which is a multiple of 4, can make up for them.
         """
         return 4 * (2 * self.block.bit_length() + self.convrot + 1) + 2 * (self.bits == 4)
+
+    def bytes(self, rows: int, columns: int) -> int:
+        """Bytes of the codes and scales with their tail."""
+        return body_bytes(rows, columns, self.block, self.bits) + self.tail
 
     def __str__(self) -> str:
         """The format's name in errors."""
@@ -123,14 +127,9 @@ def _aligned(size: int) -> int:
     return (size + 15) // 16 * 16
 
 
-def sealed_bytes(rows: int, columns: int, block: int, convrot: bool, bits: int = 8) -> int:
-    """Bytes of the codes and scales with their tail."""
-    return body_bytes(rows, columns, block, bits) + Format(block, convrot, bits).tail
-
-
 def format_of(size: int, rows: int, columns: int) -> Format | None:
     """The format of ``size`` bytes of codes; None: they are none of such a weight."""
-    return next((f for f in FORMATS if sealed_bytes(rows, columns, *f) == size), None)
+    return next((f for f in FORMATS if f.bytes(rows, columns) == size), None)
 
 
 def sealed(body: Tensor, form: Format) -> Tensor:
@@ -172,7 +171,11 @@ def written(codes: Any, exponents: Tensor) -> bool:
     if torch.compiler.is_compiling() or not hasattr(codes, "_hot_seen"):
         return False
     state = (version(codes), codes.data_ptr())
-    return codes._hot_seen is None or codes._hot_seen[:2] != state or codes._hot_seen[2] is not exponents
+    return (
+        codes._hot_seen is None
+        or codes._hot_seen[:2] != state
+        or codes._hot_seen[2] is not exponents
+    )
 
 
 def intact(codes: Tensor, size: int) -> bool:

@@ -223,9 +223,7 @@ def _fake_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tens
     return _bytes(input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config)), x)
 
 
-@operator(
-    "forward_input(Tensor x, str config, Tensor? exponents=None) -> Tensor", fake=_fake_input
-)
+@operator("forward_input(Tensor x, str config, Tensor? exponents=None) -> Tensor", fake=_fake_input)
 def forward_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tensor:
     """x quantised for 8-bit products."""
     return quantize_forward_input(x, parsed(config), exponents=exponents)[0]

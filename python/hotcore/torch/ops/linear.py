@@ -46,8 +46,8 @@ _ARGUMENTS = (
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """g_x, g_w and g_b; None: not wanted."""
 _FROZEN_DTYPE = (
-    ". The weight is frozen in codes: model.to(x.dtype) changes the dtype that it stands for, where "
-    "the mp_policy of fully_shard casts x alone"
+    ". The weight is frozen in codes: model.to(x.dtype) changes the dtype that it stands for, "
+    "where the mp_policy of fully_shard casts x alone"
 )
 
 
