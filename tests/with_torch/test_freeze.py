@@ -791,7 +791,7 @@ BYTES: dict[str, Callable[[Any], Any]] = {
     "out": lambda c: torch.add(c, 1, out=c),
     "foreach": lambda c: torch._foreach_zero_([torch.ones(2), c]),
     "operator": lambda c: torch.ops.aten.mul_.Tensor(c, c),
-    "one scale": lambda c: c[-80:-76].copy_(c[-84:-80]),
+    "four codes": lambda c: c[8:12].copy_(c[16:20]),
 }
 if _compat.traces_parameters():
     BYTES["data"] = lambda c: c.data.clamp_(60, 90)
