@@ -5,9 +5,9 @@
 //   codes). A warp takes a group. Each lane tries one step on all values of the group.
 //
 // expand_weight_int4_kernel
-//   A thread expands 16 values at a time, 4 times. The eight magnitudes of a group's codes are bytes
-//   of two registers, which a byte permutation indexes by four codes at once. Traffic per value:
-//   0.53 byte read, 1 byte written, with 3 instructions.
+//   A thread expands 16 values at a time, 4 times. The eight magnitudes of a group's codes are
+//   bytes of two registers, which a byte permutation indexes by four codes at once. Traffic per
+//   value: 0.53 byte read, 1 byte written, with 3 instructions.
 #include <algorithm>
 #include <cstdint>
 
@@ -118,7 +118,9 @@ class Expander {
   __device__ explicit Expander(unsigned step) {
     const unsigned m = min(step, static_cast<unsigned>(weight_int4::max_step));
     // Two products of 16 bits in a register. Bytes 0 and 2 of the shifted sums are magnitudes.
-    const auto pair = [&](unsigned odd) { return (m * (odd | (odd + 2) << 16) + 0x00080008U) >> 4; };
+    const auto pair = [&](unsigned odd) {
+      return (m * (odd | (odd + 2) << 16) + 0x00080008U) >> 4;
+    };
     low_ = __byte_perm(pair(1), pair(5), 0x6420);
     high_ = __byte_perm(pair(9), pair(13), 0x6420);
     reversed_low_ = __byte_perm(high_, 0, 0x0123);
@@ -133,7 +135,7 @@ class Expander {
   }
 
  private:
-  unsigned low_, high_;                     // magnitudes of the codes 0 to 7
+  unsigned low_, high_;                    // magnitudes of the codes 0 to 7
   unsigned reversed_low_, reversed_high_;  // magnitudes of the codes -8 to -1
 };
 
@@ -193,7 +195,8 @@ void CudaBackend::expand_weight_int4(const Context& context, const Int4Weight& w
                         w.rows,
                         w.group == 32 ? 1 : 2};
   launch(stage, context, expand_weight_int4_kernel,
-         std::max<std::int64_t>(1, ceil_div(chunks, threads * chunks_per_thread)), threads, 0, args);
+         std::max<std::int64_t>(1, ceil_div(chunks, threads * chunks_per_thread)), threads, 0,
+         args);
 }
 
 }  // namespace hot::detail

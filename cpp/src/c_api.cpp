@@ -729,9 +729,8 @@ hot_status hot_quantize_forward_weight(const hot_context* context, const hot_ten
   const char* const call = "quantize_forward_weight";
   return guarded([&] {
     check_struct(call, "weight", weight);
-    write_weight(weight, hot::quantize_forward_weight(context_of(call, context),
-                                                      view(call, "w", w), spec_of(call, spec),
-                                                      {data, bytes}));
+    write_weight(weight, hot::quantize_forward_weight(context_of(call, context), view(call, "w", w),
+                                                      spec_of(call, spec), {data, bytes}));
   });
 }
 
@@ -783,11 +782,12 @@ hot_status hot_quantize_forward_input(const hot_context* context, const hot_tens
                                            saved);
 }
 
-hot_status hot_quantize_forward_input_scaled(
-    const hot_context* context, const hot_tensor* x, const hot_tensor* exponents,
-    const hot_forward_spec* spec, void* data, size_t bytes, hot_input* input, const hot_spec* kept,
-    void* saved_data, size_t saved_bytes, void* workspace, size_t workspace_bytes,
-    hot_saved* saved) {
+hot_status hot_quantize_forward_input_scaled(const hot_context* context, const hot_tensor* x,
+                                             const hot_tensor* exponents,
+                                             const hot_forward_spec* spec, void* data, size_t bytes,
+                                             hot_input* input, const hot_spec* kept,
+                                             void* saved_data, size_t saved_bytes, void* workspace,
+                                             size_t workspace_bytes, hot_saved* saved) {
   const char* const call = "quantize_forward_input";
   return guarded([&] {
     check_struct(call, "input", input);
@@ -853,10 +853,9 @@ hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor
   const char* const call = "quantize_weight_int4";
   return guarded([&] {
     check_struct(call, "weight", weight);
-    write_weight(weight,
-                 hot::quantize_weight_int4(context_of(call, context), view(call, "w", w),
-                                           optional(call, "exponents", exponents),
-                                           {spec_of(call, spec), group}, {data, bytes}));
+    write_weight(weight, hot::quantize_weight_int4(context_of(call, context), view(call, "w", w),
+                                                   optional(call, "exponents", exponents),
+                                                   {spec_of(call, spec), group}, {data, bytes}));
   });
 }
 

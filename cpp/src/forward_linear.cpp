@@ -196,11 +196,11 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   }
   const detail::CompressJob* const job = compress && compress->job ? &*compress->job : nullptr;
   if (rows.rows > 0) {
-    backend_of(context).quantize_forward_input(context,
-                                               {rows, spec.hadamard_block, detail::forward_quant,
-                                                detail::weight_operand(out.data, rows.rows, k),
-                                                powers},
-                                               job, workspace.data);
+    backend_of(context).quantize_forward_input(
+        context,
+        {rows, spec.hadamard_block, detail::forward_quant,
+         detail::weight_operand(out.data, rows.rows, k), powers},
+        job, workspace.data);
   } else if (job != nullptr) {
     backend_of(context).compress(context, *job, workspace.data);
   }

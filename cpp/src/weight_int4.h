@@ -33,7 +33,9 @@ constexpr int candidate(int amax, int index) {
 }
 
 // Factor by which values in fixed point become codes; `nearest` finds the code.
-constexpr float code_factor(int step) { return step == 0 ? 0.0F : 1.0F / static_cast<float>(8 * step); }
+constexpr float code_factor(int step) {
+  return step == 0 ? 0.0F : 1.0F / static_cast<float>(8 * step);
+}
 
 // Code of a value in fixed point.
 constexpr int nearest(int value, float factor) {

@@ -472,9 +472,8 @@ void expand_weight_int4(const CoreContext& c, const In& w, std::int64_t out_feat
   const hot::WeightInt4Spec full{spec, group};
   Gil release;
   hot::expand_weight_int4(
-      c.context,
-      {from.data, from.bytes, out_features, in_features, hot::weight_int4_format(full)}, full,
-      {bytes.data, bytes.bytes});
+      c.context, {from.data, from.bytes, out_features, in_features, hot::weight_int4_format(full)},
+      full, {bytes.data, bytes.bytes});
 }
 
 std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
@@ -720,8 +719,8 @@ void bind_ops(nb::module_& m) {
         "group"_a);
   m.def("quantize_weight_int4", &quantize_weight_int4, "context"_a, "w"_a.noconvert(),
         "exponents"_a.noconvert().none(), "spec"_a, "group"_a, "out"_a.noconvert());
-  m.def("expand_weight_int4", &expand_weight_int4, "context"_a, "w"_a.noconvert(),
-        "out_features"_a, "in_features"_a, "spec"_a, "group"_a, "out"_a.noconvert());
+  m.def("expand_weight_int4", &expand_weight_int4, "context"_a, "w"_a.noconvert(), "out_features"_a,
+        "in_features"_a, "spec"_a, "group"_a, "out"_a.noconvert());
   m.def("forward_linear_workspace", &forward_linear_workspace, "context"_a, "tokens"_a,
         "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a,
         "quantized_input"_a = false);

@@ -432,10 +432,11 @@ def quantize_weight_int4(
     source = _matrix(operand(w, "w"))
     check_ints(group=group)
     powers = _exponents(exponents)
+    rows, columns = source.shape
     spec = settings.forward_spec
-    data = source.empty((_core.weight_int4_bytes(*source.shape, spec, group),), "uint8")
+    data = source.empty((_core.weight_int4_bytes(rows, columns, spec, group),), "uint8")
     _core.quantize_weight_int4(source.context(), source.dlpack, powers, spec, group, data.dlpack)
-    return QuantizedWeightInt4(_result(source, data), *source.shape, settings, group, exponents)
+    return QuantizedWeightInt4(_result(source, data), rows, columns, settings, group, exponents)
 
 
 def expand_weight_int4(w: QuantizedWeightInt4) -> QuantizedForwardWeight:
@@ -522,15 +523,14 @@ def quantize_forward_input(
     sizes = (math.prod(source.shape[:-1]), source.shape[-1])
     spec = settings.forward_spec
     data = source.empty((_core.forward_input_bytes(*sizes, spec),), "uint8")
-    compression: tuple[Any, ...] = ()
-    powers = _exponents(exponents)
+    compression: dict[str, Any] = {"exponents": _exponents(exponents)}
     if keep:
         full_key, backward = as_key(key), settings.spec
         saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
         workspace = source.workspace(_core.compress_activation_workspace, *sizes, backward)
-        compression = (backward, full_key, saved.dlpack, workspace)
-    arguments = (source.context(), source.dlpack, spec, data.dlpack, *compression)
-    _core.quantize_forward_input(*arguments, exponents=powers)
+        compression |= {"kept": backward, "key": full_key, "saved": saved.dlpack}
+        compression["workspace"] = workspace
+    _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack, **compression)
     codes = QuantizedInput(_result(source, data), source.shape, source.dtype, settings, exponents)
     return (codes, Saved(_result(source, saved), *sizes, settings, full_key)) if keep else codes
 

@@ -149,8 +149,7 @@ void call(const std::string& name, Arguments& t) {
                                 {v["codes"].data, t.bytes("codes")}, t.spec,
                                 {v["saved"].data, t.bytes("saved")}, t.workspace(), v["exponents"]);
   } else if (name == "quantize_weight_int4") {
-    hot::quantize_weight_int4(context, v["w"], v["exponents"],
-                              {{number("block")}, number("group")},
+    hot::quantize_weight_int4(context, v["w"], v["exponents"], {{number("block")}, number("group")},
                               {v["codes"].data, t.bytes("codes")});
   } else if (name == "expand_weight_int4") {
     const hot::ConstQuantizedWeight w{v["codes"].data, t.bytes("codes"), t.numbers["out_features"],

@@ -33,7 +33,7 @@ class Buffer {
 struct Weight {
   WeightInt4Spec spec{{forward_block(random_int(0, 7))}, random_int(0, 1) == 0 ? 32 : 64};
   std::int64_t O = random_int(0, 40), I = any_features();
-  Floats w = floats(O, I, normal(O * I), 3);
+  Floats w = floats(O, I, normal(O* I), 3);
   Buffer exponents{static_cast<std::size_t>(I)};
   bool with_exponents = random_int(0, 1) == 0;
 

@@ -1,5 +1,5 @@
-// Compares weight_int4, and quantize_forward_input with exponents, on CUDA with the CPU, bit for
-// bit: random shapes, strides and types, long rows, every byte as a step, a CUDA graph.
+// Compares weight_int4 on CUDA with the CPU, bit for bit, and quantize_forward_input with exponents.
+// Shapes, strides and types are random; rows are long; steps are any byte.
 #include "support_cuda.h"
 
 using namespace hot_test;
@@ -26,16 +26,14 @@ class Int4Layer {
     x_.fill(awkward(tokens * ins));
     w_.fill(awkward(outs * ins));
     for (std::int64_t i = 0; i < ins; ++i) {
-      exponents_.on<std::int8_t>(false)[i] =
-          static_cast<std::int8_t>(random_int(0, 999) == 0 ? random_int(-128, 127)
-                                                           : random_int(-4, 4));
+      exponents_.on<std::int8_t>(false)[i] = static_cast<std::int8_t>(
+          random_int(0, 999) == 0 ? random_int(-128, 127) : random_int(-4, 4));
     }
     exponents_.push();
   }
 
   void queue(const hot::Context& context, bool on_gpu) {
-    const ConstTensorView exponents =
-        with_exponents_ ? exponents_.flat(on_gpu) : TensorView{};
+    const ConstTensorView exponents = with_exponents_ ? exponents_.flat(on_gpu) : TensorView{};
     const hot::ConstQuantizedWeight q = hot::quantize_weight_int4(
         context, w_.view(on_gpu), exponents, spec_, {codes_.view(on_gpu).data, bytes(codes_)});
     hot::expand_weight_int4(context, q, spec_, {expanded_.view(on_gpu).data, bytes(expanded_)});
@@ -61,10 +59,10 @@ class Int4Layer {
     codes_.push();
     const std::int64_t ins = w_.view(false).shape[1];
     for (const bool on_gpu : {false, true}) {
-      hot::expand_weight_int4(on_gpu ? context : cpu(4),
-                              {codes_.view(on_gpu).data, bytes(codes_), outs_, ins,
-                               hot::weight_int4_format(spec_)},
-                              spec_, {expanded_.view(on_gpu).data, bytes(expanded_)});
+      hot::expand_weight_int4(
+          on_gpu ? context : cpu(4),
+          {codes_.view(on_gpu).data, bytes(codes_), outs_, ins, hot::weight_int4_format(spec_)},
+          spec_, {expanded_.view(on_gpu).data, bytes(expanded_)});
     }
   }
   void expect_equal(const std::string& what) {

@@ -33,7 +33,8 @@ STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in IN
 
 
 def test_the_stages_are_known() -> None:
-    assert sorted(COMPOSED | {"gemm", "hadamard", "lowrank", "pack", "quantize"}) == STAGES
+    single = {"gemm", "hadamard", "lowrank", "pack", "quantize", "weight_int4"}
+    assert sorted(COMPOSED | single) == STAGES
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -65,6 +66,7 @@ IN_C = {
     "weight_format": None,
     "forward_weight_format": None,
     "forward_input_format": None,
+    "weight_int4_format": None,
     "scale_count": None,
 }
 

@@ -110,7 +110,9 @@ def test_steps_have_the_least_error(rng: np.random.Generator) -> None:
     error = np.square(values - chosen).sum(1)
     least = np.full(len(values), np.inf)
     for step in range(1, 136):
-        grid = reference.expand_weight_int4(np.arange(256, dtype=np.uint8)[None], np.full((1, 16), step))
+        grid = reference.expand_weight_int4(
+            np.arange(256, dtype=np.uint8)[None], np.full((1, 16), step)
+        )
         distance = np.abs(values[..., None] - np.unique(grid)).min(-1)
         least = np.minimum(least, np.square(distance).sum(1))
     assert (error >= least - 1e-6 * error).all()

@@ -85,13 +85,10 @@ struct ForwardInput {
 /// @param saved      saved_layout(...).bytes bytes, 16-byte aligned, no overlap with `out` or x.
 /// @param workspace  compress_activation_workspace bytes for the spec `kept`.
 /// @param exponents  as above; the saved form ignores them.
-HOT_API ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
-                                            const ForwardLinearSpec& spec,
-                                            const QuantizedInput& out,
-                                            const BackwardLinearSpec& kept,
-                                            const SavedActivation& saved,
-                                            const Workspace& workspace,
-                                            const ConstTensorView& exponents = {});
+HOT_API ForwardInput quantize_forward_input(
+    const Context& context, const ConstTensorView& x, const ForwardLinearSpec& spec,
+    const QuantizedInput& out, const BackwardLinearSpec& kept, const SavedActivation& saved,
+    const Workspace& workspace, const ConstTensorView& exponents = {});
 
 /// Bytes of scratch for forward_linear. The flags say that the call gets w or x already quantised.
 HOT_API std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,

@@ -413,7 +413,7 @@ HOT_API hot_status hot_forward_linear_input(const hot_context* context, const ho
                                             const hot_tensor* y, void* workspace,
                                             size_t workspace_bytes);
 
-/* ---- a weight in INT4 (hot/weight_int4.h) ----------------------------------------------------- */
+/* ---- a weight in INT4 (hot/weight_int4.h) ---------------------------------------------------- */
 
 /* `group` is 32 or 64. */
 HOT_API hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_features,

@@ -24,15 +24,16 @@ HOT_API std::uint64_t weight_int4_format(const WeightInt4Spec& spec);
 HOT_API std::size_t weight_int4_bytes(std::int64_t out_features, std::int64_t in_features,
                                       const WeightInt4Spec& spec);
 
-/// Quantises w [O, I] (f32, f16, bf16, any strides) to INT4: transformed in blocks along I, with a
-/// scale per row and a step per group. Each step has the least squared error of 32 candidates. No
+/// Quantises w [O, I] (f32, f16, bf16, any strides) to INT4 after a transform in blocks along I. A
+/// row has a scale, a group a step: the one of 32 candidates with the least squared error. No
 /// random numbers.
 ///
 /// @param exponents  i8 [I], contiguous, 16-byte aligned, or an empty view (ConstTensorView{}) for
 ///                   none. Feature i of w is multiplied by 2^(exponents[i] / 4), limited to 2^-25
 ///                   and 2^25, before the transform. quantize_forward_input divides x by the same.
 /// @param out        weight_int4_bytes bytes, 16-byte aligned: packed codes [O, K / 2], then O
-///                   scales (f32), then steps [O, K / group] (one byte each). `group` must divide K.
+///                   scales (f32), then steps [O, K / group] (one byte each). `group` must divide
+///                   K.
 /// A row with NaN or Inf gets scale NaN, codes and steps 0. Returns the argument `w` of
 /// expand_weight_int4. docs/numerics.md: "INT4 weights".
 HOT_API ConstQuantizedWeight quantize_weight_int4(const Context& context, const ConstTensorView& w,

@@ -149,8 +149,8 @@ void QuantizeRows::codes(std::int64_t task) const {
   const OperandQuant& quant = job_.quant;
   std::uint32_t columns[chunk];
   if (columns_ != nullptr) std::fill_n(columns, job_.x.cols, 0U);
-  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded,
-          columns_ == nullptr ? nullptr : columns, job_.powers);
+  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded, columns_ == nullptr ? nullptr : columns,
+          job_.powers);
   const std::int64_t row_blocks = out.k_padded / group;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     const Scale s = make_scale(

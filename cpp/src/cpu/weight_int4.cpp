@@ -74,8 +74,7 @@ void CpuBackend::expand_weight_int4(const Context& context, const Int4Weight& w,
       const int step = std::min<int>(w.steps[g], weight_int4::max_step);
       std::int8_t expanded[16];
       for (int code = -8; code < 8; ++code) {
-        expanded[code & 15] =
-            static_cast<std::int8_t>(weight_int4::expanded(code, step));
+        expanded[code & 15] = static_cast<std::int8_t>(weight_int4::expanded(code, step));
       }
       const std::uint8_t* const from = w.packed + g * (w.group / 2);
       std::int8_t* const to = out.codes + g * w.group;
