@@ -27,7 +27,7 @@ def exponents(columns: Tensor, x: Tensor | None = None) -> Tensor:
         return torch.empty(columns.shape, dtype=torch.int8, device="meta")
     ratio = -_logs(columns) if x is None else _logs(x) - _logs(columns)
     steps = 0.5 * frozen_codes.STEPS
-    return ((ratio - ratio.mean()) * steps).round().clamp(-100, 100).to(torch.int8)
+    return ((ratio - ratio.mean()) * steps).round().clamp(-127, 127).to(torch.int8)
 
 
 def _logs(sizes: Tensor) -> Tensor:

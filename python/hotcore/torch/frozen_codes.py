@@ -103,7 +103,7 @@ def exponents_of(body: Tensor, columns: int) -> Tensor:
 
 def factors(exponents: Tensor, inverse: bool = False) -> Tensor:
     """Factors of w's columns, fp32; ``inverse``: those of x, and of a dequantised weight."""
-    powers = exponents.to(torch.int32).clamp(-100, 100) * (-1 if inverse else 1)
+    powers = exponents.to(torch.int32) * (-1 if inverse else 1)
     quarter = powers & 3
     roots = torch.tensor(_ROOTS, dtype=torch.int32, device=exponents.device)
     return (roots[quarter] + ((powers - quarter) // 4 << 23)).view(torch.float32)
