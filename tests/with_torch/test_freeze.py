@@ -344,29 +344,24 @@ def test_sizes_from_inputs() -> None:
     torch.set_rng_state(before)
 
 
-def test_layers_of_one_x_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hot.freeze(hot.convert(Attention(), config(), every), inputs=batches())
-    assert model.q.weight_exponents is model.k.weight_exponents
-    assert model.q.weight_exponents is not model.o.weight_exponents
-    x = torch.randn(9, 64, requires_grad=True)
-    quantised = []
-    original = codes_of_ops._core.quantize_forward_input
-    monkeypatch.setattr(
-        codes_of_ops._core,
-        "quantize_forward_input",
-        lambda *a, **o: [quantised.append(o), original(*a, **o)][1],
+def test_layers_of_one_x_have_their_own_sizes() -> None:
+    """Each quantises x by its own: codes of another layer would be wrong, eager and in a graph."""
+    model, other = (
+        hot.freeze(hot.convert(Attention(), config(), every), inputs=inputs)
+        for inputs in (batches(), None)
     )
+    with torch.no_grad():
+        model.k.weight_codes.copy_(other.k.weight_codes)
+    x = torch.randn(9, 64, requires_grad=True)
     y = model(x)
-    assert len(quantised) == 2
-    graphs = Graphs().run(model, x)
-    assert graphs.count("forward", "forward_input") == 2
-    moved = copy.deepcopy(model).to(torch.bfloat16).float()
-    assert moved.q.weight_exponents is moved.k.weight_exponents
-    state = saved(model, True)
+    inner = model.norm(x).detach()  # of a leaf nothing is shared
+    product = torch.tanh(model.q(inner) * model.k(inner))
+    assert not torch.equal(model.q.weight_exponents, model.k.weight_exponents)
+    assert torch.equal(model.o(product), y)
+    assert Graphs().run(model, x).count("forward", "forward_input") == 3
     other = hot.freeze(hot.convert(Attention(), config(), every))
-    assert not torch.equal(other.q.weight_exponents, model.q.weight_exponents)
-    other.load_state_dict(state)
-    assert other.q.weight_exponents is model.k.weight_exponents
+    other.load_state_dict(saved(model, True))
+    assert torch.equal(other.q.weight_exponents, model.q.weight_exponents)
     assert torch.equal(other(x), y)
 
 

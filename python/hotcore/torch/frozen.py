@@ -290,7 +290,7 @@ class FrozenModule(HotModule, nn.Module):
     weight_measured: bool
     """Whether the exponents come from x, and a new weight keeps them."""
     weight_exponents: Tensor
-    """Only in INT4: those of the codes, int8 ``[I]``. Layers of one x have one tensor."""
+    """Only in INT4: those of the codes, int8 ``[I]``."""
     buffers_of_codes: ClassVar[tuple[str, ...]] = ("weight_exponents",)
     """Names of the buffers that a plain layer does not have."""
 
@@ -401,7 +401,7 @@ class FrozenModule(HotModule, nn.Module):
         size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)
         if not (codes.is_meta or frozen_codes.intact(codes, size)):
             exponents.zero_()  # to_empty's codes have no values
-        self.register_buffer("weight_exponents", frozen_codes.shared(exponents), persistent=False)
+        self.register_buffer("weight_exponents", exponents, persistent=False)
 
     def _exponents_in(self, codes: Tensor) -> Tensor:
         size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)

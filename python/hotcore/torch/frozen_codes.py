@@ -9,7 +9,6 @@ that was cast back.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -107,20 +106,6 @@ def factors(exponents: Tensor, inverse: bool = False) -> Tensor:
     quarter = powers & 3
     roots = torch.tensor(_ROOTS, dtype=torch.int32, device=exponents.device)
     return (roots[quarter] + ((powers - quarter) // 4 << 23)).view(torch.float32)
-
-
-_shared: Any = weakref.WeakValueDictionary()
-
-
-def shared(exponents: Tensor) -> Tensor:
-    """The one tensor for these exponents on their device.
-
-    Layers of one x have equal exponents. They know by the tensor that they can share its codes.
-    """
-    if exponents.is_meta or _compat.symbolic(exponents):
-        return exponents
-    key = (exponents.device, exponents.cpu().numpy().tobytes())
-    return _shared.setdefault(key, exponents)  # type: ignore[no-any-return]
 
 
 def _aligned(size: int) -> int:

@@ -332,7 +332,7 @@ class Frozen(NamedTuple):
     """Bits of a code (:class:`.frozen_codes.Format`)."""
     exponents: Tensor | None = None
     """int8 ``[I]``, only in INT4: feature i of w is multiplied, and x divided, by 2 to the power of
-    ``exponents[i] / 4``. The codes hold them, too; layers of one x share this tensor."""
+    ``exponents[i] / 4``. The codes hold them, too."""
 
 
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
