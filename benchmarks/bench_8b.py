@@ -7,7 +7,8 @@
 The model is Llama-3-8B with random bf16 weights; 1b is Llama-3.2-1B, 0.5b has Qwen2.5's shapes.
 Sequences are 2048 tokens of bench_gpt.py's text, whose 8192 tokens are the first of the vocabulary.
 Without LoRA every contender trains all parameters by torchao's AdamW with 8-bit states and
-stochastic rounding of bf16 weights. LoRA's fp32 adapters train by torch's AdamW. Blocks are compiled one by one, with a dynamic batch size.
+stochastic rounding of bf16 weights. LoRA's fp32 adapters train by torch's AdamW. Blocks are
+compiled one by one, with a dynamic batch size.
 Head and loss run in chunks with torch's products, except for "8-bit head". Contenders run one after
 the other in this process, which frees all memory between them.
 

