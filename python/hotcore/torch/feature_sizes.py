@@ -13,12 +13,16 @@ from . import frozen_codes
 
 _LEAST = 1e-3
 """Smallest size of a feature, of their mean: a feature that was always zero may not be so later."""
+_CHUNK_VALUES = 1 << 24
+"""Number of a weight's values that are widened at a time."""
 
 
 def of_columns(rows: Tensor) -> Tensor:
     """Root mean square of each column of a matrix ``[O, I]``, fp64 ``[I]``."""
-    sizes: Tensor = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)
-    return sizes.mul_(max(rows.shape[0], 1) ** -0.5)
+    squares = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    for part in rows.split(max(1, _CHUNK_VALUES // max(rows.shape[1], 1))):
+        squares += torch.linalg.vector_norm(part, dim=0, dtype=torch.float64).square()
+    return (squares / max(rows.shape[0], 1)).sqrt()
 
 
 def exponents(columns: Tensor, x: Tensor | None = None) -> Tensor:

@@ -30,8 +30,6 @@ _OTHERS = (
 _DATA: Any = Tensor.data  # a property of C, whose type has no setter
 
 
-_ROOTS = (0x3F800000, 0x3F9837F0, 0x3FB504F3, 0x3FD744FD)
-"""Bits of the fp32 values of 1, 2^(1/4), 2^(1/2) and 2^(3/4)."""
 GROUP = 32
 """Values along I that share a step in INT4."""
 
@@ -103,9 +101,9 @@ def exponents_of(body: Tensor, columns: int) -> Tensor:
 def factors(exponents: Tensor, inverse: bool = False) -> Tensor:
     """Factors of w's columns, fp32; ``inverse``: those of x, and of a dequantised weight."""
     powers = exponents.to(torch.int32) * (-1 if inverse else 1)
-    quarter = powers & 3
-    roots = torch.tensor(_ROOTS, dtype=torch.int32, device=exponents.device)
-    return (roots[quarter] + ((powers - quarter) // 4 << 23)).view(torch.float32)
+    q = powers & 3  # the bits of 2^(q / 4), less those of a straight line, are a cubic
+    cubic = (q * (-1282363 + q * (243487 + q * 18940))) >> 1
+    return (0x3F800000 + (powers << 21) + cubic).view(torch.float32)
 
 
 def _aligned(size: int) -> int:
@@ -154,6 +152,8 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
 def written(codes: Any, exponents: Tensor) -> bool:
     """Whether guarded codes may hold other exponents: :func:`check` has not seen both together."""
     if torch.compiler.is_compiling() or not hasattr(codes, "_hot_seen"):
+        return False
+    if codes.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     state = (version(codes), codes.data_ptr())
     return (
