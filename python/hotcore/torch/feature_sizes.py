@@ -20,7 +20,7 @@ _CHUNK_VALUES = 1 << 24
 def of_columns(rows: Tensor) -> Tensor:
     """Root mean square of each column of a matrix ``[O, I]``, fp64 ``[I]``."""
     squares = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    for part in rows.split(max(1, _CHUNK_VALUES // max(rows.shape[1], 1))):
+    for part in torch.split(rows, max(1, _CHUNK_VALUES // max(rows.shape[1], 1))):
         squares += torch.linalg.vector_norm(part, dim=0, dtype=torch.float64).square()
     return (squares / max(rows.shape[0], 1)).sqrt()
 
