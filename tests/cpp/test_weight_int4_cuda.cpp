@@ -1,5 +1,5 @@
-// Compares weight_int4 and inputs with exponents on CUDA with the CPU, bit for bit: random shapes,
-// strides and types, long rows, every byte as a step, a CUDA graph.
+// Compares weight_int4 and inputs with exponents on CUDA with the CPU, bit for bit.
+// Shapes, strides, types and steps are random, some rows are long, and a CUDA graph repeats a call.
 #include "support_cuda.h"
 
 using namespace hot_test;
