@@ -6,8 +6,8 @@
         --freeze --checkpoint --batch 2 --context 2048     # 8B on a card of 24 GB
 
 HOT computes the frozen layers' input gradients in integers and keeps nothing of their inputs. The
-adapters stay plain. --freeze stores a frozen weight in a byte, --freeze int4 in half of one. --model
-is a folder with the model and its tokenizer. Without it, a small Llama first learns the source of
+adapters stay plain. --freeze stores a frozen weight in a byte, --freeze int4 in half. --model is
+a folder with the model and its tokenizer. Without it, a small Llama first learns the source of
 Python's library. Its adapters then learn that text in capitals. --recipe none trains without HOT.
 """
 
@@ -45,8 +45,9 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
     parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--freeze", nargs="?", const="int8", choices=("int8", "int4"),
-                        help="store a frozen weight in a byte (default), or in half of one")  # fmt: skip
+    forms = ("int8", "int4")
+    parser.add_argument("--freeze", nargs="?", const="int8", choices=forms,
+                        help="store a frozen weight in a byte (default), or in half")  # fmt: skip
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks")
     for name, value in (("rank", 8), ("batch", 8), ("context", 128), ("steps", 40)):
         parser.add_argument(f"--{name}", type=int, default=value)
