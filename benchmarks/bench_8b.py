@@ -1,13 +1,14 @@
-"""Train a whole Llama-3-8B, or LoRA on it, on one GPU: speed, energy, peak memory, largest batch.
+"""Train a whole language model, or LoRA on it, on one GPU: speed, energy, peak, largest batch.
 
     python benchmarks/bench_8b.py --device cuda --budget 250     # continues an interrupted report
-    python benchmarks/bench_8b.py --device cuda --contenders "LoRA*"
+    python benchmarks/bench_8b.py --device cuda --contenders "LoRA*" --size 1b
     python benchmarks/bench_8b.py --quick                        # a toy; CPU too
 
-The model has 32 blocks, a vocabulary of 128,256 and random bf16 weights. Sequences are 2048 tokens
-of bench_gpt.py's text, whose 8192 tokens are the first of the vocabulary. Every contender trains
-all parameters by torchao's AdamW with 8-bit states and stochastic rounding of bf16 weights. LoRA's
-fp32 adapters train by torch's AdamW. Blocks are compiled one by one, with a dynamic batch size.
+The model is Llama-3-8B with random bf16 weights; 1b is Llama-3.2-1B, 0.5b has Qwen2.5's shapes.
+Sequences are 2048 tokens of bench_gpt.py's text, whose 8192 tokens are the first of the vocabulary.
+Without LoRA every contender trains all parameters by torchao's AdamW with 8-bit states and
+stochastic rounding of bf16 weights. LoRA's fp32 adapters train by torch's AdamW. Blocks are
+compiled one by one, with a dynamic batch size.
 Head and loss run in chunks with torch's products, except for "8-bit head". Contenders run one after
 the other in this process, which frees all memory between them.
 
@@ -73,6 +74,22 @@ FULL = Size(
     },
     2048, bench_gpt.FULL, 128,
 )  # fmt: skip
+SIZES = {
+    "8b": FULL,
+    "1b": dataclasses.replace(
+        FULL,
+        config=FULL.config
+        | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "tie_word_embeddings": True},
+    ),
+    "0.5b": dataclasses.replace(
+        FULL,
+        config=FULL.config
+        | {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+           "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+           "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
 TOY = Size(
     {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
@@ -392,9 +409,10 @@ def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
 def arguments(argv: Sequence[str] | None) -> Any:
     parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend", "cache")
     parser.set_defaults(backend="inductor")
+    parser.add_argument("--size", choices=SIZES, default="8b", help="model; not with --quick")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
-    args.model = TOY if args.quick else FULL
+    args.model = TOY if args.quick else SIZES[args.size]
     return args
 
 
@@ -405,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cuda":
         settings["card"] = torch.cuda.get_device_name(0)
         torch.cuda.set_per_process_memory_fraction(SHARE)
-    path = args.json or timing.RESULTS / f"{args.device}-8b.json"
+    path = args.json or timing.RESULTS / f"{args.device}-{args.size}.json"
     earlier = timing.resumed(path, settings)
     rows: dict[str, Row] = earlier["whole"] if earlier else {}
     content: dict[str, Any] = {"settings": settings, "share": SHARE, "whole": rows}

@@ -57,8 +57,8 @@ class Contender:
     """Fields of HotConfig that differ from the recipe's."""
     wide: bool = False
     """Whether only convolutions larger than 1x1 are converted, without the first."""
-    frozen_int8: bool = False
-    """Whether hot.freeze_int8 stores the converted layers' weights as codes."""
+    frozen: str = ""
+    """Form of the base's weights: "int8" or "int4" (hot.freeze), or "nf4" (bitsandbytes)."""
     head: str = ""
     """Value of convert's ``head``, also for plain models: "torch" (its products) or a recipe."""
     whole: bool = False
@@ -158,11 +158,14 @@ def people(task: Task) -> list[Contender]:
     if task.frozen:  # without g_w recipes are equal, and FP8 has no layer to train
         chosen = [c for c in chosen if c.recipe in (None, "default") and not _of_torchao(c)]
         chosen = [c for c in chosen if c.autocast]  # bf16 weights and fp32 inputs
-        frozen: dict[str, Any] = {"frozen_int8": True}
+        for form in ("int8", "int4"):
+            chosen += [
+                one(f"frozen {form} {name}", "default", forward="int8", frozen=form, **how)
+                for name, how in (("compiled", compiled), ("reduce-overhead", graphs))
+            ]
         chosen += [
-            one("frozen int8 compiled", "default", forward="int8", **frozen, **compiled),
-            one("frozen int8 reduce-overhead", "default", forward="int8", **frozen, **graphs),
-            one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
+            one("frozen int8, plain forward, compiled", "default", frozen="int8", **compiled),
+            one("frozen nf4 compiled", frozen="nf4", **compiled),
         ]
     return chosen
 
@@ -223,15 +226,36 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
     head: bool | hot.HotConfig = contender.head == "torch"
     if contender.head and not head:
         head = hot.HotConfig.recipe(contender.head, forward="int8")
+    if contender.frozen == "nf4":
+        nf4_converted(model)
     if contender.recipe is None:
         return hot.convert(model, filter_fn=lambda *_: False, head=head)
     config = config_of(contender)
     only = _wide if contender.wide else None
     slower = contender.slower
     model = hot.convert(model, config, only, slower=slower, head=head)
-    if contender.frozen_int8:
-        print(hot.freeze_int8(model).freeze_report)
+    if contender.frozen:
+        print(hot.freeze(model, 4 if contender.frozen == "int4" else 8).freeze_report)
     return model
+
+
+def nf4_converted(model: nn.Module) -> None:
+    """Let bitsandbytes hold the base layers below peft's adapters in NF4, as QLoRA. Raises Left."""
+    try:
+        layers = importlib.import_module("bitsandbytes.nn")
+    except ImportError as missing:
+        raise Left(f"bitsandbytes does not import: {missing}") from missing
+    form: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+    for parent in model.modules():
+        linear = parent._modules.get("base_layer")
+        if not isinstance(linear, nn.Linear):
+            continue
+        sizes, bias = (linear.in_features, linear.out_features), linear.bias
+        new = layers.Linear4bit(*sizes, bias is not None, torch.bfloat16, **form, device="meta")
+        weight = linear.weight.detach()
+        new.weight = layers.Params4bit(weight.cpu(), requires_grad=False, module=new, **form)
+        new.bias = bias
+        parent.base_layer = new.to(weight.device)  # which quantises
 
 
 def _wide(module: nn.Module, name: str) -> bool:
@@ -411,8 +435,10 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         one("bf16, attention kept", **keep),
         one("FP8 tensorwise, attention kept", fp8="tensorwise", **keep),
         one("default int8-forward", **hot8),
-        one("LoRA frozen int8, attention kept", **hot8, **lora, frozen_int8=True),
+        one("LoRA frozen int8, attention kept", **hot8, **lora, frozen="int8"),
         one("LoRA bf16, attention kept", **lora),
+        one("LoRA frozen int4, attention kept", **hot8, **lora, frozen="int4"),
+        one("LoRA frozen nf4, attention kept", **lora, frozen="nf4"),
         one("bf16"),
         one("FP8 tensorwise", fp8="tensorwise"),
         one("bf16, recomputed", **again),

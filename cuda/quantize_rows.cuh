@@ -30,10 +30,10 @@ struct RowsArgs {
 };
 
 __device__ inline float power_of(const ColumnPowers& powers, std::int64_t col) {
-  return __uint_as_float(powers.bits(powers.exponents[col]));
+  return __uint_as_float(powers.factor(powers.exponents[col]));
 }
 
-// Multiplies 16 values from column `col` on, a multiple of 16.
+// Divides 16 values of an x from column `col` on, a multiple of 16.
 __device__ __forceinline__ void apply_powers(const ColumnPowers& powers, int col, float (&v)[16]) {
   unsigned words[4];
   load_words(powers.exponents + col, words);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void apply_powers(const ColumnPowers& powers, int col
   for (int j = 0; j < 16; ++j) {
     // Shifts the byte to the top, then back with its sign.
     const int exponent = static_cast<int>(words[j / 4] << (24 - 8 * (j % 4))) >> 24;
-    v[j] *= __uint_as_float(powers.bits(exponent));
+    v[j] *= __uint_as_float(ColumnPowers::bits(-exponent));
   }
 }
 

@@ -6,9 +6,9 @@
         --freeze --checkpoint --batch 2 --context 2048     # 8B on a card of 24 GB
 
 HOT computes the frozen layers' input gradients in integers and keeps nothing of their inputs. The
-adapters stay plain. --freeze stores a frozen weight in one byte. --model is a folder with the model
-and its tokenizer. Without it, a small Llama first learns the source of Python's library. Its
-adapters then learn that text in capitals. --recipe none trains without HOT.
+adapters stay plain. --freeze stores a frozen weight in a byte, --freeze int4 in half. --model is
+a folder with the model and its tokenizer. Without it, a small Llama first learns the source of
+Python's library. Its adapters then learn that text in capitals. --recipe none trains without HOT.
 """
 
 import argparse
@@ -45,7 +45,9 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
     parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--freeze", action="store_true", help="store a frozen weight in one byte")
+    forms = ("int8", "int4")
+    parser.add_argument("--freeze", nargs="?", const="int8", choices=forms,
+                        help="store a frozen weight in a byte (default), or in half")  # fmt: skip
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks")
     for name, value in (("rank", 8), ("batch", 8), ("context", 128), ("steps", 40)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -87,7 +89,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=not options.model).hot_report)
         if options.freeze:  # on the CPU, so that the GPU never holds the whole weights
-            print(hot.freeze_int8(model).freeze_report)
+            print(hot.freeze(model, 4 if options.freeze == "int4" else 8).freeze_report)
     model = model.to(options.device)
     if options.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})

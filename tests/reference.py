@@ -1072,11 +1072,12 @@ def _expanded(codes: NDArray[np.int64], step: NDArray[Any]) -> NDArray[np.int64]
 def _scaled_features(
     values: NDArray[np.float32], exponents: NDArray[np.int8] | None, sign: int
 ) -> NDArray[np.float32]:
-    """Values of in features times ``2**(sign * exponent)``, the exponent within -100 to 100."""
+    """Values of in features times ``2**(sign * exponent / 4)``."""
     if exponents is None:
         return values
-    limited = sign * np.clip(exponents.astype(np.int32), -100, 100)
-    return values * np.ldexp(_f32(1), limited)
+    powers = sign * exponents.astype(np.int32)
+    roots = np.exp2(np.arange(4) / 4).astype(_f32)
+    return values * np.ldexp(roots[powers % 4], powers // 4)
 
 
 def forward_linear(

@@ -420,8 +420,9 @@ def quantize_weight_int4(
             ``HotConfig()``.
         group: values along I with a common step, 32 or 64. It divides I after padding to whole
             blocks of ``forward_block``.
-        exponents: int8 ``[I]`` or None. In feature i of w is multiplied by ``2**exponents[i]`` and
-            that of x is divided by it, which makes features of x alike in size.
+        exponents: int8 ``[I]`` or None. In feature i of w is multiplied by
+            ``2**(exponents[i] / 4)`` and that of x is divided by it, which makes features of x
+            alike in size.
 
     Returns:
         A :class:`QuantizedWeightInt4`.
@@ -512,7 +513,7 @@ def quantize_forward_input(
         keep: also compress x for the backward pass.
         key: random key of the compression; the codes for the product need none.
         exponents: int8 ``[I]``, those of :func:`quantize_weight_int4`, or None. Feature i is
-            divided by ``2**exponents[i]``; the compressed x is not.
+            divided by ``2**(exponents[i] / 4)``; the compressed x is not.
 
     Returns:
         A :class:`QuantizedInput`, about one byte a value, or with ``keep`` a pair of it and a

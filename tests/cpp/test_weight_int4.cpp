@@ -39,7 +39,7 @@ struct Weight {
 
   Weight() {
     for (std::int64_t i = 0; i < I; ++i) {
-      exponents.data()[i] = static_cast<char>(random_int(-5, 5));
+      exponents.data()[i] = static_cast<char>(4 * random_int(-5, 5));
     }
   }
   std::int64_t any_features() const {
@@ -92,7 +92,7 @@ TEST(WeightInt4, exponents_scale_features) {
     const std::vector<char> expected = weight.run(cpu());
     for (std::int64_t i = 0; i < weight.I; ++i) {
       for (std::int64_t o = 0; o < weight.O; ++o) {
-        weight.w.at(o, i) = std::ldexp(weight.w.at(o, i), weight.exponents.data()[i]);
+        weight.w.at(o, i) = std::ldexp(weight.w.at(o, i), weight.exponents.data()[i] / 4);
       }
       weight.exponents.data()[i] = 0;
     }
@@ -117,7 +117,7 @@ TEST(WeightInt4, exponents_divide_features_of_an_input) {
     const std::vector<char> expected = codes(weight.exponents_view());
     for (std::int64_t i = 0; i < weight.I; ++i) {
       for (std::int64_t o = 0; o < weight.O; ++o) {
-        weight.w.at(o, i) = std::ldexp(weight.w.at(o, i), -weight.exponents.data()[i]);
+        weight.w.at(o, i) = std::ldexp(weight.w.at(o, i), -weight.exponents.data()[i] / 4);
       }
     }
     EXPECT_TRUE(codes({}) == expected);

@@ -1,5 +1,5 @@
-// Compares weight_int4 on CUDA with the CPU, bit for bit, and quantize_forward_input with
-// exponents. Shapes, strides and types are random; rows are long; steps are any byte.
+// Compares weight_int4 and inputs with exponents on CUDA with the CPU, bit for bit.
+// Shapes, strides, types and steps are random, some rows are long, and a CUDA graph repeats a call.
 #include "support_cuda.h"
 
 using namespace hot_test;

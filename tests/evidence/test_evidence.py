@@ -288,3 +288,24 @@ def test_every_figure(tmp_path: Path) -> None:
     assert drawn >= {"breakdown", "training-vit", "speed", "loss-time"}
     text = (tmp_path / "speed.svg").read_text()
     assert text.startswith("<?xml") and all(word in text for word in ("Llama-3-8B", "HOT"))
+
+
+@pytest.mark.long
+def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every format, and hotcore's own layers, on random weights."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    from evidence import bench_base
+
+    path = tmp_path / "bases.json"
+    bench_base.main(["--quick", "--json", str(path)])
+    (rows,) = json.loads(path.read_text())["cases"].values()
+    assert list(rows) == [*bench_base.formats(), *bench_base.FROZEN]
+    simulated, ours = (
+        rows["INT4, sizes of x and w, quarters, x in INT8"],
+        "hot.freeze(model, 4, inputs)",
+    )
+    assert rows[ours]["w"] == pytest.approx(simulated["w"], rel=0.1)
+    assert rows[ours]["bytes"] < 0.6 < rows["hot.freeze_int8(model)"]["bytes"] < 1.1
+    assert rows["hot.freeze_int8(model)"]["error"] < 0.2 * rows[ours]["error"]
+    assert ours in capsys.readouterr().out

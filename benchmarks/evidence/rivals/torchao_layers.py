@@ -71,7 +71,8 @@ def torchao_convert(
 
     Args:
         model: compile it afterwards, because torchao leaves the casts to ``torch.compile``.
-        recipe: "tensorwise" or "rowwise". With "gathered", tensorwise, FSDP2 gathers weights in FP8.
+        recipe: "tensorwise" or "rowwise". "gathered" is tensorwise, and FSDP2 gathers weights in
+            FP8.
         names: names of layers. A layer stays plain if it is no ``nn.Linear``, or if its features
             are no multiple of 16.
         emulate: whether to compute without FP8 hardware, for tests.

@@ -64,8 +64,8 @@ HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_fea
 /// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, K], then L scales. K is that
 ///             of quantize_forward_weight.
 /// @param exponents  i8 [I], contiguous, 16-byte aligned, or an empty view for none: feature i is
-///             divided by 2^exponents[i], limited to 2^-100 and 2^100, before the transform. Only
-///             for a w with the same exponents (hot/weight_int4.h).
+///             divided by 2^(exponents[i] / 4) before the transform. Only for a w with the same
+///             exponents (hot/weight_int4.h).
 /// Returns the argument `x` of forward_linear. docs/numerics.md: "Forward".
 HOT_API ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                                    const ForwardLinearSpec& spec,

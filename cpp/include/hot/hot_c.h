@@ -394,7 +394,7 @@ HOT_API hot_status hot_quantize_forward_input(const hot_context* context, const 
                                               size_t workspace_bytes, hot_saved* saved);
 
 /* The same with `exponents`, an int8 vector [I], contiguous and 16-byte aligned: feature i of x is
- * divided by 2^exponents[i] before the transform (hot/forward_linear.h). Null: none. */
+ * divided by 2^(exponents[i] / 4) before the transform (hot/forward_linear.h). Null: none. */
 HOT_API hot_status hot_quantize_forward_input_scaled(
     const hot_context* context, const hot_tensor* x, const hot_tensor* exponents,
     const hot_forward_spec* spec, void* data, size_t bytes, hot_input* input, const hot_spec* kept,
@@ -420,7 +420,7 @@ HOT_API hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_featur
                                          const hot_forward_spec* spec, int32_t group,
                                          size_t* bytes);
 /* `data` is 16-byte aligned and has exactly hot_weight_int4_bytes bytes. `exponents` is optional:
- * feature i of w is multiplied by 2^exponents[i], and x must be divided by the same. */
+ * feature i of w is multiplied by 2^(exponents[i] / 4), and x must be divided by the same. */
 HOT_API hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor* w,
                                             const hot_tensor* exponents,
                                             const hot_forward_spec* spec, int32_t group, void* data,

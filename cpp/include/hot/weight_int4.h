@@ -29,8 +29,8 @@ HOT_API std::size_t weight_int4_bytes(std::int64_t out_features, std::int64_t in
 /// random numbers.
 ///
 /// @param exponents  i8 [I], contiguous, 16-byte aligned, or an empty view (ConstTensorView{}) for
-///                   none. Feature i of w is multiplied by 2^exponents[i], limited to 2^-100 and
-///                   2^100, before the transform. quantize_forward_input divides x by the same.
+///                   none. Feature i of w is multiplied by 2^(exponents[i] / 4) before
+///                   the transform. quantize_forward_input divides x by the same.
 /// @param out        weight_int4_bytes bytes, 16-byte aligned: packed codes [O, K / 2], then O
 ///                   scales (f32), then steps [O, K / group] (one byte each). `group` must divide
 ///                   K.

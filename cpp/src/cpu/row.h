@@ -33,7 +33,7 @@ class Row {
     if (columns_ != nullptr) simd_.amax_columns(values_, real, columns_ + start);
     if (powers_.exponents != nullptr) {
       for (std::int64_t i = 0; i < real; ++i) {
-        values_[i] *= float_from_bits(powers_.bits(powers_.exponents[start + i]));
+        values_[i] *= float_from_bits(powers_.factor(powers_.exponents[start + i]));
       }
     }
     std::fill(values_ + real, values_ + count, 0.0F);

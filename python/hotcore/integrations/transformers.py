@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -47,19 +47,20 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: names of modules that stay plain, in transformers' form: a start or
             an end of the name, or a regular expression. The default filter of ``convert`` (the
             head, small layers, layers that would be slower) applies as well.
-        freeze: keep the weights as INT8 codes only (:func:`hotcore.torch.freeze_int8`), for
-            adapters. Loading holds the plain weights first; checkpoints have dequantised weights.
+        freeze: ``"int4"`` or ``"int8"`` keeps the weights as codes only
+            (:func:`hotcore.torch.freeze`), for adapters; True is ``"int8"``. Loading holds the
+            plain weights first; checkpoints have dequantised weights.
 
     Raises:
         TypeError: another type of ``config``, or ``modules_to_not_convert`` is a str.
-        ValueError: a wrong field of ``config``.
+        ValueError: a wrong field of ``config``, or another ``freeze``.
     """
 
     def __init__(
         self,
         config: ConfigLike | Mapping[str, Any] = "default",
         modules_to_not_convert: Sequence[str] | None = None,
-        freeze: bool = False,
+        freeze: bool | Literal["int8", "int4"] = False,
         quant_method: str = "hot",
     ) -> None:
         """Check the arguments. ``quant_method`` of config.json is always ``"hot"``."""
@@ -67,6 +68,8 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
             raise TypeError("modules_to_not_convert: expected a list of names, got a str")
         if isinstance(config, Mapping):
             config = HotConfig.from_json(json.dumps(dict(config)))
+        if freeze not in (False, True, "int8", "int4"):
+            raise ValueError(f"freeze: expected 'int4', 'int8' or a bool, got {freeze!r}")
         self.quant_method = quant_method
         self.config = as_config(config)
         self.modules_to_not_convert = list(modules_to_not_convert or ())
@@ -85,10 +88,10 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         if self.freeze:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(
-                    "quantization_config: freeze=True needs all weights in memory; use a "
-                    "device_map that offloads none to disk or CPU"
+                    "quantization_config: freeze needs all weights in memory; use a device_map "
+                    "that offloads none to disk or CPU"
                 )
-            hot.freeze_int8(model)
+            hot.freeze(model, 4 if self.freeze == "int4" else 8)
 
 
 class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]

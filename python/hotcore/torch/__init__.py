@@ -14,7 +14,7 @@ from . import (
     openmp,
 )
 from .conversion.convert import convert, revert
-from .conversion.freeze import freeze_int8, thaw
+from .conversion.freeze import freeze, freeze_int8, thaw
 from .conversion.report import report
 from .distributed.int8_gradients import int8_gradients
 from .layers.head import LinearCrossEntropy
@@ -58,6 +58,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "recompute",
     "policies",
     "advise",
+    "freeze",
     "freeze_int8",
     "thaw",
     "int8_gradients",
