@@ -31,7 +31,6 @@ from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
 from hotcore.torch.ops import codes as codes_of_ops  # noqa: E402
 from hotcore.torch.ops import frozen_codes  # noqa: E402
 from hotcore.torch.ops.frozen_codes import Format  # noqa: E402
-from hotcore.torch.tools import clocks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
@@ -436,7 +435,7 @@ def test_a_layer_that_no_batch_reaches() -> None:
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(clocks, "now", itertools.count(0.0, 4.0).__next__)
+    monkeypatch.setattr("hotcore.torch.progress.now", itertools.count(0.0, 4.0).__next__)
     for terminal, progress in ((True, True), (True, False), (False, True)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         model = hot.convert(Attention(), config(), every)

@@ -26,7 +26,7 @@ from ..frozen.weights import (
 from ..layers.modules import HotLinear, HotModule, held_forwards, own_forward, unwrapped
 from ..ops import frozen_codes
 from ..ops.frozen_codes import parameter
-from ..tools.clocks import shown
+from ..progress import shown
 from .probe import seen_by
 from .report import FREEZE_REPORT, listed
 from .selection import Filter, hot_class, kind_of

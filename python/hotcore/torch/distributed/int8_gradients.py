@@ -25,7 +25,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Int8Exchange(NamedTuple):
-    """What :func:`int8_gradients` has changed."""
+    """Result of :func:`int8_gradients`: the plan, and the number of groups that were changed."""
 
     plan: str
     """``"DDP"`` or ``"FSDP2"``."""
@@ -54,7 +54,7 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
         model: a ``DistributedDataParallel``, or a model of which ``fully_shard`` was called.
 
     Returns:
-        What was changed; ``print`` shows it.
+        The changed plan and its groups; ``print`` shows them.
 
     Raises:
         TypeError: ``model`` is neither.
@@ -104,7 +104,7 @@ class _ReduceScatter:
 
 
 def _factor(op: Any, group: Any) -> float:
-    """What the sum is multiplied by. Raises NotImplementedError for other reductions."""
+    """Factor of the sum. Raises NotImplementedError for other reductions."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
@@ -115,7 +115,10 @@ def _factor(op: Any, group: Any) -> float:
     )
 
 
-def _reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce_bucket(
+    group: Any,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # no stub has it; DDP compares it
+) -> torch.futures.Future[Tensor]:
     """DDP's hook: the mean of a bucket, the same bits in every process.
 
     On CUDA it runs on a stream beside backward, and the future's value waits for that stream.
@@ -139,7 +142,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]
 
 

@@ -28,7 +28,8 @@ from ..conversion.probe import LossFn, check_training, kept_for_backward, loss_o
 from ..conversion.report import REPORT, aligned
 from ..conversion.selection import Filter, candidates, rate_of
 from ..layers.head import attach, detach
-from .clocks import Measured, Step, allocator_peak, milliseconds, shown, unallocated_in_pools, whole
+from ..progress import shown
+from .clocks import Measured, Step, allocator_peak, milliseconds, unallocated_in_pools, whole
 from .recompute import recompute
 
 _GOALS = {
