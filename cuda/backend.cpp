@@ -55,13 +55,26 @@ std::size_t CudaBackend::gemm_workspace(const Context& context, std::int64_t m, 
   return plan::gemm_workspace(CudaDevice(context).facts(), m, n, k);
 }
 
-void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {
-  const DeviceGuard guard(context.device().index, "gemm");
-  const CudaDevice device(context);
+namespace {
+
+// A product alone. Its workspace holds its scratch, then the counter of tiles.
+Work product_work(const plan::DeviceFacts& facts, const GemmArgs& args, void* workspace) {
   Work work;
   work.products[0].args = args;
   work.products[0].scratch = workspace;
-  launch_plan(context, plan::plan_gemm(device.facts(), plan::product_shape(args)), work);
+  work.counter = reinterpret_cast<std::uint32_t*>(
+      static_cast<char*>(workspace) + plan::product_scratch(facts, args.m, args.n, args.k));
+  work.zeroed = work.counter;
+  return work;
+}
+
+}  // namespace
+
+void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {
+  const DeviceGuard guard(context.device().index, "gemm");
+  const CudaDevice device(context);
+  launch_plan(context, plan::plan_gemm(device.facts(), plan::product_shape(args)),
+              product_work(device.facts(), args, workspace));
 }
 
 void CudaBackend::gemm_int4(const Context& context, const GemmArgs& args, std::int8_t* a,
@@ -76,10 +89,8 @@ void CudaBackend::gemm_int4(const Context& context, const GemmArgs& args, std::i
                                                plan::product_shape(args).rows_aligned);
   const bool packed = plan.size() > 0 && plan[0].kernel != plan::Kernel::unpack;
   const std::int64_t bytes = ceil_div(args.k, 2);
-  Work work;
+  Work work = product_work(device.facts(), packed ? args : unpacked, workspace);
   WorkProduct& product = work.products[0];
-  product.args = packed ? args : unpacked;
-  product.scratch = workspace;
   product.packed[0] = {args.a, DType::i4x2, args.m, bytes, args.lda, 1};
   product.packed[1] = {args.b, DType::i4x2, args.n, bytes, args.ldb, 1};
   product.unpacked[0] = {a, DType::i8, args.m, args.k, args.k, 1};

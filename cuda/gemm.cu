@@ -19,8 +19,9 @@ __global__ void broadcast_scale_kernel(const float* scale, std::int64_t count, f
 }
 
 // Converts a bias to a contiguous fp32 vector, as the products require.
-__global__ void widen_kernel(MatrixIn bias, float* out) {
+__global__ void widen_kernel(MatrixIn bias, float* out, std::uint32_t* counter) {
   begin_kernel();
+  zero_counter(counter);
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < bias.cols) out[i] = load_element(bias, 0, i);
 }
@@ -56,7 +57,8 @@ void launch_broadcast_scale(const Context& context, const plan::Step& step, cons
 }
 
 void launch_widen(const Context& context, const plan::Step& step, const Work& work) {
-  launch("forward_linear", context, widen_kernel, step.shape, work.bias, work.wide_bias);
+  launch("forward_linear", context, widen_kernel, step.shape, work.bias, work.wide_bias,
+         counter_to_zero(step, work));
 }
 
 void launch_wgmma(const Context& context, const plan::Step& step, const Work& work) {
@@ -69,8 +71,9 @@ void launch_wgmma(const Context& context, const plan::Step& step, const Work& wo
   const Sm90Output output = args.accumulate        ? Sm90Output::accumulate
                             : args.bias != nullptr ? Sm90Output::bias
                                                    : Sm90Output::store;
+  void* const workspace = part.wgmma.kernel == Sm90Kernel::stream_k ? vectors.rest : work.counter;
   sm90_instance(part.wgmma.kernel, args.out.dtype, output)
-      .run(context, args, part.wgmma, vectors.rest);
+      .run(context, args, part.wgmma, workspace);
 }
 
 }  // namespace hot::detail

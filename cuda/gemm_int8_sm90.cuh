@@ -121,9 +121,6 @@ struct Sm90Gemm {
     typename Kernel::Params params = Kernel::to_underlying_arguments(all, workspace);
     if constexpr (stream_k) {
       check(Kernel::initialize_workspace(all, workspace, context.stream()), "initialize_workspace");
-    } else {
-      check_cuda(cudaMemsetAsync(workspace, 0, sizeof(std::uint32_t), context.stream()), "gemm",
-                 "cudaMemsetAsync");
     }
     set_kernel_limits("gemm", context, cutlass::device_kernel<Kernel>,
                       LaunchShape{1, Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, 2});

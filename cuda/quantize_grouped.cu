@@ -48,6 +48,7 @@ struct GroupedArgs {
   RequantizeArgs groups;
   int row_lanes_log2;
   Range rows_range, groups_range;
+  std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
 
 // Maximum of the slots; every lane of the warp gets it.
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
     quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ std::uint32_t shared[threads / 32];
+  zero_counter(args.counter);
   unsigned block = blockIdx.x;
   if (block < args.weight.range.end) {
     return columns_block<ColumnTransform::hadamard, Tag>(args.weight, block, memory);
@@ -176,6 +178,7 @@ void launch_grouped(const Context& context, const plan::Step& step, const Work& 
   args.rows_range = parts.rows;
   args.groups_range = parts.groups;
   args.rows.pass = parts.rows_pass;
+  args.counter = counter_to_zero(step, work);
   const auto run = [&](auto tag) {
     using Tag = decltype(tag);
     launch("backward_linear", context,

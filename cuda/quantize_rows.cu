@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
     rows16_kernel(const __grid_constant__ RowsArgs args) {
   __shared__ std::uint32_t shared[rows16_max_lanes / 32];
   begin_kernel();
+  zero_counter(args.counter);
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   quantize_row16<hadamard, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
@@ -46,6 +47,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
 template <Rounding rounding>
 __global__ void rows_kernel(RowsArgs args) {
   begin_kernel();
+  zero_counter(args.counter);
   __shared__ float v[row_chunk];
   __shared__ std::uint32_t shared[32];
   const std::int64_t row = blockIdx.x;
@@ -92,6 +94,7 @@ void launch_rows(const Context& context, const plan::Step& step, const Work& wor
   const Operand& job = work.operands.at(rows.of, Along::row);
   RowsArgs args = rows_args(context, job);
   args.pass = rows.pass;
+  args.counter = counter_to_zero(step, work);
   const char* const stage = rows.of == Source::gy ? "backward_linear" : "forward_linear";
   const auto run = [&](auto kernel) { launch(stage, context, kernel, step.shape, args); };
   if (step.kernel == plan::Kernel::rows) {
@@ -121,7 +124,8 @@ RowsArgs rows_args(const Context& context, const Operand& job) {
           device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
           plan::rows_aligned(job.x) && job.x.cols % 16 == 0,
-          job.powers};
+          job.powers,
+          nullptr};
 }
 
 }  // namespace hot::detail

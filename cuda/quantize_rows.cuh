@@ -27,6 +27,7 @@ struct RowsArgs {
   RowsPass pass;
   bool aligned;
   ColumnPowers powers;
+  std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
 
 __device__ inline float power_of(const ColumnPowers& powers, std::int64_t col) {

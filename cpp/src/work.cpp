@@ -291,7 +291,8 @@ std::size_t take_scratch(Work& work, void* workspace, const ScratchSizes& sizes)
   WorkspaceCursor cursor(workspace), alone(workspace);
   std::int64_t words = 0;
   for (const std::int64_t count : sizes.amax) words += count;
-  work.zeroed = cursor.take<std::uint32_t>(words);
+  work.zeroed = cursor.take<std::uint32_t>(words + (sizes.counter ? 1 : 0));
+  if (sizes.counter && work.zeroed != nullptr) work.counter = work.zeroed + words;
   work.sum.workspace = cursor.take<float>(sizes.sums);
   work.all_scratch = alone.take<float>(sizes.sums_alone);
   std::uint32_t* amax = work.zeroed;

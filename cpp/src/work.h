@@ -97,7 +97,8 @@ struct Work {
   float* all_scratch = nullptr;  // partial sums of g_b alone (CUDA)
   MatrixIn bias{};               // a single row, or none
   float* wide_bias = nullptr;
-  std::uint32_t* zeroed = nullptr;  // all largest values, zeroed before kernels update them (CUDA)
+  std::uint32_t* zeroed = nullptr;   // all largest values, zeroed before kernels update them (CUDA)
+  std::uint32_t* counter = nullptr;  // word behind them that products draw tiles from (CUDA)
 
   // A product reads a bias as contiguous fp32.
   bool widens() const {
@@ -190,6 +191,7 @@ struct ScratchSizes {
   std::size_t product[2] = {};
   bool repeat_scales = false;             // a single scale is stored once per row (CUDA)
   std::int64_t amax[4] = {};              // words for largest values, by operand (CUDA)
+  bool counter = false;                   // a word for a counter of tiles (CUDA)
   std::int64_t sums = 0, sums_alone = 0;  // floats for g_b: with other gradients, and alone (CUDA)
 };
 

@@ -141,6 +141,33 @@ void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers w
   ++count_;
 }
 
+namespace {
+
+bool can_zero_counter(const Step& step) {
+  return step.kernel == Kernel::zero || step.kernel == Kernel::widen ||
+         std::holds_alternative<RowsStep>(step.work) ||
+         std::holds_alternative<GroupedStep>(step.work);
+}
+
+}  // namespace
+
+void Plan::zero_counter() {
+  Step* const first = steps_.at;
+  for (const Step& step : *this) {
+    if (step.writes.has(Buffer::counter)) return;
+  }
+  Step* step = std::find_if(first, first + count_, can_zero_counter);
+  if (step == first + count_) {
+    // Between two kernels a memset would keep them from overlapping.
+    add(Kernel::zero, {}, {}, {}, ZeroStep{0});
+    std::rotate(first, first + count_ - 1, first + count_);
+    if (last_waiting_ >= 0) ++last_waiting_;
+    step = first;
+  }
+  step->writes |= Buffer::counter;
+  if (auto* const zero = std::get_if<ZeroStep>(&step->work)) zero->bytes += sizeof(std::uint32_t);
+}
+
 // ---- g_b ---------------------------------------------------------------------------------------
 
 std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }

@@ -407,6 +407,9 @@ class Plan {
   const Step& operator[](int i) const { return steps_.at[i]; }
   void add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
            const StepWork& work = {}, DType dtype = {});
+  // Makes a step before the next one zero the counter of tiles. This is a memset in front if no
+  // step of the call can. A product leaves the counter zero for the next product.
+  void zero_counter();
 
   ScratchSizes scratch{};  // needs of the steps
 
@@ -493,6 +496,8 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
+// Scratch of a product, and the workspace of a product alone: that and a counter of tiles.
+std::size_t product_scratch(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
 
 }  // namespace plan

@@ -132,7 +132,7 @@ Sm90Plan wgmma_plan(const DeviceFacts& facts, const ProductShape& p) {
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// Whether CTAs may share mma.sync tiles: only if gemm_workspace reserves memory for that. It does
+// Whether CTAs may share mma.sync tiles: only if product_scratch reserves memory for that. It does
 // not know the output. With wgmma it reserves memory only for contractions too long for wgmma.
 bool may_share(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
   return (!facts.kernels.has(Feature::wgmma) || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
@@ -185,7 +185,13 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   if (p.one_scale_b) broadcast(p.n, buffers.b, Buffer::broadcast_b, true);
   const Sm90Plan wgmma = wgmma_plan(facts, p);
   const Kernel kernel = kernel_of(wgmma);
-  if (kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
+  if (kernel == Kernel::wgmma_stream_k) {
+    writes |= Buffer::stream_k;
+  } else {
+    plan.zero_counter();
+    reads |= Buffer::counter;
+    writes |= Buffer::counter;
+  }
   // Persistent grid: a CTA of three warp groups per SM. CUTLASS sets the actual shape.
   plan.add(kernel, {facts.sm_count, 384, 0, 2}, reads, writes, ProductStep{index, wgmma},
            p.out.dtype);
@@ -351,7 +357,8 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
     const WorkProduct& product = work.products[i];
     if (product.a >= 0) {
       const GemmArgs& args = product.args;
-      plan.scratch.product[i] = gemm_workspace(facts, args.m, args.n, args.k);
+      plan.scratch.product[i] = product_scratch(facts, args.m, args.n, args.k);
+      plan.scratch.counter = facts.kernels.has(Feature::wgmma);
     }
     if (!product.multiplies()) continue;
     products.shapes[products.count] = shape_of(work, product);
@@ -405,10 +412,10 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
   return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
 }
 
-// Workspace of a product. wgmma: single scales as vectors, and stream-K's partial sums. mma.sync:
+// Scratch of a product. wgmma: single scales as vectors, and stream-K's partial sums. mma.sync:
 // sums of tiles that CTAs share.
-std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
-                           std::int64_t k) {
+std::size_t product_scratch(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
+                            std::int64_t k) {
   const bool wgmma = facts.kernels.has(Feature::wgmma);
   if (!wgmma || k > int32_safe_k) {
     if (m <= 0 || n <= 0 || !may_share(facts, m, n, k)) return 0;
@@ -423,6 +430,12 @@ std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_
     }
   }
   return bytes;
+}
+
+std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
+                           std::int64_t k) {
+  const bool counter = facts.kernels.has(Feature::wgmma) && m > 0 && n > 0;
+  return product_scratch(facts, m, n, k) + (counter ? sizeof(std::uint32_t) : 0);
 }
 
 }  // namespace hot::detail::plan
