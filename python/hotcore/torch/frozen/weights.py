@@ -622,14 +622,11 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
 
 
 def encoded(
-    layer: HotModule,
-    cls: type[FrozenModule],
-    exponents: Tensor | None = None,
-    rows: slice = slice(None),
+    layer: HotModule, cls: type[FrozenModule], rows: Tensor, exponents: Tensor | None
 ) -> Tensor:
-    """Codes of some rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
+    """Codes of rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
     try:
-        return cls.encode(weight_rows(layer, cls)[rows], layer.config, exponents)
+        return cls.encode(rows, layer.config, exponents)
     except (ValueError, RuntimeError) as error:
         layer.prefix_layer_name(error)
         raise
