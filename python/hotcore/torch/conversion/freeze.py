@@ -236,6 +236,14 @@ class Freezing:
         """Codes of rows of a layer's weight; errors begin with its name."""
         return encoded(self.layers[fqn], self.classes[fqn], rows, exponents)
 
+    def encoded_weight(self, fqn: str, weight: Tensor, size_of_x: Tensor | None = None) -> Tensor:
+        """Codes of another weight for a layer. Raises ValueError for a NaN or an infinity."""
+        rows = weight.t() if self.classes[fqn].transposed else weight
+        exponents = None
+        if self.bits == 4:
+            exponents = feature_sizes.exponents(self.columns(fqn, rows), size_of_x)
+        return self.encoded(fqn, rows, exponents)
+
     def columns(self, fqn: str, rows: Tensor) -> Tensor:
         """Sizes of the columns of a layer's weight. Raises ValueError for a NaN or an infinity."""
         sizes = feature_sizes.of_columns(rows)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..frozen import feature_sizes
 from ..frozen.weights import FrozenModule
 from ..ops import frozen_codes
 from ..progress import shown
@@ -101,7 +100,7 @@ def load_frozen(
             values[id(target.value)] = tensor
         for fqn in target.layers:
             if freezing.key(fqn) not in codes:
-                encoded = tensor if target.codes else _encoded(freezing, fqn, tensor)
+                encoded = tensor if target.codes else freezing.encoded_weight(fqn, tensor)
                 codes[freezing.key(fqn)] = frozen_codes.parameter(encoded)
     _assign(model, values, where)
     for fqn in freezing.layers:
@@ -152,6 +151,11 @@ def _opened(file: Path) -> Any:
         return safetensors.safe_open(file, framework="pt", device="cpu")
     except safetensors.SafetensorError as error:
         raise ValueError(f"checkpoint: {file} is no file of safetensors: {error}") from error
+
+
+def keys_of(checkpoint: Files) -> list[str]:
+    """Keys of the tensors in files, a folder or an index, as :func:`load_frozen` takes them."""
+    return [*_entries(checkpoint)]
 
 
 def _entries(checkpoint: Files) -> dict[str, _Entry]:
@@ -299,17 +303,6 @@ def _read(
     return out
 
 
-def _encoded(
-    freezing: Freezing, fqn: str, weight: Tensor, size_of_x: Tensor | None = None
-) -> Tensor:
-    """Codes of a layer's weight. Raises ValueError for a NaN or an infinity."""
-    rows = weight.t() if freezing.classes[fqn].transposed else weight
-    exponents = None
-    if freezing.bits == 4:
-        exponents = feature_sizes.exponents(freezing.columns(fqn, rows), size_of_x)
-    return freezing.encoded(fqn, rows, exponents)
-
-
 def _assign(model: nn.Module, values: Mapping[int, Tensor], device: torch.device) -> None:
     """Replace parameters and persistent buffers, also tied ones, and move the other buffers."""
     new: dict[int, Tensor] = {}
@@ -347,7 +340,7 @@ def _measure(
             continue
         if freezing.key(fqn) not in done:
             weight = _read(read[fqn], entries, layer.weight_codes.device, freezing)
-            layer.weight_codes.copy_(_encoded(freezing, fqn, weight, size))
+            layer.weight_codes.copy_(freezing.encoded_weight(fqn, weight, size))
             done.add(freezing.key(fqn))
         layer.weight_measured = True
         layer.on_frozen()
