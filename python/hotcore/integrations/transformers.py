@@ -20,7 +20,7 @@ from ..torch.conversion.freeze import Freezing
 from ..torch.conversion.load import keys_of
 from ..torch.conversion.report import listed
 from ..torch.conversion.selection import candidates
-from ..torch.frozen.weights import FrozenModule
+from ..torch.frozen.weights import ALIGNMENT, FrozenModule
 from ..torch.ops.frozen_codes import parameter
 from .loop import LoopCallback
 
@@ -220,6 +220,8 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
                 "which freeze would quantise; name these layers in modules_to_not_convert"
             )
         for layer in self._freezing.layers.values():
+            if layer.weight_codes.data_ptr() % ALIGNMENT:  # in the memory of a file
+                layer.weight_codes = parameter(layer.weight_codes.detach().clone())
             layer.on_frozen()
             if layer.bias is not None and not getattr(layer.bias, "_is_hf_initialized", False):
                 nn.init.zeros_(layer.bias)  # missing in the checkpoint, as transformers warns
