@@ -15,6 +15,7 @@ from . import (
 )
 from .conversion.convert import convert, revert
 from .conversion.freeze import freeze, freeze_int8, thaw
+from .conversion.load import load_frozen
 from .conversion.report import report
 from .distributed.int8_gradients import int8_gradients
 from .layers.head import LinearCrossEntropy
@@ -60,6 +61,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "advise",
     "freeze",
     "freeze_int8",
+    "load_frozen",
     "thaw",
     "int8_gradients",
     "share_inputs",

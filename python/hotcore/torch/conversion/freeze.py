@@ -141,95 +141,164 @@ def freeze(
 
     Source: docs/torch/lora.md, "Frozen weights".
     """
+    check_inputs(model, bits, inputs)
+    if bits == 4 and convrot:
+        raise ValueError("convrot: expected False with bits=4; ConvRot's codes have 8 bits")
+    freezing = Freezing(model, bits, filter_fn, save_codes=save_codes, convrot=convrot)
+    exponents: Mapping[str, Any] = {}
+    measured, sizes = frozenset[str](), ""
+    if bits == 4:
+        exponents, measured, sizes = _exponents(model, freezing, inputs, progress)
+    for fqn in freezing.layers:  # a row each, before anything changes
+        freezing.encoded(fqn, freezing.rows(fqn)[:1], exponents.get(fqn))
+    for fqn in shown(list(freezing.layers), "freeze: {}", progress):
+        codes = freezing.codes.get(freezing.key(fqn))
+        if codes is None:
+            codes = parameter(freezing.encoded(fqn, freezing.rows(fqn), exponents.get(fqn)))
+        freezing.freeze(fqn, codes, measured=fqn in measured)
+    freezing.report(sizes)
+    return model
+
+
+def check_inputs(model: object, bits: int, inputs: Any) -> None:
+    """Raise TypeError or ValueError for bad arguments of :func:`freeze`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if bits not in (4, 8):
         raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
     if bits == 8 and inputs is not None:
         raise ValueError("inputs: expected None with bits=8, whose codes need no sizes of x")
-    if bits == 4 and convrot:
-        raise ValueError("convrot: expected False with bits=4; ConvRot's codes have 8 bits")
     if isinstance(inputs, Tensor | Mapping) or not isinstance(inputs, Iterable | None):
         kind = type(inputs).__name__
         raise TypeError(f"inputs: expected an iterable of batches, as [batch], got a {kind}")
-    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, HotModule)}
-    why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot, bits=bits)
-    held = held_forwards(model)
-    reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
-    reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
-    if filter_fn is None:
-        reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
-    chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
-    if not layers:
-        raise ValueError("model: no converted layer; call hot.convert(model) before freeze")
-    if not chosen:
-        why = listed([f"{fqn or '(root)'} ({reasons[fqn]})" for fqn in layers])
-        raise ValueError(f"model: no layer can be frozen: {why}")
-    weights = {fqn: m._parameters["weight"] for fqn, m in chosen.items()}
-    owners = {fqn: id(weight) for fqn, weight in weights.items()}
-    uses = collections.Counter(owners.values())
-    before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
-    weights.clear()  # each is freed when its layer is done
-    classes = {fqn: _frozen_class(layer, convrot) for fqn, layer in chosen.items()}
-    exponents: Mapping[str, Any] = {}
-    measured, sizes = frozenset[str](), ""
-    if bits == 4:
-        exponents, measured, sizes = _exponents(model, chosen, classes, owners, inputs, progress)
-    for fqn, layer in chosen.items():  # a row each, before anything changes
-        encoded(layer, classes[fqn], exponents.get(fqn), slice(1))
-    codes: dict[Any, nn.Parameter] = {}
-    for fqn in shown(list(chosen), "freeze: {}", progress):
-        layer, cls = chosen[fqn], classes[fqn]
-        key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
-        if key not in codes:
-            codes[key] = parameter(encoded(layer, cls, exponents.get(fqn)))
-        fields = {"weight_bits": bits, "weight_measured": fqn in measured}
-        tied = uses[owners[fqn]] > 1
-        freeze_layer(layer, cls, codes[key], save_codes=save_codes, weight_tied=tied, **fields)
-    after = sum(each.nbytes for each in codes.values())
-    notes = tuple(_notes(chosen.values()))
-    report = FreezeReport(tuple(chosen), tuple(reasons.items()), before, after, notes, bits, sizes)
-    model.__dict__[FREEZE_REPORT] = report
-    return model
+
+
+class Freezing:
+    """Layers of a model to be frozen, and their codes; nothing changes before :meth:`freeze`.
+
+    Raises ValueError if no layer can be frozen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bits: int,
+        filter_fn: Filter | None = None,
+        *,
+        save_codes: bool = False,
+        convrot: bool = False,
+    ) -> None:
+        """Choose the layers."""
+        layers: dict[str, Any] = {
+            n: m for n, m in model.named_modules() if isinstance(m, HotModule)
+        }
+        why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot, bits=bits)
+        held = held_forwards(model)
+        reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
+        reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
+        if filter_fn is None:
+            reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
+        chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
+        if not layers:
+            raise ValueError("model: no converted layer; call hot.convert(model) before freeze")
+        if not chosen:
+            why = listed([f"{fqn or '(root)'} ({reasons[fqn]})" for fqn in layers])
+            raise ValueError(f"model: no layer can be frozen: {why}")
+        weights = {fqn: m._parameters["weight"] for fqn, m in chosen.items()}
+        self.model, self.bits, self.save_codes = model, bits, save_codes
+        self.layers: dict[str, Any] = chosen
+        """Layers that are frozen, by name."""
+        self.skipped = tuple(reasons.items())
+        self.classes = {fqn: _frozen_class(layer, convrot) for fqn, layer in chosen.items()}
+        self.owners = {fqn: id(weight) for fqn, weight in weights.items()}
+        """Numbers of the layers' weights, which tied ones share."""
+        self.codes: dict[Any, nn.Parameter] = {}
+        """Codes that layers have, by :meth:`key`."""
+        self._uses = collections.Counter(self.owners.values())
+        self._before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
+
+    def key(self, fqn: str) -> tuple[int, int, bool]:
+        """Key of a layer's codes, which tied weights share."""
+        layer, cls = self.layers[fqn], self.classes[fqn]
+        return self.owners[fqn], layer.config.forward_block, cls.transposed
+
+    def sizes(self, fqn: str) -> tuple[int, int]:
+        """Bytes of a layer's codes without and with their tail."""
+        form = frozen_codes.Format(self.layers[fqn].config.forward_block, False, self.bits)
+        size = form.bytes(*self.rows(fqn).shape)
+        return size - form.tail, size
+
+    def rows(self, fqn: str) -> Tensor:
+        """The weight ``[O, I]`` of a layer."""
+        return weight_rows(self.layers[fqn], self.classes[fqn])
+
+    def encoded(self, fqn: str, rows: Tensor, exponents: Tensor | None) -> Tensor:
+        """Codes of rows of a layer's weight; errors begin with its name."""
+        return encoded(self.layers[fqn], self.classes[fqn], rows, exponents)
+
+    def encoded_weight(self, fqn: str, weight: Tensor, size_of_x: Tensor | None = None) -> Tensor:
+        """Codes of another weight for a layer. Raises ValueError for a NaN or an infinity."""
+        rows = weight.t() if self.classes[fqn].transposed else weight
+        exponents = None
+        if self.bits == 4:
+            exponents = feature_sizes.exponents(self.columns(fqn, rows), size_of_x)
+        return self.encoded(fqn, rows, exponents)
+
+    def columns(self, fqn: str, rows: Tensor) -> Tensor:
+        """Sizes of the columns of a layer's weight. Raises ValueError for a NaN or an infinity."""
+        sizes = feature_sizes.of_columns(rows)
+        if not (sizes.is_meta or bool(sizes.isfinite().all())):
+            raise ValueError(f"layer {fqn or '(root)'}: weight: it has a NaN or an infinity")
+        return sizes
+
+    def freeze(self, fqn: str, codes: nn.Parameter, measured: bool = False) -> None:
+        """Replace the weight of a layer by its codes."""
+        self.codes[self.key(fqn)] = codes
+        fields = {"weight_bits": self.bits, "weight_measured": measured}
+        fields |= {"save_codes": self.save_codes, "weight_tied": self._uses[self.owners[fqn]] > 1}
+        freeze_layer(self.layers[fqn], self.classes[fqn], codes, **fields)
+
+    def report(self, sizes: str) -> None:
+        """Set the model's report."""
+        after = sum(each.nbytes for each in self.codes.values())
+        notes = tuple(_notes(self.layers.values()))
+        about = (tuple(self.layers), self.skipped, self._before, after, notes, self.bits, sizes)
+        self.model.__dict__[FREEZE_REPORT] = FreezeReport(*about)
 
 
 def _exponents(
-    model: nn.Module,
-    chosen: Mapping[str, Any],
-    classes: Mapping[str, type[FrozenModule]],
-    owners: Mapping[str, int],
-    inputs: Iterable[Any] | None,
-    progress: bool,
+    model: nn.Module, freezing: Freezing, inputs: Iterable[Any] | None, progress: bool
 ) -> tuple[dict[str, Tensor], frozenset[str], str]:
     """Exponents of the layers, the layers whose come from x, and words about their origin."""
-    columns, of_owner = {}, {}
+    columns: dict[str, Tensor] = {}
+    of_owner: dict[int, Tensor] = {}
+    chosen, owners = freezing.layers, freezing.owners
     for fqn in shown(list(chosen), "freeze: columns of {}", progress):
         if owners[fqn] not in of_owner:
-            rows = weight_rows(chosen[fqn], classes[fqn])
-            of_owner[owners[fqn]] = sizes = feature_sizes.of_columns(rows)
-            if not (sizes.is_meta or bool(sizes.isfinite().all())):
-                raise ValueError(f"layer {fqn or '(root)'}: weight: it has a NaN or an infinity")
+            of_owner[owners[fqn]] = freezing.columns(fqn, freezing.rows(fqn))
         columns[fqn] = of_owner[owners[fqn]]
     if inputs is None:
         return {n: feature_sizes.exponents(c) for n, c in columns.items()}, frozenset(), "weights"
-    seen = seen_by(model, chosen, shown(inputs, "freeze: batch {}", progress))
+    by_owner, words = sizes_of_x(model, freezing, inputs, progress)
+    out = {n: feature_sizes.exponents(c, by_owner.get(owners[n])) for n, c in columns.items()}
+    return out, frozenset(n for n in chosen if owners[n] in by_owner), words
+
+
+def sizes_of_x(
+    model: nn.Module, freezing: Freezing, inputs: Iterable[Any], progress: bool
+) -> tuple[dict[int, Tensor], str]:
+    """Sizes of the x of each weight, by its owner, and words about their origin."""
+    seen = seen_by(model, freezing.layers, shown(inputs, "freeze: batch {}", progress))
     if not seen.squares:
         raise ValueError(f"inputs: none of {seen.batches} batches reached a layer to be frozen")
-    by_owner: dict[int, Tensor] = {}
-    for fqn, squares in seen.squares.items():  # tied weights have one size for all of their x
-        mean = squares / seen.tokens[fqn]
-        by_owner[owners[fqn]] = by_owner.get(owners[fqn], 0.0) + mean
-    out = {}
-    for fqn, of_columns in columns.items():
-        mean_square = by_owner.get(owners[fqn])
-        x = None if mean_square is None else mean_square.sqrt()
-        out[fqn] = feature_sizes.exponents(of_columns, x)
-    measured = frozenset(n for n in chosen if owners[n] in by_owner)
+    squares: dict[int, Tensor] = {}
+    for fqn, sums in seen.squares.items():  # tied weights have one size for all of their x
+        owner, mean = freezing.owners[fqn], sums / seen.tokens[fqn]
+        squares[owner] = squares.get(owner, 0.0) + mean
     words = f"x of {max(seen.tokens.values()):,} tokens, and weights"
-    if len(measured) < len(chosen):
-        rest = listed([name for name in chosen if name not in measured])
-        words += f"; weights alone for {rest}, which no batch reached"
-    return out, measured, words
+    if rest := [fqn for fqn, owner in freezing.owners.items() if owner not in squares]:
+        words += f"; weights alone for {listed(rest)}, which no batch reached"
+    return {owner: mean.sqrt() for owner, mean in squares.items()}, words
 
 
 def thaw(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ from ..ops import frozen_codes
 
 _LEAST = 1e-3
 """Smallest size of a feature, of their mean: a feature that was always zero may not be so later."""
-_CHUNK_VALUES = 1 << 24
+_CHUNK_VALUES = 1 << 21
 """Number of a weight's values that are widened at a time."""
 
 

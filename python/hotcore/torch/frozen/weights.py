@@ -35,7 +35,7 @@ from . import feature_sizes
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Alignment in bytes that libhot requires for codes."""
 _READ_ONLY = (
     "the weight is frozen in codes, and this would write to a copy of it; hot.thaw(model) makes it "
@@ -426,7 +426,8 @@ class FrozenModule(HotModule, nn.Module):
                 "and cannot be pruned or reparametrised; hot.thaw(model) first"
             )
         super().register_parameter(name, param)
-        guard(param)
+        if name == _CODES:
+            guard(param)
 
     def plain_weight(self, values: Tensor | None = None) -> nn.Parameter:
         """A plain weight, not trained, with ``values`` or those that the codes stand for.
@@ -529,7 +530,7 @@ class FrozenModule(HotModule, nn.Module):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
                 body(self._as_frozen(codes), check=True)
-            aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
+            aligned = codes.is_meta or codes.data_ptr() % ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
         if weight is None:
             return None
@@ -622,14 +623,11 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
 
 
 def encoded(
-    layer: HotModule,
-    cls: type[FrozenModule],
-    exponents: Tensor | None = None,
-    rows: slice = slice(None),
+    layer: HotModule, cls: type[FrozenModule], rows: Tensor, exponents: Tensor | None
 ) -> Tensor:
-    """Codes of some rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
+    """Codes of rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
     try:
-        return cls.encode(weight_rows(layer, cls)[rows], layer.config, exponents)
+        return cls.encode(rows, layer.config, exponents)
     except (ValueError, RuntimeError) as error:
         layer.prefix_layer_name(error)
         raise
