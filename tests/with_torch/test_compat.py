@@ -84,25 +84,6 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------ torch.compile
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("one_seed_an_x")
-@pytest.mark.parametrize("recipe", ["default", "fast"])
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
-def test_compile(backend: str, recipe: str) -> None:
-    model = converted(recipe)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    x = images()
-    exact = step(model, model, x)
-    if backend == "aot_eager":
-        assert_same(step(compiled, model, x), exact)
-        return
-    # Decomposed normalisation and GELU differ in the last bit, which moves some roundings.
-    got = step(compiled, model, x)
-    assert torch.equal(got[-1], exact[-1])
-    for a, b in zip(got[:-1], exact[:-1], strict=True):
-        assert (a - b).norm() < 0.02 * b.norm()
-
-
 def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
     # ReLU keeps its output, so a partitioner would rather compress it (and draw) in backward.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))

@@ -299,16 +299,6 @@ def test_reading_the_weight_in_a_graph() -> None:
             assert torch.allclose(compiled(x), model(x), atol=1e-4)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant: bool) -> None:
-    model, x = frozen(), torch.randn(9, 72)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(model, x, use_reentrant=reentrant)
-
-    assert same(results(run, x, model), results(model, x, model))
-
-
 def test_selective_checkpoints_keep_products() -> None:
     model, x = frozen(), torch.randn(9, 72)
     contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_products)
