@@ -14,7 +14,7 @@ import reference
 from hotcore import Key
 from hypothesis import given
 from hypothesis import strategies as st
-from support import KEY, KINDS, data, equal_bits, parted_key, strided
+from support import KEY, KINDS, data, equal_bits, parted_key, same_on_every_path, strided
 
 BASES = ("full", "lowpass", "sequency", "sketch")
 SIDES = ("activation", "gradient")
@@ -143,3 +143,11 @@ def test_eight_rows_of_a_smooth_image() -> None:
     ten = error(rows=[0, 1, 2, 3, 4, 8, 10, 11, 12, 14])
     assert error() < 1.6 * ten  # 1.4; with rows 11 and 14 for 1 and 4: 3.7
     assert error(rows=[0, 2, 3, 8, 10, 11, 12, 14]) > 3 * ten
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_same_bits_on_every_path(rng: np.random.Generator, basis: str) -> None:
+    for rank in (2, 4, 8, 16):
+        x = data(rng, (int(rng.integers(1, 200)), int(rng.integers(1, 150))))
+        options = {"basis": basis, "rank": rank, "side": "gradient", "key": KEY}
+        same_on_every_path(lambda x=x, options=options: hotcore.hla(x, **options))

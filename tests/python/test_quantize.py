@@ -19,6 +19,7 @@ from support import (
     numpy_of,
     parted_key,
     rounded,
+    same_on_every_path,
     strided,
     widened,
 )
@@ -118,3 +119,12 @@ def test_counter_is_added_to_the_offset(rng: np.random.Generator) -> None:
     equal_bits(hotcore.quantize(x, bits=4, key=counted)[0], expected)
     counter += np.uint64(1)  # each call reads it
     assert not np.array_equal(hotcore.quantize(x, bits=4, key=counted)[0], expected)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_same_bits_on_every_path(rng: np.random.Generator, scale: str, rounding: str) -> None:
+    x = data(rng, (int(rng.integers(1, 30)), int(rng.integers(1, 5000))))
+    for bits in (4, 8):
+        options = {"bits": bits, "scale": scale, "rounding": rounding, "key": 3}
+        same_on_every_path(lambda options=options: hotcore.quantize(x, **options))
