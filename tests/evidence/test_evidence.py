@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import bench_head  # noqa: E402
 import bench_latency  # noqa: E402
 import bench_memory  # noqa: E402
 import bench_training  # noqa: E402
-from evidence import evidence_tables, side_by_side  # noqa: E402
+from evidence import evidence_tables, side_by_side, small_tasks  # noqa: E402
 from models import mend_torchvision  # noqa: E402
 from train_lib import images  # noqa: E402
 
@@ -130,11 +130,18 @@ SUPPLEMENT = ("fp32", "bf16", "naive_int4", "luq", "lbp_wht", "default", "paper 
     ],
 )
 def test_the_supplements_table(
-    kind: str, task: str, methods: tuple[str, ...], tmp_path: Path, rng: np.random.Generator
+    kind: str,
+    task: str,
+    methods: tuple[str, ...],
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two steps on a fake data set; the table has every method's accuracy."""
+    """Two steps on a small fake data set; the table has every method's accuracy."""
     mend_torchvision()
     pytest.importorskip("timm")
+    monkeypatch.setitem(small_tasks.VITS, "images-vit", (64, 1, 4, 2e-3, 600))
+    monkeypatch.setattr(images.Photos, "pixels", 96)
     fake_images(kind, tmp_path / "data", rng)
     words = [] if methods == SUPPLEMENT else ["--methods", ";".join(methods)]
     bench_training.main(
@@ -154,17 +161,12 @@ def test_the_supplements_table(
 # ---- side by side ----
 
 
-def square(value: int) -> int:
-    time.sleep(0.1)
-    return value * value
-
-
 def test_work_side_by_side() -> None:
-    work = [(str(i), square, (i,)) for i in range(5)]
+    work = [(str(i), math.factorial, (i,)) for i in range(5)]
     for jobs in (1, 2):
         got: dict[str, int] = {}
         assert side_by_side.run_all(work, got.__setitem__, jobs=jobs) == []
-        assert got == {str(i): i * i for i in range(5)}
+        assert got == {str(i): math.factorial(i) for i in range(5)}
     late = side_by_side.run_all(work, got.__setitem__, budget_s=1e-9)
     assert late == [name for name, *_ in work[len(work) - len(late) :]] and late
     assert len(side_by_side.run_all(work, got.__setitem__, budget_s=60, longest_s=61)) == 5

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from c_api import CONSTANTS, CApi, HotError, aligned, make, tensor
 from hotcore import HotConfig, Key, _core
+from hotcore.config import RECIPES
 from support import read_only, torch, unaligned
 
 
@@ -505,12 +506,8 @@ EXPLAIN = {"tokens": 64, "out_features": 64, "in_features": 64}
 SCALARS: dict[str, tuple[Callable[..., object], str, str, str]] = {
     "fwht": (lambda **o: fwht(X, **o), "axis block", "", ""),
     "hla": (lambda **o: hla(X, **o), "rank block prefix_tokens", "basis side", ""),
-    "basis_order": (
-        lambda **o: hotcore.basis_order(**{"basis": "lowpass", **o}),
-        "block",
-        "basis",
-        "",
-    ),
+    "basis_order": (lambda **o: hotcore.basis_order(**{"basis": "lowpass", **o}),
+                    "block", "basis", ""),
     "quantize": (lambda **o: quantize(X, **o), "bits", "scale rounding", ""),
     "dequantize": (lambda **o: dequantize(P, ONE, packed=True, **o), "columns", "granularity", ""),
     "unpack_int4": (lambda **o: unpack(P, **o), "columns", "", ""),
@@ -520,25 +517,13 @@ SCALARS: dict[str, tuple[Callable[..., object], str, str, str]] = {
     "decompress out": (lambda **o: decompress(saved(), out=X[:4], **o), "first last", "", ""),
     "backward_linear": (lambda **o: back(gw_out=np.ones((24, 16), F), **o), "", "", "accumulate"),
     "supported": (lambda **o: hotcore.supported(**{**EXPLAIN, **o}), " ".join(EXPLAIN), "", ""),
-    "explain": (
-        lambda **o: hotcore.explain(**{**EXPLAIN, **o}),
-        " ".join(EXPLAIN),
-        "",
-        "accumulate quantized_weight wgmma",
-    ),
-    "explain_gemm": (
-        lambda **o: hotcore.explain_gemm(**{"m": 4, "n": 4, "k": 4, **o}),
-        "m n k",
-        "",
-        "int4 accumulate wgmma",
-    ),
-    "set_num_threads": (
-        lambda **o: hotcore.set_num_threads(**{"threads": 0, **o}),
-        "threads",
-        "",
-        "",
-    ),
-}
+    "explain": (lambda **o: hotcore.explain(**{**EXPLAIN, **o}),
+                " ".join(EXPLAIN), "", "accumulate quantized_weight wgmma"),
+    "explain_gemm": (lambda **o: hotcore.explain_gemm(**{"m": 4, "n": 4, "k": 4, **o}),
+                     "m n k", "", "int4 accumulate wgmma"),
+    "set_num_threads": (lambda **o: hotcore.set_num_threads(**{"threads": 0, **o}),
+                        "threads", "", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALARS)
@@ -673,7 +658,8 @@ def test_kinds_are_not_mixed_in_outputs() -> None:
 
 
 def test_supported() -> None:
-    assert hotcore.supported(197, 768, 768) == (True, "")
+    for recipe in RECIPES:
+        assert hotcore.supported(197, 768, 768, recipe) == (True, "")
     paper = HotConfig.recipe("paper", token_grid=(14, 14), prefix_tokens=1)
     assert hotcore.supported(2 * 197, 768, 768, paper) == (True, "")
     ok, why = hotcore.supported(198, 768, 768, paper)

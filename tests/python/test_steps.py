@@ -304,9 +304,6 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
     slow.close()
 
 
-# ---- targets ----
-
-
 # ---- plots and pages ----
 
 

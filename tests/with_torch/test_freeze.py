@@ -515,17 +515,6 @@ def test_reading_the_weight_in_a_graph() -> None:
 
 
 @both
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(bits: int, reentrant: bool) -> None:
-    model, x = frozen(bits=bits), torch.randn(9, 72)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(model, x, use_reentrant=reentrant)
-
-    assert same(results(run, x, model), results(model, x, model))
-
-
-@both
 def test_selective_checkpoints_keep_products(bits: int) -> None:
     model, x = frozen(bits=bits), torch.randn(9, 72)
     contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_products)
