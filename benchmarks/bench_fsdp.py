@@ -113,7 +113,7 @@ class Several(Trainer):
                  sharded: bool, backend: str) -> None:  # fmt: skip
         """Convert, compile and distribute ``model``."""
         self._sharded, self._batches, self._taken = sharded, batches, 0
-        super().__init__(contender, model, batches[0], task, own=True, backend=backend)
+        super().__init__(contender, model, batches[0], task, in_place=True, backend=backend)
 
     def wrap(self, model: nn.Module) -> None:
         """Distribute the model, and make its optimizer."""
