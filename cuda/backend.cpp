@@ -2,6 +2,8 @@
 // executes.
 #include "cuda/backend.h"
 
+#include <algorithm>
+
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
@@ -87,7 +89,10 @@ void CudaBackend::gemm_int4(const Context& context, const GemmArgs& args, std::i
   unpacked.lda = unpacked.ldb = args.k;
   const plan::Plan plan = plan::plan_gemm_int4(device.facts(), plan::product_shape(unpacked),
                                                plan::product_shape(args).rows_aligned);
-  const bool packed = plan.size() > 0 && plan[0].kernel != plan::Kernel::unpack;
+  // A memset of the counter may come before the unpacking.
+  const bool packed = std::none_of(plan.begin(), plan.end(), [](const plan::Step& step) {
+    return step.kernel == plan::Kernel::unpack;
+  });
   const std::int64_t bytes = ceil_div(args.k, 2);
   Work work = product_work(device.facts(), packed ? args : unpacked, workspace);
   WorkProduct& product = work.products[0];
