@@ -90,7 +90,7 @@ struct ColumnSum {
 };
 
 struct Work {
-  const char* call = "";  // public function, for messages
+  const char* call = "gemm";  // public function, for messages
   Operands operands{};
   WorkProduct products[2]{};
   ColumnSum sum{};
