@@ -15,7 +15,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_graphs import every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 both = pytest.mark.parametrize("bits", [8, 4])
@@ -231,7 +230,9 @@ def test_files(tmp_path: Path) -> None:
     content = json.loads(index.read_text())
     content["weight_map"]["d.weight"] = one.name
     index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"index file names tensors that are absent: d\.weight in m"):
+    with pytest.raises(
+        ValueError, match=r"index file names tensors that are absent: d\.weight in m"
+    ):
         hot.load_frozen(converted(), folder)
     (folder / "model.fp16.safetensors.index.json").write_text(index.read_text())
     with pytest.raises(ValueError, match="has several index files, name one: model.fp16"):
@@ -283,7 +284,7 @@ print(peak() - before)
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_host_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
-    """192 MiB of weights are 26 MiB of codes; a tensor has 8 MiB. The other way exceeds the bound."""
+    """192 MiB of weights are 26 MiB of codes, a tensor 8 MiB. The other way exceeds the bound."""
     state = {f"{i}.weight": torch.randn(1024, 2048) for i in range(24)}
     path, size = tmp_path / "model.safetensors", 24 * 4 * 1024 * 2048
     safetensors.save_file(state, path)

@@ -256,7 +256,7 @@ def test_weights_that_cannot_be_frozen(plain: Path, tmp_path: Path) -> None:
 
 
 def test_biases(tmp_path: Path) -> None:
-    """Those of the checkpoint, or zero where it has none, as transformers initialises them."""
+    """A bias is the checkpoint's, or zero where it has none, as transformers initialises it."""
     source = causal("Llama", attention_bias=True)
     name = "model.layers.0.self_attn.q_proj"
     torch.nn.init.normal_(source.get_submodule(name).bias)

@@ -77,8 +77,8 @@ def load_frozen(
     Raises:
         TypeError: ``model`` is no module, or ``inputs`` is no iterable.
         FileNotFoundError: ``checkpoint`` or a shard does not exist.
-        ValueError: an argument is bad; a key is missing, unexpected, or in two files; a shape or
-            dtype differs; a buffer on the meta device is in no checkpoint; a weight has a NaN or an
+        ValueError: an argument is bad. A key is missing, unexpected, or in two files. A shape or
+            dtype differs. A buffer on the meta device is in no checkpoint. A weight has a NaN or an
             infinity. Keys and layers are named, and the model has not changed. ``inputs`` are
             checked when they run, after the model is loaded.
 
