@@ -86,6 +86,18 @@ def cells(row: Report) -> list[str]:
     return figures + [number(ms, 1) for ms in spent]
 
 
+def shared(report: Report) -> Lines:
+    """Time of each call beside a kernel that holds S multiprocessors, of its time alone."""
+    held = list(report["least"])
+    head = ["", "", "alone, µs", *(f"S = {count}" for count in held)]
+    rows = [["least possible", "", "", *(number(report["least"][count], 2) for count in held)]]
+    for layer, entry in report["layers"].items():
+        for name, row in entry["rows"].items():
+            cells = [number(row["of alone"][count], 2) for count in held]
+            rows.append([layer, name, number(1e3 * row["alone_ms"], 0), *cells])
+    yield from table_of(head, rows)
+
+
 def lora(report: Report) -> Lines:
     """Speed of LoRA's contenders, and memory of weights, between steps and at the peak."""
     rows = report["steps"]["llama_lora"]["rows"]
@@ -513,6 +525,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("cuda-lora.json", lora),
     **_of("base-formats.json", bases),
     **_of("cuda-8b.json", whole),
+    **_of("shared-gpu.json", shared),
     **_of("cuda-examples.json", gallery),
     **_of("recipe-cases.json", cases),
     "claims": ("", claims.table),
