@@ -133,7 +133,7 @@ def whole(report: Report) -> Lines:
                        "peak, GiB", "largest batch, tokens", "speed there"])  # fmt: skip
     for contender in of_a_whole_model():
         name = contender.name
-        if name not in rows and contender.frozen in ("int4", "nf4"):  # newer than the report
+        if name not in rows and contender.frozen not in ("", "int8"):  # newer than the report
             continue
         row = rows.get(name, {"left_out": "not run"})
         if "step" not in row:
