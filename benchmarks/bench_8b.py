@@ -124,7 +124,8 @@ def build(size: Size, contender: Contender, device: str) -> tuple[nn.Module, flo
 
     A frozen base never exists in bf16: each block gets its form before the next one is made.
 
-    Returns the model, and the seconds of freezing. Raises ModuleNotFoundError, TorchaoMissing, Left.
+    Returns the model, and the seconds of freezing. Raises ModuleNotFoundError, TorchaoMissing and
+    Left.
     """
     mend_torchvision()
     import transformers
