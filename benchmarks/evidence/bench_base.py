@@ -303,7 +303,7 @@ def fetch() -> Path:
     return FOLDER
 
 
-def _sequences(texts: Sequence[str], encode: Callable[[str], list[int]], count: int) -> Tensor:
+def sequences(texts: Sequence[str], encode: Callable[[str], list[int]], count: int) -> Tensor:
     ids: list[int] = []
     for text in texts:
         ids += encode(text)
@@ -312,9 +312,18 @@ def _sequences(texts: Sequence[str], encode: Callable[[str], list[int]], count: 
     raise ValueError(f"texts: {len(ids)} tokens; expected {count * LENGTH}")
 
 
-def _bert() -> tuple[nn.Module, dict[str, Tensor]]:
-    from safetensors.torch import load_file
+def bert_encoder() -> Callable[[str], list[int]]:
+    """Make a function from a text to the BERT's tokens."""
     from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(fetch() / "bert/tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return lambda text: tokenizer.encode(text).ids
+
+
+def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    from safetensors.torch import load_file
     from transformers import BertConfig, BertModel
 
     folder = fetch() / "bert"
@@ -322,9 +331,6 @@ def _bert() -> tuple[nn.Module, dict[str, Tensor]]:
     model = BertModel(config, add_pooling_layer=False).eval()
     state = load_file(folder / "model.safetensors")
     model.load_state_dict({k: v for k, v in state.items() if k in model.state_dict()})
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     descriptions = sorted(Path(sysconfig.get_paths()["purelib"]).glob("*.dist-info/METADATA"))
     draw = random.Random(1)
@@ -332,11 +338,11 @@ def _bert() -> tuple[nn.Module, dict[str, Tensor]]:
     for name, files in (("sources", sources), ("descriptions", descriptions)):
         draw.shuffle(files)
         parts = [file.read_text("utf-8", "ignore")[-3000:] for file in files]
-        texts[name] = _sequences(parts, lambda t: tokenizer.encode(t).ids, SEQUENCES + CALIBRATION)
+        texts[name] = sequences(parts, bert_encoder(), SEQUENCES + CALIBRATION)
     return model, texts
 
 
-def _albert() -> tuple[nn.Module, dict[str, Tensor]]:
+def albert(count: int = SEQUENCES + CALIBRATION) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import AlbertConfig, AlbertModel
 
     folder = fetch() / "albert"
@@ -357,7 +363,7 @@ def _albert() -> tuple[nn.Module, dict[str, Tensor]]:
     def encode(text: str) -> list[int]:
         return [ids[word] for word in ("[CLS]", *splits.findall(text), "[SEP]")]
 
-    return model, {"molecules": _sequences(molecules, encode, SEQUENCES + CALIBRATION)}
+    return model, {"molecules": sequences(molecules, encode, count)}
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Case]]:
@@ -370,10 +376,10 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
         model = BertModel(config, add_pooling_layer=False).eval()
         yield "random", Case(model, *torch.randint(99, (2, 2, LENGTH)))
         return
-    model, texts = _bert()
+    model, texts = bert()
     for name, other in (("sources", "descriptions"), ("descriptions", "sources")):
         yield f"bert, {name}", Case(model, texts[name][:SEQUENCES], texts[other][SEQUENCES:])
-    model, texts = _albert()
+    model, texts = albert()
     ids = texts["molecules"]
     yield "albert, molecules", Case(model, ids[:SEQUENCES], ids[SEQUENCES:])
 
