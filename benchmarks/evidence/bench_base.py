@@ -80,7 +80,7 @@ class Format:
     """How a weight is rounded; the defaults are the proposal."""
 
     kind: str = "int4"
-    """``"int4"``, ``"int8"`` (rows) or ``"nf4"``, bitsandbytes' own."""
+    """``"int4"``, ``"int8"`` (rows), ``"bf16"`` or ``"nf4"``, bitsandbytes' own."""
     group: int = 32
     block: int = 64
     """Features that are transformed together; 1: none."""
@@ -107,6 +107,8 @@ class Format:
 
     def bytes_per_value(self, columns: int) -> float:
         """Bytes of codes and scales of a row, by its columns."""
+        if self.kind == "bf16":
+            return 2
         if self.kind == "int8":
             return 1 + 4 / columns
         if self.kind == "nf4":
@@ -120,6 +122,7 @@ def formats() -> dict[str, Format]:
     out = {
         BASELINE: make("nf4", block=1),
         "NF4": make("nf4", block=1, double=False),
+        "bf16": make("bf16"),
         "INT8 rows": make("int8"),
         "INT4, no transform, fp16 steps": make(block=1, steps="fp16", operand=False),
         "INT4, fp16 steps": make(steps="fp16", operand=False),
@@ -237,6 +240,8 @@ def nf4(rows: Tensor, double: bool) -> Tensor:
 
 def rounded(weight: Tensor, form: Format) -> Tensor:
     """A weight as a format has it."""
+    if form.kind == "bf16":
+        return weight.bfloat16().float()
     if form.kind == "nf4":
         return nf4(weight, form.double)
     rows = transformed(weight, form.block)
