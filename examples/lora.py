@@ -81,15 +81,15 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
                 print(f"step {step:>5}  loss {loss.item():.3f}", flush=True)
 
     toy = options.size == "toy" and not options.model
-    loading, config = {}, None
+    loading, config = {"dtype": torch.bfloat16}, None
     if options.recipe != "none":
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
     if options.model:
         if config and options.freeze:  # each weight is frozen as it is read
             loading["quantization_config"] = HotQuantizationConfig(config, freeze=options.freeze)
             loading["device_map"], config = options.device, None
-        kind = AutoModelForCausalLM
-        model = kind.from_pretrained(options.model, dtype=torch.bfloat16, **loading)
+        model = AutoModelForCausalLM.from_pretrained(options.model, **loading)
+        print(getattr(model, "freeze_report", "no weight is frozen in codes"))
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         text = tokenizer(content.decode(), return_tensors="pt").input_ids[0]
     else:

@@ -122,6 +122,7 @@ def test_lora_on_a_folder(main: Main, capsys: Capture, tmp_path: Path) -> None:
     options = ["--model", saved_llama(tmp_path), "--steps", "1", "--context", "16"]
     plain = main("lora", *options, "--recipe", "none")
     frozen = main("lora", *options, "--forward", "int8", "--freeze", "int4")
+    assert "7 layers frozen in INT4" in capsys.readouterr().out
     assert frozen != plain and frozen == pytest.approx(plain, rel=0.05)
 
 
