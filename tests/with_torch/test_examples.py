@@ -71,6 +71,9 @@ def needs(*libraries: str) -> None:
 def saved_llama(folder: Path) -> str:
     """Save a model with its tokenizer, a token a character. Returns their folder."""
     import tokenizers
+    from models import mend_torchvision
+
+    mend_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
