@@ -23,7 +23,6 @@ from evidence import RESULTS, ROOT, claims, evidence_tables, intervals, model_ta
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 from hotcore.torch.tools.advise import Advice, Tried
 from hotcore.torch.tools.clocks import Measured
-from training import of_a_whole_model
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
@@ -86,22 +85,6 @@ def cells(row: Report) -> list[str]:
     return figures + [number(ms, 1) for ms in spent]
 
 
-def lora(report: Report) -> Lines:
-    """Speed of LoRA's contenders, and memory of weights, between steps and at the peak."""
-    rows = report["steps"]["llama_lora"]["rows"]
-    yield from header(["", "tokens a second", "speed", "weights, GiB", "between steps, GiB",
-                       "peak, GiB"])  # fmt: skip
-    reference = rows["bf16 compiled"]["tokens_per_s"]
-    for name, row in rows.items():
-        if "step" not in row:
-            yield line([name, cells(row)[0], *[""] * 4])
-            continue
-        speed = row["tokens_per_s"]
-        memory = [row["weight_bytes"] / 2**30, row.get("between_steps_gib"), row.get("peak_gib")]
-        figures = [f"{speed:,.0f}", times(speed / reference), *(number(m, 2) for m in memory)]
-        yield line([name, *figures])
-
-
 BASES = {
     "bf16": ("bf16", ("bf16",)),
     "NF4, blocks of 64, scales quantised (QLoRA)": (
@@ -130,19 +113,21 @@ def bases(results: Path) -> Lines:
         evidence_tables.report_of(results, f"{name}.json")
         for name in ("base-formats", "base-lora", "cuda-8b")
     )
+    cases = errors["cases"]
     tasks = [f"loss less bf16's [95 %], {words}" for words in TUNED.values()]
     yield from header(["base", "bytes a value", "8B: tokens a second", "8B: peak, GiB",
                        "error of outputs, of NF4's", *tasks])  # fmt: skip
     for words, (name, ends) in BASES.items():
-        cases = [rows[name]["sequence"] / rows[NF4]["sequence"] for rows in errors["cases"].values()]
+        cases = [
+            each[name]["sequence"] / each[NF4]["sequence"] for each in errors["cases"].values()
+        ]
         runs = [large["whole"].get(f"LoRA {end}, attention kept", {}) for end in ends]
         best = max(runs, key=lambda run: run.get("tokens_per_s", 0))
         speed, peak = best.get("tokens_per_s"), number(best.get("peak_gib"), 1)
         cells = ["" if speed is None else f"{speed:,.0f}", peak]
-        cells.append(number(statistics.geometric_mean(cases), 2))
-        for task in TUNED:
-            cells.append(_lora_gap(lora["tasks"][task], name))
-        size = number(next(iter(errors["cases"].values()))[name]["bytes"], 3)
+        cells.append(number(statistics.geometric_mean(ratios), 2))
+        cells += (_lora_gap(lora["tasks"][task], name) for task in TUNED)
+        size = number(next(iter(cases.values()))[name]["bytes"], 3)
         yield line([words, size, *cells])
 
 
@@ -181,11 +166,7 @@ def whole(report: Report) -> Lines:
     tokens = report["settings"]["size"]["length"]
     yield from header(["", "sequences a step", "tokens a second", "speed", "joules a token",
                        "peak, GiB", "largest batch, tokens", "speed there"])  # fmt: skip
-    for contender in of_a_whole_model():
-        name = contender.name
-        if name not in rows and contender.frozen not in ("", "int8"):  # newer than the report
-            continue
-        row = rows.get(name, {"left_out": "not run"})
+    for name, row in rows.items():
         if "step" not in row:
             yield line([name, row.get("left_out", "failed"), *[""] * 6])
             continue
@@ -550,7 +531,7 @@ def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
 
 TABLES = evidence_tables
 KINDS: dict[str, tuple[str | None, Make]] = {
-    **_of(None, about, cpu_layers, points, speeds.by_model),
+    **_of(None, about, cpu_layers, points, speeds.by_model, whole),
     **_of("", config_fields),
     "speeds": ("", speeds.table),
     **_of("gpu-check.json", layers, both, floor, small, targets, tests),
@@ -560,8 +541,6 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),
-    **_of("cuda-lora.json", lora),
-    **_of("cuda-8b.json", whole),
     **_of("cuda-examples.json", gallery),
     **_of("recipe-cases.json", cases),
     "claims": ("", claims.table),
