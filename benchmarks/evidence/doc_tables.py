@@ -118,9 +118,7 @@ def bases(results: Path) -> Lines:
     yield from header(["base", "bytes a value", "8B: tokens a second", "8B: peak, GiB",
                        "error of outputs, of NF4's", *tasks])  # fmt: skip
     for words, (name, ends) in BASES.items():
-        cases = [
-            each[name]["sequence"] / each[NF4]["sequence"] for each in errors["cases"].values()
-        ]
+        ratios = [rows[name]["sequence"] / rows[NF4]["sequence"] for rows in cases.values()]
         runs = [large["whole"].get(f"LoRA {end}, attention kept", {}) for end in ends]
         best = max(runs, key=lambda run: run.get("tokens_per_s", 0))
         speed, peak = best.get("tokens_per_s"), number(best.get("peak_gib"), 1)
