@@ -501,8 +501,9 @@ def _rounding(form: Format, factors: Tensor | None) -> Any:
 def figure(results: Mapping[str, Mapping[str, Mapping[str, float]]], name: str) -> float:
     """Geometric mean of "1 - cosine, sequence" over that of the baseline."""
     logs = [
-        math.log(rows[name]["sequence"] / rows[BASELINE]["sequence"]) for rows in results.values()
-    ]
+        math.log(max(1e-9, rows[name]["sequence"]) / rows[BASELINE]["sequence"])
+        for rows in results.values()
+    ]  # rounding of a cosine may give zero
     return math.exp(sum(logs) / len(logs))
 
 

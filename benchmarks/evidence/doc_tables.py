@@ -124,12 +124,12 @@ def bases(results: Path) -> Lines:
         speed, peak = best.get("tokens_per_s"), number(best.get("peak_gib"), 1)
         cells = ["" if speed is None else f"{speed:,.0f}", peak]
         cells.append(number(statistics.geometric_mean(ratios), 2))
-        cells += (_lora_gap(lora["tasks"][task], name) for task in TUNED)
+        cells += (lora_gap(lora["tasks"][task], name) for task in TUNED)
         size = number(next(iter(cases.values()))[name]["bytes"], 3)
         yield line([words, size, *cells])
 
 
-def _lora_gap(rows: Report, name: str) -> str:
+def lora_gap(rows: Report, name: str) -> str:
     """The loss after LoRA less bf16's, paired by seed; bf16's own loss."""
     plain = rows["bf16"]["loss"]
     if name == "bf16":
