@@ -2,9 +2,12 @@
 
     python benchmarks/bench_8b.py --device cuda --budget 250     # continues an interrupted report
     python benchmarks/bench_8b.py --device cuda --contenders "LoRA*" --size 1b
+    python benchmarks/bench_8b.py --device cuda --contenders "LoRA frozen *4, *" --size 70b
     python benchmarks/bench_8b.py --quick                        # a toy; CPU too
 
-The model is Llama-3-8B with random bf16 weights; 1b is Llama-3.2-1B, 0.5b has Qwen2.5's shapes.
+The model is Llama-3-8B with random weights; 1b is Llama-3.2-1B, 0.5b has Qwen2.5's shapes, and 70b
+is Llama-3-70B. Weights are bf16. A frozen base never exists in bf16, because each block is frozen
+before the next is made. "frozen_s" of a row has the seconds of freezing.
 Sequences are 2048 tokens of bench_gpt.py's text, whose 8192 tokens are the first of the vocabulary.
 Without LoRA every contender trains all parameters by torchao's AdamW with 8-bit states and
 stochastic rounding of bf16 weights. LoRA's fp32 adapters train by torch's AdamW. Blocks are
@@ -27,19 +30,20 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_gpt
+import hotcore.torch as hot
 import timing
 import torch
 from evidence import doc_tables, rivals
-from models import TASKS, Batch, Task, mend_torchvision, with_lora
+from models import TASKS, Batch, Task, adapted, mend_torchvision
 from steps import GIB, compiler_counts, described, many_recompilations, said
 from timing import Row
 from torch import Tensor, nn
-from training import Contender, Left, Trainer, cleaned, of_a_whole_model
+from training import Contender, Left, Trainer, cleaned, config_of, freeze, of_a_whole_model
 
 SHARE = 0.97
 """Share of the card's memory for torch's allocator; the process needs the rest."""
@@ -75,6 +79,12 @@ FULL = Size(
     2048, bench_gpt.FULL, 128,
 )  # fmt: skip
 SIZES = {
+    "70b": dataclasses.replace(
+        FULL,
+        config=FULL.config
+        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+           "num_attention_heads": 64},
+    ),
     "8b": FULL,
     "1b": dataclasses.replace(
         FULL,
@@ -109,20 +119,51 @@ def is_lora(contender: Contender) -> bool:
 # ---- one contender ----
 
 
-def build(size: Size, contender: Contender, device: str) -> nn.Module:
-    """Build the model with random bf16 weights on ``device``. Raises ModuleNotFoundError."""
+def build(size: Size, contender: Contender, device: str) -> tuple[nn.Module, float]:
+    """Build the model with random bf16 weights on ``device``, and LoRA's adapters.
+
+    A frozen base never exists in bf16: each block gets its form before the next one is made.
+
+    Returns the model, and the seconds of freezing. Raises ModuleNotFoundError, TorchaoMissing and
+    Left.
+    """
     mend_torchvision()
     import transformers
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+    seed, seconds = torch.initial_seed(), 0.0
+    config = transformers.LlamaConfig(**size.config | {"num_hidden_layers": 0})
+    with _bf16_on(device):
+        model = transformers.LlamaForCausalLM(config)
+    config.num_hidden_layers = size.config["num_hidden_layers"]
+    for index in range(config.num_hidden_layers):
+        torch.manual_seed(seed + 1 + index)  # freezing may draw numbers
+        with _bf16_on(device):
+            block = LlamaDecoderLayer(config, index).apply(model._init_weights)
+        model.model.layers.append(block)
+        if contender.frozen:
+            timing.synchronize(device)
+            begun = time.perf_counter()
+            block.requires_grad_(False)
+            if contender.recipe is not None:
+                hot.convert(block, config_of(contender), slower=contender.slower)
+            freeze(block, contender)
+            timing.synchronize(device)
+            seconds += time.perf_counter() - begun
+    torch.manual_seed(seed)
+    return (adapted(model) if is_lora(contender) else model), seconds
+
+
+@contextlib.contextmanager
+def _bf16_on(device: str) -> Iterator[None]:
+    """Make new parameters bf16, on ``device``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.config))
+            yield
     finally:
         torch.set_default_dtype(before)
-    llama: nn.Module = model
-    return with_lora(lambda: llama)() if is_lora(contender) else llama
 
 
 class Whole(Trainer):
@@ -136,7 +177,9 @@ class Whole(Trainer):
         self.kept = self.after = self.forward_peak = self.backward_peak = 0
         task: Task = dataclasses.replace(TASKS["llama"], blocks="model.layers")
         batch: Batch = {"x": text[:FIRST]}
-        model = build(size, contender, device)
+        model, self.frozen_s = build(size, contender, device)
+        if contender.frozen:  # the Trainer has only the head left to convert
+            contender = dataclasses.replace(contender, recipe=None, frozen="")
         super().__init__(contender, model, batch, task, in_place=True, backend=backend)
         embedding = next(m for m in self.model.modules() if isinstance(m, nn.Embedding))
         embedding.register_forward_hook(_hidden)
@@ -316,9 +359,11 @@ def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[],
     except (ModuleNotFoundError, rivals.TorchaoMissing) as missing:
         raise Left(str(missing)) from missing
     if run.report is not None:
-        row["converted"] = len(run.report.converted)
+        row["converted"] = sum(isinstance(m, hot.HotLinear) for m in run.model.modules())
         row["head"] = run.report.head
     row["built_s"] = time.perf_counter() - begun
+    if contender.frozen:
+        row["frozen_s"] = run.frozen_s
 
     losses: list[float] = []
     row["losses"] = losses

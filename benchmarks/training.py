@@ -58,11 +58,19 @@ class Contender:
     wide: bool = False
     """Whether only convolutions larger than 1x1 are converted, without the first."""
     frozen: str = ""
-    """Form of the base's weights: "int8" or "int4" (hot.freeze), or "nf4" (bitsandbytes)."""
+    """Form of the base's weights: "int8" or "int4" (hot.freeze), or one of ``NF4``."""
     head: str = ""
     """Value of convert's ``head``, also for plain models: "torch" (its products) or a recipe."""
     whole: bool = False
     """Whether the model is compiled as a whole with head and loss, not block by block."""
+
+
+NF4 = {
+    "nf4": "NF4 of bitsandbytes, its scales quantised",
+    "nf4 fp32": "NF4 of bitsandbytes, its scales in fp32",
+    "nf4 torchao": "NF4Tensor of torchao",
+}
+"""Rivals' forms of a frozen base, and their words."""
 
 
 class Left(Exception):
@@ -165,7 +173,7 @@ def people(task: Task) -> list[Contender]:
             ]
         chosen += [
             one("frozen int8, plain forward, compiled", "default", frozen="int8", **compiled),
-            one("frozen nf4 compiled", frozen="nf4", **compiled),
+            *(one(f"frozen {form} compiled", frozen=form, **compiled) for form in NF4),
         ]
     return chosen
 
@@ -226,8 +234,8 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
     head: bool | hot.HotConfig = contender.head == "torch"
     if contender.head and not head:
         head = hot.HotConfig.recipe(contender.head, forward="int8")
-    if contender.frozen == "nf4":
-        nf4_converted(model)
+    if contender.frozen in NF4:
+        freeze(model, contender)
     if contender.recipe is None:
         return hot.convert(model, filter_fn=lambda *_: False, head=head)
     config = config_of(contender)
@@ -235,27 +243,43 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
     slower = contender.slower
     model = hot.convert(model, config, only, slower=slower, head=head)
     if contender.frozen:
-        print(hot.freeze(model, 4 if contender.frozen == "int4" else 8).freeze_report)
+        freeze(model, contender)
+        print(model.freeze_report)
     return model
 
 
-def nf4_converted(model: nn.Module) -> None:
-    """Let bitsandbytes hold the base layers below peft's adapters in NF4, as QLoRA. Raises Left."""
+def freeze(model: nn.Module, contender: Contender) -> None:
+    """Freeze the base in the contender's form. Raises Left.
+
+    NF4 replaces every linear layer that is not trained, as QLoRA does.
+    """
+    form = contender.frozen
+    if form not in NF4:
+        hot.freeze(model, 4 if form == "int4" else 8)
+        return
+    for parent in [*model.modules()]:
+        for name, linear in [*parent.named_children()]:
+            if not isinstance(linear, nn.Linear) or linear.weight.requires_grad:
+                continue
+            if form == "nf4 torchao":
+                linear.weight = rivals.torchao_nf4(linear.weight.detach())
+            else:
+                setattr(parent, name, _of_bitsandbytes(linear, form == "nf4"))
+
+
+def _of_bitsandbytes(linear: nn.Linear, double: bool) -> nn.Module:
+    """Make bitsandbytes' layer. Raises Left."""
     try:
         layers = importlib.import_module("bitsandbytes.nn")
     except ImportError as missing:
         raise Left(f"bitsandbytes does not import: {missing}") from missing
-    form: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
-    for parent in model.modules():
-        linear = parent._modules.get("base_layer")
-        if not isinstance(linear, nn.Linear):
-            continue
-        sizes, bias = (linear.in_features, linear.out_features), linear.bias
-        new = layers.Linear4bit(*sizes, bias is not None, torch.bfloat16, **form, device="meta")
-        weight = linear.weight.detach()
-        new.weight = layers.Params4bit(weight.cpu(), requires_grad=False, module=new, **form)
-        new.bias = bias
-        parent.base_layer = new.to(weight.device)  # which quantises
+    form: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": double}
+    sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
+    biased = linear.bias is not None
+    new: nn.Module = layers.Linear4bit(*sizes, biased, torch.bfloat16, **form, device="meta")
+    new.weight = layers.Params4bit(weight, requires_grad=False, module=new, **form)
+    new.bias = linear.bias
+    return new.to(weight.device)  # which quantises
 
 
 def _wide(module: nn.Module, name: str) -> bool:
@@ -438,7 +462,7 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         one("LoRA frozen int8, attention kept", **hot8, **lora, frozen="int8"),
         one("LoRA bf16, attention kept", **lora),
         one("LoRA frozen int4, attention kept", **hot8, **lora, frozen="int4"),
-        one("LoRA frozen nf4, attention kept", **lora, frozen="nf4"),
+        *(one(f"LoRA frozen {form}, attention kept", **lora, frozen=form) for form in NF4),
         one("bf16"),
         one("FP8 tensorwise", fp8="tensorwise"),
         one("bf16, recomputed", **again),

@@ -80,7 +80,7 @@ class Format:
     """How a weight is rounded; the defaults are the proposal."""
 
     kind: str = "int4"
-    """``"int4"``, ``"int8"`` (rows) or ``"nf4"``, bitsandbytes' own."""
+    """``"int4"``, ``"int8"`` (rows), ``"bf16"`` or ``"nf4"``, bitsandbytes' own."""
     group: int = 32
     block: int = 64
     """Features that are transformed together; 1: none."""
@@ -107,6 +107,8 @@ class Format:
 
     def bytes_per_value(self, columns: int) -> float:
         """Bytes of codes and scales of a row, by its columns."""
+        if self.kind == "bf16":
+            return 2
         if self.kind == "int8":
             return 1 + 4 / columns
         if self.kind == "nf4":
@@ -120,6 +122,7 @@ def formats() -> dict[str, Format]:
     out = {
         BASELINE: make("nf4", block=1),
         "NF4": make("nf4", block=1, double=False),
+        "bf16": make("bf16"),
         "INT8 rows": make("int8"),
         "INT4, no transform, fp16 steps": make(block=1, steps="fp16", operand=False),
         "INT4, fp16 steps": make(steps="fp16", operand=False),
@@ -237,6 +240,8 @@ def nf4(rows: Tensor, double: bool) -> Tensor:
 
 def rounded(weight: Tensor, form: Format) -> Tensor:
     """A weight as a format has it."""
+    if form.kind == "bf16":
+        return weight.bfloat16().float()
     if form.kind == "nf4":
         return nf4(weight, form.double)
     rows = transformed(weight, form.block)
@@ -303,7 +308,7 @@ def fetch() -> Path:
     return FOLDER
 
 
-def _sequences(texts: Sequence[str], encode: Callable[[str], list[int]], count: int) -> Tensor:
+def sequences(texts: Sequence[str], encode: Callable[[str], list[int]], count: int) -> Tensor:
     ids: list[int] = []
     for text in texts:
         ids += encode(text)
@@ -312,9 +317,18 @@ def _sequences(texts: Sequence[str], encode: Callable[[str], list[int]], count: 
     raise ValueError(f"texts: {len(ids)} tokens; expected {count * LENGTH}")
 
 
-def _bert() -> tuple[nn.Module, dict[str, Tensor]]:
-    from safetensors.torch import load_file
+def bert_encoder() -> Callable[[str], list[int]]:
+    """Make a function from a text to the BERT's tokens."""
     from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(fetch() / "bert/tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return lambda text: tokenizer.encode(text).ids
+
+
+def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    from safetensors.torch import load_file
     from transformers import BertConfig, BertModel
 
     folder = fetch() / "bert"
@@ -322,9 +336,6 @@ def _bert() -> tuple[nn.Module, dict[str, Tensor]]:
     model = BertModel(config, add_pooling_layer=False).eval()
     state = load_file(folder / "model.safetensors")
     model.load_state_dict({k: v for k, v in state.items() if k in model.state_dict()})
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     descriptions = sorted(Path(sysconfig.get_paths()["purelib"]).glob("*.dist-info/METADATA"))
     draw = random.Random(1)
@@ -332,11 +343,11 @@ def _bert() -> tuple[nn.Module, dict[str, Tensor]]:
     for name, files in (("sources", sources), ("descriptions", descriptions)):
         draw.shuffle(files)
         parts = [file.read_text("utf-8", "ignore")[-3000:] for file in files]
-        texts[name] = _sequences(parts, lambda t: tokenizer.encode(t).ids, SEQUENCES + CALIBRATION)
+        texts[name] = sequences(parts, bert_encoder(), SEQUENCES + CALIBRATION)
     return model, texts
 
 
-def _albert() -> tuple[nn.Module, dict[str, Tensor]]:
+def albert(count: int = SEQUENCES + CALIBRATION) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import AlbertConfig, AlbertModel
 
     folder = fetch() / "albert"
@@ -357,7 +368,7 @@ def _albert() -> tuple[nn.Module, dict[str, Tensor]]:
     def encode(text: str) -> list[int]:
         return [ids[word] for word in ("[CLS]", *splits.findall(text), "[SEP]")]
 
-    return model, {"molecules": _sequences(molecules, encode, SEQUENCES + CALIBRATION)}
+    return model, {"molecules": sequences(molecules, encode, count)}
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Case]]:
@@ -370,10 +381,10 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
         model = BertModel(config, add_pooling_layer=False).eval()
         yield "random", Case(model, *torch.randint(99, (2, 2, LENGTH)))
         return
-    model, texts = _bert()
+    model, texts = bert()
     for name, other in (("sources", "descriptions"), ("descriptions", "sources")):
         yield f"bert, {name}", Case(model, texts[name][:SEQUENCES], texts[other][SEQUENCES:])
-    model, texts = _albert()
+    model, texts = albert()
     ids = texts["molecules"]
     yield "albert, molecules", Case(model, ids[:SEQUENCES], ids[SEQUENCES:])
 
@@ -490,8 +501,9 @@ def _rounding(form: Format, factors: Tensor | None) -> Any:
 def figure(results: Mapping[str, Mapping[str, Mapping[str, float]]], name: str) -> float:
     """Geometric mean of "1 - cosine, sequence" over that of the baseline."""
     logs = [
-        math.log(rows[name]["sequence"] / rows[BASELINE]["sequence"]) for rows in results.values()
-    ]
+        math.log(max(1e-9, rows[name]["sequence"]) / rows[BASELINE]["sequence"])
+        for rows in results.values()
+    ]  # rounding of a cosine may give zero
     return math.exp(sum(logs) / len(logs))
 
 

@@ -311,3 +311,24 @@ def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows[ours]["bytes"] < 0.6 < rows["hot.freeze_int8(model)"]["bytes"] < 1.1
     assert rows["hot.freeze_int8(model)"]["error"] < 0.2 * rows[ours]["error"]
     assert ours in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_losses_of_lora_by_base(tmp_path: Path) -> None:
+    """Every form at toy size, on a decoder that has hardly been trained."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    from evidence import bench_lora
+
+    path = tmp_path / "lora.json"
+    bench_lora.main(["--quick", "--json", str(path)])
+    rows = json.loads(path.read_text())["tasks"]["gpt"]
+    assert list(rows) == list(bench_lora.FORMS)
+    kl = {name: row["kl"] for name, row in rows.items()}
+    measured, plain = (kl[f"hot.freeze(model, 4{end})"] for end in (", inputs", ""))
+    assert kl["bf16"] < kl["hot.freeze_int8(model)"] < measured < plain
+    for row in rows.values():
+        assert set(row["loss"]) == {"0", "1"}  # seeds
+        assert all(loss < row["other before"] - 0.01 for loss in row["loss"].values())
+    losses = [rows[name]["loss"]["1"] for name in ("hot.freeze_int8(model)", "bf16")]
+    assert abs(losses[0] - losses[1]) < 0.002

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import sys
 from collections.abc import Collection, Iterable
@@ -100,6 +101,13 @@ def torchao_convert(
     if not taken:
         raise TorchaoMissing("torchao takes nn.Linear alone; no layer is one that FP8 fits")
     return len(taken)
+
+
+def torchao_nf4(weight: torch.Tensor) -> torch.nn.Parameter:
+    """Return a frozen weight in torchao's NF4, with double quantisation. Raises TorchaoMissing."""
+    (module,) = _torchao("dtypes.nf4tensor")
+    scales = math.gcd(256, weight.numel() // 64)  # 256, except in a toy
+    return torch.nn.Parameter(module.to_nf4(weight, 64, scales), requires_grad=False)
 
 
 def torchao_adamw(
