@@ -109,13 +109,15 @@ def is_lora(contender: Contender) -> bool:
 # ---- one contender ----
 
 
-def build(size: Size, contender: Contender, device: str) -> nn.Module:
-    """Build the model with random bf16 weights on ``device``. Raises ModuleNotFoundError."""
+def build(
+    size: Size, contender: Contender, device: str, dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
+    """Build the model with random weights on ``device``. Raises ModuleNotFoundError."""
     mend_torchvision()
     import transformers
 
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.config))

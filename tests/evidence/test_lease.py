@@ -49,10 +49,9 @@ def test_a_share_outlives_its_call(
 
 def cut_and_resumed(rank: int, device: str, *, folder: str) -> None:
     """Losses of three steps are those of one, a checkpoint and two more, to the bit."""
-    for model in several.EACH:
-        run = several.Run(
-            model, "default int8-forward", 2, 3, Path(folder), 2, quick=True, layers=1
-        )
+    for model in several.MODELS:
+        name, cache = "default int8-forward", Path(folder)
+        run = several.Run(model, name, 2, 2, quick=True, layers=1, steps=3, cache=cache)
         whole = several.trained(run, torch.device(device))
         run = dataclasses.replace(run, steps=1, checkpoint=Path(folder) / model)
         cut = several.trained(run, torch.device(device))
