@@ -119,8 +119,10 @@ def is_lora(contender: Contender) -> bool:
 # ---- one contender ----
 
 
-def build(size: Size, contender: Contender, device: str) -> tuple[nn.Module, float]:
-    """Build the model with random bf16 weights on ``device``, and LoRA's adapters.
+def build(
+    size: Size, contender: Contender, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, float]:
+    """Build the model with random weights on ``device``, and LoRA's adapters.
 
     A frozen base never exists in bf16: each block gets its form before the next one is made.
 
@@ -133,12 +135,12 @@ def build(size: Size, contender: Contender, device: str) -> tuple[nn.Module, flo
 
     seed, seconds = torch.initial_seed(), 0.0
     config = transformers.LlamaConfig(**size.config | {"num_hidden_layers": 0})
-    with _bf16_on(device):
+    with _made_on(device, dtype):
         model = transformers.LlamaForCausalLM(config)
     config.num_hidden_layers = size.config["num_hidden_layers"]
     for index in range(config.num_hidden_layers):
         torch.manual_seed(seed + 1 + index)  # freezing may draw numbers
-        with _bf16_on(device):
+        with _made_on(device, dtype):
             block = LlamaDecoderLayer(config, index).apply(model._init_weights)
         model.model.layers.append(block)
         if contender.frozen:
@@ -155,10 +157,10 @@ def build(size: Size, contender: Contender, device: str) -> tuple[nn.Module, flo
 
 
 @contextlib.contextmanager
-def _bf16_on(device: str) -> Iterator[None]:
-    """Make new parameters bf16, on ``device``."""
+def _made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Make new parameters on ``device``, in ``dtype``."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             yield

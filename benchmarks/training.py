@@ -61,6 +61,8 @@ class Contender:
     """Form of the base's weights: "int8" or "int4" (hot.freeze), or one of ``NF4``."""
     head: str = ""
     """Value of convert's ``head``, also for plain models: "torch" (its products) or a recipe."""
+    wire: str = ""
+    """Form of gradients between processes: "int8" (hot.int8_gradients), "bf16" or "powersgd"."""
     whole: bool = False
     """Whether the model is compiled as a whole with head and loss, not block by block."""
 

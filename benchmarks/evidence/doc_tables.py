@@ -19,7 +19,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import kernel_classes
-from evidence import RESULTS, ROOT, claims, evidence_tables, intervals, model_table, speeds
+from evidence import (
+    RESULTS,
+    ROOT,
+    claims,
+    evidence_tables,
+    intervals,
+    model_table,
+    several_tables,
+    speeds,
+)
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 from hotcore.torch.tools.advise import Advice, Tried
 from hotcore.torch.tools.clocks import Measured
@@ -544,6 +553,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of(None, about, cpu_layers, points, speeds.by_model, whole),
     **_of("", config_fields),
     "speeds": ("", speeds.table),
+    **_of("", several_tables.several, several_tables.predicted, several_tables.several_losses),
     **_of("gpu-check.json", layers, both, floor, small, targets, tests),
     **_of("cuda-steps.json", steps),
     **_of("cuda-models-table.json", model_table.gradients, losses_note),
@@ -551,13 +561,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),
-<<<<<<< HEAD
-    **_of("cuda-lora.json", lora),
-    **_of("base-formats.json", bases),
-    **_of("cuda-8b.json", whole),
     **_of("shared-gpu.json", shared),
-=======
->>>>>>> qlora
     **_of("cuda-examples.json", gallery),
     **_of("recipe-cases.json", cases),
     "claims": ("", claims.table),

@@ -296,5 +296,5 @@ def test_pickles_and_imports_from_before_the_folders(module: str) -> None:
     found = pickle.loads(f"c{path}\n{name}\n.".encode())
     assert found is getattr(importlib.import_module(path), name)
     assert found.__module__.startswith("hotcore.torch.") and found.__module__ != path
-    functions = {"convert", "recompute", "report"}
+    functions = {"convert", "freeze", "recompute", "report"}
     assert callable(getattr(hot, module)) == (module in functions)
