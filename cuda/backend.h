@@ -26,6 +26,7 @@ class CudaBackend final : public Backend {
   // weight_int4.cu
   void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
   void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const override;
+  void dequantize_weight(const Context&, const DequantizeWeightJob&) const override;
   // backend.cpp
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;

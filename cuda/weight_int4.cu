@@ -1,4 +1,4 @@
-// Stage: a frozen weight in INT4, from floats and to INT8 codes.
+// Stage: a frozen weight in INT4, from floats and to INT8 codes, and those to floats.
 //
 // quantize_weight_int4_kernel
 //   A CTA moves a row through 4096 floats of shared memory, twice if it is longer (largest value,
@@ -8,6 +8,11 @@
 //   A thread expands 16 values at a time, 4 times. The eight magnitudes of a group's codes are
 //   bytes of two registers, which a byte permutation indexes by four codes at once. Traffic per
 //   value: 0.53 byte read, 1 byte written, with 3 instructions.
+//
+// dequantize_weight_kernel
+//   A thread takes 16 codes of a row. Blocks above 16 span neighbouring lanes. The transform adds
+//   integers below 2^15 as floats, so the order of additions does not matter. Traffic per value: 1
+//   byte read, 2 or 4 written.
 #include <algorithm>
 #include <cstdint>
 
@@ -171,7 +176,73 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
+// ---- floats
+
+struct DequantizeArgs : DequantizeWeightJob {
+  std::int64_t chunks;  // of 16 codes, in all rows
+  bool aligned;         // rows of `out` can be written in pieces of 16 bytes
+};
+
+template <class Tag>
+__global__ void __launch_bounds__(threads)
+    dequantize_weight_kernel(const __grid_constant__ DequantizeArgs args) {
+  begin_kernel();
+  const std::int64_t at = std::int64_t{blockIdx.x} * threads + threadIdx.x;
+  const bool real = at < args.chunks;
+  const std::int64_t row_chunks = args.w.k_padded / chunk;
+  const std::int64_t row = real ? at / row_chunks : 0, col = at % row_chunks * chunk;
+  unsigned words[4] = {0, 0, 0, 0};
+  if (real) load_words(args.w.codes + at * chunk, words);
+  float v[chunk];
+#pragma unroll
+  for (int j = 0; j < chunk; ++j) {
+    v[j] = static_cast<float>(static_cast<int>(words[j / 4] << (24 - 8 * (j % 4))) >> 24);
+  }
+  const int block = args.hadamard_block;
+  if (block >= 16) {
+    butterfly<1, 16>(v);
+    const auto lane = static_cast<unsigned>(threadIdx.x) % 32;
+    for (unsigned h = 1; h < static_cast<unsigned>(block / 16); h *= 2) {
+      butterfly_lanes_at(v, lane, h);
+    }
+  } else {
+    if (block > 1) butterfly<1, 2>(v);
+    if (block > 2) butterfly<2, 4>(v);
+    if (block > 4) butterfly<4, 8>(v);
+  }
+  const MatrixOut& out = args.out;
+  if (!real || col >= out.cols) return;
+  const float scale = args.w.scale[row] / static_cast<float>(block);
+#pragma unroll
+  for (float& value : v) value *= scale;
+  if (args.aligned) {
+    if (args.powers.exponents != nullptr) apply_powers(args.powers, static_cast<int>(col), v);
+    unsigned packed[4 * Tag::size];
+    Tag::pack(v, packed);
+    store_words(packed,
+                static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < chunk; ++j) {
+    if (col + j >= out.cols) continue;
+    if (args.powers.exponents != nullptr) v[j] *= power_of(args.powers, col + j);
+    Tag::store(out.data, row * out.row_stride + (col + j) * out.col_stride, v[j]);
+  }
+}
+
 }  // namespace
+
+void CudaBackend::dequantize_weight(const Context& context, const DequantizeWeightJob& job) const {
+  const char* const stage = "dequantize_weight";
+  const DeviceGuard guard(context.device().index, stage);
+  const std::int64_t chunks = job.w.rows * (job.w.k_padded / chunk);
+  const bool aligned = plan::rows_aligned(job.out.contents()) && job.out.cols % chunk == 0;
+  host_with_dtype(job.out.dtype, [&](auto tag) {
+    launch(stage, context, dequantize_weight_kernel<decltype(tag)>, ceil_div(chunks, threads),
+           threads, 0, DequantizeArgs{job, chunks, aligned});
+  });
+}
 
 void CudaBackend::quantize_weight_int4(const Context& context, const Int4WeightJob& job) const {
   const char* const stage = "quantize_weight_int4";

@@ -1064,6 +1064,24 @@ def expand_weight_int4(
     return _expanded(codes.reshape(-1, group), steps.ravel()).reshape(codes.shape).astype(np.int8)
 
 
+@_quiet
+def dequantize_weight(
+    codes: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    block: int,
+    columns: int,
+    exponents: NDArray[np.int8] | None = None,
+) -> NDArray[np.float32]:
+    """Floats ``[O, I]`` of the codes of a weight, before they are rounded to another type.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    width = -(-columns // block) * block
+    sums = fwht(codes[:, :width].astype(_f32), block=block)  # integers
+    values = sums * (scales.reshape(-1, 1) / _f32(block))
+    return _scaled_features(values[:, :columns], exponents, -1)
+
+
 def _expanded(codes: NDArray[np.int64], step: NDArray[Any]) -> NDArray[np.int64]:
     odd = (2 * codes + 1) * step[:, None].astype(np.int64)
     return np.sign(odd) * ((np.abs(odd) + 8) >> 4)

@@ -827,4 +827,13 @@ hot_status hot_expand_weight_int4(const hot_context* context, const hot_weight* 
   });
 }
 
+hot_status hot_dequantize_weight(const hot_context* context, const hot_weight* weight,
+                                 const hot_forward_spec* spec, const hot_tensor* exponents,
+                                 const hot_tensor* out) {
+  return guarded("dequantize_weight", [&](const Call& call) {
+    hot::dequantize_weight(call.context(context), call.weight(weight), call.spec(spec),
+                           call.view("out", out), call.optional("exponents", exponents));
+  });
+}
+
 }  // extern "C"

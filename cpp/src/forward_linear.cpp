@@ -137,6 +137,28 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
   return {out.data, out.bytes, weight.rows, weight.cols, forward_weight_format(spec)};
 }
 
+void dequantize_weight(const Context& context, const ConstQuantizedWeight& w,
+                       const ForwardLinearSpec& spec, const TensorView& out,
+                       const ConstTensorView& exponents) {
+  const StandardArithmetic arithmetic;
+  const char* const call = "dequantize_weight";
+  const Checker check(call, context);
+  check_forward_spec(call, spec);
+  check_sizes(call, {"out_features", "in_features"}, {w.out_features, w.in_features});
+  check_format(call, "w", "quantize_forward_weight", w.format, forward_weight_format(spec));
+  const std::int64_t k = forward_k(w.in_features, spec);
+  check_bytes(call, "w", w.data, w.bytes, weight_bytes(w.out_features, k));
+  check.output("out", out, float_dtypes, 2, 2);
+  check.shape("out", out, {w.out_features, w.in_features});
+  check.disjoint("out", out, "w", bytes_view(w.data, w.bytes, context.device()));
+  const ColumnPowers powers = column_powers(check, call, exponents, w.in_features, true);
+  check.disjoint("out", out, "exponents", exponents);
+  if (w.out_features == 0 || w.in_features == 0) return;
+  backend_of(context).dequantize_weight(
+      context, {weight_codes(const_cast<void*>(w.data), w.out_features, k), spec.hadamard_block,
+                powers, matrix_out_of(out)});
+}
+
 std::uint64_t forward_input_format(const ForwardLinearSpec& spec) {
   check_forward_spec("forward_input_format", spec);
   return Fingerprint().add('i').add(spec.hadamard_block).value();

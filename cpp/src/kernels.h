@@ -32,6 +32,14 @@ struct Int4WeightJob {
   Int4Weight out;
 };
 
+// Makes floats of the INT8 codes of a weight [O, I].
+struct DequantizeWeightJob {
+  Codes w;
+  int hadamard_block;
+  ColumnPowers powers;
+  MatrixOut out;  // not empty
+};
+
 // Decodes tokens [first, first + out.rows) of a saved x with basis full.
 struct DecompressJob {
   const void* codes;  // [channels, row_bytes], INT8 or packed
@@ -97,6 +105,7 @@ class Backend {
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
   virtual void quantize_weight_int4(const Context&, const Int4WeightJob&) const = 0;
   virtual void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const = 0;
+  virtual void dequantize_weight(const Context&, const DequantizeWeightJob&) const = 0;
 
   // Bytes of a call's workspace.
   virtual std::size_t workspace(const Context&, Work&) const = 0;

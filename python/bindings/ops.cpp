@@ -476,6 +476,19 @@ void expand_weight_int4(const CoreContext& c, const In& w, std::int64_t out_feat
       full, {bytes.data, bytes.bytes});
 }
 
+void dequantize_weight(const CoreContext& c, const In& w, std::int64_t out_features,
+                       std::int64_t in_features, const hot::ForwardLinearSpec& spec, const Out& out,
+                       const In& exponents) {
+  const hot::ConstSavedActivation from = saved_view(w, "w");
+  const hot::TensorView to = view(out, "out");
+  const hot::ConstTensorView powers = view(exponents, "exponents");
+  Gil release;
+  hot::dequantize_weight(
+      c.context,
+      {from.data, from.bytes, out_features, in_features, hot::forward_weight_format(spec)}, spec,
+      to, powers);
+}
+
 std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
                                      std::int64_t out_features, std::int64_t in_features,
                                      const hot::ForwardLinearSpec& spec, bool quantized_weight,
@@ -721,6 +734,9 @@ void bind_ops(nb::module_& m) {
         "exponents"_a.noconvert().none(), "spec"_a, "group"_a, "out"_a.noconvert());
   m.def("expand_weight_int4", &expand_weight_int4, "context"_a, "w"_a.noconvert(), "out_features"_a,
         "in_features"_a, "spec"_a, "group"_a, "out"_a.noconvert());
+  m.def("dequantize_weight", &dequantize_weight, "context"_a, "w"_a.noconvert(), "out_features"_a,
+        "in_features"_a, "spec"_a, "out"_a.noconvert(),
+        "exponents"_a.noconvert().none() = nb::none());
   m.def("forward_linear_workspace", &forward_linear_workspace, "context"_a, "tokens"_a,
         "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a,
         "quantized_input"_a = false);

@@ -205,6 +205,15 @@ def expand_weight_int4(
     group: int,
     out: _Array,
 ) -> None: ...
+def dequantize_weight(
+    context: CoreContext,
+    w: _Array,
+    out_features: int,
+    in_features: int,
+    spec: ForwardLinearSpec,
+    out: _Array,
+    exponents: _Array | None = None,
+) -> None: ...
 def forward_linear_workspace(
     context: CoreContext,
     tokens: int,

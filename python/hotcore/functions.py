@@ -459,6 +459,27 @@ def expand_weight_int4(w: QuantizedWeightInt4) -> QuantizedForwardWeight:
     return QuantizedForwardWeight(_result(source, data), *sizes, w.config, w.exponents)
 
 
+def dequantize_weight(w: QuantizedForwardWeight, out_dtype: Any = "float32") -> Array:
+    """Make floats ``[O, I]`` of a weight's INT8 codes, with the inverse of their transform.
+
+    Args:
+        w: result of :func:`quantize_forward_weight` or :func:`expand_weight_int4`. Features are
+            divided by the powers of its exponents.
+        out_dtype: float32, float16 or bfloat16, a name or a dtype of w's library.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    if not isinstance(w, QuantizedForwardWeight):
+        raise TypeError(f"w: expected a QuantizedForwardWeight, got {w!r}")
+    check_fields(w, "w")
+    source = operand(w.data, "w.data", ("uint8",))
+    sizes, powers = (w.out_features, w.in_features), _exponents(w.exponents)
+    out = source.empty(sizes, source.float_dtype(out_dtype, "out_dtype"))
+    arguments = (source.dlpack, *sizes, w.config.forward_spec, out.dlpack, powers)
+    _core.dequantize_weight(source.context(), *arguments)
+    return _result(source, out)
+
+
 def _exponents(exponents: Array | None) -> Any:
     """Exponents of in features as an argument of libhot."""
     return None if exponents is None else operand(exponents, "exponents", ("int8",)).dlpack

@@ -21,6 +21,7 @@ class Int4Layer {
         with_exponents_(exponents),
         codes_(1, size(hot::weight_int4_bytes(outs, ins, spec)), DType::i8),
         expanded_(1, size(hot::forward_weight_bytes(outs, ins, spec.forward)), DType::i8),
+        floats_(outs, ins, dtype, gap, gap),
         x_codes_(1, size(hot::forward_input_bytes(tokens, ins, spec.forward)), DType::i8),
         kept_(1, size(hot::saved_layout(tokens, ins, kept_spec_).bytes), DType::i8) {
     x_.fill(awkward(tokens * ins));
@@ -36,7 +37,9 @@ class Int4Layer {
     const ConstTensorView exponents = with_exponents_ ? exponents_.flat(on_gpu) : TensorView{};
     const hot::ConstQuantizedWeight q = hot::quantize_weight_int4(
         context, w_.view(on_gpu), exponents, spec_, {codes_.view(on_gpu).data, bytes(codes_)});
-    hot::expand_weight_int4(context, q, spec_, {expanded_.view(on_gpu).data, bytes(expanded_)});
+    const hot::ConstQuantizedWeight wide = hot::expand_weight_int4(
+        context, q, spec_, {expanded_.view(on_gpu).data, bytes(expanded_)});
+    hot::dequantize_weight(context, wide, spec_.forward, floats_.view(on_gpu), exponents);
     const hot::QuantizedInput out{x_codes_.view(on_gpu).data, bytes(x_codes_)};
     hot::quantize_forward_input(context, x_.view(on_gpu), spec_.forward, out, exponents);
   }
@@ -68,6 +71,7 @@ class Int4Layer {
   void expect_equal(const std::string& what) {
     codes_.expect_equal(what + ": codes");
     expanded_.expect_equal(what + ": expanded");
+    floats_.expect_equal(what + ": floats");
     x_codes_.expect_equal(what + ": codes of x");
     kept_.expect_equal(what + ": saved x");
   }
@@ -88,7 +92,7 @@ class Int4Layer {
   std::int64_t outs_;
   Mirror x_, w_, exponents_;
   bool with_exponents_;
-  Mirror codes_, expanded_, x_codes_, kept_;
+  Mirror codes_, expanded_, floats_, x_codes_, kept_;
   std::unique_ptr<Mirrored> scratch_;
 };
 

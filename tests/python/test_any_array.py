@@ -50,7 +50,8 @@ def input_bytes(a: Arrays) -> tuple[Any, ...]:
 def int4_bytes(a: Arrays) -> tuple[Any, ...]:
     w = hotcore.quantize_weight_int4(a["w"], exponents=a["exponents"])
     x = hotcore.quantize_forward_input(a["x"], exponents=a["exponents"])
-    return w.data, hotcore.expand_weight_int4(w).data, x.data
+    wide = hotcore.expand_weight_int4(w)
+    return w.data, wide.data, hotcore.dequantize_weight(wide), x.data
 
 
 def of(**axes: str) -> Callable[[np.random.Generator, Sizes], Arrays]:

@@ -157,6 +157,9 @@ def test_weight_int4(api: CApi, rng: np.random.Generator, exponents: np.ndarray 
     api.on("hot_expand_weight_int4", weight, spec, group, memory.ctypes.data, count, wide)
     expanded = hotcore.expand_weight_int4(expected)
     equal_bits(memory, expanded.data)
+    floats = np.full((9, 70), np.nan, np.float32)
+    api.on("hot_dequantize_weight", wide, spec, powers, tensor(floats))
+    equal_bits(floats, hotcore.dequantize_weight(expanded))
     count = api.number("hot_forward_input_bytes", 5, 70, spec)
     of_x, made = aligned(count), make("hot_input")
     end = spec, of_x.ctypes.data, count, made, None, None, 0, None, 0, None

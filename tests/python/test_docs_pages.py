@@ -83,7 +83,7 @@ def test_public_headers_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         row = re.search(rf"^\| \[`hot/{re.escape(header.name)}`\].*\| (.+) \|.*\|$", text, re.M)
         assert row and row[1].endswith("."), header.name
     assert "| [`hot/pack.h`](#packh) |" in text and "`pack_int4`, `unpack_int4` |" in text
-    assert "`hot_expand_weight_int4` |" in text
+    assert "`hot_expand_weight_int4`, `hot_dequantize_weight` |" in text
 
 
 def test_drawings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

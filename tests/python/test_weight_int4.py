@@ -72,6 +72,10 @@ def test_any_shape_equals_reference(
     equal_bits(expanded.data, joined(codes, scales))
     assert (expanded.out_features, expanded.in_features) == (outs, ins)
     assert expanded.exponents is exponents
+    wide = reference.dequantize_weight(codes, scales, block, ins, exponents)
+    equal_bits(hotcore.dequantize_weight(expanded, "float32"), wide)
+    rounded = hotcore.dequantize_weight(expanded, dtype)
+    equal_bits(rounded, array(wide, dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

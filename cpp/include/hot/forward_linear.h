@@ -57,6 +57,17 @@ HOT_API std::uint64_t forward_input_format(const ForwardLinearSpec& spec);
 HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
                                         const ForwardLinearSpec& spec);
 
+/// Makes floats of the INT8 codes of quantize_forward_weight or expand_weight_int4.
+///
+/// @param exponents  i8 [I], contiguous, 16-byte aligned, or an empty view for none: feature i is
+///             divided by 2^(exponents[i] / 4).
+/// @param out  [O, I] f32, f16 or bf16, any strides, no overlap with another argument. The inverse
+///             transform adds integers; the product with the scale is rounded once to out's type.
+/// docs/numerics.md: "Forward".
+HOT_API void dequantize_weight(const Context& context, const ConstQuantizedWeight& w,
+                               const ForwardLinearSpec& spec, const TensorView& out,
+                               const ConstTensorView& exponents = {});
+
 /// Quantises x [L, I] once for several calls of forward_linear with the same spec. Their bits equal
 /// those with x itself. No random numbers.
 ///

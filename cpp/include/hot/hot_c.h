@@ -431,6 +431,11 @@ HOT_API hot_status hot_expand_weight_int4(const hot_context* context, const hot_
                                           const hot_forward_spec* spec, int32_t group, void* data,
                                           size_t bytes, hot_weight* expanded);
 
+/* Makes floats `out` [O, I] of INT8 codes; `exponents` is optional. */
+HOT_API hot_status hot_dequantize_weight(const hot_context* context, const hot_weight* weight,
+                                         const hot_forward_spec* spec, const hot_tensor* exponents,
+                                         const hot_tensor* out);
+
 #ifdef __cplusplus
 }
 #endif

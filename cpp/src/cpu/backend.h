@@ -34,6 +34,7 @@ class CpuBackend final : public Backend {
   // weight_int4.cpp
   void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
   void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const override;
+  void dequantize_weight(const Context&, const DequantizeWeightJob&) const override;
   // run.cpp
   std::size_t workspace(const Context&, Work&) const override;
   void run(const Context&, Work&, const Checker&, const Workspace&) const override;

@@ -1,4 +1,4 @@
-// Stage: a frozen weight in INT4, from floats and to INT8 codes.
+// Stage: a frozen weight in INT4, from floats and to INT8 codes, and those to floats.
 #include "weight_int4.h"
 
 #include <algorithm>
@@ -81,6 +81,32 @@ void CpuBackend::expand_weight_int4(const Context& context, const Int4Weight& w,
       for (int i = 0; i < w.group / 2; ++i) {
         to[2 * i] = expanded[from[i] & 15];
         to[2 * i + 1] = expanded[from[i] >> 4];
+      }
+    }
+  });
+}
+
+void CpuBackend::dequantize_weight(const Context& context, const DequantizeWeightJob& job) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const Codes& w = job.w;
+  const std::int64_t per_task = rows_per_task(context, w.rows, w.k_padded);
+  const std::int64_t whole = round_up(job.out.cols, job.hadamard_block);
+  context.pool()->run(ceil_div(w.rows, per_task), [&](std::int64_t task) {
+    float v[Row::chunk];
+    for (std::int64_t r = task * per_task; r < std::min(w.rows, (task + 1) * per_task); ++r) {
+      const float scale = w.scale[r] / static_cast<float>(job.hadamard_block);
+      for (std::int64_t start = 0; start < whole; start += Row::chunk) {
+        const std::int64_t count = std::min(Row::chunk, whole - start);
+        const std::int8_t* const codes = w.codes + r * w.k_padded + start;
+        std::copy_n(codes, count, v);
+        if (job.hadamard_block > 1) simd.fwht_row(v, count, job.hadamard_block);  // integers
+        const std::int64_t real = std::min(count, job.out.cols - start);
+        for (std::int64_t i = 0; i < real; ++i) {
+          v[i] *= scale;
+          if (job.powers.exponents == nullptr) continue;
+          v[i] *= float_from_bits(job.powers.factor(job.powers.exponents[start + i]));
+        }
+        store_row(simd, v, r, start, real, job.out);
       }
     }
   });

@@ -395,40 +395,19 @@ def body(weight: Frozen, check: bool = False) -> Tensor:
     return codes[:size]
 
 
-_CHUNK_VALUES = 1 << 24
-"""Number of a weight's values that are dequantised at a time: 64 MiB in fp32."""
-
-
 def dequantize(weight: Frozen) -> Tensor:
-    """The weight ``[O, I]`` that codes stand for, by libhot's stages; docs/numerics.md, "Forward".
-
-    It is computed in fp32, some rows at a time, and rounded once.
-    """
-    factors = None
+    """The weight ``[O, I]`` that codes stand for; docs/numerics.md, "Forward"."""
+    exponents = None
     if weight.bits == 4:
         exponents = frozen_codes.exponents_of(body(weight), weight.in_features)
-        factors = frozen_codes.factors(exponents, inverse=True)
         weight = expanded(weight)
-    codes, rows, columns = body(weight), weight.out_features, weight.in_features
+    codes, shape = body(weight), (weight.out_features, weight.in_features)
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
-    out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
-    if out.numel() and not codes.is_meta:
-        width = codes.numel() // rows - 4
-        q = codes[: rows * width].view(torch.int8).view(rows, width)
-        # 1 / n of the inverse transform, a power of two.
-        scales = codes[rows * width :].view(torch.float32) / weight.block
-        step = max(1, _CHUNK_VALUES // width)
-        for begin in range(0, rows, step):
-            part = slice(begin, begin + step)
-            values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
-            rounded = {"q": q[part], "scale": scales[part], "granularity": "token"}
-            call(_core.dequantize, codes, **rounded, out=values)
-            whole = width == columns and factors is None
-            target = out[part] if whole else values
-            call(_core.fwht, codes, x=values, axis=1, block=weight.block, out=target)
-            if not whole:
-                real = values[:, :columns]
-                out[part] = real if factors is None else real * factors
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    if not codes.is_meta:
+        spec = HotConfig(forward_block=weight.block).forward_spec
+        sizes = {"out_features": shape[0], "in_features": shape[1], "spec": spec}
+        call(_core.dequantize_weight, codes, w=codes, **sizes, out=out, exponents=exponents)
     return out.to(weight.dtype)
 
 

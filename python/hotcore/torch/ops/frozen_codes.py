@@ -98,14 +98,6 @@ def exponents_of(body: Tensor, columns: int) -> Tensor:
     return body[begin : begin + columns].view(torch.int8)
 
 
-def factors(exponents: Tensor, inverse: bool = False) -> Tensor:
-    """Factors of w's columns, fp32; ``inverse``: those of x, and of a dequantised weight."""
-    powers = exponents.to(torch.int32) * (-1 if inverse else 1)
-    q = powers & 3  # the bits of 2^(q / 4), less those of a straight line, are a cubic
-    cubic = (q * (-1282363 + q * (243487 + q * 18940))) >> 1
-    return (0x3F800000 + (powers << 21) + cubic).view(torch.float32)
-
-
 def _aligned(size: int) -> int:
     return (size + 15) // 16 * 16
 
