@@ -219,8 +219,7 @@ __global__ void __launch_bounds__(threads)
     if (args.powers.exponents != nullptr) apply_powers(args.powers, static_cast<int>(col), v);
     unsigned packed[4 * Tag::size];
     Tag::pack(v, packed);
-    store_words(packed,
-                static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size);
+    store_words(packed, static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size);
     return;
   }
 #pragma unroll

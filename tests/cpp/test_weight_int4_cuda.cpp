@@ -37,8 +37,8 @@ class Int4Layer {
     const ConstTensorView exponents = with_exponents_ ? exponents_.flat(on_gpu) : TensorView{};
     const hot::ConstQuantizedWeight q = hot::quantize_weight_int4(
         context, w_.view(on_gpu), exponents, spec_, {codes_.view(on_gpu).data, bytes(codes_)});
-    const hot::ConstQuantizedWeight wide = hot::expand_weight_int4(
-        context, q, spec_, {expanded_.view(on_gpu).data, bytes(expanded_)});
+    const hot::ConstQuantizedWeight wide =
+        hot::expand_weight_int4(context, q, spec_, {expanded_.view(on_gpu).data, bytes(expanded_)});
     hot::dequantize_weight(context, wide, spec_.forward, floats_.view(on_gpu), exponents);
     const hot::QuantizedInput out{x_codes_.view(on_gpu).data, bytes(x_codes_)};
     hot::quantize_forward_input(context, x_.view(on_gpu), spec_.forward, out, exponents);
