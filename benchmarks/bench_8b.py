@@ -1,13 +1,17 @@
-"""Train a whole Llama-3-8B, or LoRA on it, on one GPU: speed, energy, peak memory, largest batch.
+"""Train a whole language model, or LoRA on it, on one GPU: speed, energy, peak, largest batch.
 
     python benchmarks/bench_8b.py --device cuda --budget 250     # continues an interrupted report
-    python benchmarks/bench_8b.py --device cuda --contenders "LoRA*"
+    python benchmarks/bench_8b.py --device cuda --contenders "LoRA*" --size 1b
+    python benchmarks/bench_8b.py --device cuda --contenders "LoRA frozen *4, *" --size 70b
     python benchmarks/bench_8b.py --quick                        # a toy; CPU too
 
-The model has 32 blocks, a vocabulary of 128,256 and random bf16 weights. Sequences are 2048 tokens
-of bench_gpt.py's text, whose 8192 tokens are the first of the vocabulary. Every contender trains
-all parameters by torchao's AdamW with 8-bit states and stochastic rounding of bf16 weights. LoRA's
-fp32 adapters train by torch's AdamW. Blocks are compiled one by one, with a dynamic batch size.
+The model is Llama-3-8B with random weights; 1b is Llama-3.2-1B, 0.5b has Qwen2.5's shapes, and 70b
+is Llama-3-70B. Weights are bf16. A frozen base never exists in bf16, because each block is frozen
+before the next is made. "frozen_s" of a row has the seconds of freezing.
+Sequences are 2048 tokens of bench_gpt.py's text, whose 8192 tokens are the first of the vocabulary.
+Without LoRA every contender trains all parameters by torchao's AdamW with 8-bit states and
+stochastic rounding of bf16 weights. LoRA's fp32 adapters train by torch's AdamW. Blocks are
+compiled one by one, with a dynamic batch size.
 Head and loss run in chunks with torch's products, except for "8-bit head". Contenders run one after
 the other in this process, which frees all memory between them.
 
@@ -26,19 +30,20 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_gpt
+import hotcore.torch as hot
 import timing
 import torch
 from evidence import doc_tables, rivals
-from models import TASKS, Batch, Task, mend_torchvision, with_lora
+from models import TASKS, Batch, Task, adapted, mend_torchvision
 from steps import GIB, compiler_counts, described, many_recompilations, said
 from timing import Row
 from torch import Tensor, nn
-from training import Contender, Left, Trainer, cleaned, of_a_whole_model
+from training import Contender, Left, Trainer, cleaned, config_of, freeze, of_a_whole_model
 
 SHARE = 0.97
 """Share of the card's memory for torch's allocator; the process needs the rest."""
@@ -73,6 +78,28 @@ FULL = Size(
     },
     2048, bench_gpt.FULL, 128,
 )  # fmt: skip
+SIZES = {
+    "70b": dataclasses.replace(
+        FULL,
+        config=FULL.config
+        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+           "num_attention_heads": 64},
+    ),
+    "8b": FULL,
+    "1b": dataclasses.replace(
+        FULL,
+        config=FULL.config
+        | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "tie_word_embeddings": True},
+    ),
+    "0.5b": dataclasses.replace(
+        FULL,
+        config=FULL.config
+        | {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+           "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+           "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
 TOY = Size(
     {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
@@ -92,20 +119,53 @@ def is_lora(contender: Contender) -> bool:
 # ---- one contender ----
 
 
-def build(size: Size, contender: Contender, device: str) -> nn.Module:
-    """Build the model with random bf16 weights on ``device``. Raises ModuleNotFoundError."""
+def build(
+    size: Size, contender: Contender, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, float]:
+    """Build the model with random weights on ``device``, and LoRA's adapters.
+
+    A frozen base never exists in bf16: each block gets its form before the next one is made.
+
+    Returns the model, and the seconds of freezing. Raises ModuleNotFoundError, TorchaoMissing and
+    Left.
+    """
     mend_torchvision()
     import transformers
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+    seed, seconds = torch.initial_seed(), 0.0
+    config = transformers.LlamaConfig(**size.config | {"num_hidden_layers": 0})
+    with _made_on(device, dtype):
+        model = transformers.LlamaForCausalLM(config)
+    config.num_hidden_layers = size.config["num_hidden_layers"]
+    for index in range(config.num_hidden_layers):
+        torch.manual_seed(seed + 1 + index)  # freezing may draw numbers
+        with _made_on(device, dtype):
+            block = LlamaDecoderLayer(config, index).apply(model._init_weights)
+        model.model.layers.append(block)
+        if contender.frozen:
+            timing.synchronize(device)
+            begun = time.perf_counter()
+            block.requires_grad_(False)
+            if contender.recipe is not None:
+                hot.convert(block, config_of(contender), slower=contender.slower)
+            freeze(block, contender)
+            timing.synchronize(device)
+            seconds += time.perf_counter() - begun
+    torch.manual_seed(seed)
+    return (adapted(model) if is_lora(contender) else model), seconds
+
+
+@contextlib.contextmanager
+def _made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Make new parameters on ``device``, in ``dtype``."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.config))
+            yield
     finally:
         torch.set_default_dtype(before)
-    llama: nn.Module = model
-    return with_lora(lambda: llama)() if is_lora(contender) else llama
 
 
 class Whole(Trainer):
@@ -119,7 +179,9 @@ class Whole(Trainer):
         self.kept = self.after = self.forward_peak = self.backward_peak = 0
         task: Task = dataclasses.replace(TASKS["llama"], blocks="model.layers")
         batch: Batch = {"x": text[:FIRST]}
-        model = build(size, contender, device)
+        model, self.frozen_s = build(size, contender, device)
+        if contender.frozen:  # the Trainer has only the head left to convert
+            contender = dataclasses.replace(contender, recipe=None, frozen="")
         super().__init__(contender, model, batch, task, in_place=True, backend=backend)
         embedding = next(m for m in self.model.modules() if isinstance(m, nn.Embedding))
         embedding.register_forward_hook(_hidden)
@@ -299,9 +361,11 @@ def measured(contender: Contender, args: Any, text: Tensor, left_s: Callable[[],
     except (ModuleNotFoundError, rivals.TorchaoMissing) as missing:
         raise Left(str(missing)) from missing
     if run.report is not None:
-        row["converted"] = len(run.report.converted)
+        row["converted"] = sum(isinstance(m, hot.HotLinear) for m in run.model.modules())
         row["head"] = run.report.head
     row["built_s"] = time.perf_counter() - begun
+    if contender.frozen:
+        row["frozen_s"] = run.frozen_s
 
     losses: list[float] = []
     row["losses"] = losses
@@ -392,9 +456,10 @@ def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
 def arguments(argv: Sequence[str] | None) -> Any:
     parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend", "cache")
     parser.set_defaults(backend="inductor")
+    parser.add_argument("--size", choices=SIZES, default="8b", help="model; not with --quick")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
-    args.model = TOY if args.quick else FULL
+    args.model = TOY if args.quick else SIZES[args.size]
     return args
 
 
@@ -405,7 +470,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cuda":
         settings["card"] = torch.cuda.get_device_name(0)
         torch.cuda.set_per_process_memory_fraction(SHARE)
-    path = args.json or timing.RESULTS / f"{args.device}-8b.json"
+    path = args.json or timing.RESULTS / f"{args.device}-{args.size}.json"
     earlier = timing.resumed(path, settings)
     rows: dict[str, Row] = earlier["whole"] if earlier else {}
     content: dict[str, Any] = {"settings": settings, "share": SHARE, "whole": rows}

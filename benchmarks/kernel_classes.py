@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 PRODUCTS, QUANTISERS, POINTWISE = "products", "hotcore's quantisers", "pointwise, reductions"
 ATTENTION, OPTIMIZER, OTHER = "attention", "optimizer", "other"
+COMMUNICATION = "communication"
 CLASSES = (PRODUCTS, QUANTISERS, POINTWISE, ATTENTION, OPTIMIZER, OTHER)
 
 _NAMES: tuple[tuple[str, str], ...] = (
+    (COMMUNICATION, r"^nccl"),
     # Inductor's names list fused operators: only the prefix identifies the kernel.
     (PRODUCTS, r"^triton_(tem|mm)_"),
     (POINTWISE, r"^triton_"),
@@ -92,6 +94,23 @@ def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
     ]
     times = {"busy_ms": sum(by_class.values()), "launches": len(events) / steps}
     return {"ms": by_class, **times, "longest": longest}
+
+
+def beside_communication(events: Sequence[Event], steps: int) -> dict[str, Any]:
+    """:func:`summary` of what computes, and communication's milliseconds a step.
+
+    Returns:
+        That, and ``communication_ms``: ``all`` of it, and ``alone``, in which nothing computes.
+    """
+    computes = [event for event in events if class_of(event.name) != COMMUNICATION]
+    moves = [event for event in events if class_of(event.name) == COMMUNICATION]
+    busy, computing, moving = (
+        sum(event.duration for event in counted_once(among)) / 1e3 / steps
+        for among in (events, computes, moves)
+    )
+    return summary(computes, steps) | {
+        "communication_ms": {"all": moving, "alone": busy - computing}
+    }
 
 
 def profiled_events(step: Callable[[], object], steps: int) -> list[Event]:

@@ -274,15 +274,16 @@ def _decoder_blocks(
 
 def with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Freeze bf16 weights and add peft's adapters of rank 16 to every linear layer."""
+    return lambda: adapted(build().bfloat16())
 
-    def wrapped() -> nn.Module:
-        mend_torchvision()
-        peft = importlib.import_module("peft")
-        config = peft.LoraConfig(r=16, target_modules="all-linear")
-        model: nn.Module = peft.get_peft_model(build().bfloat16(), config)
-        return model
 
-    return wrapped
+def adapted(base: nn.Module) -> nn.Module:
+    """Freeze a model and add peft's adapters of rank 16 to every linear layer."""
+    mend_torchvision()
+    peft = importlib.import_module("peft")
+    config = peft.LoraConfig(r=16, target_modules="all-linear")
+    model: nn.Module = peft.get_peft_model(base, config)
+    return model
 
 
 _GPT2 = functools.partial(_transformers, "GPT2LMHeadModel", "GPT2Config")
@@ -444,4 +445,16 @@ TASKS: dict[str, Task] = {
 TASKS["resnet50_last"] = replace(
     TASKS["resnet50"], title="ResNet-50, channels last", table=None, channels_last=True
 )
+TASKS["bert_large"] = replace(
+    TASKS["bert"],
+    title="BERT-large",
+    full=Size(
+        _BERT(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        ),
+        _labelled_tokens(32, 512, 30522),
+    ),
+    table=None,
+    peak_gib=20.0,
+)  # fmt: skip
 """All tasks. bench_models.py times those with a full size, its table those with a table size."""

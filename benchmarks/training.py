@@ -57,12 +57,22 @@ class Contender:
     """Fields of HotConfig that differ from the recipe's."""
     wide: bool = False
     """Whether only convolutions larger than 1x1 are converted, without the first."""
-    frozen_int8: bool = False
-    """Whether hot.freeze_int8 stores the converted layers' weights as codes."""
+    frozen: str = ""
+    """Form of the base's weights: "int8" or "int4" (hot.freeze), or one of ``NF4``."""
     head: str = ""
     """Value of convert's ``head``, also for plain models: "torch" (its products) or a recipe."""
+    wire: str = ""
+    """Form of gradients between processes: "int8" (hot.int8_gradients), "bf16" or "powersgd"."""
     whole: bool = False
     """Whether the model is compiled as a whole with head and loss, not block by block."""
+
+
+NF4 = {
+    "nf4": "NF4 of bitsandbytes, its scales quantised",
+    "nf4 fp32": "NF4 of bitsandbytes, its scales in fp32",
+    "nf4 torchao": "NF4Tensor of torchao",
+}
+"""Rivals' forms of a frozen base, and their words."""
 
 
 class Left(Exception):
@@ -158,11 +168,14 @@ def people(task: Task) -> list[Contender]:
     if task.frozen:  # without g_w recipes are equal, and FP8 has no layer to train
         chosen = [c for c in chosen if c.recipe in (None, "default") and not _of_torchao(c)]
         chosen = [c for c in chosen if c.autocast]  # bf16 weights and fp32 inputs
-        frozen: dict[str, Any] = {"frozen_int8": True}
+        for form in ("int8", "int4"):
+            chosen += [
+                one(f"frozen {form} {name}", "default", forward="int8", frozen=form, **how)
+                for name, how in (("compiled", compiled), ("reduce-overhead", graphs))
+            ]
         chosen += [
-            one("frozen int8 compiled", "default", forward="int8", **frozen, **compiled),
-            one("frozen int8 reduce-overhead", "default", forward="int8", **frozen, **graphs),
-            one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
+            one("frozen int8, plain forward, compiled", "default", frozen="int8", **compiled),
+            *(one(f"frozen {form} compiled", frozen=form, **compiled) for form in NF4),
         ]
     return chosen
 
@@ -223,15 +236,52 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
     head: bool | hot.HotConfig = contender.head == "torch"
     if contender.head and not head:
         head = hot.HotConfig.recipe(contender.head, forward="int8")
+    if contender.frozen in NF4:
+        freeze(model, contender)
     if contender.recipe is None:
         return hot.convert(model, filter_fn=lambda *_: False, head=head)
     config = config_of(contender)
     only = _wide if contender.wide else None
     slower = contender.slower
     model = hot.convert(model, config, only, slower=slower, head=head)
-    if contender.frozen_int8:
-        print(hot.freeze_int8(model).freeze_report)
+    if contender.frozen:
+        freeze(model, contender)
+        print(model.freeze_report)
     return model
+
+
+def freeze(model: nn.Module, contender: Contender) -> None:
+    """Freeze the base in the contender's form. Raises Left.
+
+    NF4 replaces every linear layer that is not trained, as QLoRA does.
+    """
+    form = contender.frozen
+    if form not in NF4:
+        hot.freeze(model, 4 if form == "int4" else 8)
+        return
+    for parent in [*model.modules()]:
+        for name, linear in [*parent.named_children()]:
+            if not isinstance(linear, nn.Linear) or linear.weight.requires_grad:
+                continue
+            if form == "nf4 torchao":
+                linear.weight = rivals.torchao_nf4(linear.weight.detach())
+            else:
+                setattr(parent, name, _of_bitsandbytes(linear, form == "nf4"))
+
+
+def _of_bitsandbytes(linear: nn.Linear, double: bool) -> nn.Module:
+    """Make bitsandbytes' layer. Raises Left."""
+    try:
+        layers = importlib.import_module("bitsandbytes.nn")
+    except ImportError as missing:
+        raise Left(f"bitsandbytes does not import: {missing}") from missing
+    form: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": double}
+    sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
+    biased = linear.bias is not None
+    new: nn.Module = layers.Linear4bit(*sizes, biased, torch.bfloat16, **form, device="meta")
+    new.weight = layers.Params4bit(weight, requires_grad=False, module=new, **form)
+    new.bias = linear.bias
+    return new.to(weight.device)  # which quantises
 
 
 def _wide(module: nn.Module, name: str) -> bool:
@@ -411,8 +461,10 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         one("bf16, attention kept", **keep),
         one("FP8 tensorwise, attention kept", fp8="tensorwise", **keep),
         one("default int8-forward", **hot8),
-        one("LoRA frozen int8, attention kept", **hot8, **lora, frozen_int8=True),
+        one("LoRA frozen int8, attention kept", **hot8, **lora, frozen="int8"),
         one("LoRA bf16, attention kept", **lora),
+        one("LoRA frozen int4, attention kept", **hot8, **lora, frozen="int4"),
+        *(one(f"LoRA frozen {form}, attention kept", **lora, frozen=form) for form in NF4),
         one("bf16"),
         one("FP8 tensorwise", fp8="tensorwise"),
         one("bf16, recomputed", **again),

@@ -23,24 +23,18 @@ class CudaBackend final : public Backend {
   // pack.cu
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
+  // weight_int4.cu
+  void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
+  void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const override;
+  void dequantize_weight(const Context&, const DequantizeWeightJob&) const override;
   // backend.cpp
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
   void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                  void* workspace) const override;
-  std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
-                                const OperandQuant&) const override;
-  void compress(const Context&, const CompressJob&, void* workspace) const override;
-  void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
-  std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, const Checker&,
-                const Workspace&) const override;
-  void quantize_forward_weight(const Context&, const RowsJob&) const override;
-  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
-                              void* workspace) const override;
-  std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
+  std::size_t workspace(const Context&, Work&) const override;
+  void run(const Context&, Work&, const Checker&, const Workspace&) const override;
 };
 
 // Facts about a context's device for plans. It answers queries while it lives.
@@ -48,7 +42,6 @@ class CudaDevice final : public plan::DeviceQueries {
  public:
   explicit CudaDevice(const Context&);
   const plan::DeviceFacts& facts() const { return facts_; }
-  std::int64_t at_once(const plan::ColumnsOnePass&, const LaunchShape&) const override;
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                  const Sm90Plan&) const override;
 

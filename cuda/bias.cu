@@ -75,22 +75,23 @@ __global__ void fill_zero_kernel(MatrixOut out) {
 
 }  // namespace
 
-void launch_partial_sum(const Context& context, const plan::Step& step, const MatrixIn& x,
-                        void* sums) {
+void launch_partial_sum(const Context& context, const plan::Step& step, const Work& work) {
   host_with_dtype(step.dtype, [&](auto tag) {
-    launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape, x,
-           static_cast<float*>(sums));
+    launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape, work.sum.x,
+           work.all_scratch);
   });
 }
 
-void launch_final_sum(const Context& context, const plan::Step& step, const ColumnSum& sum) {
-  launch("backward_linear", context, final_sum_kernel, step.shape,
-         static_cast<const float*>(sum.workspace), step.as<plan::SumsStep>().runs, sum.accumulate,
-         sum.out, step.independent);
+void launch_final_sum(const Context& context, const plan::Step& step, const Work& work) {
+  const ColumnSum& sum = work.sum;
+  const float* const sums = step.reads.has(plan::Buffer::sums) ? sum.workspace : work.all_scratch;
+  launch("backward_linear", context, final_sum_kernel, step.shape, sums,
+         step.as<plan::SumsStep>().runs, sum.accumulate, sum.out, step.independent);
 }
 
-void launch_fill_zero(const Context& context, const plan::Step& step, const MatrixOut& out) {
-  launch("backward_linear", context, fill_zero_kernel, step.shape, out);
+void launch_fill_zero(const Context& context, const plan::Step& step, const Work& work) {
+  launch("backward_linear", context, fill_zero_kernel, step.shape,
+         work.products[step.as<plan::ProductStep>().product].args.out);
 }
 
 }  // namespace hot::detail

@@ -12,6 +12,7 @@
 
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/launch.h"
+#include "cuda/tile_scheduler_sm90.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
@@ -25,7 +26,7 @@ namespace hot::detail {
 // Instance of the product. `tile_n`: columns of a tile. The two CTAs of a cluster are neighbours
 // along N or M and share the operand that both read.
 template <class Out, Sm90Output output, int tile_n, class ClusterShape, class MainloopSchedule,
-          class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
+          class EpilogueSchedule, class Scheduler>
 struct Sm90Gemm {
   static constexpr bool accumulate = output == Sm90Output::accumulate;
   static constexpr bool bias = output == Sm90Output::bias;
@@ -74,7 +75,7 @@ struct Sm90Gemm {
 
   // CUTLASS's arguments. Both scales are vectors: the caller repeats single ones.
   static typename Device::Arguments arguments(const Context& context, const GemmArgs& args,
-                                              const Sm90Plan& plan) {
+                                              const Sm90Plan& plan, void* workspace) {
     const int m = static_cast<int>(args.m), n = static_cast<int>(args.n),
               k = static_cast<int>(args.k);
     const auto stride_a = cute::make_stride(args.lda, cute::Int<1>{}, std::int64_t{0});
@@ -102,22 +103,30 @@ struct Sm90Gemm {
     using Order = cutlass::gemm::kernel::detail::RasterOrderOptions;
     all.scheduler.max_swizzle_size = plan.swizzle;
     all.scheduler.raster_order = plan.along_m ? Order::AlongM : Order::AlongN;
-    if constexpr (stream_k) all.scheduler.splits = plan.splits;
+    if constexpr (stream_k) {
+      all.scheduler.splits = plan.splits;
+    } else {
+      all.scheduler.counter = static_cast<std::uint32_t*>(workspace);
+    }
     return all;
   }
 
   static std::size_t workspace(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
-    return Device::get_workspace_size(arguments(context, args, plan));
+    return Device::get_workspace_size(arguments(context, args, plan, nullptr));
   }
 
   static void run(const Context& context, const GemmArgs& args, const Sm90Plan& plan,
                   void* workspace) {
-    Device gemm;
-    check(gemm.initialize(arguments(context, args, plan), workspace, context.stream()),
-          "initialize");
-    // If kernels overlap, CUTLASS's producers wait for the previous kernel, like begin_kernel.
+    const typename Device::Arguments all = arguments(context, args, plan, workspace);
+    typename Kernel::Params params = Kernel::to_underlying_arguments(all, workspace);
+    if constexpr (stream_k) {
+      check(Kernel::initialize_workspace(all, workspace, context.stream()), "initialize_workspace");
+    }
+    set_kernel_limits("gemm", context, cutlass::device_kernel<Kernel>,
+                      LaunchShape{1, Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, 2});
+    // Where kernels overlap, its producers wait for what is before, as begin_kernel does.
     const bool overlap = !stream_k && kernels_overlap(context, "gemm");
-    check(gemm.run(context.stream(), nullptr, overlap), "run");
+    check(Device::run(params, context.stream(), nullptr, overlap), "run");
   }
 
   static constexpr Sm90Instance instance() {
@@ -141,16 +150,18 @@ struct Sm90Gemm {
 using AlongM = cute::Shape<cute::_2, cute::_1, cute::_1>;
 using AlongN = cute::Shape<cute::_1, cute::_2, cute::_1>;
 template <class Out, Sm90Output output>
-using Pingpong = Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                          cutlass::epilogue::TmaWarpSpecialized>;
+using Pingpong =
+    Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+             cutlass::epilogue::TmaWarpSpecialized, DynamicTiles<FirstTile::inside_barrier>>;
 template <class Out, Sm90Output output>
 using WidePingpong =
     Sm90Gemm<Out, output, 192, AlongM, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-             cutlass::epilogue::TmaWarpSpecialized>;
+             cutlass::epilogue::TmaWarpSpecialized, DynamicTiles<FirstTile::inside_barrier>>;
 template <class Out, Sm90Output output>
 using Cooperative =
     Sm90Gemm<Out, output, 256, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-             cutlass::epilogue::TmaWarpSpecializedCooperative>;
+             cutlass::epilogue::TmaWarpSpecializedCooperative,
+             DynamicTiles<FirstTile::after_barrier>>;
 template <class Out, Sm90Output output>
 using StreamK =
     Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,

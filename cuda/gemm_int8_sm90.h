@@ -21,7 +21,8 @@ struct Sm90Instance {
   Sm90Kernel kernel;
   DType out;
   Sm90Output output;
-  // Both scales must be vectors; see also why_not_wgmma. Only stream-K uses `workspace`.
+  // Both scales must be vectors; see also why_not_wgmma. `workspace` is stream-K's, or the counter
+  // of tiles, which is zero before and after.
   void (*run)(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
   std::size_t (*workspace)(const Context&, const GemmArgs&, const Sm90Plan&);
 };

@@ -39,18 +39,20 @@ void mma_gemm(const Context& context, const GemmArgs& args, MmaCodes codes, cons
   runs[plan.tile](context, args, codes, plan, part, workspace);
 }
 
-void launch_mma(const Context& context, const plan::Step& step, const GemmArgs& args,
-                void* workspace) {
-  const auto& work = step.as<plan::ProductStep>();
-  if (work.mma.blocks == 0) {
+void launch_mma(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::ProductStep>();
+  const WorkProduct& product = work.products[part.product];
+  if (part.mma.blocks == 0) {
     throw Error(ErrorCode::unsupported, "gemm: too many tiles for one launch");
   }
-  mma_gemm(context, args, work.int4 ? MmaCodes::int4 : MmaCodes::int8, work.mma,
-           step.kernel == plan::Kernel::mma_fixup ? MmaPart::fixup : MmaPart::tiles, workspace);
+  mma_gemm(context, product.args, part.int4 ? MmaCodes::int4 : MmaCodes::int8, part.mma,
+           step.kernel == plan::Kernel::mma_fixup ? MmaPart::fixup : MmaPart::tiles,
+           product.scratch);
 }
 
-void launch_token(const Context& context, const plan::Step& step, const GemmArgs& args) {
-  launch("gemm", context, token_kernel, step.shape, args);
+void launch_token(const Context& context, const plan::Step& step, const Work& work) {
+  launch("gemm", context, token_kernel, step.shape,
+         work.products[step.as<plan::ProductStep>().product].args);
 }
 
 }  // namespace hot::detail

@@ -78,12 +78,12 @@ __device__ inline void wait_oldest(int stages) {
 
 // Work of one CTA: a range of K steps, and its rank among the CTAs that share the tile.
 template <int TileM>
-struct Work {
+struct BlockWork {
   const Product& product;
   int m0, n0, rank;
   int k, first_step, steps;
 
-  __device__ Work(const Product& p, unsigned block) : product(p) {
+  __device__ BlockWork(const Product& p, unsigned block) : product(p) {
     const unsigned tile = block >> product.share_log2;
     rank = static_cast<int>(block) & (product.share - 1);
     m0 = static_cast<int>(tile / product.tiles_n) * TileM;
@@ -109,13 +109,13 @@ struct Scales {
 // Copies of a thread from global memory: a 16-byte piece of every 16th row.
 template <int TileM>
 struct Copies {
-  const Work<TileM>& work;
+  const BlockWork<TileM>& work;
   const GemmArgs& gemm;
   int row, piece;
   int rows_a, rows_b;
   const std::int8_t *a, *b;
 
-  __device__ explicit Copies(const Work<TileM>& w)
+  __device__ explicit Copies(const BlockWork<TileM>& w)
       : work(w),
         gemm(w.product.gemm),
         row(static_cast<int>(threadIdx.x / row_pieces)),
@@ -225,7 +225,7 @@ struct WarpTile {
 
 // Dequantises and stores this CTA's share of the rows of a tile.
 template <int TileM, class Tag>
-__device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
+__device__ void finish_rows(const BlockWork<TileM>& work, const unsigned char* sums,
                             const Scales<TileM>& scales) {
   constexpr int columns = 16 / Tag::size, row_threads = tile_n / columns;
   const Product& product = work.product;
@@ -288,7 +288,7 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
 
 // Multiplies and adds up this CTA's steps. Their first copies have been started.
 template <int TileM>
-__device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& copies,
+__device__ void multiply_steps(const BlockWork<TileM>& work, const Copies<TileM>& copies,
                                unsigned char* ring, int stages, WarpTile<TileM>& tile) {
   unsigned char* stage = ring;
   for (int step = 0; step < work.steps; ++step) {
@@ -315,8 +315,8 @@ __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& cop
 // Sends every row of sums to the CTA that finishes it. That CTA stores the rows of rank 0 first,
 // then those of rank 1, and so on.
 template <int TileM>
-__device__ void send_sums(const Work<TileM>& work, const WarpTile<TileM>& tile, unsigned char* sums,
-                          std::uint64_t* arrived) {
+__device__ void send_sums(const BlockWork<TileM>& work, const WarpTile<TileM>& tile,
+                          unsigned char* sums, std::uint64_t* arrived) {
   const int rows_log2 = (TileM == 64 ? 6 : 7) - work.product.share_log2;
   const unsigned group = cluster_rank() - static_cast<unsigned>(work.rank);
   tile.for_pairs([&](int row, int column, int2 pair) {
@@ -335,8 +335,8 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
   __shared__ Scales<TileM> scales;
   __shared__ std::uint64_t arrived;  // barrier that counts the sums from the cluster
   const bool second = blockIdx.x >= args.second_block;
-  const Work<TileM> work(args.product[second ? 1 : 0],
-                         second ? blockIdx.x - args.second_block : blockIdx.x);
+  const BlockWork<TileM> work(args.product[second ? 1 : 0],
+                              second ? blockIdx.x - args.second_block : blockIdx.x);
   const bool shared_tile = work.product.share > 1;
   if (work.none() && !shared_tile) return;  // in a shared tile others wait for its zero sums
   if (shared_tile) {
@@ -374,24 +374,28 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
 }  // namespace
 
 // Launches the products in the plan's order.
-void launch_small_gemms(const Context& context, const plan::Step& step, const GemmArgs* products,
-                        int count) {
-  const auto& work = step.as<plan::SmallGemmStep>();
+void launch_small_gemms(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::SmallGemmStep>();
+  const GemmArgs* products[2] = {};
+  int count = 0;
+  for (const WorkProduct& product : work.products) {
+    if (product.multiplies()) products[count++] = &product.args;
+  }
   Args args{};
-  args.second_block = work.second_block;
-  args.stages = work.stages;
+  args.second_block = part.second_block;
+  args.stages = part.stages;
   for (int place = 0; place < count; ++place) {
-    const int p = work.swapped ? 1 - place : place;
-    const GemmArgs& gemm = products[p];
+    const int p = part.swapped ? 1 - place : place;
+    const GemmArgs& gemm = *products[p];
     Product& product = args.product[place];
     product.gemm = gemm;
     product.tiles_n = static_cast<unsigned>(ceil_div(gemm.n, tile_n));
-    product.share = work.plan.share[p];
+    product.share = part.plan.share[p];
     while (1 << product.share_log2 < product.share) ++product.share_log2;
     const plan::OutFacts out = plan::out_facts(gemm.out);
     product.vectors = out.dense_rows && out.rows_aligned;
   }
-  launch("gemm", context, work.plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
+  launch("gemm", context, part.plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
          step.shape, args);
 }
 

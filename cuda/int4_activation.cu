@@ -165,19 +165,21 @@ __global__ void __launch_bounds__(32 * exponent_rows)
 
 }  // namespace
 
-RequantizeArgs requantize_args(const Context& context, const GroupsJob& job) {
-  return {job.packed, job.row_bytes,
-          job.scale,  ceil_div(job.tokens, int4_group),
-          job.out,    device_key(context.key(), Purpose::requantize)};
+RequantizeArgs requantize_args(const Context& context, const Operand& job) {
+  const Groups& from = job.groups;
+  return {from.packed, from.row_bytes,
+          from.scale,  ceil_div(from.tokens, int4_group),
+          job.out,     device_key(context.key(), Purpose::requantize)};
 }
 
-GroupsArgs groups_args(const Context& context, const CompressJob& job) {
-  return {job.equalized(), job.packed, job.row_bytes, job.scale,
+GroupsArgs groups_args(const Context& context, const Operand& job) {
+  const Groups& out = job.groups;
+  return {job.x, out.packed, out.row_bytes, out.scale,
           device_key(context.key(), Purpose::activation)};
 }
 
-void launch_groups(const Context& context, const plan::Step& step, const CompressJob& job) {
-  const GroupsArgs args = groups_args(context, job);
+void launch_groups(const Context& context, const plan::Step& step, const Work& work) {
+  const GroupsArgs args = groups_args(context, work.operands.at(Source::x, Along::column));
   const auto run = [&](auto kernel) {
     launch("compress_activation", context, kernel, step.shape, args);
   };
@@ -190,17 +192,20 @@ void launch_groups(const Context& context, const plan::Step& step, const Compres
   });
 }
 
-void launch_token_exponents(const Context& context, const plan::Step& step,
-                            const CompressJob& job) {
+void launch_token_exponents(const Context& context, const plan::Step& step, const Work& work) {
+  const Operand& job = work.operands.at(Source::x, Along::column);
+  MatrixIn x = job.x;
+  x.exponents = nullptr;
+  x.divide = false;
   host_with_dtype(step.dtype, [&](auto tag) {
-    launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, job.x,
-           plan::array_facts(job.x).rows_aligned, job.exponents);
+    launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, x,
+           plan::rows_aligned(x), job.exponents);
   });
 }
 
-void launch_requantize(const Context& context, const plan::Step& step, const GroupsJob& job) {
-  launch("backward_linear", context, requantize_kernel, step.shape, requantize_args(context, job),
-         step.independent);
+void launch_requantize(const Context& context, const plan::Step& step, const Work& work) {
+  launch("backward_linear", context, requantize_kernel, step.shape,
+         requantize_args(context, work.operands.at(Source::x, Along::column)), step.independent);
 }
 
 }  // namespace hot::detail

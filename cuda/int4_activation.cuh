@@ -6,7 +6,7 @@
 
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
-#include "kernels.h"
+#include "work.h"
 
 namespace hot::detail {
 
@@ -128,7 +128,7 @@ struct RequantizeArgs {
   std::int64_t row_bytes;
   const std::uint16_t* scale;
   std::int64_t groups;
-  Operand out;
+  Codes out;
   DeviceKey key;
 };
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
 
 // ---- host (int4_activation.cu)
 
-GroupsArgs groups_args(const Context&, const CompressJob&);
-RequantizeArgs requantize_args(const Context&, const GroupsJob&);
+GroupsArgs groups_args(const Context&, const Operand&);
+RequantizeArgs requantize_args(const Context&, const Operand&);
 
 }  // namespace hot::detail

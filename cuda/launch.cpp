@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -44,12 +43,6 @@ const DeviceFacts& device_facts(const Context& context, const char* stage) {
   return all[static_cast<std::size_t>(context.device().index)];
 }
 
-// Non-default launch limits already set for a kernel on a device.
-struct KernelLimits {
-  std::size_t shared_bytes = 0;
-  bool large_clusters = false;
-};
-
 }  // namespace
 
 int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage) {
@@ -74,45 +67,15 @@ bool kernels_overlap(const Context& context, const char* stage) {
 void set_kernel_limits(const char* stage, const Context& context, const void* kernel,
                        const LaunchShape& shape) {
   static std::mutex mutex;
-  static std::map<std::pair<int, const void*>, KernelLimits> kernels;
+  static std::map<std::pair<int, const void*>, std::size_t> kernels;
   const std::lock_guard<std::mutex> lock(mutex);
-  KernelLimits& limits = kernels[{context.device().index, kernel}];
-  if (shape.shared_bytes > limits.shared_bytes) {
+  std::size_t& limit = kernels[{context.device().index, kernel}];
+  if (shape.shared_bytes > limit) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(shape.shared_bytes)),
                stage, "cudaFuncSetAttribute");
-    limits.shared_bytes = shape.shared_bytes;
+    limit = shape.shared_bytes;
   }
-  if (shape.cluster > 8 && !limits.large_clusters) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               stage, "cudaFuncSetAttribute");
-    limits.large_clusters = true;
-  }
-}
-
-int clusters_at_once(const char* stage, const Context& context, const void* kernel,
-                     const LaunchShape& shape) {
-  using OccupancyKey = std::tuple<int, const void*, int, std::size_t, int>;
-  static std::mutex mutex;
-  static std::map<OccupancyKey, int> cache;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const OccupancyKey key{context.device().index, kernel, shape.threads, shape.shared_bytes,
-                         shape.cluster};
-  const auto known = cache.find(key);
-  if (known != cache.end()) return known->second;
-  int clusters = 0;
-  if (shape.cluster > 1) {
-    cudaLaunchAttribute attributes[2];
-    const cudaLaunchConfig_t config = launch_config(shape, context.stream(), attributes);
-    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), stage,
-               "cudaOccupancyMaxActiveClusters");
-  } else {
-    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, shape.threads,
-                                                             shape.shared_bytes),
-               stage, "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    clusters *= device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
-  }
-  return cache.emplace(key, std::max(1, clusters)).first->second;
 }
 
 const char* cuda_archs() noexcept { return HOT_CUDA_ARCHS; }

@@ -53,16 +53,16 @@ int device_attribute(const Context& context, cudaDeviceAttr attribute, const cha
 // True only if all kernels are certain to start as in cuda/device/begin_kernel.cuh.
 bool kernels_overlap(const Context& context, const char* stage);
 
-// Opts a kernel in to the shared memory and the cluster size of a shape, on the context's (current)
-// device. Limits only grow, because another thread may rely on them.
+// Opts a kernel in to the shared memory of a shape, on the context's device, which is current.
+// Limits only ever grow; another thread may be relying on them.
 void set_kernel_limits(const char* stage, const Context& context, const void* kernel,
                        const LaunchShape& shape);
 
 template <class... Params>
 void set_kernel_limits(const char* stage, const Context& context, void (*kernel)(Params...),
                        const LaunchShape& shape) {
-  // Up to 48 KB needs no opt-in. The limit here leaves 12 KB for static shared memory.
-  if (shape.shared_bytes > 36 * 1024 || shape.cluster > 8) {
+  // Up to 48 KB needs no opt-in; this leaves 12 KB for static shared memory.
+  if (shape.shared_bytes > 36 * 1024) {
     set_kernel_limits(stage, context, reinterpret_cast<const void*>(kernel), shape);
   }
 }
@@ -84,18 +84,7 @@ inline cudaLaunchConfig_t launch_config(const LaunchShape& shape, cudaStream_t s
   return config;
 }
 
-// Number of clusters of a shape that the device runs at the same time; queried once.
-int clusters_at_once(const char* stage, const Context& context, const void* kernel,
-                     const LaunchShape& shape);
-
-template <class... Params>
-int clusters_at_once(const char* stage, const Context& context, void (*kernel)(Params...),
-                     const LaunchShape& shape) {
-  set_kernel_limits(stage, context, kernel, shape);
-  return clusters_at_once(stage, context, reinterpret_cast<const void*>(kernel), shape);
-}
-
-// Launches `kernel` on the context's stream. Checks the launch's own status, because
+// `kernel<<<blocks, threads, shared, stream of context>>>(args...)`, with the launch's own status:
 // cudaGetLastError would also return another library's earlier error.
 template <class... Params, class... Args>
 void launch(const char* stage, const Context& context, void (*kernel)(Params...),

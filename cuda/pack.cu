@@ -43,9 +43,11 @@ void CudaBackend::unpack_int4(const Context& context, const MatrixIn& packed,
          out);
 }
 
-void launch_unpack(const Context& context, const plan::Step& step, const MatrixIn& packed,
-                   const MatrixOut& out) {
-  launch("gemm_int4", context, unpack_kernel, step.shape, packed, out);
+void launch_unpack(const Context& context, const plan::Step& step, const Work& work) {
+  const WorkProduct& product = work.products[0];
+  const int operand = step.as<plan::UnpackStep>().of_b ? 1 : 0;
+  launch("gemm_int4", context, unpack_kernel, step.shape, product.packed[operand],
+         product.unpacked[operand]);
 }
 
 }  // namespace hot::detail

@@ -104,7 +104,8 @@ __global__ void dequantize_kernel(MatrixIn q, const float* scale, Granularity gr
 
 }  // namespace
 
-void launch_finish_scales(const Context& context, const plan::Step& step, const ColumnsJob& job) {
+void launch_finish_scales(const Context& context, const plan::Step& step, const Work& work) {
+  const Operand& job = work.operands.at(step.as<plan::GenericColumnsStep>().of, Along::column);
   const std::uint32_t* const amax = job.out.amax;
   launch("quantize", context, finish_scales_kernel, step.shape, amax, job.quant.per_tensor ? 0 : 1,
          job.out.scale, job.out.scales, job.quant.bits);

@@ -7,10 +7,10 @@
 //   types, two sectors). Its CTAs reduce the largest values through the cluster's shared memory.
 //   They write the codes from the same bytes. In 16-bit types P x of rank 8 replaces its tokens (16
 //   values in fp32 for 32 tokens, by the same lane). Otherwise P x is computed twice.
-//   * work: A warp owns a token tile of 128 tokens (8 KB) in every column tile. It waits for its
-//     own copies (cp.async), finds the largest values and passes two barriers. Then it writes the
-//     codes and starts the copies of the next column tile. The factors of its tokens are stored
-//     once.
+//   * work: A warp owns a token tile of 128 tokens (8 KB). It waits for its
+//     own copies (cp.async), finds the largest values, passes two barriers and writes the codes.
+//     Two or three CTAs on an SM overlap these phases. A cluster ends with its column tile, so the
+//     GPU hands out the next one as soon as any cluster has ended.
 //   * lanes: A lane keeps 16 k (a k16) of two neighbouring columns in registers. These are 16
 //     tokens (full), a whole block (w for g_x), or two blocks of rank 8. A sketch first folds to 8
 //     values: it reads tokens t and t ^ a, so no register is indexed at run time. The bases lowpass
@@ -25,8 +25,8 @@
 // column_amax_kernel, column_codes_kernel: two reads, if a cluster cannot hold a column tile.
 //   The first computes the largest values (atomicMax). The second writes the codes in the opposite
 //   order, which finds the end of x in the L2 cache. They serve devices without clusters (before
-//   sm_90), a single scale, and more than 16,384 tokens. Clusters for more tokens would spill
-//   registers or fill an SM with one CTA, and take longer (docs/dev/kernels.md).
+//   sm_90), a single scale, and more than 8,192 tokens. Clusters of 16 CTAs find no place while
+//   another kernel holds some SMs.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -39,9 +39,9 @@
 namespace hot::detail {
 namespace columns {
 
-Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform transform,
-               const ColumnSum* sum) {
-  const Projection& p = *job.projection;
+Args make_args(const Context& context, const Work& work, const Operand& job,
+               ColumnTransform transform, bool sum) {
+  const Projection& p = job.transform;
   Args args{};
   args.x = job.x;
   args.order = p.order;
@@ -49,7 +49,7 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.fold = p.basis == Basis::sketch              ? drawn_fold
               : p.rows.size() > 1 && p.rows[1] == 2 ? sequency_fold
                                                     : 0;
-  args.sketch_weight = job.side == Side::gradient ? p.sketch_weight : 1.0F;
+  args.sketch_weight = job.side() == Side::gradient ? p.sketch_weight : 1.0F;
   args.sketch = device_key(job.sketch_key, Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);
   args.codes = job.out.codes;
@@ -60,12 +60,12 @@ Args make_args(const Context& context, const ColumnsJob& job, ColumnTransform tr
   args.token_tiles = token_tiles(p, transform);
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
-  args.contiguous = plan::array_facts(job.x).rows_aligned && p.order.samples == 0;
-  args.sum_wanted = sum != nullptr;
-  if (sum != nullptr) {
-    args.sum = sum->out;
-    args.sum_accumulate = sum->accumulate;
-    args.partial_sums = static_cast<float*>(sum->workspace);
+  args.contiguous = plan::rows_aligned(job.x) && p.order.samples == 0;
+  args.sum_wanted = sum && job.sum;
+  if (args.sum_wanted) {
+    args.sum = work.sum.out;
+    args.sum_accumulate = work.sum.accumulate;
+    args.partial_sums = work.sum.workspace;
   }
   args.column_tiles = column_tiles(job.x.cols, job.x.dtype);
   return args;
@@ -95,26 +95,16 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, 
   commit_copies();
   tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
-  const unsigned step = gridDim.x / static_cast<unsigned>(args.ctas);
-  const auto column_tiles = static_cast<unsigned>(args.column_tiles);
-  unsigned column_tile = place.column_tile;
-  for (int turn = 0; column_tile < column_tiles; column_tile += step, ++turn) {
-    tile.wait_loaded();
-    tile.template accumulate_tile<in_place>();
-    if (args.cluster > 1 && turn == 0) wait_cluster();
-    const ColumnTotal total = tile.total(tile.reduce(args.cluster, turn), args.cluster);
-    const DeviceScale scale = device_scale(total.amax, args.bits);
-    if (tile.writes_column(column_tile)) {
-      tile.write_scale(column_tile, scale);
-      if (args.sum_wanted) tile.write_sum(column_tile, total.sum);
-    }
-    tile.template write_codes<in_place>(column_tile, scale, offset);
-    if (tile.real() && column_tile + step < column_tiles) {
-      __syncwarp();
-      tile.load(column_tile + step);
-      commit_copies();
-    }
+  tile.wait_loaded();
+  tile.template accumulate_tile<in_place>();
+  if (args.cluster > 1) wait_cluster();
+  const ColumnTotal total = tile.total(tile.reduce(args.cluster), args.cluster);
+  const DeviceScale scale = device_scale(total.amax, args.bits);
+  if (tile.writes_column(place.column_tile)) {
+    tile.write_scale(place.column_tile, scale);
+    if (args.sum_wanted) tile.write_sum(place.column_tile, total.sum);
   }
+  tile.template write_codes<in_place>(place.column_tile, scale, offset);
   end_kernel(args.independent);
 #endif
 }
@@ -133,7 +123,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
   tile.load_factors();
   tile.wait_loaded();
   tile.template accumulate_tile<false>();
-  const ColumnTotal total = tile.total(tile.reduce(0, 0), 0);
+  const ColumnTotal total = tile.total(tile.reduce(0), 0);
   if (tile.warp() == 0 && tile.has_column(place.column_tile)) {
     const std::int64_t column = tile.column(place.column_tile);
     atomic_max(args.amax + (args.per_tensor ? 0 : column), total.amax);
@@ -193,20 +183,14 @@ KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
 
 }  // namespace
 
-std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& kernel,
-                              const LaunchShape& shape) {
-  return clusters_at_once("backward_linear", context,
-                          kernel_of(kernel.transform, Pass::both, kernel.dtype), shape);
-}
-
-void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,
-                    const ColumnSum* sum) {
-  const auto& work = step.as<plan::ColumnsStep>();
-  Args args = make_args(context, job, work.transform, work.pass == Pass::codes ? nullptr : sum);
-  args.ctas = work.ctas;
-  args.cluster = work.cluster;
+void launch_columns(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::ColumnsStep>();
+  Args args = make_args(context, work, work.operands.at(part.of, Along::column), part.transform,
+                        part.pass != Pass::codes);
+  args.ctas = part.ctas;
+  args.cluster = part.cluster;
   args.independent = step.independent;
-  launch("backward_linear", context, kernel_of(work.transform, work.pass, step.dtype), step.shape,
+  launch("backward_linear", context, kernel_of(part.transform, part.pass, step.dtype), step.shape,
          args);
 }
 

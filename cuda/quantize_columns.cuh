@@ -338,12 +338,12 @@ static_assert(sizeof(Partials) == partials_bytes);
 
 // Shared memory behind the token tiles.
 struct SharedMemory {
-  Partials* cluster;    // [2][cluster], since a CTA may be one column tile ahead of another
+  Partials* cluster;    // of each CTA of the cluster
   Partials* warp;       // [warps]
   std::uint8_t* notes;  // [warps][tile_notes], folds of blocks or factors of tokens
   __device__ SharedMemory(char* tiles, int tile_count, int warps, int cluster_size)
       : cluster(reinterpret_cast<Partials*>(tiles + tile_count * tile_bytes)),
-        warp(cluster + 2 * max(1, cluster_size)),
+        warp(cluster + max(1, cluster_size)),
         notes(reinterpret_cast<std::uint8_t*>(warp + warps)) {}
 };
 
@@ -499,11 +499,11 @@ class WarpTile {
     __syncthreads();
   }
 
-  // Reduces the partials of the warps, and gathers them from `cluster` CTAs in each CTA (below 2:
-  // from this CTA). `turn` counts the column tiles of this CTA. Sums go to CTA 0.
-  __device__ __forceinline__ Partials* reduce(int cluster, int turn) const {
-    Partials* const gathered = shared_.cluster + turn % 2 * cluster;
-    // A thread handles a column and a target CTA.
+  // Reduces the warps' partials, and gathers those of all CTAs in each: `cluster` of them, below 2:
+  // this one alone. Sums go to CTA 0.
+  __device__ __forceinline__ Partials* reduce(int cluster) const {
+    Partials* const gathered = shared_.cluster;
+    // A thread for a column and a CTA to write to.
     for (int i = thread_; i < columns * max(1, cluster); i += static_cast<int>(blockDim.x)) {
       const int c = i % columns, to = i / columns;
       std::uint32_t amax = 0;
@@ -640,6 +640,7 @@ class WarpTile {
 // ---- host (quantize_columns.cu)
 
 // Arguments except the division of the work (ctas, cluster). `sum` is g_b, or null.
-Args make_args(const Context&, const ColumnsJob&, ColumnTransform, const ColumnSum* sum);
+// `sum`: also g_b
+Args make_args(const Context&, const Work&, const Operand&, ColumnTransform, bool sum);
 
 }  // namespace hot::detail::columns

@@ -89,14 +89,16 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
 
 }  // namespace
 
-void launch_generic_columns(const Context& context, const plan::Step& step, const ColumnsJob& job) {
+void launch_generic_columns(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::GenericColumnsStep>();
+  const Operand& job = work.operands.at(part.of, Along::column);
   const bool amax = step.kernel == plan::Kernel::generic_amax;
   const ColumnArgs args{job.x,
-                        device_projection(*job.projection, job.side, job.sketch_key),
+                        device_projection(job.transform, job.side(), job.sketch_key),
                         job.out.codes,
                         job.out.amax,
                         job.out.k_padded,
-                        step.as<plan::GenericColumnsStep>().run,
+                        part.run,
                         job.quant.bits,
                         job.quant.per_tensor,
                         job.quant.per_contraction,

@@ -48,6 +48,7 @@ struct GroupedArgs {
   RequantizeArgs groups;
   int row_lanes_log2;
   Range rows_range, groups_range;
+  std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
 
 // Maximum of the slots; every lane of the warp gets it.
@@ -83,7 +84,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
-    total = tile.total(tile.reduce(args.cluster, 0), args.cluster);
+    total = tile.total(tile.reduce(args.cluster), args.cluster);
     if (args.sum_wanted && tile.writes_column(place.column_tile)) {
       tile.write_sum(place.column_tile, total.sum);
     }
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
     quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ std::uint32_t shared[threads / 32];
+  zero_counter(args.counter);
   unsigned block = blockIdx.x;
   if (block < args.weight.range.end) {
     return columns_block<ColumnTransform::hadamard, Tag>(args.weight, block, memory);
@@ -151,31 +153,36 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
 
 }  // namespace
 
-void launch_grouped(const Context& context, const plan::Step& step, const GroupedJobs& jobs) {
-  const auto& work = step.as<plan::GroupedStep>();
+void launch_grouped(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& parts = step.as<plan::GroupedStep>();
+  const Operands& all = work.operands;
   GroupedArgs args{};
-  const auto columns = [&](const ColumnsJob* job, const plan::GroupedColumns& part,
-                           ColumnTransform transform, const ColumnSum* sum) {
+  const auto columns = [&](const Operand* job, const plan::GroupedColumns& part,
+                           ColumnTransform transform) {
     ColumnsRange operand{};
-    if (job != nullptr) operand.args = columns::make_args(context, *job, transform, sum);
+    if (job != nullptr) operand.args = columns::make_args(context, work, *job, transform, true);
     operand.args.ctas = part.ctas;
     operand.args.cluster = part.cluster;
     operand.range = part.range;
     operand.pass = part.pass;
     return operand;
   };
-  args.weight = columns(jobs.weight, work.weight, ColumnTransform::hadamard, nullptr);
-  args.gradient = columns(jobs.columns, work.gradient, work.transform, jobs.sum);
-  if (jobs.rows != nullptr) args.rows = rows_args(context, *jobs.rows);
-  if (jobs.groups != nullptr) args.groups = requantize_args(context, *jobs.groups);
-  args.row_lanes_log2 = work.row_lanes_log2;
-  args.rows_range = work.rows;
-  args.groups_range = work.groups;
-  args.rows.pass = work.rows_pass;
+  args.weight =
+      columns(all.find(Source::w, Along::column), parts.weight, ColumnTransform::hadamard);
+  args.gradient = columns(all.find(Source::gy, Along::column), parts.gradient, parts.transform);
+  if (const Operand* job = all.find(Source::gy, Along::row)) args.rows = rows_args(context, *job);
+  if (const Operand* job = all.find(Source::x, Along::column, From::groups)) {
+    args.groups = requantize_args(context, *job);
+  }
+  args.row_lanes_log2 = parts.row_lanes_log2;
+  args.rows_range = parts.rows;
+  args.groups_range = parts.groups;
+  args.rows.pass = parts.rows_pass;
+  args.counter = counter_to_zero(step, work);
   const auto run = [&](auto tag) {
     using Tag = decltype(tag);
     launch("backward_linear", context,
-           work.transform == ColumnTransform::projected
+           parts.transform == ColumnTransform::projected
                ? quantize_grouped_kernel<ColumnTransform::projected, Tag>
                : quantize_grouped_kernel<ColumnTransform::full, Tag>,
            step.shape, args);

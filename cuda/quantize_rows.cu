@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
     rows16_kernel(const __grid_constant__ RowsArgs args) {
   __shared__ std::uint32_t shared[rows16_max_lanes / 32];
   begin_kernel();
+  zero_counter(args.counter);
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   quantize_row16<hadamard, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
@@ -43,11 +44,10 @@ __global__ void __launch_bounds__(rows16_max_lanes)
   });
 }
 
-constexpr int row_chunk = 4096;  // floats in shared memory, a multiple of every block
-
 template <Rounding rounding>
 __global__ void rows_kernel(RowsArgs args) {
   begin_kernel();
+  zero_counter(args.counter);
   __shared__ float v[row_chunk];
   __shared__ std::uint32_t shared[32];
   const std::int64_t row = blockIdx.x;
@@ -65,23 +65,8 @@ __global__ void rows_kernel(RowsArgs args) {
       if (t == 0 && row < args.scales) args.scale[row] = s.scale;
     }
     for (std::int64_t start = 0; start < args.k_padded; start += row_chunk) {
-      const int count = static_cast<int>(min(std::int64_t{row_chunk}, args.k_padded - start));
-      const std::int64_t end = (args.x.cols + args.block - 1) / args.block * args.block;
-      const int live = static_cast<int>(min(std::int64_t{count}, end - start));
-      __syncthreads();
-      for (int i = t; i < count; i += T) {
-        v[i] = start + i < args.x.cols ? load_element(args.x, row, start + i) : 0.0F;
-      }
-      for (int h = 1; h < args.block; h *= 2) {
-        __syncthreads();
-        for (int i = t; i < live / 2; i += T) {
-          const int a = (i & ~(h - 1)) * 2 + (i & (h - 1));
-          const float x = v[a], y = v[a + h];
-          v[a] = x + y;
-          v[a + h] = x - y;
-        }
-      }
-      __syncthreads();
+      const int count =
+          load_row_chunk(args.x, args.powers, args.block, args.k_padded, row, start, v);
       if (find) {
         for (int i = t; i < count; i += T) amax = max(amax, abs_bits(v[i]));
         continue;
@@ -104,27 +89,29 @@ __global__ void rows_kernel(RowsArgs args) {
 
 }  // namespace
 
-void launch_rows(const Context& context, const plan::Step& step, const RowsJob& job) {
-  const auto& work = step.as<plan::RowsStep>();
+void launch_rows(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& rows = step.as<plan::RowsStep>();
+  const Operand& job = work.operands.at(rows.of, Along::row);
   RowsArgs args = rows_args(context, job);
-  args.pass = work.pass;
-  const char* const stage = work.of == plan::Source::gy ? "backward_linear" : "forward_linear";
+  args.pass = rows.pass;
+  args.counter = counter_to_zero(step, work);
+  const char* const stage = rows.of == Source::gy ? "backward_linear" : "forward_linear";
   const auto run = [&](auto kernel) { launch(stage, context, kernel, step.shape, args); };
   if (step.kernel == plan::Kernel::rows) {
     with_rounding(job.quant.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
   } else {
     host_with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      with_lane_blocks(work.lane_blocks, [&](auto b) {
+      with_lane_blocks(rows.lane_blocks, [&](auto b) {
         constexpr int B = decltype(b)::value;
-        run(job.hadamard_block == gradient_block ? rows16_kernel<gradient_block, B, Tag>
-                                                 : rows16_kernel<forward_block, B, Tag>);
+        run(job.transform.block == gradient_block ? rows16_kernel<gradient_block, B, Tag>
+                                                  : rows16_kernel<forward_block, B, Tag>);
       });
     });
   }
 }
 
-RowsArgs rows_args(const Context& context, const RowsJob& job) {
+RowsArgs rows_args(const Context& context, const Operand& job) {
   return {job.x,
           job.out.codes,
           job.out.scale,
@@ -133,10 +120,12 @@ RowsArgs rows_args(const Context& context, const RowsJob& job) {
           job.out.k_padded,
           static_cast<int>(ceil_div(job.x.cols, 16)),
           job.quant.bits,
-          job.hadamard_block,
+          job.transform.block,
           device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
-          plan::array_facts(job.x).rows_aligned && job.x.cols % 16 == 0};
+          plan::rows_aligned(job.x) && job.x.cols % 16 == 0,
+          job.powers,
+          nullptr};
 }
 
 }  // namespace hot::detail

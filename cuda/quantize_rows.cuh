@@ -26,7 +26,54 @@ struct RowsArgs {
   DeviceKey key;
   RowsPass pass;
   bool aligned;
+  ColumnPowers powers;
+  std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
+
+__device__ inline float power_of(const ColumnPowers& powers, std::int64_t col) {
+  return __uint_as_float(powers.factor(powers.exponents[col]));
+}
+
+// Divides 16 values of an x from column `col` on, a multiple of 16.
+__device__ __forceinline__ void apply_powers(const ColumnPowers& powers, int col, float (&v)[16]) {
+  unsigned words[4];
+  load_words(powers.exponents + col, words);
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    // Shifts the byte to the top, then back with its sign.
+    const int exponent = static_cast<int>(words[j / 4] << (24 - 8 * (j % 4))) >> 24;
+    v[j] *= __uint_as_float(ColumnPowers::bits(-exponent));
+  }
+}
+
+constexpr int row_chunk = 4096;  // floats in shared memory, a multiple of every block
+
+// Loads a chunk of a row into v and transforms it; returns its length. Zeros follow the last
+// column. All threads of the CTA call it, and it ends with a barrier.
+__device__ inline int load_row_chunk(const MatrixIn& x, const ColumnPowers& powers, int block,
+                                     std::int64_t k_padded, std::int64_t row, std::int64_t start,
+                                     float* v) {
+  const int T = static_cast<int>(blockDim.x), t = static_cast<int>(threadIdx.x);
+  const int count = static_cast<int>(min(std::int64_t{row_chunk}, k_padded - start));
+  const std::int64_t end = (x.cols + block - 1) / block * block;
+  const int live = static_cast<int>(min(std::int64_t{count}, end - start));
+  __syncthreads();
+  for (int i = t; i < count; i += T) {
+    v[i] = start + i < x.cols ? load_element(x, row, start + i) : 0.0F;
+    if (powers.exponents != nullptr && start + i < x.cols) v[i] *= power_of(powers, start + i);
+  }
+  for (int h = 1; h < block; h *= 2) {
+    __syncthreads();
+    for (int i = t; i < live / 2; i += T) {
+      const int a = (i & ~(h - 1)) * 2 + (i & (h - 1));
+      const float p = v[a], q = v[a + h];
+      v[a] = p + q;
+      v[a + h] = p - q;
+    }
+  }
+  __syncthreads();
+  return count;
+}
 
 // Quantises a row that T lanes share. Lane `lane` has up to B blocks of 16 values in v. `hadamard`
 // is the block of the transform; blocks above 16 span neighbouring lanes. `scale_of(amax)` replaces
@@ -82,6 +129,14 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
     }
 #pragma unroll
     for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+    if constexpr (hadamard == forward_block) {
+      if (args.powers.exponents != nullptr) {
+#pragma unroll
+        for (int i = 0; i < B; ++i) {
+          if (lane + i * T < args.live_blocks) apply_powers(args.powers, (lane + i * T) * 16, v[i]);
+        }
+      }
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < B; ++i) {
@@ -92,6 +147,11 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
             real && col + j < args.x.cols
                 ? Tag::load(args.x.data, row * args.x.row_stride + (col + j) * args.x.col_stride)
                 : 0.0F;
+        if constexpr (hadamard == forward_block) {
+          if (args.powers.exponents != nullptr && col + j < args.x.cols) {
+            v[i][j] *= power_of(args.powers, col + j);
+          }
+        }
       }
     }
   }
@@ -111,6 +171,6 @@ void with_lane_blocks(int lane_blocks, const Call& call) {
 }
 
 // Arguments except the pass.
-RowsArgs rows_args(const Context&, const RowsJob&);
+RowsArgs rows_args(const Context&, const Operand&);
 
 }  // namespace hot::detail

@@ -9,6 +9,9 @@
 //   * tile: 16 whole rows in shared memory, or a multiple if rows are short. One CTA of 16 warps
 //     per SM goes from tile to tile. While it processes a tile it copies the next one, with an
 //     instruction per row (cp.async.bulk, from Hopper on).
+//   * units: A unit is a run of neighbouring tiles. A CTA draws units from a counter in global
+//     memory, two ahead of its work. A CTA that starts late, because another kernel holds its SM,
+//     leaves the tiles to the others.
 //   * rows: T lanes of a warp hold a row in registers, B blocks of 16 elements each. The work is
 //     that of rows16_kernel: butterflies, largest value by shuffles, codes. There are instances for
 //     g_y's block and for the forward pass's.
@@ -16,7 +19,8 @@
 //     sketch it folds them first, by a table of the tokens to add. Only this thread updates the
 //     columns' largest values and sums in shared memory.
 //   * end: A CTA updates the largest values in global memory once. It writes a partial sum of every
-//     column per 32 tiles: this number of fp32 additions keeps g_b's error bound.
+//     column per unit of at most 32 tiles. This number of fp32 additions keeps g_b's error bound.
+//     The order of all additions is the same in every run.
 //   * traffic: 2 bytes read and 1 written per element, and 2 + 1 (rank 8: 0.5) for the codes of the
 //     columns. Three kernels would read 2 bytes three times.
 #include <algorithm>
@@ -38,16 +42,16 @@ using columns::ColumnTransform;
 using rows_column_amax::barrier_bytes;
 using rows_column_amax::Layout;
 using rows_column_amax::threads;
-using rows_column_amax::tiles_a_sum;
 using rows_column_amax::token_block;
 
 struct RowsColumnAmaxArgs {
   RowsArgs rows;
   columns::Args columns;
   ColumnTransform transform;
-  int lanes;         // per row: T
-  int token_blocks;  // per tile
-  unsigned tiles, sums;
+  int lanes;         // of a row: T
+  int token_blocks;  // of a tile
+  unsigned tiles, unit_tiles;
+  unsigned* counter;  // zero before the launch
 };
 
 // Starts the copies of a tile and writes the offsets of its folds. Offset 2 i is a token of the
@@ -185,9 +189,9 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
   }
 }
 
-// Writes the current sums as partial sums number `run` and resets them.
+// Writes the current sums as the partial sums of a unit and resets them.
 [[maybe_unused]] __device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums,
-                                                    unsigned run) {
+                                                    unsigned unit) {
   const int columns = static_cast<int>(args.rows.x.cols);
   __syncthreads();
   for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
@@ -196,7 +200,7 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
       total += sums[block * columns + c];
       sums[block * columns + c] = 0.0F;
     }
-    args.columns.partial_sums[std::int64_t{run} * columns + c] = total;
+    args.columns.partial_sums[std::int64_t{unit} * columns + c] = total;
   }
   __syncthreads();
 }
@@ -207,6 +211,8 @@ __global__ void __launch_bounds__(threads, 1)
 #if HOT_HOPPER_CODE
   extern __shared__ __align__(128) char shared[];
   const Layout layout(args.rows.x.cols, args.token_blocks);
+  // The drawn units: that of this tile, the next one, the one after.
+  auto* const units = reinterpret_cast<unsigned*>(shared + layout.units());
   auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
   auto* const sums = reinterpret_cast<float*>(shared + layout.sums());
   auto* const folds = reinterpret_cast<int*>(shared + layout.folds());
@@ -219,24 +225,30 @@ __global__ void __launch_bounds__(threads, 1)
     largest[i] = 0;
     sums[i] = 0.0F;
   }
-  __syncthreads();
   begin_kernel();
-  unsigned tile = blockIdx.x, run = blockIdx.x;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) units[i] = atomicAdd(args.counter, 1U);
+  }
+  __syncthreads();
+  unsigned unit = units[0], drawn = 0;
+  unsigned tile = unit * args.unit_tiles;
   if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
   const DeviceOffset offset = warp_offset<rows16_rounding(hadamard)>(args.rows.key);
   std::uint32_t rows_largest = 0;
-  for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
+  for (unsigned turn = 0; tile < args.tiles; ++turn) {
     const unsigned here = turn % 2, next = here ^ 1;
     wait_bulk(barriers + here * barrier_bytes, turn / 2);
-    __syncthreads();  // this tile is loaded, and no thread uses the previous one
-    if (tile + gridDim.x < args.tiles) {
-      start_tile(args, layout, tile + gridDim.x, shared + next * layout.tile_bytes,
+    __syncthreads();  // this tile is loaded, and all are done with the previous one
+    const bool first = tile == unit * args.unit_tiles;
+    const bool last = tile + 1 == min((unit + 1) * args.unit_tiles, args.tiles);
+    const unsigned next_unit = last ? units[(drawn + 1) % 3] : unit;
+    const unsigned next_tile = last ? next_unit * args.unit_tiles : tile + 1;
+    if (next_tile < args.tiles) {
+      start_tile(args, layout, next_tile, shared + next * layout.tile_bytes,
                  folds + next * layout.fold_words, barriers + next * barrier_bytes);
     }
-    if (args.columns.sum_wanted && turn > 0 && turn % tiles_a_sum == 0) {
-      write_partial_sums(args, sums, run);
-      run += gridDim.x;
-    }
+    unsigned later = 0;
+    if (first && threadIdx.x == 0) later = atomicAdd(args.counter, 1U);
     const char* const tokens = shared + here * layout.tile_bytes;
     quantize_tile_rows<hadamard, B>(args, layout, offset, tile, tokens, rows_largest);
     const int* const tile_folds = folds + here * layout.fold_words;
@@ -246,9 +258,12 @@ __global__ void __launch_bounds__(threads, 1)
       accumulate_columns<ColumnTransform::projected>(args, layout, tokens, tile_folds, largest,
                                                      sums);
     }
-  }
-  if (args.columns.sum_wanted) {
-    for (; run < args.sums; run += gridDim.x) write_partial_sums(args, sums, run);
+    if (args.columns.sum_wanted && last) write_partial_sums(args, sums, unit);
+    // The place is free: its unit was that of the tile before this unit.
+    if (first && threadIdx.x == 0) units[(drawn + 2) % 3] = later;
+    if (last) ++drawn;
+    unit = next_unit;
+    tile = next_tile;
   }
   __syncthreads();
   const int columns = static_cast<int>(args.rows.x.cols);
@@ -275,23 +290,25 @@ __global__ void __launch_bounds__(threads, 1)
 
 }  // namespace
 
-void launch_rows_column_amax(const Context& context, const plan::Step& step, const RowsJob& rows,
-                             const ColumnsJob& columns, const ColumnSum* sum) {
-  const auto& work = step.as<plan::RowsColumnAmaxStep>();
+void launch_rows_column_amax(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::RowsColumnAmaxStep>();
+  const Operand& rows = work.operands.at(part.of, Along::row);
   RowsColumnAmaxArgs args{};
   args.rows = rows_args(context, rows);
-  args.rows.pass = work.pass;
-  args.columns = columns::make_args(context, columns, work.transform, sum);
-  args.transform = work.transform;
-  args.lanes = work.lanes;
-  args.token_blocks = work.token_blocks;
-  args.tiles = work.tiles;
-  args.sums = work.sums;
-  with_lane_blocks(work.lane_blocks, [&](auto b) {
+  args.rows.pass = part.pass;
+  args.columns = columns::make_args(context, work, work.operands.at(part.of, Along::column),
+                                    part.transform, true);
+  args.transform = part.transform;
+  args.lanes = part.lanes;
+  args.token_blocks = part.token_blocks;
+  args.tiles = part.tiles;
+  args.unit_tiles = part.unit_tiles;
+  args.counter = args.columns.amax + part.counter;
+  with_lane_blocks(part.lane_blocks, [&](auto b) {
     constexpr int B = decltype(b)::value;
-    launch(work.of == plan::Source::gy ? "backward_linear" : "quantize_forward_input", context,
-           rows.hadamard_block == gradient_block ? rows_column_amax_kernel<gradient_block, B>
-                                                 : rows_column_amax_kernel<forward_block, B>,
+    launch(part.of == Source::gy ? "backward_linear" : "quantize_forward_input", context,
+           rows.transform.block == gradient_block ? rows_column_amax_kernel<gradient_block, B>
+                                                  : rows_column_amax_kernel<forward_block, B>,
            step.shape, args);
   });
 }

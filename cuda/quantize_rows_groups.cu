@@ -58,15 +58,16 @@ __global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
 
 }  // namespace
 
-void launch_rows_groups(const Context& context, const plan::Step& step, const RowsJob& rows,
-                        const CompressJob& saved) {
-  const auto& work = step.as<plan::RowsGroupsStep>();
-  const RowsGroupsArgs args{rows_args(context, rows), groups_args(context, saved), work.row_ctas,
-                            work.column_ctas};
+void launch_rows_groups(const Context& context, const plan::Step& step, const Work& work) {
+  const auto& part = step.as<plan::RowsGroupsStep>();
+  const Operands& all = work.operands;
+  const RowsGroupsArgs args{rows_args(context, all.at(Source::x, Along::row)),
+                            groups_args(context, all.at(Source::x, Along::column)), part.row_ctas,
+                            part.column_ctas};
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
-      with_lane_blocks(work.lane_blocks, [&](auto b) {
+      with_lane_blocks(part.lane_blocks, [&](auto b) {
         launch("quantize_forward_input", context, rows_groups_kernel<decltype(b)::value, Tag>,
                step.shape, args);
       });

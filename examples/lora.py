@@ -3,12 +3,13 @@
     pip install '.[torch,examples]'              # once, in a checkout of hotcore
     python lora.py                               # a small Llama on a CPU
     python lora.py --model ~/llama-3-8b --text notes.txt --device cuda --compile --forward int8 \\
-        --freeze --checkpoint --batch 2 --context 2048     # 8B on a card of 24 GB
+        --freeze int4 --checkpoint --batch 2 --context 2048     # 8B on a card of 24 GB
 
 HOT computes the frozen layers' input gradients in integers and keeps nothing of their inputs. The
-adapters stay plain. --freeze stores a frozen weight in one byte. --model is a folder with the model
-and its tokenizer. Without it, a small Llama first learns the source of Python's library. Its
-adapters then learn that text in capitals. --recipe none trains without HOT.
+adapters stay plain. --freeze stores a frozen weight in a byte, --freeze int4 in half, as it is
+read. --model is a folder with the model and its tokenizer. Without it, a small Llama first learns
+the source of Python's library. Its adapters then learn that text in capitals. --size 8b has that
+shape's random weights, for a look at time and memory. --recipe none trains without HOT.
 """
 
 import argparse
@@ -21,13 +22,15 @@ if __name__ == "__main__":
 
 import hotcore.torch as hot
 import torch
+from hotcore.integrations.transformers import HotQuantizationConfig
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads")
+SIZES = {"toy": (256, 64, 192, 2, 4, 2), "8b": (128256, 4096, 14336, 32, 32, 8)}
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -42,10 +45,13 @@ def bytes_of(text: bytes) -> Tensor:
 def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: a small Llama, a token a byte)")
+    parser.add_argument("--size", choices=SIZES, default="toy", help="without --model")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
     parser.add_argument("--recipe", default="default", help="recipe of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--freeze", action="store_true", help="store a frozen weight in one byte")
+    forms = ("int8", "int4")
+    parser.add_argument("--freeze", nargs="?", const="int8", choices=forms,
+                        help="store a frozen weight in a byte (default), or in half")  # fmt: skip
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks")
     for name, value in (("rank", 8), ("batch", 8), ("context", 128), ("steps", 40)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -74,20 +80,31 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
             if step % 20 == 0:
                 print(f"step {step:>5}  loss {loss.item():.3f}", flush=True)
 
+    toy = options.size == "toy" and not options.model
+    loading, config = {"dtype": torch.bfloat16}, None
+    if options.recipe != "none":
+        config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
     if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+        if config and options.freeze:  # each weight is frozen as it is read
+            loading["quantization_config"] = HotQuantizationConfig(config, freeze=options.freeze)
+            loading["device_map"], config = options.device, None
+        model = AutoModelForCausalLM.from_pretrained(options.model, **loading)
+        print(getattr(model, "freeze_report", "no weight is frozen in codes"))
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         text = tokenizer(content.decode(), return_tensors="pt").input_ids[0]
     else:
-        model, text = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), bytes_of(content.upper())
-        train(model.to(options.device), bytes_of(content), options.base_steps, 3e-3)
+        shape = dict(zip((*NAMES, *HEADS), SIZES[options.size], strict=True))
+        torch.set_default_dtype(torch.float32 if toy else torch.bfloat16)
+        with torch.device(options.device):
+            model, text = LlamaForCausalLM(LlamaConfig(**shape)), bytes_of(content.upper())
+        torch.set_default_dtype(torch.float32)
+        train(model, bytes_of(content), options.base_steps if toy else 0, 3e-3)
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
     model = get_peft_model(model, lora)
-    if options.recipe != "none":  # slower=True converts a model that is too small to gain time
-        config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-        print(hot.convert(model, config, slower=not options.model).hot_report)
-        if options.freeze:  # on the CPU, so that the GPU never holds the whole weights
-            print(hot.freeze_int8(model).freeze_report)
+    if config:  # slower=True converts a model that is too small to gain time
+        print(hot.convert(model, config, slower=toy).hot_report)
+    if config and options.freeze:
+        print(hot.freeze(model, 4 if options.freeze == "int4" else 8).freeze_report)
     model = model.to(options.device)
     if options.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -103,7 +120,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
         return torch.stack([loss_of(model.eval(), row) for row in held.split(1)]).mean().item()
 
     before = held_loss()
-    train(model, text[: -8 * options.context], options.steps, 1e-2 if not options.model else 2e-4)
+    train(model, text[: -8 * options.context], options.steps, 1e-2 if toy else 2e-4)
     after = held_loss()
     print(f"text held back: perplexity {math.exp(before):.1f} before, {math.exp(after):.1f} after")
     return before, after

@@ -1009,13 +1009,93 @@ def bias_gradient(gy: Floats) -> NDArray[np.float32]:
 # -------------------------------------------------------------------------------- The 8-bit forward
 
 
-def quantize_forward_operand(values: Floats, block: int = 64) -> tuple[Codes, NDArray[np.float32]]:
+@_quiet
+def quantize_forward_operand(
+    values: Floats, block: int = 64, exponents: NDArray[np.int8] | None = None
+) -> tuple[Codes, NDArray[np.float32]]:
     """x ``[..., I]`` or w ``[O, I]`` for y: codes int8 ``[R, Kp]``, scales ``[R]``; to nearest.
+
+    ``exponents`` are those of a weight in INT4, for x.
 
     Source: docs/numerics.md, "Forward".
     """
-    operand = _transform_features(_flat(values), block)
+    operand = _transform_features(_scaled_features(_flat(values), exponents, -1), block)
     return quantize(operand, bits=8, scale="token", rounding="nearest")
+
+
+@_quiet
+def quantize_weight_int4(
+    w: Floats, block: int = 64, group: int = 32, exponents: NDArray[np.int8] | None = None
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
+    """w ``[O, I]`` in INT4: packed codes ``[O, Kp/2]``, scales ``[O]``, steps ``[O, Kp/group]``.
+
+    Source: docs/numerics.md, "INT4 weights".
+    """
+    operand = _transform_features(_scaled_features(_flat(w), exponents, 1), block)
+    scales, inv = scale_of(_amax(operand, 1), 8)
+    values = np.where(np.isnan(scales), _f32(0), operand * (inv * _f32(64)))
+    fixed = np.rint(values).astype(np.int64).reshape(-1, group)
+    full = (np.abs(fixed).max(1, initial=0) + 59) // 60
+    best = np.full(len(fixed), np.iinfo(np.int64).max)
+    codes, steps = np.zeros_like(fixed), np.zeros_like(full)
+    for index in range(32):
+        step = np.minimum((full * (68 - index) + 32) >> 6, 135)
+        factor = np.where(step > 0, _f32(1) / (8 * step).astype(_f32), _f32(0)).astype(_f32)
+        position = fixed.astype(_f32) * factor[:, None] + _f32(8)
+        tried = np.clip(position, 0, 15).astype(np.int64) - 8
+        error = np.square(fixed - 64 * _expanded(tried, step)).sum(1)
+        better = error < best
+        best = np.where(better, error, best)
+        steps = np.where(better, step, steps)
+        codes = np.where(better[:, None], tried, codes)
+    packed = pack_int4(codes.astype(np.int8).reshape(operand.shape))
+    groups = (len(operand), operand.shape[1] // group)
+    return packed, scales.ravel(), steps.astype(np.uint8).reshape(groups)
+
+
+def expand_weight_int4(
+    packed: NDArray[np.uint8], steps: NDArray[np.uint8], group: int = 32
+) -> NDArray[np.int8]:
+    """INT8 codes ``[O, Kp]`` of a weight in INT4.
+
+    Source: docs/numerics.md, "INT4 weights".
+    """
+    codes = unpack_int4(packed).astype(np.int64)
+    return _expanded(codes.reshape(-1, group), steps.ravel()).reshape(codes.shape).astype(np.int8)
+
+
+@_quiet
+def dequantize_weight(
+    codes: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    block: int,
+    columns: int,
+    exponents: NDArray[np.int8] | None = None,
+) -> NDArray[np.float32]:
+    """Floats ``[O, I]`` of the codes of a weight, before they are rounded to another type.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    width = -(-columns // block) * block
+    sums = fwht(codes[:, :width].astype(_f32), block=block)  # integers
+    values = sums * (scales.reshape(-1, 1) / _f32(block))
+    return _scaled_features(values[:, :columns], exponents, -1)
+
+
+def _expanded(codes: NDArray[np.int64], step: NDArray[Any]) -> NDArray[np.int64]:
+    odd = (2 * codes + 1) * step[:, None].astype(np.int64)
+    return np.sign(odd) * ((np.abs(odd) + 8) >> 4)
+
+
+def _scaled_features(
+    values: NDArray[np.float32], exponents: NDArray[np.int8] | None, sign: int
+) -> NDArray[np.float32]:
+    """Values of in features times ``2**(sign * exponent / 4)``."""
+    if exponents is None:
+        return values
+    powers = sign * exponents.astype(np.int32)
+    roots = np.exp2(np.arange(4) / 4).astype(_f32)
+    return values * np.ldexp(roots[powers % 4], powers // 4)
 
 
 def forward_linear(
@@ -1041,13 +1121,21 @@ def forward_linear(
     Source: docs/numerics.md, "Forward".
     """
     settings = Config() if config is None else config
-    left, token_scale = quantize_forward_operand(x, settings.forward_block)
-    right, row_scale = quantize_forward_operand(w, settings.forward_block)
-    sums = integer_product(left, right)
-    product = _dequantize_product(sums, token_scale, row_scale, settings.forward_block)
-    if bias is not None:
-        product = _add_bias(product, _widen(bias))
+    left = quantize_forward_operand(x, settings.forward_block)
+    right = quantize_forward_operand(w, settings.forward_block)
+    product = forward_product(left, right, bias, settings.forward_block)
     return _store(product, _dtype_name(x, out_dtype)).reshape(*x.shape[:-1], w.shape[0])
+
+
+def forward_product(
+    x: tuple[Codes, NDArray[np.float32]],
+    w: tuple[Codes, NDArray[np.float32]],
+    bias: Floats | None,
+    block: int,
+) -> NDArray[np.float32]:
+    """``y [L, O]`` in fp32 from the codes and scales of both operands."""
+    product = _dequantize_product(integer_product(x[0], w[0]), x[1], w[1], block)
+    return product if bias is None else _add_bias(product, _widen(bias))
 
 
 @_quiet

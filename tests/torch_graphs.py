@@ -165,18 +165,3 @@ def gradient_of(model: nn.Module, batch: models.Batch, task: models.Task) -> tor
     loss.backward()
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(grads).double()
-
-
-def losses_of(
-    model: nn.Module, batch: models.Batch, task: models.Task, steps: int, rate: float
-) -> list[float]:
-    """Losses of some steps of AdamW on one batch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    values = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        values.append(loss.item())
-    return values

@@ -19,11 +19,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import kernel_classes
-from evidence import RESULTS, ROOT, claims, evidence_tables, model_table, speeds
+from evidence import (
+    RESULTS,
+    ROOT,
+    claims,
+    evidence_tables,
+    intervals,
+    model_table,
+    several_tables,
+    speeds,
+)
 from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 from hotcore.torch.tools.advise import Advice, Tried
 from hotcore.torch.tools.clocks import Measured
-from training import of_a_whole_model
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
@@ -86,20 +94,86 @@ def cells(row: Report) -> list[str]:
     return figures + [number(ms, 1) for ms in spent]
 
 
-def lora(report: Report) -> Lines:
-    """Speed of LoRA's contenders, and memory of weights, between steps and at the peak."""
-    rows = report["steps"]["llama_lora"]["rows"]
-    yield from header(["", "tokens a second", "speed", "weights, GiB", "between steps, GiB",
-                       "peak, GiB"])  # fmt: skip
-    reference = rows["bf16 compiled"]["tokens_per_s"]
-    for name, row in rows.items():
-        if "step" not in row:
-            yield line([name, cells(row)[0], *[""] * 4])
-            continue
-        speed = row["tokens_per_s"]
-        memory = [row["weight_bytes"] / 2**30, row.get("between_steps_gib"), row.get("peak_gib")]
-        figures = [f"{speed:,.0f}", times(speed / reference), *(number(m, 2) for m in memory)]
-        yield line([name, *figures])
+def shared(report: Report) -> Lines:
+    """Time of each call beside a kernel that holds S multiprocessors, of its time alone."""
+    held = list(report["least"])
+    head = ["", "", "alone, µs", *(f"S = {count}" for count in held)]
+    rows = [["least possible", "", "", *(number(report["least"][count], 2) for count in held)]]
+    for layer, entry in report["layers"].items():
+        for name, row in entry["rows"].items():
+            cells = [number(row["of alone"][count], 2) for count in held]
+            rows.append([layer, name, number(1e3 * row["alone_ms"], 0), *cells])
+    yield from table_of(head, rows)
+
+
+BASES = {
+    "bf16": ("bf16", ("bf16",)),
+    "NF4, blocks of 64, scales quantised (QLoRA)": (
+        "NF4, double quantisation",
+        ("frozen nf4", "frozen nf4 fp32", "frozen nf4 torchao"),
+    ),
+    "INT4, `hot.freeze(model, 4)`": ("hot.freeze(model, 4)", ("frozen int4",)),
+    "INT4, `hot.freeze(model, 4, inputs=batches)`": (
+        "hot.freeze(model, 4, inputs)",
+        ("frozen int4",),
+    ),
+    "INT8, `hot.freeze_int8(model)`": ("hot.freeze_int8(model)", ("frozen int8",)),
+}
+"""Rows of :func:`bases`: the name in reports of bases, and the ends of bench_8b's contenders."""
+NF4 = "NF4, double quantisation"
+TUNED = {"gpt": "a GPT of 0.4M", "bert": "BERT", "albert": "ALBERT"}
+"""Tasks of base-lora.json."""
+
+
+def bases(results: Path) -> Lines:
+    """Bytes, speed and peak, errors of outputs and losses of LoRA by the form of a frozen base.
+
+    The fastest library of a form counts.
+    """
+    errors, lora, large = (
+        evidence_tables.report_of(results, f"{name}.json")
+        for name in ("base-formats", "base-lora", "cuda-8b")
+    )
+    cases = errors["cases"]
+    tasks = [f"loss less bf16's [95 %], {words}" for words in TUNED.values()]
+    yield from header(["base", "bytes a value", "8B: tokens a second", "8B: peak, GiB",
+                       "error of outputs, of NF4's", *tasks])  # fmt: skip
+    for words, (name, ends) in BASES.items():
+        ratios = [rows[name]["sequence"] / rows[NF4]["sequence"] for rows in cases.values()]
+        runs = [large["whole"].get(f"LoRA {end}, attention kept", {}) for end in ends]
+        best = max(runs, key=lambda run: run.get("tokens_per_s", 0))
+        speed, peak = best.get("tokens_per_s"), number(best.get("peak_gib"), 1)
+        cells = ["" if speed is None else f"{speed:,.0f}", peak]
+        cells.append(number(statistics.geometric_mean(ratios), 2))
+        cells += (lora_gap(lora["tasks"][task], name) for task in TUNED)
+        size = number(next(iter(cases.values()))[name]["bytes"], 3)
+        yield line([words, size, *cells])
+
+
+def lora_gap(rows: Report, name: str) -> str:
+    """The loss after LoRA less bf16's, paired by seed; bf16's own loss."""
+    plain = rows["bf16"]["loss"]
+    if name == "bf16":
+        return f"{statistics.mean(plain.values()):.4f}"
+    ends = intervals.interval([rows[name]["loss"][seed] - plain[seed] for seed in plain])
+    assert ends is not None
+    return f"{ends.mean:+.4f} [{ends.low:+.4f}, {ends.high:+.4f}]"
+
+
+def base_errors(results: Path) -> Lines:
+    """Errors of weights and outputs of three models with real weights, and of a GPT."""
+    errors, lora = (
+        evidence_tables.report_of(results, f"base-{name}.json") for name in ("formats", "lora")
+    )
+    cases, rows = errors["cases"], lora["tasks"]["gpt"]
+    ends = [f"1 - cosine, {case}" for case in cases]
+    yield from header(["base", "error of w", *ends, "KL, GPT", "GPT's loss less bf16's"])
+    for words, (name, _) in BASES.items():
+        mine = [content[name] for content in cases.values()]
+        gap = rows[name]["before"] - rows["bf16"]["before"]
+        figures = [number(row["sequence"], 4) for row in mine]
+        yield line([words, number(mine[0]["w"], 3), *figures, f"{rows[name]['kl']:.5f}",
+                    f"{gap:+.4f}"])  # fmt: skip
 
 
 def whole(report: Report) -> Lines:
@@ -111,8 +185,7 @@ def whole(report: Report) -> Lines:
     tokens = report["settings"]["size"]["length"]
     yield from header(["", "sequences a step", "tokens a second", "speed", "joules a token",
                        "peak, GiB", "largest batch, tokens", "speed there"])  # fmt: skip
-    for name in (contender.name for contender in of_a_whole_model()):
-        row = rows.get(name, {"left_out": "not run"})
+    for name, row in rows.items():
         if "step" not in row:
             yield line([name, row.get("left_out", "failed"), *[""] * 6])
             continue
@@ -477,9 +550,10 @@ def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
 
 TABLES = evidence_tables
 KINDS: dict[str, tuple[str | None, Make]] = {
-    **_of(None, about, cpu_layers, points, speeds.by_model),
+    **_of(None, about, cpu_layers, points, speeds.by_model, whole),
     **_of("", config_fields),
     "speeds": ("", speeds.table),
+    **_of("", several_tables.several, several_tables.predicted, several_tables.several_losses),
     **_of("gpu-check.json", layers, both, floor, small, targets, tests),
     **_of("cuda-steps.json", steps),
     **_of("cuda-models-table.json", model_table.gradients, losses_note),
@@ -487,12 +561,12 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),
-    **_of("cuda-lora.json", lora),
-    **_of("cuda-8b.json", whole),
+    **_of("shared-gpu.json", shared),
     **_of("cuda-examples.json", gallery),
     **_of("recipe-cases.json", cases),
     "claims": ("", claims.table),
     **_of("gradients.json", TABLES.gradient_quality),
+    **_of("", bases, base_errors),
     **_of("", switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.accuracies),
     **_of("", TABLES.pooled_words, TABLES.to_loss, TABLES.to_loss_words, TABLES.decided),

@@ -1,93 +1,46 @@
 // compress_activation and backward_linear: checks, then the backend. No arithmetic here.
 #include "hot/backward_linear.h"
 
-#include <algorithm>
-#include <optional>
 #include <string>
 
 #include "arithmetic.h"
-#include "backward_work.h"
 #include "checks.h"
 #include "config_fields.h"
 #include "fingerprint.h"
 #include "hot/error.h"
 #include "kernels.h"
+#include "work.h"
 
 namespace hot {
 
-using detail::backend_of;
-using detail::bytes_view;
-using detail::check_bytes;
-using detail::check_format;
-using detail::check_shape;
-using detail::Checker;
-using detail::Fingerprint;
-using detail::float_dtypes;
-using detail::MatrixIn;
-using detail::MatrixOut;
-using detail::OperandQuant;
-using detail::Projection;
+using namespace detail;
 
 namespace {
 
 constexpr const char* backward_name = "backward_linear";
 
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
-  detail::check_hadamard_block(call, spec.hadamard_block);
+  check_hadamard_block(call, spec.hadamard_block);
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
-    detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
+    invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
   }
-  detail::check_choices(call, spec);
+  check_choices(call, spec);
   if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full) {
-    detail::invalid(call, std::string("storage is ") + storage_name(spec.storage) + " with basis " +
-                              basis_name(spec.low_rank.basis) +
-                              "; expected basis full (other bases require storage int8)");
+    invalid(call, std::string("storage is ") + storage_name(spec.storage) + " with basis " +
+                      basis_name(spec.low_rank.basis) +
+                      "; expected basis full (other bases require storage int8)");
   }
-  detail::check_low_rank(spec.low_rank);
+  check_low_rank(spec.low_rank);
 }
-
-// Exponents of the token sizes, or null if tokens were not equalised.
-const std::uint8_t* saved_exponents(const ConstSavedActivation& saved, const SavedLayout& layout,
-                                    const BackwardLinearSpec& spec) {
-  if (!spec.equalize_tokens) return nullptr;
-  return static_cast<const std::uint8_t*>(saved.data) + layout.exponent_offset;
-}
-
-SavedLayout layout_of(const Projection& p, std::int64_t in_features,
-                      const BackwardLinearSpec& spec) {
-  SavedLayout layout;
-  layout.channels = in_features;
-  layout.k = p.k;
-  layout.k_padded = p.k_padded;
-  std::size_t scale_bytes;
-  if (spec.storage == Storage::int4) {
-    layout.row_bytes = detail::round_up(p.tokens, detail::int4_k_alignment) / 2;
-    layout.scales = in_features * detail::ceil_div(p.tokens, detail::int4_group);
-    scale_bytes = sizeof(std::uint16_t);
-  } else {
-    layout.row_bytes = p.k_padded;
-    layout.scales = detail::activation_quant(spec).per_tensor ? 1 : in_features;
-    scale_bytes = sizeof(float);
-  }
-  // The length of a row is a multiple of 16 bytes, so the scales behind the rows are aligned.
-  layout.scale_offset = static_cast<std::size_t>(in_features * layout.row_bytes);
-  layout.exponent_offset =
-      layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
-  layout.bytes =
-      layout.exponent_offset + static_cast<std::size_t>(spec.equalize_tokens ? p.tokens : 0);
-  return layout;
-}
-
-bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
 
 }  // namespace
 
 Support supported(const Context& context, const LinearShape& shape,
                   const BackwardLinearSpec& spec) noexcept {
-  return detail::answer_supported([&] {
+  return answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
-    detail::token_projection(shape.tokens, spec);
+    token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
   });
@@ -98,19 +51,19 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   // Fields that do not affect the bytes get a fixed value.
   BackwardLinearSpec normalised = spec;
   normalised.hadamard_block = 0;
-  const bool one_scale = spec.storage == Storage::int8 && detail::activation_quant(spec).per_tensor;
+  const bool one_scale = spec.storage == Storage::int8 && spec.gw_scale != Granularity::channel;
   normalised.gw_scale = one_scale ? Granularity::tensor : Granularity::channel;
   if (spec.low_rank.basis == Basis::full) normalised.low_rank = {};
   if (!normalised.low_rank.rows.empty()) normalised.low_rank.rank = 0;
   Fingerprint print;
-  detail::add_fields(print.add('x'), normalised, detail::in_saved);
+  add_fields(print.add('x'), normalised, in_saved);
   return print.value();
 }
 
 std::uint64_t weight_format(const BackwardLinearSpec& spec) {
   check_spec("weight_format", spec);
   Fingerprint print;
-  detail::add_fields(print.add('w'), spec, detail::in_weight);
+  add_fields(print.add('w'), spec, in_weight);
   return print.value();
 }
 
@@ -118,107 +71,88 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                          const BackwardLinearSpec& spec) {
   check_shape("saved_layout", {tokens, 0, in_features});
   check_spec("saved_layout", spec);
-  return layout_of(detail::token_projection(tokens, spec), in_features, spec);
+  return layout_of(token_projection(tokens, spec), in_features, spec);
 }
-
-namespace {
-
-std::size_t compress_workspace(const Context& context, std::int64_t in_features,
-                               const Projection& p, const BackwardLinearSpec& spec) {
-  if (spec.storage != Storage::int8) return 0;
-  return backend_of(context).columns_workspace(context, in_features, p,
-                                               detail::activation_quant(spec));
-}
-
-}  // namespace
 
 std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
-  saved_layout(tokens, in_features, spec);  // throws the errors of the call itself
-  return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
+  const SavedLayout layout = saved_layout(tokens, in_features, spec);
+  Work work;
+  add_saved_x(work, {}, shape_in(DType::f32, tokens, in_features),
+              saved_x(nullptr, layout, tokens, spec), spec);
+  return backend_of(context).workspace(context, work);
 }
 
-detail::CompressCall::CompressCall(const Checker& check, const char* call, const Context& context,
-                                   const ConstTensorView& x, const MatrixIn& rows,
-                                   const BackwardLinearSpec& spec, const SavedActivation& saved,
-                                   const Workspace& workspace) {
-  check_spec(call, spec);
-  projection = token_projection(rows.rows, spec);
-  const SavedLayout layout = layout_of(projection, rows.cols, spec);
-  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
+ConstSavedActivation detail::check_saved_x(const Checker& check, const Context& context,
+                                           const ConstTensorView& x, const MatrixIn& rows,
+                                           const BackwardLinearSpec& spec,
+                                           const SavedActivation& saved, Work& work) {
+  check_spec(work.call, spec);
+  const SavedLayout layout = layout_of(token_projection(rows.rows, spec), rows.cols, spec);
+  check_bytes(work.call, "saved", saved.data, saved.bytes, layout.bytes, BufferSize::at_least);
   const ConstTensorView memory = bytes_view(saved.data, layout.bytes, x.device);
   check.disjoint("saved", memory, "x", x);
   check.uses("saved", memory);
-  check.workspace(workspace, compress_workspace(context, rows.cols, projection, spec));
-  kept = {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
-  if (layout.bytes == 0) return;
-  auto* const bytes = static_cast<std::uint8_t*>(saved.data);
-  auto* const scales = bytes + layout.scale_offset;
-  job.emplace(CompressJob{rows,
-                          spec.equalize_tokens ? bytes + layout.exponent_offset : nullptr,
-                          spec,
-                          &projection,
-                          {static_cast<std::int8_t*>(saved.data), reinterpret_cast<float*>(scales),
-                           rows.cols, layout.k_padded, layout.scales},
-                          bytes,
-                          layout.row_bytes,
-                          reinterpret_cast<std::uint16_t*>(scales)});
+  add_saved_x(work, context.key(), rows, saved_x(saved.data, layout, rows.rows, spec), spec);
+  return {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
 }
 
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                          const BackwardLinearSpec& spec,
                                          const SavedActivation& saved, const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check.input("x", x, float_dtypes, 2, max_dims);
-  const detail::CompressCall checked(check, call, context, x, check.collapsed("x", x), spec, saved,
-                                     workspace);
-  if (checked.job) backend_of(context).compress(context, *checked.job, workspace.data);
-  return checked.kept;
+  Work work{call};
+  const ConstSavedActivation kept =
+      check_saved_x(check, context, x, check.collapsed("x", x), spec, saved, work);
+  backend_of(context).run(context, work, check, workspace);
+  return kept;
 }
 
 void decompress_activation(const Context& context, const ConstSavedActivation& saved,
                            std::int64_t first, std::int64_t last, const BackwardLinearSpec& spec,
                            const TensorView& out) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "decompress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
   if (spec.low_rank.basis != Basis::full) {
-    detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
-                                  ", which keeps projected rows and not x; expected basis full");
+    unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
+                          ", which keeps projected rows and not x; expected basis full");
   }
   check_format(call, "saved", "compress_activation", saved.format, saved_format(spec));
-  detail::check_key(call, "saved.key", saved.key);
-  detail::check_sizes(call, {"saved.tokens", "saved.in_features"},
-                      {saved.tokens, saved.in_features});
+  check_key(call, "saved.key", saved.key);
+  check_sizes(call, {"saved.tokens", "saved.in_features"}, {saved.tokens, saved.in_features});
   const SavedLayout layout =
-      layout_of(detail::token_projection(saved.tokens, spec), saved.in_features, spec);
+      layout_of(token_projection(saved.tokens, spec), saved.in_features, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
-    detail::invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
-                              std::to_string(saved.tokens) + " (saved.tokens)");
+    invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
+                      std::to_string(saved.tokens) + " (saved.tokens)");
   }
   if (last < first || last > saved.tokens) {
-    detail::invalid(call, "last is " + std::to_string(last) +
-                              "; expected first = " + std::to_string(first) + " to " +
-                              std::to_string(saved.tokens) + " (saved.tokens)");
+    invalid(call, "last is " + std::to_string(last) +
+                      "; expected first = " + std::to_string(first) + " to " +
+                      std::to_string(saved.tokens) + " (saved.tokens)");
   }
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {last - first, saved.in_features});
   check.disjoint("out", out, "saved", bytes_view(saved.data, saved.bytes, out.device));
-  const MatrixOut rows = detail::matrix_out_of(out);
-  if (!has_elements(rows)) return;
-  std::int64_t scale_step = layout.scales == 1 ? 0 : 1;
-  if (spec.storage != Storage::int8) {
-    scale_step = detail::ceil_div(saved.tokens, detail::int4_group);
+  const MatrixOut rows = matrix_out_of(out);
+  if (rows.rows == 0 || rows.cols == 0) return;
+  const SavedX x = saved_x(saved.data, layout, saved.tokens, spec);
+  const Backend& backend = backend_of(context);
+  if (const auto* groups = std::get_if<Groups>(&x.codes)) {
+    return backend.decompress(context,
+                              {groups->packed, groups->row_bytes, groups->scale, Storage::int4,
+                               ceil_div(groups->tokens, int4_group), first, rows, x.exponents});
   }
-  backend_of(context).decompress(
-      context,
-      {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
-       spec.storage, scale_step, first, rows, saved_exponents(saved, layout, spec)});
+  const Codes& codes = std::get<Codes>(x.codes);
+  backend.decompress(context, {codes.codes, codes.k_padded, codes.scale, Storage::int8,
+                               codes.scales == 1 ? 0 : 1, first, rows, x.exponents});
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -226,125 +160,97 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   const char* const call = "quantized_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  return detail::weight_bytes(in_features,
-                              detail::out_feature_projection(out_features, spec).k_padded);
+  return weight_bytes(in_features, hadamard_projection(out_features, spec.hadamard_block).k_padded);
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
   quantized_weight_bytes(out_features, in_features, spec);  // throws the errors of the call itself
-  return backend_of(context).columns_workspace(context, in_features,
-                                               detail::out_feature_projection(out_features, spec),
-                                               detail::weight_quant(spec));
+  Work work;
+  add_weight(work, shape_in(DType::f32, out_features, in_features), spec, nullptr);
+  return backend_of(context).workspace(context, work);
 }
 
 ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
                                      const BackwardLinearSpec& spec, const QuantizedWeight& out,
                                      const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "quantize_weight";
   const Checker check(call, context);
   check_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
-  const MatrixIn weight = detail::matrix_of(w);
-  const Projection p = detail::out_feature_projection(weight.rows, spec);
-  check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, p.k_padded));
+  const MatrixIn weight = matrix_of(w);
+  const std::int64_t k_padded = hadamard_projection(weight.rows, spec.hadamard_block).k_padded;
+  check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.cols, k_padded));
   const ConstTensorView memory = bytes_view(out.data, out.bytes, w.device);
   check.disjoint("out", memory, "w", w);
   check.uses("out", memory);
-  const detail::Backend& backend = backend_of(context);
-  const OperandQuant quant = detail::weight_quant(spec);
-  check.workspace(workspace, backend.columns_workspace(context, weight.cols, p, quant));
-  const ConstQuantizedWeight quantized{out.data, out.bytes, weight.rows, weight.cols,
-                                       weight_format(spec)};
-  if (weight.cols == 0) return quantized;
-  backend.quantize_weight(context,
-                          {weight, &p, Side::activation, context.key(), quant,
-                           detail::weight_operand(out.data, weight.cols, p.k_padded)},
-                          workspace.data);
-  return quantized;
+  Work work{call};
+  add_weight(work, weight, spec, out.data);
+  backend_of(context).run(context, work, check, workspace);
+  return {out.data, out.bytes, weight.rows, weight.cols, weight_format(spec)};
 }
 
 std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  const Projection tokens = detail::token_projection(shape.tokens, spec);
-  const Projection out_features = detail::out_feature_projection(shape.out_features, spec);
-  detail::BackwardWork work{spec, shape, tokens, out_features, need_gx, need_gw, need_gx};
-  work.gb = true;
-  return backend_of(context).backward_workspace(context, work);
+  Work work =
+      operands_of(backward_shape(spec, shape, DType::f32, DType::f32, need_gx, need_gw, true));
+  return backend_of(context).workspace(context, work);
 }
 
 namespace {
 
 // Checks `saved` against the sizes of the call and fills the fields that g_w reads.
-void resolve_saved(detail::BackwardCall& call, Projection& tokens,
-                   const ConstSavedActivation& saved, bool has_weight) {
-  const BackwardLinearSpec& spec = call.work.spec;
-  LinearShape& shape = call.work.shape;
+void resolve_saved(BackwardCall& call, const ConstSavedActivation& saved, bool has_weight) {
+  const BackwardLinearSpec& spec = call.spec;
+  LinearShape& shape = call.shape;
   check_format(backward_name, "saved", "compress_activation", saved.format, saved_format(spec));
   if (has_weight && saved.in_features != shape.in_features) {
-    detail::invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
-                                       " in_features; expected w's, " +
-                                       std::to_string(shape.in_features));
+    invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
+                               " in_features; expected w's, " + std::to_string(shape.in_features));
   }
   shape.in_features = saved.in_features;
   if (saved.tokens != shape.tokens) {
-    detail::invalid(backward_name, "saved has " + std::to_string(saved.tokens) +
-                                       " tokens; expected gy's, " + std::to_string(shape.tokens));
+    invalid(backward_name, "saved has " + std::to_string(saved.tokens) +
+                               " tokens; expected gy's, " + std::to_string(shape.tokens));
   }
-  detail::check_key(backward_name, "saved.key", saved.key);
-  check_shape("saved_layout", {saved.tokens, 0, saved.in_features});
-  tokens = detail::token_projection(shape.tokens, spec);
-  const SavedLayout layout = layout_of(tokens, saved.in_features, spec);
+  check_key(backward_name, "saved.key", saved.key);
+  const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
   check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
-  auto* const codes = static_cast<std::uint8_t*>(const_cast<void*>(saved.data));  // read only
-  auto* const scales = codes + layout.scale_offset;
-  if (spec.storage == Storage::int8) {
-    call.saved = {reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(scales),
-                  saved.in_features, layout.k_padded, layout.scales};
-  } else {
-    call.groups = {
-        codes, layout.row_bytes, reinterpret_cast<std::uint16_t*>(scales), saved.tokens, {}};
-  }
+  call.saved = saved_x(saved.data, layout, saved.tokens, spec);
   call.sketch_key = saved.key;
-  call.exponents = saved_exponents(saved, layout, spec);
 }
 
-void check_and_run(const Context& context, const ConstTensorView& gy,
-                   const detail::WeightArgument& w, const ConstSavedActivation& saved,
-                   const BackwardLinearSpec& spec, const BackwardOutputs& out,
-                   const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+void check_and_run(const Context& context, const ConstTensorView& gy, const WeightArgument& w,
+                   const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
+                   const BackwardOutputs& out, const Workspace& workspace) {
+  const StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
-    detail::invalid(backward_name, "out requests no gradient; set at least one of gx, gw, gb");
+    invalid(backward_name, "out requests no gradient; set at least one of gx, gw, gb");
   }
   check.input("gy", gy, float_dtypes, 2, max_dims);
   const MatrixIn rows = check.collapsed("gy", gy);
-  Projection tokens{};
-  const Projection out_features = detail::out_feature_projection(rows.cols, spec);
-  detail::BackwardCall call{{spec, {rows.rows, rows.cols, 0}, tokens, out_features}};
+  BackwardCall call{spec, {rows.rows, rows.cols, 0}};
   call.gy = rows;
-  detail::BackwardWork& work = call.work;
-  const LinearShape& shape = work.shape;
+  LinearShape& shape = call.shape;
 
   ConstTensorView weight_memory{};
   if (out.gx != nullptr) {
-    const detail::ResolvedWeight weight =
-        detail::resolve_weight(check, w,
-                               {backward_name, "quantize_weight", weight_format(spec), true,
-                                shape.out_features, "gy", out_features.k_padded},
-                               gy.device);
+    const ResolvedWeight weight = resolve_weight(
+        check, w,
+        {backward_name, "quantize_weight", weight_format(spec), true, shape.out_features, "gy",
+         hadamard_projection(shape.out_features, spec.hadamard_block).k_padded},
+        gy.device);
     call.w = weight.matrix;
-    call.quantized = weight.quantized.value_or(detail::Operand{});
-    work.weight = !weight.quantized;
-    work.shape.in_features = weight.other_size;
+    call.quantized = weight.quantized;
+    shape.in_features = weight.other_size;
     weight_memory = weight.memory;
   }
-  if (out.gw != nullptr) resolve_saved(call, tokens, saved, out.gx != nullptr);
+  if (out.gw != nullptr) resolve_saved(call, saved, out.gx != nullptr);
 
   const ConstTensorView saved_bytes = bytes_view(saved.data, saved.bytes, gy.device);
   if (out.gw != nullptr) check.uses("saved", saved_bytes);
@@ -371,22 +277,17 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   }
   if (out.gw != nullptr) {
     check.shape("gw", *out.gw, {shape.out_features, shape.in_features});
-    call.gw = detail::matrix_out_of(*out.gw);
+    call.gw = matrix_out_of(*out.gw);
   }
   if (out.gb != nullptr) {
     check.shape("gb", *out.gb, {shape.out_features});
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
   // Without g_w the projection is unused. Building it checks low_rank against the tokens.
-  if (out.gw == nullptr) tokens = detail::token_projection(shape.tokens, spec);
-  work.gx = has_elements(call.gx) && shape.out_features > 0;
-  work.gw = has_elements(call.gw) && shape.tokens > 0;
-  work.weight = work.gx && work.weight;
-  work.gb = out.gb != nullptr;
-  work.accumulate = out.accumulate;
-  work.clear_gx = !work.gx && has_elements(call.gx);
-  work.clear_gw = !work.gw && has_elements(call.gw) && !out.accumulate;
-  backend_of(context).backward(context, call, check, workspace);
+  if (out.gw == nullptr) token_projection(shape.tokens, spec);
+  call.accumulate = out.accumulate;
+  Work work = operands_of(call);
+  backend_of(context).run(context, work, check, workspace);
 }
 
 }  // namespace

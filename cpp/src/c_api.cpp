@@ -71,33 +71,24 @@ hot_status guarded(const Call& call) noexcept {
 
 // Size of a struct in the first version that had it. It never changes: callers compiled against
 // that version lack the members added later.
-template <class T>
-constexpr std::size_t first_size = 0;
-template <>
-constexpr std::size_t first_size<hot_tensor> = 96;
-template <>
-constexpr std::size_t first_size<hot_spec> = 80;
-template <>
-constexpr std::size_t first_size<hot_saved_layout> = 64;
-template <>
-constexpr std::size_t first_size<hot_saved> = 80;
-template <>
-constexpr std::size_t first_size<hot_weight> = 48;
-template <>
-constexpr std::size_t first_size<hot_input> = 48;
-template <>
-constexpr std::size_t first_size<hot_gradients> = 40;
-template <>
-constexpr std::size_t first_size<hot_forward_spec> = 16;
+constexpr std::size_t first_size(const hot_tensor*) { return 96; }
+constexpr std::size_t first_size(const hot_spec*) { return 80; }
+constexpr std::size_t first_size(const hot_saved_layout*) { return 64; }
+constexpr std::size_t first_size(const hot_saved*) { return 80; }
+constexpr std::size_t first_size(const hot_weight*) { return 48; }
+constexpr std::size_t first_size(const hot_input*) { return 48; }
+constexpr std::size_t first_size(const hot_gradients*) { return 40; }
+constexpr std::size_t first_size(const hot_forward_spec*) { return 16; }
 
 // Upper limit for struct_size, so that `read` does not trust an uninitialised number.
 constexpr std::size_t max_struct_size = 1024;
 
 template <class T>
 void check_struct(const char* call, const char* name, const T* from) {
-  static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
+  constexpr std::size_t first = first_size(static_cast<const T*>(nullptr));
+  static_assert(sizeof(T) >= first);
   if (from == nullptr) invalid(call, std::string(name) + " is null");
-  if (from->struct_size < first_size<T> || from->struct_size > max_struct_size) {
+  if (from->struct_size < first || from->struct_size > max_struct_size) {
     invalid(call, std::string(name) + ".struct_size is " + std::to_string(from->struct_size) +
                       "; expected the size of the struct, " + std::to_string(sizeof(T)));
   }
@@ -139,22 +130,7 @@ void write(T* out, T value) noexcept {
   std::memcpy(out, &value, value.struct_size < sizeof(T) ? value.struct_size : sizeof(T));
 }
 
-template <class T>
-T& place(const char* call, const char* name, T* out) {
-  if (out == nullptr) invalid(call, std::string(name) + " is null");
-  return *out;
-}
-
 // ---- arguments ---------------------------------------------------------------------------------
-
-template <class E>
-E choice(const char* call, const char* name, std::int32_t value, E last) {
-  if (value < 0 || value > static_cast<std::int32_t>(last)) {
-    invalid(call, std::string(name) + " is " + std::to_string(value) + "; expected 0 to " +
-                      std::to_string(static_cast<std::int32_t>(last)));
-  }
-  return static_cast<E>(value);
-}
 
 template <class E>
 constexpr bool same(int constant, E value) {
@@ -188,123 +164,142 @@ static_assert(same(hot::detail::gw_scales,
                    {HOT_GW_SCALE_CHANNEL, HOT_GW_SCALE_TENSOR, HOT_GW_SCALE_TOKEN}));
 static_assert(same(hot::detail::storages, {HOT_STORAGE_INT8, HOT_STORAGE_INT4}));
 
-const hot::Context& context_of(const char* call, const hot_context* context) {
-  if (context == nullptr) {
-    invalid(call, "context is null; expected one from hot_context_cpu or hot_context_cuda");
+// A call of the C ABI: reads its arguments.
+struct Call {
+  const char* name;  // without hot_
+
+  template <class T>
+  T& place(const char* argument, T* out) const {
+    if (out == nullptr) invalid(name, std::string(argument) + " is null");
+    return *out;
   }
-  return context->context;
-}
-
-TensorView view(const char* call, const char* name, const hot_tensor* from) {
-  const hot_tensor t = read(call, name, from);
-  const std::string which = name;
-  TensorView out;
-  out.data = t.data;
-  out.dtype = choice(call, (which + ".dtype").c_str(), t.dtype, hot::DType::i4x2);
-  out.device.type =
-      choice(call, (which + ".device_type").c_str(), t.device_type, hot::Device::Type::cuda);
-  out.device.index = t.device_index;
-  if (t.ndim < 0 || t.ndim > hot::max_dims) {
-    invalid(call, which + ".ndim is " + std::to_string(t.ndim) + "; expected 0 to " +
-                      std::to_string(hot::max_dims));
+  template <class T>
+  void check(const char* argument, const T* from) const {
+    check_struct(name, argument, from);
   }
-  out.ndim = t.ndim;
-  for (int d = 0; d < t.ndim; ++d) {
-    out.shape[d] = t.shape[d];
-    out.stride[d] = t.stride[d];
+  template <class E>
+  E choice(const char* argument, std::int32_t value, E last) const {
+    if (value < 0 || value > static_cast<std::int32_t>(last)) {
+      invalid(name, std::string(argument) + " is " + std::to_string(value) + "; expected 0 to " +
+                        std::to_string(static_cast<std::int32_t>(last)));
+    }
+    return static_cast<E>(value);
   }
-  return out;
+  const hot::Context& context(const hot_context* from) const {
+    if (from == nullptr) {
+      invalid(name, "context is null; expected one from hot_context_cpu or hot_context_cuda");
+    }
+    return from->context;
+  }
+  TensorView view(const char* argument, const hot_tensor* from) const {
+    const hot_tensor t = read(name, argument, from);
+    const std::string which = argument;
+    TensorView out;
+    out.data = t.data;
+    out.dtype = choice((which + ".dtype").c_str(), t.dtype, hot::DType::i4x2);
+    out.device.type =
+        choice((which + ".device_type").c_str(), t.device_type, hot::Device::Type::cuda);
+    out.device.index = t.device_index;
+    if (t.ndim < 0 || t.ndim > hot::max_dims) {
+      invalid(name, which + ".ndim is " + std::to_string(t.ndim) + "; expected 0 to " +
+                        std::to_string(hot::max_dims));
+    }
+    out.ndim = t.ndim;
+    for (int d = 0; d < t.ndim; ++d) {
+      out.shape[d] = t.shape[d];
+      out.stride[d] = t.stride[d];
+    }
+    return out;
+  }
+  // View of an optional array; empty if it is null.
+  ConstTensorView optional(const char* argument, const hot_tensor* from) const {
+    return from == nullptr ? ConstTensorView{} : ConstTensorView(view(argument, from));
+  }
+  hot::BackwardLinearSpec spec(const hot_spec* from, const char* argument = "spec") const {
+    return hot::detail::from_c<hot::BackwardLinearSpec>(name, argument,
+                                                        read_known(name, argument, from));
+  }
+  hot::ForwardLinearSpec spec(const hot_forward_spec* from) const {
+    return {read_known(name, "spec", from).hadamard_block};
+  }
+  // Reads x that was saved or a quantised w; empty if it is null.
+  hot::ConstSavedActivation saved(const hot_saved* from) const {
+    if (from == nullptr) return {};
+    const hot_saved s = read_known(name, "saved", from);
+    return {s.data,
+            s.bytes,
+            s.tokens,
+            s.in_features,
+            {s.key_seed, s.key_offset, s.key_stream, s.key_counter},
+            s.format};
+  }
+  hot::ConstQuantizedWeight weight(const hot_weight* from) const {
+    if (from == nullptr) return {};
+    const hot_weight w = read(name, "weight", from);
+    return {w.data, w.bytes, w.out_features, w.in_features, w.format};
+  }
+  hot::ConstQuantizedInput input(const hot_input* from) const {
+    const hot_input x = read(name, "x", from);
+    return {x.data, x.bytes, x.tokens, x.in_features, x.format};
+  }
+};
+
+// Runs a call and turns its exceptions into a status.
+template <class Body>
+hot_status guarded(const char* name, const Body& body) noexcept {
+  return guarded([&] { body(Call{name}); });
 }
 
-// View of an optional array; empty if it is null.
-ConstTensorView optional(const char* call, const char* name, const hot_tensor* from) {
-  return from == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, from));
-}
-
-// Reads the spec in the argument `name`.
-hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* from, const char* name = "spec") {
-  return hot::detail::from_c<hot::BackwardLinearSpec>(call, name, read_known(call, name, from));
-}
-
-// Fills the caller's struct with the result of compress_activation.
-void write_saved(hot_saved* out, const hot::ConstSavedActivation& s) noexcept {
+// Fill the caller's structs with results.
+void write_result(hot_saved* out, const hot::ConstSavedActivation& s) noexcept {
   write(out, {0, s.data, s.bytes, s.tokens, s.in_features, s.key.seed, s.key.offset, s.key.counter,
               s.key.stream, 0, s.format});
 }
-
-hot::ConstSavedActivation saved_of(const char* call, const hot_saved* from) {
-  if (from == nullptr) return {};
-  const hot_saved s = read_known(call, "saved", from);
-  return {s.data,
-          s.bytes,
-          s.tokens,
-          s.in_features,
-          {s.key_seed, s.key_offset, s.key_stream, s.key_counter},
-          s.format};
+void write_result(hot_weight* out, const hot::ConstQuantizedWeight& q) noexcept {
+  write(out, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
 }
-
-hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* from) {
-  return {read_known(call, "spec", from).hadamard_block};
-}
-
-// Reads a quantised w; empty if it is null.
-hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* from) {
-  if (from == nullptr) return {};
-  const hot_weight w = read(call, "weight", from);
-  return {w.data, w.bytes, w.out_features, w.in_features, w.format};
-}
-
-hot::ConstQuantizedInput input_of(const char* call, const hot_input* from) {
-  const hot_input x = read(call, "x", from);
-  return {x.data, x.bytes, x.tokens, x.in_features, x.format};
+void write_result(hot_input* out, const hot::ConstQuantizedInput& q) noexcept {
+  write(out, {0, q.data, q.bytes, q.tokens, q.in_features, q.format});
 }
 
 // hot_backward_linear for a plain or a quantised w.
 template <class Weight>
-void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
+void backward(const Call& call, const hot_context* context, const hot_tensor* gy, const Weight& w,
               const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
               const hot::Workspace& workspace) {
-  const char* const call = "backward_linear";
-  const hot::Context& c = context_of(call, context);
-  const hot_gradients g = read_known(call, "out", gradients);
+  const hot::Context& c = call.context(context);
+  const hot_gradients g = read_known(call.name, "out", gradients);
   TensorView gx, gw, gb;
   hot::BackwardOutputs out;
   const auto wanted = [&](const char* name, const hot_tensor* from, TensorView& to) {
     if (from == nullptr) return static_cast<const TensorView*>(nullptr);
-    to = view(call, name, from);
+    to = call.view(name, from);
     return static_cast<const TensorView*>(&to);
   };
   out.gx = wanted("gx", g.gx, gx);
   out.gw = wanted("gw", g.gw, gw);
   out.gb = wanted("gb", g.gb, gb);
   out.accumulate = g.accumulate != 0;
-  hot::backward_linear(c, view(call, "gy", gy), w, saved_of(call, saved), spec_of(call, spec), out,
+  hot::backward_linear(c, call.view("gy", gy), w, call.saved(saved), call.spec(spec), out,
                        workspace);
-}
-
-// Runs a function that returns a number and writes it to `out`.
-template <class T, class Ask>
-hot_status write_result(const char* call, const char* name, T* out, const Ask& ask) noexcept {
-  return guarded([&] { place(call, name, out) = ask(); });
 }
 
 // hot_forward_linear for plain or quantised x and w.
 template <class Input, class Weight>
-void forward(const hot_context* context, const Input& x, const Weight& w, const hot_tensor* bias,
-             const hot_forward_spec* spec, const hot_tensor* y, const hot::Workspace& workspace) {
-  const char* const call = "forward_linear";
-  hot::forward_linear(context_of(call, context), x, w, optional(call, "bias", bias),
-                      spec_of(call, spec), view(call, "y", y), workspace);
+void forward(const Call& call, const hot_context* context, const Input& x, const Weight& w,
+             const hot_tensor* bias, const hot_forward_spec* spec, const hot_tensor* y,
+             const hot::Workspace& workspace) {
+  hot::forward_linear(call.context(context), x, w, call.optional("bias", bias), call.spec(spec),
+                      call.view("y", y), workspace);
 }
 
 // Workspace of hot_forward_linear.
 hot_status forward_workspace(const hot_context* context, const hot::LinearShape& shape,
                              const hot_forward_spec* spec, bool quantized_weight,
                              bool quantized_input, std::size_t* bytes) noexcept {
-  const char* const call = "forward_linear_workspace";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::forward_linear_workspace(context_of(call, context), shape, spec_of(call, spec),
-                                         quantized_weight, quantized_input);
+  return guarded("forward_linear_workspace", [&](const Call& call) {
+    call.place("bytes", bytes) = hot::forward_linear_workspace(
+        call.context(context), shape, call.spec(spec), quantized_weight, quantized_input);
   });
 }
 
@@ -318,17 +313,17 @@ const std::vector<std::string>& known_recipes() {
 }
 
 template <class Make>
-hot_status make_context(const char* call, hot_context** out, const Make& make) noexcept {
-  return guarded([&] {
-    hot_context*& target = place(call, "out", out);
-    target = new hot_context{make()};
+hot_status make_context(const char* name, hot_context** out, const Make& make) noexcept {
+  return guarded(name, [&](const Call& call) {
+    hot_context*& target = call.place("out", out);
+    target = new hot_context{make(call)};
   });
 }
 
 template <class Change>
-hot_status change_context(const char* call, hot_context* context, const Change& change) noexcept {
-  return guarded([&] {
-    const hot::Context changed = change(context_of(call, context));
+hot_status change_context(const char* name, hot_context* context, const Change& change) noexcept {
+  return guarded(name, [&](const Call& call) {
+    const hot::Context changed = change(call, call.context(context));
     context->context = changed;
   });
 }
@@ -362,28 +357,32 @@ size_t hot_dtype_size(int32_t dtype) {
 // ---- contexts ----------------------------------------------------------------------------------
 
 hot_status hot_context_cpu(int32_t threads, hot_context** out) {
-  return make_context("context_cpu", out, [&] { return hot::Context::cpu(threads); });
+  return make_context("context_cpu", out, [&](const Call&) { return hot::Context::cpu(threads); });
 }
 
 hot_status hot_context_cpu_on(hot_run run, void* state, int32_t threads, hot_context** out) {
-  return make_context("context_cpu_on", out,
-                      [&] { return hot::Context::cpu(hot::Executor{run, state}, threads); });
+  return make_context("context_cpu_on", out, [&](const Call&) {
+    return hot::Context::cpu(hot::Executor{run, state}, threads);
+  });
 }
 
 hot_status hot_context_cuda(int32_t device, void* stream, hot_context** out) {
-  return make_context("context_cuda", out,
-                      [&] { return hot::Context::cuda(device, static_cast<hot::Stream>(stream)); });
+  return make_context("context_cuda", out, [&](const Call&) {
+    return hot::Context::cuda(device, static_cast<hot::Stream>(stream));
+  });
 }
 
 hot_status hot_context_copy(const hot_context* context, hot_context** out) {
-  return make_context("context_copy", out, [&] { return context_of("context_copy", context); });
+  return make_context("context_copy", out, [&](const Call& call) -> const hot::Context& {
+    return call.context(context);
+  });
 }
 
 void hot_context_destroy(hot_context* context) { delete context; }
 
 hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t offset,
                                uint32_t stream, const uint64_t* counter) {
-  return change_context("context_set_key", context, [&](const hot::Context& c) {
+  return change_context("context_set_key", context, [&](const Call&, const hot::Context& c) {
     return c.with_key({seed, offset, stream, counter});
   });
 }
@@ -391,15 +390,14 @@ hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t off
 int32_t hot_best_isa(void) { return static_cast<std::int32_t>(hot::best_isa()); }
 
 hot_status hot_context_set_isa(hot_context* context, int32_t isa) {
-  const char* const call = "context_set_isa";
-  return change_context(call, context, [&](const hot::Context& c) {
-    return c.with_isa(choice(call, "isa", isa, hot::Isa::amx));
+  return change_context("context_set_isa", context, [&](const Call& call, const hot::Context& c) {
+    return c.with_isa(call.choice("isa", isa, hot::Isa::amx));
   });
 }
 
 hot_status hot_context_set_arch(hot_context* context, int32_t arch) {
   return change_context("context_set_arch", context,
-                        [&](const hot::Context& c) { return c.with_arch(arch); });
+                        [&](const Call&, const hot::Context& c) { return c.with_arch(arch); });
 }
 
 int32_t hot_context_threads(const hot_context* context) {
@@ -409,10 +407,9 @@ int32_t hot_context_threads(const hot_context* context) {
 // ---- specs and recipes -------------------------------------------------------------------------
 
 hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
-  const char* const call = "recipe";
-  return guarded([&] {
-    place(call, "name", name);
-    check_struct(call, "spec", spec);
+  return guarded("recipe", [&](const Call& call) {
+    call.place("name", name);
+    call.check("spec", spec);
     hot_spec out{};
     hot::detail::to_c(hot::recipe(name), out);
     write(spec, out);
@@ -430,16 +427,15 @@ const char* hot_spec_field(int32_t index) {
 }
 
 hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes) {
-  const char* const call = "spec_get";
-  return guarded([&] {
-    const hot::BackwardLinearSpec current = spec_of(call, spec);
-    place(call, "field", field);
-    place(call, "text", text);
+  return guarded("spec_get", [&](const Call& call) {
+    const hot::BackwardLinearSpec current = call.spec(spec);
+    call.place("field", field);
+    call.place("text", text);
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
       const std::string value = hot::detail::field_text(row, row.get(current));
       if (value.size() >= bytes) {
-        invalid(call, "text holds " + std::to_string(bytes) + " bytes; " + row.name + " needs " +
-                          std::to_string(value.size() + 1));
+        invalid(call.name, "text holds " + std::to_string(bytes) + " bytes; " + row.name +
+                               " needs " + std::to_string(value.size() + 1));
       }
       std::memcpy(text, value.c_str(), value.size() + 1);
     });
@@ -447,21 +443,20 @@ hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, siz
 }
 
 hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text) {
-  const char* const call = "spec_set";
-  return guarded([&] {
-    hot::BackwardLinearSpec changed = spec_of(call, spec);
-    place(call, "field", field);
-    place(call, "text", text);
+  return guarded("spec_set", [&](const Call& call) {
+    hot::BackwardLinearSpec changed = call.spec(spec);
+    call.place("field", field);
+    call.place("text", text);
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
       using T = typename std::decay_t<decltype(row)>::Value;
       if constexpr (std::is_same_v<T, std::vector<int>>) {
-        invalid(call,
+        invalid(call.name,
                 std::string(row.name) + " is the caller's array; set spec.rows and row_count");
       } else {
         hot::detail::set_field_text(row, text, row.get(changed));
       }
     });
-    hot_spec out = read(call, "spec", spec);
+    hot_spec out = read(call.name, "spec", spec);
     hot::detail::to_c(changed, out);
     write(spec, out);
   });
@@ -479,10 +474,9 @@ const char* hot_recipe_name(int32_t index) {
 
 hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                          int64_t in_features, const hot_spec* spec) {
-  const char* const call = "supported";
-  return guarded([&] {
-    check_supported(hot::supported(context_of(call, context), {tokens, out_features, in_features},
-                                   spec_of(call, spec)));
+  return guarded("supported", [&](const Call& call) {
+    check_supported(hot::supported(call.context(context), {tokens, out_features, in_features},
+                                   call.spec(spec)));
   });
 }
 
@@ -490,93 +484,83 @@ hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out
 
 hot_status hot_fwht(const hot_context* context, const hot_tensor* x, int32_t axis, int32_t block,
                     const hot_tensor* out) {
-  const char* const call = "fwht";
-  return guarded([&] {
-    hot::fwht(context_of(call, context), view(call, "x", x), axis, block, view(call, "out", out));
+  return guarded("fwht", [&](const Call& call) {
+    hot::fwht(call.context(context), call.view("x", x), axis, block, call.view("out", out));
   });
 }
 
 hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows) {
-  const char* const call = "basis_order";
-  return guarded([&] {
+  return guarded("basis_order", [&](const Call& call) {
     const std::vector<int> order =
-        hot::basis_order(choice(call, "basis", basis, hot::Basis::sketch), block);
-    std::int32_t* const to = &place(call, "rows", rows);
+        hot::basis_order(call.choice("basis", basis, hot::Basis::sketch), block);
+    std::int32_t* const to = &call.place("rows", rows);
     for (std::size_t i = 0; i < order.size(); ++i) to[i] = order[i];
   });
 }
 
 hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows) {
-  const char* const call = "hla_rows";
-  return write_result(call, "rows", rows,
-                      [&] { return hot::hla_rows(tokens, spec_of(call, spec).low_rank); });
+  return guarded("hla_rows", [&](const Call& call) {
+    call.place("rows", rows) = hot::hla_rows(tokens, call.spec(spec).low_rank);
+  });
 }
 
 hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
                    int32_t side, const hot_tensor* out) {
-  const char* const call = "hla";
-  return guarded([&] {
-    hot::hla(context_of(call, context), view(call, "x", x), spec_of(call, spec).low_rank,
-             choice(call, "side", side, hot::Side::gradient), view(call, "out", out));
+  return guarded("hla", [&](const Call& call) {
+    hot::hla(call.context(context), call.view("x", x), call.spec(spec).low_rank,
+             call.choice("side", side, hot::Side::gradient), call.view("out", out));
   });
 }
 
 hot_status hot_quantize(const hot_context* context, const hot_tensor* x, int32_t bits,
                         int32_t granularity, int32_t rounding, const hot_tensor* q,
                         const hot_tensor* scale) {
-  const char* const call = "quantize";
-  return guarded([&] {
+  return guarded("quantize", [&](const Call& call) {
     const hot::QuantSpec spec{bits,
-                              choice(call, "granularity", granularity, hot::Granularity::channel),
-                              choice(call, "rounding", rounding, hot::Rounding::pseudo_stochastic)};
-    hot::quantize(context_of(call, context), view(call, "x", x), spec, view(call, "q", q),
-                  view(call, "scale", scale));
+                              call.choice("granularity", granularity, hot::Granularity::channel),
+                              call.choice("rounding", rounding, hot::Rounding::pseudo_stochastic)};
+    hot::quantize(call.context(context), call.view("x", x), spec, call.view("q", q),
+                  call.view("scale", scale));
   });
 }
 
 hot_status hot_dequantize(const hot_context* context, const hot_tensor* q, const hot_tensor* scale,
                           int32_t granularity, const hot_tensor* out) {
-  const char* const call = "dequantize";
-  return guarded([&] {
-    hot::dequantize(context_of(call, context), view(call, "q", q), view(call, "scale", scale),
-                    choice(call, "granularity", granularity, hot::Granularity::channel),
-                    view(call, "out", out));
+  return guarded("dequantize", [&](const Call& call) {
+    hot::dequantize(call.context(context), call.view("q", q), call.view("scale", scale),
+                    call.choice("granularity", granularity, hot::Granularity::channel),
+                    call.view("out", out));
   });
 }
 
 hot_status hot_pack_int4(const hot_context* context, const hot_tensor* q, const hot_tensor* out) {
-  const char* const call = "pack_int4";
-  return guarded([&] {
-    hot::pack_int4(context_of(call, context), view(call, "q", q), view(call, "out", out));
+  return guarded("pack_int4", [&](const Call& call) {
+    hot::pack_int4(call.context(context), call.view("q", q), call.view("out", out));
   });
 }
 
 hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
                            const hot_tensor* out) {
-  const char* const call = "unpack_int4";
-  return guarded([&] {
-    hot::unpack_int4(context_of(call, context), view(call, "packed", packed),
-                     view(call, "out", out));
+  return guarded("unpack_int4", [&](const Call& call) {
+    hot::unpack_int4(call.context(context), call.view("packed", packed), call.view("out", out));
   });
 }
 
 hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                               size_t* bytes) {
-  const char* const call = "gemm_workspace";
-  return write_result(call, "bytes", bytes,
-                      [&] { return hot::gemm_workspace(context_of(call, context), m, n, k); });
+  return guarded("gemm_workspace", [&](const Call& call) {
+    call.place("bytes", bytes) = hot::gemm_workspace(call.context(context), m, n, k);
+  });
 }
 
 hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
                          const hot_tensor* a_scale, const hot_tensor* b_scale, int32_t divisor,
                          int32_t accumulate, const hot_tensor* out, void* workspace,
                          size_t workspace_bytes) {
-  const char* const call = "gemm_int8";
-  return guarded([&] {
-    hot::gemm_int8(context_of(call, context), view(call, "a", a), view(call, "b", b),
-                   optional(call, "a_scale", a_scale), optional(call, "b_scale", b_scale),
-                   {divisor, accumulate != 0}, view(call, "out", out),
-                   {workspace, workspace_bytes});
+  return guarded("gemm_int8", [&](const Call& call) {
+    hot::gemm_int8(call.context(context), call.view("a", a), call.view("b", b),
+                   call.optional("a_scale", a_scale), call.optional("b_scale", b_scale),
+                   {divisor, accumulate != 0}, call.view("out", out), {workspace, workspace_bytes});
   });
 }
 
@@ -584,12 +568,10 @@ hot_status hot_gemm_int4(const hot_context* context, const hot_tensor* a, const 
                          int64_t k, const hot_tensor* a_scale, const hot_tensor* b_scale,
                          int32_t divisor, int32_t accumulate, const hot_tensor* out,
                          void* workspace, size_t workspace_bytes) {
-  const char* const call = "gemm_int4";
-  return guarded([&] {
-    hot::gemm_int4(context_of(call, context), view(call, "a", a), view(call, "b", b), k,
-                   optional(call, "a_scale", a_scale), optional(call, "b_scale", b_scale),
-                   {divisor, accumulate != 0}, view(call, "out", out),
-                   {workspace, workspace_bytes});
+  return guarded("gemm_int4", [&](const Call& call) {
+    hot::gemm_int4(call.context(context), call.view("a", a), call.view("b", b), k,
+                   call.optional("a_scale", a_scale), call.optional("b_scale", b_scale),
+                   {divisor, accumulate != 0}, call.view("out", out), {workspace, workspace_bytes});
   });
 }
 
@@ -597,10 +579,9 @@ hot_status hot_gemm_int4(const hot_context* context, const hot_tensor* a, const 
 
 hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_spec* spec,
                                hot_saved_layout* layout) {
-  const char* const call = "saved_layout";
-  return guarded([&] {
-    check_struct(call, "layout", layout);
-    const hot::SavedLayout l = hot::saved_layout(tokens, in_features, spec_of(call, spec));
+  return guarded("saved_layout", [&](const Call& call) {
+    call.check("layout", layout);
+    const hot::SavedLayout l = hot::saved_layout(tokens, in_features, call.spec(spec));
     write(layout, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset,
                    l.exponent_offset});
   });
@@ -609,64 +590,57 @@ hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_sp
 hot_status hot_compress_activation_workspace(const hot_context* context, int64_t tokens,
                                              int64_t in_features, const hot_spec* spec,
                                              size_t* bytes) {
-  const char* const call = "compress_activation_workspace";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::compress_activation_workspace(context_of(call, context), tokens, in_features,
-                                              spec_of(call, spec));
+  return guarded("compress_activation_workspace", [&](const Call& call) {
+    call.place("bytes", bytes) = hot::compress_activation_workspace(call.context(context), tokens,
+                                                                    in_features, call.spec(spec));
   });
 }
 
 hot_status hot_compress_activation(const hot_context* context, const hot_tensor* x,
                                    const hot_spec* spec, void* data, size_t bytes, void* workspace,
                                    size_t workspace_bytes, hot_saved* saved) {
-  const char* const call = "compress_activation";
-  return guarded([&] {
-    check_struct(call, "saved", saved);
-    const hot::ConstSavedActivation s =
-        hot::compress_activation(context_of(call, context), view(call, "x", x), spec_of(call, spec),
-                                 {data, bytes}, {workspace, workspace_bytes});
-    write_saved(saved, s);
+  return guarded("compress_activation", [&](const Call& call) {
+    call.check("saved", saved);
+    write_result(saved,
+                 hot::compress_activation(call.context(context), call.view("x", x), call.spec(spec),
+                                          {data, bytes}, {workspace, workspace_bytes}));
   });
 }
 
 hot_status hot_decompress_activation(const hot_context* context, const hot_saved* saved,
                                      int64_t first, int64_t last, const hot_spec* spec,
                                      const hot_tensor* out) {
-  const char* const call = "decompress_activation";
-  return guarded([&] {
-    check_struct(call, "saved", saved);
-    hot::decompress_activation(context_of(call, context), saved_of(call, saved), first, last,
-                               spec_of(call, spec), view(call, "out", out));
+  return guarded("decompress_activation", [&](const Call& call) {
+    call.check("saved", saved);
+    hot::decompress_activation(call.context(context), call.saved(saved), first, last,
+                               call.spec(spec), call.view("out", out));
   });
 }
 
 hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
                                       const hot_spec* spec, size_t* bytes) {
-  const char* const call = "quantized_weight_bytes";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::quantized_weight_bytes(out_features, in_features, spec_of(call, spec));
+  return guarded("quantized_weight_bytes", [&](const Call& call) {
+    call.place("bytes", bytes) =
+        hot::quantized_weight_bytes(out_features, in_features, call.spec(spec));
   });
 }
 
 hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,
                                          int64_t in_features, const hot_spec* spec, size_t* bytes) {
-  const char* const call = "quantize_weight_workspace";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::quantize_weight_workspace(context_of(call, context), out_features, in_features,
-                                          spec_of(call, spec));
+  return guarded("quantize_weight_workspace", [&](const Call& call) {
+    call.place("bytes", bytes) = hot::quantize_weight_workspace(call.context(context), out_features,
+                                                                in_features, call.spec(spec));
   });
 }
 
 hot_status hot_quantize_weight(const hot_context* context, const hot_tensor* w,
                                const hot_spec* spec, void* data, size_t bytes, void* workspace,
                                size_t workspace_bytes, hot_weight* weight) {
-  const char* const call = "quantize_weight";
-  return guarded([&] {
-    check_struct(call, "weight", weight);
-    const hot::ConstQuantizedWeight q =
-        hot::quantize_weight(context_of(call, context), view(call, "w", w), spec_of(call, spec),
-                             {data, bytes}, {workspace, workspace_bytes});
-    write(weight, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
+  return guarded("quantize_weight", [&](const Call& call) {
+    call.check("weight", weight);
+    write_result(weight,
+                 hot::quantize_weight(call.context(context), call.view("w", w), call.spec(spec),
+                                      {data, bytes}, {workspace, workspace_bytes}));
   });
 }
 
@@ -674,19 +648,18 @@ hot_status hot_backward_linear_workspace(const hot_context* context, int64_t tok
                                          int64_t out_features, int64_t in_features,
                                          const hot_spec* spec, int32_t need_gx, int32_t need_gw,
                                          size_t* bytes) {
-  const char* const call = "backward_linear_workspace";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::backward_linear_workspace(context_of(call, context),
-                                          {tokens, out_features, in_features}, spec_of(call, spec),
-                                          need_gx != 0, need_gw != 0);
+  return guarded("backward_linear_workspace", [&](const Call& call) {
+    call.place("bytes", bytes) =
+        hot::backward_linear_workspace(call.context(context), {tokens, out_features, in_features},
+                                       call.spec(spec), need_gx != 0, need_gw != 0);
   });
 }
 
 hot_status hot_backward_linear(const hot_context* context, const hot_tensor* gy,
                                const hot_tensor* w, const hot_saved* saved, const hot_spec* spec,
                                const hot_gradients* out, void* workspace, size_t workspace_bytes) {
-  return guarded([&] {
-    backward(context, gy, optional("backward_linear", "w", w), saved, spec, out,
+  return guarded("backward_linear", [&](const Call& call) {
+    backward(call, context, gy, call.optional("w", w), saved, spec, out,
              {workspace, workspace_bytes});
   });
 }
@@ -695,38 +668,35 @@ hot_status hot_backward_linear_quantized(const hot_context* context, const hot_t
                                          const hot_weight* weight, const hot_saved* saved,
                                          const hot_spec* spec, const hot_gradients* out,
                                          void* workspace, size_t workspace_bytes) {
-  return guarded([&] {
-    backward(context, gy, weight_of("backward_linear", weight), saved, spec, out,
+  return guarded("backward_linear", [&](const Call& call) {
+    backward(call, context, gy, call.weight(weight), saved, spec, out,
              {workspace, workspace_bytes});
   });
 }
 
 hot_status hot_forward_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                                  int64_t in_features, const hot_forward_spec* spec) {
-  const char* const call = "forward_supported";
-  return guarded([&] {
-    check_supported(hot::forward_supported(
-        context_of(call, context), {tokens, out_features, in_features}, spec_of(call, spec)));
+  return guarded("forward_supported", [&](const Call& call) {
+    check_supported(hot::forward_supported(call.context(context),
+                                           {tokens, out_features, in_features}, call.spec(spec)));
   });
 }
 
 hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
                                     const hot_forward_spec* spec, size_t* bytes) {
-  const char* const call = "forward_weight_bytes";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::forward_weight_bytes(out_features, in_features, spec_of(call, spec));
+  return guarded("forward_weight_bytes", [&](const Call& call) {
+    call.place("bytes", bytes) =
+        hot::forward_weight_bytes(out_features, in_features, call.spec(spec));
   });
 }
 
 hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
                                        const hot_forward_spec* spec, void* data, size_t bytes,
                                        hot_weight* weight) {
-  const char* const call = "quantize_forward_weight";
-  return guarded([&] {
-    check_struct(call, "weight", weight);
-    const hot::ConstQuantizedWeight q = hot::quantize_forward_weight(
-        context_of(call, context), view(call, "w", w), spec_of(call, spec), {data, bytes});
-    write(weight, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
+  return guarded("quantize_forward_weight", [&](const Call& call) {
+    call.check("weight", weight);
+    write_result(weight, hot::quantize_forward_weight(call.context(context), call.view("w", w),
+                                                      call.spec(spec), {data, bytes}));
   });
 }
 
@@ -741,10 +711,9 @@ hot_status hot_forward_linear_workspace(const hot_context* context, int64_t toke
 hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x, const hot_tensor* w,
                               const hot_tensor* bias, const hot_forward_spec* spec,
                               const hot_tensor* y, void* workspace, size_t workspace_bytes) {
-  const char* const call = "forward_linear";
-  return guarded([&] {
-    forward(context, ConstTensorView(view(call, "x", x)), ConstTensorView(view(call, "w", w)), bias,
-            spec, y, {workspace, workspace_bytes});
+  return guarded("forward_linear", [&](const Call& call) {
+    forward(call, context, ConstTensorView(call.view("x", x)), ConstTensorView(call.view("w", w)),
+            bias, spec, y, {workspace, workspace_bytes});
   });
 }
 
@@ -752,19 +721,17 @@ hot_status hot_forward_linear_quantized(const hot_context* context, const hot_te
                                         const hot_weight* weight, const hot_tensor* bias,
                                         const hot_forward_spec* spec, const hot_tensor* y,
                                         void* workspace, size_t workspace_bytes) {
-  const char* const call = "forward_linear";
-  return guarded([&] {
-    check_struct(call, "weight", weight);
-    forward(context, ConstTensorView(view(call, "x", x)), weight_of(call, weight), bias, spec, y,
+  return guarded("forward_linear", [&](const Call& call) {
+    call.check("weight", weight);
+    forward(call, context, ConstTensorView(call.view("x", x)), call.weight(weight), bias, spec, y,
             {workspace, workspace_bytes});
   });
 }
 
 hot_status hot_forward_input_bytes(int64_t tokens, int64_t in_features,
                                    const hot_forward_spec* spec, size_t* bytes) {
-  const char* const call = "forward_input_bytes";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::forward_input_bytes(tokens, in_features, spec_of(call, spec));
+  return guarded("forward_input_bytes", [&](const Call& call) {
+    call.place("bytes", bytes) = hot::forward_input_bytes(tokens, in_features, call.spec(spec));
   });
 }
 
@@ -773,25 +740,33 @@ hot_status hot_quantize_forward_input(const hot_context* context, const hot_tens
                                       hot_input* input, const hot_spec* kept, void* saved_data,
                                       size_t saved_bytes, void* workspace, size_t workspace_bytes,
                                       hot_saved* saved) {
-  const char* const call = "quantize_forward_input";
-  return guarded([&] {
-    check_struct(call, "input", input);
-    const auto fill = [&](const hot::ConstQuantizedInput& q) {
-      write(input, {0, q.data, q.bytes, q.tokens, q.in_features, q.format});
-    };
-    const hot::Context& c = context_of(call, context);
-    const ConstTensorView from = view(call, "x", x);
-    const hot::ForwardLinearSpec forward_spec = spec_of(call, spec);
+  return hot_quantize_forward_input_scaled(context, x, nullptr, spec, data, bytes, input, kept,
+                                           saved_data, saved_bytes, workspace, workspace_bytes,
+                                           saved);
+}
+
+hot_status hot_quantize_forward_input_scaled(const hot_context* context, const hot_tensor* x,
+                                             const hot_tensor* exponents,
+                                             const hot_forward_spec* spec, void* data, size_t bytes,
+                                             hot_input* input, const hot_spec* kept,
+                                             void* saved_data, size_t saved_bytes, void* workspace,
+                                             size_t workspace_bytes, hot_saved* saved) {
+  return guarded("quantize_forward_input", [&](const Call& call) {
+    call.check("input", input);
+    const hot::Context& c = call.context(context);
+    const ConstTensorView from = call.view("x", x);
+    const ConstTensorView powers = call.optional("exponents", exponents);
+    const hot::ForwardLinearSpec forward_spec = call.spec(spec);
     if (kept == nullptr) {
-      fill(hot::quantize_forward_input(c, from, forward_spec, {data, bytes}));
-      return;
+      return write_result(
+          input, hot::quantize_forward_input(c, from, forward_spec, {data, bytes}, powers));
     }
-    check_struct(call, "saved", saved);
+    call.check("saved", saved);
     const hot::ForwardInput result = hot::quantize_forward_input(
-        c, from, forward_spec, {data, bytes}, spec_of(call, kept, "kept"),
-        {saved_data, saved_bytes}, {workspace, workspace_bytes});
-    fill(result.quantized);
-    write_saved(saved, result.saved);
+        c, from, forward_spec, {data, bytes}, call.spec(kept, "kept"), {saved_data, saved_bytes},
+        {workspace, workspace_bytes}, powers);
+    write_result(input, result.quantized);
+    write_result(saved, result.saved);
   });
 }
 
@@ -807,19 +782,57 @@ hot_status hot_forward_linear_input(const hot_context* context, const hot_input*
                                     const hot_tensor* w, const hot_weight* weight,
                                     const hot_tensor* bias, const hot_forward_spec* spec,
                                     const hot_tensor* y, void* workspace, size_t workspace_bytes) {
-  const char* const call = "forward_linear";
-  return guarded([&] {
+  return guarded("forward_linear", [&](const Call& call) {
     if ((w == nullptr) == (weight == nullptr)) {
-      invalid(call, std::string("w and weight are both ") + (w == nullptr ? "null" : "given") +
-                        "; expected one of them");
+      invalid(call.name, std::string("w and weight are both ") + (w == nullptr ? "null" : "given") +
+                             "; expected one of them");
     }
-    const hot::ConstQuantizedInput from = input_of(call, x);
+    const hot::ConstQuantizedInput from = call.input(x);
     const hot::Workspace scratch{workspace, workspace_bytes};
     if (weight != nullptr) {
-      forward(context, from, weight_of(call, weight), bias, spec, y, scratch);
+      forward(call, context, from, call.weight(weight), bias, spec, y, scratch);
     } else {
-      forward(context, from, ConstTensorView(view(call, "w", w)), bias, spec, y, scratch);
+      forward(call, context, from, ConstTensorView(call.view("w", w)), bias, spec, y, scratch);
     }
+  });
+}
+
+hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_features,
+                                 const hot_forward_spec* spec, int32_t group, size_t* bytes) {
+  return guarded("weight_int4_bytes", [&](const Call& call) {
+    call.place("bytes", bytes) =
+        hot::weight_int4_bytes(out_features, in_features, {call.spec(spec), group});
+  });
+}
+
+hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor* w,
+                                    const hot_tensor* exponents, const hot_forward_spec* spec,
+                                    int32_t group, void* data, size_t bytes, hot_weight* weight) {
+  return guarded("quantize_weight_int4", [&](const Call& call) {
+    call.check("weight", weight);
+    write_result(weight, hot::quantize_weight_int4(call.context(context), call.view("w", w),
+                                                   call.optional("exponents", exponents),
+                                                   {call.spec(spec), group}, {data, bytes}));
+  });
+}
+
+hot_status hot_expand_weight_int4(const hot_context* context, const hot_weight* weight,
+                                  const hot_forward_spec* spec, int32_t group, void* data,
+                                  size_t bytes, hot_weight* expanded) {
+  return guarded("expand_weight_int4", [&](const Call& call) {
+    call.check("weight", weight);
+    call.check("expanded", expanded);
+    write_result(expanded, hot::expand_weight_int4(call.context(context), call.weight(weight),
+                                                   {call.spec(spec), group}, {data, bytes}));
+  });
+}
+
+hot_status hot_dequantize_weight(const hot_context* context, const hot_weight* weight,
+                                 const hot_forward_spec* spec, const hot_tensor* exponents,
+                                 const hot_tensor* out) {
+  return guarded("dequantize_weight", [&](const Call& call) {
+    hot::dequantize_weight(call.context(context), call.weight(weight), call.spec(spec),
+                           call.view("out", out), call.optional("exponents", exponents));
   });
 }
 

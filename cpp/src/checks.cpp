@@ -353,8 +353,8 @@ MatrixOut Checker::collapsed_out(const char* name, const TensorView& view, std::
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
 }
 
-Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_padded) {
-  return weight_operand(const_cast<void*>(data), rows, k_padded);
+Codes quantized_codes(const void* data, std::int64_t rows, std::int64_t k_padded) {
+  return weight_codes(const_cast<void*>(data), rows, k_padded);
 }
 
 ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
@@ -382,7 +382,7 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
   check_format(expected.call, "w", expected.made_by, quantized.format, expected.format);
   check_bytes(expected.call, "w", quantized.data, quantized.bytes,
               weight_bytes(resolved.other_size, expected.k_padded));
-  resolved.quantized = quantized_operand(quantized.data, resolved.other_size, expected.k_padded);
+  resolved.quantized = quantized_codes(quantized.data, resolved.other_size, expected.k_padded);
   resolved.memory = bytes_view(quantized.data, quantized.bytes, device);
   check.uses("w", resolved.memory);
   return resolved;

@@ -115,13 +115,13 @@ struct ExpectedWeight {
   std::int64_t k_padded;        // padded contraction of a quantised w
 };
 struct ResolvedWeight {
-  MatrixIn matrix{};                   // w as floats; no rows if w is quantised
-  std::optional<Operand> quantized{};  // w, if it is quantised
-  std::int64_t other_size = 0;         // size of w that is not contracted
-  ConstTensorView memory{};            // memory that outputs must not overlap
+  MatrixIn matrix{};                 // w as floats; no rows if w is quantised
+  std::optional<Codes> quantized{};  // w, if it is quantised
+  std::int64_t other_size = 0;       // size of w that is not contracted
+  ConstTensorView memory{};          // memory that outputs must not overlap
 };
-// Operand of read-only codes (const is cast away, because an Operand is writable).
-Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_padded);
+// Read-only codes. (const is cast away, because Codes are writable.)
+Codes quantized_codes(const void* data, std::int64_t rows, std::int64_t k_padded);
 ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&,
                               Device device);
 
@@ -156,12 +156,5 @@ class WorkspaceCursor {
   char* base_ = nullptr;
   std::size_t used_ = 0;
 };
-
-// Codes and scales of an operand; `amax` stays null.
-inline Operand take_operand(WorkspaceCursor& cursor, std::int64_t rows, std::int64_t k_padded,
-                            std::int64_t scales) {
-  auto* const codes = cursor.take<std::int8_t>(rows * k_padded);
-  return {codes, cursor.take<float>(scales), rows, k_padded, scales};
-}
 
 }  // namespace hot::detail

@@ -9,10 +9,7 @@
 
 namespace hot {
 
-using detail::backend_of;
-using detail::Checker;
-using detail::float_dtypes;
-using detail::is_power_of_two;
+using namespace detail;
 
 const detail::Backend& detail::backend_of(const Context& context) {
   return context.device().type == Device::Type::cpu ? cpu_backend() : cuda_backend();
@@ -30,7 +27,7 @@ bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {
 
 void check_bits(const char* call, const char* name, int bits) {
   if (bits != 4 && bits != 8) {
-    detail::invalid(call, std::string(name) + " is " + std::to_string(bits) + "; expected 4 or 8");
+    invalid(call, std::string(name) + " is " + std::to_string(bits) + "; expected 4 or 8");
   }
 }
 
@@ -42,37 +39,35 @@ std::int64_t scale_count(std::int64_t rows, std::int64_t cols, Granularity scale
 
 void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
           const TensorView& out) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const Checker check("fwht", context);
   check.input("x", x, float_dtypes, 1, max_dims);
   check.output("out", out, float_dtypes, 1, max_dims);
   if (axis < -x.ndim || axis >= x.ndim) {
-    detail::invalid("fwht", "axis is " + std::to_string(axis) + "; expected " +
-                                std::to_string(-x.ndim) + " to " + std::to_string(x.ndim - 1));
+    invalid("fwht", "axis is " + std::to_string(axis) + "; expected " + std::to_string(-x.ndim) +
+                        " to " + std::to_string(x.ndim - 1));
   }
   if (!is_power_of_two(block) || block > max_fwht_block) {
-    detail::invalid("fwht", "block is " + std::to_string(block) +
-                                "; expected a power of two from 1 to " +
-                                std::to_string(max_fwht_block));
+    invalid("fwht", "block is " + std::to_string(block) + "; expected a power of two from 1 to " +
+                        std::to_string(max_fwht_block));
   }
   const int along = axis < 0 ? axis + x.ndim : axis;
   if (x.shape[along] % block != 0) {
-    detail::invalid("fwht", "x has " + std::to_string(x.shape[along]) + " elements along axis " +
-                                std::to_string(axis) +
-                                "; expected a multiple of block = " + std::to_string(block));
+    invalid("fwht", "x has " + std::to_string(x.shape[along]) + " elements along axis " +
+                        std::to_string(axis) +
+                        "; expected a multiple of block = " + std::to_string(block));
   }
   bool same_shape = out.ndim == x.ndim;
   for (int d = 0; same_shape && d < x.ndim; ++d) same_shape = out.shape[d] == x.shape[d];
   if (!same_shape) {
-    detail::invalid("fwht", "out has shape " + detail::shape_text(out) + "; expected that of x, " +
-                                detail::shape_text(x));
+    invalid("fwht", "out has shape " + shape_text(out) + "; expected that of x, " + shape_text(x));
   }
   if (!same_elements(x, out)) check.disjoint("out", out, "x", x);
   for (int d = 0; d < x.ndim; ++d) {
     if (x.shape[d] == 0) return;
   }
 
-  detail::FwhtArgs args{};
+  FwhtArgs args{};
   args.x = x.data;
   args.x_dtype = x.dtype;
   args.out = out.data;
@@ -93,28 +88,27 @@ void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
 
 void hla(const Context& context, const ConstTensorView& x, const LowRank& spec, Side side,
          const TensorView& out) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const Checker check("hla", context);
   check.input("x", x, float_dtypes, 2, 2);
   check.output("out", out, float_dtypes, 2, 2);
-  const detail::Projection p = detail::make_projection(x.shape[0], spec);
+  const Projection p = make_projection(x.shape[0], spec);
   check.shape("out", out, {p.k, x.shape[1]});
   check.disjoint("out", out, "x", x);
-  backend_of(context).hla(context, detail::matrix_of(x), p, side, context.key(),
-                          detail::matrix_out_of(out));
+  backend_of(context).hla(context, matrix_of(x), p, side, context.key(), matrix_out_of(out));
 }
 
 void quantize(const Context& context, const ConstTensorView& x, const QuantSpec& spec,
               const TensorView& q, const TensorView& scale) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const Checker check("quantize", context);
   check_bits("quantize", "bits", spec.bits);
-  detail::check_rounding("quantize", "rounding", spec.rounding);
-  detail::check_granularity("quantize", "scale", spec.scale);
+  check_rounding("quantize", "rounding", spec.rounding);
+  check_granularity("quantize", "scale", spec.scale);
   check.input("x", x, float_dtypes, 2, 2);
   check.output("q", q, {DType::i8, DType::i4x2}, 2, 2);
   if (q.dtype == DType::i4x2 && spec.bits != 4) {
-    detail::invalid("quantize", "q is packed INT4, but bits is 8; expected int8");
+    invalid("quantize", "q is packed INT4, but bits is 8; expected int8");
   }
   check.output("scale", scale, {DType::f32}, 1, 1);
   const std::int64_t rows = x.shape[0], cols = x.shape[1];
@@ -125,15 +119,15 @@ void quantize(const Context& context, const ConstTensorView& x, const QuantSpec&
   check.disjoint("q", q, "x", x);
   check.disjoint("scale", scale, "x", x);
   check.disjoint("scale", scale, "q", q);
-  backend_of(context).quantize(context, detail::matrix_of(x), spec, detail::matrix_out_of(q),
+  backend_of(context).quantize(context, matrix_of(x), spec, matrix_out_of(q),
                                static_cast<float*>(scale.data));
 }
 
 void dequantize(const Context& context, const ConstTensorView& q, const ConstTensorView& scale,
                 Granularity granularity, const TensorView& out) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const Checker check("dequantize", context);
-  detail::check_granularity("dequantize", "granularity", granularity);
+  check_granularity("dequantize", "granularity", granularity);
   check.input("q", q, {DType::i8, DType::i4x2}, 2, 2);
   check.input("scale", scale, {DType::f32}, 1, 1);
   check.output("out", out, float_dtypes, 2, 2);
@@ -145,9 +139,8 @@ void dequantize(const Context& context, const ConstTensorView& q, const ConstTen
   check.disjoint("out", out, "q", q);
   check.disjoint("out", out, "scale", scale);
   if (rows == 0 || cols == 0) return;
-  backend_of(context).dequantize(context, detail::matrix_of(q),
-                                 static_cast<const float*>(scale.data), granularity,
-                                 detail::matrix_out_of(out));
+  backend_of(context).dequantize(context, matrix_of(q), static_cast<const float*>(scale.data),
+                                 granularity, matrix_out_of(out));
 }
 
 void pack_int4(const Context& context, const ConstTensorView& q, const TensorView& out) {
@@ -159,7 +152,7 @@ void pack_int4(const Context& context, const ConstTensorView& q, const TensorVie
   check.rows_contiguous("out", out);
   check.disjoint("out", out, "q", q);
   if (q.shape[0] == 0 || q.shape[1] == 0) return;
-  backend_of(context).pack_int4(context, detail::matrix_of(q), detail::matrix_out_of(out));
+  backend_of(context).pack_int4(context, matrix_of(q), matrix_out_of(out));
 }
 
 void unpack_int4(const Context& context, const ConstTensorView& packed, const TensorView& out) {
@@ -171,14 +164,14 @@ void unpack_int4(const Context& context, const ConstTensorView& packed, const Te
   check.rows_contiguous("out", out);
   check.disjoint("out", out, "packed", packed);
   if (out.shape[0] == 0 || out.shape[1] == 0) return;
-  backend_of(context).unpack_int4(context, detail::matrix_of(packed), detail::matrix_out_of(out));
+  backend_of(context).unpack_int4(context, matrix_of(packed), matrix_out_of(out));
 }
 
 namespace {
 
 // Workspace of a product; null memory only counts bytes.
 struct GemmScratch {
-  detail::WorkspaceCursor cursor;
+  WorkspaceCursor cursor;
   char* product;
   std::int8_t *a, *b;  // unpacked operands of gemm_int4
   GemmScratch(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k, void* memory)
@@ -192,7 +185,7 @@ struct GemmScratch {
 }  // namespace
 
 std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
-  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
+  check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
   return GemmScratch(context, m, n, k, nullptr).cursor.bytes();
 }
 
@@ -203,8 +196,8 @@ const float* checked_scale(const Checker& check, const char* call, const char* n
                            std::int64_t& step) {
   check.input(name, scale, {DType::f32}, 1, 1);
   if (scale.shape[0] != 1 && scale.shape[0] != size) {
-    detail::invalid(call, std::string(name) + " has shape " + detail::shape_text(scale) +
-                              "; expected (1,) or (" + std::to_string(size) + ",)");
+    invalid(call, std::string(name) + " has shape " + shape_text(scale) + "; expected (1,) or (" +
+                      std::to_string(size) + ",)");
   }
   check.rows_contiguous(name, scale);
   check.disjoint("out", out, name, scale);
@@ -217,20 +210,20 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
               const ConstTensorView& b, const std::int64_t* given_k, const ConstTensorView& a_scale,
               const ConstTensorView& b_scale, const GemmSpec& spec, const TensorView& out,
               const Workspace& workspace) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const Checker check(call, context);
   const DType dtype = given_k == nullptr ? DType::i8 : DType::i4x2;
   check.input("a", a, {dtype}, 2, 2);
   check.input("b", b, {dtype}, 2, 2);
   const std::int64_t bytes = a.shape[1], k = given_k == nullptr ? bytes : *given_k;
   if (given_k != nullptr && (k < 0 || k / 2 + k % 2 != bytes)) {
-    detail::invalid(call, "k is " + std::to_string(k) + "; expected " + std::to_string(2 * bytes) +
-                              ", or one less, for rows of " + std::to_string(bytes) + " bytes");
+    invalid(call, "k is " + std::to_string(k) + "; expected " + std::to_string(2 * bytes) +
+                      ", or one less, for rows of " + std::to_string(bytes) + " bytes");
   }
   check.shape("b", b, {-1, bytes});
   check.rows_contiguous("a", a);
   check.rows_contiguous("b", b);
-  detail::GemmArgs args{};
+  GemmArgs args{};
   args.m = a.shape[0];
   args.n = b.shape[0];
   args.k = k;
@@ -239,29 +232,27 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
   check.disjoint("out", out, "a", a);
   check.disjoint("out", out, "b", b);
   if (!is_power_of_two(spec.divisor)) {
-    detail::invalid(call,
-                    "divisor is " + std::to_string(spec.divisor) + "; expected a power of two");
+    invalid(call, "divisor is " + std::to_string(spec.divisor) + "; expected a power of two");
   }
   args.inv_divisor = 1.0F / static_cast<float>(spec.divisor);
   args.accumulate = spec.accumulate;
-  args.out = detail::matrix_out_of(out);
+  args.out = matrix_out_of(out);
   if (out.dtype == DType::i32) {
-    if (detail::is_given(a_scale) || detail::is_given(b_scale)) {
-      detail::invalid(call, "out is int32 (unscaled sums); expected no a_scale and no b_scale");
+    if (is_given(a_scale) || is_given(b_scale)) {
+      invalid(call, "out is int32 (unscaled sums); expected no a_scale and no b_scale");
     }
     if (spec.divisor != 1 || spec.accumulate) {
-      detail::invalid(call, "out is int32 (unscaled sums); expected divisor 1 and no accumulation");
+      invalid(call, "out is int32 (unscaled sums); expected divisor 1 and no accumulation");
     }
-    if (k > detail::int32_safe_k) {
-      detail::invalid(call, "a has a contraction of " + std::to_string(k) +
-                                "; with an int32 out, expected at most " +
-                                std::to_string(detail::int32_safe_k));
+    if (k > int32_safe_k) {
+      invalid(call, "a has a contraction of " + std::to_string(k) +
+                        "; with an int32 out, expected at most " + std::to_string(int32_safe_k));
     }
   } else {
     args.a_scale = checked_scale(check, call, "a_scale", a_scale, args.m, out, args.a_scale_step);
     args.b_scale = checked_scale(check, call, "b_scale", b_scale, args.n, out, args.b_scale_step);
   }
-  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {args.m, args.n, k});
+  check_sizes("gemm_workspace", {"m", "n", "k"}, {args.m, args.n, k});
   const GemmScratch scratch(context, args.m, args.n, k, workspace.data);
   check.workspace(workspace, scratch.cursor.bytes());
   args.a = static_cast<const std::int8_t*>(a.data);

@@ -6,26 +6,16 @@
 #include <cstdio>
 #include <functional>
 
-#include "backward_work.h"
 #include "checks.h"
 #include "cuda_device.h"
-#include "forward_work.h"
 #include "kernels.h"
 #include "plan/plan.h"
+#include "work.h"
 
 namespace hot {
 
-namespace plan = detail::plan;
-
-using detail::Projection;
-using detail::plan::Buffer;
-using detail::plan::Buffers;
-using detail::plan::DeviceFacts;
-using detail::plan::Kernel;
-using detail::plan::Plan;
-using detail::plan::Reason;
-using detail::plan::Refusal;
-using detail::plan::Step;
+using namespace detail;
+using namespace detail::plan;
 
 namespace {
 
@@ -65,40 +55,22 @@ std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
 
 std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
 
-// Occupancy of an absent device, modelled from threads, shared memory and registers. For a present
-// device the CUDA runtime answers.
-class Model final : public plan::DeviceQueries {
+// Answers for a device that is not present. A present device asks CUTLASS.
+class Model final : public DeviceQueries {
  public:
-  explicit Model(const NamedDevice& device) : device_(device) {}
-
-  std::int64_t at_once(const plan::ColumnsOnePass& one,
-                       const detail::LaunchShape& shape) const override {
-    namespace columns = detail::columns;
-    const int warps = columns::max_warps * columns::sm_ctas(one.transform,
-                                                            static_cast<int>(dtype_size(one.dtype)),
-                                                            columns::Pass::both);
-    const auto shared = static_cast<std::int64_t>(shape.shared_bytes) + 1024;
-    const std::int64_t blocks =
-        std::min<std::int64_t>({device_.sm_threads / shape.threads,
-                                device_.sm_shared_bytes / shared, warps / (shape.threads / 32)});
-    return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
-  }
-  // Modelled as one 128 x 128 tile of INT32 sums per output tile.
+  // Tiles of 128 x 128 INT32 sums.
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t,
-                                 const detail::Sm90Plan&) const override {
-    return static_cast<std::size_t>(detail::ceil_div(m, 128) * detail::ceil_div(n, 128)) * 65536;
+                                 const Sm90Plan&) const override {
+    return static_cast<std::size_t>(ceil_div(m, 128) * ceil_div(n, 128)) * 65536;
   }
-
- private:
-  const NamedDevice& device_;
 };
 
-DeviceFacts facts_of(const NamedDevice& device, const plan::DeviceQueries& queries, bool wgmma) {
+DeviceFacts facts_of(const NamedDevice& device, const DeviceQueries& queries, bool wgmma) {
   DeviceFacts facts;
   facts.arch = device.arch;
   facts.sm_count = device.sm_count;
   facts.shared_bytes = device.shared_bytes;
-  plan::set_features(facts, true, wgmma);
+  set_features(facts, true, wgmma);
   facts.int4_units = device.arch / 10 == 8;
   facts.queries = &queries;
   return facts;
@@ -106,26 +78,10 @@ DeviceFacts facts_of(const NamedDevice& device, const plan::DeviceQueries& queri
 
 // ---- steps of a plan: words and bytes ----------------------------------------------------------
 
-struct Layer {
-  LinearShape shape;
-  const BackwardLinearSpec& spec;
-  const ExplainOptions& options;
-  Projection tokens, out_features;
-  const DeviceFacts& facts;
-
-  bool aligned(std::int64_t columns, DType dtype) const {
-    return columns * size_of(dtype) % 16 == 0;
-  }
-  plan::ArrayFacts array(std::int64_t columns) const {
-    return {options.dtype, aligned(columns, options.dtype), columns % 4 == 0};
-  }
-  plan::CompressShape kept() const {
-    return {array(shape.in_features), shape.tokens, shape.in_features, tokens, spec};
-  }
-  plan::OutFacts out(std::int64_t columns, DType dtype) const {
-    return {dtype, true, aligned(columns, dtype)};
-  }
-};
+// Form of x saved from a layer, without memory.
+SavedX saved_shape(const LinearShape& shape, const BackwardLinearSpec& spec) {
+  return saved_x(nullptr, saved_layout(shape.tokens, shape.in_features, spec), shape.tokens, spec);
+}
 
 class ByBuffer {
  public:
@@ -133,7 +89,7 @@ class ByBuffer {
   std::int64_t operator[](Buffer buffer) const { return values_[static_cast<std::size_t>(buffer)]; }
 
  private:
-  std::array<std::int64_t, plan::buffer_count> values_{};
+  std::array<std::int64_t, buffer_count> values_{};
 };
 
 // Bytes of each buffer of a call, and operations of the product that writes it.
@@ -141,52 +97,45 @@ struct Amounts {
   ByBuffer bytes, operations;
 };
 
-// Bytes of a quantised operand in the workspace.
-std::int64_t size_of(const detail::Operand& operand) {
-  return operand.rows * operand.k_padded + 4 * operand.scales;
+std::int64_t size_of(const MatrixIn& x) { return x.rows * x.cols * size_of(x.dtype); }
+std::int64_t size_of(const Codes& codes) { return codes.rows * codes.k_padded + 4 * codes.scales; }
+std::int64_t size_of(const Groups& groups) {
+  const std::int64_t scales = ceil_div(groups.tokens, int4_group);
+  return groups.channels * (groups.row_bytes + 2 * scales);
 }
 
-// Amounts of a call. `scratch` is that of a backward pass.
-Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
-                   const detail::BackwardScratch& scratch) {
-  const auto [L, O, I] = layer.shape;
-  const BackwardLinearSpec& spec = layer.spec;
-  const ExplainOptions& options = layer.options;
-  const std::int64_t size = size_of(options.dtype), k = detail::forward_k(I, options.forward);
-  const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
-  const bool by_token = spec.gw_scale == Granularity::token;
-  const bool backward = call == "backward_linear", forward = call == "forward_linear";
+Amounts amounts_of(const Work& work, const Plan& plan) {
   Amounts all;
-  all.operations[Buffer::gx] = 2 * L * I * kx;
-  all.operations[Buffer::gw] = 2 * O * I * kw;
-  all.operations[Buffer::y] = 2 * L * O * k;
   ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
-  bytes[Buffer::gy] = bytes[Buffer::y] = L * O * size;
-  bytes[Buffer::w] = O * I * size;
-  bytes[Buffer::x] = bytes[Buffer::gx] = L * I * size;
-  bytes[Buffer::gw] = O * I * size_of(options.gw_dtype);
-  bytes[Buffer::gb] = bytes[Buffer::wide_bias] = 4 * O;
-  bytes[Buffer::bias] = O * size_of(options.bias_dtype);
-  bytes[Buffer::saved] = static_cast<std::int64_t>(saved_layout(L, I, spec).exponent_offset);
-  bytes[Buffer::exponents] = L;
-  bytes[Buffer::quantized_w] = I * (kx + 4);
-  bytes[Buffer::weight] = size_of(scratch.weight);
-  bytes[Buffer::gy_rows] = size_of(scratch.rows);
-  bytes[Buffer::columns] = size_of(scratch.columns);
-  bytes[Buffer::activation] = size_of(scratch.activation);
-  bytes[Buffer::x_rows] = bytes[Buffer::forward_x] = L * (k + 4);
-  bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
-  bytes[Buffer::rows_amax] = 4;
-  bytes[Buffer::weight_amax] = detail::weight_quant(spec).per_tensor ? 4 : 4 * I;
-  // columns_amax belongs to g_y in a backward pass, and to x when it is saved.
-  const bool one_scale =
-      backward ? spec.gw_scale == Granularity::tensor : detail::activation_quant(spec).per_tensor;
-  bytes[Buffer::columns_amax] = one_scale ? 4 : 4 * (!backward ? I : by_token ? kw : O);
-  bytes[Buffer::broadcast_a] = 4 * (forward ? L : std::max(L, O));
-  bytes[Buffer::broadcast_b] = 4 * (forward ? O : I);
+  for (const Operand& operand : work.operands) {
+    const OperandQuant& quant = operand.quant;
+    if (operand.from == From::matrix) bytes[matrix_buffer(operand.source)] = size_of(operand.x);
+    if (operand.from == From::groups) bytes[Buffer::saved] = size_of(operand.groups);
+    bytes[codes_buffer(operand)] =
+        operand.code == Storage::int4 ? size_of(operand.groups) : size_of(operand.out);
+    if (operand.from != From::matrix) continue;
+    bytes[Buffer::exponents] = operand.x.rows;
+    bytes[amax_buffer(operand)] = 4 * (quant.per_tensor        ? 1
+                                       : quant.per_contraction ? operand.out.k_padded
+                                                               : operand.out.rows);
+  }
+  for (const WorkProduct& product : work.products) {
+    const GemmArgs& args = product.args;
+    if (!product.exists()) continue;
+    const Buffer out = buffer_of(product.result);
+    bytes[out] = size_of(args.out.contents());
+    all.operations[out] = 2 * args.m * args.n * args.k;
+    if (args.a_scale_step == 0) bytes[Buffer::broadcast_a] = 4 * args.m;
+    if (args.b_scale_step == 0) bytes[Buffer::broadcast_b] = 4 * args.n;
+  }
+  bytes[Buffer::bias] = size_of(work.bias);
+  bytes[Buffer::wide_bias] = 4 * work.bias.cols;
+  if (work.sum.out.cols > 0) bytes[Buffer::gy] = size_of(work.sum.x);
+  bytes[Buffer::gb] = 4 * work.sum.out.cols;
   for (const Step& step : plan) {
     if (step.kernel != Kernel::final_sum) continue;
-    bytes[Buffer::sums] = bytes[Buffer::all_scratch] = 4 * O * step.as<plan::SumsStep>().runs;
+    bytes[Buffer::sums] = bytes[Buffer::all_scratch] =
+        4 * work.sum.out.cols * step.as<SumsStep>().runs;
   }
   return all;
 }
@@ -194,7 +143,7 @@ Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan,
 // Number of passes of a row quantiser over its rows.
 int row_passes_of(const Step& step) {
   const bool twice =
-      step.kernel == Kernel::rows && step.as<plan::RowsStep>().pass == detail::RowsPass::row_scales;
+      step.kernel == Kernel::rows && step.as<RowsStep>().pass == RowsPass::row_scales;
   return twice ? 2 : 1;
 }
 
@@ -203,7 +152,7 @@ int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
   if (step.kernel == Kernel::rows) return row_passes_of(step);
   if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
-    const auto& small = step.as<plan::GroupedStep>();
+    const auto& small = step.as<GroupedStep>();
     return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.range.blocks > 0 ? 1 : 0);
   }
   return 1;
@@ -212,8 +161,8 @@ int gy_passes_of(const Step& step) {
 // Whether a step's operations are counted. A fixup's belong to the step that computes the tiles.
 bool multiplies(const Step& step) {
   return step.kernel == Kernel::gemm_small ||
-         (std::holds_alternative<plan::ProductStep>(step.work) &&
-          step.kernel != Kernel::fill_zero && step.kernel != Kernel::mma_fixup);
+         (std::holds_alternative<ProductStep>(step.work) && step.kernel != Kernel::fill_zero &&
+          step.kernel != Kernel::mma_fixup);
 }
 
 // ---- reasons in words --------------------------------------------------------------------------
@@ -297,23 +246,23 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
     e.independent = step.independent;
     add_reasons(e, plan, step);
     const int passes = gy_passes_of(step);
-    for (int b = 0; b < plan::buffer_count; ++b) {
+    for (int b = 0; b < buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
       const std::int64_t bytes = amounts.bytes[buffer];
       if (step.reads.has(buffer)) {
-        e.reads.emplace_back(plan::buffer_name(buffer));
+        e.reads.emplace_back(buffer_name(buffer));
         const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
         e.bytes_read += bytes * (buffer == Buffer::gy ? passes : is_x ? row_passes_of(step) : 1);
       }
       if (step.writes.has(buffer)) {
-        e.writes.emplace_back(plan::buffer_name(buffer));
+        e.writes.emplace_back(buffer_name(buffer));
         e.bytes_written += bytes;
         if (multiplies(step)) e.operations += amounts.operations[buffer];
       }
     }
     if (step.kernel == Kernel::broadcast_scale) e.bytes_read = 4;  // the operand's single scale
     if (step.kernel == Kernel::zero) {
-      e.bytes_written = static_cast<std::int64_t>(step.as<plan::ZeroStep>().bytes);
+      e.bytes_written = static_cast<std::int64_t>(step.as<ZeroStep>().bytes);
     }
     all.gy_passes += passes;
     all.bytes_read += e.bytes_read;
@@ -330,37 +279,35 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
   }
 }
 
-void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
-               const Rates& rates, const detail::BackwardScratch& scratch = {}) {
-  add_steps(all, call, plan, amounts_of(layer, call, plan, scratch), rates);
+// Adds the steps of a call, and returns the size of its workspace.
+std::size_t add_call(Explanation& all, const DeviceFacts& facts, const Rates& rates, Work work) {
+  const Plan plan = plan_of(facts, work);
+  add_steps(all, work.call, plan, amounts_of(work, plan), rates);
+  return take_scratch(work, nullptr, plan.scratch);
 }
 
 // ---- the forward product -----------------------------------------------------------------------
 
-void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
-  const auto [L, O, I] = layer.shape;
-  const ExplainOptions& options = layer.options;
+void add_forward(Explanation& all, const DeviceFacts& facts, const Rates& rates,
+                 const LinearShape& shape, const BackwardLinearSpec& spec,
+                 const ExplainOptions& options) {
+  const auto [L, O, I] = shape;
+  ForwardCall call = forward_shape(options.forward, shape, options.dtype, options.compress,
+                                   options.quantized_forward_weight);
   if (options.quantized_forward_weight && O > 0) {
-    add_steps(all, layer, "quantize_forward_weight",
-              plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
-              rates);
+    Work work{"quantize_forward_weight"};
+    add_forward_operand(work, Source::w, call.w, options.forward, nullptr);
+    add_call(all, facts, rates, work);
   }
   if (options.compress) {
-    const plan::CompressShape saved = layer.kept();
-    add_steps(all, layer, "quantize_forward_input",
-              plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &saved),
-              rates);
+    Work work{"quantize_forward_input"};
+    add_forward_operand(work, Source::x, call.x, options.forward, nullptr);
+    add_saved_x(work, {}, call.x, saved_shape(shape, spec), spec);
+    add_call(all, facts, rates, work);
   }
   if (L == 0 || O == 0) return;
-  const detail::ForwardWork work{
-      options.forward,   layer.shape,
-      !options.compress, !options.quantized_forward_weight,
-      options.bias,      options.bias && options.bias_dtype != DType::f32};
-  add_steps(all, layer, "forward_linear",
-            plan::plan_forward(layer.facts, work,
-                               {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
-            rates);
-  all.workspace = plan::take_scratch(layer.facts, work, nullptr).bytes;
+  if (options.bias) call.bias = shape_in(options.bias_dtype, 1, O);
+  all.workspace = add_call(all, facts, rates, operands_of(call));
 }
 
 // Writes the device and the rates of the floor into `all`, and returns the rates.
@@ -369,8 +316,8 @@ Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& f
   all.device = name_of(facts.arch) + " (" +
                (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
                std::to_string(facts.sm_count) + " SMs)";
-  for (int i = 0; i < plan::feature_count; ++i) {
-    const auto feature = static_cast<plan::Feature>(i);
+  for (int i = 0; i < feature_count; ++i) {
+    const auto feature = static_cast<Feature>(i);
     if (facts.hardware.has(feature) && !facts.kernels.has(feature)) {
       all.lacks.emplace_back(feature_name(feature));
     }
@@ -442,7 +389,7 @@ void with_device(std::string_view device, bool wgmma,
                  const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
   for (const NamedDevice& named : named_devices) {
     if (device != name_of(named.arch)) continue;
-    const Model model(named);
+    const Model model;
     return call(facts_of(named, model, wgmma), &named);
   }
   const std::string_view prefix = "cuda:";
@@ -452,13 +399,12 @@ void with_device(std::string_view device, bool wgmma,
       !digits.empty() && digits.size() < 4 &&
       std::all_of(digits.begin(), digits.end(), [](char c) { return c >= '0' && c <= '9'; });
   if (!number) {
-    detail::invalid(call_name, "device is '" + std::string(device) +
-                                   "'; expected cuda:0, cuda:1, " + "... or one of " +
-                                   joined(explain_devices()));
+    invalid(call_name, "device is '" + std::string(device) + "'; expected cuda:0, cuda:1, " +
+                           "... or one of " + joined(explain_devices()));
   }
   const Context context = Context::cuda(std::stoi(std::string(digits)), nullptr);
-  detail::with_device_facts(
-      context, [&](const DeviceFacts& facts) { call(facts, find_device(facts.arch)); });
+  with_device_facts(context,
+                    [&](const DeviceFacts& facts) { call(facts, find_device(facts.arch)); });
 }
 
 }  // namespace
@@ -472,58 +418,43 @@ std::vector<std::string> explain_devices() {
 Explanation explain(std::string_view device, const LinearShape& shape,
                     const BackwardLinearSpec& spec, const ExplainOptions& options) {
   if (!options.y && !options.compress && !options.gx && !options.gw && !options.gb) {
-    detail::invalid(call_name,
-                    "options request no output; set at least one of y, compress, gx, gw, gb");
+    invalid(call_name, "options request no output; set at least one of y, compress, gx, gw, gb");
   }
   for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
-      detail::invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
-                                     "; expected float32, float16 or bfloat16");
+      invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
+                             "; expected float32, float16 or bfloat16");
     }
   }
   // Checks of the calls themselves.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
   if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);
-  detail::check_counted_sizes(call_name, {"tokens", "out_features", "in_features"},
-                              {shape.tokens, shape.out_features, shape.in_features});
+  check_counted_sizes(call_name, {"tokens", "out_features", "in_features"},
+                      {shape.tokens, shape.out_features, shape.in_features});
 
   Explanation all;
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
-    const Layer layer{shape,
-                      spec,
-                      options,
-                      detail::token_projection(shape.tokens, spec),
-                      detail::out_feature_projection(shape.out_features, spec),
-                      facts};
     const auto [L, O, I] = shape;
     const Rates rates = set_device(all, device, facts, named);
-    if (options.y) add_forward(all, layer, rates);
+    if (options.y) add_forward(all, facts, rates, shape, spec, options);
     const bool elements = L > 0 && I > 0;
     if (options.compress && !options.y) {
-      add_steps(all, layer, "compress_activation", plan::plan_compress(facts, layer.kept()), rates);
+      Work work{"compress_activation"};
+      add_saved_x(work, {}, shape_in(options.dtype, L, I), saved_shape(shape, spec), spec);
+      add_call(all, facts, rates, work);
     }
-    const bool gx = options.gx && elements && O > 0, gw = options.gw && elements && O > 0;
-    if (options.quantized_weight && gx) {
-      add_steps(all, layer, "quantize_weight",
-                plan::plan_weight(facts, layer.array(I), I, layer.out_features,
-                                  detail::weight_quant(spec), I),
-                rates);
-    }
-    detail::BackwardWork work{
-        spec, shape, layer.tokens, layer.out_features, gx, gw, gx && !options.quantized_weight};
-    work.gb = options.gb;
-    work.accumulate = options.accumulate;
-    work.clear_gx = options.gx && !gx && elements;
-    work.clear_gw = options.gw && !gw && O > 0 && I > 0 && !options.accumulate;
     if (!options.gx && !options.gw && !options.gb) return;
-    const detail::BackwardScratch scratch = plan::take_scratch(facts, work, nullptr);
-    add_steps(all, layer, "backward_linear",
-              plan::plan_backward(facts, work,
-                                  {layer.array(O), layer.array(I), layer.out(I, options.dtype),
-                                   layer.out(I, options.gw_dtype)}),
-              rates, scratch);
-    all.workspace = std::max(all.workspace, scratch.bytes);
+    BackwardCall call = backward_shape(spec, shape, options.dtype, options.gw_dtype, options.gx,
+                                       options.gw, options.gb);
+    call.accumulate = options.accumulate;
+    if (options.quantized_weight && options.gx && elements && O > 0) {
+      Work work{"quantize_weight"};
+      add_weight(work, call.w, spec, nullptr);
+      call.quantized = work.operands.at(Source::w, Along::column).out;
+      add_call(all, facts, rates, work);
+    }
+    all.workspace = std::max(all.workspace, add_call(all, facts, rates, operands_of(call)));
   });
   all.text = text_of(
       all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +
@@ -534,18 +465,18 @@ Explanation explain(std::string_view device, const LinearShape& shape,
 Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n, std::int64_t k,
                          const ExplainGemmOptions& options) {
   const char* const call = "explain_gemm";
-  detail::check_counted_sizes(call, {"m", "n", "k"}, {m, n, k});
+  check_counted_sizes(call, {"m", "n", "k"}, {m, n, k});
   const bool bare = options.out_dtype == DType::i32;
   if (!bare && options.out_dtype != DType::f32 && options.out_dtype != DType::f16 &&
       options.out_dtype != DType::bf16) {
-    detail::invalid(call, "out_dtype is " + std::string(dtype_name(options.out_dtype)) +
-                              "; expected float32, float16, bfloat16 or int32");
+    invalid(call, "out_dtype is " + std::string(dtype_name(options.out_dtype)) +
+                      "; expected float32, float16, bfloat16 or int32");
   }
   Explanation all;
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
     const std::int64_t size = size_of(options.out_dtype);
     const std::int64_t row_bytes = options.int4 ? (k + 1) / 2 : k;
-    plan::ProductShape p;
+    ProductShape p;
     p.m = m;
     p.n = n;
     p.k = k;
@@ -556,8 +487,8 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     p.accumulate = options.accumulate;
     p.out = {options.out_dtype, true, n * size % 16 == 0};
     const Rates rates = set_device(all, device, facts, named);
-    const Plan plan = options.int4 ? plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
-                                   : plan::plan_gemm(facts, p);
+    const Plan plan =
+        options.int4 ? plan_gemm_int4(facts, p, row_bytes % 16 == 0) : plan_gemm(facts, p);
     Amounts amounts;
     amounts.bytes[Buffer::a] = m * row_bytes;
     amounts.bytes[Buffer::b] = n * row_bytes;
@@ -568,8 +499,8 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     amounts.bytes[Buffer::broadcast_b] = 4 * n;
     amounts.operations[Buffer::out] = 2 * m * n * k;
     add_steps(all, options.int4 ? "gemm_int4" : "gemm_int8", plan, amounts, rates);
-    detail::WorkspaceCursor cursor;
-    cursor.take<char>(static_cast<std::int64_t>(plan::gemm_workspace(facts, m, n, k)));
+    WorkspaceCursor cursor;
+    cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k)));
     cursor.take<std::int8_t>(m * k);
     cursor.take<std::int8_t>(n * k);
     all.workspace = cursor.bytes();

@@ -1,10 +1,9 @@
-// Interface of a backend. Its arguments are already checked and resolved. Only backward and forward
-// check something: the size of their workspace, before they write anything.
+// Interface of a backend. Its arguments are already checked and resolved. Only `run` checks
+// something: the size of its workspace, before it writes anything.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 
 #include "hot/backward_linear.h"
 #include "hot/context.h"
@@ -14,6 +13,7 @@
 #include "hot/quantize.h"
 #include "hot/tensor.h"
 #include "operands.h"
+#include "weight_int4.h"
 
 namespace hot::detail {
 
@@ -24,56 +24,20 @@ void check_key(const char* call, const char* name, const Key& key);
 void check_low_rank(const LowRank& spec);
 Projection make_projection(std::int64_t tokens, const LowRank& spec);
 
-// Column sums of a matrix (g_b).
-struct ColumnSum {
-  MatrixOut out;  // a single row
-  bool accumulate;
-  void* workspace;  // column_sum_workspace bytes
-};
-
-// Transforms x [L, O] along O and quantises its rows: [L, Kp], Kp = O rounded up to blocks and 16.
-struct RowsJob {
-  MatrixIn x;
+// Quantises w [O, I] to INT4 after a transform along I.
+struct Int4WeightJob {
+  MatrixIn w;
   int hadamard_block;
-  OperandQuant quant;
-  Operand out;
-};
-// Computes P x for x [L, C], transposed and quantised: [C, Kp].
-struct ColumnsJob {
-  MatrixIn x;
-  const Projection* projection;
-  Side side;
-  Key sketch_key;
-  OperandQuant quant;
-  Operand out;
-};
-// Requantises x from packed codes (groups of 64 tokens per channel) to INT8, one scale per channel.
-struct GroupsJob {
-  const std::uint8_t* packed;
-  std::int64_t row_bytes;
-  const std::uint16_t* scale;
-  std::int64_t tokens;
-  Operand out;
+  ColumnPowers powers;
+  Int4Weight out;
 };
 
-// Compresses x [L, C] with the context's key: into `out` (int8) or `packed` and `scale` (int4).
-struct CompressJob {
-  MatrixIn x;
-  // Output for the token exponents if tokens are equalised, else null. They are computed first.
-  std::uint8_t* exponents;
-  const BackwardLinearSpec& spec;
-  const Projection* projection;
-  Operand out;
-  std::uint8_t* packed;
-  std::int64_t row_bytes;
-  std::uint16_t* scale;
-  // x divided by its token exponents, if tokens are equalised.
-  MatrixIn equalized() const {
-    MatrixIn divided = x;
-    divided.exponents = exponents;
-    divided.divide = exponents != nullptr;
-    return divided;
-  }
+// Makes floats of the INT8 codes of a weight [O, I].
+struct DequantizeWeightJob {
+  Codes w;
+  int hadamard_block;
+  ColumnPowers powers;
+  MatrixOut out;  // not empty
 };
 
 // Decodes tokens [first, first + out.rows) of a saved x with basis full.
@@ -113,11 +77,8 @@ struct GemmArgs {
   const float* bias = nullptr;  // [n], added to the scaled sums; null if `accumulate` is set
 };
 
-class Checker;        // checks.h
-struct BackwardWork;  // backward_work.h
-struct BackwardCall;
-struct ForwardWork;  // forward_work.h
-struct ForwardCall;
+class Checker;  // checks.h
+struct Work;    // work.h
 
 class Backend {
  public:
@@ -141,25 +102,15 @@ class Backend {
   virtual void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                          void* workspace) const = 0;
 
-  // Bytes of scratch for compress (storage int8) and for quantize_weight.
-  virtual std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
-                                        const OperandQuant&) const = 0;
-  virtual void compress(const Context&, const CompressJob&, void* workspace) const = 0;
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
-  virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
+  virtual void quantize_weight_int4(const Context&, const Int4WeightJob&) const = 0;
+  virtual void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const = 0;
+  virtual void dequantize_weight(const Context&, const DequantizeWeightJob&) const = 0;
 
-  virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
-  virtual void backward(const Context&, const BackwardCall&, const Checker&,
-                        const Workspace&) const = 0;
-
-  // Quantise w and x for the forward product, rounding to nearest with a scale per row. If `saved`
-  // is not null, x is also compressed, with the workspace of compress.
-  virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
-  virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
-                                      void* workspace) const = 0;
-  virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
-  virtual void forward(const Context&, const ForwardCall&, const Checker&,
-                       const Workspace&) const = 0;
+  // Bytes of a call's workspace.
+  virtual std::size_t workspace(const Context&, Work&) const = 0;
+  // Quantises the operands of a call, then computes its products and sums.
+  virtual void run(const Context&, Work&, const Checker&, const Workspace&) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp

@@ -48,6 +48,19 @@ struct MatrixIn {
   const std::uint8_t* exponents = nullptr;
   bool divide = false;
 };
+// Powers of 2^(1/4) by which the columns of a matrix are multiplied or divided, if not null.
+struct ColumnPowers {
+  const std::int8_t* exponents = nullptr;
+  bool divide = false;
+  // Bits of the fp32 number nearest to 2^(e / 4), for e from -128 to 128. The cubic is the
+  // difference from a straight line for e mod 4; it needs no predicates.
+  static constexpr std::uint32_t bits(int e) {
+    const int q = e & 3;
+    return 0x3f800000U + (static_cast<std::uint32_t>(e) << 21) +
+           static_cast<std::uint32_t>(q * (-1282363 + q * (243487 + q * 18940)) >> 1);
+  }
+  constexpr std::uint32_t factor(int exponent) const { return bits(divide ? -exponent : exponent); }
+};
 struct MatrixOut {
   void* data;
   DType dtype;
@@ -120,21 +133,30 @@ inline constexpr std::int64_t int4_group = 64;        // tokens per scale of an 
 inline constexpr std::int64_t int4_k_alignment = 32;  // values, 16 bytes of packed codes
 inline constexpr std::int64_t int32_safe_k = 131071;  // 128^2 * K <= 2^31 - 1
 
-// A quantised operand: codes [rows, k_padded], contraction contiguous, and scales.
-struct Operand {
-  std::int8_t* codes;
-  float* scale;
-  std::int64_t rows, k_padded;
+// INT8 codes [rows, k_padded], contraction contiguous, and their scales.
+struct Codes {
+  std::int8_t* codes = nullptr;
+  float* scale = nullptr;
+  std::int64_t rows = 0, k_padded = 0;
   // 1, rows, or k_padded (gw_scale token). A single scale may be repeated in all places.
-  std::int64_t scales;
+  std::int64_t scales = 0;
   std::uint32_t* amax = nullptr;  // scratch of the CUDA backend for largest values
+};
+
+// INT4 codes [channels, row_bytes], packed, and a bf16 scale per channel and int4_group tokens.
+struct Groups {
+  std::uint8_t* packed = nullptr;
+  std::int64_t row_bytes = 0;
+  std::uint16_t* scale = nullptr;
+  std::int64_t tokens = 0, channels = 0;
 };
 
 // Bytes of a quantised weight: codes [rows, k_padded], then a scale per row.
 inline std::size_t weight_bytes(std::int64_t rows, std::int64_t k_padded) {
   return static_cast<std::size_t>(rows) * (static_cast<std::size_t>(k_padded) + sizeof(float));
 }
-inline Operand weight_operand(void* data, std::int64_t rows, std::int64_t k_padded) {
+inline Codes weight_codes(void* data, std::int64_t rows, std::int64_t k_padded) {
+  if (data == nullptr) return {nullptr, nullptr, rows, k_padded, rows};
   auto* bytes = static_cast<std::int8_t*>(data);
   return {bytes, reinterpret_cast<float*>(bytes + rows * k_padded), rows, k_padded, rows};
 }

@@ -1,6 +1,8 @@
 // Begin and end of a kernel that may overlap its neighbours on the stream.
 #pragma once
 
+#include <cstdint>
+
 // HOT_HOPPER_CODE is 1 in host code and in code for sm_90. Kernels that plans use only there have
 // no body in code for other architectures.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
@@ -31,6 +33,15 @@ __device__ inline void begin_kernel(bool independent = false) {
 
 __device__ inline void end_kernel(bool independent) {
   if (independent) wait_for_previous_kernel();
+}
+
+// Zeroes the counter of tiles for a later product, or nothing if it is null (Plan::zero_counter).
+// All threads of a kernel call it. The product waits until its predecessor has ended. Kernels
+// between the two wait for their own predecessors before they end, so this kernel has ended, too.
+__device__ inline void zero_counter(std::uint32_t* counter) {
+  if (counter == nullptr || blockIdx.x != 0 || threadIdx.x != 0 || threadIdx.y != 0) return;
+  wait_for_previous_kernel();
+  *counter = 0;
 }
 
 }  // namespace hot::detail

@@ -425,13 +425,14 @@ std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
 // Quantises x for the forward product and, if `kept` is not null, compresses it into `saved`.
 void quantize_forward_input(const CoreContext& c, const In& x, const hot::ForwardLinearSpec& spec,
                             const Out& out, const Spec* kept, const KeyTuple& key, const Out& saved,
-                            const Out& workspace) {
+                            const Out& workspace, const In& exponents) {
   const hot::ConstTensorView xv = view(x, "x");
+  const hot::ConstTensorView powers = view(exponents, "exponents");
   const hot::SavedActivation bytes = saved_view(out, "out");
   const hot::QuantizedInput to{bytes.data, bytes.bytes};
   if (kept == nullptr) {
     Gil release;
-    hot::quantize_forward_input(c.context, xv, spec, to);
+    hot::quantize_forward_input(c.context, xv, spec, to, powers);
     return;
   }
   const hot::SavedActivation sv = saved_view(saved, "saved");
@@ -442,7 +443,50 @@ void quantize_forward_input(const CoreContext& c, const In& x, const hot::Forwar
   });
   Gil release;
   hot::quantize_forward_input(c.context.with_key(key_of(key)), xv, spec, to, kept->spec, sv,
-                              scratch.get());
+                              scratch.get(), powers);
+}
+
+std::uint64_t weight_int4_format(const hot::ForwardLinearSpec& spec, int group) {
+  return hot::weight_int4_format({spec, group});
+}
+
+std::size_t weight_int4_bytes(std::int64_t out_features, std::int64_t in_features,
+                              const hot::ForwardLinearSpec& spec, int group) {
+  return hot::weight_int4_bytes(out_features, in_features, {spec, group});
+}
+
+void quantize_weight_int4(const CoreContext& c, const In& w, const In& exponents,
+                          const hot::ForwardLinearSpec& spec, int group, const Out& out) {
+  const hot::ConstTensorView wv = view(w, "w");
+  const hot::ConstTensorView powers = view(exponents, "exponents");
+  const hot::SavedActivation bytes = saved_view(out, "out");
+  Gil release;
+  hot::quantize_weight_int4(c.context, wv, powers, {spec, group}, {bytes.data, bytes.bytes});
+}
+
+void expand_weight_int4(const CoreContext& c, const In& w, std::int64_t out_features,
+                        std::int64_t in_features, const hot::ForwardLinearSpec& spec, int group,
+                        const Out& out) {
+  const hot::ConstSavedActivation from = saved_view(w, "w");
+  const hot::SavedActivation bytes = saved_view(out, "out");
+  const hot::WeightInt4Spec full{spec, group};
+  Gil release;
+  hot::expand_weight_int4(
+      c.context, {from.data, from.bytes, out_features, in_features, hot::weight_int4_format(full)},
+      full, {bytes.data, bytes.bytes});
+}
+
+void dequantize_weight(const CoreContext& c, const In& w, std::int64_t out_features,
+                       std::int64_t in_features, const hot::ForwardLinearSpec& spec, const Out& out,
+                       const In& exponents) {
+  const hot::ConstSavedActivation from = saved_view(w, "w");
+  const hot::TensorView to = view(out, "out");
+  const hot::ConstTensorView powers = view(exponents, "exponents");
+  Gil release;
+  hot::dequantize_weight(
+      c.context,
+      {from.data, from.bytes, out_features, in_features, hot::forward_weight_format(spec)}, spec,
+      to, powers);
 }
 
 std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
@@ -681,7 +725,18 @@ void bind_ops(nb::module_& m) {
   m.def("forward_input_bytes", &forward_input_bytes, "tokens"_a, "in_features"_a, "spec"_a);
   m.def("quantize_forward_input", &quantize_forward_input, "context"_a, "x"_a.noconvert(), "spec"_a,
         "out"_a.noconvert(), "kept"_a.none() = nb::none(), "key"_a = KeyTuple{},
-        "saved"_a.noconvert().none() = nb::none(), "workspace"_a.noconvert().none() = nb::none());
+        "saved"_a.noconvert().none() = nb::none(), "workspace"_a.noconvert().none() = nb::none(),
+        "exponents"_a.noconvert().none() = nb::none());
+  m.def("weight_int4_format", &weight_int4_format, "spec"_a, "group"_a);
+  m.def("weight_int4_bytes", &weight_int4_bytes, "out_features"_a, "in_features"_a, "spec"_a,
+        "group"_a);
+  m.def("quantize_weight_int4", &quantize_weight_int4, "context"_a, "w"_a.noconvert(),
+        "exponents"_a.noconvert().none(), "spec"_a, "group"_a, "out"_a.noconvert());
+  m.def("expand_weight_int4", &expand_weight_int4, "context"_a, "w"_a.noconvert(), "out_features"_a,
+        "in_features"_a, "spec"_a, "group"_a, "out"_a.noconvert());
+  m.def("dequantize_weight", &dequantize_weight, "context"_a, "w"_a.noconvert(), "out_features"_a,
+        "in_features"_a, "spec"_a, "out"_a.noconvert(),
+        "exponents"_a.noconvert().none() = nb::none());
   m.def("forward_linear_workspace", &forward_linear_workspace, "context"_a, "tokens"_a,
         "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a,
         "quantized_input"_a = false);

@@ -16,6 +16,8 @@ from .functions import (
     compress_activation,
     decompress_activation,
     dequantize,
+    dequantize_weight,
+    expand_weight_int4,
     forward_linear,
     fwht,
     gemm_int4,
@@ -26,11 +28,18 @@ from .functions import (
     quantize_forward_input,
     quantize_forward_weight,
     quantize_weight,
+    quantize_weight_int4,
     supported,
     unpack_int4,
 )
 from .plans import Explanation, explain, explain_gemm
-from .saved import QuantizedForwardWeight, QuantizedInput, QuantizedWeight, Saved
+from .saved import (
+    QuantizedForwardWeight,
+    QuantizedInput,
+    QuantizedWeight,
+    QuantizedWeightInt4,
+    Saved,
+)
 
 __version__: str = _core.version()
 
@@ -42,6 +51,7 @@ __all__ = [
     "QuantizedForwardWeight",
     "QuantizedInput",
     "QuantizedWeight",
+    "QuantizedWeightInt4",
     "Saved",
     "__version__",
     "backward_linear",
@@ -49,6 +59,8 @@ __all__ = [
     "compress_activation",
     "decompress_activation",
     "dequantize",
+    "dequantize_weight",
+    "expand_weight_int4",
     "explain",
     "explain_gemm",
     "forward_linear",
@@ -63,6 +75,7 @@ __all__ = [
     "quantize_forward_input",
     "quantize_forward_weight",
     "quantize_weight",
+    "quantize_weight_int4",
     "set_isa",
     "set_num_threads",
     "supported",

@@ -182,6 +182,37 @@ def quantize_forward_input(
     key: _Key = ...,
     saved: _Array | None = None,
     workspace: _Array | None = None,
+    exponents: _Array | None = None,
+) -> None: ...
+def weight_int4_format(spec: ForwardLinearSpec, group: int) -> int: ...
+def weight_int4_bytes(
+    out_features: int, in_features: int, spec: ForwardLinearSpec, group: int
+) -> int: ...
+def quantize_weight_int4(
+    context: CoreContext,
+    w: _Array,
+    exponents: _Array | None,
+    spec: ForwardLinearSpec,
+    group: int,
+    out: _Array,
+) -> None: ...
+def expand_weight_int4(
+    context: CoreContext,
+    w: _Array,
+    out_features: int,
+    in_features: int,
+    spec: ForwardLinearSpec,
+    group: int,
+    out: _Array,
+) -> None: ...
+def dequantize_weight(
+    context: CoreContext,
+    w: _Array,
+    out_features: int,
+    in_features: int,
+    spec: ForwardLinearSpec,
+    out: _Array,
+    exponents: _Array | None = None,
 ) -> None: ...
 def forward_linear_workspace(
     context: CoreContext,

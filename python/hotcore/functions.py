@@ -43,6 +43,7 @@ from .saved import (
     QuantizedForwardWeight,
     QuantizedInput,
     QuantizedWeight,
+    QuantizedWeightInt4,
     Saved,
     check_fields,
     saved_layout,
@@ -402,20 +403,122 @@ def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> Quant
     return QuantizedForwardWeight(_result(source, data), rows, columns, settings)
 
 
+def quantize_weight_int4(
+    w: Array,
+    config: ConfigLike | None = None,
+    *,
+    group: int = 32,
+    exponents: Array | None = None,
+) -> QuantizedWeightInt4:
+    """Quantise w ``[O, I]`` to INT4 for the 8-bit forward: half a byte a value.
+
+    :func:`expand_weight_int4` makes the INT8 codes that :func:`forward_linear` takes.
+
+    Args:
+        w: float32, float16 or bfloat16, any strides. A row with NaN or Inf gets scale NaN.
+        config: a :class:`HotConfig` or a recipe's name; only ``forward_block`` matters. None:
+            ``HotConfig()``.
+        group: values along I with a common step, 32 or 64. It divides I after padding to whole
+            blocks of ``forward_block``.
+        exponents: int8 ``[I]`` or None. In feature i of w is multiplied by
+            ``2**(exponents[i] / 4)`` and that of x is divided by it, which makes features of x
+            alike in size.
+
+    Returns:
+        A :class:`QuantizedWeightInt4`.
+
+    Source: docs/numerics.md, "INT4 weights".
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    source = _matrix(operand(w, "w"))
+    check_ints(group=group)
+    powers = _exponents(exponents)
+    rows, columns = source.shape
+    spec = settings.forward_spec
+    data = source.empty((_core.weight_int4_bytes(rows, columns, spec, group),), "uint8")
+    _core.quantize_weight_int4(source.context(), source.dlpack, powers, spec, group, data.dlpack)
+    return QuantizedWeightInt4(_result(source, data), rows, columns, settings, group, exponents)
+
+
+def expand_weight_int4(w: QuantizedWeightInt4) -> QuantizedForwardWeight:
+    """Expand a weight in INT4 to INT8 codes with a scale a row, in integers.
+
+    Returns:
+        A :class:`QuantizedForwardWeight` with the exponents of ``w``.
+
+    Source: docs/numerics.md, "INT4 weights".
+    """
+    if not isinstance(w, QuantizedWeightInt4):
+        raise TypeError(f"w: expected a QuantizedWeightInt4, got {w!r}")
+    check_fields(w, "w")
+    source = operand(w.data, "w.data", ("uint8",))
+    sizes, spec = (w.out_features, w.in_features), w.config.forward_spec
+    data = source.empty((_core.forward_weight_bytes(*sizes, spec),), "uint8")
+    arguments = (source.dlpack, *sizes, spec, w.group, data.dlpack)
+    _core.expand_weight_int4(source.context(), *arguments)
+    return QuantizedForwardWeight(_result(source, data), *sizes, w.config, w.exponents)
+
+
+def dequantize_weight(w: QuantizedForwardWeight, out_dtype: Any = "float32") -> Array:
+    """Make floats ``[O, I]`` of a weight's INT8 codes, with the inverse of their transform.
+
+    Args:
+        w: result of :func:`quantize_forward_weight` or :func:`expand_weight_int4`. Features are
+            divided by the powers of its exponents.
+        out_dtype: float32, float16 or bfloat16, a name or a dtype of w's library.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    if not isinstance(w, QuantizedForwardWeight):
+        raise TypeError(f"w: expected a QuantizedForwardWeight, got {w!r}")
+    check_fields(w, "w")
+    source = operand(w.data, "w.data", ("uint8",))
+    sizes, powers = (w.out_features, w.in_features), _exponents(w.exponents)
+    out = source.empty(sizes, source.float_dtype(out_dtype, "out_dtype"))
+    arguments = (source.dlpack, *sizes, w.config.forward_spec, out.dlpack, powers)
+    _core.dequantize_weight(source.context(), *arguments)
+    return _result(source, out)
+
+
+def _exponents(exponents: Array | None) -> Any:
+    """Exponents of in features as an argument of libhot."""
+    return None if exponents is None else operand(exponents, "exponents", ("int8",)).dlpack
+
+
 @overload
 def quantize_forward_input(
-    x: Array, config: ConfigLike | None = None, *, keep: Literal[False] = False, key: KeyLike = 0
+    x: Array,
+    config: ConfigLike | None = None,
+    *,
+    keep: Literal[False] = False,
+    key: KeyLike = 0,
+    exponents: Array | None = None,
 ) -> QuantizedInput: ...
 @overload
 def quantize_forward_input(
-    x: Array, config: ConfigLike | None = None, *, keep: Literal[True], key: KeyLike = 0
+    x: Array,
+    config: ConfigLike | None = None,
+    *,
+    keep: Literal[True],
+    key: KeyLike = 0,
+    exponents: Array | None = None,
 ) -> tuple[QuantizedInput, Saved]: ...
 @overload
 def quantize_forward_input(
-    x: Array, config: ConfigLike | None = None, *, keep: bool, key: KeyLike = 0
+    x: Array,
+    config: ConfigLike | None = None,
+    *,
+    keep: bool,
+    key: KeyLike = 0,
+    exponents: Array | None = None,
 ) -> QuantizedInput | tuple[QuantizedInput, Saved]: ...
 def quantize_forward_input(
-    x: Array, config: ConfigLike | None = None, *, keep: bool = False, key: KeyLike = 0
+    x: Array,
+    config: ConfigLike | None = None,
+    *,
+    keep: bool = False,
+    key: KeyLike = 0,
+    exponents: Array | None = None,
 ) -> QuantizedInput | tuple[QuantizedInput, Saved]:
     """Quantise x ``[..., I]`` once for several calls of :func:`forward_linear`.
 
@@ -430,6 +533,8 @@ def quantize_forward_input(
             ``keep`` also the fields of the compression. None: ``HotConfig()``.
         keep: also compress x for the backward pass.
         key: random key of the compression; the codes for the product need none.
+        exponents: int8 ``[I]``, those of :func:`quantize_weight_int4`, or None. Feature i is
+            divided by ``2**(exponents[i] / 4)``; the compressed x is not.
 
     Returns:
         A :class:`QuantizedInput`, about one byte a value, or with ``keep`` a pair of it and a
@@ -440,14 +545,15 @@ def quantize_forward_input(
     sizes = (math.prod(source.shape[:-1]), source.shape[-1])
     spec = settings.forward_spec
     data = source.empty((_core.forward_input_bytes(*sizes, spec),), "uint8")
-    compression: tuple[Any, ...] = ()
+    compression: dict[str, Any] = {"exponents": _exponents(exponents)}
     if keep:
         full_key, backward = as_key(key), settings.spec
         saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
         workspace = source.workspace(_core.compress_activation_workspace, *sizes, backward)
-        compression = (backward, full_key, saved.dlpack, workspace)
-    _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack, *compression)
-    codes = QuantizedInput(_result(source, data), source.shape, source.dtype, settings)
+        compression |= {"kept": backward, "key": full_key, "saved": saved.dlpack}
+        compression["workspace"] = workspace
+    _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack, **compression)
+    codes = QuantizedInput(_result(source, data), source.shape, source.dtype, settings, exponents)
     return (codes, Saved(_result(source, saved), *sizes, settings, full_key)) if keep else codes
 
 
@@ -469,7 +575,8 @@ def forward_linear(
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. A
             result of :func:`quantize_forward_input` with the same block also works.
-        w: ``[O, I]``, or the result of :func:`quantize_forward_weight` with the same block.
+        w: ``[O, I]``, or the result of :func:`quantize_forward_weight` or
+            :func:`expand_weight_int4` with the same block.
         bias: ``[O]`` or None; added in fp32 before the one rounding.
         config: a :class:`HotConfig` or a recipe's name; only ``forward_block`` matters. None: that
             of a quantised x or w, or ``HotConfig()``.
@@ -481,8 +588,16 @@ def forward_linear(
     """
     if isinstance(w, QuantizedWeight):
         raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
+    powers = w.exponents if isinstance(w, QuantizedForwardWeight) else None
+    if powers is not None and not isinstance(x, QuantizedInput):
+        x = quantize_forward_input(x, w.config if config is None else config, exponents=powers)
     coded: dict[str, Any] = {}
     if isinstance(x, QuantizedInput):
+        if x.exponents is not powers:
+            raise ValueError(
+                "x: quantised with other exponents than w; pass w.exponents to "
+                "quantize_forward_input"
+            )
         coded["x"] = x
     if isinstance(w, QuantizedForwardWeight):
         coded["w"] = w

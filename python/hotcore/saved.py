@@ -1,5 +1,6 @@
 """Results of :func:`hotcore.compress_activation`, :func:`hotcore.quantize_forward_input`,
-:func:`hotcore.quantize_weight` and :func:`hotcore.quantize_forward_weight`.
+:func:`hotcore.quantize_weight`, :func:`hotcore.quantize_forward_weight` and
+:func:`hotcore.quantize_weight_int4`.
 """
 
 from __future__ import annotations
@@ -119,24 +120,40 @@ class QuantizedWeight(_Weight):
     """
 
 
+@dataclasses.dataclass(frozen=True)
 class QuantizedForwardWeight(_Weight):
     """w quantised for the product of y: codes of its rows and O scales in one uint8 vector.
 
-    It is valid until w changes.
+    It is valid until w changes. ``exponents`` are those of :func:`hotcore.quantize_weight_int4`.
     """
+
+    exponents: arrays.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeightInt4(_Weight):
+    """w in INT4 for the product of y: codes, O scales and the steps of groups in one uint8 vector.
+
+    ``exponents`` (int8 ``[I]`` or None) are the powers of two by which in features were multiplied.
+    """
+
+    group: int = 32
+    exponents: arrays.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedInput:
     """x quantised for the product of y: codes of its tokens and L scales in one uint8 vector.
 
-    ``shape`` and ``dtype`` are x's.
+    ``shape`` and ``dtype`` are x's. ``exponents`` (int8 ``[I]`` or None) are the powers of two by
+    which its features were divided.
     """
 
     data: arrays.Array
     shape: tuple[int, ...]
     dtype: str
     config: HotConfig
+    exponents: arrays.Array | None = None
 
     @property
     def tokens(self) -> int:
@@ -158,7 +175,7 @@ def check_fields(codes: Saved | _Weight | QuantizedInput, name: str) -> None:
             raise TypeError(f"{full}: expected a {kind.__name__}, got {value!r}")
         if field == "key":
             as_key(value, full)
-        elif field in ("tokens", "in_features", "out_features"):
+        elif field in ("tokens", "in_features", "out_features", "group"):
             as_int(value, full, 64)
         elif field == "dtype" and value not in arrays.FLOATS:
             raise ValueError(f"{full}: {value!r} is not one of {', '.join(arrays.FLOATS)}")

@@ -34,6 +34,8 @@ struct Arguments {
     numbers.emplace("format", static_cast<std::int64_t>(hot::saved_format(spec)));
     const hot::ForwardLinearSpec forward{static_cast<int>(or_else("block", 16))};
     numbers.emplace("input_format", static_cast<std::int64_t>(hot::forward_input_format(forward)));
+    const hot::WeightInt4Spec int4{forward, static_cast<int>(or_else("group", 32))};
+    numbers.emplace("int4_format", static_cast<std::int64_t>(hot::weight_int4_format(int4)));
   }
 
   static DType dtype(const std::string& name) {
@@ -145,7 +147,16 @@ void call(const std::string& name, Arguments& t) {
   } else if (name == "quantize_forward_input") {
     hot::quantize_forward_input(context, v["x"], {number("block")},
                                 {v["codes"].data, t.bytes("codes")}, t.spec,
-                                {v["saved"].data, t.bytes("saved")}, t.workspace());
+                                {v["saved"].data, t.bytes("saved")}, t.workspace(), v["exponents"]);
+  } else if (name == "quantize_weight_int4") {
+    hot::quantize_weight_int4(context, v["w"], v["exponents"], {{number("block")}, number("group")},
+                              {v["codes"].data, t.bytes("codes")});
+  } else if (name == "expand_weight_int4") {
+    const hot::ConstQuantizedWeight w{v["codes"].data, t.bytes("codes"), t.numbers["out_features"],
+                                      t.numbers["in_features"],
+                                      static_cast<std::uint64_t>(t.numbers["int4_format"])};
+    hot::expand_weight_int4(context, w, {{number("block")}, number("group")},
+                            {v["out"].data, t.bytes("out")});
   } else {
     ASSERT_EQ(name, "backward_linear");
     hot::backward_linear(context, v["gy"], v["w"], t.saved(), t.spec,

@@ -27,7 +27,9 @@ void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& produ
   plan::Plan steps;
   plan::add_small_gemms(steps, shapes.data(), count, by, plan::Buffer::a | plan::Buffer::b,
                         plan::Buffer::out);
-  launch_small_gemms(context, steps[0], products.data(), count);
+  hot::detail::Work work;
+  for (int i = 0; i < count; ++i) work.products[i].args = products[static_cast<std::size_t>(i)];
+  launch_small_gemms(context, steps[0], work);
 }
 
 std::string plan_text(const SmallPlan& plan) {

@@ -49,6 +49,22 @@ bool meets(const std::vector<std::string>& a, const std::vector<std::string>& b)
   });
 }
 
+// An H200 with all kernels.
+struct H200 final : plan::DeviceQueries {
+  plan::DeviceFacts facts;
+  H200() {
+    facts.arch = 90;
+    facts.sm_count = 132;
+    facts.shared_bytes = 232448;
+    facts.queries = this;
+    set_features(facts, true, true);
+  }
+  std::size_t stream_k_workspace(std::int64_t, std::int64_t, std::int64_t,
+                                 const hot::detail::Sm90Plan&) const override {
+    return 65536;
+  }
+};
+
 // Random layer of any shape and spec, on any device.
 struct AnyLayer {
   std::string device = hot::explain_devices()[static_cast<std::size_t>(random_int(0, 5))];
@@ -140,12 +156,36 @@ TEST(Plan, an_empty_x_gets_the_scales_that_it_has) {
     spec.gw_scale = one ? hot::Granularity::tensor : hot::Granularity::channel;
     const std::int64_t scales = hot::saved_layout(tokens, ins, spec).scales;
     ASSERT_EQ(scales, one ? 1 : ins);
-    const hot::detail::Projection p = hot::detail::make_projection(tokens, spec.low_rank);
-    const plan::Plan plan = plan::plan_compress(plan::DeviceFacts{}, {{}, tokens, ins, p, spec});
+    hot::detail::Work work;
+    add_saved_x(work, {}, hot::detail::shape_in(DType::bf16, tokens, ins),
+                hot::detail::saved_x(nullptr, hot::saved_layout(tokens, ins, spec), tokens, spec),
+                spec);
+    const plan::Plan plan = plan_of(plan::DeviceFacts{}, work);
     const bool written = std::any_of(plan.begin(), plan.end(), [](const plan::Step& step) {
       return step.kernel == plan::Kernel::finish_scales;
     });
     EXPECT_EQ(written, scales > 0) << tokens << " " << ins;
+  }
+}
+
+// A workspace is asked for without arrays, and taken with them.
+TEST(Plan, a_workspace_does_not_depend_on_addresses) {
+  const H200 device;
+  const auto bytes_of = [&](const hot::detail::BackwardCall& call) {
+    hot::detail::Work work = operands_of(call);
+    return take_scratch(work, nullptr, plan_of(device.facts, work).scratch);
+  };
+  for (int round = 0; round < 500; ++round) {
+    const AnyLayer layer;
+    const hot::ExplainOptions& o = layer.options;
+    hot::detail::BackwardCall call =
+        hot::detail::backward_shape(layer.spec, layer.shape, o.dtype, o.gw_dtype, o.gx, o.gw, o.gb);
+    const std::size_t bytes = bytes_of(call);
+    static float memory[2];
+    call.gy.data = call.w.data = call.gx.data = call.gw.data = memory + 1;
+    ++call.gy.row_stride;
+    ++call.gw.row_stride;
+    EXPECT_EQ(bytes_of(call), bytes) << layer.text();
   }
 }
 
@@ -192,6 +232,90 @@ TEST(Plan, what_is_wanted_is_written) {
     EXPECT_EQ(written["quantised x"], o.y && o.compress && L > 0 ? 1 : 0) << layer.text();
     EXPECT_EQ(written["y"], o.y && L > 0 && O > 0 ? 1 : 0) << layer.text();
   }
+}
+
+// The first step that writes the counter zeroes it. Each product that draws leaves it zero.
+TEST(Plan, the_counter_of_tiles_is_zeroed_by_what_runs_before) {
+  const auto expect = [](const Explanation& e, const std::string& kernel) {
+    const auto zeroes = std::find_if(e.steps.begin(), e.steps.end(), [](const auto& step) {
+      return meets(step.writes, {"counter of tiles"});
+    });
+    EXPECT_EQ(zeroes == e.steps.end() ? "no step" : zeroes->kernel, kernel) << e.text;
+  };
+  hot::ExplainOptions o = as(DType::bf16);
+  const hot::LinearShape layer{6000, 512, 768}, many{16500, 768, 768}, middle{2048, 1024, 1024};
+  expect(hot::explain("sm_90", many, recipe("default"), o), "memset");
+  expect(hot::explain("sm_90", layer, recipe("fast"), o), "rows16_kernel");
+  expect(hot::explain("sm_90", middle, recipe("fast"), o), "quantize_grouped_kernel");
+  expect(hot::explain("sm_90", middle, recipe("paper"), o), "quantize_grouped_kernel, amax");
+  expect(hot::explain("sm_90", {64, 64, 64}, recipe("fast"), o), "no step");
+  expect(hot::explain("sm_80", layer, recipe("fast"), o), "no step");
+  o.gx = false;
+  expect(hot::explain("sm_90", {8000, 4096, 4096}, recipe("fast"), o), "memset");
+  o.gw = o.gb = o.compress = false;
+  o.y = true;
+  expect(hot::explain("sm_90", layer, recipe("fast"), o), "rows16_kernel");
+  o.forward.hadamard_block = 32;
+  o.quantized_forward_weight = true;
+  expect(hot::explain("sm_90", layer, recipe("fast"), o), "rows_kernel");
+  o.compress = true;
+  o.bias = false;
+  expect(hot::explain("sm_90", layer, recipe("fast"), o), "memset");
+  o.bias = true;
+  o.bias_dtype = DType::bf16;
+  expect(hot::explain("sm_90", layer, recipe("fast"), o), "widen_kernel");
+  expect(hot::explain_gemm("sm_90", 8192, 8192, 512), "memset");
+  expect(hot::explain_gemm("sm_90", 256, 256, 8192), "no step");  // stream-K
+  expect(hot::explain_gemm("sm_80", 8192, 8192, 512), "no step");
+}
+
+TEST(Plan, the_counter_of_tiles_is_a_word_of_its_own) {
+  const H200 device;
+  int draws = 0;
+  for (int round = 0; round < 2000; ++round) {
+    const AnyLayer layer;
+    const hot::ExplainOptions& o = layer.options;
+    hot::detail::Work work =
+        o.y ? operands_of(hot::detail::forward_shape(o.forward, layer.shape, o.dtype, o.compress,
+                                                     o.quantized_forward_weight))
+            : operands_of(hot::detail::backward_shape(layer.spec, layer.shape, o.dtype, o.gw_dtype,
+                                                      o.gx, o.gw, o.gb));
+    const plan::Plan steps = plan_of(device.facts, work);
+    const auto first = std::find_if(steps.begin(), steps.end(), [](const plan::Step& step) {
+      return step.writes.has(plan::Buffer::counter);
+    });
+    if (first == steps.end()) continue;
+    ++draws;
+    // Addresses, which nobody follows.
+    char* const base = reinterpret_cast<char*>(std::uintptr_t{1} << 40);
+    const std::size_t bytes = take_scratch(work, base, steps.scratch);
+    const char* const counter = reinterpret_cast<char*>(work.counter);
+    const auto holds = [&](const void* from, std::int64_t size) {
+      return counter + sizeof(std::uint32_t) > from &&
+             counter < static_cast<const char*>(from) + size;
+    };
+    EXPECT_TRUE(counter >= base && counter + sizeof(std::uint32_t) <= base + bytes);
+    for (const hot::detail::Operand& operand : work.operands) {
+      const std::int64_t words = steps.scratch.amax[&operand - work.operands.begin()];
+      EXPECT_FALSE(holds(operand.out.amax, 4 * words));
+      if (!operand.scratch) continue;
+      EXPECT_FALSE(holds(operand.out.codes, operand.out.rows * operand.out.k_padded));
+      EXPECT_FALSE(holds(operand.out.scale, 4 * operand.out.scales));
+    }
+    for (int i = 0; i < 2; ++i) {
+      const auto size = static_cast<std::int64_t>(steps.scratch.product[i]);
+      EXPECT_FALSE(work.products[i].a >= 0 && holds(work.products[i].scratch, size));
+    }
+    EXPECT_FALSE(holds(work.sum.workspace, 4 * steps.scratch.sums));
+    if (first->kernel == plan::Kernel::zero) {
+      const auto size = static_cast<std::int64_t>(first->as<plan::ZeroStep>().bytes);
+      EXPECT_TRUE(holds(work.zeroed, size)) << layer.text();
+    } else {
+      EXPECT_GT(first->shape.blocks, 0) << layer.text();
+    }
+    EXPECT_FALSE(first->independent) << "a later step would not wait for it";
+  }
+  EXPECT_GT(draws, 200);
 }
 
 // Kernels overlap if one does not wait for the previous one. Then the last kernel that waited, and
@@ -374,7 +498,7 @@ TEST(Plan, kernels_that_were_passed_over_stay_in_the_step) {
     return std::vector<std::string>{"not in the plan"};
   };
   const Explanation half =
-      hot::explain("sm_90", {12608, 768, 768}, recipe("default"), as(DType::bf16));
+      hot::explain("sm_90", {8000, 768, 768}, recipe("default"), as(DType::bf16));
   EXPECT_EQ(half.slow, std::vector<std::string>{});
   EXPECT_EQ(passed(half, "columns_one_pass_kernel"),
             std::vector<std::string>{"rows_column_amax_kernel: its columns fit in a cluster"});
@@ -487,7 +611,7 @@ TEST(Plan, explains_bytes_and_floor) {
   options.y = true;
   const Explanation of_x = hot::explain("sm_90", {40000, 64, 768}, hot::recipe("fast"), options);
   ASSERT_GT(of_x.steps.size(), 3U);
-  EXPECT_EQ(of_x.steps[0].bytes_written, 4 * 768);
+  EXPECT_EQ(of_x.steps[0].bytes_written, 4 * (768 + 1));  // and a counter
   EXPECT_EQ(of_x.steps[1].bytes_read, std::int64_t{40000} * 768 * 2 + 4 * 768);
   EXPECT_EQ(of_x.steps[1].bytes_written, std::int64_t{40000} * (768 + 4) + 4 * 768);
   // A single scale needs a separate pass.

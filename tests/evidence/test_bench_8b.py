@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import sys
@@ -25,6 +26,10 @@ import bench_8b  # noqa: E402
 from bench_8b import Tried  # noqa: E402
 from evidence import doc_tables  # noqa: E402
 
+SEVERAL = bench_8b.dataclasses.replace(
+    bench_8b.TOY, config=bench_8b.TOY.config | {"num_hidden_layers": 3}
+)
+LAYER = "base_model.model.model.layers.2.mlp.down_proj.base_layer"
 PLAIN, OURS = "bf16, attention kept", "default int8-forward, attention kept"
 
 
@@ -76,25 +81,30 @@ def run(folder: Path, *words: str) -> Any:
 def test_contenders_are_paired_and_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [OURS, PLAIN, "LoRA frozen int8, attention kept", "LoRA bf16, attention kept"]
+    lora = ["LoRA bf16", "LoRA frozen int8", "LoRA frozen int4", "LoRA frozen nf4 torchao"]
+    if importlib.util.find_spec("bitsandbytes"):
+        lora += ["LoRA frozen nf4", "LoRA frozen nf4 fp32"]
+    names = [OURS, PLAIN, *(f"{name}, attention kept" for name in lora)]
     report = run(tmp_path, "--contenders", *names)
     rows = report["whole"]
     if any("torchao does not import" in row.get("left_out", "") for row in rows.values()):
         pytest.skip("no torchao")
     assert list(rows) == [name for name in (c.name for c in bench_8b.CONTENDERS) if name in names]
     for name, row in rows.items():
-        assert row["converted"] == (0 if "bf16" in name else 14), name
+        assert row["converted"] == (0 if "bf16" in name or "nf4" in name else 14), name
+        assert ("frozen_s" in row) == ("frozen" in name), name
         assert row["head"] == "loss in chunks, torch products" and row["graphs"] == 1, name
         assert row["sequences"] == bench_8b.COMMON and row["step"]["measurements"] == 6
         assert row["largest"]["tokens"] == 4 * 32 and row["tokens_per_s"] > 0
     # Weights and batches are equal, so losses are close, and below those of random guesses.
-    for ours, plain in ((names[0], names[1]), (names[2], names[3])):
-        assert rows[ours]["loss"] == pytest.approx(rows[plain]["loss"], rel=5e-3)
+    for name in (n for n in names if n != PLAIN):
+        ours, plain = (rows[name]["losses"][0], rows[PLAIN]["losses"][0])
+        assert ours == pytest.approx(plain, rel=5e-3), name
+    assert rows[OURS]["loss"] == pytest.approx(rows[PLAIN]["loss"], rel=5e-3)
     assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0]
     lines = list(doc_tables.whole(report))
-    assert len(lines) == 2 + len(bench_8b.CONTENDERS)
-    assert lines[2].startswith(f"| {OURS} | 4 × 32 | ") and lines[5].startswith("| default")
-    assert lines[5].split(" | ")[1:] == ["not run", *[""] * 5, " |"]
+    assert len(lines) == 2 + len(names)
+    assert lines[2].startswith(f"| {OURS} | 4 × 32 | ")
 
     kept = dict(rows)
     report["whole"][PLAIN] = {"begun": 1}  # its process died
@@ -110,6 +120,29 @@ def test_contenders_are_paired_and_a_run_goes_on(
     monkeypatch.setattr(bench_8b, "TOY", run_size)
     with pytest.raises(SystemExit, match="has other settings"):
         run(tmp_path)
+
+
+def test_a_base_never_exists_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is frozen before the next is made, from the weights that bf16's LoRA has."""
+    plain: list[int] = []
+    freeze = bench_8b.freeze
+
+    def watched(block: Any, contender: Any) -> None:
+        blocks.append(block)
+        plain.append(sum(type(b.mlp.up_proj.weight) is torch.nn.Parameter for b in blocks))
+        freeze(block, contender)
+
+    blocks: list[Any] = []
+    monkeypatch.setattr(bench_8b, "freeze", watched)
+    models = {}
+    for form in ("frozen int4", "bf16"):
+        (contender,) = (c for c in bench_8b.CONTENDERS if c.name == f"LoRA {form}, attention kept")
+        torch.manual_seed(0)
+        models[form], seconds = bench_8b.build(SEVERAL, contender, "cpu")
+        assert (seconds > 0) == bool(contender.frozen)
+    assert plain == [1, 1, 1]
+    codes, bf16 = (models[form].get_submodule(LAYER).weight.float() for form in models)
+    assert 0.05 < (codes - bf16).norm() / bf16.norm() < 0.12
 
 
 def test_memory_that_does_not_suffice_is_no_figure(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import bench_head  # noqa: E402
 import bench_latency  # noqa: E402
 import bench_memory  # noqa: E402
 import bench_training  # noqa: E402
-from evidence import evidence_tables, side_by_side  # noqa: E402
+from evidence import evidence_tables, side_by_side, small_tasks  # noqa: E402
 from models import mend_torchvision  # noqa: E402
 from train_lib import images  # noqa: E402
 
@@ -130,11 +130,18 @@ SUPPLEMENT = ("fp32", "bf16", "naive_int4", "luq", "lbp_wht", "default", "paper 
     ],
 )
 def test_the_supplements_table(
-    kind: str, task: str, methods: tuple[str, ...], tmp_path: Path, rng: np.random.Generator
+    kind: str,
+    task: str,
+    methods: tuple[str, ...],
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two steps on a fake data set; the table has every method's accuracy."""
+    """Two steps on a small fake data set; the table has every method's accuracy."""
     mend_torchvision()
     pytest.importorskip("timm")
+    monkeypatch.setitem(small_tasks.VITS, "images-vit", (64, 1, 4, 2e-3, 600))
+    monkeypatch.setattr(images.Photos, "pixels", 96)
     fake_images(kind, tmp_path / "data", rng)
     words = [] if methods == SUPPLEMENT else ["--methods", ";".join(methods)]
     bench_training.main(
@@ -154,17 +161,12 @@ def test_the_supplements_table(
 # ---- side by side ----
 
 
-def square(value: int) -> int:
-    time.sleep(0.1)
-    return value * value
-
-
 def test_work_side_by_side() -> None:
-    work = [(str(i), square, (i,)) for i in range(5)]
+    work = [(str(i), math.factorial, (i,)) for i in range(5)]
     for jobs in (1, 2):
         got: dict[str, int] = {}
         assert side_by_side.run_all(work, got.__setitem__, jobs=jobs) == []
-        assert got == {str(i): i * i for i in range(5)}
+        assert got == {str(i): math.factorial(i) for i in range(5)}
     late = side_by_side.run_all(work, got.__setitem__, budget_s=1e-9)
     assert late == [name for name, *_ in work[len(work) - len(late) :]] and late
     assert len(side_by_side.run_all(work, got.__setitem__, budget_s=60, longest_s=61)) == 5
@@ -288,3 +290,45 @@ def test_every_figure(tmp_path: Path) -> None:
     assert drawn >= {"breakdown", "training-vit", "speed", "loss-time"}
     text = (tmp_path / "speed.svg").read_text()
     assert text.startswith("<?xml") and all(word in text for word in ("Llama-3-8B", "HOT"))
+
+
+@pytest.mark.long
+def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every format, and hotcore's own layers, on random weights."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    from evidence import bench_base
+
+    path = tmp_path / "bases.json"
+    bench_base.main(["--quick", "--json", str(path)])
+    (rows,) = json.loads(path.read_text())["cases"].values()
+    assert list(rows) == [*bench_base.formats(), *bench_base.FROZEN]
+    simulated, ours = (
+        rows["INT4, sizes of x and w, quarters, x in INT8"],
+        "hot.freeze(model, 4, inputs)",
+    )
+    assert rows[ours]["w"] == pytest.approx(simulated["w"], rel=0.1)
+    assert rows[ours]["bytes"] < 0.6 < rows["hot.freeze_int8(model)"]["bytes"] < 1.1
+    assert rows["hot.freeze_int8(model)"]["error"] < 0.2 * rows[ours]["error"]
+    assert ours in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_losses_of_lora_by_base(tmp_path: Path) -> None:
+    """Every form at toy size, on a decoder that has hardly been trained."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    from evidence import bench_lora
+
+    path = tmp_path / "lora.json"
+    bench_lora.main(["--quick", "--json", str(path)])
+    rows = json.loads(path.read_text())["tasks"]["gpt"]
+    assert list(rows) == list(bench_lora.FORMS)
+    kl = {name: row["kl"] for name, row in rows.items()}
+    measured, plain = (kl[f"hot.freeze(model, 4{end})"] for end in (", inputs", ""))
+    assert kl["bf16"] < kl["hot.freeze_int8(model)"] < measured < plain
+    for row in rows.values():
+        assert set(row["loss"]) == {"0", "1"}  # seeds
+        assert all(loss < row["other before"] - 0.01 for loss in row["loss"].values())
+    losses = [rows[name]["loss"]["1"] for name in ("hot.freeze_int8(model)", "bf16")]
+    assert abs(losses[0] - losses[1]) < 0.002

@@ -15,8 +15,9 @@ for needed in ("sklearn", "tqdm", "tokenizers"):
     pytest.importorskip(needed)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import bench_fsdp  # noqa: E402
 import plans  # noqa: E402
-from evidence import lease, several  # noqa: E402
+from evidence import RESULTS, lease, several, several_tables  # noqa: E402
 
 REPORT = """import json, sys, time
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -48,13 +49,14 @@ def test_a_share_outlives_its_call(
 
 
 def cut_and_resumed(rank: int, device: str, *, folder: str) -> None:
-    """Losses of four steps are those of two, a checkpoint and two more, to the bit."""
-    for model in several.EACH:
-        run = several.Run(model, "default int8-forward", 2, 4, Path(folder), 2, quick=True)
+    """Losses of three steps are those of one, a checkpoint and two more, to the bit."""
+    for model in several.MODELS:
+        name, cache = "default int8-forward", Path(folder)
+        run = several.Run(model, name, 2, 2, quick=True, layers=1, steps=3, cache=cache)
         whole = several.trained(run, torch.device(device))
-        run = dataclasses.replace(run, steps=2, checkpoint=Path(folder) / model)
+        run = dataclasses.replace(run, steps=1, checkpoint=Path(folder) / model)
         cut = several.trained(run, torch.device(device))
-        run = dataclasses.replace(run, steps=4, first=2)
+        run = dataclasses.replace(run, steps=3, first=1)
         rest = several.trained(run, torch.device(device))
         assert len(rest) == 2 and cut + rest == whole, (model, cut, rest, whole)
 
@@ -63,3 +65,48 @@ def cut_and_resumed(rank: int, device: str, *, folder: str) -> None:
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_a_run_on_two_processes_resumes_to_the_same_bits(tmp_path: Path) -> None:
     plans.spawn(functools.partial(cut_and_resumed, folder=str(tmp_path)))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("model", ["llama_8b", "vit_l"])
+def test_speeds_with_gradients_in_a_byte_go_on_from_a_report(model: str, tmp_path: Path) -> None:
+    """A second call measures what lacks. Gradients take 1.0625 bytes a value in place of 2 or 4."""
+    hooks = ["bf16, PowerSGD"] * (model == "vit_l")
+    path, name = tmp_path / "cuda-fsdp.json", "default int8-forward"
+    words = ["--quick", "--model", model, "--json", str(path), "--contenders"]
+    bench_fsdp.main([*words, "bf16"])
+    first = json.loads(path.read_text())["rows"]
+    bench_fsdp.main([*words, "bf16", f"{name}, INT8 gradients", *hooks])
+    rows = json.loads(path.read_text())["rows"]
+    assert first.items() <= rows.items()
+    plain, byte = (row for row in rows.values() if "step" in row)
+    ratio = byte["wire"]["reduced"] / plain["wire"]["reduced"]
+    assert ratio == pytest.approx(1.0625 / (2 if model == "llama_8b" else 4))
+    assert abs(byte["losses"][0] - plain["losses"][0]) < 0.1
+    assert byte["losses"][-1] < byte["losses"][0]
+    table = list(several_tables.several(tmp_path))
+    assert len(table) == 2 + len(rows) + 2 and "needs NCCL" in "".join(table) or not hooks
+
+
+def test_the_wire_predicts_what_was_measured() -> None:
+    _, settings = several_tables.settings_of(RESULTS)
+    checked = 0
+    for setting, rows in settings.items():
+        for name, ms in several_tables.predictions(settings, setting).items():
+            assert ms == pytest.approx(rows[name]["step"]["median_ms"], rel=0.1), (setting, name)
+            checked += 1
+    assert checked
+    hidden, exposed = (several_tables.predicted_ms(100, 5e9, 100, o) for o in (1.0, 0.0))
+    assert (hidden, exposed) == (100, 150)
+
+
+def test_losses_of_several_gpus_are_compared_with_bf16(tmp_path: Path) -> None:
+    key, losses = "vit_l/4/losses/{}/1", {"losses": [9.0] * 5 + [2.0] * 20}
+    rows = {key.format("bf16"): losses, key.format("hot"): {"losses": [2.5] * 20}}
+    rows["vit_l/4/resume/hot/1"] = {"losses": {}, "equal": True}
+    rows["vit_l/4/one/hot/1"] = {"error": "gone"}
+    (tmp_path / several_tables.LOSSES).write_text(json.dumps({"rows": rows}))
+    table = "\n".join(several_tables.several_losses(tmp_path))
+    assert "| vit_l, 4 GPUs, hot | 1 | 2.5000 | +0.5000 |" in table
+    assert "hot, resumed | 1 |  |  | to the bit |" in table and "one process | 1 | failed" in table

@@ -141,7 +141,7 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
     (tmp_path / "signs.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     assert "luq;default;signs.py:SignGradient" in page
-    small = ["--methods", "fp32;luq;signs.py:SignGradient", "--tasks", "vit", "--steps", "2"]
+    small = ["--methods", "fp32;luq;signs.py:SignGradient", "--tasks", "vit", "--steps", "1"]
     for table in ("rivals", "finetune"):
         words = ["--seeds", "0", "--table", table, "--json", f"{table}.json", "--cache", "."]
         bench_training.main([*small, *words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -116,7 +117,8 @@ def test_layers_that_would_be_slower() -> None:
     x, options = torch.randn(64, 64, device="cuda"), {"compiled": False, "progress": False}
     notes = {row.name: row.note for row in hot.advise(model, x, budget=900.0, **options).rows}
     assert "no layer converted: all would be slower (slower=True)" in notes["default"]
-    assert not notes["plain"] and not notes["default+int8, all layers"]
+    for name in ("plain", "default+int8, all layers"):
+        assert re.fullmatch(r"(unsteady, ± \d+%)?", notes[name]), name
     options |= {"goal": "time", "allow": ["default"], "slower": True}
     ours = hot.advise(model, x, **options).rows[1]
     assert ours.measured and "'default', slower=True)" in ours.code

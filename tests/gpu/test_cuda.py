@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -76,13 +77,14 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
         assert same_bits(model(there).detach().cpu(), y.detach())
 
 
-def test_averages_of_frozen_codes_are_found() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_averages_of_frozen_codes_are_found(bits: Any) -> None:
     """Averaged codes make the next call fail. Equal bytes do not."""
     import hotcore.torch as hot
 
     model = torch.nn.Sequential(torch.nn.LayerNorm(200), torch.nn.Linear(200, 96)).cuda()
     hot.convert(model, hot.HotConfig(forward="int8"), lambda module, name: True)
-    hot.freeze_int8(model)
+    hot.freeze(model, bits)
     ema, x = copy.deepcopy(model), torch.randn(33, 200, device="cuda")
     y, codes = model(x).detach(), model[1].weight_codes.detach()
     with torch.no_grad():
@@ -93,7 +95,7 @@ def test_averages_of_frozen_codes_are_found() -> None:
         with pytest.raises(RuntimeError, match="weight_codes: these bytes are not codes"):
             call(x)
     for write in (lambda w: w[0].zero_(), lambda w: torch._foreach_mul_([w], 2)):
-        with torch.no_grad(), pytest.raises(RuntimeError, match="the weight is frozen in INT8"):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="the weight is frozen in codes"):
             write(model[1].weight)
     with pytest.raises(RuntimeError, match="__dlpack__"):
         torch.from_dlpack(model[1].weight)
@@ -132,9 +134,10 @@ def test_layers_of_one_x_equal_cpu(recipe: str, shape: tuple[int, ...]) -> None:
     assert all(same_bits(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("forward", ("plain", "int8"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> None:
+def test_frozen_weights_equal_cpu(dtype: torch.dtype, forward: str, bits: Any) -> None:
     """Frozen layers on both devices agree: codes, dequantised weight, y, g_x, also captured."""
     import hotcore.torch as hot
 
@@ -143,7 +146,7 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
     hot.convert(plain, config, lambda module, name: True)
     on_cpu, moved, there = (copy.deepcopy(plain) for _ in range(3))
     for model in (on_cpu, moved, there.cuda()):
-        assert len(hot.freeze_int8(model).freeze_report.layers) == 2
+        assert len(hot.freeze(model, bits).freeze_report.layers) == 2
     moved.cuda()
     x = torch.randn(2, 65, 200, dtype=dtype)
     runs = []

@@ -47,9 +47,16 @@ def input_bytes(a: Arrays) -> tuple[Any, ...]:
     return codes.data, saved.data
 
 
+def int4_bytes(a: Arrays) -> tuple[Any, ...]:
+    w = hotcore.quantize_weight_int4(a["w"], exponents=a["exponents"])
+    x = hotcore.quantize_forward_input(a["x"], exponents=a["exponents"])
+    wide = hotcore.expand_weight_int4(w)
+    return w.data, wide.data, hotcore.dequantize_weight(wide), x.data
+
+
 def of(**axes: str) -> Callable[[np.random.Generator, Sizes], Arrays]:
     """Arrays by name and axes: L, O and I, and B, 16 times O."""
-    makers = {"packed": packed} | dict.fromkeys(("q", "a", "b"), codes)
+    makers = {"packed": packed} | dict.fromkeys(("q", "a", "b", "exponents"), codes)
 
     def make(g: np.random.Generator, s: Sizes) -> Arrays:
         size = dict(zip("LOIB", (*s, 16 * s[1]), strict=True))
@@ -82,6 +89,7 @@ FUNCTIONS = {
         of(w="OI"), lambda a: hotcore.quantize_forward_weight(a["w"]).data
     ),
     "quantize_forward_input": Function(of(x="LI"), input_bytes),
+    "weight_int4": Function(of(w="OI", x="LI", exponents="I"), int4_bytes),
     "forward_linear": Function(
         of(x="LI", w="OI", bias="O"), lambda a: hotcore.forward_linear(*a.values())
     ),

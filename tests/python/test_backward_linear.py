@@ -14,7 +14,6 @@ import hotcore
 import numpy as np
 import pytest
 import reference
-from bounds import gx_bound
 from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
 from hypothesis import given
@@ -204,47 +203,11 @@ def test_errors_of_recipes(case: str) -> None:
             assert bench_cases.recipe_error(drawn, title, keys=3) == pytest.approx(known, rel=0.1)
 
 
-def test_close_to_the_plain_product(rng: np.random.Generator) -> None:
-    gy, w, x = layer(rng, 160, 67, 50)
-    bounds = {
-        HotConfig(): (0.02, 0.2),
-        HotConfig(gx_bits=4): (0.3, 0.2),
-        HotConfig.recipe("fast"): (0.02, 1.3),
-        HotConfig.recipe("paper"): (0.6, 0.9),
-        HotConfig.recipe("accurate"): (0.02, 0.02),
-    }
-    for recipe, (gx_most, gw_most) in bounds.items():
-        got = hotcore.backward_linear(gy, w, x, config=recipe, need=ALL)
-        for ours, exact, bound in ((got.gx, gy @ w, gx_most), (got.gw, gy.T @ x, gw_most)):
-            relative = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
-            assert relative < bound, recipe
-
-
 @pytest.mark.parametrize("tokens", [1, 15, 16, 197, 1024, 1040, 5000])
 def test_gb_equals_reference(rng: np.random.Generator, tokens: int) -> None:
     gy = data(rng, (tokens, 33), "outliers")
     got = hotcore.backward_linear(gy, None, None, need="gb").gb
     equal_bits(got, reference.bias_gradient(gy))
-
-
-@given(
-    tokens=st.integers(1, 40),
-    outs=st.integers(1, 80),
-    ins=st.integers(1, 40),
-    block=st.sampled_from([1, 4, 16, 64]),
-    bits=st.sampled_from([4, 8]),
-    gx_scale=st.sampled_from(["token", "tensor"]),
-    kind=st.sampled_from(["normal", "outliers", "sparse", "integers"]),
-    seed=st.integers(0, 2**32),
-)
-def test_gx_error_bound(
-    tokens: int, outs: int, ins: int, block: int, bits: int, gx_scale: str, kind: str, seed: int
-) -> None:
-    gy, w, _ = layer(np.random.default_rng(seed), tokens, outs, ins, kind)
-    config = HotConfig(hadamard_block=block, gx_bits=bits, gx_scale=gx_scale)
-    got = hotcore.backward_linear(gy, w, None, config=config, need="gx", key=seed).gx
-    exact, bound = gx_bound(gy, w, config)
-    assert (np.abs(got - exact) <= bound).all()
 
 
 UNBIASED = {
@@ -330,17 +293,6 @@ def test_empty_sizes(rng: np.random.Generator, config: HotConfig) -> None:
         gy, w, x, config=config, need=("gw", "gb"), gw_out=gw, gb_out=gb, accumulate=True
     )
     assert (gw == 2).all() and (gb == 3).all()
-
-
-@every_config
-def test_zero_inputs_give_zero(rng: np.random.Generator, config: HotConfig) -> None:
-    gy, w, x = layer(rng, 35, 18, 20)
-    for zeroed in range(3):
-        arrays = [value * (index != zeroed) for index, value in enumerate((gy, w, x))]
-        got = hotcore.backward_linear(*arrays, config=config, need=ALL)
-        assert zeroed == 2 or not got.gx.any()
-        assert zeroed == 1 or not got.gw.any()
-        assert zeroed != 0 or not got.gb.any()
 
 
 def test_saved_bytes() -> None:

@@ -142,6 +142,32 @@ def test_forward_linear(api: CApi, rng: np.random.Generator, block: int) -> None
         equal_bits(api.forward_linear(quantized, w, None, spec), plain)
 
 
+@pytest.mark.parametrize("exponents", [None, np.arange(-35, 35, dtype=np.int8)])
+def test_weight_int4(api: CApi, rng: np.random.Generator, exponents: np.ndarray | None) -> None:
+    w, x, spec, group = data(rng, (9, 70)), data(rng, (5, 70)), api.forward_spec(64), 64
+    powers = None if exponents is None else tensor(exponents)
+    expected = hotcore.quantize_weight_int4(w, group=group, exponents=exponents)
+    count = api.number("hot_weight_int4_bytes", 9, 70, spec, group)
+    codes, weight, wide = aligned(count), make("hot_weight"), make("hot_weight")
+    place = codes.ctypes.data, count
+    api.on("hot_quantize_weight_int4", tensor(w), powers, spec, group, *place, weight)
+    equal_bits(codes, expected.data)
+    count = api.number("hot_forward_weight_bytes", 9, 70, spec)
+    memory = aligned(count)
+    api.on("hot_expand_weight_int4", weight, spec, group, memory.ctypes.data, count, wide)
+    expanded = hotcore.expand_weight_int4(expected)
+    equal_bits(memory, expanded.data)
+    floats = np.full((9, 70), np.nan, np.float32)
+    api.on("hot_dequantize_weight", wide, spec, powers, tensor(floats))
+    equal_bits(floats, hotcore.dequantize_weight(expanded))
+    count = api.number("hot_forward_input_bytes", 5, 70, spec)
+    of_x, made = aligned(count), make("hot_input")
+    end = spec, of_x.ctypes.data, count, made, None, None, 0, None, 0, None
+    api.on("hot_quantize_forward_input_scaled", tensor(x), powers, *end)
+    y = hotcore.forward_linear(x, expanded, out_dtype="float32")
+    equal_bits(api.forward_linear(made, wide, None, spec), y)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_input_that_is_kept(api: CApi, rng: np.random.Generator, recipe: str) -> None:
     x, forward, kept = data(rng, (97, 35)), api.forward_spec(64), api.spec(recipe)

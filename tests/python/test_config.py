@@ -74,12 +74,8 @@ def unlike_the_table(table: Mapping[str, Field]) -> list[str]:
     wrong = [f"{name} is missing" for name in table if name not in names]
     if names != list(table)[: len(names)]:
         wrong.append(f"another order: {names}")
-    plain = {
-        "int": int,
-        "bool": bool,
-        "ints": tuple[int, ...] | None,
-        "grid": tuple[int, int] | None,
-    }
+    plain = {"int": int, "bool": bool}
+    plain |= {"ints": tuple[int, ...] | None, "grid": tuple[int, int] | None}
     for name in names:
         field = table[name]
         hints = {typed[name], loose.get(name)}
@@ -308,11 +304,6 @@ def test_what_passes_here_passes_there(block: int, basis: str, rank: int) -> Non
         return True
 
     assert here() == there()
-
-
-def test_supported_for_every_recipe() -> None:
-    for name in RECIPES:
-        assert hotcore.supported(197, 64, 48, name) == (True, "")
 
 
 def test_as_config() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from c_api import CONSTANTS, CApi, HotError, aligned, make, tensor
 from hotcore import HotConfig, Key, _core
+from hotcore.config import RECIPES
 from support import read_only, torch, unaligned
 
 
@@ -88,6 +89,13 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
     forward = api.forward_spec(operands.get("block", 16))
     _, made, _, _ = api.quantize_forward_input(np.ones((1, 1), np.float32), forward)
     operands.setdefault("input_format", made.format)
+    int4, weight = make("hot_weight"), make("hot_weight")
+    if "group" in operands:
+        codes, one = aligned(operands["block"] * 34), operands["block"] * 2
+        arguments_of_int4 = tensor(np.ones((1, one), np.float32)), None, forward, operands["group"]
+        count = api.number("hot_weight_int4_bytes", 1, one, forward, operands["group"])
+        api.on("hot_quantize_weight_int4", *arguments_of_int4, codes.ctypes.data, count, int4)
+        operands.setdefault("int4_format", int4.format)
     arrays = {n: v for n, v in operands.items() if isinstance(v, np.ndarray)} | room
     views = {n: tensor(v.view(np.int8) if n in room else v) for n, v in arrays.items()}
     for change, value in arguments(broken).items():
@@ -118,6 +126,10 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
     forward.hadamard_block, made.format = operands.get("block", 16), operands["input_format"]
     if "codes" in views:
         made.data, made.bytes = views["codes"].data, views["codes"].shape[0]
+        int4.data, int4.bytes = made.data, made.bytes
+    for field in ("out_features", "in_features"):
+        setattr(int4, field, operands.get(field, 0))
+    int4.format = operands.get("int4_format", 0)
     work = views["workspace"].data, views["workspace"].shape[0]
     v, g, before = views, operands, [bytes(one) for one in arrays.values()]
     scales = [v[n] for n in ("a_scale", "b_scale") if n in v]
@@ -144,12 +156,24 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
             *(v["x"], forward, made.data, made.bytes, make("hot_input"), spec),
             *(saved.data, saved.bytes, *work, make("hot_saved")),
         ),
+        "quantize_forward_input_scaled": lambda: (
+            *(v["x"], v["exponents"], forward, made.data, made.bytes, make("hot_input"), spec),
+            *(saved.data, saved.bytes, *work, make("hot_saved")),
+        ),
+        "quantize_weight_int4": lambda: (
+            v["w"], v["exponents"], forward, g["group"], made.data, made.bytes, weight,
+        ),
+        "expand_weight_int4": lambda: (
+            int4, forward, g["group"], v["out"].data, v["out"].shape[0], weight,
+        ),
         "backward_linear": lambda: (v["gy"], v["w"], saved, spec, gradients, *work),
     }  # fmt: skip
     parts = {n: ctypes.addressof(v[n]) for n in ("gx", "gw", "gb") if n in v}
     gradients = make("hot_gradients", **parts)
     if name == "forward_linear" and "codes" in v:
         name = "forward_linear_input"
+    if name == "quantize_forward_input" and "exponents" in v:
+        name = "quantize_forward_input_scaled"
     try:
         api.on(f"hot_{name}", *last[name]())
     except HotError:
@@ -189,6 +213,10 @@ def call_python(name: str, good: str, broken: str) -> None:
     elif name == "decompress_activation":
         kept = hotcore.compress_activation(np.ones((20, 12), np.float32))
         hotcore.decompress_activation(kept, operands["first"], operands["last"])
+    elif name == "quantize_weight_int4":
+        config = HotConfig(forward_block=operands["block"])
+        more = {n: operands[n] for n in ("group", "exponents")}
+        hotcore.quantize_weight_int4(operands["w"], config, **more)
     else:
         getattr(hotcore, name)(**operands)
 
@@ -478,12 +506,8 @@ EXPLAIN = {"tokens": 64, "out_features": 64, "in_features": 64}
 SCALARS: dict[str, tuple[Callable[..., object], str, str, str]] = {
     "fwht": (lambda **o: fwht(X, **o), "axis block", "", ""),
     "hla": (lambda **o: hla(X, **o), "rank block prefix_tokens", "basis side", ""),
-    "basis_order": (
-        lambda **o: hotcore.basis_order(**{"basis": "lowpass", **o}),
-        "block",
-        "basis",
-        "",
-    ),
+    "basis_order": (lambda **o: hotcore.basis_order(**{"basis": "lowpass", **o}),
+                    "block", "basis", ""),
     "quantize": (lambda **o: quantize(X, **o), "bits", "scale rounding", ""),
     "dequantize": (lambda **o: dequantize(P, ONE, packed=True, **o), "columns", "granularity", ""),
     "unpack_int4": (lambda **o: unpack(P, **o), "columns", "", ""),
@@ -493,25 +517,13 @@ SCALARS: dict[str, tuple[Callable[..., object], str, str, str]] = {
     "decompress out": (lambda **o: decompress(saved(), out=X[:4], **o), "first last", "", ""),
     "backward_linear": (lambda **o: back(gw_out=np.ones((24, 16), F), **o), "", "", "accumulate"),
     "supported": (lambda **o: hotcore.supported(**{**EXPLAIN, **o}), " ".join(EXPLAIN), "", ""),
-    "explain": (
-        lambda **o: hotcore.explain(**{**EXPLAIN, **o}),
-        " ".join(EXPLAIN),
-        "",
-        "accumulate quantized_weight wgmma",
-    ),
-    "explain_gemm": (
-        lambda **o: hotcore.explain_gemm(**{"m": 4, "n": 4, "k": 4, **o}),
-        "m n k",
-        "",
-        "int4 accumulate wgmma",
-    ),
-    "set_num_threads": (
-        lambda **o: hotcore.set_num_threads(**{"threads": 0, **o}),
-        "threads",
-        "",
-        "",
-    ),
-}
+    "explain": (lambda **o: hotcore.explain(**{**EXPLAIN, **o}),
+                " ".join(EXPLAIN), "", "accumulate quantized_weight wgmma"),
+    "explain_gemm": (lambda **o: hotcore.explain_gemm(**{"m": 4, "n": 4, "k": 4, **o}),
+                     "m n k", "", "int4 accumulate wgmma"),
+    "set_num_threads": (lambda **o: hotcore.set_num_threads(**{"threads": 0, **o}),
+                        "threads", "", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALARS)
@@ -646,7 +658,8 @@ def test_kinds_are_not_mixed_in_outputs() -> None:
 
 
 def test_supported() -> None:
-    assert hotcore.supported(197, 768, 768) == (True, "")
+    for recipe in RECIPES:
+        assert hotcore.supported(197, 768, 768, recipe) == (True, "")
     paper = HotConfig.recipe("paper", token_grid=(14, 14), prefix_tokens=1)
     assert hotcore.supported(2 * 197, 768, 768, paper) == (True, "")
     ok, why = hotcore.supported(198, 768, 768, paper)

@@ -16,23 +16,14 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 import gpu_trust  # noqa: E402
 from evidence import doc_tables  # noqa: E402
 
-GTEST = {
-    "testsuites": [
-        {
-            "testsuite": [
-                {"name": "fast", "result": "COMPLETED", "time": "1.5s", "cases": "70", "word": "a"},
-                {"name": "gone", "result": "SKIPPED", "time": "0s"},
-                {"name": "DISABLED_child", "result": "SUPPRESSED", "time": "0s"},
-                {
-                    "name": "bad",
-                    "result": "COMPLETED",
-                    "time": "0.1s",
-                    "failures": [{"failure": "case 3 differs"}],
-                },
-            ]
-        }
-    ]
-}
+SUITE = [
+    {"name": "fast", "result": "COMPLETED", "time": "1.5s", "cases": "70", "word": "a"},
+    {"name": "gone", "result": "SKIPPED", "time": "0s"},
+    {"name": "DISABLED_child", "result": "SUPPRESSED", "time": "0s"},
+    {"name": "bad", "result": "COMPLETED", "time": "0.1s",
+     "failures": [{"failure": "case 3 differs"}]},
+]  # fmt: skip
+GTEST = {"testsuites": [{"testsuite": SUITE}]}
 
 
 def test_reads_gtest(tmp_path: Path) -> None:
@@ -40,11 +31,8 @@ def test_reads_gtest(tmp_path: Path) -> None:
     assert gpu_trust.gtest_results(path) == {}  # a crashed program wrote no file
     path.write_text(json.dumps(GTEST))
     results = gpu_trust.gtest_results(path)
-    assert {name: row["result"] for name, row in results.items()} == {
-        "fast": "passed",
-        "gone": "skipped",
-        "bad": "failed",
-    }
+    found = {name: row["result"] for name, row in results.items()}
+    assert found == {"fast": "passed", "gone": "skipped", "bad": "failed"}
     assert results["fast"]["figures"] == {"cases": 70, "word": "a"}
     assert results["bad"]["failures"] == ["case 3 differs"]
 

@@ -16,24 +16,15 @@ PYTHON_TESTS = ROOT / "tests" / "python"
 # Headers that are no stage, and stages composed of others: a backend has no file for them, or one
 # that only calls the others. Tests elsewhere: explain in test_plan, hot_c in test_c_api, memory in
 # test_docs_cpp and the consumer.
-INFRASTRUCTURE = {
-    "api",
-    "context",
-    "device",
-    "error",
-    "explain",
-    "hot",
-    "hot_c",
-    "memory",
-    "tensor",
-}
+NO_STAGE = {"api", "context", "device", "error", "explain", "hot", "hot_c", "memory", "tensor"}
 COMPOSED = {"backward_linear", "forward_linear"}
 
-STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)
+STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in NO_STAGE)
 
 
 def test_the_stages_are_known() -> None:
-    assert sorted(COMPOSED | {"gemm", "hadamard", "lowrank", "pack", "quantize"}) == STAGES
+    single = {"gemm", "hadamard", "lowrank", "pack", "quantize", "weight_int4"}
+    assert sorted(COMPOSED | single) == STAGES
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -61,11 +52,8 @@ IN_C = {
     "saved_layout": "hot_saved_layout_of",
     "recipe": "hot_spec_recipe",
     "recipe_names": "hot_recipe_name",
-    "saved_format": None,
-    "weight_format": None,
-    "forward_weight_format": None,
-    "forward_input_format": None,
-    "scale_count": None,
+    **dict.fromkeys(("saved_format", "weight_format", "forward_weight_format")),
+    **dict.fromkeys(("forward_input_format", "weight_int4_format", "scale_count")),
 }
 
 

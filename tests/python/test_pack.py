@@ -51,10 +51,3 @@ def test_same_bits_on_every_path(rng: np.random.Generator) -> None:
     same_on_every_path(lambda: hotcore.pack_int4(q))
     packed = hotcore.pack_int4(q)
     same_on_every_path(lambda: hotcore.unpack_int4(packed, 333))
-
-
-def test_empty() -> None:
-    for shape in ((0, 5), (5, 0)):
-        packed = hotcore.pack_int4(np.empty(shape, np.int8))
-        assert packed.shape == (shape[0], (shape[1] + 1) // 2)
-        assert hotcore.unpack_int4(packed, shape[1]).shape == shape

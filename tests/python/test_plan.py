@@ -92,7 +92,7 @@ def test_explains_bytes_and_floor() -> None:
     assert explain(25216, 3072, 768, need="x").operations == 0
     # The largest values are those of x's columns.
     cleared, rows, _ = explain(40000, 64, 768, "fast", need=("y", "x")).steps[:3]
-    assert cleared.bytes_written == 4 * 768
+    assert cleared.bytes_written == 4 * (768 + 1)  # and a counter of tiles
     assert rows.bytes_written == 40000 * (768 + 4) + 4 * 768
 
 

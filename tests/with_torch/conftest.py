@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip)
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import core  # noqa: E402  (after the skip)
 
 
 @pytest.fixture
@@ -44,17 +43,3 @@ def unshared() -> Iterator[None]:
     """Every layer compresses its own x."""
     with hot.share_inputs(False):
         yield
-
-
-@pytest.fixture
-def one_seed_an_x(monkeypatch: pytest.MonkeyPatch, unshared: None) -> None:
-    """Layers with the same x draw one seed and round g_y with it, as in compiled graphs."""
-    drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
-    seed_for = core.seed_for
-
-    def found(x: torch.Tensor) -> torch.Tensor:
-        if not drawn or drawn[0][0] is not x:
-            drawn[:] = [(x, seed_for(x))]
-        return drawn[0][1]
-
-    monkeypatch.setattr(core, "seed_for", found)

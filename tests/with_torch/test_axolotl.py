@@ -110,16 +110,19 @@ def test_full_fine_tuning(plugin: Any) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_adapters_on_a_frozen_base(plugin: Any) -> None:
+@pytest.mark.parametrize("bits", [True, "int4"])
+def test_adapters_on_a_frozen_base(plugin: Any, bits: bool | str) -> None:
     with without_broken_torchvision():
         peft = pytest.importorskip("peft")
-    cfg = DictDefault(adapter="lora", hot_freeze=True, hot_config={"forward": "int8"})
+    cfg = DictDefault(adapter="lora", hot_freeze=bits, hot_config={"forward": "int8"})
     plugin.register(cfg)
     cfg = validated(plugin, cfg)
     assert not any(cfg[kernel] for kernel in KERNELS)  # they would not call HOT's layers
     model = llama()
     plugin.post_model_build(cfg, model)
-    assert all(isinstance(model.get_submodule(n), HotFrozenLinear) for n in hot_layers(model))
+    frozen = [model.get_submodule(name) for name in hot_layers(model)]
+    assert frozen and all(isinstance(layer, HotFrozenLinear) for layer in frozen)
+    assert {layer.weight_bits for layer in frozen} == {8 if bits is True else 4}
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     tokens = torch.randint(96, (2, 32))
     model(tokens, labels=tokens).loss.backward()

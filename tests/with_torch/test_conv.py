@@ -276,25 +276,24 @@ def test_layers_with_one_x_keep_it_once(way: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize(("kernel", "recipe"), [(1, "paper"), (3, "default")])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_operators(kernel: int, channels_last: bool) -> None:
+def test_operators(kernel: int, recipe: str, channels_last: bool) -> None:
     x = torch.randn(2, 8, 10, 12)
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     weight, seed = torch.randn(16, 8, kernel, kernel), torch.tensor(11)
     window = ((kernel, kernel), (2, 1), (0, 0, 0, 0), (1, 1), "zeros", 1)
-    for recipe in ("default", "fast", "paper"):
-        config = HotConfig.recipe(recipe).json
-        drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
-        for keep in (False, True):
-            call = (x, x.bfloat16(), config, keep, *window)
-            torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
-        saved, _ = conv._compress(x, seed, config, conv.Window.of(*window))
-        for bias, kept in ((None, saved), (torch.randn(16), None)):
-            call = (x, weight, bias, kept, seed, config, *window)
-            torch.library.opcheck(torch.ops.hotcore.conv2d, call)
-            torch.library.opcheck(torch.ops.hotcore.convolution, call)
+    config = HotConfig.recipe(recipe).json
+    drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
+    for keep in (False, True):
+        call = (x, x.bfloat16(), config, keep, *window)
+        torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
+    saved, _ = conv._compress(x, seed, config, conv.Window.of(*window))
+    for bias, kept in ((None, saved), (torch.randn(16), None)):
+        call = (x, weight, bias, kept, seed, config, *window)
+        torch.library.opcheck(torch.ops.hotcore.conv2d, call)
+        torch.library.opcheck(torch.ops.hotcore.convolution, call)
 
 
 @pytest.mark.cuda

@@ -299,9 +299,6 @@ def test_compiled_for_any_number_of_tokens() -> None:
     assert torch.equal(compiled(x), model(x))
 
 
-# ------------------------------------------------------------------------- Checkpoints and policies
-
-
 # --------------------------------------------------------- Nothing of a weight stays between calls
 
 

@@ -281,7 +281,7 @@ def compile_twice() -> None:
     import torch._functorch.config as functorch
     from torch._dynamo.utils import counters
 
-    model = converted(Mlp())
+    model = converted(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     x = torch.randn(128, 64)
     for start in ("cold", "warm"):
         torch._dynamo.reset()

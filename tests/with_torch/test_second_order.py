@@ -67,12 +67,6 @@ def test_a_gradient_penalty(model_and_x: tuple[nn.Module, torch.Tensor]) -> None
         torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_backward_with_inputs(model_and_x: tuple[nn.Module, torch.Tensor]) -> None:
-    model, x = model_and_x
-    with pytest.raises(RuntimeError, match=REFUSED):
-        model(x).square().sum().backward(inputs=[x], create_graph=True)
-
-
 def test_a_frozen_layer() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).requires_grad_(False)
     hot.convert(model, filter_fn=lambda *_: True)
@@ -82,13 +76,12 @@ def test_a_frozen_layer() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(backend: str) -> None:
+def test_compiled() -> None:
     """AOTAutograd raises its own error."""
     torch._dynamo.reset()
     model, x = linear()
     hot.convert(model, filter_fn=lambda *_: True)
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend="aot_eager")
     x.requires_grad_()
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(penalty(compiled, x), list(model.parameters())[:1])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,10 @@ def plain(tmp_path: Path, seeded: None) -> Path:
     return tmp_path / "plain"
 
 
-def load(path: Path, *arguments: Any, freeze: bool = False, **options: Any) -> Any:
-    wanted = HotQuantizationConfig(*arguments, freeze=freeze)
+def load(
+    path: Path, *arguments: Any, freeze: Any = False, save_codes: bool = False, **options: Any
+) -> Any:
+    wanted = HotQuantizationConfig(*arguments, freeze=freeze, save_codes=save_codes)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=wanted, **options)
 
 
@@ -125,20 +130,149 @@ def test_trainer_trains_and_checkpoints(plain: Path, tmp_path: Path) -> None:
     assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
 
 
-def test_frozen(plain: Path, tmp_path: Path) -> None:
-    model = load(plain, freeze=True)
+@pytest.mark.parametrize("freeze", [True, "int8", "int4"])
+def test_frozen(freeze: Any, plain: Path, tmp_path: Path) -> None:
+    model = load(plain, freeze=freeze)
     layers = hot_layers(model)
     assert all(isinstance(layer, HotFrozenLinear) for layer in layers.values())
+    assert {layer.weight_bits for layer in layers.values()} == {4 if freeze == "int4" else 8}
     with pytest.raises(ValueError, match="attach trainable adapters"):
         trainer_of(model, tmp_path / "out")
+    expected = load(plain)  # the same codes as from weights in memory
+    hot.freeze(expected, 4 if freeze == "int4" else 8)
+    for name, layer in layers.items():
+        assert torch.equal(layer.weight_codes, expected.get_submodule(name).weight_codes)
+    assert model.freeze_report.to_json() == expected.freeze_report.to_json()
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for name, layer in layers.items():
         reloaded = again.get_submodule(name)
         assert isinstance(reloaded, HotFrozenLinear)
-        torch.testing.assert_close(
-            reloaded.dequantized(), layer.dequantized(), atol=1e-6, rtol=1e-3
+        assert reloaded.weight_bits == layer.weight_bits
+        values, error = layer.dequantized(), reloaded.dequantized() - layer.dequantized()
+        assert error.norm() <= (0.1 if freeze == "int4" else 1e-3) * values.norm()
+
+
+@pytest.mark.parametrize("freeze", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_codes(freeze: Any, dtype: Any, plain: Path, tmp_path: Path) -> None:
+    """Exact, in shards, for the base model as well, and without an argument."""
+    options = {"freeze": freeze, "save_codes": True, "dtype": dtype}
+    model = load(plain, "default", ["down_proj"], **options)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
+    assert len([*(tmp_path / "saved").glob("*.safetensors")]) > 1
+    tokens = torch.randint(96, (2, 32))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.dtype == dtype and torch.equal(again(tokens).logits, model(tokens).logits)
+    base = transformers.AutoModel.from_pretrained(tmp_path / "saved")
+    assert {f"model.{name}" for name in hot_layers(base)} == {*hot_layers(model)}
+    for name, layer in hot_layers(model).items():
+        for other in (again.get_submodule(name), base.get_submodule(name[len("model.") :])):
+            assert torch.equal(other.weight_codes, layer.weight_codes) and other.save_codes
+            assert other.weight_dtype == dtype
+    hot.thaw(again)
+    again.save_pretrained(tmp_path / "thawed")  # values, though the configuration says codes
+    thawed = AutoModelForCausalLM.from_pretrained(tmp_path / "thawed")
+    assert hot_layers(thawed).keys() == hot_layers(model).keys()
+    assert all(isinstance(layer, HotFrozenLinear) for layer in hot_layers(thawed).values())
+
+
+PEAK = """
+import re, sys, threading, time
+import torch
+from support import without_broken_torchvision
+
+with without_broken_torchvision():
+    from hotcore.integrations.transformers import HotQuantizationConfig
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # imports its modules
+
+def anonymous():  # without the pages of files, which the system takes back
+    with open("/proc/self/status") as file:
+        return int(re.search(r"RssAnon:\\s+(\\d+)", file.read())[1]) * 1024
+
+def watch():
+    while not done.is_set():
+        sizes.append(anonymous())
+        time.sleep(0.002)
+
+done, sizes = threading.Event(), []
+whole = sys.argv[2] == "whole"
+wanted = None if whole else HotQuantizationConfig("default", freeze=sys.argv[2])
+before = anonymous()
+watcher = threading.Thread(target=watch)
+watcher.start()
+AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.float32, quantization_config=wanted
+)
+done.set()
+watcher.join()
+print(max(sizes) - before)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_plain_model_is_never_held(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6}
+    model = causal("Llama", **sizes)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())  # 175 MiB in fp32
+    model.bfloat16().save_pretrained(tmp_path)
+    del model
+
+    def peak(how: str) -> int:
+        run = [sys.executable, "-c", PEAK, str(tmp_path), how]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        environment["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # freed tensors go back to the system
+        return int(subprocess.check_output(run, text=True, env=environment))
+
+    assert peak("int4") < size / 2 < 0.9 * size < peak("whole")
+
+
+def changed(path: Path, **values: Any) -> None:
+    """Replace tensors of a checkpoint; None removes one."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = safetensors.load_file(path / "model.safetensors") | values
+    kept = {name: value for name, value in state.items() if value is not None}
+    safetensors.save_file(kept, path / "model.safetensors", {"format": "pt"})
+
+
+def test_weights_that_cannot_be_frozen(plain: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj"
+    weight = AutoModelForCausalLM.from_pretrained(plain).get_submodule(name).weight.detach()
+    bad = weight.clone()
+    bad[2, 3] = torch.inf
+    for value in (bad, weight[:-1].contiguous(), None):
+        changed(plain, **{f"{name}.weight": value})
+        with pytest.raises((ValueError, RuntimeError), match="no usable weight|conversion"):
+            load(plain, freeze="int4")
+    model = load(plain, "default", ["up_proj"], freeze="int4")  # initialised, as transformers warns
+    assert type(model.get_submodule(name)) is torch.nn.Linear
+    changed(plain, **{f"{name}.weight": weight})
+    model = load(plain, freeze="int4", save_codes=True)
+    model.save_pretrained(tmp_path / "codes")
+    changed(tmp_path / "codes", **{f"{name}.weight_codes": torch.zeros(9, dtype=torch.uint8)})
+    with pytest.raises((ValueError, RuntimeError), match="mismatched|weight_codes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "codes")
+
+
+def test_biases(tmp_path: Path) -> None:
+    """A bias is the checkpoint's, or zero where it has none, as transformers initialises it."""
+    source = causal("Llama", attention_bias=True)
+    name = "model.layers.0.self_attn.q_proj"
+    torch.nn.init.normal_(source.get_submodule(name).bias)
+    for codes in (False, True):
+        folder = tmp_path / str(codes)
+        source.save_pretrained(folder)
+        if codes:
+            load(folder, freeze="int4", save_codes=True).save_pretrained(folder)
+        assert torch.equal(
+            load(folder, freeze="int4", save_codes=codes).get_submodule(name).bias,
+            source.get_submodule(name).bias,
         )
+        changed(folder, **{f"{name}.bias": None})
+        model = load(folder, freeze="int4", save_codes=codes)
+        bias = model.get_submodule(name).bias
+        assert torch.equal(bias, torch.zeros(64)) and type(bias) is torch.nn.Parameter
 
 
 def test_offloaded_weights(plain: Path, tmp_path: Path) -> None:
@@ -151,7 +285,7 @@ def test_offloaded_weights(plain: Path, tmp_path: Path) -> None:
     assert isinstance(layer, hot.HotLinear) and layer.weight.is_meta
     reference = AutoModelForCausalLM.from_pretrained(plain)
     assert torch.equal(model(tokens).logits, reference(tokens).logits)
-    with pytest.raises(ValueError, match="freeze=True needs all weights in memory"):
+    with pytest.raises(ValueError, match="freeze needs all weights in memory"):
         load(plain, freeze=True, **options)
 
 
@@ -162,5 +296,9 @@ def test_bad_arguments() -> None:
         HotQuantizationConfig(3)
     with pytest.raises(TypeError, match="modules_to_not_convert: expected a list"):
         HotQuantizationConfig("fast", "lm_head")
+    with pytest.raises(ValueError, match="freeze: expected 'int4', 'int8' or a bool, got 'int5'"):
+        HotQuantizationConfig(freeze="int5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="save_codes: expected False without freeze"):
+        HotQuantizationConfig(save_codes=True)
     with pytest.raises(TypeError, match="frezze"):
         HotQuantizationConfig(frezze=True)

@@ -24,6 +24,7 @@ from .torchao_layers import (
     torchao_calls,
     torchao_convert,
     torchao_int8_convert,
+    torchao_nf4,
 )
 
 if importlib.util.find_spec("hotcore"):  # compile_torchao.py runs while hotcore is built

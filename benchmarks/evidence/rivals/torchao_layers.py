@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import sys
 from collections.abc import Collection, Iterable
@@ -71,7 +72,8 @@ def torchao_convert(
 
     Args:
         model: compile it afterwards, because torchao leaves the casts to ``torch.compile``.
-        recipe: "tensorwise" or "rowwise".
+        recipe: "tensorwise" or "rowwise". "gathered" is tensorwise, and FSDP2 gathers weights in
+            FP8.
         names: names of layers. A layer stays plain if it is no ``nn.Linear``, or if its features
             are no multiple of 16.
         emulate: whether to compute without FP8 hardware, for tests.
@@ -88,13 +90,24 @@ def torchao_convert(
             taken.append(name)
         return name in names and fits
 
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = (
+        float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if recipe == "gathered"
+        else float8.Float8LinearConfig.from_recipe_name(recipe)
+    )
     if emulate:
         config = dataclasses.replace(config, emulate=True)
     float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
     if not taken:
         raise TorchaoMissing("torchao takes nn.Linear alone; no layer is one that FP8 fits")
     return len(taken)
+
+
+def torchao_nf4(weight: torch.Tensor) -> torch.nn.Parameter:
+    """Return a frozen weight in torchao's NF4, with double quantisation. Raises TorchaoMissing."""
+    (module,) = _torchao("dtypes.nf4tensor")
+    scales = math.gcd(256, weight.numel() // 64)  # 256, except in a toy
+    return torch.nn.Parameter(module.to_nf4(weight, 64, scales), requires_grad=False)
 
 
 def torchao_adamw(

@@ -57,16 +57,31 @@ HOT_API std::uint64_t forward_input_format(const ForwardLinearSpec& spec);
 HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
                                         const ForwardLinearSpec& spec);
 
+/// Makes floats of the INT8 codes of quantize_forward_weight or expand_weight_int4.
+///
+/// @param exponents  i8 [I], contiguous, 16-byte aligned, or an empty view for none: feature i is
+///             divided by 2^(exponents[i] / 4).
+/// @param out  [O, I] f32, f16 or bf16, any strides, no overlap with another argument. The inverse
+///             transform adds integers; the product with the scale is rounded once to out's type.
+/// docs/numerics.md: "Forward".
+HOT_API void dequantize_weight(const Context& context, const ConstQuantizedWeight& w,
+                               const ForwardLinearSpec& spec, const TensorView& out,
+                               const ConstTensorView& exponents = {});
+
 /// Quantises x [L, I] once for several calls of forward_linear with the same spec. Their bits equal
 /// those with x itself. No random numbers.
 ///
 /// @param x    f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
 /// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, K], then L scales. K is that
 ///             of quantize_forward_weight.
+/// @param exponents  i8 [I], contiguous, 16-byte aligned, or an empty view for none: feature i is
+///             divided by 2^(exponents[i] / 4) before the transform. Only for a w with the same
+///             exponents (hot/weight_int4.h).
 /// Returns the argument `x` of forward_linear. docs/numerics.md: "Forward".
 HOT_API ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                                    const ForwardLinearSpec& spec,
-                                                   const QuantizedInput& out);
+                                                   const QuantizedInput& out,
+                                                   const ConstTensorView& exponents = {});
 
 /// Both forms of an x: quantised for the forward product, and saved for backward.
 struct ForwardInput {
@@ -80,12 +95,11 @@ struct ForwardInput {
 /// @param kept       spec of compress_activation.
 /// @param saved      saved_layout(...).bytes bytes, 16-byte aligned, no overlap with `out` or x.
 /// @param workspace  compress_activation_workspace bytes for the spec `kept`.
-HOT_API ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
-                                            const ForwardLinearSpec& spec,
-                                            const QuantizedInput& out,
-                                            const BackwardLinearSpec& kept,
-                                            const SavedActivation& saved,
-                                            const Workspace& workspace);
+/// @param exponents  as above; the saved form ignores them.
+HOT_API ForwardInput quantize_forward_input(
+    const Context& context, const ConstTensorView& x, const ForwardLinearSpec& spec,
+    const QuantizedInput& out, const BackwardLinearSpec& kept, const SavedActivation& saved,
+    const Workspace& workspace, const ConstTensorView& exponents = {});
 
 /// Bytes of scratch for forward_linear. The flags say that the call gets w or x already quantised.
 HOT_API std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,

@@ -15,3 +15,4 @@
 #include "hot/pack.h"
 #include "hot/quantize.h"
 #include "hot/tensor.h"
+#include "hot/weight_int4.h"

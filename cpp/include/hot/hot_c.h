@@ -393,6 +393,14 @@ HOT_API hot_status hot_quantize_forward_input(const hot_context* context, const 
                                               void* saved_data, size_t saved_bytes, void* workspace,
                                               size_t workspace_bytes, hot_saved* saved);
 
+/* The same with `exponents`, an int8 vector [I], contiguous and 16-byte aligned: feature i of x is
+ * divided by 2^(exponents[i] / 4) before the transform (hot/forward_linear.h). Null: none. */
+HOT_API hot_status hot_quantize_forward_input_scaled(
+    const hot_context* context, const hot_tensor* x, const hot_tensor* exponents,
+    const hot_forward_spec* spec, void* data, size_t bytes, hot_input* input, const hot_spec* kept,
+    void* saved_data, size_t saved_bytes, void* workspace, size_t workspace_bytes,
+    hot_saved* saved);
+
 /* Workspace of hot_forward_linear_input. Set `quantized_weight` if the call gets a `weight`. */
 HOT_API hot_status hot_forward_linear_input_workspace(const hot_context* context, int64_t tokens,
                                                       int64_t out_features, int64_t in_features,
@@ -404,6 +412,29 @@ HOT_API hot_status hot_forward_linear_input(const hot_context* context, const ho
                                             const hot_tensor* bias, const hot_forward_spec* spec,
                                             const hot_tensor* y, void* workspace,
                                             size_t workspace_bytes);
+
+/* ---- a weight in INT4 (hot/weight_int4.h) ---------------------------------------------------- */
+
+/* `group` is 32 or 64. */
+HOT_API hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_features,
+                                         const hot_forward_spec* spec, int32_t group,
+                                         size_t* bytes);
+/* `data` is 16-byte aligned and has exactly hot_weight_int4_bytes bytes. `exponents` is optional:
+ * feature i of w is multiplied by 2^(exponents[i] / 4), and x must be divided by the same. */
+HOT_API hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor* w,
+                                            const hot_tensor* exponents,
+                                            const hot_forward_spec* spec, int32_t group, void* data,
+                                            size_t bytes, hot_weight* weight);
+/* Fills `expanded` as hot_quantize_forward_weight does. `data` is 16-byte aligned and has exactly
+ * hot_forward_weight_bytes bytes. */
+HOT_API hot_status hot_expand_weight_int4(const hot_context* context, const hot_weight* weight,
+                                          const hot_forward_spec* spec, int32_t group, void* data,
+                                          size_t bytes, hot_weight* expanded);
+
+/* Makes floats `out` [O, I] of INT8 codes; `exponents` is optional. */
+HOT_API hot_status hot_dequantize_weight(const hot_context* context, const hot_weight* weight,
+                                         const hot_forward_spec* spec, const hot_tensor* exponents,
+                                         const hot_tensor* out);
 
 #ifdef __cplusplus
 }

@@ -1,11 +1,11 @@
 // The CPU backend, the executable definition of docs/numerics.md. Inner loops are in simd_*.cpp.
 #pragma once
 
-#include "backward_work.h"
 #include "cpu/phase.h"
 #include "cpu/simd.h"
 #include "cpu/thread_pool.h"
 #include "kernels.h"
+#include "work.h"
 
 namespace hot::detail {
 
@@ -16,7 +16,6 @@ class CpuBackend final : public Backend {
   // lowrank.cpp
   void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
            const MatrixOut& out) const override;
-  void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   // quantize.cpp
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                 float* scale) const override;
@@ -32,26 +31,21 @@ class CpuBackend final : public Backend {
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
   void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                  void* workspace) const override;
-  // backward_linear.cpp
-  std::size_t columns_workspace(const Context&, std::int64_t, const Projection&,
-                                const OperandQuant&) const override {
-    return 0;
-  }
-  void compress(const Context&, const CompressJob&, void* workspace) const override;
-  std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
-  void backward(const Context&, const BackwardCall&, const Checker&,
-                const Workspace&) const override;
-  // forward_linear.cpp
-  void quantize_forward_weight(const Context&, const RowsJob&) const override;
-  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* saved,
-                              void* workspace) const override;
-  std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
-  void forward(const Context&, const ForwardCall&, const Checker&, const Workspace&) const override;
+  // weight_int4.cpp
+  void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
+  void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const override;
+  void dequantize_weight(const Context&, const DequantizeWeightJob&) const override;
+  // run.cpp
+  std::size_t workspace(const Context&, Work&) const override;
+  void run(const Context&, Work&, const Checker&, const Workspace&) const override;
+
+ private:
+  std::size_t take_memory(const Context&, Work&, void* memory) const;
 };
 
-// Stages of compress_activation. `x` of compress_groups is divided by its token exponents, if any.
-void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents);  // quantize.cpp
-void compress_groups(const Context&, const MatrixIn& x, const CompressJob&);       // quantize.cpp
+// Stages of compress_activation. quantize.cpp
+void token_exponents(const Context&, const Operand&);
+void compress_groups(const Context&, const Operand&);
 
 // The following stages consist of parts. A part adds its tasks to a phase of the backward pass and
 // may read only results of earlier phases. A single scale is the first element of `scale`.
@@ -59,7 +53,7 @@ void compress_groups(const Context&, const MatrixIn& x, const CompressJob&);    
 // Quantises rows of g_y, x or w. quantize.cpp
 class QuantizeRows {
  public:
-  QuantizeRows(const Context&, const RowsJob&);
+  QuantizeRows(const Context&, const Operand&);
   // Makes `codes` also find the largest values of x's columns (bit patterns), which saves a read of
   // x. Requires at most most_found columns and a scale per row.
   void find_columns(std::uint32_t* amax);
@@ -74,7 +68,7 @@ class QuantizeRows {
   void codes(std::int64_t task) const;
 
   const SimdKernels& simd_;
-  RowsJob job_;
+  const Operand& job_;
   Rounder rounder_;
   std::int64_t per_task_, tasks_;
   std::uint32_t* columns_ = nullptr;
@@ -83,14 +77,14 @@ class QuantizeRows {
 // Requantises x from packed codes to INT8. quantize.cpp
 class RequantizeGroups {
  public:
-  RequantizeGroups(const Context&, const GroupsJob&);
+  RequantizeGroups(const Context&, const Operand&);
   void add_codes(Phase&) const;
 
  private:
   void codes(std::int64_t task) const;
 
   const SimdKernels& simd_;
-  GroupsJob job_;
+  const Operand& job_;
   Rounder rounder_;
   std::int64_t per_task_;
 };
@@ -123,7 +117,7 @@ class StripTasks {
 // lowrank.cpp
 class QuantizeColumns {
  public:
-  QuantizeColumns(const Context&, const ColumnsJob&);
+  QuantizeColumns(const Context&, const Operand&);
   std::uint32_t* amax() const;
   void add_largest(Phase&) const;                         // also writes the codes of whole strips
   void add_codes(Phase&, bool amax_known = false) const;  // amax_known: amax() is filled
@@ -137,7 +131,7 @@ class QuantizeColumns {
   void finish(std::int64_t) const;
 
   const SimdKernels& simd_;
-  ColumnsJob job_;
+  const Operand& job_;
   RandomKey random_;  // key of the sketch
   Rounder rounder_;
   StripTasks tasks_;
@@ -147,8 +141,8 @@ class QuantizeColumns {
 // Computes g_b. lowrank.cpp
 class SumColumns {
  public:
-  SumColumns(const Context& context, const MatrixIn& x, const MatrixOut& out, bool accumulate)
-      : simd_(simd_kernels(context.isa())), x_(x), out_(out), accumulate_(accumulate) {}
+  SumColumns(const Context& context, const ColumnSum& sum)
+      : simd_(simd_kernels(context.isa())), x_(sum.x), out_(sum.out), accumulate_(sum.accumulate) {}
   void add_sums(Phase&) const;
 
  private:
@@ -188,8 +182,6 @@ class Product {
 };
 
 // Stages that run on their own.
-void quantize_rows(const Context&, const RowsJob&);
-void quantize_columns(const Context&, const ColumnsJob&);
 void gemm_token(const Context&, const GemmArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);               // backend.cpp
 // Packs codes as nibbles, low nibble first. An odd count leaves the last high nibble 0. pack.cpp

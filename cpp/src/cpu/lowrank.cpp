@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "backward_work.h"
 #include "cpu/backend.h"
 #include "cpu/scalar.h"
+#include "work.h"
 
 namespace hot::detail {
 namespace {
@@ -182,12 +182,12 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
   });
 }
 
-QuantizeColumns::QuantizeColumns(const Context& context, const ColumnsJob& job)
+QuantizeColumns::QuantizeColumns(const Context& context, const Operand& job)
     : simd_(simd_kernels(context.isa())),
       job_(job),
       random_(random_key(job.sketch_key, Purpose::sketch)),
       rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
-      tasks_(context, job.x, *job.projection, !job.quant.per_tensor && !job.quant.per_contraction),
+      tasks_(context, job.x, job.transform, !job.quant.per_tensor && !job.quant.per_contraction),
       scales_(job.quant.per_tensor ? 1 : job.out.scales) {
   std::fill_n(amax(), scales_, 0U);
 }
@@ -208,7 +208,7 @@ void QuantizeColumns::add_codes(Phase& phase, bool amax_known) const {
 void QuantizeColumns::largest(std::int64_t task) const {
   const OperandQuant& quant = job_.quant;
   const auto [col, begin, end] = tasks_[task];
-  Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
+  Strip strip(simd_, job_.x, job_.transform, job_.side(), random_, col);
   std::uint32_t best[strip_columns] = {};
   std::uint32_t tensor_amax = 0;
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
@@ -241,7 +241,7 @@ class QuantizeColumns::Writer {
   }
 
   void group_of(std::int64_t k, const float* rows) {
-    const Operand& out = of_.job_.out;
+    const Codes& out = of_.job_.out;
     for (int c = 0; c < cols_; ++c) {
       blk_[c] = static_cast<std::uint64_t>((col_ + c) * (out.k_padded / group) + k / group);
     }
@@ -271,7 +271,7 @@ class QuantizeColumns::Writer {
 
 void QuantizeColumns::codes(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
-  Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
+  Strip strip(simd_, job_.x, job_.transform, job_.side(), random_, col);
   Writer writer(*this, col, strip.cols());
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) { writer.group_of(k, rows); });
 }
@@ -279,7 +279,7 @@ void QuantizeColumns::codes(std::int64_t task) const {
 // Quantises a strip in one pass over x. Keeps the rows of P x between largest values and rounding.
 void QuantizeColumns::whole(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
-  Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
+  Strip strip(simd_, job_.x, job_.transform, job_.side(), random_, col);
   alignas(64) float all_rows[most_kept_rows * strip_columns];
   std::uint32_t best[strip_columns] = {};
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
@@ -298,25 +298,10 @@ void QuantizeColumns::add_finish(Phase& phase) const {
 }
 
 void QuantizeColumns::finish(std::int64_t) const {
-  const Operand& out = job_.out;
+  const Codes& out = job_.out;
   patterns_to_scales(out.scale, scales_, job_.quant.bits);
   // Repeats a single scale as CUDA does, so that both backends read the same quantised weight.
   if (job_.quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
-}
-
-void quantize_columns(const Context& context, const ColumnsJob& job) {
-  const QuantizeColumns columns(context, job);
-  Phase phase(context);
-  columns.add_largest(phase);
-  phase.run();
-  columns.add_codes(phase);
-  phase.run();
-  columns.add_finish(phase);
-  phase.run();
-}
-
-void CpuBackend::quantize_weight(const Context& context, const ColumnsJob& job, void*) const {
-  quantize_columns(context, job);
 }
 
 void SumColumns::add_sums(Phase& phase) const {

@@ -117,7 +117,7 @@ void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const flo
   });
 }
 
-QuantizeRows::QuantizeRows(const Context& context, const RowsJob& job)
+QuantizeRows::QuantizeRows(const Context& context, const Operand& job)
     : simd_(simd_kernels(context.isa())),
       job_(job),
       rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
@@ -135,7 +135,7 @@ void QuantizeRows::add_largest(Phase& phase) const {
 void QuantizeRows::add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_, *this); }
 
 void QuantizeRows::largest(std::int64_t task) const {
-  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded);
+  Row row(simd_, job_.x, job_.transform.block, job_.out.k_padded, nullptr, job_.powers);
   std::uint32_t best = 0;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     best = row.amax(r, best);
@@ -145,12 +145,12 @@ void QuantizeRows::largest(std::int64_t task) const {
 
 // Quantises rows. A row that fits the stack buffer and has its own scale is read once, else twice.
 void QuantizeRows::codes(std::int64_t task) const {
-  const Operand& out = job_.out;
+  const Codes& out = job_.out;
   const OperandQuant& quant = job_.quant;
   std::uint32_t columns[chunk];
   if (columns_ != nullptr) std::fill_n(columns, job_.x.cols, 0U);
-  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded,
-          columns_ == nullptr ? nullptr : columns);
+  Row row(simd_, job_.x, job_.transform.block, out.k_padded,
+          columns_ == nullptr ? nullptr : columns, job_.powers);
   const std::int64_t row_blocks = out.k_padded / group;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     const Scale s = make_scale(
@@ -171,18 +171,10 @@ void QuantizeRows::finish() const {
   if (job_.quant.per_tensor) patterns_to_scales(job_.out.scale, 1, job_.quant.bits);
 }
 
-void quantize_rows(const Context& context, const RowsJob& job) {
-  const QuantizeRows rows(context, job);
-  Phase phase(context);
-  rows.add_largest(phase);
-  phase.run();
-  rows.add_codes(phase);
-  phase.run();
-  rows.finish();
-}
-
 // Compresses x to INT4 in one pass. A task handles a group of 64 tokens of 64 channels.
-void compress_groups(const Context& context, const MatrixIn& x, const CompressJob& job) {
+void compress_groups(const Context& context, const Operand& job) {
+  const MatrixIn& x = job.x;
+  const Groups& out = job.groups;
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{Rounding::stochastic, 4, random_key(context.key(), Purpose::activation)};
   const std::int64_t groups = ceil_div(x.rows, int4_group);
@@ -216,7 +208,7 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
           inv[c] = 1.0F / bf16_to_float(half);
         }
       }
-      job.scale[(col + c) * groups + g] = half;
+      out.scale[(col + c) * groups + g] = half;
     }
     std::int8_t codes[strip_columns * int4_group];
     for (std::int64_t part = 0; part < int4_group; part += group) {
@@ -228,10 +220,10 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
       simd.quantize_strip(rows + part * strip_columns, static_cast<int>(cols), inv, keep, rounder,
                           blk, codes + part, int4_group);
     }
-    const std::int64_t bytes = std::min(int4_group / 2, job.row_bytes - g * int4_group / 2);
+    const std::int64_t bytes = std::min(int4_group / 2, out.row_bytes - g * int4_group / 2);
     for (std::int64_t c = 0; c < cols; ++c) {
       pack_row(codes + c * int4_group, 2 * bytes,
-               job.packed + (col + c) * job.row_bytes + g * int4_group / 2);
+               out.packed + (col + c) * out.row_bytes + g * int4_group / 2);
     }
   });
 }
@@ -254,7 +246,10 @@ std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t toke
 
 }  // namespace
 
-void token_exponents(const Context& context, const MatrixIn& x, std::uint8_t* exponents) {
+void token_exponents(const Context& context, const Operand& job) {
+  MatrixIn x = job.x;
+  std::uint8_t* const exponents = job.exponents;
+  x.exponents = nullptr;
   const SimdKernels& simd = simd_kernels(context.isa());
   const std::int64_t per_task = rows_per_task(context, x.rows, x.cols);
   context.pool()->run(ceil_div(x.rows, per_task), [&](std::int64_t task) {
@@ -314,7 +309,7 @@ void CpuBackend::decompress(const Context& context, const DecompressJob& job) co
   });
 }
 
-RequantizeGroups::RequantizeGroups(const Context& context, const GroupsJob& job)
+RequantizeGroups::RequantizeGroups(const Context& context, const Operand& job)
     : simd_(simd_kernels(context.isa())),
       job_(job),
       rounder_{Rounding::stochastic, 8, random_key(context.key(), Purpose::requantize)},
@@ -325,13 +320,14 @@ void RequantizeGroups::add_codes(Phase& phase) const {
 }
 
 void RequantizeGroups::codes(std::int64_t task) const {
-  const Operand& out = job_.out;
-  const std::int64_t groups = ceil_div(job_.tokens, int4_group);
+  const Codes& out = job_.out;
+  const Groups& from = job_.groups;
+  const std::int64_t groups = ceil_div(from.tokens, int4_group);
   const std::int64_t row_blocks = out.k_padded / group;
   float values[chunk], inv[chunk];
   for (std::int64_t r = task * per_task_; r < std::min(out.rows, (task + 1) * per_task_); ++r) {
-    const std::uint8_t* const packed = job_.packed + r * job_.row_bytes;
-    const std::uint16_t* const group_scale = job_.scale + r * groups;
+    const std::uint8_t* const packed = from.packed + r * from.row_bytes;
+    const std::uint16_t* const group_scale = from.scale + r * groups;
     std::uint16_t largest = 0;  // scales are positive or NaN, so bit patterns have their order
     for (std::int64_t g = 0; g < groups; ++g) largest = std::max(largest, group_scale[g]);
     const float amax = 7.0F * bf16_to_float(largest);

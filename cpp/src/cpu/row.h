@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/backend.h"
+#include "cpu/scalar.h"
 
 namespace hot::detail {
 
@@ -20,8 +21,8 @@ class Row {
 
   // `columns` (may be null) collects bit patterns of the columns' largest untransformed values.
   Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded,
-      std::uint32_t* columns = nullptr)
-      : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns) {}
+      std::uint32_t* columns = nullptr, const ColumnPowers& powers = {})
+      : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns), powers_(powers) {}
 
   // Returns values [start, start + count) of a row. `start` is a multiple of chunk.
   const float* values(std::int64_t row, std::int64_t start, std::int64_t count) {
@@ -30,6 +31,11 @@ class Row {
         std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
     load_row(simd_, x_, row, start, real, values_);
     if (columns_ != nullptr) simd_.amax_columns(values_, real, columns_ + start);
+    if (powers_.exponents != nullptr) {
+      for (std::int64_t i = 0; i < real; ++i) {
+        values_[i] *= float_from_bits(powers_.factor(powers_.exponents[start + i]));
+      }
+    }
     std::fill(values_ + real, values_ + count, 0.0F);
     if (block_ > 1) simd_.fwht_row(values_, transformed(start, count), block_);
     row_ = row;
@@ -63,6 +69,7 @@ class Row {
   int block_;
   std::int64_t padded_;
   std::uint32_t* columns_;
+  ColumnPowers powers_;
   std::int64_t row_ = -1, start_ = -1;
   alignas(64) float values_[chunk];
 };

@@ -97,6 +97,9 @@ struct SimdKernels {
   void (*expand_int4)(const std::uint8_t* packed, std::int64_t count, const float* table,
                       float* out);
 
+  // Squared error of fixed-point values as INT4 codes with a step, after expansion to INT8.
+  std::uint32_t (*int4_error)(const int* value, int count, int step);
+
   void (*dequantize)(const SumsTile&);
 
   // acc[n] += a * b[n]: one k of the fp32 product, with the scale of k multiplied into a.

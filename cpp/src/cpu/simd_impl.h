@@ -7,6 +7,7 @@
 
 #include "cpu/scalar.h"
 #include "cpu/simd.h"
+#include "weight_int4.h"
 
 namespace hot::detail {
 namespace {
@@ -396,6 +397,18 @@ void expand_int4(const std::uint8_t* packed, std::int64_t count, const float* ta
   for (; i < count; ++i) out[i] = table[packed[i / 2] >> (i % 2 * 4) & 15];
 }
 
+// Compilers vectorise it.
+std::uint32_t int4_error(const int* value, int count, int step) {
+  const float factor = weight_int4::code_factor(step);
+  std::uint32_t error = 0;
+  for (int i = 0; i < count; ++i) {
+    const int code = weight_int4::nearest(value[i], factor);
+    const int off = value[i] - weight_int4::unit * weight_int4::expanded(code, step);
+    error += static_cast<std::uint32_t>(off * off);
+  }
+  return error;
+}
+
 // ---- products ---------------------------------------------------------------------------------
 
 // Dequantises a tile. The template arguments keep branches out of the loops over columns.
@@ -466,6 +479,7 @@ SimdKernels kernels_with(const GemmKernels& gemm) {
       quantize_strip<true>,
       sum_magnitudes,
       expand_int4,
+      int4_error,
       dequantize,
       axpy,
       gemm,

@@ -1,7 +1,7 @@
 // Plan of a CUDA call: a value that lists its kernels in order, with their launch shapes. This is
 // host code without a CUDA header and part of every build. Plans can therefore be made, printed
-// (hot/explain.h) and tested without a GPU. cuda/backend.cpp executes a plan. The files of kernels
-// contain kernels and launches, but no decisions.
+// (hot/explain.h) and tested without a GPU. cuda/launchers.cpp executes a plan. The files of
+// kernels contain kernels and launches, but no decisions.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,11 @@
 #include <initializer_list>
 #include <variant>
 
-#include "backward_work.h"
-#include "checks.h"
-#include "forward_work.h"
-#include "kernels.h"
 #include "plan/gemm_sm80_plan.h"
 #include "plan/gemm_sm90_plan.h"
 #include "plan/kernels.def"
 #include "plan/launch_shape.h"
+#include "work.h"
 
 namespace hot::detail {
 
@@ -60,9 +57,10 @@ constexpr int k16 = 16, warp_k16s = 4, warp_columns = 16;
 constexpr int max_tile_columns = tile_row_bytes / 2;
 // Maximum warps per CTA, and minimum warps per SM (128 registers per thread).
 constexpr int max_warps = 8, min_sm_warps = 16;
-// Maximum CTAs per cluster: 8 on every device; 16 (for 16,384 tokens) with an opt-in.
-constexpr int max_portable_cluster = 8, max_cluster = 16;
-// Warps per CTA of the two-pass kernels: 512 tokens. A ColumnSum's workspace allows CTAs of 128.
+// CTAs of a cluster at most. Larger clusters need an opt-in, and they find no place while another
+// kernel holds some SMs of each group.
+constexpr int max_cluster = 8;
+// A CTA of two passes takes 512 tokens; a ColumnSum's workspace has room for CTAs of 128.
 constexpr int two_pass_warps = 4;
 
 // Tokens that yield a k16.
@@ -119,7 +117,7 @@ constexpr std::size_t shared_bytes(ColumnTransform transform, int token_tiles, i
                                    int cluster) {
   return static_cast<std::size_t>(token_tiles) * tile_bytes +
          static_cast<std::size_t>(warps * (partials_bytes + tile_notes(transform))) +
-         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
+         static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
 }
 
 }  // namespace columns
@@ -127,10 +125,11 @@ constexpr std::size_t shared_bytes(ColumnTransform transform, int token_tiles, i
 namespace rows_column_amax {
 
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
-constexpr unsigned tiles_a_sum = 32;
+// Tiles of a unit at most, and units that a CTA takes on average where there are so many.
+constexpr unsigned max_unit_tiles = 32, cta_units = 6;
 
-// Layout of shared memory: two tiles, largest values and sums of the columns, and per tile the
-// folds of a sketch and a barrier.
+// Shared memory: two tiles, largest values and sums of the columns, the drawn units. Each tile has
+// a barrier and the offsets that a sketch folds by.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
   constexpr Layout(std::int64_t columns, int token_blocks)
@@ -144,7 +143,8 @@ struct Layout {
   constexpr int barriers() const {
     return folds() + 2 * fold_words * static_cast<int>(sizeof(int));
   }
-  constexpr int bytes() const { return barriers() + 2 * barrier_bytes; }
+  constexpr int units() const { return barriers() + 2 * barrier_bytes; }
+  constexpr int bytes() const { return units() + 3 * static_cast<int>(sizeof(unsigned)); }
 };
 
 }  // namespace rows_column_amax
@@ -211,19 +211,11 @@ class Set {
 
 // ---- the device --------------------------------------------------------------------------------
 
-// Instance of columns_one_pass_kernel, whose grid depends on its occupancy.
-struct ColumnsOnePass {
-  columns::ColumnTransform transform;
-  DType dtype;
-};
-
-// Queries about a device. For a device of this machine the CUDA runtime and CUTLASS answer, for any
-// other device a model (cpp/src/explain.cpp).
+// Answered by CUTLASS for a device of this machine, by a model for any other
+// (cpp/src/explain.cpp).
 class DeviceQueries {
  public:
   virtual ~DeviceQueries() = default;
-  // CTAs or clusters that run at the same time, at least 1.
-  virtual std::int64_t at_once(const ColumnsOnePass&, const LaunchShape&) const = 0;
   // Bytes of stream-K's partial sums.
   virtual std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                          const Sm90Plan&) const = 0;
@@ -302,10 +294,14 @@ struct Refusals {
   const Refusal* end() const { return last; }
 };
 
-// Matrix from which an operand is made.
-enum class Source : std::uint8_t { gy, w, x };
-constexpr Buffer buffer_of(Source source) {
+// Buffers of an operand: its matrix, its codes, its largest values.
+constexpr Buffer matrix_buffer(Source source) {
   return source == Source::gy ? Buffer::gy : source == Source::w ? Buffer::w : Buffer::x;
+}
+Buffer codes_buffer(const Operand&);
+Buffer amax_buffer(const Operand&);
+constexpr Buffer buffer_of(Result result) {
+  return result == Result::gx ? Buffer::gx : result == Result::gw ? Buffer::gw : Buffer::y;
 }
 
 struct RowsStep {
@@ -328,9 +324,10 @@ struct RowsColumnAmaxStep {
   Source of;
   RowsPass pass;
   columns::ColumnTransform transform;
-  int lanes, lane_blocks;  // lanes per row, blocks of 16 per lane
-  int token_blocks;        // per tile
-  unsigned tiles, sums;    // sums: partial sums per column
+  int lanes, lane_blocks;  // of a row
+  int token_blocks;        // of a tile
+  unsigned tiles, unit_tiles;
+  std::int64_t counter;  // word of the columns' largest values
 };
 struct RowsGroupsStep {
   int lane_blocks;            // blocks of 16 per lane
@@ -410,6 +407,11 @@ class Plan {
   const Step& operator[](int i) const { return steps_.at[i]; }
   void add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes,
            const StepWork& work = {}, DType dtype = {});
+  // Makes a step before the next one zero the counter of tiles. This is a memset in front if no
+  // step of the call can. A product leaves the counter zero for the next product.
+  void zero_counter();
+
+  ScratchSizes scratch{};  // needs of the steps
 
   // Kernels that were tried before the step's kernel.
   Refusals passed(const Step& step) const {
@@ -442,13 +444,10 @@ class Plan {
 
 // ---- plans -------------------------------------------------------------------------------------
 
-// Properties of an array, apart from its shape, that affect a plan.
-struct ArrayFacts {
-  DType dtype = DType::bf16;
-  bool rows_aligned = true;   // contiguous rows that start at multiples of 16 bytes
-  bool quads_aligned = true;  // contiguous rows of whole, aligned groups of 4 elements
-};
-ArrayFacts array_facts(const MatrixIn& x);
+// Whether an array's rows are contiguous and start at multiples of 16 bytes.
+bool rows_aligned(const MatrixIn& x);
+// Whether an array's rows consist of whole, aligned groups of 4 contiguous elements.
+bool quads_aligned(const MatrixIn& x);
 
 struct OutFacts {
   DType dtype = DType::bf16;
@@ -457,39 +456,9 @@ struct OutFacts {
 };
 OutFacts out_facts(const MatrixOut& out);
 
-struct BackwardArrays {
-  ArrayFacts gy{}, w{};
-  OutFacts gx{}, gw{};
-};
-
-// Plan of backward_linear: quantisers of all operands, products, g_b.
-Plan plan_backward(const DeviceFacts&, const BackwardWork&, const BackwardArrays&);
-
-// x [rows, cols] to be saved for backward.
-struct CompressShape {
-  ArrayFacts x;
-  std::int64_t rows, cols;
-  const Projection& p;
-  const BackwardLinearSpec& spec;
-};
-// Plan of compress_activation: token exponents if tokens are equalised, then x.
-Plan plan_compress(const DeviceFacts&, const CompressShape&);
-// Plan of quantize_weight.
-Plan plan_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t cols, const Projection&,
-                 const OperandQuant&, std::int64_t scales);
-
-struct ForwardArrays {
-  ArrayFacts x{}, w{};
-  OutFacts y{};
-};
-// Plan of forward_linear: quantisers of x and w, the product.
-Plan plan_forward(const DeviceFacts&, const ForwardWork&, const ForwardArrays&);
-// Plan of quantize_forward_input. `saved`: the same x to be saved, or null.
-Plan plan_forward_input(const DeviceFacts&, const ArrayFacts& x, std::int64_t rows,
-                        std::int64_t cols, const ForwardLinearSpec&, const CompressShape* saved);
-// Plan of quantize_forward_weight.
-Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
-                         int hadamard_block);
+// Plan of a call: quantisers of all operands, products, g_b. Its `scratch` does not depend on
+// addresses, so that the size of a workspace can be asked for without arrays.
+Plan plan_of(const DeviceFacts&, const Work&);
 
 // A single product.
 struct ProductShape {
@@ -527,13 +496,9 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Projection&,
-                                const OperandQuant&);
+// Scratch of a product, and the workspace of a product alone: that and a counter of tiles.
+std::size_t product_scratch(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
-
-// Carve a workspace; a null workspace only counts bytes.
-BackwardScratch take_scratch(const DeviceFacts&, const BackwardWork&, void* workspace);
-ForwardScratch take_scratch(const DeviceFacts&, const ForwardWork&, void* workspace);
 
 }  // namespace plan
 }  // namespace hot::detail

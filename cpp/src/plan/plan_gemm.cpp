@@ -132,7 +132,7 @@ Sm90Plan wgmma_plan(const DeviceFacts& facts, const ProductShape& p) {
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// Whether CTAs may share mma.sync tiles: only if gemm_workspace reserves memory for that. It does
+// Whether CTAs may share mma.sync tiles: only if product_scratch reserves memory for that. It does
 // not know the output. With wgmma it reserves memory only for contractions too long for wgmma.
 bool may_share(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
   return (!facts.kernels.has(Feature::wgmma) || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
@@ -159,6 +159,11 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
            p.out.dtype);
 }
 
+struct ProductBuffers {
+  Buffers a, b;
+  Buffer out;
+};
+
 // Adds product number `index` of a call.
 void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index,
                  const ProductBuffers& buffers) {
@@ -180,7 +185,13 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   if (p.one_scale_b) broadcast(p.n, buffers.b, Buffer::broadcast_b, true);
   const Sm90Plan wgmma = wgmma_plan(facts, p);
   const Kernel kernel = kernel_of(wgmma);
-  if (kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
+  if (kernel == Kernel::wgmma_stream_k) {
+    writes |= Buffer::stream_k;
+  } else {
+    plan.zero_counter();
+    reads |= Buffer::counter;
+    writes |= Buffer::counter;
+  }
   // Persistent grid: a CTA of three warp groups per SM. CUTLASS sets the actual shape.
   plan.add(kernel, {facts.sm_count, 384, 0, 2}, reads, writes, ProductStep{index, wgmma},
            p.out.dtype);
@@ -276,6 +287,14 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
 
 namespace {
 
+// Products that one launch may share, and their numbers in the call.
+struct Products {
+  ProductShape shapes[2]{};
+  ProductBuffers buffers[2]{};
+  int index[2]{};
+  int count = 0;
+};
+
 Reason why_not_one_launch(const Products& products) {
   std::int64_t work = 0;
   for (int i = 0; i < products.count; ++i) {
@@ -285,25 +304,33 @@ Reason why_not_one_launch(const Products& products) {
                                            : why_not_small_gemms(products.shapes, products.count);
 }
 
-void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
-  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out, ProductStep{number});
+ProductShape shape_of(const Work& work, const WorkProduct& product) {
+  ProductShape p = product_shape(product.args);
+  p.scaled = true;
+  p.bias = product.result == Result::y && work.bias.rows > 0;
+  return p;
 }
 
-}  // namespace
-
-void add_gx(Plan& plan, Products& products, const BackwardWork& work, const OutFacts& out) {
-  const LinearShape& shape = work.shape;
-  if (work.gx) {
-    products.add(0, shape.tokens, shape.in_features, work.out_features.k_padded, out,
-                 {Buffer::gy_rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx});
-  } else if (work.clear_gx) {
-    add_zeros(plan, shape.tokens * shape.in_features, Buffer::gx, 0);
+ProductBuffers buffers_of(const Work& work, const WorkProduct& product) {
+  const Operand* const operands = work.operands.begin();
+  Buffers b = codes_buffer(operands[product.b]);
+  if (product.result == Result::y && work.bias.rows > 0) {
+    b |= work.widens() ? Buffer::wide_bias : Buffer::bias;
   }
+  return {codes_buffer(operands[product.a]), b, buffer_of(product.result)};
 }
 
-void add_no_gw(Plan& plan, const BackwardWork& work) {
-  if (work.gw || !work.clear_gw) return;
-  add_zeros(plan, work.shape.out_features * work.shape.in_features, Buffer::gw, 1);
+// Adds a product with a scale per k, or zeros.
+void add_single(Plan& plan, const Work& work, int index) {
+  const WorkProduct& product = work.products[index];
+  const Buffer out = buffer_of(product.result);
+  const LaunchShape shape{ceil_div(product.args.m * product.args.n, 256), 256};
+  if (product.clear) return plan.add(Kernel::fill_zero, shape, {}, out, ProductStep{index});
+  const ProductBuffers buffers = buffers_of(work, product);
+  Buffers reads = buffers.a | buffers.b;
+  if (product.args.accumulate) reads |= out;
+  plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
+  plan.add(Kernel::token, shape, reads, out, ProductStep{index}, product.args.out.dtype);
 }
 
 void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
@@ -320,6 +347,29 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Products& products
     if (shapes[i].accumulate) reads |= buffers[i].out;
   }
   add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
+}
+
+}  // namespace
+
+void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
+  Products products;
+  for (int i = 0; i < 2; ++i) {
+    const WorkProduct& product = work.products[i];
+    if (product.a >= 0) {
+      const GemmArgs& args = product.args;
+      plan.scratch.product[i] = product_scratch(facts, args.m, args.n, args.k);
+      plan.scratch.counter = facts.kernels.has(Feature::wgmma);
+    }
+    if (!product.multiplies()) continue;
+    products.shapes[products.count] = shape_of(work, product);
+    products.buffers[products.count] = buffers_of(work, product);
+    products.index[products.count++] = i;
+  }
+  add_products(plan, facts, products);
+  for (int i = 0; i < 2; ++i) {
+    const WorkProduct& product = work.products[i];
+    if (product.exists() && !product.multiplies()) add_single(plan, work, i);
+  }
 }
 
 Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {
@@ -362,10 +412,10 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
   return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
 }
 
-// Workspace of a product. wgmma: single scales as vectors, and stream-K's partial sums. mma.sync:
+// Scratch of a product. wgmma: single scales as vectors, and stream-K's partial sums. mma.sync:
 // sums of tiles that CTAs share.
-std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
-                           std::int64_t k) {
+std::size_t product_scratch(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
+                            std::int64_t k) {
   const bool wgmma = facts.kernels.has(Feature::wgmma);
   if (!wgmma || k > int32_safe_k) {
     if (m <= 0 || n <= 0 || !may_share(facts, m, n, k)) return 0;
@@ -380,6 +430,12 @@ std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_
     }
   }
   return bytes;
+}
+
+std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
+                           std::int64_t k) {
+  const bool counter = facts.kernels.has(Feature::wgmma) && m > 0 && n > 0;
+  return product_scratch(facts, m, n, k) + (counter ? sizeof(std::uint32_t) : 0);
 }
 
 }  // namespace hot::detail::plan

@@ -1,7 +1,6 @@
 // Choice of the kernels that quantise the operands of a call.
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 
 #include "plan/steps.h"
 
@@ -50,31 +49,31 @@ Reason other_rounding(const OperandQuant& quant) {
   return {"rounding is %s", 0, rounding_name(quant.rounding)};
 }
 
-const char* block_name(const RowsShape& job) {
-  return job.of == Source::gy ? "hadamard_block" : "forward's hadamard_block";
+const char* block_name(const Operand& job) {
+  return job.source == Source::gy ? "hadamard_block" : "forward's hadamard_block";
 }
 
 // Reason against loads of 16 elements in rows16_kernel.
-Reason not_16(const RowsShape& job) {
-  if (job.x.rows_aligned && job.cols % 16 == 0) return {};
-  return {"%f %n is not a multiple of 16", job.cols};
+Reason not_16(const Operand& job) {
+  if (rows_aligned(job.x) && job.x.cols % 16 == 0) return {};
+  return {"%f %n is not a multiple of 16", job.x.cols};
 }
 
-Reason why_not_rows16(const RowsShape& job) {
+Reason why_not_rows16(const Operand& job) {
   const Rounding rounding = job.quant.rounding;
-  if (!rows16_can(job.hadamard_block, rounding)) {
+  if (!rows16_can(job.transform.block, rounding)) {
     if (rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
     return {rounding == Rounding::nearest
                 ? "%s is %n, where 64 has a fast kernel that rounds to nearest"
                 : "%s is %n, where 16 has a fast kernel",
-            job.hadamard_block, block_name(job)};
+            job.transform.block, block_name(job)};
   }
-  return row_share(job.k_padded / 16).lanes > 0 ? Reason{} : too_long(job.cols);
+  return row_share(job.out.k_padded / 16).lanes > 0 ? Reason{} : too_long(job.x.cols);
 }
 
-void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
-  const RowShare share = row_share(job.k_padded / 16);
-  Buffers reads = buffer_of(job.of), writes = job.codes;
+void add_rows_pass(Plan& plan, const Operand& job, RowsPass pass) {
+  const RowShare share = row_share(job.out.k_padded / 16);
+  Buffers reads = matrix_buffer(job.source), writes = codes_buffer(job);
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // read by atomicMax
     writes = Buffer::rows_amax;
@@ -85,23 +84,23 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
       plan.choose({{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job)},
                    {Kernel::rows}});
   const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // per CTA
-  LaunchShape shape{job.rows, 256};
+  LaunchShape shape{job.x.rows, 256};
   if (kernel == Kernel::rows16) {
-    shape = {ceil_div(job.rows, rows), share.lanes, 0, 1, rows};
+    shape = {ceil_div(job.x.rows, rows), share.lanes, 0, 1, rows};
     note_loads(plan, kernel, not_16(job));
   }
-  plan.add(kernel, shape, reads, writes, RowsStep{job.of, pass, share.blocks}, job.x.dtype);
+  plan.add(kernel, shape, reads, writes, RowsStep{job.source, pass, share.blocks}, job.x.dtype);
 }
 
 // Adds the codes after a pass for the largest value.
-void add_rows_codes(Plan& plan, const RowsShape& job) {
+void add_rows_codes(Plan& plan, const Operand& job) {
   plan.takes({Kernel::rows16, "%a is read first for its scale", one_scale});
   add_rows_pass(plan, job, RowsPass::codes);
 }
 
 }  // namespace
 
-void add_rows(Plan& plan, const RowsShape& job) {
+void add_rows(Plan& plan, const Operand& job) {
   if (!job.quant.per_tensor) return add_rows_pass(plan, job, RowsPass::row_scales);
   add_rows_pass(plan, job, RowsPass::amax);
   add_rows_codes(plan, job);
@@ -153,19 +152,26 @@ Reason why_not_columns(const Projection& p, const OperandQuant& quant, ColumnTra
   return quant.rounding == columns::rounding_of(transform) ? Reason{} : other_rounding(quant);
 }
 
-// Reason against columns_one_pass_kernel, for example that no cluster holds a column tile.
-Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
-                        const OperandQuant& quant, ColumnTransform& transform) {
+// Why no cluster that the device can run holds a column tile.
+Reason why_not_one_pass(const DeviceFacts& facts, const Projection& p, const OperandQuant& quant,
+                        ColumnTransform& transform) {
   if (const Reason why = why_not_columns(p, quant, transform)) return why;
   if (quant.per_tensor) return one_scale;
   if (const Reason why = why_not(facts, Feature::clusters)) return why;
-  const Thresholds& t = thresholds;
-  const bool one_read =
-      quant.purpose == Purpose::gradient_columns && transform != ColumnTransform::factored &&
-      cols >= t.rows_column_amax_min_columns && cols <= t.rows_column_amax_max_columns;
-  const int ctas = one_read ? columns::max_portable_cluster : columns::max_cluster;
-  if (token_tiles(p, transform) <= ctas * columns::max_warps) return {};
+  if (token_tiles(p, transform) <= columns::max_cluster * columns::max_warps) return {};
   return {"a column of %n codes is too long for a cluster", p.k_padded};
+}
+
+// Words for the largest values of an operand.
+std::int64_t amax_words(const DeviceFacts& facts, const Operand& job) {
+  if (job.from != From::matrix || job.code != Storage::int8 || job.out.scales == 0) return 0;
+  const std::int64_t one = job.quant.per_tensor ? grouped::max_amax_slots : 0;
+  if (job.along == Along::row) return one;
+  ColumnTransform transform{};
+  const Projection& p = job.transform;
+  if (p.k_padded > 0 && !why_not_one_pass(facts, p, job.quant, transform)) return 0;
+  const std::int64_t largest = one > 0 ? one : job.quant.per_contraction ? p.k_padded : job.x.cols;
+  return largest + 1;  // and the counter of rows_column_amax_kernel
 }
 
 // CTAs per column tile and warps per CTA, with the least predicted time.
@@ -179,8 +185,7 @@ ClusterSplit cluster_split(const DeviceFacts& facts, std::int64_t token_tile_cou
   const std::int64_t sm_count = facts.sm_count;
   ClusterSplit best;
   std::int64_t best_cycles = 0;
-  for (int ctas = 1;
-       ctas <= (best.ctas == 0 ? columns::max_cluster : columns::max_portable_cluster); ++ctas) {
+  for (int ctas = 1; ctas <= columns::max_cluster; ++ctas) {
     const std::int64_t warps = ceil_div(token_tile_count, ctas);
     if (warps > columns::max_warps) continue;
     const std::int64_t at_once =
@@ -206,96 +211,81 @@ LaunchShape column_shape(ColumnTransform transform, std::int64_t tiles, const Cl
 }
 
 // Buffers read by a column quantiser: the matrix, and token exponents if they were equalised.
-Buffers columns_read(const ColumnsShape& job) {
-  const Buffer from = buffer_of(job.of);
-  return job.p.equalized ? from | Buffer::exponents : Buffers(from);
+Buffers columns_read(const Operand& job) {
+  const Buffer from = matrix_buffer(job.source);
+  return job.transform.equalized ? from | Buffer::exponents : Buffers(from);
 }
 
-Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
-
-}  // namespace
-
-void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums) {
-  Buffers reads = sum_reads(accumulate);
-  if (runs > 0) reads |= sums;
-  plan.add(Kernel::final_sum, {ceil_div(cols, 32), 256}, reads, Buffer::gb, SumsStep{runs});
+void note_column_loads(Plan& plan, Kernel kernel, const Operand& job) {
+  note_loads(
+      plan, kernel,
+      job.transform.order.samples != 0 ? token_grid : not_vectors(rows_aligned(job.x), job.x.cols));
 }
 
-namespace {
-
-void note_column_loads(Plan& plan, Kernel kernel, const ColumnsShape& job) {
-  note_loads(plan, kernel,
-             job.p.order.samples != 0 ? token_grid : not_vectors(job.x.rows_aligned, job.cols));
-}
-
-void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job,
+void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const Operand& job,
                           ColumnTransform transform) {
   const auto size = static_cast<int>(dtype_size(job.x.dtype));
-  const std::int64_t tiles = column_tiles(job.cols, job.x.dtype);
+  const std::int64_t tiles = column_tiles(job.x.cols, job.x.dtype);
   const ClusterSplit split =
-      cluster_split(facts, token_tiles(job.p, transform), tiles,
+      cluster_split(facts, token_tiles(job.transform, transform), tiles,
                     columns::max_warps * columns::sm_ctas(transform, size, Pass::both));
-  LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
-  // A smaller grid surely fits the device and needs no query.
-  if (2 * shape.blocks > facts.sm_count) {
-    const std::int64_t at_once = facts.queries->at_once({transform, job.x.dtype}, shape);
-    shape.blocks = std::min(tiles, at_once) * split.ctas;
-  }
-  Buffers reads = columns_read(job), writes = job.codes;
+  const LaunchShape shape = column_shape(transform, tiles, split, split.ctas);
+  Buffers reads = columns_read(job), writes = codes_buffer(job);
   if (job.sum) {
     reads |= sum_reads(job.accumulate);
     writes |= Buffer::gb;
   }
   note_column_loads(plan, Kernel::columns_one_pass, job);
   plan.add(Kernel::columns_one_pass, shape, reads, writes,
-           ColumnsStep{job.of, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
+           ColumnsStep{job.source, transform, Pass::both, split.ctas, split.ctas}, job.x.dtype);
 }
 
 // Adds one of two passes, for columns that do not fit a cluster.
-int add_column_pass(Plan& plan, const ColumnsShape& job, ColumnTransform transform, Pass pass) {
+int add_column_pass(Plan& plan, const Operand& job, ColumnTransform transform, Pass pass) {
   const ClusterSplit split{
-      static_cast<int>(ceil_div(token_tiles(job.p, transform), columns::two_pass_warps)),
+      static_cast<int>(ceil_div(token_tiles(job.transform, transform), columns::two_pass_warps)),
       columns::two_pass_warps};
-  const LaunchShape shape = column_shape(transform, column_tiles(job.cols, job.x.dtype), split, 0);
+  const LaunchShape shape =
+      column_shape(transform, column_tiles(job.x.cols, job.x.dtype), split, 0);
   const bool amax = pass == Pass::amax;
-  Buffers writes = amax ? job.amax() : job.codes;
+  Buffers writes = amax ? amax_buffer(job) : codes_buffer(job);
   if (amax && job.sum) writes |= Buffer::sums;
   const Kernel kernel = amax ? Kernel::column_amax : Kernel::column_codes;
   note_column_loads(plan, kernel, job);
-  plan.add(kernel, shape, columns_read(job) | job.amax(), writes,
-           ColumnsStep{job.of, transform, pass, split.ctas, 0}, job.x.dtype);
+  plan.add(kernel, shape, columns_read(job) | amax_buffer(job), writes,
+           ColumnsStep{job.source, transform, pass, split.ctas, 0}, job.x.dtype);
   return split.ctas;
 }
 
-void add_finish_scales(Plan& plan, const ColumnsShape& job) {
-  plan.add(Kernel::finish_scales, {ceil_div(job.scales, 256), 256}, job.amax(), job.codes,
-           GenericColumnsStep{job.of});
+void add_finish_scales(Plan& plan, const Operand& job) {
+  plan.add(Kernel::finish_scales, {ceil_div(job.out.scales, 256), 256}, amax_buffer(job),
+           codes_buffer(job), GenericColumnsStep{job.source});
 }
 
-void add_generic_columns(Plan& plan, const ColumnsShape& job) {
-  const GenericGrid grid = generic_grid(job.p, job.cols, columns::k16);
+void add_generic_columns(Plan& plan, const Operand& job) {
+  const GenericGrid grid = generic_grid(job.transform, job.x.cols, columns::k16);
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
     if (!amax) plan.passed_as_before();
     plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
-             columns_read(job) | job.amax(), amax ? job.amax() : job.codes,
-             GenericColumnsStep{job.of, grid.run});
+             columns_read(job) | amax_buffer(job), amax ? amax_buffer(job) : codes_buffer(job),
+             GenericColumnsStep{job.source, grid.run});
   }
   add_finish_scales(plan, job);
 }
 
 }  // namespace
 
-bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) {
+bool add_columns(Plan& plan, const DeviceFacts& facts, const Operand& job) {
   ColumnTransform transform{};
-  if (job.cols == 0 || job.p.k_padded == 0) {  // no codes; scales, if any, are 0
-    if (job.scales > 0) add_finish_scales(plan, job);
+  if (job.x.cols == 0 || job.out.k_padded == 0) {  // no codes; scales, if any, are 0
+    if (job.out.scales > 0) add_finish_scales(plan, job);
     return false;
   }
   switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
-                        why_not_one_pass(facts, job.cols, job.p, job.quant, transform)},
+                        why_not_one_pass(facts, job.transform, job.quant, transform)},
                        {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
-                        why_not_columns(job.p, job.quant, transform)},
+                        why_not_columns(job.transform, job.quant, transform)},
                        {Kernel::generic_amax}})) {
     case Kernel::generic_amax:
       add_generic_columns(plan, job);
@@ -308,7 +298,7 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
   }
   const int runs = add_column_pass(plan, job, transform, Pass::amax);
   add_column_pass(plan, job, transform, Pass::codes);
-  if (job.sum) add_final_sum(plan, runs, job.cols, job.accumulate, Buffer::sums);
+  if (job.sum) add_final_sum(plan, runs, job.x.cols, job.accumulate, Buffer::sums);
   return job.sum;
 }
 
@@ -317,64 +307,72 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
 namespace {
 
 // Reason against rows_column_amax_kernel. Without a reason, fills `work` and `shape`.
-Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
-                                const ColumnsShape& columns, RowsColumnAmaxStep& work,
+Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
+                                const Operand& columns, RowsColumnAmaxStep& work,
                                 LaunchShape& shape) {
-  if (rows.cols == 0 || rows.rows == 0) return empty;
-  if (const Reason why = why_not_columns(columns.p, columns.quant, work.transform)) {
+  if (rows.x.cols == 0 || rows.x.rows == 0) return empty;
+  if (const Reason why = why_not_columns(columns.transform, columns.quant, work.transform)) {
     return why;
   }
   if (const Reason why = why_not(facts, Feature::bulk_copy)) return why;
   if (rows.x.dtype != DType::bf16) return of_dtype;
-  if (!rows.x.rows_aligned) return not_vectors(false, rows.cols);
-  if (rows.cols % rows.hadamard_block != 0) {
-    return {"%f %n is not a multiple of the transform's blocks", rows.cols};
+  if (!rows_aligned(rows.x)) return not_vectors(false, rows.x.cols);
+  if (rows.x.cols % rows.transform.block != 0) {
+    return {"%f %n is not a multiple of the transform's blocks", rows.x.cols};
   }
-  if (!rows16_can(rows.hadamard_block, rows.quant.rounding)) {
-    return {"%s is %n, which does not come with columns", rows.hadamard_block, block_name(rows)};
+  if (!rows16_can(rows.transform.block, rows.quant.rounding)) {
+    return {"%s is %n, which does not come with columns", rows.transform.block, block_name(rows)};
   }
-  if (columns.p.order.samples != 0) return token_grid;
+  if (rows.powers.exponents != nullptr) return {"features have exponents"};
+  if (columns.transform.order.samples != 0) return token_grid;
   if (work.transform == ColumnTransform::factored) return equalized;
   if (work.transform == ColumnTransform::hadamard) return all_rows;
-  const RowShare share = row_share(rows.k_padded / 16);
-  if (share.lanes == 0 || share.lanes > 32) return too_long(rows.cols);
-  work.of = rows.of;
+  const RowShare share = row_share(rows.out.k_padded / 16);
+  if (share.lanes == 0 || share.lanes > 32) return too_long(rows.x.cols);
+  work.of = rows.source;
   work.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
   work.lanes = share.lanes;
   work.lane_blocks = share.blocks;
   work.token_blocks = rows_column_amax::threads / share.lanes / rows_column_amax::token_block;
   work.tiles = static_cast<unsigned>(
-      ceil_div(rows.rows, std::int64_t{work.token_blocks} * rows_column_amax::token_block));
+      ceil_div(rows.x.rows, std::int64_t{work.token_blocks} * rows_column_amax::token_block));
   const std::int64_t grid = std::min<std::int64_t>(work.tiles, facts.sm_count);
-  work.sums =
-      static_cast<unsigned>(grid * ceil_div(work.tiles, grid * rows_column_amax::tiles_a_sum));
-  const int bytes = rows_column_amax::Layout(rows.cols, work.token_blocks).bytes();
+  // Units have a partial sum each for g_b. Without sums there is no reason for more than a tile.
+  work.unit_tiles = 1;
+  if (columns.sum) {
+    const std::int64_t units = facts.sm_count * rows_column_amax::cta_units;
+    work.unit_tiles = static_cast<unsigned>(
+        std::min<std::int64_t>(ceil_div(work.tiles, units), rows_column_amax::max_unit_tiles));
+  }
+  work.counter = amax_words(facts, columns) - 1;
+  const int bytes = rows_column_amax::Layout(rows.x.cols, work.token_blocks).bytes();
   if (bytes > facts.shared_bytes) return {"it needs %n bytes of shared memory", bytes};
   shape = {grid, rows_column_amax::threads, static_cast<std::size_t>(bytes)};
   return {};
 }
 
-void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape& columns,
+void add_rows_column_amax(Plan& plan, const Operand& rows, const Operand& columns,
                           const RowsColumnAmaxStep& work, const LaunchShape& shape) {
-  Buffers reads = buffer_of(rows.of) | columns.amax(), writes = columns.amax();
+  Buffers reads = matrix_buffer(rows.source) | amax_buffer(columns), writes = amax_buffer(columns);
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
-  writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
+  writes |= rows.quant.per_tensor ? Buffer::rows_amax : codes_buffer(rows);
   if (columns.sum) writes |= Buffer::sums;
   plan.add(Kernel::rows_column_amax, shape, reads, writes, work, rows.x.dtype);
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
-    add_final_sum(plan, work.sums, rows.cols, columns.accumulate, Buffer::sums);
+    add_final_sum(plan, ceil_div(work.tiles, work.unit_tiles), rows.x.cols, columns.accumulate,
+                  Buffer::sums);
   }
 }
 
 }  // namespace
 
-bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,
-                          const ColumnsShape& columns) {
+bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const Operand& rows,
+                          const Operand& columns) {
   RowsColumnAmaxStep work{};
   LaunchShape shape;
-  const Reason apart = why_not_one_pass(facts, rows.cols, columns.p, columns.quant, work.transform);
+  const Reason apart = why_not_one_pass(facts, columns.transform, columns.quant, work.transform);
   const Reason why =
       apart ? why_not_rows_column_amax(facts, rows, columns, work, shape) : fits_cluster;
   if (!why) {
@@ -394,255 +392,272 @@ bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape&
 // Preferred maximum of blocks per lane, and threads per CTA unless a row needs more.
 constexpr int rows_groups_lane_blocks = 3, rows_groups_threads = 128;
 
-Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& saved) {
+Reason add_rows_groups(Plan& plan, const Operand& rows, const Operand& saved) {
   const auto fits = [](const RowShare& share) {
     return share.lanes > 0 && share.lanes <= rows_groups::max_threads(share.blocks);
   };
-  RowShare share = row_share(rows.k_padded / 16, rows_groups_lane_blocks);
-  if (!fits(share)) share = row_share(rows.k_padded / 16);
-  if (saved.spec.storage != Storage::int4) {
-    return {"storage is %s", 0, storage_name(saved.spec.storage)};
-  }
+  RowShare share = row_share(rows.out.k_padded / 16, rows_groups_lane_blocks);
+  if (!fits(share)) share = row_share(rows.out.k_padded / 16);
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
-  if (saved.spec.equalize_tokens) return equalized;
-  if (rows.hadamard_block != forward_block) {
-    return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
+  if (saved.transform.equalized) return equalized;
+  if (rows.transform.block != forward_block) {
+    return {"%s is %n, where 64 is read once", rows.transform.block, block_name(rows)};
   }
-  if (!rows.x.quads_aligned) return not_fours(rows.cols);
-  if (rows.rows == 0 || rows.cols == 0) return empty;
-  if (!fits(share)) return too_long(rows.cols);
+  if (!quads_aligned(rows.x)) return not_fours(rows.x.cols);
+  if (rows.x.rows == 0 || rows.x.cols == 0) return empty;
+  if (!fits(share)) return too_long(rows.x.cols);
   const int cta_rows = std::max(1, rows_groups_threads / share.lanes);
   const RowsGroupsStep work{share.blocks, static_cast<int>(ceil_div(int4_group, cta_rows)),
-                            static_cast<int>(ceil_div(rows.cols, share.lanes * cta_rows))};
-  const std::int64_t chunks = ceil_div(rows.rows, int4_group);
+                            static_cast<int>(ceil_div(rows.x.cols, share.lanes * cta_rows))};
+  const std::int64_t chunks = ceil_div(rows.x.rows, int4_group);
   note_loads(plan, Kernel::rows_groups, not_16(rows));
   plan.add(Kernel::rows_groups,
            {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
-           buffer_of(rows.of), rows.codes | Buffer::saved, work, rows.x.dtype);
+           matrix_buffer(rows.source), codes_buffer(rows) | Buffer::saved, work, rows.x.dtype);
   return {};
 }
 
 // ---- all operands of a small layer in one launch or two ----------------------------------------
 
-void add_zero(Plan& plan, const AmaxWords& words) {
-  if (words.all() == 0) return;
-  Buffers writes;
-  if (words.rows > 0) writes |= Buffer::rows_amax;
-  if (words.weight > 0) writes |= Buffer::weight_amax;
-  if (words.columns > 0) writes |= Buffer::columns_amax;
-  plan.add(Kernel::zero, {}, {}, writes,
-           ZeroStep{static_cast<std::size_t>(words.all()) * sizeof(std::uint32_t)});
-}
-
 namespace {
 
-class GroupedOperands {
- public:
-  GroupedOperands(const DeviceFacts& facts, const OperandShapes& operands)
-      : facts_(facts), of_(operands) {}
-
-  // Reason why the kernel cannot quantise these operands or is not faster.
-  Reason why_not() {
-    if (const ColumnsShape* job = of_.weight) {
-      if (const Reason why = add(*job, weight_)) return why;
-      if (weight_.transform != ColumnTransform::hadamard) {
-        return {"hadamard_block is %n", job->p.block};
-      }
-    }
-    if (const ColumnsShape* job = of_.columns) {
-      if (const Reason why = add(*job, gradient_)) return why;
-      if (gradient_.transform == ColumnTransform::hadamard) return all_rows;
-      if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
-    }
-    if (const RowsShape* job = of_.rows) {
-      const std::int64_t groups = job->k_padded / 16;
-      if (const Reason why = add(job->x.dtype)) return why;
-      if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
-      if (job->hadamard_block != 16) return {"hadamard_block is %n", job->hadamard_block};
-      if (groups == 0) return empty;
-      if (groups > grouped::row_blocks * grouped::threads) return too_long(job->cols);
-      while ((grouped::row_blocks << lanes_log2_) < groups) ++lanes_log2_;
-      rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
-    }
-    groups_blocks_ = ceil_div(of_.packed_channels, grouped::threads / 32);
-    if (cluster_ > 1) {
-      if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
-    }
-    for (Columns* columns : {&weight_, &gradient_}) {
-      // A column tile takes one CTA if it fits, otherwise the whole cluster.
-      columns->ctas = columns->needed_ctas > 1 ? cluster_ : columns->needed_ctas;
-      columns->blocks = columns->tiles * columns->ctas;
-    }
-    const std::int64_t max_blocks = std::int64_t{thresholds.grouped_waves} * columns::min_sm_warps /
-                                    columns::max_warps * facts_.sm_count;
-    const std::int64_t blocks = weight_.blocks + gradient_.blocks + rows_blocks_ + groups_blocks_;
-    if (std::max({weight_.blocks, gradient_.blocks, rows_blocks_}) <= grouped::max_amax_slots &&
-        blocks <= max_blocks) {
-      return {};
-    }
-    return {"%n blocks hide a launch each", blocks};
+void add_zero(Plan& plan, const Operands& operands) {
+  Buffers writes;
+  std::int64_t words = 0;
+  for (const Operand& operand : operands) {
+    const std::int64_t count = plan.scratch.amax[&operand - operands.begin()];
+    if (count > 0) writes |= amax_buffer(operand);
+    words += count;
   }
+  if (words == 0) return;
+  plan.add(Kernel::zero, {}, {}, writes,
+           ZeroStep{static_cast<std::size_t>(words) * sizeof(std::uint32_t)});
+}
 
-  void add_to(Plan& plan) const {
-    const auto per_tensor = [](const auto* job) { return job != nullptr && job->quant.per_tensor; };
-    const bool weight = per_tensor(of_.weight), rows = per_tensor(of_.rows),
-               gradient = per_tensor(of_.columns);
-    const bool sum = of_.columns != nullptr && of_.columns->sum;
-    const Buffers sum_read = sum ? sum_reads(of_.columns->accumulate) : Buffers();
-    if (weight || rows || gradient) {
-      const bool shares = gradient && sum && gradient_.ctas > 1;
-      Launch launch(*this, RowsPass::amax, shares ? cluster_ : 1);
-      GroupedStep& s = launch.step;
-      if (weight) launch.add(s.weight, weight_, Pass::amax, 0, Buffer::w, Buffer::weight_amax);
-      if (gradient) {
-        launch.add(s.gradient, gradient_, Pass::amax, shares ? gradient_.ctas : 0, Buffer::gy,
-                   Buffer::columns_amax);
-        if (sum) launch.also(sum_read, Buffer::gb);
-      }
-      if (rows) launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::rows_amax);
-      launch.add_to(plan, Kernel::grouped_amax);
-      plan.takes({Kernel::grouped_codes, "%a is read first for its scale", one_scale});
+// Operand of quantize_grouped_kernel, null if not needed, and its CTAs.
+struct GroupedPart {
+  const Operand* operand = nullptr;
+  std::int64_t blocks = 0;
+  int ctas = 0;  // per column tile
+  ColumnTransform transform{};
+  bool one_scale() const { return operand != nullptr && operand->quant.per_tensor; }
+};
+
+struct GroupedParts {
+  GroupedPart weight, gradient, rows, groups;
+  DType dtype = DType::f32;
+  int cluster = 1;  // CTAs of the longest column tile
+  int row_lanes_log2 = 0;
+
+  explicit GroupedParts(const Operands& operands) {
+    weight.operand = operands.find(Source::w, Along::column);
+    gradient.operand = operands.find(Source::gy, Along::column);
+    rows.operand = operands.find(Source::gy, Along::row);
+    groups.operand = operands.find(Source::x, Along::column, From::groups);
+    for (const GroupedPart* part : {&rows, &gradient, &weight}) {
+      if (part->operand != nullptr) dtype = part->operand->x.dtype;
     }
-    const bool shares = (weight_.ctas > 1 && !weight) || (gradient_.ctas > 1 && !gradient);
-    Launch launch(*this, rows ? RowsPass::codes : RowsPass::row_scales, shares ? cluster_ : 1);
-    GroupedStep& s = launch.step;
-    const auto add = [&](GroupedColumns& to, const Columns& columns, bool known, Buffers reads,
-                         Buffers writes, Buffer amax) {
-      launch.add(to, columns, known ? Pass::codes : Pass::both, known ? 0 : columns.ctas, reads,
-                 writes);
-      if (known) launch.also(amax, {});
-    };
-    if (of_.weight != nullptr) {
-      add(s.weight, weight_, weight, Buffer::w, of_.weight->codes, Buffer::weight_amax);
-    }
-    if (of_.columns != nullptr) {
-      add(s.gradient, gradient_, gradient, Buffer::gy, Buffer::columns, Buffer::columns_amax);
-      if (sum && !gradient) launch.also(sum_read, Buffer::gb);
-    }
-    if (of_.rows != nullptr) {
-      launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::gy_rows);
-      if (rows) launch.also(Buffer::rows_amax, {});
-    }
-    if (groups_blocks_ > 0) {
-      launch.add(s.groups, groups_blocks_, Buffer::saved, Buffer::activation);
-    }
-    launch.add_to(plan, Kernel::grouped_codes);
   }
-
- private:
-  // Operand quantised by columns: its column tiles, and the CTAs per tile.
-  struct Columns {
-    ColumnTransform transform{};
-    std::int64_t tiles = 0, blocks = 0;
-    int needed_ctas = 0, ctas = 0;
-  };
-
-  // One launch with some of the operands. `cluster`: CTAs that reduce the longest column tile.
-  class Launch {
-   public:
-    Launch(const GroupedOperands& operands, RowsPass rows_pass, int cluster)
-        : dtype_(operands.dtype_.value_or(DType::f32)), cluster_(cluster) {
-      step.transform = operands.gradient_.transform;
-      step.row_lanes_log2 = operands.lanes_log2_;
-      step.rows_pass = rows_pass;
-    }
-
-    GroupedStep step{};
-
-    void add(GroupedRange& range, std::int64_t blocks, Buffers reads, Buffers writes) {
-      range.blocks = static_cast<unsigned>(blocks);
-      range.end = static_cast<unsigned>(round_up(blocks, cluster_));
-      blocks_ += range.end;
-      also(reads, writes);
-    }
-    void add(GroupedColumns& to, const Columns& columns, Pass pass, int cluster, Buffers reads,
-             Buffers writes) {
-      to.pass = pass;
-      to.ctas = columns.ctas;
-      to.cluster = cluster;
-      add(to.range, columns.blocks, reads, writes);
-    }
-    void also(Buffers reads, Buffers writes) {
-      reads_ |= reads;
-      writes_ |= writes;
-    }
-    void add_to(Plan& plan, Kernel kernel) const {
-      const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype_)));
-      const std::size_t shared =
-          columns::shared_bytes(step.transform, tiles, columns::max_warps, cluster_);
-      plan.add(kernel, {blocks_, grouped::threads, shared, cluster_}, reads_, writes_, step,
-               dtype_);
-    }
-
-   private:
-    DType dtype_;
-    int cluster_;
-    std::int64_t blocks_ = 0;
-    Buffers reads_, writes_;
-  };
-
-  Reason add(DType dtype) {
-    if (dtype_.value_or(dtype) != dtype) return dtypes;
-    dtype_ = dtype;
-    return dtype == DType::f16 ? of_dtype : Reason{};
+  // Whether the call has operands of a backward pass.
+  bool any() const {
+    return weight.operand != nullptr || gradient.operand != nullptr || rows.operand != nullptr;
   }
-  Reason add(const ColumnsShape& job, Columns& columns) {
-    if (const Reason why = add(job.x.dtype)) return why;
-    if (job.p.k_padded == 0) return empty;
-    if (const Reason why = why_not_block16(job.p, job.quant, columns.transform)) return why;
-    if (columns.transform == ColumnTransform::factored) return equalized;
-    const std::int64_t needed =
-        ceil_div(token_tiles(job.p, columns.transform),
-                 grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype))));
-    if (needed > columns::max_portable_cluster) {
-      return {"a column of %n codes is too long for a cluster", job.p.k_padded};
+};
+
+Reason why_not_grouped(const GroupedParts& parts, const Operand& job) {
+  return job.x.dtype != parts.dtype ? dtypes : parts.dtype == DType::f16 ? of_dtype : Reason{};
+}
+
+// Reason against columns in the kernel. Without a reason, sets their transform and CTAs.
+Reason why_not_grouped_columns(GroupedParts& parts, GroupedPart& part) {
+  const Operand& job = *part.operand;
+  if (const Reason why = why_not_grouped(parts, job)) return why;
+  if (job.out.k_padded == 0) return empty;
+  if (const Reason why = why_not_block16(job.transform, job.quant, part.transform)) return why;
+  if (part.transform == ColumnTransform::factored) return equalized;
+  const std::int64_t needed =
+      ceil_div(token_tiles(job.transform, part.transform),
+               grouped::cta_tiles(static_cast<int>(dtype_size(parts.dtype))));
+  if (needed > columns::max_cluster) {
+    return {"a column of %n codes is too long for a cluster", job.out.k_padded};
+  }
+  part.ctas = static_cast<int>(needed);
+  parts.cluster = std::max(parts.cluster, part.ctas);
+  return {};
+}
+
+// Reason why the kernel cannot quantise these operands or is not faster. Without a reason, sets the
+// CTAs of all parts.
+Reason why_not_grouped(const DeviceFacts& facts, GroupedParts& parts) {
+  auto& [weight, gradient, rows, groups, dtype, cluster, row_lanes_log2] = parts;
+  if (weight.operand != nullptr) {
+    if (const Reason why = why_not_grouped_columns(parts, weight)) return why;
+    if (weight.transform != ColumnTransform::hadamard) {
+      return {"hadamard_block is %n", weight.operand->transform.block};
     }
-    columns.needed_ctas = static_cast<int>(needed);
-    columns.tiles = column_tiles(job.cols, job.x.dtype);
-    cluster_ = std::max(cluster_, columns.needed_ctas);
+  }
+  if (const Operand* const job = gradient.operand) {
+    if (const Reason why = why_not_grouped_columns(parts, gradient)) return why;
+    if (gradient.transform == ColumnTransform::hadamard) return all_rows;
+    if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
+  }
+  if (const Operand* const job = rows.operand) {
+    const std::int64_t blocks = job->out.k_padded / 16;
+    if (const Reason why = why_not_grouped(parts, *job)) return why;
+    if (job->quant.rounding != Rounding::stochastic) return other_rounding(job->quant);
+    if (job->transform.block != 16) return {"hadamard_block is %n", job->transform.block};
+    if (blocks == 0) return empty;
+    if (blocks > grouped::row_blocks * grouped::threads) return too_long(job->x.cols);
+    while ((grouped::row_blocks << row_lanes_log2) < blocks) ++row_lanes_log2;
+    rows.blocks = ceil_div(job->x.rows, grouped::threads >> row_lanes_log2);
+  }
+  if (groups.operand != nullptr) {
+    groups.blocks = ceil_div(groups.operand->out.rows, grouped::threads / 32);
+  }
+  if (cluster > 1) {
+    if (const Reason why = why_not(facts, Feature::clusters)) return why;
+  }
+  for (GroupedPart* part : {&weight, &gradient}) {
+    if (part->operand == nullptr) continue;
+    // A column tile takes one CTA if it fits, otherwise the whole cluster.
+    if (part->ctas > 1) part->ctas = cluster;
+    part->blocks = column_tiles(part->operand->x.cols, dtype) * part->ctas;
+  }
+  const std::int64_t max_blocks = std::int64_t{thresholds.grouped_waves} * columns::min_sm_warps /
+                                  columns::max_warps * facts.sm_count;
+  const std::int64_t blocks = weight.blocks + gradient.blocks + rows.blocks + groups.blocks;
+  if (std::max({weight.blocks, gradient.blocks, rows.blocks}) <= grouped::max_amax_slots &&
+      blocks <= max_blocks) {
     return {};
   }
+  return {"%n blocks hide a launch each", blocks};
+}
 
-  const DeviceFacts& facts_;
-  const OperandShapes& of_;
-  std::optional<DType> dtype_;
-  Columns weight_, gradient_;
-  int cluster_ = 1, lanes_log2_ = 0;
-  std::int64_t rows_blocks_ = 0, groups_blocks_ = 0;
-};
+// Adds one launch: the largest values of the operands with one scale, or all codes.
+void add_grouped(Plan& plan, const GroupedParts& parts, bool amax) {
+  const auto takes_part = [&](const GroupedPart& part) {
+    return amax ? part.one_scale() : part.operand != nullptr;
+  };
+  // CTAs that reduce a column tile's values or its sums
+  const auto reduces = [&](const GroupedPart& part) {
+    if (!takes_part(part)) return 0;
+    const bool sums = amax && part.operand->sum && part.ctas > 1;
+    return sums || (!amax && !part.one_scale()) ? part.ctas : 0;
+  };
+  const bool shares = reduces(parts.weight) > 1 || reduces(parts.gradient) > 1;
+  const int cluster = shares ? parts.cluster : 1;
+  std::int64_t blocks = 0;
+  Buffers reads, writes;
+  const auto add = [&](GroupedRange& range, const GroupedPart& part) {
+    const Operand& job = *part.operand;
+    range.blocks = static_cast<unsigned>(part.blocks);
+    range.end = static_cast<unsigned>(round_up(part.blocks, cluster));
+    blocks += range.end;
+    reads |= job.from == From::groups ? Buffer::saved : matrix_buffer(job.source);
+    writes |= amax ? amax_buffer(job) : codes_buffer(job);
+    if (!amax && part.one_scale()) {
+      reads |= amax_buffer(job);
+    } else if (job.sum) {
+      reads |= sum_reads(job.accumulate);
+      writes |= Buffer::gb;
+    }
+  };
+  const auto add_columns = [&](GroupedColumns& to, const GroupedPart& part) {
+    if (!takes_part(part)) return;
+    to.pass = amax ? Pass::amax : part.one_scale() ? Pass::codes : Pass::both;
+    to.ctas = part.ctas;
+    to.cluster = reduces(part);
+    add(to.range, part);
+  };
+  GroupedStep step{};
+  step.transform = parts.gradient.transform;
+  step.row_lanes_log2 = parts.row_lanes_log2;
+  step.rows_pass = amax                     ? RowsPass::amax
+                   : parts.rows.one_scale() ? RowsPass::codes
+                                            : RowsPass::row_scales;
+  add_columns(step.weight, parts.weight);
+  add_columns(step.gradient, parts.gradient);
+  if (takes_part(parts.rows)) add(step.rows, parts.rows);
+  if (!amax && parts.groups.blocks > 0) add(step.groups, parts.groups);
+  const std::size_t shared = columns::shared_bytes(
+      step.transform, grouped::cta_tiles(static_cast<int>(dtype_size(parts.dtype))),
+      columns::max_warps, cluster);
+  plan.add(amax ? Kernel::grouped_amax : Kernel::grouped_codes,
+           {blocks, grouped::threads, shared, cluster}, reads, writes, step, parts.dtype);
+}
+
+void add_token_exponents(Plan& plan, const Operand& job) {
+  constexpr int warps = exponent_rows;
+  plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
+  note_loads(plan, Kernel::token_exponents, not_vectors(rows_aligned(job.x), job.x.cols));
+  plan.add(Kernel::token_exponents, {ceil_div(job.x.rows, warps), 32 * warps}, Buffer::x,
+           Buffer::exponents, {}, job.x.dtype);
+}
+
+void add_groups(Plan& plan, const Operand& job) {
+  const bool two_bytes = dtype_size(job.x.dtype) == 2;
+  const Kernel kernel =
+      plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
+                    !two_bytes                ? of_dtype
+                    : job.transform.equalized ? equalized
+                    : !quads_aligned(job.x)   ? not_fours(job.x.cols)
+                                              : Reason{}},
+                   {Kernel::groups}});
+  const std::int64_t blocks = ceil_div(job.x.cols, 128) * ceil_div(job.x.rows, int4_group);
+  plan.add(kernel, {blocks, 128}, columns_read(job), codes_buffer(job), {}, job.x.dtype);
+}
+
+// Adds the operands that are made of one matrix, either of which may be null.
+bool add_operands(Plan& plan, const DeviceFacts& facts, const Operand* rows,
+                  const Operand* columns) {
+  if (columns == nullptr) {
+    if (rows != nullptr) add_rows(plan, *rows);
+    return false;
+  }
+  if (columns->code == Storage::int8) {
+    return rows == nullptr ? add_columns(plan, facts, *columns)
+                           : add_rows_and_columns(plan, facts, *rows, *columns);
+  }
+  if (rows != nullptr) {
+    const Reason why = add_rows_groups(plan, *rows, *columns);
+    if (!why) return false;
+    add_rows(plan, *rows);
+    plan.takes({Kernel::rows_groups, "x is read again to be kept", why});
+  }
+  add_groups(plan, *columns);
+  return false;
+}
 
 }  // namespace
 
-bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& operands) {
-  const bool sum = operands.columns != nullptr && operands.columns->sum;
-  GroupedOperands group(facts, operands);
-  if (plan.takes({Kernel::grouped_codes, nullptr, group.why_not()})) {
-    group.add_to(plan);
-    return sum;
+bool add_operands(Plan& plan, const DeviceFacts& facts, const Work& work) {
+  const Operands& all = work.operands;
+  const Operand* const x = all.find(Source::x, Along::column);
+  plan.scratch.repeat_scales = true;
+  for (const Operand& operand : all) {
+    plan.scratch.amax[&operand - all.begin()] = amax_words(facts, operand);
+    if (operand.sum) plan.scratch.sums = operand.x.cols * most_sum_runs(facts, operand.x.rows);
   }
-  add_zero(plan, operands.zeroed);
+  GroupedParts parts(all);
+  if (parts.any() && plan.takes({Kernel::grouped_codes, nullptr, why_not_grouped(facts, parts)})) {
+    if (parts.weight.one_scale() || parts.gradient.one_scale() || parts.rows.one_scale()) {
+      add_grouped(plan, parts, true);
+      plan.takes({Kernel::grouped_codes, "%a is read first for its scale", one_scale});
+    }
+    add_grouped(plan, parts, false);
+    return parts.gradient.operand != nullptr && parts.gradient.operand->sum;
+  }
+  if (x != nullptr && x->transform.equalized) add_token_exponents(plan, *x);
+  add_zero(plan, all);
   bool summed = false;
-  if (operands.rows != nullptr && operands.columns != nullptr) {
-    summed = add_rows_and_columns(plan, facts, *operands.rows, *operands.columns);
-  } else if (operands.rows != nullptr) {
-    add_rows(plan, *operands.rows);
-  } else if (operands.columns != nullptr) {
-    summed = add_columns(plan, facts, *operands.columns);
+  for (const Source source : {Source::gy, Source::x, Source::w}) {
+    summed |=
+        add_operands(plan, facts, all.find(source, Along::row), all.find(source, Along::column));
   }
-  if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
-  if (operands.packed_channels > 0) {
-    plan.add(Kernel::requantize, {operands.packed_channels, 256}, Buffer::saved,
-             Buffer::activation);
+  if (const Operand* const packed = all.find(Source::x, Along::column, From::groups)) {
+    plan.add(Kernel::requantize, {packed->out.rows, 256}, Buffer::saved, codes_buffer(*packed));
   }
   return summed;
-}
-
-std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
-
-std::int64_t rows_column_amax_sums(const DeviceFacts& facts, std::int64_t rows) {
-  return ceil_div(rows,
-                  std::int64_t{rows_column_amax::token_block} * rows_column_amax::tiles_a_sum) +
-         facts.sm_count;
 }
 
 GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
@@ -654,13 +669,6 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
   grid.blocks =
       ceil_div(cols, grid.threads) * std::max<std::int64_t>(1, ceil_div(p.blocks, grid.run));
   return grid;
-}
-
-std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
-                                const OperandQuant& quant) {
-  ColumnTransform transform{};
-  if (p.k_padded > 0 && !why_not_one_pass(facts, cols, p, quant, transform)) return 0;
-  return quant.per_tensor ? grouped::max_amax_slots : quant.per_contraction ? p.k_padded : cols;
 }
 
 }  // namespace hot::detail::plan

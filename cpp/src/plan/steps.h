@@ -1,5 +1,5 @@
-// Declarations shared by the files of the plan. Plans of whole calls are in plan.cpp, steps that
-// quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
+// Declarations shared by the files of the plan. Plans of whole calls are in plan_call.cpp, steps
+// that quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +28,6 @@ struct Thresholds {
   // a latency of at least `latency_cycles` (measured with 2 and 16 warps per SM). The all-reduce of
   // the cluster takes `reduce_cycles`.
   std::int64_t tile_cycles = 900, latency_cycles = 6000, reduce_cycles = 1500;
-  // Columns of g_y for rows_column_amax_kernel, if a portable cluster cannot hold its tokens. That
-  // kernel also makes the codes of rows; wider rows do not fit. For `default`, 12608 x 3072 x 768,
-  // it takes 190 us; clusters of 16 take 204.
-  std::int64_t rows_column_amax_min_columns = 2048, rows_column_amax_max_columns = 3072;
   // Maximum waves of CTAs for quantize_grouped_kernel. More waves hide a launch by themselves.
   // Measured on the paper's layers.
   int grouped_waves = 4;
@@ -74,99 +70,28 @@ inline void note_loads(Plan& plan, Kernel kernel, const Reason& why) {
 
 // ---- operands (plan_quantize.cpp) --------------------------------------------------------------
 
-struct RowsShape {
-  Source of;
-  Buffer codes;
-  ArrayFacts x;
-  std::int64_t rows, cols;
-  int hadamard_block;
-  OperandQuant quant;
-  std::int64_t k_padded;
-};
-
-struct ColumnsShape {
-  Source of;
-  Buffer codes;
-  ArrayFacts x;
-  std::int64_t cols;
-  const Projection& p;
-  OperandQuant quant;
-  std::int64_t scales;
-  bool sum = false, accumulate = false;  // g_b
-  Buffer amax() const { return of == Source::w ? Buffer::weight_amax : Buffer::columns_amax; }
-};
-
 // Division of a row among the registers of lanes.
 struct RowShare {
   int lanes, blocks;  // lanes per row (0: the row is too long), blocks of 16 per lane
 };
 RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks);
 
-void add_zero(Plan&, const AmaxWords&);
+// Adds all operands of a call. Returns true if these steps also make g_b.
+bool add_operands(Plan&, const DeviceFacts&, const Work&);
 
-// Operands of a call; null if not needed.
-struct OperandShapes {
-  const RowsShape* rows = nullptr;
-  const ColumnsShape* columns = nullptr;
-  const ColumnsShape* weight = nullptr;
-  std::int64_t packed_channels = 0;  // channels of x to requantise from packed codes to INT8
-  AmaxWords zeroed{};
-};
+// ---- g_b (plan.cpp) ----------------------------------------------------------------------------
 
-// Adds all operands of a backward pass. Returns true if these steps also make g_b.
-bool add_operands(Plan&, const DeviceFacts&, const OperandShapes&);
-void add_rows(Plan&, const RowsShape&);
-// Adds rows and x as INT4 from one read, or returns the reason against it.
-Reason add_rows_groups(Plan&, const RowsShape&, const CompressShape&);
-// Both return true if these steps also make g_b. The largest values must be zeroed before.
-bool add_rows_and_columns(Plan&, const DeviceFacts&, const RowsShape&, const ColumnsShape&);
-bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
+// Partial sums per column of g_b alone, one per 128 tokens, and at most by any kernel.
+std::int64_t sum_runs(std::int64_t rows);
+std::int64_t most_sum_runs(const DeviceFacts&, std::int64_t rows);
+// Arrays that a sum reads.
+inline Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
 // Adds g_b from `runs` partial sums per column.
 void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums);
-// Partial sums per column: for g_b alone, and at most by rows_column_amax_kernel.
-std::int64_t sum_runs(std::int64_t rows);
-std::int64_t rows_column_amax_sums(const DeviceFacts&, std::int64_t rows);
-
-// Records why g_y is read again for g_b alone. add_sum_alone then adds g_b at the end of a call.
-inline void note_sum_again(Plan& plan, const Reason& why) {
-  plan.takes({Kernel::partial_sum, "g_y is read again for g_b", why});
-}
-void add_sum_alone(Plan&, const LinearShape&, const ArrayFacts& gy, bool accumulate);
 
 // ---- products (plan_gemm.cpp) ------------------------------------------------------------------
 
-struct ProductBuffers {
-  Buffers a, b;
-  Buffer out;
-};
-
-// Up to two independent products, and their numbers in the call.
-struct Products {
-  ProductShape shapes[2]{};
-  ProductBuffers buffers[2]{};
-  int index[2]{};
-  int count = 0;
-
-  // Adds a product of [m, k] and [n, k] with a scale per row.
-  ProductShape& add(int number, std::int64_t m, std::int64_t n, std::int64_t k, const OutFacts& out,
-                    const ProductBuffers& arrays) {
-    index[count] = number;
-    buffers[count] = arrays;
-    ProductShape& p = shapes[count++];
-    p.m = m;
-    p.n = n;
-    p.k = k;
-    p.one_scale_a = m == 1;
-    p.one_scale_b = n == 1;
-    p.out = out;
-    return p;
-  }
-};
-
-// Adds g_x = g_y w, or zeros.
-void add_gx(Plan&, Products&, const BackwardWork&, const OutFacts& out);
-// Adds zeros for g_w if its contraction is empty.
-void add_no_gw(Plan&, const BackwardWork&);
-void add_products(Plan&, const DeviceFacts&, const Products&);
+// Adds the products of a call, zeros if a contraction is empty.
+void add_products(Plan&, const DeviceFacts&, const Work&);
 
 }  // namespace hot::detail::plan

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Literal
+
+import hotcore.torch as hot
 
 from .transformers import HotQuantizationConfig
 
@@ -21,8 +23,8 @@ class HotArgs(_BaseModel):  # type: ignore[misc]
     """A recipe's name or the fields of a HotConfig; None: ``"default"``."""
     hot_modules_to_not_convert: list[str] | None = None
     """Names of modules that stay plain."""
-    hot_freeze: bool | None = None
-    """Keep the base's weights as INT8 codes only, for an adapter."""
+    hot_freeze: bool | Literal["int8", "int4"] | None = None
+    """Keep the base's weights as codes only, for an adapter; true: ``"int8"``."""
 
 
 class HotPlugin(_BasePlugin):  # type: ignore[misc]
@@ -51,5 +53,6 @@ class HotPlugin(_BasePlugin):  # type: ignore[misc]
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Convert the model."""
         names = cfg.hot_modules_to_not_convert
-        wanted = HotQuantizationConfig(cfg.hot_config or "default", names, bool(cfg.hot_freeze))
-        wanted.convert(model)
+        HotQuantizationConfig(cfg.hot_config or "default", names).convert(model)
+        if cfg.hot_freeze:
+            hot.freeze(model, bits=4 if cfg.hot_freeze == "int4" else 8)

@@ -8,18 +8,25 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 import hotcore.torch as hot
 
 from ..config import ConfigLike, HotConfig, as_config
+from ..torch.conversion.freeze import Freezing
+from ..torch.conversion.load import keys_of
+from ..torch.conversion.report import listed
 from ..torch.conversion.selection import candidates
+from ..torch.frozen.weights import ALIGNMENT, FrozenModule
+from ..torch.ops.frozen_codes import parameter
 from .loop import LoopCallback
 
 # hotcore does not require transformers; the type checker runs without it.
 _TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
+_ConversionOps: Any = importlib.import_module("transformers.core_model_loading").ConversionOps
 _quantizers: Any = importlib.import_module("transformers.quantizers")
 _ConfigMixin: Any = importlib.import_module(
     "transformers.utils.quantization_config"
@@ -47,19 +54,24 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: names of modules that stay plain, in transformers' form: a start or
             an end of the name, or a regular expression. The default filter of ``convert`` (the
             head, small layers, layers that would be slower) applies as well.
-        freeze: keep the weights as INT8 codes only (:func:`hotcore.torch.freeze_int8`), for
-            adapters. Loading holds the plain weights first; checkpoints have dequantised weights.
+        freeze: ``"int4"`` or ``"int8"`` keeps the weights as codes only
+            (:func:`hotcore.torch.freeze`), for adapters; True is ``"int8"``. Each weight is
+            quantised on its device as it is read, so that the plain model never exists. In 4 bits
+            the sizes of features come from the weights alone.
+        save_codes: with ``freeze``, ``save_pretrained`` writes the codes themselves, which
+            ``from_pretrained`` reads without rounding. Otherwise it writes dequantised weights.
 
     Raises:
         TypeError: another type of ``config``, or ``modules_to_not_convert`` is a str.
-        ValueError: a wrong field of ``config``.
+        ValueError: a wrong field of ``config``, another ``freeze``, or ``save_codes`` without it.
     """
 
     def __init__(
         self,
         config: ConfigLike | Mapping[str, Any] = "default",
         modules_to_not_convert: Sequence[str] | None = None,
-        freeze: bool = False,
+        freeze: bool | Literal["int8", "int4"] = False,
+        save_codes: bool = False,
         quant_method: str = "hot",
     ) -> None:
         """Check the arguments. ``quant_method`` of config.json is always ``"hot"``."""
@@ -67,38 +79,65 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
             raise TypeError("modules_to_not_convert: expected a list of names, got a str")
         if isinstance(config, Mapping):
             config = HotConfig.from_json(json.dumps(dict(config)))
+        if freeze not in (False, True, "int8", "int4"):
+            raise ValueError(f"freeze: expected 'int4', 'int8' or a bool, got {freeze!r}")
+        if save_codes and not freeze:
+            raise ValueError("save_codes: expected False without freeze, which makes the codes")
         self.quant_method = quant_method
         self.config = as_config(config)
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.freeze = freeze
+        self.save_codes = save_codes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values for config.json."""
         return {**vars(self), "config": json.loads(self.config.to_json())}
 
-    def convert(self, model: nn.Module) -> None:
-        """Convert a loaded model; with ``freeze`` also freeze it."""
+    def convert(self, model: nn.Module, device: Any = None, coded: set[str] | None = None) -> None:
+        """Convert a model for training on ``device``; ``coded``: the layers that have codes."""
         matching = importlib.import_module("transformers.quantizers.quantizers_utils")
         skip, names = self.modules_to_not_convert, [name for name, _ in candidates(model)]
         plain = [name for name in names if not matching.should_convert_module(name, skip)]
-        hot.convert(model, self.config, overrides=dict.fromkeys(plain))
-        if self.freeze:
-            if any(parameter.is_meta for parameter in model.parameters()):
-                raise ValueError(
-                    "quantization_config: freeze=True needs all weights in memory; use a "
-                    "device_map that offloads none to disk or CPU"
-                )
-            hot.freeze_int8(model)
+        only = None if coded is None else lambda _, name: name in coded
+        hot.convert(model, self.config, only, dict.fromkeys(plain), device=device)
+
+
+class _Freeze(_ConversionOps):  # type: ignore[misc]
+    """Quantise a weight that has been read, and freeze its layer."""
+
+    def __init__(self, quantizer: HotQuantizer) -> None:
+        self._quantizer = quantizer
+
+    def convert(self, input_dict: Mapping[str, Any], missing_keys: Any, **_: Any) -> dict[str, Any]:
+        """Leave no tensor for transformers to set."""
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            self._quantizer.take(name, weight)
+            missing_keys.discard(name)
+        return {}
 
 
 class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
-    """Quantizer that transformers makes and calls for a :class:`HotQuantizationConfig`."""
+    """Quantizer that transformers makes and calls for a :class:`HotQuantizationConfig`.
+
+    Layers that are to be frozen are converted on the meta device. Each takes its codes when its
+    weight is read. A checkpoint with codes has them as Parameters.
+    """
 
     is_trainable = True
     is_compileable = True
 
+    def __init__(self, quantization_config: HotQuantizationConfig, **options: Any) -> None:
+        """Read plain weights of a frozen model's checkpoint as those of any other."""
+        super().__init__(quantization_config, **options)
+        if quantization_config.freeze and not quantization_config.save_codes:
+            self.pre_quantized = False
+        self._freezing: Freezing | None = None
+        self._frozen: dict[str, str] = {}
+        """Layers that wait for their weight, by the weight's key."""
+
     def is_serializable(self) -> bool:
-        """Whether ``save_pretrained`` works: it writes plain weights."""
+        """Whether ``save_pretrained`` works: it writes plain weights, or codes."""
         return True
 
     @property
@@ -106,13 +145,108 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         """Whether a Trainer accepts the model without adapters."""
         return not self.quantization_config.freeze
 
+    @property
+    def quantized_element_size(self) -> float | None:
+        """Bytes of a value in codes."""
+        if not self.quantization_config.freeze:
+            return None
+        return 0.55 if self.quantization_config.freeze == "int4" else 1.01
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Refuse to freeze weights that are offloaded. Raises ValueError."""
+        where = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
+        if self.quantization_config.freeze and ("disk" in where or {"cpu"} < where):
+            raise ValueError(
+                "quantization_config: freeze needs all weights in memory; use a device_map "
+                "that offloads none to disk or CPU"
+            )
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """Whether a tensor of the checkpoint is the weight of a layer to be frozen."""
+        return param_name in self._frozen
+
+    def get_quantize_ops(self) -> Any:
+        """Operation that transformers calls with each such weight."""
+        return _Freeze(self)
+
+    def take(self, name: str, weight: Any) -> None:
+        """Freeze the layer of a weight that has been read."""
+        assert self._freezing is not None
+        fqn = self._frozen[name]
+        layer = self._freezing.layers[fqn]
+        like = layer._parameters["weight"]
+        if weight.shape != like.shape:
+            shapes = f"{list(weight.shape)}; expected {list(like.shape)}"
+            raise ValueError(f"{name}: shape {shapes}")
+        codes = self._freezing.encoded_weight(fqn, weight.to(like.dtype))
+        self._freezing.freeze(fqn, parameter(codes))
+        layer._is_hf_initialized = True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, device_map: Any = None, checkpoint_files: Any = None, **_: Any
+    ) -> Any:
+        config = self.quantization_config
+        if not config.freeze:
+            return model
+        coded = _coded(model, checkpoint_files) if self.pre_quantized else set()
+        self.pre_quantized = bool(coded)
+        config.convert(model, _device_of(device_map), coded or None)
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        self._freezing = freezing = Freezing(
+            model,
+            4 if config.freeze == "int4" else 8,
+            lambda _, name: f"{name}.weight" not in tied,  # transformers sets these again
+            save_codes=config.save_codes,
+        )
+        self._frozen = {f"{fqn}.weight": fqn for fqn in freezing.layers}
+        if coded:
+            for name, fqn in self._frozen.items():
+                self.take(name, freezing.layers[fqn]._parameters["weight"])
+            self._frozen = {}
+        return model
+
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        self.quantization_config.convert(model)
+        if self._freezing is None:
+            self.quantization_config.convert(model)
+            return model
+        absent = [
+            name
+            for name, layer in self._freezing.layers.items()
+            if not isinstance(layer, FrozenModule)
+        ]
+        if absent:
+            raise ValueError(
+                f"quantization_config: the checkpoint has no usable weight for {listed(absent)}, "
+                "which freeze would quantise; name these layers in modules_to_not_convert"
+            )
+        for layer in self._freezing.layers.values():
+            if layer.weight_codes.data_ptr() % ALIGNMENT:  # in the memory of a file
+                layer.weight_codes = parameter(layer.weight_codes.detach().clone())
+            layer.on_frozen()
+            if layer.bias is not None and not getattr(layer.bias, "_is_hf_initialized", False):
+                nn.init.zeros_(layer.bias)  # missing in the checkpoint, as transformers warns
+        self._freezing.report("" if self._freezing.bits == 8 else "weights")
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> nn.Module:
         """Return the plain model for ``model.dequantize()``."""
         return hot.revert(model)
+
+
+def _device_of(device_map: Any) -> Any:
+    """The device for which layers are chosen: the first that is no CPU."""
+    if isinstance(device_map, dict):
+        others = [each for each in device_map.values() if str(each) not in ("cpu", "disk")]
+        return torch.device(others[0]) if others else "cpu"
+    return "cuda" if device_map is not None and torch.cuda.is_available() else "cpu"
+
+
+def _coded(model: Any, files: Sequence[str]) -> set[str]:
+    """Names of the layers whose codes the files have, with and without the base model's prefix."""
+    end, prefix = ".weight_codes", f"{model.base_model_prefix}."
+    keys = [key for key in keys_of(files) if key.endswith(end)]
+    names = {key.removesuffix(end) for key in keys}
+    return {each for n in names for each in (n, n.removeprefix(prefix), prefix + n)}
 
 
 _quantizers.auto.register_quantization_config("hot")(HotQuantizationConfig)

@@ -14,8 +14,10 @@ from . import (
     openmp,
 )
 from .conversion.convert import convert, revert
-from .conversion.freeze import freeze_int8, thaw
+from .conversion.freeze import freeze, freeze_int8, thaw
+from .conversion.load import load_frozen
 from .conversion.report import report
+from .distributed.int8_gradients import int8_gradients
 from .layers.head import LinearCrossEntropy
 from .layers.modules import HotConv2d, HotLinear
 from .ops import share_inputs
@@ -57,8 +59,11 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "recompute",
     "policies",
     "advise",
+    "freeze",
     "freeze_int8",
+    "load_frozen",
     "thaw",
+    "int8_gradients",
     "share_inputs",
     "NoiseMonitor",
     "CustomBackward",

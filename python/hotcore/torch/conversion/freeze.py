@@ -1,4 +1,4 @@
-"""``freeze_int8``: frozen weights of converted layers in a byte a value; ``thaw`` undoes it."""
+"""``freeze``: frozen weights of converted layers in half a byte or a byte; ``thaw`` undoes it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _compat, ops
+from ..frozen import feature_sizes
 from ..frozen.convrot import HotConvRotLinear
 from ..frozen.convrot import why_not as why_no_convrot
-from ..frozen.weights import FrozenModule, HotFrozenLinear, encoded, freeze, plain_weights
+from ..frozen.weights import (
+    FrozenModule,
+    HotFrozenLinear,
+    encoded,
+    freeze_layer,
+    plain_weights,
+    weight_rows,
+)
 from ..layers.modules import HotLinear, HotModule, held_forwards, own_forward, unwrapped
+from ..ops import frozen_codes
 from ..ops.frozen_codes import parameter
+from ..progress import shown
+from .probe import seen_by
 from .report import FREEZE_REPORT, listed
 from .selection import Filter, hot_class, kind_of
 
@@ -25,7 +36,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class FreezeReport:
-    """Report of :func:`.freeze_int8`, the model's attribute ``freeze_report``; print it.
+    """Report of :func:`.freeze`, the model's attribute ``freeze_report``; print it.
 
     It holds no tensor and no module.
     """
@@ -39,14 +50,19 @@ class FreezeReport:
     after: int
     """Bytes of their codes and scales."""
     notes: tuple[str, ...] = ()
+    bits: int = 8
+    sizes: str = ""
+    """Origin of the sizes of in features, in 4 bits."""
 
     def __str__(self) -> str:
         """The number of frozen layers, the bytes, and the other layers."""
         share = f"{self.after / self.before:.3f}" if self.before else "-"
         lines = [
-            f"{len(self.layers)} layers frozen in INT8: {self.before / _GIB:.3f} GiB of weights "
-            f"are now {self.after / _GIB:.3f} GiB ({share})"
+            f"{len(self.layers)} layers frozen in INT{self.bits}: {self.before / _GIB:.3f} GiB of "
+            f"weights are now {self.after / _GIB:.3f} GiB ({share})"
         ]
+        if self.sizes:
+            lines.append(f"sizes of in features: {self.sizes}")
         reasons: dict[str, list[str]] = {}
         for name, why in self.skipped:
             reasons.setdefault(why, []).append(name)
@@ -64,15 +80,31 @@ def freeze_int8(
     *,
     save_codes: bool = False,
     convrot: bool = False,
+    progress: bool = True,
 ) -> nn.Module:
-    """Keep the weights of converted linear layers as INT8 codes alone, in place.
+    """Call :func:`.freeze` with ``bits=8``: a byte a value, and about 1 % of error in a weight."""
+    return freeze(model, 8, filter_fn, save_codes=save_codes, convrot=convrot, progress=progress)
 
-    For fine-tuning by adapters (LoRA): about a byte a value instead of two or four. Call it after
-    :func:`convert`, before or after ``peft.get_peft_model``, before ``torch.compile``, DDP and the
-    optimizer. The weights are not trained any more; biases stay as they are. With
-    ``forward="int8"`` in the layers' configurations the INT8 product takes the codes. Otherwise,
-    and in eval mode without ``forward_in_eval``, every call dequantises the weight. Backward
-    dequantises it, one layer at a time, and computes g_x as before.
+
+def freeze(
+    model: nn.Module,
+    bits: Literal[8, 4] = 4,
+    filter_fn: Filter | None = None,
+    *,
+    inputs: Iterable[Any] | None = None,
+    save_codes: bool = False,
+    convrot: bool = False,
+    progress: bool = True,
+) -> nn.Module:
+    """Keep the weights of converted linear layers as INT4 or INT8 codes alone, in place.
+
+    For fine-tuning by adapters (LoRA): about half a byte or a byte a value instead of two or four.
+    Call it after :func:`convert`, before or after ``peft.get_peft_model``, before
+    ``torch.compile``, DDP and the optimizer. The weights are not trained any more; biases stay as
+    they are. With ``forward="int8"`` in the layers' configurations the INT8 product takes the
+    codes; those of INT4 become INT8 first, one layer at a time. Otherwise, and in eval mode without
+    ``forward_in_eval``, every call dequantises the weight. Backward dequantises it, one layer at a
+    time, and computes g_x as before.
 
     ``layer.weight`` still reads as a tensor of values. Writing to it by ``weight.data = ...`` or
     ``+=``, as peft's merge does, makes the layer one with a plain weight again; other writes raise
@@ -81,64 +113,196 @@ def freeze_int8(
 
     Args:
         model: has layers that :func:`convert` made: linear ones, or transformers' ``Conv1D``.
+        bits: 4, or 8 (:func:`freeze_int8`).
         filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze. None freezes all, or
             those whose weight does not require grad if there are any. (peft's ``modules_to_save``
             are trained beside them.)
+        inputs: only in 4 bits: batches of the training's text, a few thousand tokens in all. Each
+            is a Tensor, a tuple or a mapping of arguments for ``model``, which runs them in eval
+            mode without gradients. The sizes of the features of each layer's x say where
+            a weight must be exact. Without inputs only the columns of the weights do.
         save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, without a copy.
             They load into a model that is frozen alike.
-        convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion
-            trainers, with ``forward_block`` as group. ``state_dict()`` and ``load_state_dict`` have
-            its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
+        convrot: only in 8 bits: the codes are those of ConvRot, the 8-bit format of ComfyUI and of
+            diffusion trainers, with ``forward_block`` as group. ``state_dict()`` and
+            ``load_state_dict`` have its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
+        progress: on a terminal, a line on stderr says after five seconds which batch or layer is
+            at work and how much time is left.
 
     Returns:
         The same model. Its ``freeze_report`` is the :class:`.FreezeReport` of this call.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: no layer can be frozen, or a weight has no codes (float64). The layer is named,
-            and nothing has changed. Where memory runs out, the layers before the named one are
-            frozen, and another call goes on.
+        TypeError: ``model`` is no module, or ``inputs`` is no iterable.
+        ValueError: an argument is bad, no layer can be frozen, or a weight has no codes (float64).
+            In 4 bits also where a weight or the x of a layer has a NaN or an infinity. The layer is
+            named, and nothing has changed. Where memory runs out, the layers before the named one
+            are frozen, and another call goes on.
 
-    Source: docs/torch/lora.md, "Frozen weights in a byte".
+    Source: docs/torch/lora.md, "Frozen weights".
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, HotModule)}
-    why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot)
-    held = held_forwards(model)
-    reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
-    reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
-    if filter_fn is None:
-        reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
-    chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
-    if not layers:
-        raise ValueError("model: no converted layer; call hot.convert(model) before freeze_int8")
-    if not chosen:
-        why = listed([f"{fqn or '(root)'} ({reasons[fqn]})" for fqn in layers])
-        raise ValueError(f"model: no layer can be frozen: {why}")
-    weights = {fqn: m._parameters["weight"] for fqn, m in chosen.items()}
-    owners = {fqn: id(weight) for fqn, weight in weights.items()}
-    uses = collections.Counter(owners.values())
-    before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
-    weights.clear()  # each is freed when its layer is done
-    for layer in chosen.values():  # a row each, before anything changes
-        encoded(layer, _frozen_class(layer, convrot), slice(1))
-    codes: dict[tuple[int, int, bool], nn.Parameter] = {}
-    for fqn, layer in chosen.items():
-        cls = _frozen_class(layer, convrot)
-        key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
-        if key not in codes:
-            codes[key] = parameter(encoded(layer, cls))
-        freeze(layer, cls, save_codes, uses[owners[fqn]] > 1, codes[key])
-    after = sum(each.nbytes for each in codes.values())
-    model.__dict__[FREEZE_REPORT] = FreezeReport(
-        tuple(chosen), tuple(reasons.items()), before, after, tuple(_notes(chosen.values()))
-    )
+    check_inputs(model, bits, inputs)
+    if bits == 4 and convrot:
+        raise ValueError("convrot: expected False with bits=4; ConvRot's codes have 8 bits")
+    freezing = Freezing(model, bits, filter_fn, save_codes=save_codes, convrot=convrot)
+    exponents: Mapping[str, Any] = {}
+    measured, sizes = frozenset[str](), ""
+    if bits == 4:
+        exponents, measured, sizes = _exponents(model, freezing, inputs, progress)
+    for fqn in freezing.layers:  # a row each, before anything changes
+        freezing.encoded(fqn, freezing.rows(fqn)[:1], exponents.get(fqn))
+    for fqn in shown(list(freezing.layers), "freeze: {}", progress):
+        codes = freezing.codes.get(freezing.key(fqn))
+        if codes is None:
+            codes = parameter(freezing.encoded(fqn, freezing.rows(fqn), exponents.get(fqn)))
+        freezing.freeze(fqn, codes, measured=fqn in measured)
+    freezing.report(sizes)
     return model
 
 
+def check_inputs(model: object, bits: int, inputs: Any) -> None:
+    """Raise TypeError or ValueError for bad arguments of :func:`freeze`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if bits not in (4, 8):
+        raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+    if bits == 8 and inputs is not None:
+        raise ValueError("inputs: expected None with bits=8, whose codes need no sizes of x")
+    if isinstance(inputs, Tensor | Mapping) or not isinstance(inputs, Iterable | None):
+        kind = type(inputs).__name__
+        raise TypeError(f"inputs: expected an iterable of batches, as [batch], got a {kind}")
+
+
+class Freezing:
+    """Layers of a model to be frozen, and their codes; nothing changes before :meth:`freeze`.
+
+    Raises ValueError if no layer can be frozen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bits: int,
+        filter_fn: Filter | None = None,
+        *,
+        save_codes: bool = False,
+        convrot: bool = False,
+    ) -> None:
+        """Choose the layers."""
+        layers: dict[str, Any] = {
+            n: m for n, m in model.named_modules() if isinstance(m, HotModule)
+        }
+        why_not = functools.partial(_why_not, filter_fn=filter_fn, convrot=convrot, bits=bits)
+        held = held_forwards(model)
+        reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
+        reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
+        if filter_fn is None:
+            reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
+        chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
+        if not layers:
+            raise ValueError("model: no converted layer; call hot.convert(model) before freeze")
+        if not chosen:
+            why = listed([f"{fqn or '(root)'} ({reasons[fqn]})" for fqn in layers])
+            raise ValueError(f"model: no layer can be frozen: {why}")
+        weights = {fqn: m._parameters["weight"] for fqn, m in chosen.items()}
+        self.model, self.bits, self.save_codes = model, bits, save_codes
+        self.layers: dict[str, Any] = chosen
+        """Layers that are frozen, by name."""
+        self.skipped = tuple(reasons.items())
+        self.classes = {fqn: _frozen_class(layer, convrot) for fqn, layer in chosen.items()}
+        self.owners = {fqn: id(weight) for fqn, weight in weights.items()}
+        """Numbers of the layers' weights, which tied ones share."""
+        self.codes: dict[Any, nn.Parameter] = {}
+        """Codes that layers have, by :meth:`key`."""
+        self._uses = collections.Counter(self.owners.values())
+        self._before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
+
+    def key(self, fqn: str) -> tuple[int, int, bool]:
+        """Key of a layer's codes, which tied weights share."""
+        layer, cls = self.layers[fqn], self.classes[fqn]
+        return self.owners[fqn], layer.config.forward_block, cls.transposed
+
+    def sizes(self, fqn: str) -> tuple[int, int]:
+        """Bytes of a layer's codes without and with their tail."""
+        form = frozen_codes.Format(self.layers[fqn].config.forward_block, False, self.bits)
+        size = form.bytes(*self.rows(fqn).shape)
+        return size - form.tail, size
+
+    def rows(self, fqn: str) -> Tensor:
+        """The weight ``[O, I]`` of a layer."""
+        return weight_rows(self.layers[fqn], self.classes[fqn])
+
+    def encoded(self, fqn: str, rows: Tensor, exponents: Tensor | None) -> Tensor:
+        """Codes of rows of a layer's weight; errors begin with its name."""
+        return encoded(self.layers[fqn], self.classes[fqn], rows, exponents)
+
+    def encoded_weight(self, fqn: str, weight: Tensor, size_of_x: Tensor | None = None) -> Tensor:
+        """Codes of another weight for a layer. Raises ValueError for a NaN or an infinity."""
+        rows = weight.t() if self.classes[fqn].transposed else weight
+        exponents = None
+        if self.bits == 4:
+            exponents = feature_sizes.exponents(self.columns(fqn, rows), size_of_x)
+        return self.encoded(fqn, rows, exponents)
+
+    def columns(self, fqn: str, rows: Tensor) -> Tensor:
+        """Sizes of the columns of a layer's weight. Raises ValueError for a NaN or an infinity."""
+        sizes = feature_sizes.of_columns(rows)
+        if not (sizes.is_meta or bool(sizes.isfinite().all())):
+            raise ValueError(f"layer {fqn or '(root)'}: weight: it has a NaN or an infinity")
+        return sizes
+
+    def freeze(self, fqn: str, codes: nn.Parameter, measured: bool = False) -> None:
+        """Replace the weight of a layer by its codes."""
+        self.codes[self.key(fqn)] = codes
+        fields = {"weight_bits": self.bits, "weight_measured": measured}
+        fields |= {"save_codes": self.save_codes, "weight_tied": self._uses[self.owners[fqn]] > 1}
+        freeze_layer(self.layers[fqn], self.classes[fqn], codes, **fields)
+
+    def report(self, sizes: str) -> None:
+        """Set the model's report."""
+        after = sum(each.nbytes for each in self.codes.values())
+        notes = tuple(_notes(self.layers.values()))
+        about = (tuple(self.layers), self.skipped, self._before, after, notes, self.bits, sizes)
+        self.model.__dict__[FREEZE_REPORT] = FreezeReport(*about)
+
+
+def _exponents(
+    model: nn.Module, freezing: Freezing, inputs: Iterable[Any] | None, progress: bool
+) -> tuple[dict[str, Tensor], frozenset[str], str]:
+    """Exponents of the layers, the layers whose come from x, and words about their origin."""
+    columns: dict[str, Tensor] = {}
+    of_owner: dict[int, Tensor] = {}
+    chosen, owners = freezing.layers, freezing.owners
+    for fqn in shown(list(chosen), "freeze: columns of {}", progress):
+        if owners[fqn] not in of_owner:
+            of_owner[owners[fqn]] = freezing.columns(fqn, freezing.rows(fqn))
+        columns[fqn] = of_owner[owners[fqn]]
+    if inputs is None:
+        return {n: feature_sizes.exponents(c) for n, c in columns.items()}, frozenset(), "weights"
+    by_owner, words = sizes_of_x(model, freezing, inputs, progress)
+    out = {n: feature_sizes.exponents(c, by_owner.get(owners[n])) for n, c in columns.items()}
+    return out, frozenset(n for n in chosen if owners[n] in by_owner), words
+
+
+def sizes_of_x(
+    model: nn.Module, freezing: Freezing, inputs: Iterable[Any], progress: bool
+) -> tuple[dict[int, Tensor], str]:
+    """Sizes of the x of each weight, by its owner, and words about their origin."""
+    seen = seen_by(model, freezing.layers, shown(inputs, "freeze: batch {}", progress))
+    if not seen.squares:
+        raise ValueError(f"inputs: none of {seen.batches} batches reached a layer to be frozen")
+    squares: dict[int, Tensor] = {}
+    for fqn, sums in seen.squares.items():  # tied weights have one size for all of their x
+        owner, mean = freezing.owners[fqn], sums / seen.tokens[fqn]
+        squares[owner] = squares.get(owner, 0.0) + mean
+    words = f"x of {max(seen.tokens.values()):,} tokens, and weights"
+    if rest := [fqn for fqn, owner in freezing.owners.items() if owner not in squares]:
+        words += f"; weights alone for {listed(rest)}, which no batch reached"
+    return {owner: mean.sqrt() for owner, mean in squares.items()}, words
+
+
 def thaw(model: nn.Module) -> int:
-    """Undo :func:`.freeze_int8`: layers with plain, dequantised weights, in place.
+    """Undo :func:`.freeze`: layers with plain, dequantised weights, in place.
 
     The weights are new Parameters, not trained until ``requires_grad_(True)``; they have the values
     that the codes stand for. An optimizer made before does not know them.
@@ -171,7 +335,7 @@ def _frozen_class(layer: HotModule, convrot: bool) -> type[FrozenModule]:
     return HotFrozenConv1D
 
 
-def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool) -> str:
+def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool, bits: int) -> str:
     """Why a converted layer cannot or shall not be frozen; empty if it will be."""
     assert isinstance(layer, nn.Module)
     if isinstance(layer, FrozenModule):
@@ -180,7 +344,7 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool
     if kind not in ("Linear", "Conv1D"):
         return f"a {kind}; only linear layers can be"
     if type(layer) is not hot_class(layer):
-        return f"now a {type(layer).__name__}; freeze_int8 comes before what was wrapped around it"
+        return f"now a {type(layer).__name__}; freeze comes before what was wrapped around it"
     if why := own_forward(layer):
         return why
     weight = layer._parameters.get("weight")
@@ -189,6 +353,11 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool
         return f"its weight is {kind}, not a Parameter"
     if filter_fn is not None and not filter_fn(layer, fqn):
         return "left out by filter_fn"
+    if bits == 4:
+        features = weight.shape[0] if kind == "Conv1D" else weight.shape[1]
+        codes, group = frozen_codes.padded(features, layer.config.forward_block), frozen_codes.GROUP
+        if codes % group:
+            return f"{codes} codes a row; INT4 needs a multiple of {group}, as forward_block 32 has"
     if convrot:
         return why_no_convrot(layer) if isinstance(layer, HotLinear) else f"a {kind} has no ConvRot"
     return ""

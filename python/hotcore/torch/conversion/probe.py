@@ -301,3 +301,45 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
+
+
+# ---- sizes of the features of x ----
+
+
+@dataclasses.dataclass
+class Seen:
+    """Batches that a model has run, and the x of its layers."""
+
+    batches: int = 0
+    tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    squares: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Sum of the squares of each feature, fp64 ``[I]``."""
+
+    def add(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Add the x of a layer's call."""
+        x = input_of(args, kwargs)
+        if x is not None and x.numel():
+            norms = torch.linalg.vector_norm(x.flatten(0, -2), dim=0, dtype=torch.float32)
+            self.squares[name] = self.squares.get(name, 0.0) + norms.double().square()
+            self.tokens[name] = self.tokens.get(name, 0) + x[..., 0].numel()
+
+
+@torch.no_grad()
+def seen_by(model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[Any]) -> Seen:
+    """Run a model in eval mode over ``batches``; it does not change.
+
+    Raises ValueError for a NaN or an infinity in the x of a layer, which is named.
+    """
+    seen = Seen()
+    with preserve_state(model), eagerly(), ExitStack() as hooks:
+        model.eval()
+        for name, layer in layers.items():
+            see = partial(seen.add, name)
+            hooks.callback(layer.register_forward_pre_hook(see, with_kwargs=True).remove)
+        for batch in batches:
+            output_of(model, batch)
+            seen.batches += 1
+    for name, squares in seen.squares.items():
+        if not bool(squares.isfinite().all()):
+            raise ValueError(f"inputs: NaN or infinity in the x of layer {name or '(root)'}")
+    return seen

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...config import HotConfig
 from ..layers.modules import HotLinear
@@ -77,11 +77,12 @@ class HotConvRotLinear(HotFrozenLinear):
 
     thawed = HotLinear
     convrot = True
+    buffers_of_codes = (_SIGNS,)
     weight_signs: Tensor
     """The signs D, int8 ``[I]``."""
 
     @classmethod
-    def encode(cls, rows: Tensor, config: HotConfig) -> Tensor:
+    def encode(cls, rows: Tensor, config: HotConfig, exponents: Tensor | None = None) -> Tensor:
         """libhot's codes of ``rows D``."""
         return super().encode(
             rows * _signs(rows.shape[1], config.forward_block, rows.device), config
@@ -108,18 +109,6 @@ class HotConvRotLinear(HotFrozenLinear):
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._product(x * self.weight_signs, weight, bias)
-
-    def thaw(self, weight: nn.Parameter) -> None:
-        """Become the layer with a plain weight, in place; see ``FrozenModule``."""
-        super().thaw(weight)
-        del self._buffers[_SIGNS]
-        # A new set: preserve_state restores the old one.
-        self._non_persistent_buffers_set = self._non_persistent_buffers_set - {_SIGNS}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        self.on_frozen()  # to_empty's tensors have no values
-        return self
 
     def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Views of libhot's codes ``[O, Kp]``, Kp ≥ I, and of their scales ``[O]``."""
@@ -155,7 +144,6 @@ class HotConvRotLinear(HotFrozenLinear):
                 errors.append(f"While loading {prefix}weight: {error}")
                 state[prefix + "weight_codes"] = self.weight_codes.detach()
         super()._load_from_state_dict(state, prefix, *rest)
-        self.on_frozen()
 
     def _read(self, state: dict[str, Any], prefix: str) -> Tensor:
         """Take ConvRot's keys out of ``state``; return libhot's codes. Raises ValueError."""

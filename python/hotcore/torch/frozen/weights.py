@@ -1,7 +1,8 @@
-"""Linear layers whose frozen weight is kept as INT8 codes alone; :func:`.freeze_int8` makes them.
+"""Linear layers whose frozen weight is kept as codes alone; :func:`.freeze` makes them.
 
-The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). One uint8
-Parameter, ``weight_codes``, holds them with their format and checksum
+INT8 codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). INT4 codes
+(:func:`hotcore.quantize_weight_int4`) become such codes in each call, one layer at a time. One
+uint8 Parameter, ``weight_codes``, holds them with their format and checksum
 (:mod:`hotcore.torch.ops.frozen_codes`). It moves with the model, is never cast, and an optimizer
 or DDP leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
 """
@@ -21,28 +22,35 @@ from ...config import ConfigLike, HotConfig, as_config
 from .. import _compat
 from ..layers.modules import HotLinear, HotModule, become, own_forward
 from ..ops import DTYPES, PLAIN_TYPES, frozen_codes, is_dtensor
-from ..ops.codes import Frozen, body, dequantized, quantize_forward_weight
+from ..ops.codes import (
+    Frozen,
+    body,
+    dequantized,
+    quantize_forward_weight,
+    quantize_weight_int4,
+)
 from ..ops.frozen_codes import Format, guard, refuse_gradients, version
 from ..ops.linear import linear_from_json
+from . import feature_sizes
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Alignment in bytes that libhot requires for codes."""
 _READ_ONLY = (
-    "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model) makes it "
+    "the weight is frozen in codes, and this would write to a copy of it; hot.thaw(model) makes it "
     "a plain one, as weight.data = values does"
 )
 _SHARED = (
-    "the weight is frozen in INT8, and values written to memory that is shared so would be lost; "
+    "the weight is frozen in codes, and values written to memory that is shared so would be lost; "
     "weight.dequantized() is a copy, and hot.thaw(model) makes it a plain one"
 )
 _TIED = (
-    "several layers have it, frozen in INT8, and this would write to one of them; hot.thaw(model) "
+    "several layers have it, frozen in codes, and this would write to one of them; hot.thaw(model) "
     "makes it one plain Parameter"
 )
 _WRITTEN = (
-    "hotcore.torch: weights that were frozen in INT8 have been written (adapters merged?); they "
+    "hotcore.torch: weights that were frozen in codes have been written (adapters merged?); they "
     "are plain Parameters again"
 )
 
@@ -248,12 +256,12 @@ def _read_only(result: Any, copies: list[Tensor]) -> Any:
 
 
 class FrozenModule(HotModule, nn.Module):
-    """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze_int8`.
+    """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze`.
 
-    The layer keeps ``weight_codes``, O rows of codes and O fp32 scales, and nothing of x. Training
-    computes g_x, and g_b. With ``forward="int8"`` the INT8 product takes the codes. With a plain
-    forward, and in eval mode unless ``forward_in_eval``, every call dequantises the weight.
-    Backward dequantises it for g_x.
+    The layer keeps ``weight_codes``, O rows of codes and O fp32 scales, and nothing of x. INT4 adds
+    a step for each group, and an exponent for each feature of x. Training computes g_x, and g_b.
+    With ``forward="int8"`` the INT8 product takes the codes. With a plain forward, and in eval mode
+    unless ``forward_in_eval``, every call dequantises the weight. Backward dequantises it for g_x.
     """
 
     thawed: ClassVar[type[HotModule]]
@@ -261,6 +269,7 @@ class FrozenModule(HotModule, nn.Module):
     hot_fields = (
         *HotModule.hot_fields,
         *("weight_dtype", "weight_block", "weight_features", "save_codes", "weight_tied"),
+        *("weight_bits", "weight_measured"),
     )
     transposed: ClassVar[bool] = False
     """Whether ``weight`` is ``[I, O]``."""
@@ -277,11 +286,19 @@ class FrozenModule(HotModule, nn.Module):
     """Whether ``state_dict`` has codes instead of the dequantised weight."""
     weight_tied: bool
     """Whether another frozen layer has the same codes."""
+    weight_bits: int
+    """8 or 4."""
+    weight_measured: bool
+    """Whether the exponents come from x, and a new weight keeps them."""
+    weight_exponents: Tensor
+    """Only in INT4: those of the codes, int8 ``[I]``."""
+    buffers_of_codes: ClassVar[tuple[str, ...]] = ("weight_exponents",)
+    """Names of the buffers that a plain layer does not have."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise TypeError: only :func:`.freeze_int8` makes such a layer."""
+        """Raise TypeError: only :func:`.freeze` makes such a layer."""
         plain = self.thawed.__name__
-        raise TypeError(f"{type(self).__name__}: hot.freeze_int8 makes it of a {plain}")
+        raise TypeError(f"{type(self).__name__}: hot.freeze makes it of a {plain}")
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -295,6 +312,8 @@ class FrozenModule(HotModule, nn.Module):
         codes: Tensor = self.weight_codes
         if not self._fits(codes):
             self.take_format(codes)
+        if self.weight_bits == 4 and frozen_codes.written(codes, self.weight_exponents):
+            self.on_frozen()
         weight = self._as_frozen(codes)
         # A tensor of functional_call. Operators check codes that remember it.
         if type(codes) is Tensor and not torch.compiler.is_compiling():
@@ -302,15 +321,20 @@ class FrozenModule(HotModule, nn.Module):
         return weight
 
     def _as_frozen(self, codes: Tensor) -> Frozen:
-        return Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
+        fields = (self.weight_block, *self.weight_features, self.weight_dtype)
+        if self.weight_bits == 8:
+            return Frozen(codes, *fields)
+        if type(codes) is not Tensor or torch.compiler.is_compiling():
+            return Frozen(codes, *fields, 4, self.weight_exponents)
+        return Frozen(codes, *fields, 4, self._exponents_in(codes))
 
     @property
     def _format(self) -> Format:
-        return Format(self.weight_block, self.convrot)
+        return Format(self.weight_block, self.convrot, self.weight_bits)
 
     def _fits(self, codes: Tensor) -> bool:
         """Whether codes are of the layer's format, by their size."""
-        return codes.numel() == frozen_codes.sealed_bytes(*self.weight_features, *self._format)
+        return codes.numel() == self._format.bytes(*self.weight_features)
 
     def take_format(self, codes: Tensor) -> None:
         """Raise ValueError for codes of another format; ConvRot's layer may take them."""
@@ -335,7 +359,7 @@ class FrozenModule(HotModule, nn.Module):
     @weight.setter
     def weight(self, value: Any) -> None:
         raise AttributeError(
-            f"{self.layer_name or type(self).__name__}: weight is frozen in INT8 and cannot be "
+            f"{self.layer_name or type(self).__name__}: weight is frozen in codes and cannot be "
             "replaced; hot.thaw(model) first, or assign the values: layer.weight.data = ..."
         )
 
@@ -361,13 +385,28 @@ class FrozenModule(HotModule, nn.Module):
     # ---- to and from a plain weight ----
 
     @classmethod
-    def encode(cls, rows: Tensor, config: HotConfig) -> Tensor:
-        """The codes of a weight ``[O, I]``, with their format."""
-        codes = quantize_forward_weight(rows, config)
-        return frozen_codes.sealed(codes, Format(config.forward_block, cls.convrot))
+    def encode(cls, rows: Tensor, config: HotConfig, exponents: Tensor | None = None) -> Tensor:
+        """The codes of a weight ``[O, I]``, with their format: INT4 where there are exponents."""
+        if exponents is None:
+            codes, bits = quantize_forward_weight(rows, config), 8
+        else:
+            codes, bits = quantize_weight_int4(rows, exponents, config), 4
+        return frozen_codes.sealed(codes, Format(config.forward_block, cls.convrot, bits))
 
     def on_frozen(self) -> None:
-        """Finish the layer; :func:`freeze` calls it once the codes are there."""
+        """Make the layer's buffers from its codes, after each change of these."""
+        if self.weight_bits == 8 or _compat.symbolic(self.weight_codes):
+            return
+        codes = frozen_codes.gathered(self.weight_codes)
+        exponents = self._exponents_in(codes).clone()
+        size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)
+        if not (codes.is_meta or frozen_codes.intact(codes, size)):
+            exponents.zero_()  # to_empty's codes have no values
+        self.register_buffer("weight_exponents", exponents, persistent=False)
+
+    def _exponents_in(self, codes: Tensor) -> Tensor:
+        size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)
+        return frozen_codes.exponents_of(codes[:size], self.weight_features[1])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter; refuses parts of a weight that ``parallelize_module`` makes.
@@ -383,11 +422,12 @@ class FrozenModule(HotModule, nn.Module):
             type(self).weight.fset(self, param)  # type: ignore[attr-defined]  # a property has it
         if isinstance(param, ReadOnly):
             raise RuntimeError(
-                f"{self.layer_name or type(self).__name__}: {name}: the weight is frozen in INT8, "
+                f"{self.layer_name or type(self).__name__}: {name}: the weight is frozen in codes, "
                 "and cannot be pruned or reparametrised; hot.thaw(model) first"
             )
         super().register_parameter(name, param)
-        guard(param)
+        if name == _CODES:
+            guard(param)
 
     def plain_weight(self, values: Tensor | None = None) -> nn.Parameter:
         """A plain weight, not trained, with ``values`` or those that the codes stand for.
@@ -408,6 +448,12 @@ class FrozenModule(HotModule, nn.Module):
     def thaw(self, weight: nn.Parameter) -> None:
         """Become the layer with this :meth:`plain_weight`, in place."""
         _swap(self, _CODES, "weight", weight)
+        for name in self.buffers_of_codes:
+            self._buffers.pop(name, None)
+        # A new set: preserve_state restores the old one.
+        self._non_persistent_buffers_set = self._non_persistent_buffers_set.difference(
+            self.buffers_of_codes
+        )
         become(self, self.thawed)
 
     # ---- as a module ----
@@ -418,6 +464,8 @@ class FrozenModule(HotModule, nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_dtype = fn(like).dtype
         guard(self.weight_codes)
+        if type(self.weight_codes) in PLAIN_TYPES:  # parts of a sharded one have been moved alike
+            self.on_frozen()
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
@@ -467,6 +515,7 @@ class FrozenModule(HotModule, nn.Module):
         plain = {prefix + _CODES: prefix + "weight"}
         missing_keys += [plain.get(key, key) for key in missing]
         guard(self.weight_codes)
+        self.on_frozen()
 
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
@@ -481,7 +530,7 @@ class FrozenModule(HotModule, nn.Module):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
                 body(self._as_frozen(codes), check=True)
-            aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
+            aligned = codes.is_meta or codes.data_ptr() % ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
         if weight is None:
             return None
@@ -503,13 +552,27 @@ class FrozenModule(HotModule, nn.Module):
         if self.weight_dtype in DTYPES:
             weight = weight.to(self.weight_dtype)
         rows = weight.t() if self.transposed else weight
-        return self.encode(rows, self._config)
+        return self.encode(rows, self._config, self._exponents_for(rows))
+
+    def _exponents_for(self, rows: Tensor) -> Tensor | None:
+        """Exponents of a weight that replaces the layer's.
+
+        They are the layer's own if these come from x, or if the weight's differ by a step at most.
+        A dequantised weight thus gets nearly its codes again.
+        """
+        if self.weight_bits == 8:
+            return None
+        own, new = self.weight_exponents, feature_sizes.exponents(feature_sizes.of_columns(rows))
+        if own.is_meta or rows.is_meta:
+            return new
+        own = own.to(rows.device)
+        return own if self.weight_measured or bool(((own.int() - new).abs() <= 1).all()) else new
 
     def _sealed(self, body: Tensor, form: Format) -> Tensor:
         """Give codes their tail that were saved without it. Raises ValueError."""
         if form != self._format:
             raise ValueError(f"codes of {form}; expected codes of {self._format}")
-        size = frozen_codes.body_bytes(*self.weight_features, form.block)
+        size = frozen_codes.body_bytes(*self.weight_features, form.block, form.bits)
         if body.numel() != size:
             raise ValueError(f"size mismatch: {body.numel()} bytes of codes; expected {size}")
         return frozen_codes.sealed(body, form)
@@ -526,8 +589,8 @@ class FrozenModule(HotModule, nn.Module):
             old.data = empty
 
     def extra_repr(self) -> str:
-        """The text of the layer with a plain weight, and ``weight=INT8``."""
-        return f"{super().extra_repr()}, weight=INT8"
+        """The text of the layer with a plain weight, and ``weight=INT8`` or ``INT4``."""
+        return f"{super().extra_repr()}, weight=INT{self.weight_bits}"
 
 
 def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Parameter]:
@@ -559,42 +622,49 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
     layer._parameters.update(items)
 
 
-def encoded(layer: HotModule, cls: type[FrozenModule], rows: slice = slice(None)) -> Tensor:
-    """Codes of some rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
-    weight = layer._parameters["weight"].detach()  # type: ignore[attr-defined]  # a module has it
+def encoded(
+    layer: HotModule, cls: type[FrozenModule], rows: Tensor, exponents: Tensor | None
+) -> Tensor:
+    """Codes of rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
     try:
-        return cls.encode((weight.t() if cls.transposed else weight)[rows], layer.config)
+        return cls.encode(rows, layer.config, exponents)
     except (ValueError, RuntimeError) as error:
         layer.prefix_layer_name(error)
         raise
 
 
-def freeze(
-    layer: HotModule, cls: type[FrozenModule], save_codes: bool, tied: bool, codes: nn.Parameter
+def weight_rows(layer: HotModule, cls: type[FrozenModule]) -> Tensor:
+    """The weight ``[O, I]`` of a layer that is to be one of ``cls``."""
+    weight: Tensor = layer._parameters["weight"].detach()  # type: ignore[attr-defined]  # a module has it
+    return weight.t() if cls.transposed else weight
+
+
+def freeze_layer(
+    layer: HotModule, cls: type[FrozenModule], codes: nn.Parameter, **fields: Any
 ) -> None:
     """Make a layer of the class ``cls.thawed`` one of ``cls``, in place; its weight has ``codes``.
 
-    ``save_codes`` and ``tied`` are :attr:`FrozenModule.save_codes` and ``weight_tied``.
+    ``fields`` are the last of ``hot_fields``, from ``save_codes`` on.
     """
     assert isinstance(layer, nn.Module)
     weight = layer._parameters["weight"]
     assert weight is not None
     _swap(layer, "weight", _CODES, codes)
     features = tuple(reversed(weight.shape) if cls.transposed else weight.shape)
-    values = (weight.dtype, layer.config.forward_block, features, save_codes, tied)
-    become(layer, cls, dict(zip(cls.hot_fields[-len(values) :], values, strict=True)))
+    fields["weight_dtype"], fields["weight_features"] = weight.dtype, features
+    become(layer, cls, {"weight_block": layer.config.forward_block, **fields})
     cls.on_frozen(layer)  # type: ignore[arg-type]  # it is of cls now
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):
-    """:class:`~hotcore.torch.HotLinear` whose frozen weight is kept as INT8 codes alone.
+    """:class:`~hotcore.torch.HotLinear` whose frozen weight is kept as codes alone.
 
-    :func:`.freeze_int8` makes it of a HotLinear, :func:`.thaw` makes it one again. ``weight`` reads
+    :func:`.freeze` makes it of a HotLinear, :func:`.thaw` makes it one again. ``weight`` reads
     as the dequantised weight, and ``state_dict`` has that under the plain key.
     """
 
     thawed = HotLinear
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., I] -> [..., O]``; see :func:`.freeze_int8`."""
+        """``[..., I] -> [..., O]``; see :func:`.freeze`."""
         return self._named_product(input, self.weight_codes, self.bias)

@@ -118,8 +118,8 @@ class HotModule(Changed):
         unfrozen = "weight_codes" not in vars(self)["_parameters"]
         if strict and unfrozen and f"{prefix}weight_codes" in state_dict:
             errors.append(
-                f"{prefix}weight_codes: codes of a weight that is frozen in INT8, for a plain one; "
-                "call hot.freeze_int8(model) before load_state_dict"
+                f"{prefix}weight_codes: codes of a frozen weight, for a plain one; call "
+                "hot.freeze(model, bits) before load_state_dict"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # a module has it
 

@@ -194,18 +194,18 @@ def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
 
 
 def quantize_forward_input(
-    x: Tensor, config: HotConfig, key: Key | None = None
+    x: Tensor, config: HotConfig, key: Key | None = None, exponents: Tensor | None = None
 ) -> tuple[Tensor, Any]:
     """x ``[..., I]`` as a uint8 vector that an 8-bit product takes in its place, by libhot.
 
     With ``key`` also the result of :func:`compress`, from the same read of x where a kernel can;
-    else None.
+    else None. ``exponents`` are those of a weight in INT4 (:attr:`Frozen.exponents`).
     """
     x, tokens, in_features = collapsible(x)
     spec = config.forward_spec
     codes = torch.empty(_input_bytes(tokens, in_features, spec), dtype=torch.uint8, device=x.device)
     if key is None:
-        call(_core.quantize_forward_input, x, x=x, spec=spec, out=codes)
+        call(_core.quantize_forward_input, x, x=x, spec=spec, out=codes, exponents=exponents)
         return codes, None
     shape = (tokens, in_features, config.spec)
     saved = torch.empty(_saved_bytes(*shape), dtype=torch.uint8, device=x.device)
@@ -215,14 +215,14 @@ def quantize_forward_input(
     return codes, saved
 
 
-def _fake_input(x: Tensor, config: str) -> Tensor:
+def _fake_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tensor:
     return _bytes(input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config)), x)
 
 
-@operator("forward_input(Tensor x, str config) -> Tensor", fake=_fake_input)
-def forward_input(x: Tensor, config: str) -> Tensor:
+@operator("forward_input(Tensor x, str config, Tensor? exponents=None) -> Tensor", fake=_fake_input)
+def forward_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tensor:
     """x quantised for 8-bit products."""
-    return quantize_forward_input(x, parsed(config))[0]
+    return quantize_forward_input(x, parsed(config), exponents=exponents)[0]
 
 
 def _fake_forms(x: Tensor, config: str) -> Forms:
@@ -241,9 +241,14 @@ def quantize_input(x: Tensor, config: str) -> Forms:
     return codes, saved, seed
 
 
-@operator("input_of(Tensor x, Tensor inner, str config, bool keep) -> (Tensor, Tensor, Tensor)")
-def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
-    """Both forms of x; that for backward is empty unless ``keep``.
+@operator(
+    "input_of(Tensor x, Tensor inner, str config, bool keep, Tensor? exponents=None) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+def input_of(
+    x: Tensor, inner: Tensor, config: str, keep: bool, exponents: Tensor | None = None
+) -> Forms:
+    """Both forms of x; that for backward is empty unless ``keep``, which is without ``exponents``.
 
     A selective checkpoint gets two operators. A policy that keeps codes for backward
     (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with them.
@@ -251,32 +256,39 @@ def input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
     if keep and not _compat.in_selective_checkpoint():
         return once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
     saved, seed = kept_of(x, inner, config, keep)
-    key = (parsed(config).forward_block, inner.dtype)
-    return once(x, key, lambda: _input_without_node(inner, config)), saved, seed
+    key = (parsed(config).forward_block, inner.dtype, sharing.Same(exponents))
+    return once(x, key, lambda: _input_without_node(inner, config, exponents)), saved, seed
 
 
-def _input_without_node(inner: Tensor, config: str) -> Tensor:
+def _input_without_node(inner: Tensor, config: str, exponents: Tensor | None) -> Tensor:
     # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
     with torch.no_grad():
-        return forward_input(inner, config)
+        return forward_input(inner, config, *(() if exponents is None else (exponents,)))
 
 
 # ---- both forms in eager mode ----
 
 
 def forms_of(
-    x: Tensor, inner: Tensor, weight: Tensor, node: Any, seed: Tensor, config: HotConfig, keep: Any
+    x: Tensor,
+    inner: Tensor,
+    weight: Tensor,
+    node: Any,
+    seed: Tensor,
+    config: HotConfig,
+    keep: Any,
+    exponents: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """x for the 8-bit product, for backward, and the seed of that, of a call past the dispatcher.
 
     Forms that another layer has made of the same x are taken. The others come from one read of x.
     ``inner`` is x as autocast casts it; ``weight`` and ``node`` are those of
     :meth:`.sharing.Cache.compressed`. ``keep`` is the key of x for backward
-    (:func:`.sharing.linear_key`); None: backward needs none. The first result is None where the
-    product quantises x itself, because no other layer can share it.
+    (:func:`.sharing.linear_key`); None: backward needs none, as always with ``exponents``. The
+    first result is None where the product quantises x itself, because no other layer can share it.
     """
     cache = sharing.threads.cache
-    entry, key = cache.entry_of(x), (inner.dtype, config.forward_block)
+    entry, key = cache.entry_of(x), (inner.dtype, config.forward_block, sharing.Same(exponents))
     codes = None
     if entry is not None and entry.quantized is not None:
         made_with, codes = entry.quantized
@@ -295,7 +307,7 @@ def forms_of(
         saved, saved_seed = cache.compressed(entry, keep, weight, node, compress)
     if entry is not None:
         if codes is None:
-            codes = quantize_forward_input(inner, config)[0]
+            codes = quantize_forward_input(inner, config, exponents=exponents)[0]
         entry.quantized, cache.entry = (key, codes), entry
     return codes, saved, saved_seed
 
@@ -315,6 +327,11 @@ class Frozen(NamedTuple):
     in_features: int
     dtype: torch.dtype
     """Dtype of the weight that the codes stand for."""
+    bits: int = 8
+    """Bits of a code (:class:`.frozen_codes.Format`)."""
+    exponents: Tensor | None = None
+    """int8 ``[I]``, only in INT4: feature i of w is multiplied, and x divided, by 2 to the power of
+    ``exponents[i] / 4``. The codes hold them, too."""
 
 
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
@@ -330,6 +347,38 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
+def quantize_weight_int4(weight: Tensor, exponents: Tensor, config: HotConfig) -> Tensor:
+    """w ``[O, I]`` in INT4 as one uint8 vector, with the ``exponents`` behind its codes.
+
+    On the meta device a vector of that size.
+    """
+    rows, columns = weight.shape
+    spec, block = config.forward_spec, config.forward_block
+    out = torch.zeros(
+        frozen_codes.body_bytes(rows, columns, block, 4), dtype=torch.uint8, device=weight.device
+    )
+    if not weight.is_meta:
+        size = frozen_codes.int4_bytes(rows, columns, block)
+        operands = {"w": weight, "exponents": exponents, "out": out[:size]}
+        call(_core.quantize_weight_int4, weight, spec=spec, group=frozen_codes.GROUP, **operands)
+        frozen_codes.exponents_of(out, columns).copy_(exponents)
+    return out
+
+
+def expanded(weight: Frozen) -> Frozen:
+    """A weight in INT4 as the INT8 codes that stand for the same values, without its exponents."""
+    codes, rows, columns = body(weight), weight.out_features, weight.in_features
+    out = torch.empty(
+        frozen_codes.body_bytes(rows, columns, weight.block), dtype=torch.uint8, device=codes.device
+    )
+    if not codes.is_meta:
+        source = codes[: frozen_codes.int4_bytes(rows, columns, weight.block)]
+        shape = {"out_features": rows, "in_features": columns, "group": frozen_codes.GROUP}
+        spec = HotConfig(forward_block=weight.block).forward_spec
+        call(_core.expand_weight_int4, codes, w=source, spec=spec, **shape, out=out)
+    return weight._replace(codes=out, bits=8, exponents=None)
+
+
 _body_bytes = functools.lru_cache(maxsize=4096)(frozen_codes.body_bytes)
 
 
@@ -339,52 +388,38 @@ def body(weight: Frozen, check: bool = False) -> Tensor:
     Raises RuntimeError where the bytes of a frozen layer are not codes. ``check`` looks at a plain
     tensor, too, which does not remember that it was checked.
     """
-    codes, size = weight.codes, _body_bytes(weight.out_features, weight.in_features, weight.block)
+    codes, columns = weight.codes, weight.in_features
+    size = _body_bytes(weight.out_features, columns, weight.block, weight.bits)
     if check or hasattr(codes, "_hot_seen"):
-        frozen_codes.check(codes, size)
+        frozen_codes.check(codes, size, weight.exponents)
     return codes[:size]
 
 
-_CHUNK_VALUES = 1 << 24
-"""Number of a weight's values that are dequantised at a time: 64 MiB in fp32."""
-
-
 def dequantize(weight: Frozen) -> Tensor:
-    """The weight ``[O, I]`` that codes stand for, by libhot's stages; docs/numerics.md, "Forward".
-
-    It is computed in fp32, some rows at a time, and rounded once.
-    """
-    codes, rows, columns = body(weight), weight.out_features, weight.in_features
+    """The weight ``[O, I]`` that codes stand for; docs/numerics.md, "Forward"."""
+    exponents = None
+    if weight.bits == 4:
+        exponents = frozen_codes.exponents_of(body(weight), weight.in_features)
+        weight = expanded(weight)
+    codes, shape = body(weight), (weight.out_features, weight.in_features)
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
-    out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
-    if out.numel() and not codes.is_meta:
-        width = codes.numel() // rows - 4
-        q = codes[: rows * width].view(torch.int8).view(rows, width)
-        # 1 / n of the inverse transform, a power of two.
-        scales = codes[rows * width :].view(torch.float32) / weight.block
-        step = max(1, _CHUNK_VALUES // width)
-        for begin in range(0, rows, step):
-            part = slice(begin, begin + step)
-            values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
-            rounded = {"q": q[part], "scale": scales[part], "granularity": "token"}
-            call(_core.dequantize, codes, **rounded, out=values)
-            padded = width != columns
-            target = values if padded else out[part]
-            call(_core.fwht, codes, x=values, axis=1, block=weight.block, out=target)
-            if padded:
-                out[part] = values[:, :columns]
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    if not codes.is_meta:
+        spec = HotConfig(forward_block=weight.block).forward_spec
+        sizes = {"out_features": shape[0], "in_features": shape[1], "spec": spec}
+        call(_core.dequantize_weight, codes, w=codes, **sizes, out=out, exponents=exponents)
     return out.to(weight.dtype)
 
 
 def fake_dequantize(*frozen: Any) -> Tensor:
     """Fake of :func:`dequantize`: a weight without values."""
-    codes, _, *shape, dtype = frozen
-    return torch.empty(shape, dtype=dtype, device=codes.device)
+    codes, _, rows, columns, dtype = frozen[:5]
+    return torch.empty((rows, columns), dtype=dtype, device=codes.device)
 
 
 @operator(
     "dequantize_weight(Tensor codes, int block, int out_features, int in_features, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, int bits=8, Tensor? exponents=None) -> Tensor",
     fake=fake_dequantize,
 )
 def _dequantize_weight(*frozen: Any) -> Tensor:

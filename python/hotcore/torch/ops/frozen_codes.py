@@ -1,7 +1,7 @@
 """Codes of a frozen weight, with a tail that tells their format and holds their checksum.
 
 A byte has no type that would tell codes of two formats apart. The tail stands behind the codes and
-scales: 64 bits of a checksum, then zeros, as many 4-byte words as the format says. Codes of two
+scales: 64 bits of a checksum, then zeros, in all as many bytes as the format says. Codes of two
 formats therefore never have one size, and copying one into the other is an error. A layer sees the
 size of codes that replace its own. The checksum tells codes from computed bytes, such as an average
 that was cast back.
@@ -23,7 +23,19 @@ _WRITTEN = (
     "average of parameters?), or they were never loaded. Load the weights again; averages must "
     "leave out Parameters of torch.uint8"
 )
+_OTHERS = (
+    "weight_codes: these codes have other sizes of x's features than the layer. load_state_dict "
+    "takes both; freeze every process's model with the same inputs"
+)
 _DATA: Any = Tensor.data  # a property of C, whose type has no setter
+
+
+GROUP = 32
+"""Values along I that share a step in INT4."""
+
+
+STEPS = 4
+"""Steps of an exponent from a power of two to the next."""
 
 
 class Format(NamedTuple):
@@ -33,41 +45,73 @@ class Format(NamedTuple):
     """Block size of their Hadamard transform along I."""
     convrot: bool = False
     """Whether they are of ``w D`` (:mod:`hotcore.torch.frozen.convrot`)."""
+    bits: int = 8
+    """Bits of a code: 8, or 4 with steps of groups and exponents of features."""
 
     @property
-    def words(self) -> int:
-        """4-byte words of the tail: they rise with the block, and from a format to ConvRot's."""
-        return 2 * self.block.bit_length() + self.convrot + 1
+    def tail(self) -> int:
+        """Bytes of the tail.
+
+        They rise with the block, and from a format to ConvRot's. INT4's are odd multiples of 2, so
+        that no body of INT8, which is a multiple of 4, can make up for them.
+        """
+        return 4 * (2 * self.block.bit_length() + self.convrot + 1) + 2 * (self.bits == 4)
+
+    def bytes(self, rows: int, columns: int) -> int:
+        """Bytes of the codes and scales with their tail."""
+        return body_bytes(rows, columns, self.block, self.bits) + self.tail
 
     def __str__(self) -> str:
         """The format's name in errors."""
-        return f"ConvRot's groups of {self.block}" if self.convrot else f"blocks of {self.block}"
+        if self.convrot:
+            return f"ConvRot's groups of {self.block}"
+        return f"blocks of {self.block}" + " in INT4" * (self.bits == 4)
 
 
-FORMATS = tuple(Format(2**k, convrot) for k in range(9) for convrot in (False, True))
+FORMATS = tuple(
+    Format(2**k, *kind) for k in range(9) for kind in ((False, 8), (True, 8), (False, 4))
+)
 
 
-def body_bytes(rows: int, columns: int, block: int) -> int:
-    """Bytes of the codes and scales alone, which libhot reads; sizes may be symbolic."""
+def padded(columns: int, block: int) -> int:
+    """Codes of a row of so many features; sizes may be symbolic."""
     width = (columns + block - 1) // block * block
-    return rows * ((width + 15) // 16 * 16 + 4)
+    return (width + 15) // 16 * 16
 
 
-def sealed_bytes(rows: int, columns: int, block: int, convrot: bool) -> int:
-    """Bytes of the codes and scales with their tail."""
-    return body_bytes(rows, columns, block) + 4 * Format(block, convrot).words
+def int4_bytes(rows: int, columns: int, block: int) -> int:
+    """Bytes of INT4 codes, row scales and steps of groups."""
+    width = padded(columns, block)
+    return rows * (width // 2 + 4 + width // GROUP)
+
+
+def body_bytes(rows: int, columns: int, block: int, bits: int = 8) -> int:
+    """Bytes of the codes and scales, in INT4 also of the exponents; sizes may be symbolic."""
+    if bits == 8:
+        return rows * (padded(columns, block) + 4)
+    return _aligned(int4_bytes(rows, columns, block)) + _aligned(columns)
+
+
+def exponents_of(body: Tensor, columns: int) -> Tensor:
+    """Exponents of the features, an int8 view ``[columns]`` of INT4's bytes."""
+    begin = body.numel() - _aligned(columns)
+    return body[begin : begin + columns].view(torch.int8)
+
+
+def _aligned(size: int) -> int:
+    return (size + 15) // 16 * 16
 
 
 def format_of(size: int, rows: int, columns: int) -> Format | None:
     """The format of ``size`` bytes of codes; None: they are none of such a weight."""
-    return next((f for f in FORMATS if sealed_bytes(rows, columns, *f) == size), None)
+    return next((f for f in FORMATS if f.bytes(rows, columns) == size), None)
 
 
 def sealed(body: Tensor, form: Format) -> Tensor:
     """Codes and scales, with their tail behind them."""
     if body.is_meta:
-        return body.new_empty(body.numel() + 4 * form.words)
-    return torch.cat((body, _checksum(body), body.new_zeros(4 * form.words - 8)))
+        return body.new_empty(body.numel() + form.tail)
+    return torch.cat((body, _checksum(body), body.new_zeros(form.tail - 8)))
 
 
 def _checksum(body: Tensor) -> Tensor:
@@ -75,21 +119,45 @@ def _checksum(body: Tensor) -> Tensor:
     return (body.view(torch.int32).sum(dtype=torch.int64) + _MAGIC).view(1).view(torch.uint8)
 
 
-def check(codes: Any, size: int) -> None:
+def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     """Raise RuntimeError where the first ``size`` bytes do not have the checksum behind them.
 
-    They are summed once for each state of torch's version counter and memory, which synchronises a
-    GPU. While a CUDA graph is captured, or where there are no values, nothing is checked.
+    They must also hold the ``exponents``, by which x is divided. The bytes are summed once for each
+    state of torch's version counter and memory, which synchronises a GPU. While a CUDA graph is
+    captured, or where there are no values, nothing is checked.
     """
-    state = (version(codes), codes.data_ptr())
-    if getattr(codes, "_hot_seen", None) == state:
+    state, seen = (version(codes), codes.data_ptr()), getattr(codes, "_hot_seen", None)
+    if seen is not None and seen[:2] == state and (exponents is None or exponents is seen[2]):
         return
     if codes.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    values = not (codes.is_meta or _compat.symbolic(codes))
-    if values and not torch.equal(_checksum(codes[:size]), codes[size : size + 8]):
-        raise RuntimeError(_WRITTEN)
-    codes._hot_seen = state
+    if not (codes.is_meta or _compat.symbolic(codes)):
+        if not intact(codes, size):
+            raise RuntimeError(_WRITTEN)
+        if exponents is not None:
+            held = exponents_of(codes[:size], exponents.numel())
+            if not torch.equal(held, exponents):
+                raise RuntimeError(_OTHERS)
+    codes._hot_seen = (*state, exponents)
+
+
+def written(codes: Any, exponents: Tensor) -> bool:
+    """Whether guarded codes may hold other exponents: :func:`check` has not seen both together."""
+    if torch.compiler.is_compiling() or not hasattr(codes, "_hot_seen"):
+        return False
+    if codes.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    state = (version(codes), codes.data_ptr())
+    return (
+        codes._hot_seen is None
+        or codes._hot_seen[:2] != state
+        or codes._hot_seen[2] is not exponents
+    )
+
+
+def intact(codes: Tensor, size: int) -> bool:
+    """Whether the first ``size`` bytes have their checksum behind them."""
+    return torch.equal(_checksum(codes[:size]), codes[size : size + 8])
 
 
 def version(values: Tensor) -> int:
@@ -166,7 +234,7 @@ def plain(codes: Tensor) -> Tensor:
 
 def _refuse(name: str) -> NoReturn:
     raise RuntimeError(
-        f"{name}: weight_codes are codes of a weight that is frozen in INT8, and no numbers to "
+        f"{name}: weight_codes are codes of a weight that is frozen in codes, and no numbers to "
         "compute with; leave out Parameters of torch.uint8, or hot.thaw(model) makes plain ones"
     )
 
@@ -211,7 +279,7 @@ def refuse_gradients(requires_grad: bool = True) -> None:
     """Raise ValueError where codes are to be trained; ``Module.requires_grad_`` calls it."""
     if requires_grad:
         raise ValueError(
-            "requires_grad: the model has weights that are frozen in INT8; hot.thaw(model) makes "
+            "requires_grad: the model has weights that are frozen in codes; hot.thaw(model) makes "
             "them plain Parameters, which can be trained. Where peft's modules_to_save names a "
             "part of the model, thaw that part and call get_peft_model again"
         )

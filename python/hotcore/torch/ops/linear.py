@@ -26,7 +26,7 @@ from torch import Tensor
 from ... import _core
 from ...config import ConfigLike, HotConfig, Key
 from .. import _compat
-from . import calls, codes, core, sharded, sharing
+from . import calls, codes, core, frozen_codes, sharded, sharing
 from .codes import Frozen
 from .core import PLAIN_TYPES, call, parsed
 from .registry import not_differentiable, operator, without_base
@@ -34,7 +34,10 @@ from .registry import not_differentiable, operator, without_base
 _DEFAULT = HotConfig()
 Weight = Tensor | Frozen
 """A weight ``[O, I]``, or the codes that stand for it."""
-_FIELDS = "int block=0, int rows=0, int columns=0, ScalarType? dtype=None"
+_FIELDS = (
+    "int block=0, int rows=0, int columns=0, ScalarType? dtype=None, int bits=8, "
+    "Tensor? exponents=None"
+)
 """Fields of a :class:`.codes.Frozen` whose codes an operator takes as its weight; else left out."""
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor? seed, str config, "
@@ -43,8 +46,8 @@ _ARGUMENTS = (
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """g_x, g_w and g_b; None: not wanted."""
 _FROZEN_DTYPE = (
-    ". The weight is frozen in INT8: model.to(x.dtype) changes the dtype that it stands for, where "
-    "the mp_policy of fully_shard casts x alone"
+    ". The weight is frozen in codes: model.to(x.dtype) changes the dtype that it stands for, "
+    "where the mp_policy of fully_shard casts x alone"
 )
 
 
@@ -143,12 +146,15 @@ def _prepared(
     if not wanted:
         return undifferentiated(inner, weight, bias, config)
     keep, saved, quantized = not frozen and held.requires_grad and not defer, None, None
+    exponents = weight.exponents if isinstance(weight, Frozen) else None
     if compiled and int8:
-        quantized, saved, seed = codes.input_of(x, inner, config, keep)
+        powers = () if exponents is None else (exponents,)
+        quantized, saved, seed = codes.input_of(x, inner, config, keep, *powers)
     elif compiled and config:
         saved, seed = codes.kept_of(x, inner, config, keep)
     elif int8 and seed is not None and core.product_bypasses_dispatcher(inner, held):
-        quantized = codes.forms_of(x, inner, held, None, seed, parsed(config), None)[0]
+        forms = codes.forms_of(x, inner, held, None, seed, parsed(config), None, exponents)
+        quantized = forms[0]
     call: Any = _linear if compiled else Linear.apply
     y: Tensor = call(inner, held, bias, saved if keep else None, seed, config, quantized, *fields)
     return y
@@ -180,6 +186,11 @@ def int8_linear(
     """
     spec = config.forward_spec
     rows, tokens, in_features = None, math.prod(x.shape[:-1]), x.shape[-1]
+    if isinstance(weight, Frozen) and weight.bits == 4:
+        if quantized is None:
+            exponents = frozen_codes.exponents_of(codes.body(weight), in_features)
+            quantized, _ = codes.quantize_forward_input(x, config, exponents=exponents)
+        weight = codes.expanded(weight)
     if quantized is None:
         rows, tokens, in_features = core.collapsible(x)
     if frozen := isinstance(weight, Frozen):
@@ -285,10 +296,10 @@ class Linear(torch.autograd.Function):
         saved, seed, config, *graph = rest
         need_gx, need_gw = ctx.needs_input_grad[:2]
         settings: Any = parsed(config) if config else None
-        deferred, saved_seed, fields = False, seed, graph[1:]
+        deferred, saved_seed, fields = False, seed, graph[1:6]  # without exponents, a tensor
         own_seed = cache = None
         if graph:
-            y = product(x, _whole(weight, fields), bias, config, graph[0], saved, seed)
+            y = product(x, _whole(weight, graph[1:]), bias, config, graph[0], saved, seed)
             if need_gw and saved is None:  # the compiler decides when x is compressed
                 deferred, saved = True, x
         else:
@@ -330,7 +341,7 @@ class Linear(torch.autograd.Function):
     @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         """g_x, g_w and g_b."""
-        others = (None,) * 8
+        others = (None,) * 10
         if gy is None:
             return None, None, None, *others
         saved, saved_seed, weight = ctx.saved_tensors

@@ -22,7 +22,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,20 @@ class share_inputs:
     def __repr__(self) -> str:
         """Show the current setting."""
         return f"share_inputs(enabled={share_inputs.enabled})"
+
+
+class Same(NamedTuple):
+    """A tensor as a part of a key, which is equal for the same tensor."""
+
+    tensor: Tensor | None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold one tensor."""
+        return isinstance(other, Same) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        """The tensor's identity."""
+        return id(self.tensor)
 
 
 def _source(x: Tensor, base: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from ..conversion.probe import LossFn, check_training, kept_for_backward, loss_o
 from ..conversion.report import REPORT, aligned
 from ..conversion.selection import Filter, candidates, rate_of
 from ..layers.head import attach, detach
+from ..progress import shown
 from .clocks import Measured, Step, allocator_peak, milliseconds, unallocated_in_pools, whole
 from .recompute import recompute
 
@@ -48,7 +48,6 @@ _GRAPHS = "reduce-overhead"
 _ROUNDS, _TIMED_MS, _BURST_MS = 15, 1500.0, 100.0
 _VISITS = 3  # of each setting in eager mode, in turns: slow moments of the machine hit all
 _UNSTEADY = 0.1  # spread over median from which a row says that its times vary
-_QUIET_S = 5.0  # seconds without a line of progress
 
 Mode = Mapping[str, Any] | None
 """Options of torch.compile; None: eager."""
@@ -240,7 +239,9 @@ def advise(
         warnings.warn(f"hotcore.torch.advise: {load}: times are unsteady", stacklevel=2)
     begun, took = _now(), 0.0
     with _restored(model, step):
-        for contender in _shown(contenders * visits, budget, progress):
+        turns = contenders * visits
+        names = shown([turn.name for turn in turns], "advise: {}", progress, budget, _now)
+        for _, contender in zip(names, turns, strict=True):
             start = _now()
             if trial.sizes and start - begun + took > budget:
                 trial.notes.setdefault(contender.name, f"not tried: the budget of {budget:g} s")
@@ -508,21 +509,6 @@ def _excess_load() -> str:
     """The machine's load in words if it exceeds its cores; otherwise empty."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     return f"the machine's load, {load:.1f}, exceeds its {cores} cores" if load > cores else ""
-
-
-def _shown(contenders: Sequence[_Contender], budget: float, progress: bool) -> Iterator[_Contender]:
-    """Yield contenders; on a terminal a line says which one runs, and the time left."""
-    begun, count = _now(), len(contenders)
-    progress = progress and sys.stderr.isatty()
-    for i, contender in enumerate(contenders):
-        took = _now() - begun
-        if progress and took > _QUIET_S:
-            left = max(0.0, min(took / i * (count - i), budget - took))
-            line = f"advise: {contender.name}, {i + 1} of {count}, {left:.0f} s left"
-            print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
-        yield contender
-    if progress:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _cost(goal: str, measured: Measured, spreads: int = 0) -> float:

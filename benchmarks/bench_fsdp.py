@@ -1,0 +1,349 @@
+"""Whole models on several GPUs of one host: speed, peak memory, kernels by class, losses.
+
+    python benchmarks/bench_fsdp.py --device cuda --gpus 4                 # Llama-3-8B, FSDP2
+    python benchmarks/bench_fsdp.py --device cuda --gpus 4 --no-peer       # NCCL_P2P_DISABLE=1
+    python benchmarks/bench_fsdp.py --device cuda --gpus 4 --model vit_l   # DDP
+    python benchmarks/bench_fsdp.py --quick                                # toy, two CPU processes
+
+Every contender runs in processes of its own. FSDP2 shards fp32 weights and AdamW's states, computes
+in bf16 and reduces gradients in bf16. DDP trains fp32 weights under bf16 autocast. "INT8 gradients"
+is hot.int8_gradients. Blocks are compiled one by one; head and loss of the language model come in
+chunks. Steps are queued one after the other, with one synchronisation per repeat. --no-peer makes
+GPUs exchange data by way of the host, as consumer cards and many PCIe machines do. A report
+continues: rows that it has are not measured again, except for errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bench_8b
+import hotcore.torch as hot
+import kernel_classes
+import timing
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import TASKS, Batch, Task
+from steps import GIB, Said, described, many_recompilations, said
+from timing import Row
+from torch import Tensor, nn
+from training import Contender, Left, Trainer, blocks_of
+
+WARM_UP, REPEATS, STEPS = 4, 3, 4
+BATCHES = 16
+"""Batches that the steps take in turns."""
+EACH = {"llama_8b": 3, "vit_l": 64, "bert_large": 32}
+"""Sequences or images of a GPU's step."""
+TIMEOUT_S = 540.0
+RANK = 4
+"""Rank of PowerSGD."""
+
+
+def contenders(model: str) -> list[Contender]:
+    """Contenders by importance; the first is the baseline."""
+    sharded = model == "llama_8b"
+
+    def one(name: str, recipe: str | None = None, **options: Any) -> Contender:
+        head = "torch" if sharded else ""
+        more = {"compiled": "default", "slower": False, "autocast": not sharded, "head": head}
+        return Contender(name, recipe, **(more | options))
+
+    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
+    int8: dict[str, Any] = {"wire": "int8"}
+    listed = [
+        one("bf16"),
+        one("default int8-forward", **hot8),
+        one("default int8-forward, INT8 gradients", **hot8, **int8),
+        one("FP8 tensorwise", fp8="tensorwise"),
+        one("fast int8-forward", "fast", forward="int8"),
+        one("FP8 rowwise", fp8="rowwise"),
+    ]
+    gathered = "FP8 tensorwise, gathered in FP8"
+    if sharded:
+        listed.insert(3, one(gathered, fp8="gathered"))
+        listed.insert(4, one(f"{gathered}, INT8 gradients", fp8="gathered", **int8))
+        listed.append(one("default int8-forward, 8-bit head", **hot8 | {"head": "accurate"}))
+    else:
+        listed[3:3] = [
+            one("bf16, INT8 gradients", **int8),
+            one("bf16, bf16_compress_hook", wire="bf16"),
+            one("bf16, PowerSGD", wire="powersgd"),
+            one("default int8-forward, bf16_compress_hook", **hot8, wire="bf16"),
+            one("default int8-forward, PowerSGD", **hot8, wire="powersgd"),
+        ]
+    return listed
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings that all processes of a training share."""
+
+    model: str
+    contender: str
+    gpus: int
+    each: int
+    device: str = "cpu"
+    seed: int = 0
+    quick: bool = False
+    layers: int = 0  # the model's blocks; 0: all
+
+    @property
+    def shape(self) -> bench_8b.Size:
+        """Shape of the language model."""
+        shape = bench_8b.TOY if self.quick else bench_8b.FULL
+        count = self.layers or shape.config["num_hidden_layers"]
+        return dataclasses.replace(shape, config=shape.config | {"num_hidden_layers": count})
+
+
+# ---- a process ----
+
+
+def build(run: Run, device: torch.device) -> tuple[nn.Module, Task]:
+    """Build the model with fp32 weights, equal in every process, and its task."""
+    torch.manual_seed(run.seed)
+    if run.model == "llama_8b":
+        plain = Contender("bf16")
+        model, _ = bench_8b.build(run.shape, plain, str(device), torch.float32)
+        return model, dataclasses.replace(TASKS["llama"], blocks="model.layers")
+    task = TASKS[run.model]
+    with torch.device(device):
+        model = (task.small if run.quick or task.full is None else task.full).build()
+    blocks: Any = next(m for name, m in model.named_modules() if name.endswith(task.blocks))
+    del blocks[run.layers or len(blocks) :]
+    return model, task
+
+
+class Several(Trainer):
+    """A contender's model on several devices."""
+
+    def wrap(self, model: nn.Module) -> None:
+        """Distribute the model, and make its optimizer."""
+        hook = self.contender.wire
+        if hook not in ("", "int8") and self.device.type == "cpu":
+            raise Left(f"{hook}: torch's hook needs NCCL")
+        if self._task.blocks == "model.layers":
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+            for block in (*blocks_of(model, self._task.blocks).values(), model):
+                fully_shard(block, mp_policy=policy)
+        elif dist.get_world_size() > 1:
+            model = nn.parallel.DistributedDataParallel(model)
+        if hook == "int8":
+            print(hot.int8_gradients(model))
+        elif hook:
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+            if hook == "powersgd":  # two steps without, which are not timed
+                state = powerSGD_hook.PowerSGDState(None, RANK, start_powerSGD_iter=2)
+                model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            else:
+                model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        super().wrap(model)
+
+    def next_step(self, batch: Batch) -> Tensor:
+        """Train a step on ``batch``."""
+        self._batch = batch
+        loss = super().step()
+        if self.contender.fp8 == "gathered":
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+        return loss
+
+
+def bytes_of(run: Several) -> dict[str, float]:
+    """Bytes that a GPU sends in a step: weights that are gathered, gradients that are reduced."""
+    world, hook = dist.get_world_size(), run.contender.wire
+    sent = (world - 1) / world
+    values = sum(p.numel() for p in run.model.parameters())
+    if run._task.blocks != "model.layers":
+        each = {"": 4.0, "bf16": 2.0, "int8": 1.0625}.get(hook)
+        reduced = each and values * each
+        if reduced is None:  # PowerSGD: two factors of each matrix
+            flat = (p.flatten(1) if p.dim() > 1 else p for p in run.model.parameters())
+            reduced = sum(4 * (RANK * sum(p.shape) if p.dim() > 1 else p.numel()) for p in flat)
+        return {"gathered": 0.0, "reduced": 2 * sent * reduced}
+    blocks = [*blocks_of(run.model, run._task.blocks).values()]
+    twice = sum(p.numel() for block in blocks for p in block.parameters())
+    linear = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    fewer = sum(m.weight.numel() for m in linear) if run.contender.fp8 == "gathered" else 0
+    gathered = 2 * (values + twice) - 2 * fewer  # the root's once, the blocks' twice
+    return {
+        "gathered": sent * gathered,
+        "reduced": sent * values * (1.0625 if hook == "int8" else 2.0),
+    }
+
+
+def batches_of(run: Run, task: Task, device: torch.device) -> list[Batch]:
+    """Batches of this process."""
+    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    if run.model != "llama_8b":
+        size = task.small if run.quick or task.full is None else task.full
+        batches = [size.batch(draw) for _ in range(2 if run.quick else BATCHES)]
+        return [{name: value.to(device) for name, value in batch.items()} for batch in batches]
+    sequences = (BATCHES, run.each, run.shape.length)
+    # Frequent and rare tokens, so that the loss can fall.
+    tokens = torch.rand(sequences, generator=draw).pow(6) * run.shape.config["vocab_size"]
+    return [{"x": x} for x in tokens.long().to(device)]
+
+
+def measured(run: Run, device: torch.device) -> Row:
+    """The row of a contender; every process of it calls this."""
+    contender = next(c for c in contenders(run.model) if c.name == run.contender)
+    row: Row = {"how": described(contender)}
+    quick, cuda, begun = run.quick, run.device == "cuda", time.perf_counter()
+    plain, task = build(run, device)
+    batches, taken = batches_of(run, task, device), 0
+    backend = "aot_eager" if quick else "inductor"
+    try:
+        trainer = Several(contender, plain, batches[0], task, in_place=True, backend=backend)
+    except Left as left:
+        return row | {"left_out": str(left)}
+    del plain
+
+    def step() -> Tensor:
+        nonlocal taken
+        taken += 1
+        return trainer.next_step(batches[taken % len(batches)])
+
+    def mean(loss: Tensor) -> float:
+        total = loss.float().clone()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+    losses = [mean(step())]
+    for _ in range(1 if quick else WARM_UP - 1):
+        step()
+    timing.synchronize(run.device)
+    row["started_s"] = time.perf_counter() - begun
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    steps, times = 1 if quick else STEPS, []
+    for _ in range(REPEATS):
+        dist.barrier()
+        timing.synchronize(run.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        timing.synchronize(run.device)
+        times.append((time.perf_counter() - start) * 1e3 / steps)
+        losses.append(mean(loss))
+    x = batches[0]["x"]
+    row["step"] = timing.spread(times)
+    count = x.numel() if x.dim() == 2 else len(x)
+    row["per_second_per_gpu"] = count / row["step"]["median_ms"] * 1e3
+    row |= {"losses": losses, "wire": bytes_of(trainer)}
+    if trainer.report is not None:
+        row["converted"] = len(trainer.report.converted)
+    if cuda:
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        events = kernel_classes.profiled_events(step, 2)
+        row["kernels"] = kernel_classes.beside_communication(events, 2)
+    return row
+
+
+def process(rank: int, world: int, work: Any, run: Run, folder: Path) -> None:
+    """Work as one of ``world`` processes; the first one writes the result."""
+    device = torch.device(run.device, rank if run.device == "cuda" else None)
+    if run.device == "cuda":
+        torch.cuda.set_device(device)
+    backend, timeout = "nccl" if run.device == "cuda" else "gloo", datetime.timedelta(seconds=300)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, store, timeout, rank=rank, world_size=world)
+    with many_recompilations():
+        result = work(run, device)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+    os._exit(0)  # a gloo thread may outlive the interpreter, which would abort
+
+
+# ---- all runs ----
+
+
+def launched(work: Callable[[Any, torch.device], Any], run: Run, world: int) -> Any:
+    """Return what ``work`` returns in the first of ``world`` new processes. Raises Said."""
+    with tempfile.TemporaryDirectory(prefix="several-") as folder:
+        context = mp.spawn(process, (world, work, run, Path(folder)), world, join=False)
+        end = time.monotonic() + TIMEOUT_S
+        try:
+            while not context.join(max(0.0, end - time.monotonic())):
+                if time.monotonic() > end:
+                    raise Said(f"no result within {TIMEOUT_S:.0f} s")
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise Said(str(error).strip().split("\n")[-1][:400]) from error
+        finally:
+            for one in context.processes:
+                one.kill()
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def arguments(parser: Any, argv: Sequence[str] | None, models: Sequence[str]) -> Any:
+    """Parse the options that runs on several GPUs share, and check them."""
+    parser.add_argument("--gpus", type=int, default=2, help="processes, and parts of a batch")
+    parser.add_argument("--model", choices=models, default=models[0])
+    parser.add_argument("--layers", type=int, default=0, help="blocks of the model; 0: all")
+    parser.add_argument("--each", type=int, help="sequences of a GPU's step of the 8B; default 3")
+    args = timing.begin(parser, argv)
+    if args.device == "cpu" and not args.quick:
+        parser.error("--device cpu: whole models need GPUs; --quick trains toys on a CPU")
+    if args.device == "cuda" and args.gpus > torch.cuda.device_count():
+        parser.error(f"--gpus: {args.gpus} GPUs are not there")
+    args.each = args.each or (2 if args.quick else EACH[args.model])
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
+    return args
+
+
+def measure_all(
+    args: Any, benchmark: str, jobs: Mapping[str, Callable[[], Row]], settings: Row
+) -> None:
+    """Measure the jobs whose rows the report lacks, until ``--budget`` would be exceeded."""
+    args.json = path = args.json or timing.RESULTS / f"{args.device}-{benchmark}.json"
+    rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    begun, longest = time.perf_counter(), 0.0
+    for key, job in jobs.items():
+        start = time.perf_counter()
+        if ("error" not in rows.get(key, {"error": ""})) or start - begun + longest > args.budget:
+            continue
+        try:
+            rows[key] = job()
+        except Exception as error:  # a row; the others go on
+            rows[key] = {"error": said(error)}
+        longest = max(longest, time.perf_counter() - start)
+        rows[key] |= {"date": timing.today(), "seconds": time.perf_counter() - start}
+        shown = {k: v for k, v in rows[key].items() if k not in ("kernels", "how", "losses")}
+        print(key, timing.rounded(shown, 4), flush=True)
+        timing.write(args, benchmark, {"settings": settings, "rows": rows})
+    if failed := [key for key in jobs if "error" in rows.get(key, {})]:
+        sys.exit(f"failed: {failed}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__, "fsdp", "contenders", "quick", "budget")
+    parser.add_argument("--no-peer", action="store_true", help="NCCL_P2P_DISABLE=1")
+    args = arguments(parser, argv, tuple(EACH))
+    os.environ |= {"NCCL_P2P_DISABLE": "1"} if args.no_peer else {}
+    names = timing.fitting(parser, [c.name for c in contenders(args.model)], args.contenders)
+    parts = [args.model, f"{args.gpus} GPUs", f"{args.each} a GPU"]
+    parts += [f"{args.layers} blocks"] * bool(args.layers) + ["no peer access"] * args.no_peer
+    shared = {o: vars(args)[o] for o in ("model", "gpus", "each", "device", "quick", "layers")}
+    runs = {f"{', '.join(parts)}/{name}": Run(contender=name, **shared) for name in names}
+    jobs = {key: functools.partial(launched, measured, run, args.gpus) for key, run in runs.items()}
+    measure_all(args, "fsdp", jobs, {"steps": STEPS, "rank": RANK})
+
+
+if __name__ == "__main__":
+    main()

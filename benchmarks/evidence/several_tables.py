@@ -1,0 +1,150 @@
+"""Tables of trainings on several GPUs, and a model of the wire that predicts larger machines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+from evidence.evidence_tables import Lines, Report, dates_line, line, report_of, table_of
+
+FILES = ("cuda-fsdp.json", "cuda-fsdp-by-hand.json")
+"""Report of bench_fsdp.py, and measurements by hand that serve until it exists."""
+LOSSES = "cuda-several.json"
+NO_PEER = ", no peer access"
+LAST = 20
+"""Last losses of a run that are averaged."""
+GPUS, GBITS = (8, 64, 512), (25, 100, 400)
+
+
+def settings_of(results: Path) -> tuple[str, dict[str, dict[str, Report]]]:
+    """Name of the report, and its rows by setting and contender."""
+    file = next(name for name in FILES if (results / name).exists() or name == FILES[-1])
+    out: dict[str, dict[str, Report]] = {}
+    for key, row in report_of(results, file)["rows"].items():
+        setting, name = key.split("/", 1)
+        out.setdefault(setting, {})[name] = row
+    return file, out
+
+
+def bytes_of(row: Report) -> float:
+    """Bytes that a GPU sends in a step."""
+    return float(sum(row["wire"].values()))
+
+
+def predicted_ms(compute_ms: float, sent: float, gb_per_s: float, overlap: float) -> float:
+    """Time of a step: the longer of arithmetic and wire, and what of the shorter is not hidden."""
+    wire_ms = sent / gb_per_s / 1e6
+    return max(compute_ms, wire_ms) + (1 - overlap) * min(compute_ms, wire_ms)
+
+
+def compute_ms(row: Report) -> float:
+    """Time of a step with peer access without the time in which only communication runs."""
+    alone = row.get("kernels", {}).get("communication_ms", {}).get("alone", 0.0)
+    return float(row["step"]["median_ms"] - alone)
+
+
+def wire_of(peers: Mapping[str, Report], no_peers: Mapping[str, Report]) -> tuple[float, float]:
+    """GB a second and overlap without peer access, from bf16's rows.
+
+    A row without the profiler's time of communication counts the whole step as communication.
+    """
+    row, compute = no_peers["bf16"], compute_ms(peers["bf16"])
+    step = row["step"]["median_ms"]
+    wire = row.get("kernels", {}).get("communication_ms", {}).get("all", step)
+    hidden = compute + wire - step
+    return bytes_of(row) / wire / 1e6, max(0.0, min(1.0, hidden / min(compute, wire)))
+
+
+def predictions(settings: Mapping[str, Mapping[str, Report]], setting: str) -> dict[str, float]:
+    """Predicted milliseconds of the rows of a setting without peer access, except bf16's."""
+    peers, no_peers = settings.get(setting.removesuffix(NO_PEER), {}), settings[setting]
+    if not setting.endswith(NO_PEER) or any(
+        "step" not in p.get("bf16", {}) for p in (peers, no_peers)
+    ):
+        return {}
+    wire = wire_of(peers, no_peers)
+    both = [n for n, row in no_peers.items() if "step" in row and "step" in peers.get(n, {})]
+    return {
+        name: predicted_ms(compute_ms(peers[name]), bytes_of(no_peers[name]), *wire)
+        for name in both
+        if name != "bf16"
+    }
+
+
+def several(results: Path) -> Lines:
+    """Speed, peak and bytes sent of every contender, by model and connection."""
+    file, settings = settings_of(results)
+    cells = []
+    for setting, rows in settings.items():
+        predicted, plain, title = predictions(settings, setting), rows.get("bf16", {}), setting
+        for name, row in rows.items():
+            if "step" not in row:
+                cells.append([title, name, row.get("left_out", "failed"), *[""] * 6])
+            else:
+                speed, of = row["per_second_per_gpu"], plain.get("per_second_per_gpu")
+                peak, of_peak = row.get("peak_gib"), plain.get("peak_gib")
+                sent, ms = bytes_of(row) / 1e9, row["step"]["median_ms"]
+                cells.append([
+                    title, name, f"{speed:,.0f}", f"{speed / of:.2f}×" if of else "", f"{ms:.0f}",
+                    f"{predicted[name]:.0f}" if name in predicted else "",
+                    f"{peak:.1f}" if peak else "",
+                    f"{peak / of_peak:.2f}" if peak and of_peak else "", f"{sent:.1f}",
+                ])  # fmt: skip
+            title = ""
+    yield from table_of(
+        ["", "", "a second, a GPU", "speed", "step, ms", "predicted, ms", "peak, GiB",
+         "of bf16's peak", "GB sent a step"], cells,
+    )  # fmt: skip
+    yield from ("", dates_line(results, [file]))
+
+
+def predicted(results: Path) -> Lines:
+    """Predicted tokens a second of a GPU for larger machines, from the rows with peer access.
+
+    The model is the 8B. Bytes grow with (n - 1) / n, and the overlap is that without peer access.
+    """
+    _, settings = settings_of(results)
+    setting = next(s for s in settings if s.startswith("llama_8b") and s + NO_PEER in settings)
+    peers, no_peers = settings[setting], settings[setting + NO_PEER]
+    here = int(setting.split(", ")[1].split()[0])
+    rows = {name: row for name, row in peers.items() if "step" in row}
+    _, overlap = wire_of(peers, no_peers)
+    cells = []
+    for gpus in GPUS:
+        for gbit in GBITS:
+            words = [str(gpus), str(gbit)]
+            for row in rows.values():
+                sent = bytes_of(row) * (gpus - 1) / gpus * here / (here - 1)
+                ms = predicted_ms(compute_ms(row), sent, gbit / 8, overlap)
+                tokens = row["per_second_per_gpu"] * row["step"]["median_ms"]
+                words.append(f"{tokens / ms:,.0f}")
+            cells.append(words)
+    yield from table_of(["GPUs", "Gbit/s a GPU", *rows], cells)
+
+
+def several_losses(results: Path) -> Lines:
+    """Mean of the last losses less bf16's, equal bits on resume, and gap to one process."""
+    yield from table_of(["run", "seed", "loss", "less bf16's", "resumed"], ())
+    if not (results / LOSSES).exists():
+        yield line(["not run", *[""] * 4])
+        return
+    rows = report_of(results, LOSSES)["rows"]
+    last = {key: statistics.fmean(row["losses"][-LAST:]) for key, row in rows.items()
+            if isinstance(row.get("losses"), list)}  # fmt: skip
+    for key, row in rows.items():
+        model, gpus, part, name, seed = key.split("/")
+        words = {"losses": "", "resume": "resumed", "one": "one process"}[part]
+        cells = ["failed", "", ""]
+        if key in last:
+            plain = last.get(f"{model}/{gpus}/{part}/bf16/{seed}")
+            less = "" if plain is None or name == "bf16" else f"{last[key] - plain:+.4f}"
+            cells = [f"{last[key]:.4f}", less, ""]
+        elif part == "one" and "largest_gap" in row:
+            cells = ["", f"{row['largest_gap']:+.4f} to several processes", ""]
+        elif part == "resume" and "equal" in row:
+            cells = ["", "", "to the bit" if row["equal"] else "other losses"]
+        yield line(
+            [", ".join(filter(None, (f"{model}, {gpus} GPUs, {name}", words))), seed, *cells]
+        )
+    yield from ("", dates_line(results, [LOSSES]))

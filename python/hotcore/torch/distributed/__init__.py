@@ -1,0 +1,1 @@
+"""Several processes: gradients reduced as codes."""
