@@ -56,7 +56,7 @@ napoleon_numpy_docstring = False
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|fnmatch|lightning|numpy|pathlib|torch|transformers|typing)(\..*)?"),
-    (r"py:.*", r"(axolotl|flax|pydantic|torchao|torchtitan)\..*"),
+    (r"py:.*", r"(axolotl|flax|os|pydantic|torchao|torchtitan)\..*"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
     (r"py:class", r"Basis|ConfigLike|Filter|Forward|Granularity|G[wx]Scale|KeyLike|Need|Needed"),
     (r"py:class", r"LossFn|Override|Rounding|Storage|Tensor|_Model|nn\.Module"),

@@ -410,12 +410,12 @@ def in_whole_seeds(runs: Mapping[str, Report], fewer: Iterable[str] = ()) -> dic
 
 
 def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
-    """Return the runs of a bench_gpt.py report by contender and seed."""
+    """Return the runs of a bench_gpt.py report by contender and seed, seeds in their order."""
     out: dict[str, dict[int, Report]] = {}
     for key, run in report["runs"].items():
         name, _, seed = key.rpartition("/")
         out.setdefault(name, {})[int(seed)] = run
-    return out
+    return {name: dict(sorted(seeds.items())) for name, seeds in out.items()}
 
 
 def of_equal_seeds(runs: Mapping[str, Mapping[int, T]]) -> dict[str, dict[int, T]]:
@@ -602,12 +602,14 @@ def decided(results: Path, size: str) -> Lines:
         yield "*Planned, not run.*"
         return
     last = report["settings"]["steps"]
-    head = ["", "pairs", "loss less bf16's [95 %]", "p", f"within ±{MARGIN}"]
+    head = ["", "pairs", "loss less bf16's [95 %]", "by seed", "p", f"within ±{MARGIN}"]
     head += ["at a quarter", "at half", "at three quarters"]
     yield from header([*head, "step, of bf16's", "time to its loss, of bf16's"])
     runs, ratios = runs_by_seed(report), step_ratios(results, size)
     losses = [run["validation_loss"] for run in runs.get("bf16", {}).values()]
-    yield line(["bf16's loss, ± deviation", str(len(losses)), plus_minus(losses, 4, ""), *[""] * 7])
+    by_seed = ", ".join(f"{loss:.4f}" for loss in losses)
+    loss = plus_minus(losses, 4, "")
+    yield line(["bf16's loss, ± deviation", str(len(losses)), loss, by_seed, *[""] * 7])
     for name in in_order(runs):
         chosen = {k: r for k, r in report["runs"].items() if k.rpartition("/")[0] in ("bf16", name)}
         pair = {**report, "runs": chosen}  # seeds that these two have
@@ -618,7 +620,9 @@ def decided(results: Path, size: str) -> Lines:
         p = intervals.tost(values, MARGIN)
         gap = interval_words(values).rpartition(" (")[0]
         verdict = intervals.verdict(intervals.interval(values), MARGIN)
-        cells = [shown(name), str(len(values)), gap, "" if p is None else f"{p:.3f}", verdict]
+        by_seed = ", ".join(f"{value:+.4f}" for value in values)
+        cells = [shown(name), str(len(values)), gap, by_seed]
+        cells += ["" if p is None else f"{p:.3f}", verdict]
         for share in (0.25, 0.5, 0.75):
             nearest = min(along, key=lambda step: abs(step - share * last))
             cells.append(f"{statistics.mean(along[nearest]):+.4f}")

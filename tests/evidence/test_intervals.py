@@ -85,7 +85,9 @@ def test_a_planned_size_counts_whole_seeds(tmp_path: Path) -> None:
     gaps = {"bf16": [0.0] * 4, "default": [0.01, 0.02, 0.03, 9.0], "fast": [0.1, 0.2]}
     gaps["FP8 tensorwise"] = [0.0] * 3
     curves = {
-        f"{n}/{i}": [(0, 9.0), (4, 2 + g)] for n, gs in gaps.items() for i, g in enumerate(gs)
+        f"{n}/{i}": [(0, 9.0), (4, 2 + g)]
+        for n, gs in gaps.items()
+        for i, g in reversed(list(enumerate(gs)))
     }
     report = {
         "settings": {"steps": 4, "size": {"batch": 1, "context": 8, "validation_batches": 1}},
@@ -97,8 +99,9 @@ def test_a_planned_size_counts_whole_seeds(tmp_path: Path) -> None:
     (tmp_path / "cuda-gpt-25M-20.json").write_text(json.dumps(report))
     lines = list(evidence_tables.decided(tmp_path, "25M-20"))
     rows = {
-        line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:4]] for line in lines[2:6]
+        line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:5]] for line in lines[2:6]
     }
     assert rows["bf16's loss, ± deviation"][0] == "3" and rows["default"][0] == "3"
     assert rows["default"][1].startswith("+0.0200") and rows["FP8 tensorwise"][0] == "3"
+    assert rows["default"][2] == "+0.0100, +0.0200, +0.0300"
     assert rows["fast"][0] == "2" and rows["fast"][1].startswith("+0.1500")
