@@ -25,7 +25,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Int8Exchange(NamedTuple):
-    """Result of :func:`~hotcore.torch.int8_gradients`: plan, number of changed groups."""
+    """Result of :func:`int8_gradients`: the plan, and the number of groups that were changed."""
 
     plan: str
     """``"DDP"`` or ``"FSDP2"``."""
