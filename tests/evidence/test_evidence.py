@@ -278,7 +278,8 @@ def test_prose_has_the_figures_of_the_table() -> None:
     for page in ("README.md", "docs/index.md", "docs/results.md", "docs/results/speed.md"):
         text = (ROOT / page).read_text().split("<!-- table")[0]
         assert f"Llama-3-8B trains at {rows['Llama-3-8B'].speed:.2f}×" in text, page
-        assert re.findall(r"ViT-B (?:trains )?at ([\d.]+)", text) == [f"{rows['ViT-B/16'][0]:.2f}"]
+        found = set(re.findall(r"ViT-B (?:trains )?at ([\d.]+)", text))
+        assert found <= {f"{rows['ViT-B/16'].speed:.2f}"}, page
 
 
 def test_every_figure(tmp_path: Path) -> None:

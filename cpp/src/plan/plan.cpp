@@ -175,8 +175,8 @@ std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_
 std::int64_t most_sum_runs(const DeviceFacts& facts, std::int64_t rows) {
   constexpr std::int64_t unit_rows =
       std::int64_t{rows_column_amax::token_block} * rows_column_amax::max_unit_tiles;
-  return std::max(sum_runs(rows),
-                  ceil_div(rows, unit_rows) + facts.sm_count * rows_column_amax::cta_units);
+  return std::max(sum_runs(rows), ceil_div(rows, unit_rows) +
+                                      std::int64_t{rows_column_amax::cta_units} * facts.sm_count);
 }
 
 void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums) {
