@@ -340,7 +340,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
   // Units have a partial sum each for g_b. Without sums there is no reason for more than a tile.
   work.unit_tiles = 1;
   if (columns.sum) {
-    const std::int64_t units = facts.sm_count * rows_column_amax::cta_units;
+    const std::int64_t units = std::int64_t{rows_column_amax::cta_units} * facts.sm_count;
     work.unit_tiles = static_cast<unsigned>(
         std::min<std::int64_t>(ceil_div(work.tiles, units), rows_column_amax::max_unit_tiles));
   }
