@@ -493,7 +493,8 @@ class Calls {
     ask([&] { return api_.compress_workspace(s.tokens, s.in_features, spec, bytes); });
     const bool gx = input_.flip(), gw = input_.flip();
     outcome = ask([&] { return api_.backward_workspace(s, spec, gx, gw, bytes); });
-    holds("backward_linear_workspace", outcome, bytes, gx ? tokens * out + in * out : 0);
+    const bool product = gx && tokens > 0 && in > 0;  // an empty g_x needs nothing
+    holds("backward_linear_workspace", outcome, bytes, product ? tokens * out + in * out : 0);
 
     std::int64_t rows = -1;
     outcome = check([&] { return api_.hla_rows(s.tokens, spec, rows); });
