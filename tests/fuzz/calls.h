@@ -506,7 +506,7 @@ class Calls {
     if (gw && outcome.ok()) {
       const Wide k = rows;
       outcome = ask([&] { return api_.backward_workspace(s, spec, false, true, bytes); });
-      holds("backward_linear_workspace of g_w", outcome, bytes, out * k);
+      holds("backward_linear_workspace of g_w", outcome, bytes, in > 0 ? out * k : 0);
     }
     hot::SavedLayout l;
     outcome = check([&] { return api_.saved_layout(s.tokens, s.in_features, spec, l); });
