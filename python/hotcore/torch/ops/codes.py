@@ -365,6 +365,11 @@ def quantize_weight_int4(weight: Tensor, exponents: Tensor, config: HotConfig) -
     return out
 
 
+@functools.cache  # a HotConfig takes 70 us, and every call of a frozen layer needs the spec
+def _forward_spec(block: int) -> _core.ForwardLinearSpec:
+    return HotConfig(forward_block=block).forward_spec
+
+
 def expanded(weight: Frozen) -> Frozen:
     """A weight in INT4 as the INT8 codes that stand for the same values, without its exponents."""
     codes, rows, columns = body(weight), weight.out_features, weight.in_features
@@ -374,7 +379,7 @@ def expanded(weight: Frozen) -> Frozen:
     if not codes.is_meta:
         source = codes[: frozen_codes.int4_bytes(rows, columns, weight.block)]
         shape = {"out_features": rows, "in_features": columns, "group": frozen_codes.GROUP}
-        spec = HotConfig(forward_block=weight.block).forward_spec
+        spec = _forward_spec(weight.block)
         call(_core.expand_weight_int4, codes, w=source, spec=spec, **shape, out=out)
     return weight._replace(codes=out, bits=8, exponents=None)
 
@@ -405,9 +410,9 @@ def dequantize(weight: Frozen) -> Tensor:
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
     out = torch.empty(shape, dtype=dtype, device=codes.device)
     if not codes.is_meta:
-        spec = HotConfig(forward_block=weight.block).forward_spec
-        sizes = {"out_features": shape[0], "in_features": shape[1], "spec": spec}
-        call(_core.dequantize_weight, codes, w=codes, **sizes, out=out, exponents=exponents)
+        sizes = {"out_features": shape[0], "in_features": shape[1]}
+        operands = {"w": codes, "spec": _forward_spec(weight.block), "exponents": exponents}
+        call(_core.dequantize_weight, codes, **operands, **sizes, out=out)
     return out.to(weight.dtype)
 
 
