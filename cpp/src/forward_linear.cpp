@@ -144,19 +144,19 @@ void dequantize_weight(const Context& context, const ConstQuantizedWeight& w,
   const char* const call = "dequantize_weight";
   const Checker check(call, context);
   check_forward_spec(call, spec);
-  check_sizes(call, {"out_features", "in_features"}, {w.out_features, w.in_features});
-  check_format(call, "w", "quantize_forward_weight", w.format, forward_weight_format(spec));
-  const std::int64_t k = forward_k(w.in_features, spec);
-  check_bytes(call, "w", w.data, w.bytes, weight_bytes(w.out_features, k));
+  const ResolvedWeight weight =
+      resolve_weight(check, {nullptr, &w},
+                     {call, "quantize_forward_weight", forward_weight_format(spec), false,
+                      w.in_features, "w", forward_k(w.in_features, spec)},
+                     context.device());
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {w.out_features, w.in_features});
-  check.disjoint("out", out, "w", bytes_view(w.data, w.bytes, context.device()));
+  check.disjoint("out", out, "w", weight.memory);
   const ColumnPowers powers = column_powers(check, call, exponents, w.in_features, true);
   check.disjoint("out", out, "exponents", exponents);
   if (w.out_features == 0 || w.in_features == 0) return;
   backend_of(context).dequantize_weight(
-      context, {weight_codes(const_cast<void*>(w.data), w.out_features, k), spec.hadamard_block,
-                powers, matrix_out_of(out)});
+      context, {*weight.quantized, spec.hadamard_block, powers, matrix_out_of(out)});
 }
 
 std::uint64_t forward_input_format(const ForwardLinearSpec& spec) {

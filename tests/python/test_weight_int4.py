@@ -196,6 +196,10 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
     with pytest.raises(TypeError, match="w: expected a QuantizedWeightInt4"):
         hotcore.expand_weight_int4(hotcore.quantize_forward_weight(w))
     expanded = hotcore.expand_weight_int4(codes)
+    with pytest.raises(TypeError, match="w: expected a QuantizedForwardWeight"):
+        hotcore.dequantize_weight(codes)
+    with pytest.raises(ValueError, match="^dequantize_weight: w has .* bytes; expected"):
+        hotcore.dequantize_weight(dataclasses.replace(expanded, out_features=3))
     for x in (
         hotcore.quantize_forward_input(w),
         hotcore.quantize_forward_input(w, exponents=exponents.copy()),

@@ -14,6 +14,15 @@ inline std::int64_t rows_per_task(const Context& context, std::int64_t rows, std
       1, task_elements(context, rows * cols) / std::max<std::int64_t>(1, cols));
 }
 
+// Multiplies or divides values of the columns from `start` on by their powers, if there are any.
+inline void apply_powers(const ColumnPowers& powers, std::int64_t start, std::int64_t count,
+                         float* values) {
+  if (powers.exponents == nullptr) return;
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] *= float_from_bits(powers.factor(powers.exponents[start + i]));
+  }
+}
+
 // fp32 values of a row, `chunk` at a time: transformed, and padded with zeros to `padded` values.
 class Row {
  public:
@@ -31,11 +40,7 @@ class Row {
         std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
     load_row(simd_, x_, row, start, real, values_);
     if (columns_ != nullptr) simd_.amax_columns(values_, real, columns_ + start);
-    if (powers_.exponents != nullptr) {
-      for (std::int64_t i = 0; i < real; ++i) {
-        values_[i] *= float_from_bits(powers_.factor(powers_.exponents[start + i]));
-      }
-    }
+    apply_powers(powers_, start, real, values_);
     std::fill(values_ + real, values_ + count, 0.0F);
     if (block_ > 1) simd_.fwht_row(values_, transformed(start, count), block_);
     row_ = row;

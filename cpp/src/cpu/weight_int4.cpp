@@ -101,11 +101,8 @@ void CpuBackend::dequantize_weight(const Context& context, const DequantizeWeigh
         std::copy_n(codes, count, v);
         if (job.hadamard_block > 1) simd.fwht_row(v, count, job.hadamard_block);  // integers
         const std::int64_t real = std::min(count, job.out.cols - start);
-        for (std::int64_t i = 0; i < real; ++i) {
-          v[i] *= scale;
-          if (job.powers.exponents == nullptr) continue;
-          v[i] *= float_from_bits(job.powers.factor(job.powers.exponents[start + i]));
-        }
+        for (std::int64_t i = 0; i < real; ++i) v[i] *= scale;
+        apply_powers(job.powers, start, real, v);
         store_row(simd, v, r, start, real, job.out);
       }
     }
