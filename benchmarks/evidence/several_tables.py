@@ -8,23 +8,21 @@ from pathlib import Path
 
 from evidence.evidence_tables import Lines, Report, dates_line, line, report_of, table_of
 
-FILES = ("cuda-fsdp.json", "cuda-fsdp-by-hand.json")
-"""Report of bench_fsdp.py, and measurements by hand that serve until it exists."""
-LOSSES = "cuda-several.json"
+SPEEDS, LOSSES = "cuda-fsdp.json", "cuda-several.json"
+"""Reports of bench_fsdp.py and several.py."""
 NO_PEER = ", no peer access"
 LAST = 20
 """Last losses of a run that are averaged."""
 GPUS, GBITS = (8, 64, 512), (25, 100, 400)
 
 
-def settings_of(results: Path) -> tuple[str, dict[str, dict[str, Report]]]:
-    """Name of the report, and its rows by setting and contender."""
-    file = next(name for name in FILES if (results / name).exists() or name == FILES[-1])
+def settings_of(results: Path) -> dict[str, dict[str, Report]]:
+    """Rows of the report by setting and contender."""
     out: dict[str, dict[str, Report]] = {}
-    for key, row in report_of(results, file)["rows"].items():
+    for key, row in report_of(results, SPEEDS)["rows"].items():
         setting, name = key.split("/", 1)
         out.setdefault(setting, {})[name] = row
-    return file, out
+    return out
 
 
 def bytes_of(row: Report) -> float:
@@ -74,8 +72,7 @@ def predictions(settings: Mapping[str, Mapping[str, Report]], setting: str) -> d
 
 def several(results: Path) -> Lines:
     """Speed, peak and bytes sent of every contender, by model and connection."""
-    file, settings = settings_of(results)
-    cells = []
+    settings, cells = settings_of(results), []
     for setting, rows in settings.items():
         predicted, plain, title = predictions(settings, setting), rows.get("bf16", {}), setting
         for name, row in rows.items():
@@ -96,7 +93,7 @@ def several(results: Path) -> Lines:
         ["", "", "a second, a GPU", "speed", "step, ms", "predicted, ms", "peak, GiB",
          "of bf16's peak", "GB sent a step"], cells,
     )  # fmt: skip
-    yield from ("", dates_line(results, [file]))
+    yield from ("", dates_line(results, [SPEEDS]))
 
 
 def predicted(results: Path) -> Lines:
@@ -104,7 +101,7 @@ def predicted(results: Path) -> Lines:
 
     The model is the 8B. Bytes grow with (n - 1) / n, and the overlap is that without peer access.
     """
-    _, settings = settings_of(results)
+    settings = settings_of(results)
     setting = next(s for s in settings if s.startswith("llama_8b") and s + NO_PEER in settings)
     peers, no_peers = settings[setting], settings[setting + NO_PEER]
     here = int(setting.split(", ")[1].split()[0])

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from evidence import several_tables
 from evidence.evidence_tables import Lines, Report, dates_line, header, line, report_of, table_of
 
-STEPS, WHOLE, FSDP = "cuda-rivals-h100.json", "cuda-8b.json", "cuda-fsdp.json"
+STEPS, WHOLE = "cuda-rivals-h100.json", "cuda-8b.json"
 GRAPHS = "bf16 reduce-overhead"
 README_MODELS = {
     "llama_1b_blocks": "compiled",
@@ -51,19 +52,23 @@ def ratio_of(row: Report | None) -> Ratio | None:
     return Ratio(1 / ratios["step"], ratios["peak"]) if ratios else None
 
 
+def beside(row: Report, plain: Report, rate: str) -> Ratio:
+    """Ratio of two rows whose speed is ``rate``, such as tokens a second."""
+    return Ratio(row[rate] / plain[rate], row["peak_gib"] / plain["peak_gib"])
+
+
 def rows(results: Path) -> list[Row]:
     """Return the rows of the README that a report holds. All are of one H100."""
     whole = report_of(results, WHOLE)["whole"]
 
-    def beside(name: str, plain: str) -> Ratio:
+    def kept(name: str, plain: str) -> Ratio:
         mine, other = (whole[f"{one}, attention kept"] for one in (name, plain))
-        speed = mine["tokens_per_s"] / other["tokens_per_s"]
-        return Ratio(speed, mine["peak_gib"] / other["peak_gib"])
+        return beside(mine, other, "tokens_per_s")
 
-    fp8 = beside("FP8 tensorwise", "bf16")
+    fp8 = kept("FP8 tensorwise", "bf16")
     out = [
-        Row("Llama-3-8B", beside("default int8-forward", "bf16"), fp8, None),
-        Row("Llama-3-8B, LoRA", beside("LoRA frozen int8", "LoRA bf16"), None, None),
+        Row("Llama-3-8B", kept("default int8-forward", "bf16"), fp8, None),
+        Row("Llama-3-8B, LoRA", kept("LoRA frozen int8", "LoRA bf16"), None, None),
     ]
     steps = report_of(results, STEPS)["steps"]
     for model, how in README_MODELS.items():
@@ -77,32 +82,23 @@ def rows(results: Path) -> list[Row]:
     return out
 
 
-def four_gpus(results: Path) -> Row:
-    """Row of docs/results/several-gpus.md."""
-    rows = report_of(results, FSDP)["rows"]
-
-    def beside(name: str) -> Ratio | None:
-        mine, plain = (rows.get(f"llama_8b, 4 GPUs, 3 a GPU/{one}") for one in (name, "bf16"))
-        if mine is None or plain is None:
-            return None
-        speed = mine["per_second_per_gpu"] / plain["per_second_per_gpu"]
-        return Ratio(speed, mine["peak_gib"] / plain["peak_gib"])
-
-    hot = beside("default int8-forward")
-    assert hot is not None
-    return Row("Llama-3-8B, FSDP2, four H100s", hot, beside("FP8 tensorwise"), None)
-
-
 def table(results: Path) -> Lines:
     """The README's table."""
     first, *others = rows(results)
+    four = several_tables.settings_of(results)["llama_8b, 4 GPUs, 3 a GPU"]
+    hot, fp8 = (
+        beside(four[name], four["bf16"], "per_second_per_gpu") if name in four else None
+        for name in ("default int8-forward", "FP8 tensorwise")
+    )
+    assert hot is not None
+    sharded = Row("Llama-3-8B, FSDP2, four H100s", hot, fp8, None)
     yield from header(["model", "HOT", "FP8", "bf16, graphs", "HOT's peak", "FP8's peak"])
-    for row in (first, four_gpus(results), *others):
+    for row in (first, sharded, *others):
         ratios = (row.hot, row.fp8, row.graphs)
         speeds = [f"{ratio.speed:.2f}×" if ratio else "" for ratio in ratios]
         peaks = [f"{ratio.peak:.2f}" if ratio else "" for ratio in ratios[:2]]
         yield line([row.model, *speeds, *peaks])
-    yield from ("", dates_line(results, (STEPS, WHOLE, FSDP)))
+    yield from ("", dates_line(results, (STEPS, WHOLE, several_tables.SPEEDS)))
 
 
 def by_model(report: Report, quantity: str) -> Lines:
