@@ -9,6 +9,7 @@ Parts, by default all, on the CPU "layers":
   stages   time of each stage: quantising g_y and w, the products, the rest
   forward  HotLinear's forward in training against a plain linear layer's
   host     host time of one backward of the torch adapter
+  rule     layers of many sizes in a CUDA graph, and the fit of which convert decides (alone only)
 
 hotcore's rows are whole backward passes from a compressed x; compressing has its own row. "torch
 bf16" is the same work. "bf16 products" and the rows of INT8 and FP8 are the two products alone,
@@ -24,7 +25,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -41,6 +42,13 @@ from timing import Call, Row
 
 RECIPES = ("default", "fast", "paper", "accurate")
 PARTS = ("layers", "paper", "stages", "forward", "host")
+RULE_TOKENS = (2048, 8192, 32768)
+RULE_SIZES = (
+    *((size, size) for size in (256, 384, 512, 768, 1024, 1536, 2048, 4096)),
+    (1536, 512), (512, 1536), (2304, 768), (3072, 768), (768, 3072), (4096, 1024), (1024, 4096),
+    (8192, 2048), (2048, 8192),
+)  # fmt: skip
+"""Out and in features of the part `rule`."""
 ALL = ("gx", "gw", "gb")
 BOTH = ("default", "fast")
 """Recipes whose forward and backward are timed together."""
@@ -497,11 +505,67 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
     return {"shape": TOY, "bar_us": HOST_BAR_US, "rows": rows}
 
 
+# ---- the rule of convert ----
+
+
+def rule_calls(shape: Shape, device: str) -> dict[str, Call]:
+    """Return forward and backward of a trained layer, and of a frozen one (no g_w and g_b)."""
+    gy, w, x = arrays = tensors(shape, device, working_dtype(device))
+    bias = torch.randn(shape[1], device=device)
+    rounded, config = bias.to(x.dtype), hotcore.HotConfig()
+    linear = partial(torch.nn.functional.linear, x, w, rounded)
+    calls = {"plain": torch_both(arrays, bias), "frozen plain": lambda: (linear(), gy @ w)}
+    for recipe in ("accurate", "default", "fast"):
+        calls[recipe] = hot_both(arrays, bias, recipe, False)
+    calls["default int8"] = hot_both(arrays, bias, "default", True)
+
+    def gx() -> object:
+        return hotcore.backward_linear(gy, w, None, config=config, need=("gx",), key=1)
+
+    calls["frozen"] = lambda: (linear(), gx())
+    calls["frozen int8"] = lambda: (hotcore.forward_linear(x, w, bias, config=config), gx())
+    return calls
+
+
+def part_rule(args: argparse.Namespace) -> dict[str, Any]:
+    """Time the calls, and fit each kind's time. Returns rows by shape, and the fit."""
+    shapes = [(t, o, i) for t in RULE_TOKENS for o, i in RULE_SIZES]
+    if args.device == "cpu":
+        shapes = [(t, o, i) for t in (64, 128) for o in (16, 32) for i in (16, 32)]
+    tables: dict[Shape, dict[str, Row]] = {}
+    for shape in shapes:
+        tokens, outs, ins = shape
+        nbytes = 2 * (2 * tokens * (outs + ins) + 3 * outs * ins)
+        make = partial(rule_calls, shape, args.device)
+        rows = tables[shape] = timing.in_graphs(make, nbytes, args.rounds, args.device)
+        words = "  ".join(f"{k} {row['median_ms'] * 1e3:.1f}" for k, row in rows.items())
+        print(f"  {shape!s:20s} us: {words}", flush=True)
+    fits = {name: fitted(name, tables) for name in tables[shapes[0]]}
+    for name, fit in fits.items():
+        print(f"  {name:14s} {fit['terms']} worst error {fit['worst error']:.3f}")
+    return {"shapes": {",".join(map(str, s)): rows for s, rows in tables.items()}, "fit": fits}
+
+
+def fitted(name: str, tables: Mapping[Shape, Mapping[str, Row]]) -> dict[str, Any]:
+    """Fit a kind's time by least squares of the relative errors.
+
+    The terms are picoseconds per token: per in x out feature, per in feature, per out feature, per
+    token; and per call.
+    """
+    times = torch.tensor([rows[name]["median_ms"] * 1e9 for rows in tables.values()]).double()
+    terms = torch.tensor([(t * o * i, t * i, t * o, t, 1) for t, o, i in tables]).double()
+    matrix = terms / times[:, None]
+    sizes = matrix.norm(dim=0)
+    least = torch.linalg.lstsq(matrix / sizes, torch.ones_like(times[:, None])).solution[:, 0]
+    errors = (matrix / sizes) @ least - 1
+    return {"terms": (least / sizes).tolist(), "worst error": float(errors.abs().max())}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "backward", "shape")
     parser.add_argument("--group", action="append", choices=tuple(CUDA_GROUPS))
     parser.add_argument("--recipe", action="append", choices=RECIPES)
-    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--part", action="append", choices=(*PARTS, "rule"))
     parser.add_argument("--short", action="store_true", help="fewer shapes, for gpu_check")
     parser.add_argument("--no-torchao", action="store_true")
     parser.add_argument("--isa", help="instruction set on the CPU (default: the best)")
@@ -523,6 +587,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "stages": lambda: part_stages(args, groups),
         "forward": lambda: part_forward(args, groups),
         "host": lambda: part_host(args),
+        "rule": lambda: part_rule(args),
     }
     out |= {part: make() for part, make in run.items() if part in parts}
     report, kinds = {"bench_backward": out}, doc_tables

@@ -62,6 +62,7 @@ def contenders(model: str) -> list[Contender]:
 
     hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
     int8: dict[str, Any] = {"wire": "int8"}
+    both: dict[str, Any] = {"wire": "int8 both"}
     listed = [
         one("bf16"),
         one("default int8-forward", **hot8),
@@ -74,6 +75,10 @@ def contenders(model: str) -> list[Contender]:
     if sharded:
         listed.insert(3, one(gathered, fp8="gathered"))
         listed.insert(4, one(f"{gathered}, INT8 gradients", fp8="gathered", **int8))
+        listed[3:3] = [
+            one("default int8-forward, INT8 weights and gradients", **hot8, **both),
+            one("bf16, INT8 weights and gradients", **both),
+        ]
         listed.append(one("default int8-forward, 8-bit head", **hot8 | {"head": "accurate"}))
     else:
         listed[3:3] = [
@@ -131,7 +136,7 @@ class Several(Trainer):
     def wrap(self, model: nn.Module) -> None:
         """Distribute the model, and make its optimizer."""
         hook = self.contender.wire
-        if hook not in ("", "int8") and self.device.type == "cpu":
+        if hook not in ("", "int8", "int8 both") and self.device.type == "cpu":
             raise Left(f"{hook}: torch's hook needs NCCL")
         if self._task.blocks == "model.layers":
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -141,7 +146,9 @@ class Several(Trainer):
                 fully_shard(block, mp_policy=policy)
         elif dist.get_world_size() > 1:
             model = nn.parallel.DistributedDataParallel(model)
-        if hook == "int8":
+        if hook == "int8 both":
+            print(hot.int8_weights(model))
+        if hook.startswith("int8"):
             print(hot.int8_gradients(model))
         elif hook:
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -180,10 +187,11 @@ def bytes_of(run: Several) -> dict[str, float]:
     twice = sum(p.numel() for block in blocks for p in block.parameters())
     linear = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
     fewer = sum(m.weight.numel() for m in linear) if run.contender.fp8 == "gathered" else 0
-    gathered = 2 * (values + twice) - 2 * fewer  # the root's once, the blocks' twice
+    each = 1.0625 if hook == "int8 both" else 2.0
+    gathered = each * (values + twice) - 2 * fewer  # the root's once, the blocks' twice
     return {
         "gathered": sent * gathered,
-        "reduced": sent * values * (1.0625 if hook == "int8" else 2.0),
+        "reduced": sent * values * (1.0625 if hook.startswith("int8") else 2.0),
     }
 
 

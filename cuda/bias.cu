@@ -13,6 +13,7 @@
 namespace hot::detail {
 namespace {
 
+using bias::final_warps;
 using bias::sum_run;
 using bias::sum_threads;
 
@@ -43,23 +44,24 @@ __global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, fl
   partial[run * x.cols + col] = total;
 }
 
-__global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool accumulate,
-                                 MatrixOut out, bool independent) {
+__global__ void __launch_bounds__(32 * final_warps)
+    final_sum_kernel(const float* partial, std::int64_t runs, bool accumulate, MatrixOut out,
+                     bool independent) {
   begin_kernel(independent);
-  __shared__ double shared[8][32];
+  __shared__ double shared[final_warps][32];
   const std::int64_t col = std::int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   double total = 0.0;
   if (col < out.cols) {
 #pragma unroll 8
-    for (std::int64_t run = warp; run < runs; run += 8) {
+    for (std::int64_t run = warp; run < runs; run += final_warps) {
       total += static_cast<double>(partial[run * out.cols + col]);
     }
   }
   shared[warp][threadIdx.x % 32] = total;
   __syncthreads();
   if (warp == 0 && col < out.cols) {
-    for (int i = 1; i < 8; ++i) total += shared[i][threadIdx.x];
+    for (int i = 1; i < final_warps; ++i) total += shared[i][threadIdx.x];
     float sum = static_cast<float>(total);
     if (accumulate) sum = load_element(out.contents(), 0, col) + sum;
     store_element(out, 0, col, sum);

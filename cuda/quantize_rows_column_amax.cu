@@ -18,9 +18,11 @@
 //   * columns: A thread takes 16 tokens of two neighbouring columns and transforms them. For a
 //     sketch it folds them first, by a table of the tokens to add. Only this thread updates the
 //     columns' largest values and sums in shared memory.
-//   * end: A CTA updates the largest values in global memory once. It writes a partial sum of every
-//     column per unit of at most 32 tiles. This number of fp32 additions keeps g_b's error bound.
-//     The order of all additions is the same in every run.
+//   * sums: The last tile of a unit writes the partial sums of its columns to global memory, one
+//   for
+//     every 16 rows of a tile. A unit has at most 32 tiles: this number of fp32 additions keeps
+//     g_b's error bound. The order of all additions is the same in every run.
+//   * end: A CTA updates the largest values in global memory once.
 //   * traffic: 2 bytes read and 1 written per element, and 2 + 1 (rank 8: 0.5) for the codes of the
 //     columns. Three kernels would read 2 bytes three times.
 #include <algorithm>
@@ -124,12 +126,18 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
   });
 }
 
+// Place of a tile in its unit.
+struct TilePlace {
+  unsigned unit;
+  bool first, last;
+};
+
 // Updates the largest values and sums of two columns of P g_y per thread.
 template <ColumnTransform transform>
 __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& args,
                                                    const Layout& layout, const char* tokens,
-                                                   const int* folds, std::uint32_t* all_largest,
-                                                   float* all_sums) {
+                                                   const int* folds, const TilePlace& place,
+                                                   std::uint32_t* all_largest, float* all_sums) {
   auto* const largest = reinterpret_cast<uint2*>(all_largest);
   auto* const sums = reinterpret_cast<float2*>(all_sums);
   const int pairs = static_cast<int>(args.rows.x.cols) / 2;
@@ -183,26 +191,16 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
     const uint2 before = largest[i];
     largest[i] = make_uint2(max(before.x, amax[0]), max(before.y, amax[1]));
     if (args.columns.sum_wanted) {
-      const float2 sum = sums[i];
-      sums[i] = make_float2(sum.x + partial[0].sum, sum.y + partial[1].sum);
+      const float2 before_sum = place.first ? make_float2(0.0F, 0.0F) : sums[i];
+      const float2 sum = make_float2(before_sum.x + partial[0].sum, before_sum.y + partial[1].sum);
+      if (place.last) {
+        auto* const all = reinterpret_cast<float2*>(args.columns.partial_sums);
+        all[std::int64_t{place.unit} * args.token_blocks * pairs + i] = sum;
+      } else {
+        sums[i] = sum;
+      }
     }
   }
-}
-
-// Writes the current sums as the partial sums of a unit and resets them.
-[[maybe_unused]] __device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums,
-                                                    unsigned unit) {
-  const int columns = static_cast<int>(args.rows.x.cols);
-  __syncthreads();
-  for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
-    float total = 0.0F;
-    for (int block = 0; block < args.token_blocks; ++block) {
-      total += sums[block * columns + c];
-      sums[block * columns + c] = 0.0F;
-    }
-    args.columns.partial_sums[std::int64_t{unit} * columns + c] = total;
-  }
-  __syncthreads();
 }
 
 template <int hadamard, int B>
@@ -221,10 +219,7 @@ __global__ void __launch_bounds__(threads, 1)
     start_barrier(barriers);
     start_barrier(barriers + barrier_bytes);
   }
-  for (int i = static_cast<int>(threadIdx.x); i < layout.slots; i += threads) {
-    largest[i] = 0;
-    sums[i] = 0.0F;
-  }
+  for (int i = static_cast<int>(threadIdx.x); i < layout.slots; i += threads) largest[i] = 0;
   begin_kernel();
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) units[i] = atomicAdd(args.counter, 1U);
@@ -239,29 +234,29 @@ __global__ void __launch_bounds__(threads, 1)
     const unsigned here = turn % 2, next = here ^ 1;
     wait_bulk(barriers + here * barrier_bytes, turn / 2);
     __syncthreads();  // this tile is loaded, and all are done with the previous one
-    const bool first = tile == unit * args.unit_tiles;
-    const bool last = tile + 1 == min((unit + 1) * args.unit_tiles, args.tiles);
-    const unsigned next_unit = last ? units[(drawn + 1) % 3] : unit;
-    const unsigned next_tile = last ? next_unit * args.unit_tiles : tile + 1;
+    const TilePlace place{unit, tile == unit * args.unit_tiles,
+                          tile + 1 == min((unit + 1) * args.unit_tiles, args.tiles)};
+    const unsigned next_unit = place.last ? units[(drawn + 1) % 3] : unit;
+    const unsigned next_tile = place.last ? next_unit * args.unit_tiles : tile + 1;
     if (next_tile < args.tiles) {
       start_tile(args, layout, next_tile, shared + next * layout.tile_bytes,
                  folds + next * layout.fold_words, barriers + next * barrier_bytes);
     }
     unsigned later = 0;
-    if (first && threadIdx.x == 0) later = atomicAdd(args.counter, 1U);
+    if (place.first && threadIdx.x == 0) later = atomicAdd(args.counter, 1U);
     const char* const tokens = shared + here * layout.tile_bytes;
     quantize_tile_rows<hadamard, B>(args, layout, offset, tile, tokens, rows_largest);
     const int* const tile_folds = folds + here * layout.fold_words;
     if (args.transform == ColumnTransform::full) {
-      accumulate_columns<ColumnTransform::full>(args, layout, tokens, tile_folds, largest, sums);
+      accumulate_columns<ColumnTransform::full>(args, layout, tokens, tile_folds, place, largest,
+                                                sums);
     } else {
-      accumulate_columns<ColumnTransform::projected>(args, layout, tokens, tile_folds, largest,
-                                                     sums);
+      accumulate_columns<ColumnTransform::projected>(args, layout, tokens, tile_folds, place,
+                                                     largest, sums);
     }
-    if (args.columns.sum_wanted && last) write_partial_sums(args, sums, unit);
     // The place is free: its unit was that of the tile before this unit.
-    if (first && threadIdx.x == 0) units[(drawn + 2) % 3] = later;
-    if (last) ++drawn;
+    if (place.first && threadIdx.x == 0) units[(drawn + 2) % 3] = later;
+    if (place.last) ++drawn;
     unit = next_unit;
     tile = next_tile;
   }

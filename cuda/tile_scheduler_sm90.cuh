@@ -6,8 +6,9 @@
 //            next pair of tiles by an atomic addition. The draws of a launch are known in number:
 //            every tile once, and for each cluster one draw that finds none. So the last draw
 //            resets the word for the next launch.
-//   first    The first draw, by thread 0 of the cluster, reaches both CTAs through shared memory
-//            and a barrier of the cluster. A cluster that starts late may find no tile; it exits.
+//   first    Thread 0 of the cluster draws first while the barriers of the kernel are set up. The
+//            number reaches both CTAs through shared memory and a barrier of the cluster. A cluster
+//            that starts late may find no tile; it exits.
 //   next     Warp 1 of the cluster's first CTA draws while the loaders work on the tile before. It
 //            sends the number to the shared memory of both CTAs (st.async, which completes a
 //            transaction barrier there). Loaders and consumers wait on that barrier.
@@ -167,7 +168,13 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
       : Base(params),
         counter_(params.counter),
         pairs_(static_cast<std::uint32_t>(params.blocks_per_problem_ / cluster_size)),
-        clusters_(gridDim.x * gridDim.y / cluster_size) {}
+        clusters_(gridDim.x * gridDim.y / cluster_size) {
+    if (draws_first()) {
+      // An earlier kernel or memset has zeroed the counter.
+      cutlass::arch::wait_on_dependent_grids();
+      number_ = draw();
+    }
+  }
 
   CUTLASS_DEVICE void set_data_ptr(CLCResponse* numbers) { numbers_ = numbers; }
 
@@ -175,14 +182,11 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   template <class Cluster>
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(Cluster) {
     if constexpr (first == FirstTile::inside_barrier) cute::cluster_wait();
-    if (threadIdx.x == 0 && cute::block_rank_in_cluster() == 0) {
-      // An earlier kernel or memset has zeroed the counter.
-      cutlass::arch::wait_on_dependent_grids();
-      const std::uint32_t number = draw();
+    if (draws_first()) {
       for (std::uint32_t cta = 0; cta < cluster_size; ++cta) {
         const std::uint32_t place =
             cute::set_block_rank(cute::cast_smem_ptr_to_uint(&numbers_[stages]), cta);
-        asm volatile("st.shared::cluster.u32 [%0], %1;" : : "r"(place), "r"(number) : "memory");
+        asm volatile("st.shared::cluster.u32 [%0], %1;" : : "r"(place), "r"(number_) : "memory");
       }
     }
     cute::cluster_arrive();
@@ -219,12 +223,16 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
     return cute::make_tuple(tile(), true);
   }
 
-  // Whether the cluster probably has no later tile: then the next kernel may start early.
-  CUTLASS_DEVICE bool is_last_tile(const WorkTileInfo&, std::uint32_t = 1) const {
-    return number_ + clusters_ >= pairs_;
+  // Whether this consumer probably has no later tile: then the next kernel may start early. A
+  // consumer takes every `count`-th tile of the cluster.
+  CUTLASS_DEVICE bool is_last_tile(const WorkTileInfo&, std::uint32_t count = 1) const {
+    return number_ + clusters_ * count >= pairs_;
   }
 
  private:
+  CUTLASS_DEVICE static bool draws_first() {
+    return threadIdx.x == 0 && cute::block_rank_in_cluster() == 0;
+  }
   CUTLASS_DEVICE std::uint32_t draw() const {
     const std::uint32_t number = atomicAdd(counter_, 1U);
     if (number == pairs_ + clusters_ - 1) atomicExch(counter_, 0U);

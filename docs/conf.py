@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(axolotl|flax|os|pydantic|torchao|torchtitan)\..*"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
     (r"py:class", r"Basis|ConfigLike|Filter|Forward|Granularity|G[wx]Scale|KeyLike|Need|Needed"),
-    (r"py:func", r"int8_gradients"),
+    (r"py:func", r"int8_(gradients|weights)"),
     (r"py:class", r"LossFn|Override|Rounding|Storage|Tensor|_Model|nn\.Module"),
     (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.layers\.modules\.HotModule"),

@@ -318,6 +318,27 @@ TEST(Plan, the_counter_of_tiles_is_a_word_of_its_own) {
   EXPECT_GT(draws, 200);
 }
 
+TEST(Plan, partial_sums_fit_their_memory) {
+  const H200 device;
+  int wide = 0;
+  for (int round = 0; round < 3000; ++round) {
+    const AnyLayer layer;
+    const hot::ExplainOptions& o = layer.options;
+    hot::detail::Work work = operands_of(hot::detail::backward_shape(
+        layer.spec, layer.shape, o.dtype, o.gw_dtype, o.gx, o.gw, o.gb));
+    const plan::Plan steps = plan_of(device.facts, work);
+    for (const plan::Step& step : steps) {
+      if (step.kernel == plan::Kernel::rows_column_amax) ++wide;
+      if (step.kernel != plan::Kernel::final_sum) continue;
+      const bool with_columns = step.reads.has(plan::Buffer::sums);
+      EXPECT_LE(step.as<plan::SumsStep>().runs * layer.shape.out_features,
+                with_columns ? steps.scratch.sums : steps.scratch.sums_alone)
+          << layer.text();
+    }
+  }
+  EXPECT_GT(wide, 20);
+}
+
 // Kernels overlap if one does not wait for the previous one. Then the last kernel that waited, and
 // all since, may still run.
 TEST(Plan, kernels_that_overlap_share_nothing) {

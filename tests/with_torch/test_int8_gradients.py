@@ -1,4 +1,4 @@
-"""Gradients in INT8 between two processes by gloo."""
+"""Gradients and weights in INT8 between two processes by gloo."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import plans  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from hotcore.config import Key  # noqa: E402
 from hotcore.torch.distributed.int8_gradients import BLOCK, _factor, _sum, encode  # noqa: E402
+from hotcore.torch.distributed.int8_weights import _AllGather  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -100,8 +101,62 @@ def fsdp(rank: int, device: str) -> None:
     assert plans.error(gradients(model, x), 2 / 3 * wanted) < 0.008
 
 
+def weights(rank: int, device: str) -> None:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(device, (plans.WORLD,))
+    if not hasattr(FSDPModule, "set_custom_all_gather"):
+        model, _ = model_of(rank)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(NotImplementedError, match="torch 2.9"):
+            hot.int8_weights(model)
+        return
+    for dtype, again in ((None, True), (torch.bfloat16, False)):
+        model, x = model_of(rank)
+        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for part in (model[0], model):
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        assert str(hot.int8_weights(model)).startswith("FSDP2: weights of 2 groups travel in INT8")
+        seen: list[dict[str, Tensor]] = []
+
+        def look(part: Any, *_: Any, seen: Any = seen) -> None:
+            seen.append({name: p.detach().clone() for name, p in part.named_parameters()})
+
+        model[1].register_forward_pre_hook(lambda *_, model=model: look(model[3]) or look(model[2]))
+        model[0].register_forward_pre_hook(lambda part, *_: look(part))
+        model[0].compile(backend="aot_eager")
+        found = gradients(model, x.to(dtype) if dtype else x)
+        assert plans.error(found, exact()) < 0.05
+        if dtype is None:  # in eval mode, and after a step, with the same decoded weights
+            y = model.eval()(x)
+            assert torch.equal(y, model(x)) and len(seen) == 9
+        for name, layer in (("0", 0), ("3", 1), ("2", 2)):
+            for key, got in seen[layer].items():
+                wanted = kept[f"{name}.{key}"].to(got.dtype)
+                if wanted.dim() == 1:
+                    assert torch.equal(got, wanted), (name, key)
+                else:
+                    assert 0 < plans.error(got.float(), wanted.float()) < 0.012, (name, key)
+                assert torch.equal(got, seen[-3 + layer][key])
+                everywhere = [torch.empty_like(got) for _ in range(plans.WORLD)]
+                dist.all_gather(everywhere, got.contiguous())
+                assert torch.equal(*everywhere)
+        assert all(torch.equal(plans.whole(p), kept[n]) for n, p in model.named_parameters())
+    mixed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+    mixed[1].requires_grad_(False)
+    fully_shard(mixed, mesh=mesh)
+    hot.int8_weights(mixed)
+    with pytest.raises(NotImplementedError, match="several types"):
+        mixed.unshard()
+
+
 def test_gradients_of_two_processes() -> None:
     plans.spawn(ddp, fsdp)
+
+
+def test_weights_of_two_processes() -> None:
+    plans.spawn(weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -124,6 +179,15 @@ def test_codes(dtype: Any, count: int, rng: np.random.Generator) -> None:
 def test_what_is_neither() -> None:
     with pytest.raises(TypeError, match="expected a DistributedDataParallel"):
         hot.int8_gradients(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="expected a model after fully_shard"):
+        hot.int8_weights(nn.Linear(2, 2))
+
+
+def test_parts_of_other_sizes_are_refused() -> None:
+    gather = _AllGather([torch.Size((3, 4)), torch.Size((5,))])
+    assert gather._runs(2, torch.empty(11)) == [(0, 8, True), (8, 11, False)]
+    with pytest.raises(NotImplementedError, match="expected 11 values of a process's part, got 10"):
+        gather._runs(2, torch.empty(10))
 
 
 def test_a_premultiplied_sum_is_refused() -> None:

@@ -127,6 +127,8 @@ namespace rows_column_amax {
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 // Tiles of a unit at most, and units that a CTA takes on average where there are so many.
 constexpr unsigned max_unit_tiles = 32, cta_units = 6;
+// Blocks of 16 rows in a tile of rows of at most 32 lanes.
+constexpr int token_blocks(int lanes) { return lanes > 32 ? 1 : threads / lanes / token_block; }
 
 // Shared memory: two tiles, largest values and sums of the columns, the drawn units. Each tile has
 // a barrier and the offsets that a sketch folds by.
@@ -168,7 +170,7 @@ inline constexpr int exponent_rows = 8;
 // partial_sum_kernel for g_b alone: a thread adds up 8 blocks of 16 tokens.
 namespace bias {
 
-constexpr int sum_threads = 128, sum_run = 8;
+constexpr int sum_threads = 128, sum_run = 8, final_warps = 32;
 
 }  // namespace bias
 

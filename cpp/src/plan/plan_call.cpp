@@ -15,7 +15,7 @@ Plan plan_of(const DeviceFacts& facts, const Work& work) {
   }
   add_products(plan, facts, work);
   const ColumnSum& sum = work.sum;
-  plan.scratch.sums_alone = sum.out.cols * most_sum_runs(facts, sum.x.rows);
+  plan.scratch.sums_alone = sum.out.cols * sum_runs(sum.x.rows);
   if (summed || sum.out.cols == 0) return plan;
   if (work.operands.begin() != work.operands.end()) {
     plan.takes({Kernel::partial_sum,

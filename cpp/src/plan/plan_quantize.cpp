@@ -333,11 +333,11 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
   work.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
   work.lanes = share.lanes;
   work.lane_blocks = share.blocks;
-  work.token_blocks = rows_column_amax::threads / share.lanes / rows_column_amax::token_block;
+  work.token_blocks = rows_column_amax::token_blocks(share.lanes);
   work.tiles = static_cast<unsigned>(
       ceil_div(rows.x.rows, std::int64_t{work.token_blocks} * rows_column_amax::token_block));
   const std::int64_t grid = std::min<std::int64_t>(work.tiles, facts.sm_count);
-  // Units have a partial sum each for g_b. Without sums there is no reason for more than a tile.
+  // Every unit writes partial sums of g_b. Without sums there is no reason for more than a tile.
   work.unit_tiles = 1;
   if (columns.sum) {
     const std::int64_t units = std::int64_t{rows_column_amax::cta_units} * facts.sm_count;
@@ -361,8 +361,8 @@ void add_rows_column_amax(Plan& plan, const Operand& rows, const Operand& column
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
-    add_final_sum(plan, ceil_div(work.tiles, work.unit_tiles), rows.x.cols, columns.accumulate,
-                  Buffer::sums);
+    add_final_sum(plan, work.token_blocks * ceil_div(work.tiles, work.unit_tiles), rows.x.cols,
+                  columns.accumulate, Buffer::sums);
   }
 }
 
@@ -636,7 +636,8 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const Work& work) {
   plan.scratch.repeat_scales = true;
   for (const Operand& operand : all) {
     plan.scratch.amax[&operand - all.begin()] = amax_words(facts, operand);
-    if (operand.sum) plan.scratch.sums = operand.x.cols * most_sum_runs(facts, operand.x.rows);
+    if (operand.sum)
+      plan.scratch.sums = operand.x.cols * most_sum_runs(facts, operand.x.rows, operand.x.cols);
   }
   GroupedParts parts(all);
   if (parts.any() && plan.takes({Kernel::grouped_codes, nullptr, why_not_grouped(facts, parts)})) {

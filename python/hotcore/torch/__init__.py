@@ -18,6 +18,7 @@ from .conversion.freeze import freeze, freeze_int8, thaw
 from .conversion.load import load_frozen
 from .conversion.report import report
 from .distributed.int8_gradients import int8_gradients
+from .distributed.int8_weights import int8_weights
 from .layers.head import LinearCrossEntropy
 from .layers.modules import HotConv2d, HotLinear
 from .ops import share_inputs
@@ -64,6 +65,7 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "load_frozen",
     "thaw",
     "int8_gradients",
+    "int8_weights",
     "share_inputs",
     "NoiseMonitor",
     "CustomBackward",

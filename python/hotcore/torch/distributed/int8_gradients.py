@@ -25,17 +25,43 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Int8Exchange(NamedTuple):
-    """Result of :func:`int8_gradients`: the plan, and the number of groups that were changed."""
+    """Result of :func:`int8_gradients` and :func:`int8_weights`: the plan and what was changed."""
 
     plan: str
     """``"DDP"`` or ``"FSDP2"``."""
     groups: int
-    """Groups of parameters that are reduced together; 0 for DDP, which chooses its buckets."""
+    """Groups of parameters that travel together; 0 for DDP, which chooses its buckets."""
+    what: str = "gradients"
+    """``"gradients"`` or ``"weights"``."""
 
     def __str__(self) -> str:
         """One line for a log."""
         groups = f" of {self.groups} groups" if self.groups else ""
-        return f"{self.plan}: gradients{groups} travel in INT8, 1.0625 bytes a value"
+        return f"{self.plan}: {self.what}{groups} travel in INT8, 1.0625 bytes a value"
+
+
+def fsdp_modules(model: nn.Module, caller: str, method: str) -> list[Any]:
+    """Modules of ``model`` that ``fully_shard`` was called on.
+
+    Raises:
+        TypeError: there is none.
+        NotImplementedError: this torch's FSDPModule has no ``method``.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not groups:
+        wrapped = "a DistributedDataParallel or " * (caller == "int8_gradients")
+        raise TypeError(
+            f"model: expected {wrapped}a model after fully_shard, got {type(model).__name__}; "
+            "wrap it first"
+        )
+    if not hasattr(groups[0], method):
+        raise NotImplementedError(
+            f"{caller}: FSDP2 of torch {torch.__version__} has no {method}; expected torch 2.9 or "
+            "newer"
+        )
+    return groups
 
 
 def int8_gradients(model: nn.Module) -> Int8Exchange:
@@ -64,19 +90,7 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.register_comm_hook(model.process_group, _reduce_bucket)
         return Int8Exchange("DDP", 0)
-    from torch.distributed.fsdp import FSDPModule
-
-    groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not groups:
-        raise TypeError(
-            f"model: expected a DistributedDataParallel or a model after fully_shard, got "
-            f"{type(model).__name__}; wrap it first"
-        )
-    if not hasattr(groups[0], "set_custom_reduce_scatter"):
-        raise NotImplementedError(
-            f"int8_gradients: FSDP2 of torch {torch.__version__} takes no custom reduce-scatter; "
-            "expected torch 2.9 or newer"
-        )
+    groups = fsdp_modules(model, "int8_gradients", "set_custom_reduce_scatter")
     for group in groups:
         group.set_custom_reduce_scatter(_ReduceScatter())
     return Int8Exchange("FSDP2", len(groups))
@@ -181,12 +195,12 @@ def _key(group: Any) -> Key:
 # ---- codes of one process ----
 
 
-def encode(values: Tensor, key: Key) -> Tensor:
+def encode(values: Tensor, key: Key | None = None) -> Tensor:
     """Codes and scales of a vector: uint8, 68 bytes for each block of 64 values.
 
     Args:
         values: float32, float16 or bfloat16 ``[n]``; the last block is filled up with zeros.
-        key: random key of the rounding.
+        key: random key of stochastic rounding; without one values are rounded to nearest.
 
     Returns:
         ``ceil(n / 64)`` blocks of int8 codes, then as many fp32 scales.
@@ -198,8 +212,9 @@ def encode(values: Tensor, key: Key) -> Tensor:
     _core.fwht(context, to_dlpack(rows), 1, BLOCK, to_dlpack(transformed))
     wire = torch.empty(count * (BLOCK + _SCALE_BYTES), dtype=torch.uint8, device=values.device)
     q, scales = _halves(wire)
+    rounding = "nearest" if key is None else "stochastic"
     _core.quantize(
-        context, to_dlpack(transformed), 8, "token", "stochastic", key,
+        context, to_dlpack(transformed), 8, "token", rounding, key or Key(0),
         to_dlpack(q), to_dlpack(scales),
     )  # fmt: skip
     return wire

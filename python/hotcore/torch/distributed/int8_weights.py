@@ -1,0 +1,127 @@
+"""Weights that FSDP2 gathers in INT8.
+
+Each process transforms its part of a group's weights in blocks of 64 (Hadamard). A block is rounded
+to nearest in INT8, with one fp32 scale: 1.0625 bytes a value. Layers get weights of the usual type,
+so they need not know it. docs/torch/support.md, "Weights and gradients in INT8".
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .int8_gradients import Int8Exchange, _all_gather, _sum, encode, fsdp_modules
+
+_ALIGNMENT = 16
+
+
+def int8_weights(model: nn.Module) -> Int8Exchange:
+    """Have FSDP2 gather the weights of ``model`` in INT8 from now on.
+
+    Call it after ``fully_shard``, before the first step. Parameters of one dimension (norms,
+    biases) travel in their own type. Every process computes with the same decoded weights, in
+    forward, in backward and in eval mode. Shards, optimizers and checkpoints keep the exact ones.
+    Rounding to nearest repeats: two gathers of one weight have equal bits.
+
+    Args:
+        model: a model of which ``fully_shard`` was called.
+
+    Returns:
+        The plan and its groups; ``print`` shows them.
+
+    Raises:
+        TypeError: ``fully_shard`` was not called.
+        NotImplementedError: this torch has no ``FSDPModule.set_custom_all_gather`` (2.9 has). In
+            the training: parameters of a group differ in type, or are tensor parallel. Their rows
+            do not divide by the processes of ``reshard_after_forward``.
+    """
+    groups = fsdp_modules(model, "int8_weights", "set_custom_all_gather")
+    for group in groups:
+        group.set_custom_all_gather(_AllGather([p.shape for p in _managed(group, group, set())]))
+    return Int8Exchange("FSDP2", len(groups), "weights")
+
+
+def _managed(module: nn.Module, group: nn.Module, seen: set[Any]) -> list[nn.Parameter]:
+    """Parameters that ``fully_shard(group)`` gathers together, in its order."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[nn.Parameter] = []
+    seen.add(module)
+    for child in module.children():
+        if child not in seen and not isinstance(child, FSDPModule):
+            found += _managed(child, group, seen)
+    for parameter in module.parameters(recurse=False):
+        if parameter not in seen:
+            seen.add(parameter)
+            found.append(parameter)
+    return found
+
+
+class _Run(NamedTuple):
+    """Neighbouring values of a process's part."""
+
+    begin: int
+    end: int
+    coded: bool
+
+
+class _AllGather:
+    """FSDP2's all-gather, called on a stream of its own."""
+
+    def __init__(self, shapes: list[torch.Size]) -> None:
+        self._shapes = shapes
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        if async_op:
+            raise NotImplementedError("int8_weights: an asynchronous all-gather")
+        world, count = dist.get_world_size(group), input_tensor.numel()
+        runs = self._runs(world, input_tensor)
+        pieces = []
+        for run in runs:
+            values = input_tensor[run.begin : run.end]
+            pieces.append(encode(values) if run.coded else values.contiguous().view(torch.uint8))
+        ends = [0]
+        for piece in pieces:
+            ends.append(ends[-1] + piece.numel() + -piece.numel() % _ALIGNMENT)
+        sent = torch.zeros(ends[-1], dtype=torch.uint8, device=input_tensor.device)
+        for begin, piece in zip(ends, pieces, strict=False):
+            sent[begin : begin + piece.numel()].copy_(piece)
+        received = torch.empty(world, ends[-1], dtype=torch.uint8, device=sent.device)
+        _all_gather(received.view(-1), sent, group=group)
+        for rank, row in enumerate(received):
+            values = output_tensor[rank * count : (rank + 1) * count]
+            for run, begin, piece in zip(runs, ends, pieces, strict=False):
+                wire, out = row[begin : begin + piece.numel()], values[run.begin : run.end]
+                if run.coded:
+                    out.copy_(_sum(wire[None], len(out), 1.0))
+                else:
+                    out.copy_(wire.view(out.dtype))
+
+    def _runs(self, world: int, values: Tensor) -> list[_Run]:
+        """Runs of matrices and of other parameters in a process's part."""
+        if not values.is_floating_point():
+            raise NotImplementedError(
+                "int8_weights: parameters that are gathered together have several types, or codes; "
+                "expected one floating-point type (MixedPrecisionPolicy(param_dtype=...))"
+            )
+        runs: list[_Run] = []
+        end = 0
+        for shape in self._shapes:  # a part has as many rows as the largest
+            begin, end = end, end + -(-shape[0] // world) * shape[1:].numel()
+            coded = len(shape) > 1
+            if runs and runs[-1].coded == coded:
+                begin = runs.pop().begin
+            runs.append(_Run(begin, end, coded))
+        if end != values.numel():
+            raise NotImplementedError(
+                f"int8_weights: expected {end} values of a process's part, got {values.numel()}; "
+                "tensor parallel weights, and rows that the processes of "
+                "fully_shard(reshard_after_forward=n) do not divide, are not supported"
+            )
+        return runs
