@@ -131,7 +131,10 @@ __global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_
     quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ std::uint32_t shared[threads / 32];
-  zero_counter(args.counter);
+  if (args.counter != nullptr && blockIdx.x == 0) {  // blocks begin their kernel later
+    wait_for_previous_kernel();
+    zero_counter(args.counter);
+  }
   unsigned block = blockIdx.x;
   if (block < args.weight.range.end) {
     return columns_block<ColumnTransform::hadamard, Tag>(args.weight, block, memory);

@@ -132,6 +132,11 @@ struct TilePlace {
   bool first, last;
 };
 
+__device__ inline TilePlace place_of(const RowsColumnAmaxArgs& args, unsigned unit, unsigned tile) {
+  return {unit, tile == unit * args.unit_tiles,
+          tile + 1 == min((unit + 1) * args.unit_tiles, args.tiles)};
+}
+
 // Updates the largest values and sums of two columns of P g_y per thread.
 template <ColumnTransform transform>
 __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& args,
@@ -225,8 +230,7 @@ __global__ void __launch_bounds__(threads, 1)
     for (int i = 0; i < 2; ++i) units[i] = atomicAdd(args.counter, 1U);
   }
   __syncthreads();
-  unsigned unit = units[0], drawn = 0;
-  unsigned tile = unit * args.unit_tiles;
+  unsigned tile = units[0] * args.unit_tiles, drawn = 0;
   if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
   const DeviceOffset offset = warp_offset<rows16_rounding(hadamard)>(args.rows.key);
   std::uint32_t rows_largest = 0;
@@ -234,19 +238,23 @@ __global__ void __launch_bounds__(threads, 1)
     const unsigned here = turn % 2, next = here ^ 1;
     wait_bulk(barriers + here * barrier_bytes, turn / 2);
     __syncthreads();  // this tile is loaded, and all are done with the previous one
-    const TilePlace place{unit, tile == unit * args.unit_tiles,
-                          tile + 1 == min((unit + 1) * args.unit_tiles, args.tiles)};
-    const unsigned next_unit = place.last ? units[(drawn + 1) % 3] : unit;
-    const unsigned next_tile = place.last ? next_unit * args.unit_tiles : tile + 1;
-    if (next_tile < args.tiles) {
-      start_tile(args, layout, next_tile, shared + next * layout.tile_bytes,
+    const auto next_of = [&] {
+      return place_of(args, units[drawn % 3], tile).last ? units[(drawn + 1) % 3] * args.unit_tiles
+                                                         : tile + 1;
+    };
+    if (next_of() < args.tiles) {
+      start_tile(args, layout, next_of(), shared + next * layout.tile_bytes,
                  folds + next * layout.fold_words, barriers + next * barrier_bytes);
     }
     unsigned later = 0;
-    if (place.first && threadIdx.x == 0) later = atomicAdd(args.counter, 1U);
+    if (threadIdx.x == 0 && tile == units[drawn % 3] * args.unit_tiles) {
+      later = atomicAdd(args.counter, 1U);
+    }
     const char* const tokens = shared + here * layout.tile_bytes;
     quantize_tile_rows<hadamard, B>(args, layout, offset, tile, tokens, rows_largest);
     const int* const tile_folds = folds + here * layout.fold_words;
+    // Read again: registers are few.
+    const TilePlace place = place_of(args, units[drawn % 3], tile);
     if (args.transform == ColumnTransform::full) {
       accumulate_columns<ColumnTransform::full>(args, layout, tokens, tile_folds, place, largest,
                                                 sums);
@@ -256,9 +264,8 @@ __global__ void __launch_bounds__(threads, 1)
     }
     // The place is free: its unit was that of the tile before this unit.
     if (place.first && threadIdx.x == 0) units[(drawn + 2) % 3] = later;
+    tile = next_of();
     if (place.last) ++drawn;
-    unit = next_unit;
-    tile = next_tile;
   }
   __syncthreads();
   const int columns = static_cast<int>(args.rows.x.cols);
