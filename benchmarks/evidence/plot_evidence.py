@@ -222,6 +222,7 @@ WIRE = {
     "FP8 tensorwise, gathered in FP8": ("FP8, weights gathered in FP8", FP8, "<", 8),
     "default int8-forward": ("HOT, 8-bit forward", HOT, "o", 6),
     "default int8-forward, INT8 gradients": ("HOT, gradients in INT8", HOT, "v", 8),
+    "default int8-forward, INT8 weights and gradients": ("HOT, both in INT8", HOT, "<", 8),
 }
 """Contender of bench_fsdp.py -> words, colour, marker, and size; equal speeds overlap."""
 
