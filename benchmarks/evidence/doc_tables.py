@@ -98,7 +98,7 @@ def shared(report: Report) -> Lines:
     """Time of each call beside a kernel that holds S multiprocessors, of its time alone."""
     held = list(report["least"])
     head = ["", "", "alone, µs", *(f"S = {count}" for count in held)]
-    rows = [["least possible", "", "", *(number(report["least"][count], 2) for count in held)]]
+    rows = [["SMs / (SMs - S)", "", "", *(number(report["least"][count], 2) for count in held)]]
     for layer, entry in report["layers"].items():
         for name, row in entry["rows"].items():
             cells = [number(row["of alone"][count], 2) for count in held]

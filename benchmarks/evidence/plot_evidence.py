@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import plot
-from evidence import RESULTS, ROOT, speeds
+from evidence import RESULTS, ROOT, several_tables, speeds
 from evidence import evidence_tables as tables
 from evidence.evidence_tables import shown
 from plot import FP8, ON_ANY, PLAIN, label, plt, save
@@ -178,6 +178,100 @@ def plot_loss_against_time(results: Path, path: Path) -> None:
     save(figure, path)
 
 
+HOT = "#4488cc"
+BESIDE = {
+    "products and forward": {
+        "INT8 product": ("#66bbdd", "v"),
+        "HOT forward": (HOT, "o"),
+        "bf16 product": (PLAIN, "s"),
+        "FP8 product": (FP8, "D"),
+    },
+    "backward": {"HOT backward": (HOT, "o"), "bf16 backward": (PLAIN, "s")},
+}
+"""Part of a layer -> call of bench_shared_gpu.py -> colour and marker."""
+
+
+def plot_shared(report: Mapping[str, Any], path: Path) -> None:
+    """Draw times beside a kernel on S multiprocessors: median and range over the layers."""
+    figure, grid = plt.subplots(1, 2, figsize=(7.6, 3.9), layout="constrained", sharey=True)
+    least = report["least"]
+    held = list(map(int, least))
+    for axes, (title, calls) in zip(grid, BESIDE.items(), strict=True):
+        line = {"color": ON_ANY, "lw": 1.5, "label": "SMs / (SMs - S)"}
+        axes.plot([0, *held], [1, *least.values()], "--", **line)
+        for place, (name, (color, mark)) in enumerate(calls.items()):
+            places = [count + 1.5 * (place - (len(calls) - 1) / 2) for count in held]
+            layers = [
+                [entry["rows"][name]["of alone"][count] for entry in report["layers"].values()]
+                for count in least
+            ]
+            axes.vlines(places, list(map(min, layers)), list(map(max, layers)), color, lw=2)
+            axes.plot(places, list(map(statistics.median, layers)), mark, color=color, label=name)
+        axes.grid(axis="y", color=ON_ANY, alpha=0.25)
+        axes.set_xticks([0, *held])
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "fontsize": 10}
+        label(axes, title, "multiprocessors held (S)", columns=2, **below)
+    grid[0].set_ylabel("time, of the time alone")
+    grid[0].set_ylim(bottom=1)
+    save(figure, path)
+
+
+WIRE = {
+    "bf16": ("bf16", PLAIN, "s", 11),
+    "FP8 tensorwise": ("FP8 (torchao)", FP8, "D", 11),
+    "FP8 tensorwise, gathered in FP8": ("FP8, weights gathered in FP8", FP8, "<", 8),
+    "default int8-forward": ("HOT, 8-bit forward", HOT, "o", 6),
+    "default int8-forward, INT8 gradients": ("HOT, gradients in INT8", HOT, "v", 8),
+    "default int8-forward, INT8 weights and gradients": ("HOT, both in INT8", HOT, "<", 8),
+}
+"""Contender of bench_fsdp.py -> words, colour, marker, and size; equal speeds overlap."""
+
+
+def plot_wire(results: Path, path: Path) -> None:
+    """Draw Llama-3-8B's tokens a second of a GPU against the bytes that it sends in a step."""
+    figure, grid = plt.subplots(
+        1, 2, figsize=(7.6, 4.2), layout="constrained", sharex=True, sharey=True
+    )
+    settings, legend = several_tables.settings_of(results), {}
+    for setting in (name for name in settings if name.startswith("llama_8b")):
+        rows = {name: row for name, row in settings[setting].items() if "step" in row}
+        if not rows:
+            continue
+        peers = setting.removesuffix(several_tables.NO_PEER)
+        axes = grid[int(peers != setting)]
+        for name, (words, color, mark, size) in WIRE.items():
+            if name in rows:
+                at = several_tables.bytes_of(rows[name]) / 1e9, rows[name]["per_second_per_gpu"]
+                style = {"color": color, "ms": size, "mfc": "none" if size > 10 else color}
+                (legend[words],) = axes.plot(*at, mark, mew=2, **style)
+        slowest = min(rows.values(), key=lambda row: row["per_second_per_gpu"])
+        at = several_tables.bytes_of(slowest) / 1e9, slowest["per_second_per_gpu"]
+        style = {"textcoords": "offset points", "ha": "center", "fontsize": 9, "color": ON_ANY}
+        axes.annotate(peers.split(", ", 1)[1], at, (0, -20), **style)
+        if several_tables.predictions(settings, setting):
+            plain, with_peers = rows["bf16"], settings[peers]
+            compute = several_tables.compute_ms(with_peers["bf16"])
+            wire = several_tables.wire_of(with_peers, rows)
+            sent = [several_tables.bytes_of(plain) * part / 20 for part in range(21)]
+            tokens = plain["per_second_per_gpu"] * plain["step"]["median_ms"]
+            rates = [tokens / several_tables.predicted_ms(compute, n, *wire) for n in sent]
+            (legend["model of the wire, bf16's arithmetic"],) = axes.plot(
+                [n / 1e9 for n in sent], rates, "--", color=ON_ANY, lw=1.2
+            )
+    for axes, title in zip(grid, ("with peer access", "without peer access"), strict=True):
+        axes.grid(color=ON_ANY, alpha=0.25)
+        label(axes, title, "GB that a GPU sends in a step")
+    grid[0].set_ylabel("tokens a second, a GPU")
+    grid[0].yaxis.set_major_formatter("{x:,.0f}")
+    grid[0].margins(x=0.2, y=0.1)
+    grid[0].set(xlim=(0, None), ylim=(0, None))
+    figure.legend(
+        legend.values(), legend, fontsize=10, frameon=False, labelcolor=ON_ANY, ncols=2,
+        loc="outside lower center",
+    )  # fmt: skip
+    save(figure, path)
+
+
 def plot_all(results: Path, out: Path) -> list[str]:
     """Draw the figures whose reports are there, and return the names of missing reports."""
     trainings = ("training", "ablations", "finetune", "bert")
@@ -187,6 +281,8 @@ def plot_all(results: Path, out: Path) -> list[str]:
         ),
         **dict.fromkeys(trainings, lambda report: plot_trainings(report, out)),
         "cuda-rivals-h100": lambda _: plot_speeds(results, out / "speed.svg"),
+        "shared-gpu": lambda report: plot_shared(report, out / "shared-gpu.svg"),
+        "cuda-fsdp": lambda _: plot_wire(results, out / "several-gpus.svg"),
         "cuda-gpt-10M-20": lambda _: plot_loss_against_time(results, out / "loss-time.svg"),
     }
     for name, draw in figures.items():
