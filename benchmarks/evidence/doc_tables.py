@@ -363,15 +363,18 @@ def cpu_layers(report: Report) -> Lines:
 
 
 def rule(report: Report) -> Lines:
-    """Speed of `default` over forward and backward of a linear layer."""
-    kinds = ("linear, 4096 tokens", "linear, 16384 tokens")
-    speeds_of: dict[str, list[str]] = {}
-    for kind in kinds:
-        for row in report["grid"][kind]["rows"]:
-            ms = {name: spread[0] for name, spread in row["times"].items()}
-            shape = row["shape"].split(", x [")[0].removeprefix("Linear ").replace("x", "×")
-            speeds_of.setdefault(shape, []).append(times(ms["plain"] / ms["default"]))
-    yield from table_of(["out × in features", *kinds], ([k, *v] for k, v in speeds_of.items()))
+    """Speed over forward and backward of a linear layer, beside bf16."""
+    kinds = {"default": "`default`", "default int8": "8-bit forward"}
+    speeds: dict[str, dict[str, str]] = {}
+    for shape, rows in report["rule"]["shapes"].items():
+        tokens, outs, ins = map(int, shape.split(","))
+        for kind, words in kinds.items():
+            column = f"{words}, {tokens:,} tokens"
+            speed = times(rows["plain"]["median_ms"] / rows[kind]["median_ms"])
+            speeds.setdefault(f"{outs} × {ins}", {})[column] = speed
+    columns = sorted(next(iter(speeds.values())))
+    cells = ([shape, *(row[column] for column in columns)] for shape, row in speeds.items())
+    yield from table_of(["out × in features", *columns], cells)
 
 
 TASKS = {"vit": "small ViT, scikit-learn's digits", "gpt": "small GPT, Python's standard library"}

@@ -179,7 +179,12 @@ def decide(
     first = next(model.parameters(), None)
     where = torch.device(device or ("cpu" if first is None else first.device))
     target, rate = where.type, selection.rate_of(where)
-    slowly = selection.why_slow(layers, configs, target, rate)
+    tokens = {
+        fqn: uses[fqn].macs / len(uses[fqn].calls) / math.prod(features_of(module))
+        for fqn, module in layers
+        if fqn in uses and uses[fqn].calls
+    }
+    slowly = selection.why_slow(layers, configs, target, rate, tokens)
     anyway = slowly if slower or filter_fn is not None else {*reasons, *overrides}
     slow = {fqn: why for fqn, why in slowly.items() if fqn not in anyway}
     twice = [fqn for fqn, m in layers if isinstance(m, HotModule) and fqn not in {*reasons, *slow}]
@@ -197,7 +202,8 @@ def decide(
     for fqn, module in layers:
         layer_config, use = configs[fqn] or base, uses.get(fqn)
         about = (fqn, selection.kind_of(module), *features_of(module))
-        time = gains.expected_time(selection.facts_of(module, layer_config, target, rate))
+        facts = selection.facts_of(module, layer_config, target, rate, tokens.get(fqn))
+        time = gains.expected_time(facts)
         measures: dict[str, Any] = {
             "parameters": _count_parameters(module, counted),
             "macs": use.macs if use else None,

@@ -1,15 +1,14 @@
 """Expected time of a layer's forward and backward on CUDA, as a multiple of plain torch's.
 
-The default filter of :func:`hotcore.torch.convert` uses it on CUDA. A linear layer's time per token
-is fitted by ``a I O + b I + c O + d``: the products, the passes over x and over g_y, and launches.
-The fit holds for many tokens in bf16. With few tokens the host limits the speed;
+The default filter of :func:`hotcore.torch.convert` uses it on CUDA. The time of a linear layer is
+fitted by the products, the passes over x and g_y, launches, and the passes over the weight. The fit
+holds for device time in bf16. With few tokens the host may limit the speed;
 :func:`hotcore.torch.advise` measures whole steps on your machine.
 
-Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, made by
-``bench_rule.py`` at the tag ``one-code``. Each time is within 8 %, and a test compares the fit. The
-8-bit forward is fitted to gpu-check's eight layers on an H100, within 4 % of plain torch's time.
-Another GPU's integer products are scaled by its rate beside bf16's (:mod:`hotcore.gpus`). Passes
-over memory keep the H200's proportion to bf16 products: only ``a I O`` is derived.
+Source: one H100, torch 2.11, calls in CUDA graphs: :data:`REPORT`, made by
+``bench_backward.py --part rule``. The worst errors of the fits are 0.1 to 0.25, and a test compares
+them. Another GPU's integer products are scaled by its rate beside bf16's (:mod:`hotcore.gpus`).
+Passes over memory keep the H100's proportion to bf16 products: only the products are derived.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from ... import gpus
 from ...config import HotConfig
 
 SLOWER = 1.05
-"""On CUDA the default filter leaves a linear layer plain if it is expected to take more than this:
-up to 512 features with ``default``. Layers of 768 features gain memory and little time (768 x 768:
-0.97 of plain torch's time measured, 1.04 by the fit)."""
+"""On CUDA the default filter leaves a linear layer plain if it is expected to take more than this.
+The fit is no better than 5 % near 1, and a converted layer keeps less memory."""
+
+TOKENS = 16384
+"""Tokens of a call where ``convert`` got no inputs."""
 
 MIN_CUDA_FEATURES = 256
 """Layers with fewer in or out features stay plain on CUDA. Their kernels take 0.8 to 1.0 of plain
@@ -36,38 +37,41 @@ NO_INT8 = "device has no fast INT8"
 
 def source(rate: gpus.Int8Rate) -> str:
     """Origin of the rule for a GPU, in words."""
-    fitted = "one H200, bf16, 16384 tokens"
+    fitted = "one H100, bf16"
     if rate.source != "measured":
         fitted += f", and {rate}"
     return f"{fitted} (hotcore.torch.advise tries yours)"
 
 
 class _Fit(NamedTuple):
-    """Picoseconds per token: per in x out feature, per in feature, per out feature, constant."""
+    """Picoseconds per token: per in x out feature, per in feature, per out feature, and per token.
+
+    Then picoseconds per call: constant, and per in x out feature.
+    """
 
     products: float
     ins: float
     outs: float
-    rest: float
+    token: float
+    call: float
+    weight: float
 
-    def per_token(self, ins: int, outs: int) -> float:
-        return self.products * ins * outs + self.ins * ins + self.outs * outs + self.rest
+    def per_token(self, tokens: float, ins: int, outs: int) -> float:
+        each = self.products * ins * outs + self.ins * ins + self.outs * outs + self.token
+        return each + (self.call + self.weight * ins * outs) / tokens
 
 
-_TRAINED = {
-    "plain": _Fit(0.00757, 0.2347, 0.6734, 3555),
-    "accurate": _Fit(0.005258, 1.524, 1.916, 3575),
-    "default": _Fit(0.005207, 1.422, 2.035, 3312),
-    "fast": _Fit(0.004652, 1.178, 1.868, 3363),
+_FITS = {
+    "plain": _Fit(0.0083359, 0.0278189, 0.480176, 1667.87, 2.07909e07, -1.3262),
+    "frozen plain": _Fit(0.00536626, 0.145792, 0.149247, 347.745, 6.78028e06, -0.667185),
+    "accurate": _Fit(0.00515521, 2.09961, 2.90693, 1254.77, 1.79464e07, 1.56821),
+    "default": _Fit(0.00534499, 1.77291, 2.59156, 1736.89, 1.52575e07, 2.30782),
+    "fast": _Fit(0.00444532, 2.03031, 2.85207, 1136.32, 1.78362e07, 2.03138),
+    "default int8": _Fit(0.00361624, 3.00631, 3.25797, 1109.75, 1.99969e07, 5.11868),
+    "frozen": _Fit(0.00397319, 0.320348, 1.4703, 253.455, 1.28076e07, 1.79619),
+    "frozen int8": _Fit(0.00238367, 1.94119, 1.94646, -84.0927, 1.74885e07, 4.01803),
 }
-_FROZEN = {
-    "plain": _Fit(0.005107, 0.202, 0.644, 2831),
-    "accurate": _Fit(0.003955, 0.2153, 1.356, 3118),
-    "default": _Fit(0.003938, 0.2345, 1.391, 3111),
-    "fast": _Fit(0.003968, 0.2076, 1.339, 3139),
-}
-_INT8_FORWARD = _Fit(-0.000835, 0.1498, 0, 333.5)
-"""Time that an 8-bit forward adds to a plain one, fitted to trained layers."""
+"""Fits by name in the report; "int8" has the 8-bit forward."""
 
 
 class Facts(NamedTuple):
@@ -84,6 +88,8 @@ class Facts(NamedTuple):
     """Whether the weight is not trained."""
     rate: gpus.Int8Rate = gpus.H200
     """INT8's rate on the device of the training."""
+    tokens: float = TOKENS
+    """Tokens of a call."""
 
 
 def expected_time(layer: Facts) -> float | None:
@@ -95,16 +101,21 @@ def expected_time(layer: Facts) -> float | None:
     name = "fast" if config.basis != "full" else "default"
     if name == "default" and config.storage == "int8":
         name = "accurate"
-    fits = _FROZEN if layer.frozen else _TRAINED
-    plain, hot = fits["plain"], fits[name]
+    if layer.frozen:
+        plain, hot = _FITS["frozen plain"], _FITS["frozen"]
+        int8 = _FITS["frozen int8"]
+    else:
+        plain, hot = _FITS["plain"], _FITS[name]
+        int8 = _FITS["default int8"]
+        if name != "default":  # the 8-bit forward adds as much as to default
+            int8 = _Fit(*(h + i - d for h, i, d in zip(hot, int8, _FITS["default"], strict=True)))
     # A plain forward product is bf16's: one of two products, or of three with g_w.
     forward = plain.products / (2 if layer.frozen else 3)
     if config.forward == "int8":
-        hot = _Fit(*(a + b for a, b in zip(hot, _INT8_FORWARD, strict=True)))
-        forward = 0.0
+        hot, forward = int8, 0.0
     integers = (hot.products - forward) * (gpus.H200.ratio or 1) / ratio
     hot = hot._replace(products=forward + integers)
-    return hot.per_token(*sizes) / plain.per_token(*sizes)
+    return hot.per_token(layer.tokens, *sizes) / plain.per_token(layer.tokens, *sizes)
 
 
 def why_slow(layer: Facts) -> str:
@@ -122,5 +133,6 @@ def why_slow(layer: Facts) -> str:
         return f"slower on CUDA in eager mode: with {few} the host limits the speed"
     time = expected_time(layer)
     if time is not None and time > SLOWER:
-        return f"slower on CUDA: expected to take {time:.2f} of plain torch's time"
+        tokens = f"{layer.tokens:,.0f} tokens: expected"
+        return f"slower on CUDA with {tokens} to take {time:.2f} of plain torch's time"
     return ""

@@ -244,21 +244,31 @@ def why_slow(
     configs: Mapping[str, HotConfig | None],
     device: str,
     rate: gpus.Int8Rate,
+    tokens: Mapping[str, float],
 ) -> dict[str, str]:
-    """Names of the layers that are expected to be slower than plain torch's, and the reasons."""
+    """Names of the layers that are expected to be slower than plain torch's, and the reasons.
+
+    ``tokens`` has those of a layer's call, where they are known.
+    """
     reasons = {}
     for fqn, module in layers:
         config = configs[fqn]
         # The time of bitsandbytes' layers was not measured; they gain memory.
         if config and not isinstance(module, HotModule) and not (is_8bit(module) and rate.fast):
-            reasons[fqn] = gains.why_slow(facts_of(module, config, device, rate))
+            reasons[fqn] = gains.why_slow(facts_of(module, config, device, rate, tokens.get(fqn)))
     return {fqn: why for fqn, why in reasons.items() if why}
 
 
-def facts_of(module: nn.Module, config: HotConfig, device: str, rate: gpus.Int8Rate) -> gains.Facts:
-    """Properties of a layer that determine its time."""
+def facts_of(
+    module: nn.Module,
+    config: HotConfig,
+    device: str,
+    rate: gpus.Int8Rate,
+    tokens: float | None,
+) -> gains.Facts:
+    """Properties of a layer that determine its time; ``tokens`` of a call, if known."""
     sizes = (products_of(module, config, device), *features_of(module))
-    return gains.Facts(*sizes, config, device, is_frozen(module), rate)
+    return gains.Facts(*sizes, config, device, is_frozen(module), rate, tokens or gains.TOKENS)
 
 
 def rate_of(device: torch.device) -> gpus.Int8Rate:
