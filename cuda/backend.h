@@ -23,6 +23,9 @@ class CudaBackend final : public Backend {
   // pack.cu
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
+  // blocks.cu
+  void encode_blocks(const Context&, const EncodeBlocksJob&) const override;
+  void sum_blocks(const Context&, const SumBlocksJob&) const override;
   // weight_int4.cu
   void quantize_weight_int4(const Context&, const Int4WeightJob&) const override;
   void expand_weight_int4(const Context&, const Int4Weight&, const Codes& out) const override;

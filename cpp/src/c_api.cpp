@@ -546,6 +546,22 @@ hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
   });
 }
 
+hot_status hot_encode_blocks(const hot_context* context, const hot_tensor* x, int32_t rounding,
+                             const hot_tensor* wire) {
+  return guarded("encode_blocks", [&](const Call& call) {
+    hot::encode_blocks(call.context(context), call.view("x", x),
+                       call.choice("rounding", rounding, hot::Rounding::pseudo_stochastic),
+                       call.view("wire", wire));
+  });
+}
+
+hot_status hot_sum_blocks(const hot_context* context, const hot_tensor* wire, float factor,
+                          const hot_tensor* out) {
+  return guarded("sum_blocks", [&](const Call& call) {
+    hot::sum_blocks(call.context(context), call.view("wire", wire), factor, call.view("out", out));
+  });
+}
+
 hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                               size_t* bytes) {
   return guarded("gemm_workspace", [&](const Call& call) {

@@ -169,6 +169,75 @@ void unpack_int4(const Context& context, const ConstTensorView& packed, const Te
 
 namespace {
 
+// Checks a wire and the vector `values` that it stands for; returns the vector's parts. The wire
+// has a dimension of parts unless it has `min_ndim` dimensions.
+BlockParts block_parts(const Checker& check, const char* call, const ConstTensorView& wire,
+                       int min_ndim, const char* name, const ConstTensorView& values) {
+  const int last = wire.ndim - 1;
+  check.rows_contiguous(name, values);
+  const std::int64_t n = values.shape[0], count = wire.ndim == min_ndim ? 1 : wire.shape[last - 1];
+  const std::int64_t ranks = min_ndim == 1 ? 1 : wire.shape[0];
+  if (count < 1 || ranks < 1) {
+    invalid(call, "wire has shape " + shape_text(wire) + "; expected one row or more");
+  }
+  const std::int64_t size = ceil_div(n, count);
+  const BlockParts parts{n, count, size, ceil_div(size, BlockParts::block)};
+  if (wire.shape[last] != parts.bytes()) {
+    invalid(call, "wire has rows of " + std::to_string(wire.shape[last]) + " bytes; expected " +
+                      std::to_string(parts.bytes()) + ", 68 for each block of 64 of " +
+                      std::to_string(size) + " values");
+  }
+  std::int64_t stride = 1;
+  for (int d = last; d >= 0; stride *= wire.shape[d--]) {
+    if (wire.shape[d] > 1 && wire.stride[d] != stride && n > 0) {
+      invalid(call, "wire has stride " + std::to_string(wire.stride[d]) + " along dimension " +
+                        std::to_string(d) + "; expected a contiguous array");
+    }
+  }
+  if (reinterpret_cast<std::uintptr_t>(wire.data) % sizeof(float) != 0) {
+    invalid(call, "wire is not aligned to 4 bytes");
+  }
+  return parts;
+}
+
+}  // namespace
+
+void encode_blocks(const Context& context, const ConstTensorView& x, Rounding rounding,
+                   const TensorView& wire) {
+  const StandardArithmetic arithmetic;
+  const char* const call = "encode_blocks";
+  const Checker check(call, context);
+  check_rounding(call, "rounding", rounding);
+  check.input("x", x, float_dtypes, 1, 1);
+  check.output("wire", wire, {DType::i8, DType::i4x2}, 1, 2);
+  const BlockParts parts = block_parts(check, call, wire, 1, "x", x);
+  check.disjoint("wire", wire, "x", x);
+  if (rounding == Rounding::stochastic && context.key().stream + parts.count > 8192) {
+    invalid(call, "key.stream is " + std::to_string(context.key().stream) + " with " +
+                      std::to_string(parts.count) +
+                      " parts; expected at most 8191 for the last part");
+  }
+  if (parts.values == 0) return;
+  backend_of(context).encode_blocks(
+      context, {x.data, x.dtype, parts, rounding, static_cast<std::int8_t*>(wire.data)});
+}
+
+void sum_blocks(const Context& context, const ConstTensorView& wire, float factor,
+                const TensorView& out) {
+  const StandardArithmetic arithmetic;
+  const char* const call = "sum_blocks";
+  const Checker check(call, context);
+  check.input("wire", wire, {DType::i8, DType::i4x2}, 2, 3);
+  check.output("out", out, float_dtypes, 1, 1);
+  const BlockParts parts = block_parts(check, call, wire, 2, "out", out);
+  check.disjoint("out", out, "wire", wire);
+  if (parts.values == 0) return;
+  backend_of(context).sum_blocks(context, {static_cast<const std::int8_t*>(wire.data),
+                                           wire.shape[0], parts, factor, out.data, out.dtype});
+}
+
+namespace {
+
 // Workspace of a product; null memory only counts bytes.
 struct GemmScratch {
   WorkspaceCursor cursor;

@@ -52,6 +52,31 @@ struct DecompressJob {
   const std::uint8_t* exponents = nullptr;  // exponents of all tokens if equalised
 };
 
+// Vector in parts of equal size, each of whole blocks (encode_blocks). The last part may have fewer
+// values, or none.
+struct BlockParts {
+  static constexpr int block = 64;
+  std::int64_t values;               // of the vector
+  std::int64_t count, size, blocks;  // parts; values and blocks of a part
+  // Bytes of a part: codes, then a scale per block.
+  constexpr std::int64_t bytes() const { return blocks * (block + 4); }
+};
+struct EncodeBlocksJob {
+  const void* x;
+  DType dtype;
+  BlockParts parts;  // not empty
+  Rounding rounding;
+  std::int8_t* wire;  // aligned to 4 bytes
+};
+struct SumBlocksJob {
+  const std::int8_t* wire;  // [ranks, parts, bytes], aligned to 4 bytes
+  std::int64_t ranks;
+  BlockParts parts;  // not empty
+  float factor;
+  void* out;
+  DType dtype;
+};
+
 struct FwhtArgs {
   const void* x;
   DType x_dtype;
@@ -101,6 +126,9 @@ class Backend {
   // the operands unpacked to INT8 [m, k] and [n, k]. A backend may leave them unused.
   virtual void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                          void* workspace) const = 0;
+
+  virtual void encode_blocks(const Context&, const EncodeBlocksJob&) const = 0;
+  virtual void sum_blocks(const Context&, const SumBlocksJob&) const = 0;
 
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
   virtual void quantize_weight_int4(const Context&, const Int4WeightJob&) const = 0;

@@ -24,6 +24,9 @@ enum class Purpose : std::uint32_t {
   requantize = 6,
 };
 
+// Difference of RandomKey::stream_purpose between neighbouring streams of a key.
+inline constexpr std::uint32_t stream_step = 8U << 16;
+
 // Random key of a purpose. Reads the key's counter, if any, from CPU memory; CUDA kernels read
 // theirs in cuda/device/rounding.cuh.
 inline RandomKey random_key(const Key& key, Purpose purpose) {

@@ -252,6 +252,22 @@ void unpack_int4(const CoreContext& c, const In& packed, const Out& out) {
   hot::unpack_int4(c.context, pv, ov);
 }
 
+void encode_blocks(const CoreContext& c, const In& x, Text rounding, const KeyTuple& key,
+                   const Out& wire) {
+  const hot::Rounding r = parse_rounding("rounding", rounding);
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::TensorView wv = view(wire, "wire");
+  Gil release;
+  hot::encode_blocks(c.context.with_key(key_of(key)), xv, r, wv);
+}
+
+void sum_blocks(const CoreContext& c, const In& wire, float factor, const Out& out) {
+  const hot::ConstTensorView wv = view(wire, "wire");
+  const hot::TensorView ov = view(out, "out");
+  Gil release;
+  hot::sum_blocks(c.context, wv, factor, ov);
+}
+
 std::size_t gemm_workspace(const CoreContext& c, std::int64_t m, std::int64_t n, std::int64_t k) {
   return hot::gemm_workspace(c.context, m, n, k);
 }
@@ -689,6 +705,10 @@ void bind_ops(nb::module_& m) {
         "granularity"_a, "out"_a.noconvert());
   m.def("pack_int4", &pack_int4, "context"_a, "q"_a.noconvert(), "out"_a.noconvert());
   m.def("unpack_int4", &unpack_int4, "context"_a, "packed"_a.noconvert(), "out"_a.noconvert());
+  m.def("encode_blocks", &encode_blocks, "context"_a, "x"_a.noconvert(), "rounding"_a, "key"_a,
+        "wire"_a.noconvert());
+  m.def("sum_blocks", &sum_blocks, "context"_a, "wire"_a.noconvert(), "factor"_a,
+        "out"_a.noconvert());
   m.def("gemm_workspace", &gemm_workspace, "context"_a, "m"_a, "n"_a, "k"_a);
   m.def("gemm_int8", &gemm_int8, "context"_a, "a"_a.noconvert(), "b"_a.noconvert(),
         "a_scale"_a.noconvert().none(), "b_scale"_a.noconvert().none(), "divisor"_a, "accumulate"_a,

@@ -14,7 +14,12 @@ import numpy as np  # noqa: E402
 import plans  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from hotcore.config import Key  # noqa: E402
-from hotcore.torch.distributed.int8_gradients import BLOCK, _factor, _sum, encode  # noqa: E402
+from hotcore.torch.distributed.int8_gradients import (  # noqa: E402
+    BLOCK,
+    _factor,
+    decode_sum,
+    encode,
+)
 from hotcore.torch.distributed.int8_weights import _AllGather  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -164,16 +169,16 @@ def test_weights_of_two_processes() -> None:
 def test_codes(dtype: Any, count: int, rng: np.random.Generator) -> None:
     """Each block is hotcore's transform and quantiser; sums add the decoded values."""
     values = torch.from_numpy(rng.standard_normal(count)).to(dtype)
-    wires = torch.stack([encode(values, Key(seed)) for seed in range(3)])
+    wires = torch.cat([encode(values, Key(seed)) for seed in range(3)])
     blocks = -(-count // BLOCK)
     assert wires.dtype == torch.uint8 and wires.shape == (3, blocks * 68)
     padded = nn.functional.pad(values, (0, blocks * BLOCK - count)).view(-1, BLOCK).float()
     q, scale = hotcore.quantize(hotcore.fwht(padded, block=BLOCK), key=Key(1))
     assert torch.equal(wires[1, : q.numel()].view(torch.int8), q.flatten())
     assert torch.equal(wires[1, q.numel() :].view(torch.float32), scale)
-    decoded = [_sum(wire[None], count, 1.0) for wire in wires]
+    decoded = [decode_sum(wire[None], 1.0, torch.empty(count)) for wire in wires]
     assert plans.error(decoded[0], values.float()) < 0.02
-    torch.testing.assert_close(_sum(wires, count, 0.5), sum(decoded) / 2)
+    torch.testing.assert_close(decode_sum(wires, 0.5, torch.empty(count)), sum(decoded) / 2)
 
 
 def test_what_is_neither() -> None:

@@ -3,6 +3,7 @@
 
 #include "hot/api.h"
 #include "hot/backward_linear.h"
+#include "hot/blocks.h"
 #include "hot/context.h"
 #include "hot/device.h"
 #include "hot/error.h"

@@ -218,6 +218,13 @@ HOT_API hot_status hot_pack_int4(const hot_context* context, const hot_tensor* q
 HOT_API hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
                                    const hot_tensor* out);
 
+/* `wire` has rows of 68 bytes for each block of 64 values: [bytes] or [parts, bytes], and for a sum
+   [ranks, bytes] or [ranks, parts, bytes]. */
+HOT_API hot_status hot_encode_blocks(const hot_context* context, const hot_tensor* x,
+                                     int32_t rounding, const hot_tensor* wire);
+HOT_API hot_status hot_sum_blocks(const hot_context* context, const hot_tensor* wire, float factor,
+                                  const hot_tensor* out);
+
 /* Both scales are null for unscaled sums in an int32 `out`. */
 HOT_API hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                                       size_t* bytes);

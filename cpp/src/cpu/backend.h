@@ -25,6 +25,9 @@ class CpuBackend final : public Backend {
   // pack.cpp
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
+  // blocks.cpp
+  void encode_blocks(const Context&, const EncodeBlocksJob&) const override;
+  void sum_blocks(const Context&, const SumBlocksJob&) const override;
   // gemm.cpp
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;

@@ -19,7 +19,7 @@ from ..ops.core import SEEDS, context_for, to_dlpack
 
 BLOCK = 64
 """Values that are transformed together and share a scale."""
-_SCALE_BYTES = 4
+_BLOCK_BYTES = BLOCK + 4  # codes and a scale
 # The second name is the first one's before torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -113,8 +113,7 @@ class _ReduceScatter:
         factor = _factor(op, group)
         if async_op:
             raise NotImplementedError("int8_gradients: an asynchronous reduce-scatter")
-        wire = _exchanged(input_tensor, group)
-        output_tensor.copy_(_sum(wire, output_tensor.numel(), factor))
+        decode_sum(_exchanged(input_tensor, group), factor, output_tensor)
 
 
 def _factor(op: Any, group: Any) -> float:
@@ -165,23 +164,17 @@ def _all_reduced(values: Tensor, group: Any) -> Tensor:
     world, count = dist.get_world_size(group), values.numel()
     if world == 1:
         return values
-    part = -(-count // world)
-    padded = values
-    if part * world != count:
-        padded = nn.functional.pad(values, (0, part * world - count))
-    mean = _sum(_exchanged(padded, group), part, 1.0 / world)
-    mine = encode(mean, _key(group))
-    wire = torch.empty(world, len(mine), dtype=torch.uint8, device=values.device)
-    _all_gather(wire.view(-1), mine, group=group)
-    whole = torch.cat([_sum(row[None], part, 1.0) for row in wire])
-    return values.copy_(whole[:count])
+    received = _exchanged(values, group)
+    mean = torch.empty(-(-count // world), dtype=torch.float32, device=values.device)
+    mine = encode(decode_sum(received, 1.0 / world, mean), _key(group))
+    wire = torch.empty_like(received)
+    _all_gather(wire.view(-1), mine.view(-1), group=group)
+    return decode_sum(wire[None], 1.0, values)
 
 
 def _exchanged(values: Tensor, group: Any) -> Tensor:
     """Codes of this process's share of ``values``, by rank: uint8 ``[world, bytes]``."""
-    parts = values.view(dist.get_world_size(group), -1)
-    key = _key(group)
-    sent = torch.stack([encode(part, key._replace(stream=i)) for i, part in enumerate(parts)])
+    sent = encode(values, _key(group), dist.get_world_size(group))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
     return received
@@ -195,47 +188,32 @@ def _key(group: Any) -> Key:
 # ---- codes of one process ----
 
 
-def encode(values: Tensor, key: Key | None = None) -> Tensor:
-    """Codes and scales of a vector: uint8, 68 bytes for each block of 64 values.
+def encoded_bytes(count: int) -> int:
+    """Bytes of the codes and scales of ``count`` values."""
+    return -(-count // BLOCK) * _BLOCK_BYTES
+
+
+def encode(values: Tensor, key: Key | None, parts: int = 1, wire: Tensor | None = None) -> Tensor:
+    """Codes and scales of a vector: uint8 ``[parts, bytes]``, 68 bytes for 64 values of a part.
+
+    Source: docs/numerics.md, "Blocks".
 
     Args:
-        values: float32, float16 or bfloat16 ``[n]``; the last block is filled up with zeros.
-        key: random key of stochastic rounding; without one values are rounded to nearest.
-
-    Returns:
-        ``ceil(n / 64)`` blocks of int8 codes, then as many fp32 scales.
+        values: float32, float16 or bfloat16 ``[n]``. Zeros fill the last block of each part.
+        key: random key of stochastic rounding. None rounds to nearest.
+        parts: receivers of ``ceil(n / parts)`` values each.
+        wire: memory for the result, aligned to 4 bytes.
     """
-    rest = -values.numel() % BLOCK
-    rows = (nn.functional.pad(values, (0, rest)) if rest else values.contiguous()).view(-1, BLOCK)
-    context, count = context_for(values), len(rows)
-    transformed = torch.empty(count, BLOCK, dtype=torch.float32, device=values.device)
-    _core.fwht(context, to_dlpack(rows), 1, BLOCK, to_dlpack(transformed))
-    wire = torch.empty(count * (BLOCK + _SCALE_BYTES), dtype=torch.uint8, device=values.device)
-    q, scales = _halves(wire)
+    if wire is None:
+        row = encoded_bytes(-(-values.numel() // parts))
+        wire = torch.empty(parts, row, dtype=torch.uint8, device=values.device)
     rounding = "nearest" if key is None else "stochastic"
-    _core.quantize(
-        context, to_dlpack(transformed), 8, "token", rounding, key or Key(0),
-        to_dlpack(q), to_dlpack(scales),
-    )  # fmt: skip
+    arguments = (to_dlpack(values), rounding, key or Key(0), to_dlpack(wire))
+    _core.encode_blocks(context_for(values), *arguments)
     return wire
 
 
-def _halves(wire: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of codes ``[blocks, 64]`` and scales ``[blocks]``."""
-    count = wire.numel() // (BLOCK + _SCALE_BYTES)
-    codes = wire[: count * BLOCK].view(torch.int8).view(count, BLOCK)
-    return codes, wire[count * BLOCK :].view(torch.float32)
-
-
-def _sum(wire: Tensor, count: int, factor: float) -> Tensor:
-    """The sum of what rows of ``wire`` stand for, times ``factor``: float32 ``[count]``."""
-    context = context_for(wire)
-    total: Tensor | None = None
-    for row in wire:
-        q, scales = _halves(row)
-        part = torch.empty(q.shape, dtype=torch.float32, device=wire.device)
-        _core.dequantize(context, to_dlpack(q), to_dlpack(scales), "token", to_dlpack(part))
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    _core.fwht(context, to_dlpack(total), 1, BLOCK, to_dlpack(total))
-    return total.view(-1)[:count].mul_(factor / BLOCK)
+def decode_sum(wire: Tensor, factor: float, out: Tensor) -> Tensor:
+    """Write the sum of the ranks' values, times ``factor``, to the vector ``out``."""
+    _core.sum_blocks(context_for(wire), to_dlpack(wire), factor, to_dlpack(out))
+    return out

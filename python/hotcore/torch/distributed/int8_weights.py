@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .int8_gradients import Int8Exchange, _all_gather, _sum, encode, fsdp_modules
+from .int8_gradients import (
+    Int8Exchange,
+    _all_gather,
+    decode_sum,
+    encode,
+    encoded_bytes,
+    fsdp_modules,
+)
 
 _ALIGNMENT = 16
 
@@ -81,27 +88,31 @@ class _AllGather:
         if async_op:
             raise NotImplementedError("int8_weights: an asynchronous all-gather")
         world, count = dist.get_world_size(group), input_tensor.numel()
+        each = input_tensor.element_size()
         runs = self._runs(world, input_tensor)
-        pieces = []
+        wires = []  # bytes of each run
+        end = 0
         for run in runs:
+            size = run.end - run.begin
+            wires.append(slice(end, end + (encoded_bytes(size) if run.coded else size * each)))
+            end += -(-(wires[-1].stop - end) // _ALIGNMENT) * _ALIGNMENT
+        sent = torch.empty(end, dtype=torch.uint8, device=input_tensor.device)
+        for run, wire in zip(runs, wires, strict=True):
             values = input_tensor[run.begin : run.end]
-            pieces.append(encode(values) if run.coded else values.contiguous().view(torch.uint8))
-        ends = [0]
-        for piece in pieces:
-            ends.append(ends[-1] + piece.numel() + -piece.numel() % _ALIGNMENT)
-        sent = torch.zeros(ends[-1], dtype=torch.uint8, device=input_tensor.device)
-        for begin, piece in zip(ends, pieces, strict=False):
-            sent[begin : begin + piece.numel()].copy_(piece)
-        received = torch.empty(world, ends[-1], dtype=torch.uint8, device=sent.device)
+            if run.coded:
+                encode(values, None, wire=sent[wire])
+            else:
+                sent[wire].copy_(values.view(torch.uint8))
+        received = torch.empty(world, end, dtype=torch.uint8, device=sent.device)
         _all_gather(received.view(-1), sent, group=group)
         for rank, row in enumerate(received):
-            values = output_tensor[rank * count : (rank + 1) * count]
-            for run, begin, piece in zip(runs, ends, pieces, strict=False):
-                wire, out = row[begin : begin + piece.numel()], values[run.begin : run.end]
+            part = output_tensor[rank * count : (rank + 1) * count]
+            for run, wire in zip(runs, wires, strict=True):
+                values = part[run.begin : run.end]
                 if run.coded:
-                    out.copy_(_sum(wire[None], len(out), 1.0))
+                    decode_sum(row[None, wire], 1.0, values)
                 else:
-                    out.copy_(wire.view(out.dtype))
+                    values.copy_(row[wire].view(values.dtype))
 
     def _runs(self, world: int, values: Tensor) -> list[_Run]:
         """Runs of matrices and of other parameters in a process's part."""
