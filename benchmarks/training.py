@@ -232,8 +232,11 @@ def config_of(contender: Contender) -> hot.HotConfig:
     return hot.HotConfig.recipe(contender.recipe, **settings)
 
 
-def convert(model: nn.Module, contender: Contender) -> nn.Module:
-    """Convert the layers, and the head if the contender has one."""
+def convert(model: nn.Module, contender: Contender, batch: Batch | None = None) -> nn.Module:
+    """Convert the layers, and the head if the contender has one.
+
+    The default filter takes the number of tokens from ``batch``.
+    """
     head: bool | hot.HotConfig = contender.head == "torch"
     if contender.head and not head:
         head = hot.HotConfig.recipe(contender.head, forward="int8")
@@ -243,8 +246,10 @@ def convert(model: nn.Module, contender: Contender) -> nn.Module:
         return hot.convert(model, filter_fn=lambda *_: False, head=head)
     config = config_of(contender)
     only = _wide if contender.wide else None
-    slower = contender.slower
-    model = hot.convert(model, config, only, slower=slower, head=head)
+    slower, x = contender.slower, (batch or {}).get("x")
+    tokens_or_images = contender.autocast and x is not None and x.dim() != 3  # no embeddings
+    inputs = x if tokens_or_images and not slower else None
+    model = hot.convert(model, config, only, inputs=inputs, slower=slower, head=head)
     if contender.frozen:
         freeze(model, contender)
         print(model.freeze_report)
@@ -374,7 +379,8 @@ class Trainer:
         if contender.liger:
             liger_converted(model)
         if contender.recipe is not None or contender.head:
-            model = convert(model, contender)
+            with autocast(contender, self.device):
+                model = convert(model, contender, self._batch)
             self.report = model.hot_report
         if contender.checkpointed:
             checkpoint_blocks(model, task.blocks, contender)
