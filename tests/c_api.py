@@ -25,6 +25,7 @@ NUMBERS: dict[str, Any] = {
     "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,
     "size_t": ctypes.c_size_t,
+    "float": ctypes.c_float,
     "hot_status": ctypes.c_int32,
     "hot_run": ctypes.c_void_p,
 }

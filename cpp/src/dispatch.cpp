@@ -211,12 +211,12 @@ void encode_blocks(const Context& context, const ConstTensorView& x, Rounding ro
   check.input("x", x, float_dtypes, 1, 1);
   check.output("wire", wire, {DType::i8, DType::i4x2}, 1, 2);
   const BlockParts parts = block_parts(check, call, wire, 1, "x", x);
-  check.disjoint("wire", wire, "x", x);
   if (rounding == Rounding::stochastic && context.key().stream + parts.count > 8192) {
     invalid(call, "key.stream is " + std::to_string(context.key().stream) + " with " +
                       std::to_string(parts.count) +
                       " parts; expected at most 8191 for the last part");
   }
+  check.disjoint("wire", wire, "x", x);
   if (parts.values == 0) return;
   backend_of(context).encode_blocks(
       context, {x.data, x.dtype, parts, rounding, static_cast<std::int8_t*>(wire.data)});

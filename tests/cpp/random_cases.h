@@ -333,7 +333,7 @@ class RandomBatch {
 
   void draw(const hot::Context& gpu_context) {
     Random& r = *random_;
-    const std::int64_t kind = sizes_ == Sizes::spread ? r.from(0, 9) : r.from(0, 15);
+    const std::int64_t kind = sizes_ == Sizes::spread ? r.from(0, 9) : r.from(0, 16);
     if (kind <= 7) {
       std::int64_t length = tokens();
       hot::BackwardLinearSpec spec = some_spec(length);
@@ -358,6 +358,8 @@ class RandomBatch {
         return quantize();
       case 14:
         return pack();
+      case 15:
+        return blocks();
       default:
         return decompress();
     }
@@ -618,6 +620,40 @@ class RandomBatch {
       hot::unpack_int4(c, vp, back.view(side.base, side.on_gpu));
     };
     one_->integers = {p, back};
+  }
+
+  // Parts of vectors of several processes; vectors begin at odd elements, too.
+  void blocks() {
+    Random& r = *random_;
+    const std::int64_t n = size() * r.from(1, 40), parts = r.from(1, 9), ranks = r.from(1, 8);
+    const std::int64_t bytes = (((n + parts - 1) / parts + 63) / 64) * 68;
+    const Place x = filled(1, n, some_float(), 0, r.from(0, 8));
+    const Place wire = take(ranks * parts, bytes, DType::i8, 0, 4 * r.from(0, 4));
+    const Place out = take(1, n, some_float(), 0, r.from(0, 8));
+    const auto rounding = static_cast<hot::Rounding>(r.from(0, 2));
+    DrawnKey key = some_key();
+    key.key.stream = std::min(key.key.stream, static_cast<std::uint32_t>(8192 - parts));
+    const float factor = r.value();
+    one_->what = "blocks of " + std::to_string(n) + " values, " + std::to_string(parts) +
+                 " parts of " + std::to_string(ranks) + " processes, " +
+                 hot::rounding_name(rounding);
+    one_->run = [=](const hot::Context& c, const Side& side) {
+      TensorView rows = wire.view(side.base, side.on_gpu);
+      TensorView all = rows;
+      all.ndim = 3;
+      all.shape[0] = ranks, all.shape[1] = parts, all.shape[2] = bytes;
+      all.stride[0] = parts * bytes, all.stride[1] = bytes, all.stride[2] = 1;
+      rows.shape[0] = parts;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        hot::Key of_rank = key.on(side);
+        of_rank.seed += static_cast<std::uint64_t>(rank);
+        hot::encode_blocks(c.with_key(of_rank), x.flat(side.base, side.on_gpu), rounding, rows);
+        rows.data = static_cast<char*>(rows.data) + parts * bytes;
+      }
+      hot::sum_blocks(c, all, factor, out.flat(side.base, side.on_gpu));
+    };
+    one_->exact = {out};
+    one_->integers = {wire};
   }
 
   void decompress() {

@@ -123,6 +123,10 @@ void call(const std::string& name, Arguments& t) {
     hot::pack_int4(context, v["q"], v["out"]);
   } else if (name == "unpack_int4") {
     hot::unpack_int4(context, v["packed"], v["out"]);
+  } else if (name == "encode_blocks") {
+    hot::encode_blocks(context, v["x"], static_cast<hot::Rounding>(number("rounding")), v["wire"]);
+  } else if (name == "sum_blocks") {
+    hot::sum_blocks(context, v["wire"], static_cast<float>(number("factor")), v["out"]);
   } else if (name == "gemm_int8") {
     hot::gemm_int8(context, v["a"], v["b"], v["a_scale"], v["b_scale"], {number("divisor")},
                    v["out"], t.workspace());

@@ -63,6 +63,51 @@ class StagesCuda : public CudaTest {
 
 }  // namespace
 
+// Sizes around blocks and CTAs, and a long vector; 1 to 8 ranks; vectors that begin at any element.
+TEST_F(StagesCuda, blocks_equal_cpu) {
+  const std::int64_t sizes[] = {0,           1,           15,
+                                63,          64,          65,
+                                997,         4095,        4097,
+                                64 * 64 * 3, 64 * 64 * 8, random_int(1, 9999),
+                                65536,       104729,      (1 << 20) + random_int(1, 9999)};
+  for (const std::int64_t n : sizes) {
+    for (const DType dtype : float_types) {
+      const std::int64_t ranks = random_int(1, 8), parts = random_int(0, 1) * random_int(0, 7) + 1;
+      const std::int64_t bytes = ((n + parts - 1) / parts + 63) / 64 * 68;
+      const auto rounding = static_cast<hot::Rounding>(random_int(0, 2));
+      const DType out_type = any_float();
+      Mirror wire(1, ranks * parts * bytes, DType::i8, 0, 4 * random_int(0, 4));
+      Mirror out(1, n, out_type, 0, random_int(0, 8));
+      std::vector<std::unique_ptr<Mirror>> x;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        x.push_back(std::make_unique<Mirror>(1, n, dtype, 0, random_int(0, 8)));
+        if (n > 0) x.back()->fill(awkward(n));
+      }
+      both([&](const hot::Context& c, bool on_gpu) {
+        char* const base = static_cast<char*>(wire.view(on_gpu).data);
+        for (std::int64_t rank = 0; rank < ranks; ++rank) {
+          hot::Key key = c.key();
+          key.stream = static_cast<std::uint32_t>(rank);
+          hot::encode_blocks(c.with_key(key), x[static_cast<std::size_t>(rank)]->flat(on_gpu),
+                             rounding,
+                             hot::matrix(base + rank * parts * bytes, DType::i8, parts, bytes, 0,
+                                         on_gpu ? gpu : hot::Device{}));
+        }
+        TensorView all = hot::vector(base, DType::i8, 0, on_gpu ? gpu : hot::Device{});
+        all.ndim = 3;
+        all.shape[0] = ranks, all.shape[1] = parts, all.shape[2] = bytes;
+        all.stride[0] = parts * bytes, all.stride[1] = bytes, all.stride[2] = 1;
+        hot::sum_blocks(c, all, 1.0F / 3, out.flat(on_gpu));
+      });
+      const std::string what = std::to_string(n) + " values of " + hot::dtype_name(dtype) + ", " +
+                               std::to_string(ranks) + " ranks, " + std::to_string(parts) +
+                               " parts, " + hot::rounding_name(rounding);
+      wire.expect_equal(what + ": wire");
+      out.expect_equal(what + ": sum in " + hot::dtype_name(out_type));
+    }
+  }
+}
+
 TEST_F(StagesCuda, every_sm90_gemm_equals_cpu) {
   int multiprocessors = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));

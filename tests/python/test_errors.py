@@ -142,6 +142,8 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
         "dequantize": lambda: (v["q"], v["scale"], g["granularity"], v["out"]),
         "pack_int4": lambda: (v["q"], v["out"]),
         "unpack_int4": lambda: (v["packed"], v["out"]),
+        "encode_blocks": lambda: (v["x"], g["rounding"], v["wire"]),
+        "sum_blocks": lambda: (v["wire"], g["factor"], v["out"]),
         "gemm_int8": lambda: (v["a"], v["b"], *scales, g["divisor"], 0, v["out"], *work),
         "gemm_int4": lambda: (v["a"], v["b"], g["k"], *scales, g["divisor"], 0, v["out"], *work),
         "compress_activation": lambda: (

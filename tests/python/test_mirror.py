@@ -23,7 +23,7 @@ STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in NO
 
 
 def test_the_stages_are_known() -> None:
-    single = {"gemm", "hadamard", "lowrank", "pack", "quantize", "weight_int4"}
+    single = {"blocks", "gemm", "hadamard", "lowrank", "pack", "quantize", "weight_int4"}
     assert sorted(COMPOSED | single) == STAGES
 
 

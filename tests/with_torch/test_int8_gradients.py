@@ -167,18 +167,20 @@ def test_weights_of_two_processes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [1, 63, 64, 4099])
 def test_codes(dtype: Any, count: int, rng: np.random.Generator) -> None:
-    """Each block is hotcore's transform and quantiser; sums add the decoded values."""
-    values = torch.from_numpy(rng.standard_normal(count)).to(dtype)
-    wires = torch.cat([encode(values, Key(seed)) for seed in range(3)])
-    blocks = -(-count // BLOCK)
-    assert wires.dtype == torch.uint8 and wires.shape == (3, blocks * 68)
-    padded = nn.functional.pad(values, (0, blocks * BLOCK - count)).view(-1, BLOCK).float()
-    q, scale = hotcore.quantize(hotcore.fwht(padded, block=BLOCK), key=Key(1))
-    assert torch.equal(wires[1, : q.numel()].view(torch.int8), q.flatten())
-    assert torch.equal(wires[1, q.numel() :].view(torch.float32), scale)
+    """Parts are hotcore's transform and quantiser with streams of their own; sums add them."""
+    values, size = torch.from_numpy(rng.standard_normal(count)).to(dtype), -(-count // 3)
+    wires = torch.stack([encode(values, Key(seed), 3) for seed in range(3)])
+    for i, wire in enumerate(wires[1]):
+        part = values[i * size : (i + 1) * size]
+        padded = nn.functional.pad(part, (0, len(wire) // 68 * BLOCK - len(part))).view(-1, BLOCK)
+        transformed = hotcore.fwht(padded.float(), block=BLOCK)
+        q, scale = hotcore.quantize(transformed, key=Key(1, stream=i))
+        assert torch.equal(wire[: q.numel()].view(torch.int8), q.flatten())
+        assert torch.equal(wire[q.numel() :].view(torch.float32), scale)
     decoded = [decode_sum(wire[None], 1.0, torch.empty(count)) for wire in wires]
     assert plans.error(decoded[0], values.float()) < 0.02
-    torch.testing.assert_close(decode_sum(wires, 0.5, torch.empty(count)), sum(decoded) / 2)
+    found = decode_sum(wires, 0.5, torch.empty(count, dtype=dtype))
+    torch.testing.assert_close(found, (sum(decoded) / 2).to(dtype))
 
 
 def test_what_is_neither() -> None:
