@@ -236,9 +236,7 @@ def test_restored_operands_have_equal_exponents(rng: np.random.Generator) -> Non
         (list, "w.exponents: expected an array"),
     ],
 )
-def test_exponents_of_a_weight_are_named(
-    rng: np.random.Generator, change: Any, match: str
-) -> None:
+def test_exponents_of_a_weight_are_named(rng: np.random.Generator, change: Any, match: str) -> None:
     """The caller of these functions has passed no ``exponents``."""
     w, exponents = data(rng, (4, 128)), exponents_of(rng, 128)
     expanded = hotcore.expand_weight_int4(hotcore.quantize_weight_int4(w, exponents=exponents))
