@@ -497,14 +497,20 @@ def _equal_exponents(x: Array | None, w: Array | None) -> bool:
     return of_x.device == of_w.device == -1 and np.array_equal(of_x.array, of_w.array)
 
 
+if TYPE_CHECKING:
+
+    class _InputOptions(TypedDict, total=False):
+        key: KeyLike
+        exponents: Array | None
+
+
 @overload
 def quantize_forward_input(
     x: Array,
     config: ConfigLike | None = None,
     *,
     keep: Literal[False] = False,
-    key: KeyLike = 0,
-    exponents: Array | None = None,
+    **options: Unpack[_InputOptions],
 ) -> QuantizedInput: ...
 @overload
 def quantize_forward_input(
@@ -512,17 +518,11 @@ def quantize_forward_input(
     config: ConfigLike | None = None,
     *,
     keep: Literal[True],
-    key: KeyLike = 0,
-    exponents: Array | None = None,
+    **options: Unpack[_InputOptions],
 ) -> tuple[QuantizedInput, Saved]: ...
 @overload
 def quantize_forward_input(
-    x: Array,
-    config: ConfigLike | None = None,
-    *,
-    keep: bool,
-    key: KeyLike = 0,
-    exponents: Array | None = None,
+    x: Array, config: ConfigLike | None = None, *, keep: bool, **options: Unpack[_InputOptions]
 ) -> QuantizedInput | tuple[QuantizedInput, Saved]: ...
 def quantize_forward_input(
     x: Array,
