@@ -256,12 +256,12 @@ class Freezing:
         fields |= {"save_codes": self.save_codes, "weight_tied": self._uses[self.owners[fqn]] > 1}
         self.classes[fqn].freeze(self.layers[fqn], codes, **fields)
 
-    def report(self, sizes: str) -> None:
-        """Set the model's report."""
+    def report(self, sizes: str = "weights") -> None:
+        """Set the model's report, in 4 bits with the origin of the sizes."""
         after = sum(each.nbytes for each in self.codes.values())
         notes = tuple(_notes(self.layers.values()))
-        about = (tuple(self.layers), self.skipped, self._before, after, notes, self.bits, sizes)
-        self.model.__dict__[FREEZE_REPORT] = FreezeReport(*about)
+        about = (tuple(self.layers), self.skipped, self._before, after, notes, self.bits)
+        self.model.__dict__[FREEZE_REPORT] = FreezeReport(*about, sizes if self.bits == 4 else "")
 
 
 def _exponents(
