@@ -345,10 +345,7 @@ def decompress_activation(
 
     Source: docs/numerics.md, "Back to x".
     """
-    if not isinstance(saved, Saved):
-        raise TypeError(f"saved: expected a hotcore.Saved, got {type(saved).__name__}")
-    check_fields(saved, "saved")
-    source = operand(saved.data, "saved.data", ("uint8",))
+    source = _codes_of(saved, Saved, "saved")
     end = saved.tokens if last is None else last
     check_ints(64, first=first, last=end)
     if out is None:
@@ -451,10 +448,7 @@ def expand_weight_int4(w: QuantizedWeightInt4) -> QuantizedForwardWeight:
 
     Source: docs/numerics.md, "INT4 weights".
     """
-    if not isinstance(w, QuantizedWeightInt4):
-        raise TypeError(f"w: expected a QuantizedWeightInt4, got {w!r}")
-    check_fields(w, "w")
-    source = operand(w.data, "w.data", ("uint8",))
+    source = _codes_of(w, QuantizedWeightInt4, "w")
     sizes, spec = (w.out_features, w.in_features), w.config.forward_spec
     data = source.empty((_core.forward_weight_bytes(*sizes, spec),), "uint8")
     arguments = (source.dlpack, *sizes, spec, w.group, data.dlpack)
@@ -472,10 +466,7 @@ def dequantize_weight(w: QuantizedForwardWeight, out_dtype: Any = "float32") -> 
 
     Source: docs/numerics.md, "Forward".
     """
-    if not isinstance(w, QuantizedForwardWeight):
-        raise TypeError(f"w: expected a QuantizedForwardWeight, got {w!r}")
-    check_fields(w, "w")
-    source = operand(w.data, "w.data", ("uint8",))
+    source = _codes_of(w, QuantizedForwardWeight, "w")
     sizes = (w.out_features, w.in_features)
     out = source.empty(sizes, source.float_dtype(out_dtype, "out_dtype"))
     arguments = (source.dlpack, *sizes, w.config.forward_spec, out.dlpack)
@@ -888,6 +879,14 @@ def _matrix(array: Operand, at_least: bool = False) -> Operand:
         expected = "2 to 4 dimensions" if at_least else "2 dimensions"
         raise ValueError(f"{array.name}: shape {array.shape}; expected {expected}")
     return array
+
+
+def _codes_of(codes: Any, kind: type[Any], name: str) -> Operand:
+    """Read the codes of an argument that is nothing else. Raises TypeError, ValueError."""
+    if not isinstance(codes, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(codes).__name__}")
+    check_fields(codes, name)
+    return operand(codes.data, f"{name}.data", ("uint8",))
 
 
 def _weight(
