@@ -197,7 +197,7 @@ void for_each_field(FieldsOf<ForwardSettings>, Visit&& visit) {
                        "product y = x w^T + b: the framework's, or hotcore.forward_linear "
                        "(straight-through gradients)"));
   visit(field<int>("forward_block", HOT_GET(spec.hadamard_block), nullptr, in_none,
-                   "power of two, 1 (none) to 256",
+                   "power of two, 1 (none) to 64, or 256",
                    "block of the int8 forward's Hadamard transform along I"));
   visit(field<bool>("forward_in_eval", HOT_GET(in_eval), nullptr, in_none, "",
                     "whether modules use forward in eval mode, too; otherwise eval is plain"));

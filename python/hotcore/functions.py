@@ -9,9 +9,10 @@ NotImplementedError. Each names the argument. docs/numerics.md defines shapes, r
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,6 +24,8 @@ from typing import (
     get_args,
     overload,
 )
+
+import numpy as np
 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
@@ -342,10 +345,7 @@ def decompress_activation(
 
     Source: docs/numerics.md, "Back to x".
     """
-    if not isinstance(saved, Saved):
-        raise TypeError(f"saved: expected a hotcore.Saved, got {type(saved).__name__}")
-    check_fields(saved, "saved")
-    source = operand(saved.data, "saved.data", ("uint8",))
+    source = _codes_of(saved, Saved, "saved")
     end = saved.tokens if last is None else last
     check_ints(64, first=first, last=end)
     if out is None:
@@ -448,10 +448,7 @@ def expand_weight_int4(w: QuantizedWeightInt4) -> QuantizedForwardWeight:
 
     Source: docs/numerics.md, "INT4 weights".
     """
-    if not isinstance(w, QuantizedWeightInt4):
-        raise TypeError(f"w: expected a QuantizedWeightInt4, got {w!r}")
-    check_fields(w, "w")
-    source = operand(w.data, "w.data", ("uint8",))
+    source = _codes_of(w, QuantizedWeightInt4, "w")
     sizes, spec = (w.out_features, w.in_features), w.config.forward_spec
     data = source.empty((_core.forward_weight_bytes(*sizes, spec),), "uint8")
     arguments = (source.dlpack, *sizes, spec, w.group, data.dlpack)
@@ -469,14 +466,12 @@ def dequantize_weight(w: QuantizedForwardWeight, out_dtype: Any = "float32") -> 
 
     Source: docs/numerics.md, "Forward".
     """
-    if not isinstance(w, QuantizedForwardWeight):
-        raise TypeError(f"w: expected a QuantizedForwardWeight, got {w!r}")
-    check_fields(w, "w")
-    source = operand(w.data, "w.data", ("uint8",))
-    sizes, powers = (w.out_features, w.in_features), _exponents(w.exponents)
+    source = _codes_of(w, QuantizedForwardWeight, "w")
+    sizes = (w.out_features, w.in_features)
     out = source.empty(sizes, source.float_dtype(out_dtype, "out_dtype"))
-    arguments = (source.dlpack, *sizes, w.config.forward_spec, out.dlpack, powers)
-    _core.dequantize_weight(source.context(), *arguments)
+    arguments = (source.dlpack, *sizes, w.config.forward_spec, out.dlpack)
+    with _renaming(exponents="w.exponents"):
+        _core.dequantize_weight(source.context(), *arguments, _exponents(w.exponents))
     return _result(source, out)
 
 
@@ -485,14 +480,28 @@ def _exponents(exponents: Array | None) -> Any:
     return None if exponents is None else operand(exponents, "exponents", ("int8",)).dlpack
 
 
+def _equal_exponents(x: Array | None, w: Array | None) -> bool:
+    """Whether two operands have the same exponents. Values are read on the CPU alone."""
+    if x is w or x is None or w is None:
+        return x is w
+    of_x, of_w = operand(x, "x.exponents", ("int8",)), operand(w, "w.exponents", ("int8",))
+    return of_x.device == of_w.device == -1 and np.array_equal(of_x.array, of_w.array)
+
+
+if TYPE_CHECKING:
+
+    class _InputOptions(TypedDict, total=False):
+        key: KeyLike
+        exponents: Array | None
+
+
 @overload
 def quantize_forward_input(
     x: Array,
     config: ConfigLike | None = None,
     *,
     keep: Literal[False] = False,
-    key: KeyLike = 0,
-    exponents: Array | None = None,
+    **options: Unpack[_InputOptions],
 ) -> QuantizedInput: ...
 @overload
 def quantize_forward_input(
@@ -500,17 +509,11 @@ def quantize_forward_input(
     config: ConfigLike | None = None,
     *,
     keep: Literal[True],
-    key: KeyLike = 0,
-    exponents: Array | None = None,
+    **options: Unpack[_InputOptions],
 ) -> tuple[QuantizedInput, Saved]: ...
 @overload
 def quantize_forward_input(
-    x: Array,
-    config: ConfigLike | None = None,
-    *,
-    keep: bool,
-    key: KeyLike = 0,
-    exponents: Array | None = None,
+    x: Array, config: ConfigLike | None = None, *, keep: bool, **options: Unpack[_InputOptions]
 ) -> QuantizedInput | tuple[QuantizedInput, Saved]: ...
 def quantize_forward_input(
     x: Array,
@@ -576,7 +579,8 @@ def forward_linear(
         x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. A
             result of :func:`quantize_forward_input` with the same block also works.
         w: ``[O, I]``, or the result of :func:`quantize_forward_weight` or
-            :func:`expand_weight_int4` with the same block.
+            :func:`expand_weight_int4` with the same block. A quantised x has equal exponents; on a
+            GPU, where a comparison would wait for the device, both hold one array.
         bias: ``[O]`` or None; added in fp32 before the one rounding.
         config: a :class:`HotConfig` or a recipe's name; only ``forward_block`` matters. None: that
             of a quantised x or w, or ``HotConfig()``.
@@ -590,13 +594,14 @@ def forward_linear(
         raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
     powers = w.exponents if isinstance(w, QuantizedForwardWeight) else None
     if powers is not None and not isinstance(x, QuantizedInput):
-        x = quantize_forward_input(x, w.config if config is None else config, exponents=powers)
+        with _renaming(exponents="w.exponents"):
+            x = quantize_forward_input(x, w.config if config is None else config, exponents=powers)
     coded: dict[str, Any] = {}
     if isinstance(x, QuantizedInput):
-        if x.exponents is not powers:
+        if not _equal_exponents(x.exponents, powers):
             raise ValueError(
                 "x: quantised with other exponents than w; pass w.exponents to "
-                "quantize_forward_input"
+                "quantize_forward_input. On a GPU both must hold one array"
             )
         coded["x"] = x
     if isinstance(w, QuantizedForwardWeight):
@@ -630,7 +635,7 @@ def forward_linear(
             raise ValueError(f"out: shape {target.shape}; expected {expected}")
     spec = settings.forward_spec
     sizes = (tokens, *shape, spec, "w" in coded, "x" in coded)
-    try:
+    with _renaming(y="out", quantized_weight="w", quantized_input="x"):
         _core.forward_linear(
             source.context(),
             None if "x" in coded else source.dlpack,
@@ -643,9 +648,6 @@ def forward_linear(
             source.dlpack if "x" in coded else None,
             in_features,
         )
-    except (ValueError, NotImplementedError) as error:
-        names = {"y": "out", "quantized_weight": "w", "quantized_input": "x"}
-        raise _renamed(error, **names) from None
     return _result(source, target, out)
 
 
@@ -791,7 +793,7 @@ def backward_linear(
     x_bytes = _bytes(saved.data, "saved_or_x", grad) if saved and "gw" in wanted else None
     sizes = (tokens, out_features, in_features, settings.spec, "gx" in wanted, "gw" in wanted)
     workspace = grad.workspace(_core.backward_linear_workspace, *sizes)
-    try:
+    with _renaming(gw="gw_out", gb="gb_out", quantized_weight="w"):
         _core.backward_linear(
             grad.context(),
             grad.dlpack,
@@ -809,9 +811,6 @@ def backward_linear(
             workspace,
             weight.dlpack if weight and quantized else None,
         )
-    except (ValueError, NotImplementedError) as error:
-        names = {"gw": "gw_out", "gb": "gb_out", "quantized_weight": "w"}
-        raise _renamed(error, **names) from None
     return Gradients(
         *(_result(grad, targets[n], outputs[n]) if n in targets else None for n in outputs)
     )
@@ -856,10 +855,14 @@ def supported(
     return runs, why
 
 
-def _renamed(error: Exception, **names: str) -> Exception:
-    """Return libhot's error with its names of arguments replaced by Python's."""
-    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
-    return type(error)(text)
+@contextlib.contextmanager
+def _renaming(**names: str) -> Iterator[None]:
+    """Replace names of arguments in errors: libhot's by Python's, or a field's by the caller's."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        raise type(error)(text) from None
 
 
 def _result(source: Operand, target: Operand, out: Array | None = None) -> Array:
@@ -876,6 +879,14 @@ def _matrix(array: Operand, at_least: bool = False) -> Operand:
         expected = "2 to 4 dimensions" if at_least else "2 dimensions"
         raise ValueError(f"{array.name}: shape {array.shape}; expected {expected}")
     return array
+
+
+def _codes_of(codes: Any, kind: type[Any], name: str) -> Operand:
+    """Read the codes of an argument that is nothing else. Raises TypeError, ValueError."""
+    if not isinstance(codes, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(codes).__name__}")
+    check_fields(codes, name)
+    return operand(codes.data, f"{name}.data", ("uint8",))
 
 
 def _weight(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from typing import Any
 
 import hotcore
 import numpy as np
@@ -200,12 +202,48 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
         hotcore.dequantize_weight(codes)
     with pytest.raises(ValueError, match="^dequantize_weight: w has .* bytes; expected"):
         hotcore.dequantize_weight(dataclasses.replace(expanded, out_features=3))
-    for x in (
-        hotcore.quantize_forward_input(w),
-        hotcore.quantize_forward_input(w, exponents=exponents.copy()),
+    scaled = hotcore.quantize_forward_input(w, exponents=exponents)
+    for x, other in (
+        (hotcore.quantize_forward_input(w), expanded),
+        (hotcore.quantize_forward_input(w, exponents=exponents + 1), expanded),
+        (scaled, w),
+        (scaled, dataclasses.replace(expanded, exponents=None)),
     ):
         with pytest.raises(ValueError, match="^x: quantised with other exponents than w"):
-            hotcore.forward_linear(x, expanded)
-    scaled = hotcore.quantize_forward_input(w, exponents=exponents)
-    with pytest.raises(ValueError, match="^x: quantised with other exponents than w"):
-        hotcore.forward_linear(scaled, w)
+            hotcore.forward_linear(x, other)
+
+
+def test_restored_operands_have_equal_exponents(rng: np.random.Generator) -> None:
+    """Operands that come from a file have arrays of their own."""
+    w, x = data(rng, (4, 128)), data(rng, (3, 128))
+    exponents = exponents_of(rng, 128)
+    expanded = hotcore.expand_weight_int4(hotcore.quantize_weight_int4(w, exponents=exponents))
+    codes = hotcore.quantize_forward_input(x, exponents=exponents)
+    expected = hotcore.forward_linear(codes, expanded)
+    for left, right in (
+        (copy.deepcopy(codes), expanded),
+        (codes, dataclasses.replace(expanded, exponents=exponents.copy())),
+    ):
+        equal_bits(hotcore.forward_linear(left, right), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda e: e.astype(np.int32), "w.exponents: dtype int32; expected int8"),
+        (lambda e: e[:64].copy(), r"\w+: w.exponents has shape"),
+        (lambda e: e[None], r"\w+: w.exponents has 2 dim"),
+        (list, "w.exponents: expected an array"),
+    ],
+)
+def test_exponents_of_a_weight_are_named(rng: np.random.Generator, change: Any, match: str) -> None:
+    """The caller of these functions has passed no ``exponents``."""
+    w, exponents = data(rng, (4, 128)), exponents_of(rng, 128)
+    expanded = hotcore.expand_weight_int4(hotcore.quantize_weight_int4(w, exponents=exponents))
+    expanded = dataclasses.replace(expanded, exponents=change(exponents))
+    for call in (
+        lambda: hotcore.dequantize_weight(expanded),
+        lambda: hotcore.forward_linear(w, expanded),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{match}"):
+            call()

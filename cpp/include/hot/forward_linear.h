@@ -12,7 +12,7 @@
 namespace hot {
 
 struct ForwardLinearSpec {
-  int hadamard_block = 64;  // block of the transform along I; power of two, 1 to 256
+  int hadamard_block = 64;  // block of the transform along I; power of two, 1 to 64, or 256
 };
 
 /// Reports if this build and device can run forward_linear, and the reason if not. Never throws.

@@ -225,7 +225,7 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
             layer.on_frozen()
             if layer.bias is not None and not getattr(layer.bias, "_is_hf_initialized", False):
                 nn.init.zeros_(layer.bias)  # missing in the checkpoint, as transformers warns
-        self._freezing.report("" if self._freezing.bits == 8 else "weights")
+        self._freezing.report()
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> nn.Module:

@@ -31,7 +31,7 @@ from ..torch.conversion.selection import (
     weights_of,
 )
 from ..torch.frozen.bitsandbytes import is_8bit
-from ..torch.layers.modules import is_pointwise
+from ..torch.layers.modules import HotModule, is_pointwise
 from ..torch.ops.conv import settings
 
 FULL_PRECISION = "full precision"
@@ -158,8 +158,7 @@ def compute_report(
     watch = probe.Watch(layers)
     with preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         probe.output_of(model, inputs)
-    present = {name: getattr(layer, "config", None) for name, layer in layers.items()}
-    configs = {name: value for name, value in present.items() if isinstance(value, HotConfig)}
+    configs = {name: layer.config for name, layer in layers.items() if isinstance(layer, HotModule)}
     last = "as converted"
     if not configs:
         chosen = as_config(config)

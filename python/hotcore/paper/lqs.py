@@ -32,6 +32,7 @@ from ..torch.conversion.selection import Filter, products_of
 from ..torch.frozen.bitsandbytes import is_8bit
 from ..torch.ops.conv import settings
 from ..torch.tools.memory import matplotlib_figure
+from ..torch.tools.noise import power
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
@@ -228,21 +229,21 @@ class _Probe:
         pad = -gy.shape[1] % block
         transformed = functions.fwht(F.pad(gy, (0, pad)), block=block)
         transformed_weight = functions.fwht(F.pad(weight, (0, 0, 0, pad)), axis=0, block=block)
-        self._sums["gx", ""] += _square(transformed @ transformed_weight)
+        self._sums["gx", ""] += power(transformed @ transformed_weight)
         for scale in GX_SCALES:
             rounded = _rounded(transformed, config.gx_bits, scale, config.gx_rounding, key)
             error = (rounded - transformed) @ transformed_weight
-            self._sums["gx", scale] += _square(error)
+            self._sums["gx", scale] += power(error)
         options: dict[str, Any] = {
             name: getattr(config, name)
             for name in ("rank", "basis", "block", "rows", "token_grid", "prefix_tokens")
         }
         projected = functions.hla(gy, **options, side="gradient", key=key)
         projected_x = functions.hla(x, **options, side="activation", key=key)
-        self._sums["gw", ""] += _square(projected.T @ projected_x)
+        self._sums["gw", ""] += power(projected.T @ projected_x)
         for choice in GW_SCALES:
             rounded = _rounded(projected, 8, choice, config.gw_rounding, key)
-            self._sums["gw", choice] += _square((rounded - projected).T @ projected_x)
+            self._sums["gw", choice] += power((rounded - projected).T @ projected_x)
         self._key = key._replace(offset=key.offset + 1)
 
     def choose(self, name: str, gw_fine: str, gain: float) -> LayerErrors:
@@ -305,10 +306,6 @@ def _rounded(
     codes, scales = functions.quantize(values, bits=bits, scale=scale, rounding=rounding, key=key)
     result: Tensor = functions.dequantize(codes, scales, granularity=scale)
     return result
-
-
-def _square(values: Tensor) -> float:
-    return float(values.double().square().sum())
 
 
 def _pattern(gy: Tensor) -> tuple[tuple[float, ...], ...]:

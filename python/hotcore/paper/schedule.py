@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..config import HotConfig, as_int
+from ..config import as_int
+from ..torch.layers.modules import hot_layers
 
 Bits = Literal[4, 8]
 
@@ -49,9 +50,7 @@ class PrecisionSchedule:
             raise ValueError(f"bits: expected 8 or 4, got {bits!r}")
         if then_bits not in (4, 8, None):
             raise ValueError(f"then_bits: expected 8, 4 or None, got {then_bits!r}")
-        # Models of Hugging Face have a config of another type.
-        modules: list[Any] = [m for m in model.modules() if hasattr(m, "config")]
-        self._layers = [(m, m.config) for m in modules if isinstance(m.config, HotConfig)]
+        self._layers = [(layer, layer.config) for layer in hot_layers(model)]
         if not self._layers:
             raise ValueError("model: no layer is converted; call hot.convert(model) first")
         self._warmup, self._bits, self._then_bits = warmup, bits, then_bits

@@ -15,14 +15,7 @@ from .. import _compat, ops
 from ..frozen import feature_sizes
 from ..frozen.convrot import HotConvRotLinear
 from ..frozen.convrot import why_not as why_no_convrot
-from ..frozen.weights import (
-    FrozenModule,
-    HotFrozenLinear,
-    encoded,
-    freeze_layer,
-    plain_weights,
-    weight_rows,
-)
+from ..frozen.weights import FrozenModule, HotFrozenLinear, plain_weights
 from ..layers.modules import HotLinear, HotModule, held_forwards, own_forward, unwrapped
 from ..ops import frozen_codes
 from ..ops.frozen_codes import parameter
@@ -225,20 +218,25 @@ class Freezing:
     def sizes(self, fqn: str) -> tuple[int, int]:
         """Bytes of a layer's codes without and with their tail."""
         form = frozen_codes.Format(self.layers[fqn].config.forward_block, False, self.bits)
-        size = form.bytes(*self.rows(fqn).shape)
-        return size - form.tail, size
+        shape = self.rows(fqn).shape
+        return form.body(*shape), form.bytes(*shape)
 
     def rows(self, fqn: str) -> Tensor:
         """The weight ``[O, I]`` of a layer."""
-        return weight_rows(self.layers[fqn], self.classes[fqn])
+        return self.classes[fqn].rows(self.layers[fqn]._parameters["weight"].detach())
 
     def encoded(self, fqn: str, rows: Tensor, exponents: Tensor | None) -> Tensor:
         """Codes of rows of a layer's weight; errors begin with its name."""
-        return encoded(self.layers[fqn], self.classes[fqn], rows, exponents)
+        layer = self.layers[fqn]
+        try:
+            return self.classes[fqn].encode(rows, layer.config, exponents)
+        except (ValueError, RuntimeError) as error:
+            layer.prefix_layer_name(error)
+            raise
 
     def encoded_weight(self, fqn: str, weight: Tensor, size_of_x: Tensor | None = None) -> Tensor:
         """Codes of another weight for a layer. Raises ValueError for a NaN or an infinity."""
-        rows = weight.t() if self.classes[fqn].transposed else weight
+        rows = self.classes[fqn].rows(weight)
         exponents = None
         if self.bits == 4:
             exponents = feature_sizes.exponents(self.columns(fqn, rows), size_of_x)
@@ -256,14 +254,14 @@ class Freezing:
         self.codes[self.key(fqn)] = codes
         fields = {"weight_bits": self.bits, "weight_measured": measured}
         fields |= {"save_codes": self.save_codes, "weight_tied": self._uses[self.owners[fqn]] > 1}
-        freeze_layer(self.layers[fqn], self.classes[fqn], codes, **fields)
+        self.classes[fqn].freeze(self.layers[fqn], codes, **fields)
 
-    def report(self, sizes: str) -> None:
-        """Set the model's report."""
+    def report(self, sizes: str = "weights") -> None:
+        """Set the model's report, in 4 bits with the origin of the sizes."""
         after = sum(each.nbytes for each in self.codes.values())
         notes = tuple(_notes(self.layers.values()))
-        about = (tuple(self.layers), self.skipped, self._before, after, notes, self.bits, sizes)
-        self.model.__dict__[FREEZE_REPORT] = FreezeReport(*about)
+        about = (tuple(self.layers), self.skipped, self._before, after, notes, self.bits)
+        self.model.__dict__[FREEZE_REPORT] = FreezeReport(*about, sizes if self.bits == 4 else "")
 
 
 def _exponents(

@@ -105,7 +105,7 @@ def load_frozen(
     _assign(model, values, where)
     for fqn in freezing.layers:
         freezing.freeze(fqn, codes[freezing.key(fqn)])
-    freezing.report("" if bits == 8 else "weights")
+    freezing.report()
     if inputs is not None:
         _measure(model, freezing, targets, entries, inputs, progress)
     return model

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import _compat
 from ..frozen.weights import FrozenModule
+from ..ops.calls import autocast_on
 from .unconverted import PRODUCTS
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -34,7 +35,7 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Call:
         """Return the properties of a call with x now."""
-        return cls(tuple(x.shape), x.requires_grad, autocast_dtype(x.device.type))
+        return cls(tuple(x.shape), x.requires_grad, autocast_on(x.device.type))
 
 
 @dataclasses.dataclass
@@ -214,13 +215,6 @@ def _unwritten(x: Tensor, name: str) -> Callable[[], Tensor]:
     return unwritten
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype autocast computes in on a type of device; None if it is off."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
 def check_training(model: nn.Module, who: str) -> None:
     """Raise ValueError if the function ``who`` would find no backward pass to measure."""
     if not model.training:
@@ -331,11 +325,8 @@ def seen_by(model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable
     Raises ValueError for a NaN or an infinity in the x of a layer, which is named.
     """
     seen = Seen()
-    with preserve_state(model), eagerly(), ExitStack() as hooks:
+    with preserve_state(model), eagerly(), _hooked(layers, seen.add, lambda *_: None):
         model.eval()
-        for name, layer in layers.items():
-            see = partial(seen.add, name)
-            hooks.callback(layer.register_forward_pre_hook(see, with_kwargs=True).remove)
         for batch in batches:
             output_of(model, batch)
             seen.batches += 1

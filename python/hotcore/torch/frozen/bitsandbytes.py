@@ -143,12 +143,10 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     @not_differentiable
-    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gy is None:
-            return None, None, None, None
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         need_gx, need_gb = ctx.needs_input_grad[:2]
         dtypes = (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None)
         weight = ctx.layer.dequantized(gy.dtype) if need_gx else None
         seeds, config = (ctx.seed, ctx.seed), parsed(ctx.config_json)
         gx, _, gb = gradients(gy, weight, None, *seeds, config, ctx.x_shape, dtypes)
-        return gx, gb, None, None
+        return gx, gb

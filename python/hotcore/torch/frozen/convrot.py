@@ -164,12 +164,12 @@ class HotConvRotLinear(HotFrozenLinear):
             raise ValueError(f"weight_scale: shape {shape}; expected one number, or {rows, 1}")
         if bool((q == -128).any()):
             raise ValueError("weight: a code is -128; expected -127 to 127")
-        size = frozen_codes.body_bytes(rows, columns, group)
-        codes = torch.zeros(size, dtype=torch.uint8, device=q.device)
+        form = Format(group, True)
+        codes = torch.zeros(form.body(rows, columns), dtype=torch.uint8, device=q.device)
         target, scales = self._parts(codes)
         target[:, :columns] = _reordered(q.contiguous(), group)
         scales.copy_(scale.float().flatten() * group**0.5)
-        return frozen_codes.sealed(codes, Format(group, True))
+        return frozen_codes.sealed(codes, form)
 
 
 def _group_of(said: Tensor) -> int:

@@ -169,7 +169,7 @@ class FrozenWeight(ReadOnly):
         """The weight of a layer."""
         # On the meta device, so that code past __torch_function__ finds no values to misread.
         like = torch.empty(layer.weight_features, dtype=layer.weight_dtype, device="meta")
-        weight = (like.t() if layer.transposed else like).as_subclass(FrozenWeight)
+        weight = layer.rows(like).as_subclass(FrozenWeight)
         weight._layer = layer
         return weight
 
@@ -300,6 +300,11 @@ class FrozenModule(HotModule, nn.Module):
         plain = self.thawed.__name__
         raise TypeError(f"{type(self).__name__}: hot.freeze makes it of a {plain}")
 
+    @classmethod
+    def rows(cls, weight: Tensor) -> Tensor:
+        """A weight as ``[O, I]``, and such a matrix as a weight."""
+        return weight.t() if cls.transposed else weight
+
     @property
     def weight_shape(self) -> tuple[int, int]:
         """Shape of ``weight``."""
@@ -324,13 +329,16 @@ class FrozenModule(HotModule, nn.Module):
         fields = (self.weight_block, *self.weight_features, self.weight_dtype)
         if self.weight_bits == 8:
             return Frozen(codes, *fields)
-        if type(codes) is not Tensor or torch.compiler.is_compiling():
-            return Frozen(codes, *fields, 4, self.weight_exponents)
-        return Frozen(codes, *fields, 4, self._exponents_in(codes))
+        held = type(codes) is not Tensor or torch.compiler.is_compiling()
+        return Frozen(codes, *fields, 4, self.weight_exponents if held else self._exponents(codes))
 
     @property
     def _format(self) -> Format:
         return Format(self.weight_block, self.convrot, self.weight_bits)
+
+    @property
+    def _body_bytes(self) -> int:
+        return self._format.body(*self.weight_features)
 
     def _fits(self, codes: Tensor) -> bool:
         """Whether codes are of the layer's format, by their size."""
@@ -346,8 +354,7 @@ class FrozenModule(HotModule, nn.Module):
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
         parts: Any = self.frozen
         codes, *fields = parts  # torch 2.6 traces no _replace
-        matrix = dequantized(Frozen(frozen_codes.gathered(codes), *fields))
-        return matrix.t() if self.transposed else matrix
+        return self.rows(dequantized(Frozen(frozen_codes.gathered(codes), *fields)))
 
     @property
     def weight(self) -> Tensor:
@@ -398,15 +405,13 @@ class FrozenModule(HotModule, nn.Module):
         if self.weight_bits == 8 or _compat.symbolic(self.weight_codes):
             return
         codes = frozen_codes.gathered(self.weight_codes)
-        exponents = self._exponents_in(codes).clone()
-        size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)
-        if not (codes.is_meta or frozen_codes.intact(codes, size)):
+        exponents = self._exponents(codes).clone()
+        if not (codes.is_meta or frozen_codes.intact(codes, self._body_bytes)):
             exponents.zero_()  # to_empty's codes have no values
         self.register_buffer("weight_exponents", exponents, persistent=False)
 
-    def _exponents_in(self, codes: Tensor) -> Tensor:
-        size = frozen_codes.body_bytes(*self.weight_features, self.weight_block, 4)
-        return frozen_codes.exponents_of(codes[:size], self.weight_features[1])
+    def _exponents(self, codes: Tensor) -> Tensor:
+        return frozen_codes.exponents_of(codes[: self._body_bytes], self.weight_features[1])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a Parameter; refuses parts of a weight that ``parallelize_module`` makes.
@@ -444,6 +449,18 @@ class FrozenModule(HotModule, nn.Module):
             expected = self.weight_shape
             raise ValueError(f"weight: shape {tuple(weight.shape)}; expected {expected}")
         return nn.Parameter(weight, requires_grad=False)
+
+    @classmethod
+    def freeze(cls, layer: Any, codes: nn.Parameter, **fields: Any) -> None:
+        """Make a layer of the class :attr:`thawed` one of this class, in place.
+
+        ``fields`` are the last of ``hot_fields``, from ``save_codes`` on.
+        """
+        weight = layer._parameters["weight"]
+        _swap(layer, "weight", _CODES, codes)
+        fields |= {"weight_dtype": weight.dtype, "weight_features": tuple(cls.rows(weight).shape)}
+        become(layer, cls, {"weight_block": layer.config.forward_block, **fields})
+        layer.on_frozen()
 
     def thaw(self, weight: nn.Parameter) -> None:
         """Become the layer with this :meth:`plain_weight`, in place."""
@@ -525,7 +542,11 @@ class FrozenModule(HotModule, nn.Module):
             if codes.dtype != torch.uint8:
                 raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")
             if block is not None:  # saved before codes had their format
-                codes = self._sealed(codes, Format(int(block)))
+                if (form := Format(int(block))) != self._format:
+                    raise ValueError(f"codes of {form}; expected codes of {self._format}")
+                if (got := codes.numel()) != (size := self._body_bytes):
+                    raise ValueError(f"size mismatch: {got} bytes of codes; expected {size}")
+                codes = frozen_codes.sealed(codes, form)
             if not self._fits(codes):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
@@ -551,7 +572,7 @@ class FrozenModule(HotModule, nn.Module):
         weight = weight.to(weight.device if assign or here.type == "meta" else here)
         if self.weight_dtype in DTYPES:
             weight = weight.to(self.weight_dtype)
-        rows = weight.t() if self.transposed else weight
+        rows = self.rows(weight)
         return self.encode(rows, self._config, self._exponents_for(rows))
 
     def _exponents_for(self, rows: Tensor) -> Tensor | None:
@@ -567,15 +588,6 @@ class FrozenModule(HotModule, nn.Module):
             return new
         own = own.to(rows.device)
         return own if self.weight_measured or bool(((own.int() - new).abs() <= 1).all()) else new
-
-    def _sealed(self, body: Tensor, form: Format) -> Tensor:
-        """Give codes their tail that were saved without it. Raises ValueError."""
-        if form != self._format:
-            raise ValueError(f"codes of {form}; expected codes of {self._format}")
-        size = frozen_codes.body_bytes(*self.weight_features, form.block, form.bits)
-        if body.numel() != size:
-            raise ValueError(f"size mismatch: {body.numel()} bytes of codes; expected {size}")
-        return frozen_codes.sealed(body, form)
 
     def _make_room(self, codes: Tensor, assign: bool) -> None:
         """Allocate memory for codes of another format; layers that share it see them, too."""
@@ -620,40 +632,6 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
     ]
     layer._parameters.clear()
     layer._parameters.update(items)
-
-
-def encoded(
-    layer: HotModule, cls: type[FrozenModule], rows: Tensor, exponents: Tensor | None
-) -> Tensor:
-    """Codes of rows of a layer's weight, as ``cls`` has them. Errors begin with its name."""
-    try:
-        return cls.encode(rows, layer.config, exponents)
-    except (ValueError, RuntimeError) as error:
-        layer.prefix_layer_name(error)
-        raise
-
-
-def weight_rows(layer: HotModule, cls: type[FrozenModule]) -> Tensor:
-    """The weight ``[O, I]`` of a layer that is to be one of ``cls``."""
-    weight: Tensor = layer._parameters["weight"].detach()  # type: ignore[attr-defined]  # a module has it
-    return weight.t() if cls.transposed else weight
-
-
-def freeze_layer(
-    layer: HotModule, cls: type[FrozenModule], codes: nn.Parameter, **fields: Any
-) -> None:
-    """Make a layer of the class ``cls.thawed`` one of ``cls``, in place; its weight has ``codes``.
-
-    ``fields`` are the last of ``hot_fields``, from ``save_codes`` on.
-    """
-    assert isinstance(layer, nn.Module)
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    _swap(layer, "weight", _CODES, codes)
-    features = tuple(reversed(weight.shape) if cls.transposed else weight.shape)
-    fields["weight_dtype"], fields["weight_features"] = weight.dtype, features
-    become(layer, cls, {"weight_block": layer.config.forward_block, **fields})
-    cls.on_frozen(layer)  # type: ignore[arg-type]  # it is of cls now
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):

@@ -114,7 +114,6 @@ class AttachedLoss(OwnForward):
         head = getattr(model, name)
         self.head = HeadForward(head)
         self.forward, self.plain_loss = model.forward, model.loss_function
-        self.before = {name: vars(model).get(name) for name in (*self.installed(), _LOSS)}
         self.names = [*inspect.signature(model.forward).parameters]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +239,7 @@ def _attach(model: nn.Module, config: ConfigLike | None) -> str:
         return why
     state = AttachedLoss(inner, names[0], config, capped)
     vars(head)[_FORWARD] = state.head
-    vars(inner).update({**state.installed(), _LOSS: state.loss})
+    state.install(inner, **{_LOSS: state.loss})
     return ""
 
 
@@ -260,10 +259,7 @@ def detach(model: nn.Module) -> None:
     for head in heads | {state.head.head for state in states.values()}:
         vars(head).pop(_FORWARD, None)
     for module, state in states.items():
-        for name, value in state.before.items():
-            vars(module).pop(name, None)
-            if value is not None:
-                vars(module)[name] = value
+        state.uninstall(module)
 
 
 def is_attached(module: nn.Module) -> bool:

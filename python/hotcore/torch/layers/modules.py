@@ -266,9 +266,18 @@ class OwnForward:
         code = getattr(getattr(forward, "__func__", None), "__code__", None)
         return vars(module).get(_OWN) if code is _call_own.__code__ else None
 
-    def installed(self) -> dict[str, Any]:
-        """Entries of the module's ``__dict__`` that make its calls run this object."""
-        return {_FORWARD: self, _OWN: self}
+    def install(self, module: nn.Module, **more: Any) -> None:
+        """Make the module's calls run this object; ``more`` goes into its ``__dict__``, too."""
+        entries = {_FORWARD: self, _OWN: self, **more}
+        self._before = {name: vars(module).get(name) for name in entries}
+        vars(module).update(entries)
+
+    def uninstall(self, module: nn.Module) -> None:
+        """Restore the module's ``__dict__``."""
+        for name, value in self._before.items():
+            vars(module).pop(name, None)
+            if value is not None:
+                vars(module)[name] = value
 
     @property
     def __signature__(self) -> inspect.Signature:

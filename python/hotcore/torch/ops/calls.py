@@ -158,8 +158,12 @@ def _name(dtype: torch.dtype) -> str:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast would cast x to; None if it would leave x alone."""
-    device = x.device.type
-    if x.dtype not in DTYPES or device == "meta" or not torch.is_autocast_enabled(device):
+    return autocast_on(x.device.type) if x.dtype in DTYPES else None
+
+
+def autocast_on(device: str) -> torch.dtype | None:
+    """The dtype autocast computes in on a type of device; None if it is off."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -24,6 +24,7 @@ from ...config import HotConfig, Key
 from .. import _compat
 from . import core, frozen_codes, sharing
 from .core import DTYPES, call, collapsible, flat, parsed
+from .frozen_codes import Format, up
 from .registry import operator
 from .sharing import once
 
@@ -53,17 +54,17 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
         rank = len(config.rows) if config.rows else config.rank
         rows = -(-body // config.block) * rank + prefix
     if config.storage == "int4":
-        width, scales = _up(rows, 32) // 2, 2 * in_features * -(-tokens // 64)
+        width, scales = up(rows, 32) // 2, 2 * in_features * -(-tokens // 64)
     else:
-        width, scales = _up(rows, 16), 4 * (in_features if config.gw_scale == "channel" else 1)
-    return _up(in_features * width, 16) + scales + (tokens if config.equalize_tokens else 0)
+        width, scales = up(rows, 16), 4 * (in_features if config.gw_scale == "channel" else 1)
+    return up(in_features * width, 16) + scales + (tokens if config.equalize_tokens else 0)
 
 
 def input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``forward_input_bytes(...)``, also of symbolic sizes."""
     if type(tokens) is int and type(in_features) is int:
         return _input_bytes(tokens, in_features, config.forward_spec)
-    return frozen_codes.body_bytes(tokens, in_features, config.forward_block)
+    return Format(config.forward_block).body(tokens, in_features)
 
 
 @functools.lru_cache(maxsize=4096)  # a call takes microseconds
@@ -72,10 +73,6 @@ def _saved_bytes(tokens: int, in_features: int, spec: _core.Spec) -> int:
 
 
 _input_bytes = functools.lru_cache(maxsize=4096)(_core.forward_input_bytes)
-
-
-def _up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
 
 
 def _bytes(size: int, like: Tensor) -> Tensor:
@@ -353,14 +350,12 @@ def quantize_weight_int4(weight: Tensor, exponents: Tensor, config: HotConfig) -
     On the meta device a vector of that size.
     """
     rows, columns = weight.shape
-    spec, block = config.forward_spec, config.forward_block
-    out = torch.zeros(
-        frozen_codes.body_bytes(rows, columns, block, 4), dtype=torch.uint8, device=weight.device
-    )
+    spec, group = config.forward_spec, frozen_codes.GROUP
+    out = _bytes(Format(config.forward_block, bits=4).body(rows, columns), weight).zero_()
     if not weight.is_meta:
-        size = frozen_codes.int4_bytes(rows, columns, block)
+        size = _core.weight_int4_bytes(rows, columns, spec, group)
         operands = {"w": weight, "exponents": exponents, "out": out[:size]}
-        call(_core.quantize_weight_int4, weight, spec=spec, group=frozen_codes.GROUP, **operands)
+        call(_core.quantize_weight_int4, weight, spec=spec, group=group, **operands)
         frozen_codes.exponents_of(out, columns).copy_(exponents)
     return out
 
@@ -370,21 +365,25 @@ def _forward_spec(block: int) -> _core.ForwardLinearSpec:
     return HotConfig(forward_block=block).forward_spec
 
 
+def _shape_of(weight: Frozen) -> dict[str, Any]:
+    spec = _forward_spec(weight.block)
+    return {"out_features": weight.out_features, "in_features": weight.in_features, "spec": spec}
+
+
 def expanded(weight: Frozen) -> Frozen:
     """A weight in INT4 as the INT8 codes that stand for the same values, without its exponents."""
-    codes, rows, columns = body(weight), weight.out_features, weight.in_features
-    out = torch.empty(
-        frozen_codes.body_bytes(rows, columns, weight.block), dtype=torch.uint8, device=codes.device
-    )
+    codes, shape = body(weight), _shape_of(weight)
+    out = _bytes(_core.forward_weight_bytes(**shape), codes)
     if not codes.is_meta:
-        source = codes[: frozen_codes.int4_bytes(rows, columns, weight.block)]
-        shape = {"out_features": rows, "in_features": columns, "group": frozen_codes.GROUP}
-        spec = _forward_spec(weight.block)
-        call(_core.expand_weight_int4, codes, w=source, spec=spec, **shape, out=out)
+        shape["group"] = frozen_codes.GROUP
+        source = codes[: _core.weight_int4_bytes(**shape)]
+        call(_core.expand_weight_int4, codes, w=source, **shape, out=out)
     return weight._replace(codes=out, bits=8, exponents=None)
 
 
-_body_bytes = functools.lru_cache(maxsize=4096)(frozen_codes.body_bytes)
+@functools.lru_cache(maxsize=4096)
+def _body_bytes(rows: int, columns: int, block: int, bits: int) -> int:
+    return Format(block, bits=bits).body(rows, columns)
 
 
 def body(weight: Frozen, check: bool = False) -> Tensor:
@@ -410,9 +409,8 @@ def dequantize(weight: Frozen) -> Tensor:
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
     out = torch.empty(shape, dtype=dtype, device=codes.device)
     if not codes.is_meta:
-        sizes = {"out_features": shape[0], "in_features": shape[1]}
-        operands = {"w": codes, "spec": _forward_spec(weight.block), "exponents": exponents}
-        call(_core.dequantize_weight, codes, **operands, **sizes, out=out)
+        operands = {"w": codes, "exponents": exponents, "out": out}
+        call(_core.dequantize_weight, codes, **operands, **_shape_of(weight))
     return out.to(weight.dtype)
 
 

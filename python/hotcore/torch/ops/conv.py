@@ -444,10 +444,8 @@ class Conv2d(torch.autograd.Function):
 
     @staticmethod
     @not_differentiable
-    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gy: Tensor) -> linear.Gradients:
         """g_x, g_w and g_b, by the operator."""
-        if gy is None:
-            return (None,) * 7
         tensors = ctx.saved_tensors
         if ctx.cache is not None:
             ctx.cache.entry = None
@@ -456,7 +454,7 @@ class Conv2d(torch.autograd.Function):
         backward = _backward_pixels if ctx.products else _backward_window
         results = backward(ctx, core.dense(gy), dtypes, *tensors)
         gx, gw, gb = (g if need else None for g, need in zip(results, needed, strict=True))
-        return gx, gw, gb, None, None, None, None
+        return gx, gw, gb
 
 
 @operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops)

@@ -57,9 +57,15 @@ class Format(NamedTuple):
         """
         return 4 * (2 * self.block.bit_length() + self.convrot + 1) + 2 * (self.bits == 4)
 
+    def body(self, rows: int, columns: int) -> int:
+        """Bytes of the codes and scales, in INT4 also of the exponents; sizes may be symbolic."""
+        if self.bits == 8:
+            return rows * (padded(columns, self.block) + 4)
+        return up(int4_bytes(rows, columns, self.block), 16) + up(columns, 16)
+
     def bytes(self, rows: int, columns: int) -> int:
         """Bytes of the codes and scales with their tail."""
-        return body_bytes(rows, columns, self.block, self.bits) + self.tail
+        return self.body(rows, columns) + self.tail
 
     def __str__(self) -> str:
         """The format's name in errors."""
@@ -73,10 +79,14 @@ FORMATS = tuple(
 )
 
 
+def up(size: int, multiple: int) -> int:
+    """The size, rounded up to a multiple; both may be symbolic."""
+    return (size + multiple - 1) // multiple * multiple
+
+
 def padded(columns: int, block: int) -> int:
     """Codes of a row of so many features; sizes may be symbolic."""
-    width = (columns + block - 1) // block * block
-    return (width + 15) // 16 * 16
+    return up(up(columns, block), 16)
 
 
 def int4_bytes(rows: int, columns: int, block: int) -> int:
@@ -85,21 +95,10 @@ def int4_bytes(rows: int, columns: int, block: int) -> int:
     return rows * (width // 2 + 4 + width // GROUP)
 
 
-def body_bytes(rows: int, columns: int, block: int, bits: int = 8) -> int:
-    """Bytes of the codes and scales, in INT4 also of the exponents; sizes may be symbolic."""
-    if bits == 8:
-        return rows * (padded(columns, block) + 4)
-    return _aligned(int4_bytes(rows, columns, block)) + _aligned(columns)
-
-
 def exponents_of(body: Tensor, columns: int) -> Tensor:
     """Exponents of the features, an int8 view ``[columns]`` of INT4's bytes."""
-    begin = body.numel() - _aligned(columns)
+    begin = body.numel() - up(columns, 16)
     return body[begin : begin + columns].view(torch.int8)
-
-
-def _aligned(size: int) -> int:
-    return (size + 15) // 16 * 16
 
 
 def format_of(size: int, rows: int, columns: int) -> Format | None:
@@ -126,10 +125,7 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     state of torch's version counter and memory, which synchronises a GPU. While a CUDA graph is
     captured, or where there are no values, nothing is checked.
     """
-    state, seen = (version(codes), codes.data_ptr()), getattr(codes, "_hot_seen", None)
-    if seen is not None and seen[:2] == state and (exponents is None or exponents is seen[2]):
-        return
-    if codes.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _known(codes, exponents) or _captured(codes):
         return
     if not (codes.is_meta or _compat.symbolic(codes)):
         if not intact(codes, size):
@@ -138,21 +134,26 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
             held = exponents_of(codes[:size], exponents.numel())
             if not torch.equal(held, exponents):
                 raise RuntimeError(_OTHERS)
-    codes._hot_seen = (*state, exponents)
+    codes._hot_seen = (version(codes), codes.data_ptr(), exponents)
+
+
+def _known(codes: Any, exponents: Tensor | None) -> bool:
+    """Whether :func:`check` has seen these bytes, together with the exponents."""
+    seen = getattr(codes, "_hot_seen", None)
+    if seen is None or seen[:2] != (version(codes), codes.data_ptr()):
+        return False
+    return exponents is None or exponents is seen[2]
+
+
+def _captured(codes: Tensor) -> bool:
+    return codes.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def written(codes: Any, exponents: Tensor) -> bool:
     """Whether guarded codes may hold other exponents: :func:`check` has not seen both together."""
     if torch.compiler.is_compiling() or not hasattr(codes, "_hot_seen"):
         return False
-    if codes.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    state = (version(codes), codes.data_ptr())
-    return (
-        codes._hot_seen is None
-        or codes._hot_seen[:2] != state
-        or codes._hot_seen[2] is not exponents
-    )
+    return not (_captured(codes) or _known(codes, exponents))
 
 
 def intact(codes: Tensor, size: int) -> bool:

@@ -28,6 +28,7 @@ from .. import _compat
 from . import calls, codes, core, linear, sharded
 from .codes import Frozen
 from .core import call, parsed
+from .frozen_codes import up
 from .registry import not_differentiable, operator
 
 _NAME = "linear_cross_entropy"
@@ -188,11 +189,7 @@ def chunk_of(tokens: int, vocab: int, in_features: int) -> int:
     """Tokens of a chunk: chunks are about equal, and multiples of 128."""
     limit = max(MIN_CHUNK, in_features // 2, tokens * in_features // vocab)
     count = max(1, -(-tokens // limit))
-    return _up(tokens, 128 * count) // count if count > 1 else max(1, tokens)
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return up(tokens, 128 * count) // count if count > 1 else max(1, tokens)
 
 
 def differentiate(
@@ -279,7 +276,7 @@ class _Products:
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.dtype, self.weight = x.dtype, weight
-        self.padded = _up(len(weight), _ALIGNED)
+        self.padded = up(len(weight), _ALIGNED)
         self.bias = None if bias is None else self.pad(bias)
 
     def pad(self, rows: Tensor) -> Tensor:
@@ -330,7 +327,7 @@ class _HotProducts(_Products):
         self.config = config = dataclasses.replace(config, storage="int8")
         self.seed, self.calls = seed, 0
         count = -(-self.padded // _PART)
-        step = _up(self.padded, 128 * count) // count
+        step = up(self.padded, 128 * count) // count
         ends = [min(end, self.padded) for end in range(0, self.padded + step, step)]
         self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         whole = self.pad(weight)
@@ -498,11 +495,9 @@ class Head(torch.autograd.Function):
 
     @staticmethod
     @not_differentiable
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """g_x, g_w and g_b."""
-        needs, others = ctx.needs_input_grad[:3], (None,) * (len(ctx.needs_input_grad) - 3)
-        if g is None:
-            return (None, None, None, *others)
+        needs = ctx.needs_input_grad[:3]
         alone = ctx.later is None and core.bypasses_dispatcher(g) and not _compat.batched(g)
         owned = alone and not _compat.keeps_graph()
         if ctx.later is None:
@@ -513,11 +508,10 @@ class Head(torch.autograd.Function):
             *tensors, factor, seed = ctx.saved_tensors
             _, *gradients = _head_loss(*tensors, factor * g, seed, config, *needs, *options)
             scale = None
-        scaled = (
+        return tuple(
             _scaled(gradient, scale, dtype, owned) if need else None
             for gradient, dtype, need in zip(gradients, ctx.dtypes, needs, strict=True)
         )
-        return (*scaled, *others)
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: bool) -> Tensor:

@@ -339,11 +339,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     @not_differentiable
-    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gy: Tensor) -> Gradients:
         """g_x, g_w and g_b."""
-        others = (None,) * 10
-        if gy is None:
-            return None, None, None, *others
         saved, saved_seed, weight = ctx.saved_tensors
         settings, seed, x_shape, dtypes, cache, deferred, fields = ctx.call
         if cache is not None:
@@ -357,7 +354,7 @@ class Linear(torch.autograd.Function):
         saved, weight = saved if need_gw else None, weight if need_gx else None
         if weight is not None and fields:
             weight = Frozen(weight, *fields)
-        return *gradients(gy, weight, saved, *seeds, settings, x_shape, wanted), *others
+        return gradients(gy, weight, saved, *seeds, settings, x_shape, wanted)
 
 
 @operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops)

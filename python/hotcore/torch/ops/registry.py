@@ -123,18 +123,21 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 def not_differentiable(backward: _Backward) -> _Backward:
     """Make an autograd function's backward raise RuntimeError under ``create_graph=True``.
 
-    ``once_differentiable`` would raise only where the result is differentiated. But autograd skips
-    a node that leads to none of the requested inputs: the term would be missing without an error.
+    It gives the gradients of the first inputs; the others get None, and so do all without a
+    gradient of the result. ``once_differentiable`` would raise only where the result is
+    differentiated. But autograd skips a node that leads to none of the requested inputs: the term
+    would be missing without an error.
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Any) -> Any:
+    def checked(ctx: Any, gy: Tensor | None) -> Any:
         if torch.is_grad_enabled():  # by the engine, to follow this pass
             raise RuntimeError(
                 "hotcore.torch: create_graph=True reaches a HOT layer, whose backward cannot be "
                 "differentiated: revert() the model, or keep the layer plain (convert's filter_fn)"
             )
-        return backward(ctx, *gradients)
+        results = () if gy is None else backward(ctx, gy)
+        return (*results, *(None,) * (len(ctx.needs_input_grad) - len(results)))
 
     return checked  # type: ignore[return-value]  # of the same signature
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..conversion.probe import autocast_dtype
 from ..conversion.report import REPORT
 from ..conversion.selection import Filter, candidates, why_plain
 from ..layers.modules import Changed, HotModule, become, unwrapped
 from ..ops import core
+from ..ops.calls import autocast_on
 
 Kept = tuple[Tensor, ...]
 
@@ -268,7 +268,7 @@ def _why_not(layer: nn.Module) -> str:
 
 def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Operands of a product, cast as autocast casts them."""
-    dtype = autocast_dtype(x.device.type)
+    dtype = autocast_on(x.device.type)
     return (x, w) if dtype is None else (x.to(dtype), w.to(dtype))
 
 

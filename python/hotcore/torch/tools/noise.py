@@ -147,8 +147,8 @@ class NoiseMonitor:
             if ours is not None and true is not None:
                 for key in (name or "(root)", "all"):
                     sums = self._sums.setdefault(f"hot/noise_{kind}/{key}", [0.0, 0.0])
-                    sums[0] += _power(ours.float() - true)
-                    sums[1] += _power(true)
+                    sums[0] += power(ours.float() - true)
+                    sums[1] += power(true)
 
 
 def _measurable(module: nn.Module) -> bool:
@@ -185,5 +185,6 @@ def _gradients(
     return gw, gx
 
 
-def _power(values: Tensor) -> float:
+def power(values: Tensor) -> float:
+    """Sum of the squares, in fp64."""
     return float(values.double().square().sum())

@@ -113,20 +113,16 @@ def recompute(
     handle = Recomputed(chosen, policy)
     defer = policy is None or not keeps_codes(policy)
     for block in chosen:
-        entries = _Checkpointed(block, block.forward, options, defer).installed()
-        before = {name: vars(block).get(name) for name in entries}
+        forward = _Checkpointed(block, block.forward, options, defer)
         deferred = {layer: layer.defer for layer in hot_layers(block)}
-        handle._undo.callback(_restore, block, before, deferred)
-        vars(block).update(entries)
+        handle._undo.callback(_restore, block, forward, deferred)
+        forward.install(block)
         defer_in_blocks(block)
     return handle
 
 
-def _restore(block: nn.Module, before: dict[str, Any], deferred: dict[HotModule, bool]) -> None:
-    for name, value in before.items():
-        vars(block).pop(name, None)
-        if value is not None:
-            vars(block)[name] = value
+def _restore(block: nn.Module, forward: OwnForward, deferred: dict[HotModule, bool]) -> None:
+    forward.uninstall(block)
     for layer in hot_layers(block):
         layer.defer = deferred.get(layer, False)
 
