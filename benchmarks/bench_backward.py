@@ -549,8 +549,8 @@ def part_rule(args: argparse.Namespace) -> dict[str, Any]:
 def fitted(name: str, tables: Mapping[Shape, Mapping[str, Row]]) -> dict[str, Any]:
     """Fit a kind's time by least squares of the relative errors.
 
-    The terms are those of gains.py: picoseconds per token (per in x out feature, per in feature,
-    per out feature, constant), then picoseconds per call (constant, per in x out feature).
+    The terms are those of gains.py, in picoseconds. Per token: in x out feature, in feature, out
+    feature, constant. Per call: constant, in x out feature.
     """
     times = torch.tensor([rows[name]["median_ms"] * 1e9 for rows in tables.values()]).double()
     terms = torch.tensor([(t * o * i, t * i, t * o, t, 1, o * i) for t, o, i in tables]).double()

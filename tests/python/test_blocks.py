@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import hotcore
@@ -26,15 +27,17 @@ from support import (
     widened,
 )
 
+ZERO = Key(0)
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 
 
 def wire_of(count: int, *leading: int) -> np.ndarray:
     """Poisoned bytes for vectors of ``count`` values; the last of ``leading`` is their parts."""
-    return np.full((*leading, -(--(-count // leading[-1]) // 64) * 68), 0xA5, np.uint8)
+    size = math.ceil(count / leading[-1])
+    return np.full((*leading, math.ceil(size / 64) * 68), 0xA5, np.uint8)
 
 
-def encode(x: Any, parts: int = 1, rounding: str = "stochastic", key: Key = Key(0)) -> np.ndarray:
+def encode(x: Any, parts: int = 1, rounding: str = "stochastic", key: Key = ZERO) -> np.ndarray:
     wire = wire_of(len(x), parts)
     _core.encode_blocks(contexts.cpu(hotcore.num_threads()), x, rounding, key, wire)
     return wire

@@ -3,7 +3,7 @@
 Each process transforms its gradient in blocks of 64 (Hadamard) and rounds every block
 stochastically to INT8 with one fp32 scale. Codes and scales travel, 1.0625 bytes a value. The
 receiver adds the processes' values in fp32, always in the order of ranks, and undoes the transform
-once. The sum is unbiased. docs/torch/support.md, "Gradients in INT8", has its error.
+once. The sum is unbiased. docs/torch/support.md, "Weights and gradients in INT8", has its error.
 """
 
 # Without ``annotations`` of __future__: DDP reads those of its hook as objects.
