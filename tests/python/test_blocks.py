@@ -29,22 +29,23 @@ from support import (
 
 ZERO = Key(0)
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
+PLAIN = Key(0)
 
 
 def wire_of(count: int, *leading: int) -> np.ndarray:
     """Poisoned bytes for vectors of ``count`` values; the last of ``leading`` is their parts."""
-    size = math.ceil(count / leading[-1])
-    return np.full((*leading, math.ceil(size / 64) * 68), 0xA5, np.uint8)
+    blocks = -(-count // (64 * leading[-1]))
+    return np.full((*leading, blocks * 68), 0xA5, np.uint8)
 
 
-def encode(x: Any, parts: int = 1, rounding: str = "stochastic", key: Key = ZERO) -> np.ndarray:
+def encode(x: Any, parts: int = 1, rounding: str = "stochastic", key: Key = PLAIN) -> np.ndarray:
     wire = wire_of(len(x), parts)
     _core.encode_blocks(contexts.cpu(hotcore.num_threads()), x, rounding, key, wire)
     return wire
 
 
 def add(wires: np.ndarray, count: int, factor: float, dtype: str = "float32") -> Any:
-    out = poison((count,), dtype)
+    out = poison((count + 1,), dtype)[1:]
     _core.sum_blocks(contexts.cpu(hotcore.num_threads()), wires, factor, out)
     return out
 
