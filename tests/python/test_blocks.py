@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import hotcore
@@ -27,7 +26,6 @@ from support import (
     widened,
 )
 
-ZERO = Key(0)
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 PLAIN = Key(0)
 
