@@ -268,7 +268,9 @@ def facts_of(
 ) -> gains.Facts:
     """Properties of a layer that determine its time; ``tokens`` of a call, if known."""
     sizes = (products_of(module, config, device), *features_of(module))
-    return gains.Facts(*sizes, config, device, is_frozen(module), rate, tokens or gains.TOKENS)
+    transposed = kind_of(module) == "Conv1D"
+    call = (tokens or gains.TOKENS, transposed)
+    return gains.Facts(*sizes, config, device, is_frozen(module), rate, *call)
 
 
 def rate_of(device: torch.device) -> gpus.Int8Rate:
