@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ... import _core
 from ...config import Key
-from ..ops.core import SEEDS, context_for, to_dlpack
+from ..ops.core import SEEDS, call
 
 BLOCK = 64
 """Values that are transformed together and share a scale."""
@@ -193,15 +193,12 @@ def encode(values: Tensor, key: Key) -> Tensor:
     """
     rest = -values.numel() % BLOCK
     rows = (nn.functional.pad(values, (0, rest)) if rest else values.contiguous()).view(-1, BLOCK)
-    context, count = context_for(values), len(rows)
-    transformed = torch.empty(count, BLOCK, dtype=torch.float32, device=values.device)
-    _core.fwht(context, to_dlpack(rows), 1, BLOCK, to_dlpack(transformed))
-    wire = torch.empty(count * (BLOCK + _SCALE_BYTES), dtype=torch.uint8, device=values.device)
+    transformed = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    call(_core.fwht, rows, x=rows, axis=1, block=BLOCK, out=transformed)
+    wire = torch.empty(len(rows) * (BLOCK + _SCALE_BYTES), dtype=torch.uint8, device=rows.device)
+    rounding: dict[str, Any] = {"bits": 8, "scale": "token", "rounding": "stochastic", "key": key}
     q, scales = _halves(wire)
-    _core.quantize(
-        context, to_dlpack(transformed), 8, "token", "stochastic", key,
-        to_dlpack(q), to_dlpack(scales),
-    )  # fmt: skip
+    call(_core.quantize, rows, x=transformed, **rounding, q=q, scale_out=scales)
     return wire
 
 
@@ -214,13 +211,12 @@ def _halves(wire: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sum(wire: Tensor, count: int, factor: float) -> Tensor:
     """The sum of what rows of ``wire`` stand for, times ``factor``: float32 ``[count]``."""
-    context = context_for(wire)
     total: Tensor | None = None
     for row in wire:
         q, scales = _halves(row)
         part = torch.empty(q.shape, dtype=torch.float32, device=wire.device)
-        _core.dequantize(context, to_dlpack(q), to_dlpack(scales), "token", to_dlpack(part))
+        call(_core.dequantize, wire, q=q, scale=scales, granularity="token", out=part)
         total = part if total is None else total.add_(part)
     assert total is not None
-    _core.fwht(context, to_dlpack(total), 1, BLOCK, to_dlpack(total))
+    call(_core.fwht, wire, x=total, axis=1, block=BLOCK, out=total)
     return total.view(-1)[:count].mul_(factor / BLOCK)
