@@ -51,10 +51,4 @@ class HotCallback(LoopCallback, _callback_class()):  # type: ignore[misc]  # unt
 
         self._enter(pl_module, trainer.optimizers[0], trainer.global_step, log)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the loop."""
-        self.close()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the loop."""
-        self.close()
+    on_exception = LoopCallback.on_train_end

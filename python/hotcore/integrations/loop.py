@@ -132,6 +132,10 @@ class LoopCallback:
             options["log"] = log
         self.loop = HotLoop(model, optimizer, **options).__enter__()
 
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Leave the loop."""
+        self.close()
+
     def close(self) -> None:
         """Undo everything, also after a training that ended with an error."""
         if self.loop is not None:

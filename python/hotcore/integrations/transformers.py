@@ -306,7 +306,3 @@ class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # unty
             control.should_log = should_log  # Trainer.log clears it, which would skip the loss
         elif scalars:
             state.log_history.append({**scalars, "step": state.global_step})
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the loop."""
-        self.close()

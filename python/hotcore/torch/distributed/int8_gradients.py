@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ... import _core
 from ...config import Key
-from ..ops.core import SEEDS, context_for, to_dlpack
+from ..ops.core import SEEDS, call
 
 BLOCK = 64
 """Values that are transformed together and share a scale."""
@@ -208,12 +208,12 @@ def encode(values: Tensor, key: Key | None, parts: int = 1, wire: Tensor | None 
         row = encoded_bytes(-(-values.numel() // parts))
         wire = torch.empty(parts, row, dtype=torch.uint8, device=values.device)
     rounding = "nearest" if key is None else "stochastic"
-    arguments = (to_dlpack(values), rounding, key or Key(0), to_dlpack(wire))
-    _core.encode_blocks(context_for(values), *arguments)
+    given = {"x": values, "rounding": rounding, "key": key or Key(0), "wire": wire}
+    call(_core.encode_blocks, values, **given)
     return wire
 
 
 def decode_sum(wire: Tensor, factor: float, out: Tensor) -> Tensor:
     """Write the sum of the ranks' values, times ``factor``, to the vector ``out``."""
-    _core.sum_blocks(context_for(wire), to_dlpack(wire), factor, to_dlpack(out))
+    call(_core.sum_blocks, wire, wire=wire, factor=factor, out=out)
     return out

@@ -9,9 +9,9 @@ from .weights import FrozenModule
 
 
 class HotFrozenConv1D(FrozenModule, HotConv1D):
-    """:class:`HotConv1D` whose frozen weight is kept only as INT8 codes.
+    """:class:`HotConv1D` whose frozen weight is kept only as codes.
 
-    :func:`hotcore.torch.freeze_int8` makes it from a HotConv1D.
+    :func:`hotcore.torch.freeze` makes it from a HotConv1D.
     """
 
     thawed = HotConv1D

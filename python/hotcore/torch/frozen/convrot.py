@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -133,17 +132,11 @@ class HotConvRotLinear(HotFrozenLinear):
         )
         destination.update({prefix + key: v for key, v in zip(_KEYS, values, strict=True)} | others)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        state = dict(state_dict)
-        *_, errors = rest
+    def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         weight = state.get(prefix + "weight")
         if weight is not None and (prefix + "comfy_quant" in state or weight.dtype == torch.int8):
-            try:
-                state[prefix + "weight_codes"] = self._read(state, prefix)
-            except ValueError as error:
-                errors.append(f"While loading {prefix}weight: {error}")
-                state[prefix + "weight_codes"] = self.weight_codes.detach()
-        super()._load_from_state_dict(state, prefix, *rest)
+            state[prefix + "weight_codes"] = self._read(state, prefix)
+        return super()._codes_from(state, prefix, assign)
 
     def _read(self, state: dict[str, Any], prefix: str) -> Tensor:
         """Take ConvRot's keys out of ``state``; return libhot's codes. Raises ValueError."""

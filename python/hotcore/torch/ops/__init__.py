@@ -8,22 +8,8 @@ operator of a function.
 """
 
 from . import conv, head, linear
-from .codes import draw_seed
-from .core import DTYPES, PLAIN_TYPES, seed_for
-from .registry import library, not_differentiable
+from .core import DTYPES, PLAIN_TYPES
 from .sharded import is_dtensor
 from .sharing import share_inputs
 
-__all__ = [
-    "DTYPES",
-    "PLAIN_TYPES",
-    "conv",
-    "draw_seed",
-    "head",
-    "is_dtensor",
-    "library",
-    "linear",
-    "not_differentiable",
-    "seed_for",
-    "share_inputs",
-]
+__all__ = ["DTYPES", "PLAIN_TYPES", "conv", "head", "is_dtensor", "linear", "share_inputs"]

@@ -260,7 +260,7 @@ def input_of(
 def _input_without_node(inner: Tensor, config: str, exponents: Tensor | None) -> Tensor:
     # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
     with torch.no_grad():
-        return forward_input(inner, config, *(() if exponents is None else (exponents,)))
+        return forward_input(inner, config, exponents)
 
 
 # ---- both forms in eager mode ----

@@ -148,8 +148,7 @@ def _prepared(
     keep, saved, quantized = not frozen and held.requires_grad and not defer, None, None
     exponents = weight.exponents if isinstance(weight, Frozen) else None
     if compiled and int8:
-        powers = () if exponents is None else (exponents,)
-        quantized, saved, seed = codes.input_of(x, inner, config, keep, *powers)
+        quantized, saved, seed = codes.input_of(x, inner, config, keep, exponents)
     elif compiled and config:
         saved, seed = codes.kept_of(x, inner, config, keep)
     elif int8 and seed is not None and core.product_bypasses_dispatcher(inner, held):
