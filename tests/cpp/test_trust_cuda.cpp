@@ -683,6 +683,28 @@ TEST_F(TrustCuda, fwht_past_two_to_the_31) {
   EXPECT_EQ(x.different(), 0);
 }
 
+// Two ranks' vectors, the second's wire beyond 2^31 bytes.
+TEST_F(TrustCuda, large_blocks) {
+  HOT_LARGE_ONLY();
+  const std::int64_t n = (std::int64_t{1} << 31) + 65537, bytes = (n + 63) / 64 * 68;
+  property("elements", n);
+  LargeArray x(1, n, DType::bf16, true), wire(2, bytes, DType::i8, false);
+  for (const bool on_gpu : {true, false}) {
+    const hot::Context c = on_gpu ? hot::Context::cuda(0, stream_) : hot::Context::cpu(0);
+    TensorView row = wire.flat(on_gpu);
+    for (std::uint64_t rank = 0; rank < 2; ++rank) {
+      row.data =
+          static_cast<char*>(wire.view(on_gpu).data) + static_cast<std::int64_t>(rank) * bytes;
+      hot::encode_blocks(c.with_key({rank, 8, 9}), x.flat(on_gpu), hot::Rounding::stochastic, row);
+    }
+    check(cudaStreamSynchronize(stream_));
+    hot::sum_blocks(c, wire.view(on_gpu), 0.5F, x.flat(on_gpu));
+    check(cudaStreamSynchronize(stream_));
+  }
+  EXPECT_EQ(wire.different(), 0);
+  EXPECT_EQ(x.different(), 0);
+}
+
 // x has more than 2^31 elements. The contraction is at most 131,071, so all bits are equal.
 TEST_F(TrustCuda, large_x) {
   HOT_LARGE_ONLY();

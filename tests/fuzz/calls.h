@@ -57,7 +57,7 @@ class Calls {
   explicit Calls(Input& input) : input_(input), api_(input), memory_(input) {}
 
   void run() {
-    switch (input_.from(0, 17)) {
+    switch (input_.from(0, 18)) {
       case 0:
         return fwht();
       case 1:
@@ -89,6 +89,8 @@ class Calls {
         return forward_weight();
       case 16:
         return forward_input();
+      case 17:
+        return blocks();
       default:
         return contexts();
     }
@@ -188,6 +190,23 @@ class Calls {
     const TensorView to =
         memory_.array(unpack ? values : bytes, unpack ? DType::i8 : DType::i4x2, true);
     check([&] { return unpack ? api_.unpack_int4(from, to) : api_.pack_int4(from, to); });
+  }
+
+  void blocks() {
+    const std::int64_t n = input_.size() * input_.from(1, 9), parts = input_.from(1, 5);
+    const std::int64_t bytes = ((n + parts - 1) / parts + 63) / 64 * 68;
+    const DType byte = input_.flip() ? DType::i8 : DType::i4x2;
+    const bool sum = input_.flip();
+    const TensorView values = memory_.array({n}, some_float(input_), sum);
+    if (sum) {
+      const TensorView wire = memory_.array({input_.from(1, 4), parts, bytes}, byte, false);
+      check([&] { return api_.sum_blocks(wire, 0.5F, values); });
+    } else {
+      const auto rounding = static_cast<hot::Rounding>(input_.rarely() ? input_.any<std::uint8_t>()
+                                                                       : input_.from(0, 2));
+      const TensorView wire = memory_.array({parts, bytes}, byte, true);
+      check([&] { return api_.encode_blocks(values, rounding, wire); });
+    }
   }
 
   void gemm() {

@@ -47,6 +47,12 @@ class CApi {
   Outcome unpack_int4(const TensorView& packed, const TensorView& out) {
     return ended(hot_unpack_int4(handle(), tensor(packed), tensor(out)));
   }
+  Outcome encode_blocks(const TensorView& x, hot::Rounding rounding, const TensorView& wire) {
+    return ended(hot_encode_blocks(handle(), tensor(x), static_cast<int>(rounding), tensor(wire)));
+  }
+  Outcome sum_blocks(const TensorView& wire, float factor, const TensorView& out) {
+    return ended(hot_sum_blocks(handle(), tensor(wire), factor, tensor(out)));
+  }
   Outcome gemm_int8(const TensorView& a, const TensorView& b, const TensorView& a_scale,
                     const TensorView& b_scale, const hot::GemmSpec& spec, const TensorView& out,
                     const hot::Workspace& workspace) {

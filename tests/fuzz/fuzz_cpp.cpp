@@ -44,6 +44,12 @@ class CppApi {
   Outcome unpack_int4(const TensorView& packed, const TensorView& out) {
     return outcome_of([&] { hot::unpack_int4(context_, packed, out); });
   }
+  Outcome encode_blocks(const TensorView& x, hot::Rounding rounding, const TensorView& wire) {
+    return outcome_of([&] { hot::encode_blocks(context_, x, rounding, wire); });
+  }
+  Outcome sum_blocks(const TensorView& wire, float factor, const TensorView& out) {
+    return outcome_of([&] { hot::sum_blocks(context_, wire, factor, out); });
+  }
   Outcome gemm_int8(const TensorView& a, const TensorView& b, const TensorView& a_scale,
                     const TensorView& b_scale, const hot::GemmSpec& spec, const TensorView& out,
                     const hot::Workspace& workspace) {
