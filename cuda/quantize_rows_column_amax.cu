@@ -132,7 +132,8 @@ struct TilePlace {
   bool first, last;
 };
 
-__device__ inline TilePlace place_of(const RowsColumnAmaxArgs& args, unsigned unit, unsigned tile) {
+[[maybe_unused]] __device__ inline TilePlace place_of(const RowsColumnAmaxArgs& args, unsigned unit,
+                                                      unsigned tile) {
   return {unit, tile == unit * args.unit_tiles,
           tile + 1 == min((unit + 1) * args.unit_tiles, args.tiles)};
 }
