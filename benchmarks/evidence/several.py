@@ -42,8 +42,9 @@ WARM_UP, RATE, CLIP = 50, 1e-4, 1.0
 
 
 def contenders(model: str) -> list[Contender]:
-    """List bf16, FP8 and HOT with an 8-bit forward, compiled block by block."""
-    names = ("bf16", "FP8 tensorwise", "default int8-forward")
+    """List bf16, FP8, HOT with an 8-bit forward, and bf16 with a byte on the wire."""
+    byte = "bf16, INT8 weights and gradients"
+    names = ("bf16", "FP8 tensorwise", "default int8-forward", byte)
     return [one for one in bench_fsdp.contenders(model) if one.name in names]
 
 
@@ -182,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--images", default="tiles", help="data of the ViT, as in bench_training.py"
     )
+    parser.add_argument("--steps", type=int, help=f"of a whole run; default {STEPS}, quick 4")
     args = bench_fsdp.arguments(parser, argv, MODELS)
     names = timing.fitting(parser, [c.name for c in contenders(args.model)], args.contenders)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic products
