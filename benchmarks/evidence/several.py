@@ -188,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = timing.fitting(parser, [c.name for c in contenders(args.model)], args.contenders)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic products
     options = ("model", "gpus", "each", "cache", "device", "images", "quick", "layers")
-    steps, shared = 4 if args.quick else STEPS, {o: vars(args)[o] for o in options}
+    steps = args.steps or (4 if args.quick else STEPS)
+    shared = {o: vars(args)[o] for o in options}
     jobs = {}
     for part, seed, name in itertools.product(args.part, args.seeds, names):
         run = Run(contender=name, steps=steps, seed=seed, **shared)

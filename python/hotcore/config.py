@@ -68,7 +68,7 @@ GONE = {
     "saved": "recompute some of the blocks, hot.recompute(model.blocks[:n]), or set torch's "
     "activation_memory_budget",
     "gradient_accumulation": _ADDED,
-    "gather_codes": "fully_shard gathers the bf16 weights; nothing else is needed",
+    "gather_codes": "hot.int8_weights(model) after fully_shard gathers a byte a value",
     "accumulate": _ADDED,
 }
 """Removed arguments, as ``argument`` or ``argument=value`` -> what to do instead."""

@@ -146,9 +146,9 @@ def test_what_was_removed_says_what_to_do() -> None:
             hot.convert(Model(), saved=value)
     with pytest.raises(AttributeError, match=rf"gradient_accumulation: {REMOVED}; leave it out"):
         hot.gradient_accumulation  # noqa: B018  (the name is the test)
-    with pytest.raises(AttributeError, match=rf"gather_codes: {REMOVED}; fully_shard gathers the"):
+    with pytest.raises(AttributeError, match=rf"gather_codes: {REMOVED}; hot.int8_weights"):
         hot.gather_codes  # noqa: B018
-    with pytest.raises(ImportError, match=rf"gather_codes: {REMOVED}; fully_shard gathers the"):
+    with pytest.raises(ImportError, match=rf"gather_codes: {REMOVED}; hot.int8_weights"):
         importlib.import_module("hotcore.torch.gathered")
     with pytest.raises(AttributeError, match="'hotcore.torch' has no attribute 'converted'"):
         hot.converted  # noqa: B018
