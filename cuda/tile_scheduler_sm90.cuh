@@ -129,8 +129,7 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   };
 
   // CUTLASS passes the first CTA of the cluster as the one whose loader is throttled; every CTA
-  // throttles its own. A tile is drawn when the loader begins the second tile before it. With a
-  // short contraction a tile takes less time than a draw on a busy GPU.
+  // throttles its own. A tile is drawn when the loader begins the second tile before it.
   class ThrottlePipeline : public cutlass::PipelineAsync<stages> {
     using Async = cutlass::PipelineAsync<stages>;
     using State = cutlass::PipelineState<stages>;

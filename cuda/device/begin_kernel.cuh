@@ -36,10 +36,9 @@ __device__ inline void end_kernel(bool independent) {
 }
 
 // Zeroes the counter of tiles for a later product, or nothing if it is null (Plan::zero_counter).
-// All threads of a kernel call it after a wait for the previous kernel. It has no wait of its own:
-// one after launch_dependents took 5 microseconds. The product waits until its predecessor has
-// ended. Kernels between the two wait for their own predecessors before they end, so this kernel
-// has ended, too.
+// All threads of a kernel call it after a wait for the previous kernel. The product waits until its
+// predecessor has ended. Kernels between the two wait for their own predecessors before they end,
+// so this kernel has ended, too.
 __device__ inline void zero_counter(std::uint32_t* counter) {
   if (counter == nullptr || blockIdx.x != 0 || threadIdx.x != 0 || threadIdx.y != 0) return;
   *counter = 0;
