@@ -9,9 +9,8 @@
 //   first    Thread 0 of the cluster draws first while the barriers of the kernel are set up. The
 //            number reaches both CTAs through shared memory and a barrier of the cluster. A cluster
 //            that starts late may find no tile; it exits.
-//   next     Warp 1 of the cluster's first CTA draws while the loaders work on the two tiles
-//   before.
-//            It sends the number to the shared memory of both CTAs (st.async, which completes a
+//   next     Warp 1 of the cluster's first CTA draws two tiles ahead of the loaders. It sends the
+//            number to the shared memory of both CTAs (st.async, which completes a
 //            transaction barrier there). Loaders and consumers wait on that barrier.
 //
 // The class follows the interface that the kernels of CUTLASS 4.2 have for schedulers with
