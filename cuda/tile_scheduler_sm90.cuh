@@ -9,7 +9,7 @@
 //   first    Thread 0 of the cluster draws first while the barriers of the kernel are set up. The
 //            number reaches both CTAs through shared memory and a barrier of the cluster. A cluster
 //            that starts late may find no tile; it exits.
-//   next     Warp 1 of the cluster's first CTA draws two tiles ahead of the loaders. It sends the
+//   next     Warp 1 of the cluster's first CTA draws a tile ahead of the loaders. It sends the
 //            number to the shared memory of both CTAs (st.async, which completes a
 //            transaction barrier there). Loaders and consumers wait on that barrier.
 //
@@ -128,15 +128,9 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   };
 
   // CUTLASS passes the first CTA of the cluster as the one whose loader is throttled; every CTA
-  // throttles its own. A tile is drawn when the loader begins the second tile before it.
+  // throttles its own.
   class ThrottlePipeline : public cutlass::PipelineAsync<stages> {
     using Async = cutlass::PipelineAsync<stages>;
-    using State = cutlass::PipelineState<stages>;
-    CUTLASS_DEVICE static State before(const State& state) {
-      const auto index = (state.index() + stages - 1) % stages;
-      return {static_cast<int>(index), state.phase() ^ (state.index() == 0 ? 1U : 0U),
-              state.count() - 1};
-    }
     CUTLASS_DEVICE static typename Async::Params here(typename Async::Params params) {
       params.dst_blockid = cute::block_rank_in_cluster();
       return params;
@@ -146,12 +140,6 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
     CUTLASS_DEVICE ThrottlePipeline(typename Async::SharedStorage& storage,
                                     const typename Async::Params& params)
         : Async(storage, here(params)) {}
-    CUTLASS_DEVICE void consumer_wait(State state) {
-      if (state.count() > 0) Async::consumer_wait(before(state));
-    }
-    CUTLASS_DEVICE void consumer_release(State state) {
-      if (state.count() > 0) Async::consumer_release(before(state));
-    }
   };
   using ThrottlePipelineStorage = typename ThrottlePipeline::SharedStorage;
 
