@@ -120,8 +120,8 @@ def predicted(results: Path) -> Lines:
     setting = next(s for s in settings if s.startswith("llama_8b") and s + NO_PEER in settings)
     peers, no_peers = settings[setting], settings[setting + NO_PEER]
     here = int(setting.split(", ")[1].split()[0])
-    rows = {name: no_peers.get(name) or peers[name] for name in FORMS
-            if "step" in {**peers, **no_peers}.get(name, {})}  # fmt: skip
+    rows = {**peers, **no_peers}
+    rows = {name: rows[name] for name in FORMS if "step" in rows.get(name, {})}
     _, overlap = wire_of(peers, no_peers)
     cells = []
     for gpus in GPUS:
