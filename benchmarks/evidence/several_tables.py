@@ -14,6 +14,11 @@ NO_PEER = ", no peer access"
 LAST = 20
 """Last losses of a run that are averaged."""
 GPUS, GBITS = (8, 64, 512), (25, 100, 400)
+FORMS = (
+    *("bf16", "default int8-forward", "default int8-forward, INT8 weights and gradients"),
+    "FP8 tensorwise, gathered in FP8",
+)
+"""Contenders of :func:`predicted`."""
 
 
 def settings_of(results: Path) -> dict[str, dict[str, Report]]:
@@ -36,8 +41,13 @@ def predicted_ms(compute_ms: float, sent: float, gb_per_s: float, overlap: float
     return max(compute_ms, wire_ms) + (1 - overlap) * min(compute_ms, wire_ms)
 
 
-def compute_ms(row: Report) -> float:
-    """Time of a step with peer access without the time in which only communication runs."""
+def compute_ms(row: Report, peers: bool = True) -> float:
+    """Time of a step with peer access without the time in which only communication runs.
+
+    A row without peer access gives the time of the kernels that do not communicate.
+    """
+    if not peers:
+        return float(row["kernels"]["busy_ms"])
     alone = row.get("kernels", {}).get("communication_ms", {}).get("alone", 0.0)
     return float(row["step"]["median_ms"] - alone)
 
@@ -62,12 +72,17 @@ def predictions(settings: Mapping[str, Mapping[str, Report]], setting: str) -> d
     ):
         return {}
     wire = wire_of(peers, no_peers)
-    both = [n for n, row in no_peers.items() if "step" in row and "step" in peers.get(n, {})]
     return {
-        name: predicted_ms(compute_ms(peers[name]), bytes_of(no_peers[name]), *wire)
-        for name in both
-        if name != "bf16"
+        name: predicted_ms(arithmetic_ms(name, peers, no_peers), bytes_of(row), *wire)
+        for name, row in no_peers.items()
+        if name != "bf16" and "step" in row and ("kernels" in row or "step" in peers.get(name, {}))
     }
+
+
+def arithmetic_ms(name: str, peers: Mapping[str, Report], no_peers: Mapping[str, Report]) -> float:
+    """Time of a contender's arithmetic, by its row with peer access if there is one."""
+    measured = "step" in peers.get(name, {})
+    return compute_ms(peers[name] if measured else no_peers[name], measured)
 
 
 def several(results: Path) -> Lines:
@@ -97,7 +112,7 @@ def several(results: Path) -> Lines:
 
 
 def predicted(results: Path) -> Lines:
-    """Predicted tokens a second of a GPU for larger machines, from the rows with peer access.
+    """Predicted tokens a second of a GPU for larger machines, from the rows of one host.
 
     The model is the 8B. Bytes grow with (n - 1) / n, and the overlap is that without peer access.
     """
@@ -105,15 +120,16 @@ def predicted(results: Path) -> Lines:
     setting = next(s for s in settings if s.startswith("llama_8b") and s + NO_PEER in settings)
     peers, no_peers = settings[setting], settings[setting + NO_PEER]
     here = int(setting.split(", ")[1].split()[0])
-    rows = {name: row for name, row in peers.items() if "step" in row}
+    rows = {**peers, **no_peers}
+    rows = {name: rows[name] for name in FORMS if "step" in rows.get(name, {})}
     _, overlap = wire_of(peers, no_peers)
     cells = []
     for gpus in GPUS:
         for gbit in GBITS:
             words = [str(gpus), str(gbit)]
-            for row in rows.values():
+            for name, row in rows.items():
                 sent = bytes_of(row) * (gpus - 1) / gpus * here / (here - 1)
-                ms = predicted_ms(compute_ms(row), sent, gbit / 8, overlap)
+                ms = predicted_ms(arithmetic_ms(name, peers, no_peers), sent, gbit / 8, overlap)
                 tokens = row["per_second_per_gpu"] * row["step"]["median_ms"]
                 words.append(f"{tokens / ms:,.0f}")
             cells.append(words)

@@ -890,6 +890,11 @@ def test_linear_layers_by_features_on_cuda() -> None:
             report = hot.convert(layer, device="cuda", inputs=x).hot_report
         assert len(report.converted) == kept
         assert kept or "with 256 tokens: expected to take" in str(report)
+    empty = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 0), nn.Linear(0, 2048))
+    x = torch.empty(2, 8192, 2048, device="meta")
+    report = hot.convert(empty.to("meta"), slower=True, device="cuda", inputs=x).hot_report
+    without = hot.convert(linears((2048, 2048)), device="cuda").hot_report  # assumes 16,384 tokens
+    assert report.layers[0].expected_time == without.layers[0].expected_time
     # On the CPU and on meta as before.
     report = hot.convert(linears(*sizes)).hot_report
     assert len(report.converted) == len(sizes)

@@ -179,11 +179,7 @@ def decide(
     first = next(model.parameters(), None)
     where = torch.device(device or ("cpu" if first is None else first.device))
     target, rate = where.type, selection.rate_of(where)
-    tokens = {
-        fqn: uses[fqn].macs / len(uses[fqn].calls) / math.prod(features_of(module))
-        for fqn, module in layers
-        if fqn in uses and uses[fqn].calls
-    }
+    tokens = {fqn: use.tokens for fqn, use in uses.items()}
     slowly = selection.why_slow(layers, configs, target, rate, tokens)
     anyway = slowly if slower or filter_fn is not None else {*reasons, *overrides}
     slow = {fqn: why for fqn, why in slowly.items() if fqn not in anyway}

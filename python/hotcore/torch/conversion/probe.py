@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -47,6 +48,12 @@ class LayerUse:
     """Multiply-adds."""
     bypassed: bool = False
     """Whether its weight was multiplied outside of the layer's own forward."""
+
+    @property
+    def tokens(self) -> float | None:
+        """Mean tokens of a call of a linear layer; None if it was not called."""
+        counts = [math.prod(call.shape[:-1]) for call in self.calls]
+        return sum(counts) / len(counts) if counts else None
 
 
 def _hooked(

@@ -244,7 +244,7 @@ def why_slow(
     configs: Mapping[str, HotConfig | None],
     device: str,
     rate: gpus.Int8Rate,
-    tokens: Mapping[str, float],
+    tokens: Mapping[str, float | None],
 ) -> dict[str, str]:
     """Names of the layers that are expected to be slower than plain torch's, and the reasons.
 

@@ -96,11 +96,16 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
     return Int8Exchange("FSDP2", len(groups))
 
 
-class _ReduceScatter:
-    """FSDP2's reduce-scatter, called on a stream of its own."""
+class Allocates:
+    """Memory of FSDP2's communication, from torch's allocator."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for values that travel, as FSDP2 asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(Allocates):
+    """FSDP2's reduce-scatter, called on a stream of its own."""
 
     def __call__(
         self,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .int8_gradients import (
+    Allocates,
     Int8Exchange,
     _all_gather,
     decode_sum,
@@ -45,19 +46,19 @@ def int8_weights(model: nn.Module) -> Int8Exchange:
     """
     groups = fsdp_modules(model, "int8_weights", "set_custom_all_gather")
     for group in groups:
-        group.set_custom_all_gather(_AllGather([p.shape for p in _managed(group, group, set())]))
+        group.set_custom_all_gather(_AllGather([p.shape for p in _managed(group, set())]))
     return Int8Exchange("FSDP2", len(groups), "weights")
 
 
-def _managed(module: nn.Module, group: nn.Module, seen: set[Any]) -> list[nn.Parameter]:
-    """Parameters that ``fully_shard(group)`` gathers together, in its order."""
+def _managed(module: nn.Module, seen: set[Any]) -> list[nn.Parameter]:
+    """Parameters that ``fully_shard(module)`` gathers together, in its order."""
     from torch.distributed.fsdp import FSDPModule
 
     found: list[nn.Parameter] = []
     seen.add(module)
     for child in module.children():
         if child not in seen and not isinstance(child, FSDPModule):
-            found += _managed(child, group, seen)
+            found += _managed(child, seen)
     for parameter in module.parameters(recurse=False):
         if parameter not in seen:
             seen.add(parameter)
@@ -73,14 +74,11 @@ class _Run(NamedTuple):
     coded: bool
 
 
-class _AllGather:
+class _AllGather(Allocates):
     """FSDP2's all-gather, called on a stream of its own."""
 
     def __init__(self, shapes: list[torch.Size]) -> None:
         self._shapes = shapes
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
