@@ -78,6 +78,7 @@ def contenders(model: str) -> list[Contender]:
         listed[3:3] = [
             one("default int8-forward, INT8 weights and gradients", **hot8, **both),
             one("bf16, INT8 weights and gradients", **both),
+            one("default int8-forward, INT8 weights", **hot8, wire="int8 weights"),
         ]
         listed.append(one("default int8-forward, 8-bit head", **hot8 | {"head": "accurate"}))
     else:
@@ -136,7 +137,7 @@ class Several(Trainer):
     def wrap(self, model: nn.Module) -> None:
         """Distribute the model, and make its optimizer."""
         hook = self.contender.wire
-        if hook not in ("", "int8", "int8 both") and self.device.type == "cpu":
+        if hook not in ("", "int8", "int8 weights", "int8 both") and self.device.type == "cpu":
             raise Left(f"{hook}: torch's hook needs NCCL")
         if self._task.blocks == "model.layers":
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -146,11 +147,11 @@ class Several(Trainer):
                 fully_shard(block, mp_policy=policy)
         elif dist.get_world_size() > 1:
             model = nn.parallel.DistributedDataParallel(model)
-        if hook == "int8 both":
+        if hook in ("int8 both", "int8 weights"):
             print(hot.int8_weights(model))
-        if hook.startswith("int8"):
+        if hook in ("int8 both", "int8"):
             print(hot.int8_gradients(model))
-        elif hook:
+        elif hook in ("bf16", "powersgd"):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
             if hook == "powersgd":  # two steps without, which are not timed
@@ -187,11 +188,11 @@ def bytes_of(run: Several) -> dict[str, float]:
     twice = sum(p.numel() for block in blocks for p in block.parameters())
     linear = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
     fewer = sum(m.weight.numel() for m in linear) if run.contender.fp8 == "gathered" else 0
-    each = 1.0625 if hook == "int8 both" else 2.0
+    each = 1.0625 if hook in ("int8 both", "int8 weights") else 2.0
     gathered = each * (values + twice) - 2 * fewer  # the root's once, the blocks' twice
     return {
         "gathered": sent * gathered,
-        "reduced": sent * values * (1.0625 if hook.startswith("int8") else 2.0),
+        "reduced": sent * values * (1.0625 if hook in ("int8 both", "int8") else 2.0),
     }
 
 

@@ -25,7 +25,7 @@ namespace {
 
 // threadIdx.x is the lane within a row. A power of two up to 32 lanes allows several rows per CTA
 // (threadIdx.y). More lanes take a CTA per row.
-template <int hadamard, int B, class Tag>
+template <int hadamard, int B, class Tag, bool powers>
 __global__ void __launch_bounds__(rows16_max_lanes)
     rows16_kernel(const __grid_constant__ RowsArgs args) {
   __shared__ std::uint32_t shared[rows16_max_lanes / 32];
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
   zero_counter(args.counter);
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  quantize_row16<hadamard, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
+  quantize_row16<hadamard, B, Tag, powers>(args, row, lane, T, [&](std::uint32_t& amax) {
     if (args.pass == RowsPass::amax) {
       amax = warp_max(amax);
       if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) atomic_max(args.amax, amax);
@@ -104,8 +104,9 @@ void launch_rows(const Context& context, const plan::Step& step, const Work& wor
       using Tag = decltype(tag);
       with_lane_blocks(rows.lane_blocks, [&](auto b) {
         constexpr int B = decltype(b)::value;
-        run(job.transform.block == gradient_block ? rows16_kernel<gradient_block, B, Tag>
-                                                  : rows16_kernel<forward_block, B, Tag>);
+        run(job.transform.block == gradient_block ? rows16_kernel<gradient_block, B, Tag, false>
+            : job.powers.exponents == nullptr     ? rows16_kernel<forward_block, B, Tag, false>
+                                                  : rows16_kernel<forward_block, B, Tag, true>);
       });
     });
   }

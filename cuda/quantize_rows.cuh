@@ -110,8 +110,9 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
   }
 }
 
-// quantize_row_values for a row in global memory.
-template <int hadamard, int B, class Tag, class ScaleOf>
+// quantize_row_values for a row in global memory. `powers`: features have exponents, which takes
+// instructions that other rows do not load.
+template <int hadamard, int B, class Tag, bool powers = false, class ScaleOf>
 __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_t row, int lane,
                                                int T, const ScaleOf& scale_of) {
   const bool real = row < args.x.rows;
@@ -129,12 +130,10 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
     }
 #pragma unroll
     for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
-    if constexpr (hadamard == forward_block) {
-      if (args.powers.exponents != nullptr) {
+    if constexpr (powers) {
 #pragma unroll
-        for (int i = 0; i < B; ++i) {
-          if (lane + i * T < args.live_blocks) apply_powers(args.powers, (lane + i * T) * 16, v[i]);
-        }
+      for (int i = 0; i < B; ++i) {
+        if (lane + i * T < args.live_blocks) apply_powers(args.powers, (lane + i * T) * 16, v[i]);
       }
     }
   } else {
@@ -147,10 +146,8 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
             real && col + j < args.x.cols
                 ? Tag::load(args.x.data, row * args.x.row_stride + (col + j) * args.x.col_stride)
                 : 0.0F;
-        if constexpr (hadamard == forward_block) {
-          if (args.powers.exponents != nullptr && col + j < args.x.cols) {
-            v[i][j] *= power_of(args.powers, col + j);
-          }
+        if constexpr (powers) {
+          if (col + j < args.x.cols) v[i][j] *= power_of(args.powers, col + j);
         }
       }
     }

@@ -7,9 +7,9 @@
 //            every tile once, and for each cluster one draw that finds none. So the last draw
 //            resets the word for the next launch.
 //   first    Thread 0 of the cluster draws first while the barriers of the kernel are set up. The
-//            number reaches both CTAs through shared memory and a barrier of the cluster. A cluster
+//            number reaches both CTAs through shared memory and a barrier of its own. A cluster
 //            that starts late may find no tile; it exits.
-//   next     Warp 1 of the cluster's first CTA draws two tiles ahead of the loaders. It sends the
+//   next     Warp 1 of the cluster's first CTA draws a tile ahead of the loaders. It sends the
 //            number to the shared memory of both CTAs (st.async, which completes a
 //            transaction barrier there). Loaders and consumers wait on that barrier.
 //
@@ -18,6 +18,7 @@
 // one CTA. The pipeline here counts the arrivals of all CTAs of a cluster, a warp at a time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -61,7 +62,13 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   struct PipelineStorage {
     cutlass::arch::ClusterTransactionBarrier full[stages];
     cutlass::arch::ClusterBarrier empty[stages];
+    cutlass::arch::ClusterTransactionBarrier start;
     CLCResponse numbers[stages + 1];
+
+    CUTLASS_DEVICE static PipelineStorage& of(CLCResponse* numbers) {
+      return *reinterpret_cast<PipelineStorage*>(reinterpret_cast<char*>(numbers) -
+                                                 offsetof(PipelineStorage, numbers));
+    }
   };
 
   class Pipeline {
@@ -81,6 +88,7 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
         cutlass::arch::detail::initialize_barrier_array_pair_aligned<
             decltype(storage.full), decltype(storage.empty), stages>(storage.full, storage.empty, 1,
                                                                      warps * cluster_size);
+        if (threadIdx.x == 0) storage.start.init(1);
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -128,15 +136,9 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   };
 
   // CUTLASS passes the first CTA of the cluster as the one whose loader is throttled; every CTA
-  // throttles its own. A tile is drawn when the loader begins the second tile before it.
+  // throttles its own.
   class ThrottlePipeline : public cutlass::PipelineAsync<stages> {
     using Async = cutlass::PipelineAsync<stages>;
-    using State = cutlass::PipelineState<stages>;
-    CUTLASS_DEVICE static State before(const State& state) {
-      const auto index = (state.index() + stages - 1) % stages;
-      return {static_cast<int>(index), state.phase() ^ (state.index() == 0 ? 1U : 0U),
-              state.count() - 1};
-    }
     CUTLASS_DEVICE static typename Async::Params here(typename Async::Params params) {
       params.dst_blockid = cute::block_rank_in_cluster();
       return params;
@@ -146,12 +148,6 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
     CUTLASS_DEVICE ThrottlePipeline(typename Async::SharedStorage& storage,
                                     const typename Async::Params& params)
         : Async(storage, here(params)) {}
-    CUTLASS_DEVICE void consumer_wait(State state) {
-      if (state.count() > 0) Async::consumer_wait(before(state));
-    }
-    CUTLASS_DEVICE void consumer_release(State state) {
-      if (state.count() > 0) Async::consumer_release(before(state));
-    }
   };
   using ThrottlePipelineStorage = typename ThrottlePipeline::SharedStorage;
 
@@ -190,20 +186,21 @@ class DynamicTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
 
   CUTLASS_DEVICE void set_data_ptr(CLCResponse* numbers) { numbers_ = numbers; }
 
-  // All threads of the cluster call this once.
+  // All threads of the cluster call this once, after the barriers of the pipeline are set up. The
+  // first number has a barrier of its own: a release by all threads of the cluster takes longer.
   template <class Cluster>
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(Cluster) {
     if constexpr (first == FirstTile::inside_barrier) cute::cluster_wait();
+    PipelineStorage& storage = PipelineStorage::of(numbers_);
+    if (threadIdx.x == 0) storage.start.arrive_and_expect_tx(sizeof(CLCResponse));
     if (draws_first()) {
       for (std::uint32_t cta = 0; cta < cluster_size; ++cta) {
-        const std::uint32_t place =
-            cute::set_block_rank(cute::cast_smem_ptr_to_uint(&numbers_[stages]), cta);
-        asm volatile("st.shared::cluster.u32 [%0], %1;" : : "r"(place), "r"(number_) : "memory");
+        cute::store_shared_remote(number_, cute::cast_smem_ptr_to_uint(&storage.numbers[stages]),
+                                  cute::cast_smem_ptr_to_uint(&storage.start), cta);
       }
     }
-    cute::cluster_arrive();
-    cute::cluster_wait();
-    number_ = numbers_[stages];
+    storage.start.wait(0);
+    number_ = const_cast<const volatile CLCResponse&>(numbers_[stages]);
     idle_ = number_ == no_tile;
     if constexpr (first == FirstTile::inside_barrier) cute::cluster_arrive_relaxed();
     return tile();

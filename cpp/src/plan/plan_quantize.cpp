@@ -43,7 +43,8 @@ using columns::token_tiles;
 
 constexpr Reason one_scale{"it has one scale"}, empty{"it is empty"},
     token_grid{"tokens lie in a token_grid"}, fits_cluster{"its columns fit in a cluster"},
-    dtypes{"operands of several types"}, all_rows{"the transform keeps all rows"};
+    dtypes{"operands of several types"}, all_rows{"the transform keeps all rows"},
+    exponents{"features have exponents"};
 
 Reason other_rounding(const OperandQuant& quant) {
   return {"rounding is %s", 0, rounding_name(quant.rounding)};
@@ -323,7 +324,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
   if (!rows16_can(rows.transform.block, rows.quant.rounding)) {
     return {"%s is %n, which does not come with columns", rows.transform.block, block_name(rows)};
   }
-  if (rows.powers.exponents != nullptr) return {"features have exponents"};
+  if (rows.powers.exponents != nullptr) return exponents;
   if (columns.transform.order.samples != 0) return token_grid;
   if (work.transform == ColumnTransform::factored) return equalized;
   if (work.transform == ColumnTransform::hadamard) return all_rows;
@@ -400,6 +401,7 @@ Reason add_rows_groups(Plan& plan, const Operand& rows, const Operand& saved) {
   if (!fits(share)) share = row_share(rows.out.k_padded / 16);
   if (dtype_size(rows.x.dtype) != 2) return of_dtype;
   if (saved.transform.equalized) return equalized;
+  if (rows.powers.exponents != nullptr) return exponents;
   if (rows.transform.block != forward_block) {
     return {"%s is %n, where 64 is read once", rows.transform.block, block_name(rows)};
   }

@@ -42,7 +42,7 @@ struct Thresholds {
   // Tiles of 128 x 256, measured on an H100 at its power limit (45 products of five models, 26
   // November 2026). They need this contraction, and at most these percentages of the usual tiles'
   // columns per SM, or of stream-K's.
-  std::int64_t large_min_k = 8192;
+  std::int64_t large_min_k = 4096;
   int large_gain_of = 106, large_gain_of_shared = 140;
   int max_swizzle = 8;   // tiles per stripe
   int stripe_waste = 3;  // maximum tiles added by rounding up to whole stripes, in percent
