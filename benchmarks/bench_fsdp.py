@@ -134,15 +134,18 @@ def build(run: Run, device: torch.device) -> tuple[nn.Module, Task]:
 class Several(Trainer):
     """A contender's model on several devices."""
 
+    reduced = torch.bfloat16
+    """Type in which FSDP2 reduces gradients."""
+
     def wrap(self, model: nn.Module) -> None:
         """Distribute the model, and make its optimizer."""
         hook = self.contender.wire
         if hook not in ("", "int8", "int8 weights", "int8 both") and self.device.type == "cpu":
             raise Left(f"{hook}: torch's hook needs NCCL")
-        if self._task.blocks == "model.layers":
+        if not self.contender.autocast:
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+            policy = MixedPrecisionPolicy(torch.bfloat16, self.reduced)
             for block in (*blocks_of(model, self._task.blocks).values(), model):
                 fully_shard(block, mp_policy=policy)
         elif dist.get_world_size() > 1:
@@ -177,7 +180,7 @@ def bytes_of(run: Several) -> dict[str, float]:
     world, hook = dist.get_world_size(), run.contender.wire
     sent = (world - 1) / world
     values = sum(p.numel() for p in run.model.parameters())
-    if run._task.blocks != "model.layers":
+    if run.contender.autocast:
         each = {"": 4.0, "bf16": 2.0, "int8": 1.0625}.get(hook)
         reduced = each and values * each
         if reduced is None:  # PowerSGD: two factors of each matrix
@@ -300,18 +303,21 @@ def launched(work: Callable[[Any, torch.device], Any], run: Run, world: int) -> 
         return json.loads((Path(folder) / "result.json").read_text())
 
 
-def arguments(parser: Any, argv: Sequence[str] | None, models: Sequence[str]) -> Any:
-    """Parse the options that runs on several GPUs share, and check them."""
+def arguments(parser: Any, argv: Sequence[str] | None, models: Mapping[str, int]) -> Any:
+    """Parse the options that runs on several GPUs share, and check them.
+
+    ``models``: sequences or images of a GPU's step, by model.
+    """
     parser.add_argument("--gpus", type=int, default=2, help="processes, and parts of a batch")
-    parser.add_argument("--model", choices=models, default=models[0])
+    parser.add_argument("--model", choices=models, default=next(iter(models)))
     parser.add_argument("--layers", type=int, default=0, help="blocks of the model; 0: all")
-    parser.add_argument("--each", type=int, help="sequences of a GPU's step of the 8B; default 3")
+    parser.add_argument("--each", type=int, help="sequences of a GPU's step; default: the model's")
     args = timing.begin(parser, argv)
     if args.device == "cpu" and not args.quick:
         parser.error("--device cpu: whole models need GPUs; --quick trains toys on a CPU")
     if args.device == "cuda" and args.gpus > torch.cuda.device_count():
         parser.error(f"--gpus: {args.gpus} GPUs are not there")
-    args.each = args.each or (2 if args.quick else EACH[args.model])
+    args.each = args.each or (2 if args.quick else models[args.model])
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
     return args
 
@@ -343,7 +349,7 @@ def measure_all(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "fsdp", "contenders", "quick", "budget")
     parser.add_argument("--no-peer", action="store_true", help="NCCL_P2P_DISABLE=1")
-    args = arguments(parser, argv, tuple(EACH))
+    args = arguments(parser, argv, EACH)
     os.environ |= {"NCCL_P2P_DISABLE": "1"} if args.no_peer else {}
     names = timing.fitting(parser, [c.name for c in contenders(args.model)], args.contenders)
     parts = [args.model, f"{args.gpus} GPUs", f"{args.each} a GPU"]

@@ -554,6 +554,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", config_fields),
     "speeds": ("", speeds.table),
     **_of("", several_tables.several, several_tables.predicted, several_tables.several_losses),
+    **_of("", several_tables.wire_losses),
     **_of("gpu-check.json", layers, both, floor, small, targets, tests),
     **_of("cuda-steps.json", steps),
     **_of("cuda-models-table.json", model_table.gradients, losses_note),

@@ -49,6 +49,11 @@ SHARES = {
         f"{SEVERAL} --model vit_l --images {CIFAR} {part}": "several"
         for part in ("--part losses --seeds 0 1 2", "--part resume one")
     },
+    "wire-10M": {
+        f"{SEVERAL} --model gpt_10m --seeds 0 1 2 --contenders {names}": "wire-10M"
+        for names in ("bf16 'bf16, INT8 gradients'", "'bf16, bf16_compress_hook'")
+    },
+    "wire-91M": {f"{SEVERAL} --model gpt_91m --seeds 0 1 2": "wire-91M"},
 }  # fmt: skip
 """Commands of each share and their reports; --json and --budget are added."""
 

@@ -2,6 +2,8 @@
 
     python -m benchmarks.evidence.several --device cuda --gpus 4    # Llama-3-8B, FSDP2
     python -m benchmarks.evidence.several --device cuda --gpus 4 --model vit_l    # DDP
+    python -m benchmarks.evidence.several --device cuda --gpus 4 --model gpt_10m    # DDP
+    python -m benchmarks.evidence.several --device cuda --gpus 4 --model gpt_91m    # FSDP2
     python -m benchmarks.evidence.several --quick    # toy, two processes on the CPU
 
 Parts: ``losses`` trains the whole model. ``resume`` cuts a run of ``SHORT`` steps at its half and
@@ -9,6 +11,10 @@ goes on in new processes by torch.distributed.checkpoint, with deterministic alg
 trains on all parts of a batch in one process, and on one part in each. FSDP2 shards fp32 weights
 and AdamW's states, computes and reduces in bf16. DDP trains fp32 weights under bf16 autocast. Text
 is bench_gpt.py's. A report continues; a row with an error is measured again.
+
+The GPTs have model, rates and optimizer of bench_gpt.py, and part ``losses`` alone. Gradients are
+reduced in fp32, or in INT8. Their rows end with a validation loss. Both sizes read one text, which
+the first run tokenises.
 """
 
 from __future__ import annotations
@@ -17,8 +23,9 @@ import functools
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import bench_8b
@@ -29,20 +36,34 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from evidence import small_tasks
-from models import Batch
+from models import TASKS, Batch, Task
 from timing import Row
-from torch import Tensor
-from training import Contender
+from torch import Tensor, nn
+from training import Contender, Left
 
 PARTS = ("losses", "resume", "one")
 STEPS, SHORT = 300, 20
 """Steps of a whole run, and of ``resume`` and ``one``."""
-MODELS = ("llama_8b", "vit_l")
+GPTS = {"gpt_10m": ("10M", 1200), "gpt_91m": ("91M", 800)}
+"""Sizes of bench_gpt.py, and steps of a run."""
+MODELS = {model: bench_fsdp.EACH[model] for model in ("llama_8b", "vit_l")} | dict.fromkeys(
+    GPTS, 16
+)
+"""Sequences or images of a GPU's step."""
+TOKENS, QUICK_TOKENS, VALIDATION = 40_000_000, 4096, 50
+"""Training tokens of the GPTs' text, of --quick's, and batches for validation."""
 WARM_UP, RATE, CLIP = 50, 1e-4, 1.0
 
 
 def contenders(model: str) -> list[Contender]:
     """List bf16, FP8, HOT with an 8-bit forward, and bf16 with a byte on the wire."""
+    if model in GPTS:
+        names: tuple[str, ...] = ("bf16", "bf16, INT8 gradients", "bf16, bf16_compress_hook")
+        alike = "vit_l"
+        if model == "gpt_91m":
+            names, alike = ("bf16", "bf16, INT8 weights and gradients"), "llama_8b"
+        listed = bench_fsdp.contenders(alike)
+        return [replace(one, head="") for one in listed if one.name in names]
     byte = "bf16, INT8 weights and gradients"
     names = ("bf16", "FP8 tensorwise", "default int8-forward", byte)
     return [one for one in bench_fsdp.contenders(model) if one.name in names]
@@ -59,6 +80,24 @@ class Run(bench_fsdp.Run):
     checkpoint: Path | None = None
     deterministic: bool = False
 
+    @property
+    def gpt(self) -> bench_gpt.Size:
+        """Size of a GPT. Its batch is that of all GPUs."""
+        size = bench_gpt.QUICK
+        if not self.quick:
+            size = replace(bench_gpt.SIZES[GPTS[self.model][0]], validation_batches=VALIDATION)
+        return replace(size, batch=self.gpus * self.each, depth=self.layers or size.depth)
+
+    def text(self) -> bench_gpt.Text:
+        """Text of a GPT, tokenised by the first call and cached."""
+        return bench_gpt.tokens(self.gpt, QUICK_TOKENS if self.quick else TOKENS, self.cache)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step."""
+        if self.model in GPTS:
+            return self.gpt.learning_rate * bench_gpt.rate(step, self.steps, self.gpt)
+        return RATE * min(1.0, (step + 1) / WARM_UP)
+
 
 # ---- a process of a run ----
 
@@ -66,7 +105,7 @@ class Run(bench_fsdp.Run):
 class Several(bench_fsdp.Several):
     """Contender's model on the processes of a run."""
 
-    def train(self, step: int, parts: Sequence[Batch]) -> Tensor:
+    def train(self, rate: float, parts: Sequence[Batch]) -> Tensor:
         """Train a step on this process's parts of a batch. Returns the mean loss of all parts."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
@@ -76,17 +115,71 @@ class Several(bench_fsdp.Several):
             losses.append(loss.detach().float())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         for group in self.optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP)
+            group["lr"] = rate
         self.optimizer.step()
-        mean = torch.stack(losses).mean() / dist.get_world_size()
+        return self.mean(losses)
+
+    @torch.no_grad()
+    def validate(self, batches: Iterator[list[Batch]]) -> float:
+        """Return the mean loss of all processes' parts of the batches."""
+        self.model.eval()
+        losses = []
+        for self._batch in itertools.chain.from_iterable(batches):
+            losses.append(self.loss().double())
+        return float(self.mean(losses))
+
+    def mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the mean over all processes, which have as many losses each."""
+        mean = torch.stack([*losses]).mean() / dist.get_world_size()
         dist.all_reduce(mean)
         return mean
 
 
+class Gpt(Several):
+    """A GPT with bench_gpt.py's optimizer, whose gradients FSDP2 reduces in fp32."""
+
+    reduced = torch.float32
+
+    def wrap(self, model: nn.Module) -> None:
+        """Distribute the model, and make its optimizer."""
+        super().wrap(model)
+        self.optimizer = bench_gpt.optimizer_of([*self.model.parameters()], graph=False)
+
+
+def build(run: Run, device: torch.device, backend: str) -> tuple[nn.Module, Task]:
+    """Build the model with fp32 weights, equal in every process, and its task."""
+    if run.model not in GPTS:
+        return bench_fsdp.build(run, device)
+    torch.manual_seed(run.seed)
+    model = bench_gpt.model_of(run.gpt, Contender("bf16"), str(device), None)
+    cross_entropy = torch.compile(bench_gpt.cross_entropy, backend=backend)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+    return model, replace(TASKS["llama"], loss=loss, blocks="blocks")
+
+
+def parts_of(run: Run) -> range:
+    """Return the parts of a batch that are this process's."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    return range(rank * run.gpus // world, (rank + 1) * run.gpus // world)
+
+
+def text_batches(run: Run, text: Tensor, seed: int) -> Iterator[list[Batch]]:
+    """Yield this process's parts of batches of a GPT's text, without end."""
+    for batch in bench_gpt.batches(text, run.gpt, torch.Generator().manual_seed(seed)):
+        x, y = (values.split(run.each) for values in batch)
+        yield [{"x": x[part], "y": y[part]} for part in parts_of(run)]
+
+
 def data(run: Run, device: torch.device) -> Iterator[list[Batch]]:
     """Yield this process's parts of each step's batch, from ``run.first`` on."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    parts = range(rank * run.gpus // world, (rank + 1) * run.gpus // world)
+    rank, parts = dist.get_rank(), parts_of(run)
+    if run.model in GPTS:
+        text = run.text().training.to(device)
+        yield from itertools.islice(text_batches(run, text, run.seed), run.first, run.steps)
+        return
     if run.model == "llama_8b":
         if rank:
             dist.barrier()  # process 0 makes the text
@@ -109,25 +202,36 @@ def data(run: Run, device: torch.device) -> Iterator[list[Batch]]:
         yield batches
 
 
-def trained(run: Run, device: torch.device) -> list[float]:
+def trained(run: Run, device: torch.device) -> Row:
     """Train from ``run.first`` to ``run.steps``, in every process of the run. Returns losses."""
     contender = next(one for one in contenders(run.model) if one.name == run.contender)
     torch.use_deterministic_algorithms(run.deterministic)
-    model, task = bench_fsdp.build(run, device)
+    backend = "aot_eager" if run.quick else "inductor"
+    model, task = build(run, device, backend)
     steps = data(run, device)
     parts = next(steps)
-    backend = "aot_eager" if run.quick else "inductor"
-    several = Several(contender, model, parts[0], task, in_place=True, backend=backend)
+    kind = Gpt if run.model in GPTS else Several
+    try:
+        several = kind(contender, model, parts[0], task, in_place=True, backend=backend)
+    except Left as left:
+        return {"left_out": str(left)}
     torch.manual_seed(1000 * (run.seed + 1) + dist.get_rank())  # HOT's rounding
     if run.first:
         checkpointed(several, run)
     losses = []
     for step in range(run.first, run.steps):
-        losses.append(several.train(step, parts))
+        losses.append(several.train(run.rate(step), parts))
         parts = next(steps, [])
     if run.checkpoint and not run.first:
         checkpointed(several, run)
-    return [float(loss) for loss in losses]
+    row: Row = {"losses": [float(loss) for loss in losses]}
+    if run.model in GPTS:
+        row["losses"] = row["losses"][:: max(1, run.steps // 100)]
+        batches = text_batches(run, run.text().validation.to(device), 0)
+        row["validation_loss"] = several.validate(
+            itertools.islice(batches, run.gpt.validation_batches)
+        )
+    return row
 
 
 def checkpointed(several: Several, run: Run) -> None:
@@ -153,14 +257,15 @@ def checkpointed(several: Several, run: Run) -> None:
 
 def launched(run: Run, world: int) -> list[float]:
     """Return the losses of a run in ``world`` new processes."""
-    losses: list[float] = bench_fsdp.launched(trained, run, world)
+    losses: list[float] = bench_fsdp.launched(trained, run, world)["losses"]
     return losses
 
 
 def row_of(part: str, run: Run) -> Row:
     """Return the row of a part."""
     if part == "losses":
-        return {"losses": launched(run, run.gpus)}
+        row: Row = bench_fsdp.launched(trained, run, run.gpus)
+        return row
     run = replace(run, steps=min(SHORT, run.steps), layers=run.layers or 2)
     if part == "one":
         several, one = launched(run, run.gpus), launched(run, 1)
@@ -178,24 +283,41 @@ def row_of(part: str, run: Run) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "several", "contenders", "quick", "budget", "cache")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=PARTS, help="default: all of the model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--images", default="tiles", help="data of the ViT, as in bench_training.py"
     )
-    parser.add_argument("--steps", type=int, help=f"of a whole run; default {STEPS}, quick 4")
+    parser.add_argument("--steps", type=int, help="of a whole run; default: the model's, quick 4")
     args = bench_fsdp.arguments(parser, argv, MODELS)
     names = timing.fitting(parser, [c.name for c in contenders(args.model)], args.contenders)
+    gpt, whole = GPTS.get(args.model, ("", STEPS))
+    if gpt and args.part not in (None, ["losses"]):
+        parser.error(f"--part: {args.model} has losses alone")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic products
     options = ("model", "gpus", "each", "cache", "device", "images", "quick", "layers")
-    steps = args.steps or (4 if args.quick else STEPS)
+    steps = args.steps or (4 if args.quick else whole)
     shared = {o: vars(args)[o] for o in options}
     jobs = {}
-    for part, seed, name in itertools.product(args.part, args.seeds, names):
+    for part, seed, name in itertools.product(
+        args.part or (("losses",) if gpt else PARTS), args.seeds, names
+    ):
         run = Run(contender=name, steps=steps, seed=seed, **shared)
         key = f"{args.model}/{args.gpus}/{part}/{name}/{seed}"
         jobs[key] = functools.partial(row_of, part, run)
-    bench_fsdp.measure_all(args, "several", jobs, {"steps": STEPS, "each": bench_fsdp.EACH})
+    settings: Row = {"steps": STEPS, "each": bench_fsdp.EACH}
+    benchmark = f"wire-{gpt}" if gpt else "several"
+    if gpt:
+        begun = time.perf_counter()
+        settings = {
+            "steps": steps,
+            "size": asdict(run.gpt),
+            "text": run.text().facts(run.gpt, steps),
+        }
+        args.budget -= time.perf_counter() - begun
+        args.json = args.json or timing.RESULTS / f"{args.device}-{benchmark}.json"
+        timing.resumed(args.json, settings)  # ends the script if a report has another text
+    bench_fsdp.measure_all(args, benchmark, jobs, settings)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from evidence import evidence_tables, intervals
 from evidence.evidence_tables import Lines, Report, dates_line, line, report_of, table_of
 
 SPEEDS, LOSSES = "cuda-fsdp.json", "cuda-several.json"
 """Reports of bench_fsdp.py and several.py."""
+WIRE = {"10M, DDP": "cuda-wire-10M.json", "91M, FSDP2": "cuda-wire-91M.json"}
+"""Reports of several.py about GPTs, by size and plan."""
+SEEDS = 3
+"""Pairs that :func:`wire_losses` needs for a verdict."""
 NO_PEER = ", no peer access"
 LAST = 20
 """Last losses of a run that are averaged."""
@@ -161,3 +166,47 @@ def several_losses(results: Path) -> Lines:
             [", ".join(filter(None, (f"{model}, {gpus} GPUs, {name}", words))), seed, *cells]
         )
     yield from ("", dates_line(results, [LOSSES]))
+
+
+def wire_losses(results: Path) -> Lines:
+    """Validation losses of GPTs less those of bf16 with a reduction in fp32, paired by seed.
+
+    The last column is :func:`differs`, once all pairs are there.
+    """
+    yield from table_of(
+        ["", "pairs", "loss less bf16's [95 %]", "by seed", "bf16's deviation", "beyond it"], ()
+    )
+    for title, name in WIRE.items():
+        if not (results / name).exists():
+            yield line([f"{title}: not run", *[""] * 5])
+            continue
+        rows = report_of(results, name)["rows"]
+        runs = {"/".join(key.split("/")[3:]): row for key, row in rows.items()}
+        report = {"runs": {k: row for k, row in runs.items() if "validation_loss" in row}}
+        by_seed = evidence_tables.runs_by_seed(report)
+        losses = [run["validation_loss"] for run in by_seed.get("bf16", {}).values()]
+        spread = statistics.stdev(losses) if len(losses) > 1 else None
+        words = [f"{loss:.4f}" for loss in losses]
+        mean = f"{statistics.mean(losses):.4f}" if losses else "failed"
+        yield line([f"{title}, bf16's loss", str(len(losses)), mean, ", ".join(words), "", ""])
+        for contender in dict.fromkeys(key.rpartition("/")[0] for key in runs):
+            if contender == "bf16":
+                continue
+            pairs = evidence_tables.pairs_of(report, contender, every=True)
+            gaps = evidence_tables.gaps_of_pairs(pairs)
+            gap = evidence_tables.interval_words(gaps).rpartition(" (")[0] or "failed"
+            cells = [f"{title}, {contender}", str(len(gaps)), gap]
+            cells += [", ".join(f"{value:+.4f}" for value in gaps)]
+            if spread is not None and len(gaps) == len(losses) >= SEEDS:
+                cells += [f"{spread:.4f}", "yes" if differs(gaps, spread) else "no"]
+            yield line([*cells, "", ""][:6])
+    if names := [name for name in WIRE.values() if (results / name).exists()]:
+        yield from ("", dates_line(results, names))
+
+
+def differs(gaps: Sequence[float], spread: float) -> bool:
+    """Whether the mean gap exceeds ``spread``, or its 95 % interval leaves out zero."""
+    ends = intervals.interval(gaps)
+    return not abs(statistics.mean(gaps)) <= spread or (
+        ends is not None and not ends.low <= 0 <= ends.high
+    )

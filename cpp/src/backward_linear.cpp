@@ -20,7 +20,11 @@ namespace {
 constexpr const char* backward_name = "backward_linear";
 
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
-  check_hadamard_block(call, spec.hadamard_block);
+  const int block = spec.hadamard_block;
+  if (!is_power_of_two(block) || block > 256) {
+    invalid(call, "hadamard_block is " + std::to_string(block) +
+                      "; expected a power of two from 1 to 256");
+  }
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
     invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
   }

@@ -59,12 +59,6 @@ void check_counted_sizes(const char* call, Names names, Sizes sizes) {
   }
 }
 
-void check_hadamard_block(const char* call, int block) {
-  if (is_power_of_two(block) && block <= 256) return;
-  invalid(call,
-          "hadamard_block is " + std::to_string(block) + "; expected a power of two from 1 to 256");
-}
-
 void check_rounding(const char* call, const char* name, Rounding rounding) {
   if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
       rounding != Rounding::pseudo_stochastic) {

@@ -31,7 +31,6 @@ void check_counted_sizes(const char* call, std::initializer_list<const char*> na
 // Refuse values outside the enumeration, which C++ allows by a cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
-void check_hadamard_block(const char* call, int block);
 
 // Required length of a buffer of codes and scales.
 enum class BufferSize { exact, at_least };

@@ -50,14 +50,14 @@ def test_a_share_outlives_its_call(
 
 def cut_and_resumed(rank: int, device: str, *, folder: str) -> None:
     """Losses of three steps are those of one, a checkpoint and two more, to the bit."""
-    for model in several.MODELS:
+    for model in ("llama_8b", "vit_l"):
         name, cache = "default int8-forward", Path(folder)
         run = several.Run(model, name, 2, 2, quick=True, layers=1, steps=3, cache=cache)
-        whole = several.trained(run, torch.device(device))
+        whole = several.trained(run, torch.device(device))["losses"]
         run = dataclasses.replace(run, steps=1, checkpoint=Path(folder) / model)
-        cut = several.trained(run, torch.device(device))
+        cut = several.trained(run, torch.device(device))["losses"]
         run = dataclasses.replace(run, steps=3, first=1)
-        rest = several.trained(run, torch.device(device))
+        rest = several.trained(run, torch.device(device))["losses"]
         assert len(rest) == 2 and cut + rest == whole, (model, cut, rest, whole)
 
 
@@ -88,6 +88,39 @@ def test_speeds_with_gradients_in_a_byte_go_on_from_a_report(model: str, tmp_pat
     table = list(several_tables.several(tmp_path))
     assert len(table) == 2 + len(rows) + 2
     assert not hooks or "needs NCCL" in "".join(table)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("model", several.GPTS)
+def test_a_gpt_with_a_byte_on_the_wire(model: str, tmp_path: Path) -> None:
+    """Losses fall beside bf16's. A report goes on with its own text alone, and gives a table."""
+    size = several.GPTS[model][0]
+    path = tmp_path / f"cuda-wire-{size}.json"
+    words = ["--quick", "--model", model, "--json", str(path), "--cache", str(tmp_path)]
+    names = [one.name for one in several.contenders(model)][:2]
+    several.main([*words, "--steps", "8", "--contenders", names[0]])
+    first = json.loads(path.read_text())["rows"]
+    several.main([*words, "--steps", "8", "--contenders", *names])
+    rows = json.loads(path.read_text())["rows"]
+    assert first.items() <= rows.items()
+    plain, byte = rows.values()
+    for row in (plain, byte):
+        assert len(row["losses"]) == 8 and row["losses"][0] - row["validation_loss"] > 0.3
+    assert 0 < abs(byte["validation_loss"] - plain["validation_loss"]) < 0.05
+    table = "\n".join(several_tables.wire_losses(tmp_path))
+    assert (
+        f", {names[1]} | 1 | {byte['validation_loss'] - plain['validation_loss']:+.4f} |" in table
+    )
+    with pytest.raises(SystemExit, match="other settings"):
+        several.main([*words, "--steps", "9"])
+
+
+def test_gaps_beyond_the_seeds_spread() -> None:
+    assert not several_tables.differs([-0.01, 0.0, 0.02], 0.01)
+    assert several_tables.differs([-0.01, 0.0, 0.06], 0.01)  # the mean
+    assert several_tables.differs([0.004, 0.005, 0.006], 0.01)  # the interval
+    assert several_tables.differs([float("nan")] * 3, 0.01)
 
 
 def test_the_wire_predicts_what_was_measured() -> None:

@@ -183,6 +183,7 @@ def test_overrides() -> None:
         ("fast", {"storage": "int4"}, "storage: 'int4' requires basis='full', got 'sketch'; use"),
         ("fast", {"storage": "rht4"}, "storage: 'rht4' is not one of 'int8', 'int4'"),
         ("fast", {"hadamard_block": 12}, "hadamard_block: expected a power .* to 256, got 12$"),
+        ("fast", {"forward_block": 512}, "forward_block: expected a .* 1 to 64, or 256, got 512$"),
     ):
         with pytest.raises(ValueError, match=message):
             HotConfig.recipe(name, **fields)

@@ -326,6 +326,35 @@ def test_table_and_json() -> None:
     assert content["rows"][3]["measured"] is None
 
 
+@pytest.mark.parametrize(
+    ("gpus", "processes", "apart", "words"),
+    [
+        (1, 1, (), ""),
+        (4, 1, (), "4 GPUs with peer access: hot.int8_gradients .* save no time over NVLink"),
+        (4, 4, [(3, 1)], "4 GPUs, not all with peer access: use hot.int8_gradients .*int8_weights"),
+        (4, 8, (), "8 processes, 4 GPUs visible here: .* pay on a slow connection"),
+    ],
+)
+def test_a_byte_on_the_wire(
+    gpus: int, processes: int, apart: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = []
+
+    def reaches(a: int, b: int) -> bool:
+        pairs.append((a, b))
+        return (a, b) not in apart
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
+    wire = advising.wire_advice()
+    assert re.fullmatch(f"{words}.*" if words else "", wire)
+    assert ((3, 1) in pairs) == (1 < gpus >= processes)
+    text = str(advising.Advice((PLAIN,), "time", "peak", "a machine", wire))
+    assert text.endswith(f"\n\n{wire}") == bool(wire)
+
+
 def test_progress(
     x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,14 +103,14 @@ class _AllGather(Allocates):
                 sent[wire].copy_(values.view(torch.uint8))
         received = torch.empty(world, end, dtype=torch.uint8, device=sent.device)
         _all_gather(received.view(-1), sent, group=group)
-        for rank, row in enumerate(received):
-            part = output_tensor[rank * count : (rank + 1) * count]
-            for run, wire in zip(runs, wires, strict=True):
-                values = part[run.begin : run.end]
-                if run.coded:
-                    decode_sum(row[None, wire], 1.0, values)
-                else:
-                    values.copy_(row[wire].view(values.dtype))
+        parts = output_tensor.view(world, count)
+        for run, wire in zip(runs, wires, strict=True):
+            values, data = parts[:, run.begin : run.end], received[:, wire]
+            if run.coded:
+                for row, part in zip(data, values, strict=True):
+                    decode_sum(row[None], 1.0, part)
+            else:
+                values.copy_(data.view(values.dtype))
 
     def _runs(self, world: int, values: Tensor) -> list[_Run]:
         """Runs of matrices and of other parameters in a process's part."""

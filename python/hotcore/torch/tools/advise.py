@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...config import ConfigLike, HotConfig, as_config
@@ -85,13 +86,15 @@ class Advice:
 
     ``rows`` are in the order of trial, the plain model first. ``memory`` is ``"peak"`` on CUDA, the
     allocator's over a step with all that is on the device. On the CPU it is ``"kept"``: the bytes
-    that are kept for backward.
+    that are kept for backward. ``wire`` is one line about gradients and weights in INT8 between the
+    visible GPUs; empty for a single GPU and on the CPU.
     """
 
     rows: tuple[Tried, ...]
     goal: str
     memory: str
     machine: str
+    wire: str = ""
 
     @property
     def best(self) -> Tried | None:
@@ -140,6 +143,7 @@ class Advice:
         if further is not None and further.noisy:
             lines += ["", f"{further.name} gains more, with noise in the gradient that costs steps:"
                       " for short trainings, fine-tuning", further.code]  # fmt: skip
+        lines += ["", self.wire] if self.wire else []
         return "\n".join(lines)
 
     def _figures(self, row: Tried) -> list[str]:
@@ -254,7 +258,22 @@ def advise(
     rate = str(rate_of(device)) if cuda else ""
     machine = filter(None, (f"{name}, torch {torch.__version__}, {words}", rate, load))
     rows, memory = tuple(map(trial.row, contenders)), "peak" if cuda else "kept"
-    return Advice(rows, goal, memory, "; ".join(machine))
+    return Advice(rows, goal, memory, "; ".join(machine), wire_advice() if cuda else "")
+
+
+def wire_advice() -> str:
+    """Return one line: is a byte on the wire worth it between the GPUs that this process sees?"""
+    gpus = torch.cuda.device_count()
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    byte = "hot.int8_gradients (DDP, FSDP2) and hot.int8_weights (FSDP2)"
+    if processes > gpus:
+        return f"{processes} processes, {gpus} GPUs visible here: {byte} pay on a slow connection"
+    if gpus < 2:
+        return ""
+    pairs = itertools.permutations(range(gpus), 2)
+    if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
+        return f"{gpus} GPUs with peer access: {byte} save no time over NVLink; measure over PCIe"
+    return f"{gpus} GPUs, not all with peer access: use {byte}, where the wire decides"
 
 
 def _configs(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
