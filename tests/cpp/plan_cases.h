@@ -170,7 +170,7 @@ inline std::vector<ForwardPlanCase> forward_plan_cases() {
        DType::bf16,
        DType::bf16,
        true,
-       {"rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x128"}},
+       {"rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x256"}},
       {"wide rows, a bias of bf16",
        {4096, 4096, 14336},
        64,
