@@ -32,6 +32,7 @@ IMAGES = (
     f"--seeds 0,1,2 --devices 0 --jobs 8 --images {CIFAR}"
 )
 SEVERAL = "-m benchmarks.evidence.several --device cuda --gpus 4"
+WIRE = "-m benchmarks.evidence.several --device cuda --gpus 2"
 SHARES = {
     "gpt-25M": {
         f"{GPT} --seeds 0 1 2 3 --contenders bf16 default 'default int8-forward' 'FP8 tensorwise'":
@@ -50,10 +51,10 @@ SHARES = {
         for part in ("--part losses --seeds 0 1 2", "--part resume one")
     },
     "wire-10M": {
-        f"{SEVERAL} --model gpt_10m --seeds 0 1 2 --contenders {names}": "wire-10M"
+        f"{WIRE} --model gpt_10m --each 32 --seeds 0 1 2 --contenders {names}": "wire-10M"
         for names in ("bf16 'bf16, INT8 gradients'", "'bf16, bf16_compress_hook'")
     },
-    "wire-91M": {f"{SEVERAL} --model gpt_91m --seeds 0 1 2": "wire-91M"},
+    "wire-91M": {f"{WIRE} --model gpt_91m --seeds 0 1 2": "wire-91M"},
 }  # fmt: skip
 """Commands of each share and their reports; --json and --budget are added."""
 
