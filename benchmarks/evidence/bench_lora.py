@@ -30,6 +30,8 @@ The plan, written before the first run:
   form costs a loss if that interval is above zero. Two forms differ if the interval of their
   paired difference leaves out zero. Three seeds show large differences only.
 * Expected: KL of INT4 with ``inputs`` below NF4's, and differences of LoRA's losses within 0.01.
+
+Added later, with a plan of its own in docs/dev/evidence.md: adapters whose x is kept in codes.
 """
 
 from __future__ import annotations
@@ -57,7 +59,12 @@ from models import mend_torchvision
 from torch import Tensor, nn
 from training import Contender
 
-FORMS = ("bf16", bench_base.BASELINE, *bench_base.FROZEN)
+PLAIN = "hot.freeze(model, 4)"
+"""Form of the base under adapters in codes."""
+CODED = {f"{PLAIN}, x of adapters in {bits} bits": recipe
+         for bits, recipe in ((4, "default"), (8, "accurate"))}  # fmt: skip
+"""Recipes of the layers ``lora_A``, by form."""
+FORMS = ("bf16", bench_base.BASELINE, *bench_base.FROZEN, *CODED)
 SEEDS = (0, 1, 2)
 RATE = 2e-3
 SIZE = bench_gpt.Size(128, 2, 4, 128, 16, 256, 3e-3, 60, 20)
@@ -225,6 +232,7 @@ TASKS: dict[str, Callable[[bool], Task]] = {"gpt": gpt, "bert": bert, "albert": 
 
 def based(task: Task, form: str) -> nn.Module:
     """A copy of the model with its base in a form."""
+    form = PLAIN if form in CODED else form
     model = copy.deepcopy(task.model).requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -242,12 +250,14 @@ def based(task: Task, form: str) -> nn.Module:
     return model
 
 
-def tuned(task: Task, base: nn.Module, seed: int) -> float:
-    """Loss after LoRA."""
+def tuned(task: Task, base: nn.Module, seed: int, recipe: str | None = None) -> float:
+    """Loss after LoRA; ``recipe`` is that of the layers ``lora_A``."""
     peft = importlib.import_module("peft")
     torch.manual_seed(seed)
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules=task.names)
     model = peft.get_peft_model(copy.deepcopy(base), lora).train()
+    if recipe is not None:
+        hot.convert(model, recipe, filter_fn=lambda _, name: ".lora_A." in name)
     if isinstance(task.model, Headed):
         model.base_model.model.head.requires_grad_(True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -284,7 +294,7 @@ def measured(task: Task, rows: dict[str, Any], seeds: Sequence[int], write: Any)
             row["other before"] = loss_of(base, task.held, task.batch)
         for seed in seeds:
             if str(seed) not in row["loss"]:
-                row["loss"][str(seed)] = tuned(task, base, seed)
+                row["loss"][str(seed)] = tuned(task, base, seed, CODED.get(form))
                 print(f"{form}, seed {seed}: {row['loss'][str(seed)]:.4f}", flush=True)
                 write()
 
