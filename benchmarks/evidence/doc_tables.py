@@ -150,10 +150,10 @@ def bases(results: Path) -> Lines:
         yield line([words, size, *cells])
 
 
-def lora_gap(rows: Report, name: str) -> str:
-    """The loss after LoRA less bf16's, paired by seed; bf16's own loss."""
-    plain = rows["bf16"]["loss"]
-    if name == "bf16":
+def lora_gap(rows: Report, name: str, baseline: str = "bf16") -> str:
+    """The loss after LoRA less the baseline's, paired by seed; the baseline's own loss."""
+    plain = rows[baseline]["loss"]
+    if name == baseline:
         return f"{statistics.mean(plain.values()):.4f}"
     ends = intervals.interval([rows[name]["loss"][seed] - plain[seed] for seed in plain])
     assert ends is not None
