@@ -478,9 +478,8 @@ def of_a_whole_model() -> tuple[Contender, ...]:
             one(f"LoRA frozen int4, {how}", **hot8, autocast=True, frozen="int4", **more)
             for how, more in (
                 ("nothing recomputed", {}),
-                ("x of adapters in 4 bits", {"adapters": "default"}),
-                ("a quarter of the blocks recomputed", {**keep, "first": 0.25}),
-                ("x of adapters in 4 bits, attention kept", {**keep, "adapters": "default"}),
+                ("x of adapters in 8 bits", {"adapters": "accurate"}),
+                ("an eighth of the blocks recomputed", {**keep, "first": 0.125}),
             )
         ),
         one("bf16"),

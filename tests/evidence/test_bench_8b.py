@@ -84,7 +84,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
     lora = ["LoRA bf16", "LoRA frozen int8", "LoRA frozen int4", "LoRA frozen nf4 torchao"]
     if importlib.util.find_spec("bitsandbytes"):
         lora += ["LoRA frozen nf4", "LoRA frozen nf4 fp32"]
-    coded = "LoRA frozen int4, x of adapters in 4 bits"
+    coded = "LoRA frozen int4, x of adapters in 8 bits"
     names = [OURS, PLAIN, *(f"{name}, attention kept" for name in lora), coded]
     report = run(tmp_path, "--contenders", *names)
     rows = report["whole"]
