@@ -153,7 +153,11 @@ def build(
             timing.synchronize(device)
             seconds += time.perf_counter() - begun
     torch.manual_seed(seed)
-    return (adapted(model) if is_lora(contender) else model), seconds
+    if is_lora(contender):
+        model = adapted(model)
+    if contender.adapters is not None:
+        hot.convert(model, contender.adapters, filter_fn=lambda _, name: ".lora_A." in name)
+    return model, seconds
 
 
 @contextlib.contextmanager

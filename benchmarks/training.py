@@ -59,6 +59,8 @@ class Contender:
     """Whether only convolutions larger than 1x1 are converted, without the first."""
     frozen: str = ""
     """Form of the base's weights: "int8" or "int4" (hot.freeze), or one of ``NF4``."""
+    adapters: str | None = None
+    """Recipe of HOT for the adapters' layers ``lora_A``, or None for plain adapters."""
     head: str = ""
     """Value of convert's ``head``, also for plain models: "torch" (its products) or a recipe."""
     wire: str = ""
@@ -472,6 +474,14 @@ def of_a_whole_model() -> tuple[Contender, ...]:
         one("LoRA bf16, attention kept", **lora),
         one("LoRA frozen int4, attention kept", **hot8, **lora, frozen="int4"),
         *(one(f"LoRA frozen {form}, attention kept", **lora, frozen=form) for form in NF4),
+        *(
+            one(f"LoRA frozen int4, {how}", **hot8, autocast=True, frozen="int4", **more)
+            for how, more in (
+                ("nothing recomputed", {}),
+                ("x of adapters in 8 bits", {"adapters": "accurate"}),
+                ("an eighth of the blocks recomputed", {**keep, "first": 0.125}),
+            )
+        ),
         one("bf16"),
         one("FP8 tensorwise", fp8="tensorwise"),
         one("bf16, recomputed", **again),

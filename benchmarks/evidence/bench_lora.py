@@ -2,6 +2,7 @@
 
     python -m benchmarks.evidence.bench_lora gpt     # 20 minutes on a core; continues its report
     python -m benchmarks.evidence.bench_lora bert albert
+    python -m benchmarks.evidence.bench_lora --adapters --json build/adapters.json
     python -m benchmarks.evidence.bench_lora --quick # toys, for a test
 
 bench_base.py compares the outputs of bases that nobody trains. Here adapters of rank 16 train on
@@ -30,6 +31,9 @@ The plan, written before the first run:
   form costs a loss if that interval is above zero. Two forms differ if the interval of their
   paired difference leaves out zero. Three seeds show large differences only.
 * Expected: KL of INT4 with ``inputs`` below NF4's, and differences of LoRA's losses within 0.01.
+
+``--adapters`` came later, with a plan of its own in docs/dev/evidence.md: adapters on INT4 whose x
+is kept in codes, beside plain ones.
 """
 
 from __future__ import annotations
@@ -58,6 +62,9 @@ from torch import Tensor, nn
 from training import Contender
 
 FORMS = ("bf16", bench_base.BASELINE, *bench_base.FROZEN)
+PLAIN = "hot.freeze(model, 4)"
+CODED = {f"x in {bits} bits": recipe for bits, recipe in ((4, "default"), (8, "accurate"))}
+"""Recipes of the layers ``lora_A``, by the form of the adapters on ``PLAIN``."""
 SEEDS = (0, 1, 2)
 RATE = 2e-3
 SIZE = bench_gpt.Size(128, 2, 4, 128, 16, 256, 3e-3, 60, 20)
@@ -225,6 +232,7 @@ TASKS: dict[str, Callable[[bool], Task]] = {"gpt": gpt, "bert": bert, "albert": 
 
 def based(task: Task, form: str) -> nn.Module:
     """A copy of the model with its base in a form."""
+    form = PLAIN if form in CODED else form
     model = copy.deepcopy(task.model).requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -242,12 +250,14 @@ def based(task: Task, form: str) -> nn.Module:
     return model
 
 
-def tuned(task: Task, base: nn.Module, seed: int) -> float:
-    """Loss after LoRA."""
+def tuned(task: Task, base: nn.Module, seed: int, recipe: str | None = None) -> float:
+    """Loss after LoRA; ``recipe`` is that of the layers ``lora_A``."""
     peft = importlib.import_module("peft")
     torch.manual_seed(seed)
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules=task.names)
     model = peft.get_peft_model(copy.deepcopy(base), lora).train()
+    if recipe is not None:
+        hot.convert(model, recipe, filter_fn=lambda _, name: ".lora_A." in name)
     if isinstance(task.model, Headed):
         model.base_model.model.head.requires_grad_(True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -268,9 +278,11 @@ def loss_of(model: nn.Module, text: Batch, batch: int) -> float:
     return float(cross_entropy(logits_of(model, text, batch), text[1].long()))
 
 
-def measured(task: Task, rows: dict[str, Any], seeds: Sequence[int], write: Any) -> None:
+def measured(
+    task: Task, forms: Sequence[str], rows: dict[str, Any], seeds: Sequence[int], write: Any
+) -> None:
     """Add to ``rows`` what they lack: by form, losses before LoRA and those by seed after it."""
-    for form in FORMS:
+    for form in forms:
         row = rows.setdefault(form, {"loss": {}})
         base = based(task, form)
         if task.before is not None and "kl" not in row:
@@ -284,7 +296,7 @@ def measured(task: Task, rows: dict[str, Any], seeds: Sequence[int], write: Any)
             row["other before"] = loss_of(base, task.held, task.batch)
         for seed in seeds:
             if str(seed) not in row["loss"]:
-                row["loss"][str(seed)] = tuned(task, base, seed)
+                row["loss"][str(seed)] = tuned(task, base, seed, CODED.get(form))
                 print(f"{form}, seed {seed}: {row['loss'][str(seed)]:.4f}", flush=True)
                 write()
 
@@ -293,18 +305,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure every form in every task, print the differences and write the report."""
     parser = timing.error_arguments(__doc__, "base-lora")
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: all")
+    parser.add_argument("--adapters", action="store_true", help="forms of the adapters")
     parser.add_argument("--quick", action="store_true", help="toys, for a test; no download")
     args = parser.parse_args(argv)
     mend_torchvision()
     torch.set_num_threads(1)
     report = None if args.quick else timing.resumed(args.json, {})
     report = report or {**timing.facts_of("base-lora"), "settings": {}, "tasks": {}}
+    forms = (PLAIN, *CODED) if args.adapters else FORMS
     for name in args.tasks or (["gpt"] if args.quick else TASKS):
         rows = report["tasks"].setdefault(name, {})
         write = functools.partial(timing.write_json, args.json, report)
-        measured(TASKS[name](args.quick), rows, SEEDS[:2] if args.quick else SEEDS, write)
-        for form in FORMS[1:]:
-            print(name, form, doc_tables.lora_gap(rows, form))
+        measured(TASKS[name](args.quick), forms, rows, SEEDS[:2] if args.quick else SEEDS, write)
+        for form in forms[1:]:
+            print(name, form, doc_tables.lora_gap(rows, form, forms[0]), flush=True)
     return 0
 
 

@@ -150,14 +150,23 @@ def bases(results: Path) -> Lines:
         yield line([words, size, *cells])
 
 
-def lora_gap(rows: Report, name: str) -> str:
-    """The loss after LoRA less bf16's, paired by seed; bf16's own loss."""
-    plain = rows["bf16"]["loss"]
-    if name == "bf16":
+def lora_gap(rows: Report, name: str, baseline: str = "bf16") -> str:
+    """The loss after LoRA less the baseline's, paired by seed; the baseline's own loss."""
+    plain = rows[baseline]["loss"]
+    if name == baseline:
         return f"{statistics.mean(plain.values()):.4f}"
     ends = intervals.interval([rows[name]["loss"][seed] - plain[seed] for seed in plain])
     assert ends is not None
     return f"{ends.mean:+.4f} [{ends.low:+.4f}, {ends.high:+.4f}]"
+
+
+def adapters(results: Path) -> Lines:
+    """Losses of adapters whose x is in codes less those of plain ones; plain ones' own losses."""
+    tasks = evidence_tables.report_of(results, "base-lora-adapters.json")["tasks"]
+    plain, *coded = tasks["gpt"]
+    yield from header(["adapters", *TUNED.values()])
+    for form, words in ((plain, "plain"), *zip(coded, coded, strict=True)):
+        yield line([words, *(lora_gap(tasks[task], form, plain) for task in TUNED)])
 
 
 def base_errors(results: Path) -> Lines:
@@ -567,7 +576,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("recipe-cases.json", cases),
     "claims": ("", claims.table),
     **_of("gradients.json", TABLES.gradient_quality),
-    **_of("", bases, base_errors),
+    **_of("", bases, adapters, base_errors),
     **_of("", switch, devices, TABLES.trainings, TABLES.rows, TABLES.scaling, TABLES.pooled),
     **_of("", TABLES.accuracies),
     **_of("", TABLES.pooled_words, TABLES.to_loss, TABLES.to_loss_words, TABLES.decided),

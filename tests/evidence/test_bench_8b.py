@@ -84,14 +84,16 @@ def test_contenders_are_paired_and_a_run_goes_on(
     lora = ["LoRA bf16", "LoRA frozen int8", "LoRA frozen int4", "LoRA frozen nf4 torchao"]
     if importlib.util.find_spec("bitsandbytes"):
         lora += ["LoRA frozen nf4", "LoRA frozen nf4 fp32"]
-    names = [OURS, PLAIN, *(f"{name}, attention kept" for name in lora)]
+    coded = "LoRA frozen int4, x of adapters in 8 bits"
+    names = [OURS, PLAIN, *(f"{name}, attention kept" for name in lora), coded]
     report = run(tmp_path, "--contenders", *names)
     rows = report["whole"]
     if any("torchao does not import" in row.get("left_out", "") for row in rows.values()):
         pytest.skip("no torchao")
     assert list(rows) == [name for name in (c.name for c in bench_8b.CONTENDERS) if name in names]
     for name, row in rows.items():
-        assert row["converted"] == (0 if "bf16" in name or "nf4" in name else 14), name
+        layers = 0 if "bf16" in name or "nf4" in name else 28 if name == coded else 14
+        assert row["converted"] == layers, name
         assert ("frozen_s" in row) == ("frozen" in name), name
         assert row["head"] == "loss in chunks, torch products" and row["graphs"] == 1, name
         assert row["sequences"] == bench_8b.COMMON and row["step"]["measurements"] == 6

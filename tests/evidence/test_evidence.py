@@ -327,6 +327,7 @@ def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.long
 def test_losses_of_lora_by_base(tmp_path: Path) -> None:
     """Every form at toy size, on a decoder that has hardly been trained."""
+    mend_torchvision()
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     from evidence import bench_lora
@@ -343,3 +344,9 @@ def test_losses_of_lora_by_base(tmp_path: Path) -> None:
         assert all(loss < row["other before"] - 0.01 for loss in row["loss"].values())
     losses = [rows[name]["loss"]["1"] for name in ("hot.freeze_int8(model)", "bf16")]
     assert abs(losses[0] - losses[1]) < 0.002
+    path = tmp_path / "adapters.json"
+    bench_lora.main(["--quick", "--adapters", "--json", str(path)])
+    rows = json.loads(path.read_text())["tasks"]["gpt"]
+    exact, *coded = (tuple(row["loss"].values()) for row in rows.values())
+    assert len({exact, *coded}) == 3
+    assert all(losses == pytest.approx(exact, abs=0.002) for losses in coded)

@@ -130,6 +130,12 @@ def test_sizes_of_x_from_the_frozen_model(tmp_path: Path) -> None:
     assert error < 0.15 and model(batches[0]).isfinite().all()
     with pytest.raises(ValueError, match="inputs: none of 0 batches reached"):
         hot.load_frozen(converted(), folder, 4, inputs=[])
+    state = state_of(source())
+    state["embed.weight"] = torch.full_like(state["embed.weight"], torch.nan)
+    model, folder = converted(), saved(state, tmp_path / "nan")
+    with pytest.raises(ValueError, match="inputs: NaN or infinity in the x of layer a"):
+        hot.load_frozen(model, folder, 4, inputs=batches)
+    assert model.freeze_report.sizes == "weights" and type(model.c) is HotFrozenLinear
 
 
 def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -159,6 +165,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "count": (
         lambda s: s | {"norm.num_batches_tracked": torch.zeros(())},
         "num_batches_tracked: dtype F32; expected torch.int64",
+    ),
+    "another quantiser": (
+        lambda s: without(s, "c.weight") | {"c.qweight": torch.zeros(8, 96, dtype=torch.int32)},
+        r"missing keys: c\.weight; unexpected keys: c\.qweight",
     ),
     "codes": (
         lambda s: without(s, "c.weight") | {"c.weight_codes": torch.zeros(9, dtype=torch.uint8)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ with without_broken_torchvision():
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.layers.conv1d import HotConv1D  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_graphs import causal  # noqa: E402
+from torch_graphs import Graphs, causal  # noqa: E402
 
 ORDERS = ("peft first", "HOT first")
 
@@ -223,3 +224,79 @@ def test_gpt2_with_lora(order: str) -> None:
 def test_wrong_module() -> None:
     with pytest.raises(TypeError, match="module: expected a plain Conv1D, got Linear"):
         HotConv1D.from_plain(nn.Linear(4, 4))
+
+
+# ---------------------------------------------------------------------------- the adapters' x
+
+
+def llama(recipe: str | None, order: str = "peft first", dtype: Any = torch.bfloat16) -> Any:
+    """A Llama of one block on INT4 codes, in bf16, its adapters of ``dtype``, and the block."""
+    model = causal("Llama", num_hidden_layers=1).bfloat16()
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    if order == "HOT first":
+        hot.freeze(hot.convert(model, "default", forward="int8"), 4)
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=dtype == torch.float32)
+    if order == "peft first":
+        hot.freeze(hot.convert(model, "default", forward="int8"), 4)
+    if recipe is not None:
+        hot.convert(model, recipe, filter_fn=lambda _, name: ".lora_A." in name)
+    return model, model.base_model.model.model.layers[0]
+
+
+def called(model: Any, block: nn.Module) -> Any:
+    rotary = model.base_model.model.model.rotary_emb
+    tables = rotary(torch.zeros(1, dtype=torch.bfloat16), torch.arange(64)[None])
+    return lambda x: block(2 * x, position_embeddings=tables, use_cache=False)
+
+
+def kept_sizes(model: Any, block: nn.Module) -> Counter[int]:
+    """Bytes of the large tensors that a call keeps, and their number."""
+    x = torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    with saved_tensors() as tensors:
+        called(model, block)(x)
+    sizes = storage_bytes(tensors, model.parameters()).values()
+    return Counter(size for size in sizes if size > 4000)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adapters_of_one_x_keep_it_once(dtype: torch.dtype, order: str) -> None:
+    """x of q, k and v, of o, of gate and up, of down: in bf16, in 4 and in 8 bits."""
+    narrow, wide = 2 * 64 * 64, 2 * 64 * 128
+    kept = {}
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        for recipe in (None, "default", "accurate"):
+            model, block = llama(recipe, order, dtype)
+            with peft.helpers.disable_input_dtype_casting(model):
+                kept[recipe] = kept_sizes(model, block)
+        # peft's cast of x to fp32 makes a tensor for each layer. o's x is kept by attention, too.
+        copies = kept_sizes(*llama(None, order, dtype)) - kept[None]
+    assert copies == (Counter({2 * narrow: 4}) if dtype == torch.float32 else Counter())
+    for recipe, share, scales in (("default", 17 / 32, 0), ("accurate", 1, 4)):
+        codes = Counter({share * narrow + scales * 64: 3, share * wide + scales * 128: 1})
+        assert kept[recipe] - kept[None] == codes
+        assert kept[None] - kept[recipe] == Counter({2 * narrow: 2, 2 * wide: 1})
+
+
+def test_gradients_of_adapters_whose_x_is_kept_in_codes() -> None:
+    """Eager, in a graph that compresses x once, and in one that recomputes it."""
+    torch.manual_seed(3)
+    x, expected = torch.randn(2, 64, 64, dtype=torch.bfloat16), {}
+    for recipe in (None, "default"):
+        torch.manual_seed(4)
+        model, block = llama(recipe)
+        called(model, block)(x.requires_grad_()).float().square().mean().backward()
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                assert parameter.grad is None
+            elif recipe is None:
+                expected[name] = parameter.grad
+            else:
+                near = cosine(parameter.grad.float().numpy(), expected[name].float().numpy())
+                assert near > 0.97, name
+    graphs = Graphs().run(called(model, block), x)
+    assert graphs.count("forward", "compress") == 4, graphs.calls
+    hot.recompute(block)
+    graphs = Graphs().run(called(model, block), x)
+    assert graphs.count("backward", "compress_activation") == 4, graphs.calls
+    assert not graphs.count("forward", "compress")

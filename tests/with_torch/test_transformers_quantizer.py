@@ -241,6 +241,10 @@ def test_weights_that_cannot_be_frozen(plain: Path, tmp_path: Path) -> None:
     weight = AutoModelForCausalLM.from_pretrained(plain).get_submodule(name).weight.detach()
     bad = weight.clone()
     bad[2, 3] = torch.inf
+    for dtype, word in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        changed(plain, **{f"{name}.weight": weight.to(dtype)})  # of another quantiser
+        with pytest.raises(ValueError, match=rf"the checkpoint has {name}\.weight: {word}; take"):
+            load(plain, freeze="int4")
     for value in (bad, weight[:-1].contiguous(), None):
         changed(plain, **{f"{name}.weight": value})
         with pytest.raises((ValueError, RuntimeError), match="no usable weight|conversion"):

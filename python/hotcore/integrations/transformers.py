@@ -17,7 +17,7 @@ import hotcore.torch as hot
 
 from ..config import ConfigLike, HotConfig, as_config
 from ..torch.conversion.freeze import Freezing
-from ..torch.conversion.load import keys_of
+from ..torch.conversion.load import FLOATS, dtypes_of
 from ..torch.conversion.report import listed
 from ..torch.conversion.selection import candidates
 from ..torch.frozen.weights import ALIGNMENT, FrozenModule
@@ -203,7 +203,19 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
             for name, fqn in self._frozen.items():
                 self.take(name, freezing.layers[fqn]._parameters["weight"])
             self._frozen = {}
+        else:
+            self._check_dtypes(model, checkpoint_files or ())
         return model
+
+    def _check_dtypes(self, model: Any, files: Sequence[str]) -> None:
+        """Refuse codes of another quantiser, which transformers would cast to values."""
+        dtypes = _dtypes(model, [file for file in files if file.endswith(".safetensors")])
+        wrong = [f"{n}: {dtypes[n]}" for n in self._frozen if dtypes.get(n, "F32") not in FLOATS]
+        if wrong:
+            raise ValueError(
+                f"quantization_config: freeze quantises {', '.join(FLOATS)}; the checkpoint has "
+                f"{listed(wrong)}; take one with plain weights"
+            )
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self._freezing is None:
@@ -242,11 +254,16 @@ def _device_of(device_map: Any) -> Any:
 
 
 def _coded(model: Any, files: Sequence[str]) -> set[str]:
-    """Names of the layers whose codes the files have, with and without the base model's prefix."""
-    end, prefix = ".weight_codes", f"{model.base_model_prefix}."
-    keys = [key for key in keys_of(files) if key.endswith(end)]
-    names = {key.removesuffix(end) for key in keys}
-    return {each for n in names for each in (n, n.removeprefix(prefix), prefix + n)}
+    """Names of the layers whose codes the files have."""
+    end = ".weight_codes"
+    return {key.removesuffix(end) for key in _dtypes(model, files) if key.endswith(end)}
+
+
+def _dtypes(model: Any, files: Sequence[str]) -> dict[str, str]:
+    """Dtypes of the files' tensors by key, with and without the base model's prefix."""
+    prefix, dtypes = f"{model.base_model_prefix}.", dtypes_of(files) if files else {}
+    more = {k.removeprefix(prefix): dtype for k, dtype in dtypes.items()}
+    return more | {prefix + k: dtype for k, dtype in dtypes.items()} | dtypes
 
 
 _quantizers.auto.register_quantization_config("hot")(HotQuantizationConfig)

@@ -21,10 +21,11 @@ from .freeze import Freezing, check_inputs, sizes_of_x
 from .report import listed
 from .selection import Filter
 
-_FLOATS = {
+FLOATS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-_DTYPES = _FLOATS | {
+"""Dtypes of values in files."""
+_DTYPES = FLOATS | {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
@@ -153,9 +154,9 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"checkpoint: {file} is no file of safetensors: {error}") from error
 
 
-def keys_of(checkpoint: Files) -> list[str]:
-    """Keys of the tensors in files, a folder or an index, as :func:`load_frozen` takes them."""
-    return [*_entries(checkpoint)]
+def dtypes_of(checkpoint: Files) -> dict[str, str]:
+    """Dtypes of the tensors in files, a folder or an index, by their keys."""
+    return {key: entry.dtype for key, entry in _entries(checkpoint).items()}
 
 
 def _entries(checkpoint: Files) -> dict[str, _Entry]:
@@ -280,9 +281,9 @@ def _misfit(target: _Target, freezing: Freezing, key: str, entry: _Entry) -> str
         return ""
     if entry.shape != shape:
         return f"{key}: shape {list(entry.shape)}; expected {list(shape)}"
-    fits = entry.dtype in _FLOATS if dtype.is_floating_point else _DTYPES.get(entry.dtype) == dtype
+    fits = entry.dtype in FLOATS if dtype.is_floating_point else _DTYPES.get(entry.dtype) == dtype
     if not fits:
-        expected = ", ".join(_FLOATS) if dtype.is_floating_point else dtype
+        expected = ", ".join(FLOATS) if dtype.is_floating_point else dtype
         return f"{key}: dtype {entry.dtype}; expected {expected}"
     return ""
 
