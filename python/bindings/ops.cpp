@@ -1,4 +1,5 @@
 // Bindings of libhot's functions. Views are made with the GIL held; the work runs without it.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "config_fields.h"
+#include "torch_ops.h"
 #include "views.h"
 
 namespace hotpy {
@@ -776,6 +778,18 @@ void bind_ops(nb::module_& m) {
         "accumulate"_a, "wgmma"_a);
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,
         "spec"_a);
+
+  m.def("torch_symbols", &torch_symbols);
+  m.def("torch_operators", &torch_operators, "addresses"_a);
+  m.def(
+      "torch_learn",
+      [](const std::string& json, const Spec& s, const hot::ForwardLinearSpec& forward, bool int8,
+         const CoreContext& c, int device, std::uintptr_t handle) {
+        torch_learn(json, s.spec, forward, int8, c.context, device, handle);
+      },
+      "json"_a, "spec"_a, "forward"_a, "int8"_a, "context"_a, "device"_a, "handle"_a);
+  m.def("torch_forget", &torch_forget, "forked"_a = false);
+  m.def("torch_error", &torch_error, "message"_a);
 }
 
 }  // namespace hotpy

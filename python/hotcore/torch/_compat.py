@@ -5,13 +5,16 @@ The private names are faster, or give information that no public function gives.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import importlib
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -58,6 +61,51 @@ COMPILED_OF = "_torchdynamo_orig_callable"
 def current_stream(index: int) -> int:
     """Handle of the current stream of CUDA device ``index``; only builds with CUDA have one."""
     return torch._C._cuda_getCurrentRawStream(index)
+
+
+def addresses_of(names: Sequence[str]) -> dict[str, int] | None:
+    """Addresses of functions of torch's C interface by name; 0 for those of CUDA without it.
+
+    None if torch is older than 2.10, lacks one, or keeps its libraries in an unknown place.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+        return None
+    folder = Path(torch.__file__).parent / "lib"
+    try:
+        library = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
+        addresses = {name: _address(library, name) for name in names if "cuda_stream" not in name}
+    except (OSError, AttributeError):
+        return None
+    for name in set(names) - set(addresses):
+        addresses[name] = 0
+        with contextlib.suppress(OSError, AttributeError):
+            addresses[name] = _address(ctypes.CDLL(str(folder / "libtorch_cuda.so")), name)
+    return addresses
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+
+
+def raise_instead(overload: Any, raised: Any) -> None:
+    """Make an operator raise ``raised.error``, if it was set, in place of its own RuntimeError.
+
+    Errors lose their type where an operator in C++ calls one in Python. OutOfMemoryError needs it.
+    """
+    plain = overload._op
+
+    @functools.wraps(plain)
+    def called(*arguments: Any, **options: Any) -> Any:
+        raised.error = None
+        try:
+            return plain(*arguments, **options)
+        except RuntimeError:
+            error, raised.error = raised.error, None
+            if error is None:
+                raise
+        raise error
+
+    overload._op = called
 
 
 def in_selective_checkpoint() -> bool:

@@ -223,7 +223,13 @@ def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
     return plain_product(x, matrix, bias)  # which checks the shapes
 
 
-@operator(f"product({_ARGUMENTS}) -> Tensor", fake=_fake_product, flops=_flops, product=True)
+@operator(
+    f"product({_ARGUMENTS}) -> Tensor",
+    fake=_fake_product,
+    flops=_flops,
+    product=True,
+    native=True,
+)
 def _product(
     x: Tensor, weight: Tensor, bias: Any, saved: Any, seed: Any, config: str, *rest: Any
 ) -> Tensor:
@@ -439,6 +445,7 @@ def _fake_backward(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]
     fake=_fake_backward,
     flops=_backward_flops,
     product=True,
+    native=True,
 )
 def _backward_linear(
     gy: Tensor, weight: Any, saved: Any, saved_seed: Any, seed: Any, config: str, *rest: Any

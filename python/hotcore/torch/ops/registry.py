@@ -3,11 +3,17 @@
 Operators are low-level library operators with fakes. They cost half as much host time as
 ``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
 no vmap: callers cast, and refuse what is batched.
+
+From torch 2.10 on, those of a compiled layer run in C++ (``python/bindings/torch_ops.cpp``), in a
+third of the host's time. The Python operator beside such a one has a name that ends in ``_python``.
+It takes the first call with a configuration and a stream, every call that C++ does not know, and
+raises the errors.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ... import _core
 from .. import _compat
+from . import core
 
 library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
 
@@ -36,6 +44,7 @@ def operator(
     random: bool = False,
     any_strides: bool = True,
     product: bool = False,
+    native: bool = False,
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Register the decorated function as an operator, whose calls go through the dispatcher.
 
@@ -49,6 +58,7 @@ def operator(
         any_strides: takes arguments of any strides, and its results are contiguous. Otherwise
             inductor copies arguments into eager mode's strides.
         product: expensive to recompute, for the compiler's partitioner.
+        native: has a form in C++, too. The first argument is a tensor, and one a configuration.
     """
 
     def register(function: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -60,19 +70,62 @@ def operator(
         if fake is None:
             library.impl(name, function, "CompositeImplicitAutograd")
         else:
-            kernel = _without_derivative(function, name) if product else function
+            kernel, python = _without_derivative(function, name) if product else function, name
+            in_cpp = native and _register_native()
+            if in_cpp:
+                kernel, python = _teaching(kernel), f"{name}_python"
+                library.define(schema.replace(name, python, 1))
             for key in ("CPU", "CUDA"):
-                library.impl(name, kernel, key)
+                library.impl(python, kernel, key)
             shown = _of_product(fake) if product else fake
             torch.library.register_fake(f"hotcore::{name}", shown, lib=library)
         if product:
             _products.append(name)
         packet = getattr(torch.ops.hotcore, name)
         register_flop_formula(packet)(flops)
+        if fake is not None and in_cpp:
+            _compat.raise_instead(packet.default, _raised)
         default: Callable[..., _Result] = packet.default
         return default
 
     return register
+
+
+# ---- operators in C++ ----
+
+
+class _Raised(threading.local):
+    error: BaseException | None = None
+
+
+_raised = _Raised()
+"""``error`` is what the calling thread's last Python operator behind one in C++ has raised."""
+
+
+@functools.cache
+def _register_native() -> bool:
+    """Register the operators in C++; False with a torch that has no stable interface for them."""
+    addresses = _compat.addresses_of(_core.torch_symbols())
+    if addresses is not None:
+        _core.torch_operators(addresses)
+    return addresses is not None
+
+
+def _teaching(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """The Python operator behind one in C++, which tells that one of configuration and context."""
+
+    @functools.wraps(function)
+    def called(x: Tensor, *arguments: Any) -> _Result:
+        try:
+            results = function(x, *arguments)
+        except BaseException as error:
+            _raised.error = error
+            _core.torch_error(str(error))
+            raise
+        core.teach(x, next(a for a in arguments if isinstance(a, str)))
+        return results
+
+    return called
 
 
 def _without_derivative(function: Callable[..., Any], name: str) -> Callable[..., Any]:
