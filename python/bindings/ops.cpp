@@ -788,6 +788,7 @@ void bind_ops(nb::module_& m) {
         torch_learn(json, s.spec, forward, int8, c.context, device, handle);
       },
       "json"_a, "spec"_a, "forward"_a, "int8"_a, "context"_a, "device"_a, "handle"_a);
+  m.def("torch_unknown", &torch_unknown);
   m.def("torch_forget", &torch_forget, "forked"_a = false);
   m.def("torch_error", &torch_error, "message"_a);
 }

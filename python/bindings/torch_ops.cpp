@@ -90,6 +90,12 @@ struct Tables {
 Tables* tables = new Tables;
 
 thread_local std::string message;
+thread_local bool unknown = false;
+
+void require_known(bool known) {
+  unknown = unknown || !known;
+  require(known);
+}
 
 // A tensor of the caller, or with `owned` a new one.
 struct Tensor {
@@ -226,15 +232,26 @@ const Word* optional_of(Word word) { return reinterpret_cast<const Word*>(word);
 Tensor tensor(Word word) { return Tensor(handle_of(word)); }
 Tensor optional(Word word) { return Tensor(word == 0 ? nullptr : handle_of(*optional_of(word))); }
 
-const Config& config_of(Word word) {
+std::string_view text_of(Word word) {
   const Text text = reinterpret_cast<Text>(word);
   const char* data = nullptr;
   std::size_t length = 0;
   check(shim.torch_string_c_str(text, &data));
   check(shim.torch_string_length(text, &length));
+  return {data, length};
+}
+
+int dtype_of(std::string_view name) {
+  if (name == "float32") return shim.aoti_torch_dtype_float32();
+  if (name == "float16") return shim.aoti_torch_dtype_float16();
+  require(name == "bfloat16");
+  return shim.aoti_torch_dtype_bfloat16();
+}
+
+const Config& config_of(Word word) {
   const std::lock_guard<std::mutex> lock(tables->mutex);
-  const auto found = tables->configs.find(std::string_view(data, length));
-  require(found != tables->configs.end());
+  const auto found = tables->configs.find(text_of(word));
+  require_known(found != tables->configs.end());
   return found->second;
 }
 
@@ -252,7 +269,7 @@ hot::Context context_of(const Tensor& x) {
   }
   const std::lock_guard<std::mutex> lock(tables->mutex);
   const auto found = tables->contexts.find(key);
-  require(found != tables->contexts.end());
+  require_known(found != tables->contexts.end());
   return found->second;
 }
 
@@ -372,9 +389,9 @@ struct Product {
 struct BackwardLinear {
   static constexpr const char *name = "backward_linear",
                               *python = "hotcore::backward_linear_python",
-                              *kinds = "toooos-kkk" "---k-o";
+                              *kinds = "toooos-s" "---k-o";
   static Results run(const Word* in) {
-    require(in[10] == 0 && !shim.aoti_torch_grad_mode_is_enabled());
+    require(in[8] == 0 && !shim.aoti_torch_grad_mode_is_enabled());
     const Tensor gy = tensor(in[0]), w = optional(in[1]), kept = optional(in[2]);
     const Tensor saved_seed = optional(in[3]), seed = optional(in[4]);
     const Config& config = config_of(in[5]);
@@ -384,9 +401,12 @@ struct BackwardLinear {
     const hot::Context context = context_of(gy).with_key(seed.key());
     Results out;
     std::array<bool, 3> wanted{};
+    std::string_view names = text_of(in[7]);
     for (std::size_t i = 0; i < 3; ++i) {
-      wanted[i] = in[7 + i] != 0;
-      const int dtype = wanted[i] ? static_cast<std::int32_t>(*optional_of(in[7 + i])) : gy.dtype;
+      const std::string_view name = names.substr(0, names.find(' '));
+      names.remove_prefix(std::min(name.size() + 1, names.size()));
+      wanted[i] = name != "None";
+      const int dtype = wanted[i] ? dtype_of(name) : gy.dtype;
       out.push_back(!wanted[i] ? made(gy, dtype, {0})
                     : i == 0   ? made(gy, dtype, {tokens, width})
                     : i == 1   ? made(gy, dtype, {features, width})
@@ -484,6 +504,8 @@ void torch_forget(bool forked) {
   const std::lock_guard<std::mutex> lock(tables->mutex);
   tables->contexts.clear();
 }
+
+bool torch_unknown() { return std::exchange(unknown, false); }
 
 void torch_error(const std::string& text) { message = text; }
 

@@ -21,6 +21,8 @@ void torch_operators(const std::map<std::string, std::uintptr_t>& addresses);
 void torch_learn(const std::string& json, const hot::BackwardLinearSpec& spec,
                  const hot::ForwardLinearSpec& forward, bool int8, const hot::Context& context,
                  int device, std::uintptr_t handle);
+// Whether an operator of the calling thread lacked one of these. Then it does not ask again.
+bool torch_unknown();
 // Forgets all contexts. A forked child must not wait for a lock of its parent's threads.
 void torch_forget(bool forked);
 // Sets the message of the calling thread's next failing operator.

@@ -88,7 +88,7 @@ def _address(library: ctypes.CDLL, name: str) -> int:
 
 
 def raise_instead(overload: Any, raised: Any) -> None:
-    """Make an operator raise ``raised.error``, if it was set, in place of its own RuntimeError.
+    """Make an operator raise ``raised.error`` in place of its RuntimeError with the same text.
 
     Errors lose their type where an operator in C++ calls one in Python. OutOfMemoryError needs it.
     """
@@ -96,12 +96,11 @@ def raise_instead(overload: Any, raised: Any) -> None:
 
     @functools.wraps(plain)
     def called(*arguments: Any, **options: Any) -> Any:
-        raised.error = None
         try:
             return plain(*arguments, **options)
-        except RuntimeError:
+        except RuntimeError as shown:
             error, raised.error = raised.error, None
-            if error is None:
+            if error is None or str(error) != str(shown):
                 raise
         raise error
 

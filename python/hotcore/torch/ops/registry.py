@@ -71,20 +71,20 @@ def operator(
             library.impl(name, function, "CompositeImplicitAutograd")
         else:
             kernel, python = _without_derivative(function, name) if product else function, name
-            in_cpp = native and _register_native()
+            in_cpp = native and runs_in_cpp()
             if in_cpp:
                 kernel, python = _teaching(kernel), f"{name}_python"
                 library.define(schema.replace(name, python, 1))
             for key in ("CPU", "CUDA"):
                 library.impl(python, kernel, key)
+            if in_cpp:
+                _compat.raise_instead(getattr(torch.ops.hotcore, name).default, _raised)
             shown = _of_product(fake) if product else fake
             torch.library.register_fake(f"hotcore::{name}", shown, lib=library)
         if product:
             _products.append(name)
         packet = getattr(torch.ops.hotcore, name)
         register_flop_formula(packet)(flops)
-        if fake is not None and in_cpp:
-            _compat.raise_instead(packet.default, _raised)
         default: Callable[..., _Result] = packet.default
         return default
 
@@ -103,8 +103,8 @@ _raised = _Raised()
 
 
 @functools.cache
-def _register_native() -> bool:
-    """Register the operators in C++; False with a torch that has no stable interface for them."""
+def runs_in_cpp() -> bool:
+    """Whether torch has the stable interface for operators in C++. The first call registers them."""
     addresses = _compat.addresses_of(_core.torch_symbols())
     if addresses is not None:
         _core.torch_operators(addresses)
@@ -122,7 +122,8 @@ def _teaching(function: Callable[..., _Result]) -> Callable[..., _Result]:
             _raised.error = error
             _core.torch_error(str(error))
             raise
-        core.teach(x, next(a for a in arguments if isinstance(a, str)))
+        if _core.torch_unknown():
+            core.teach(x, next(a for a in arguments if isinstance(a, str)))
         return results
 
     return called
