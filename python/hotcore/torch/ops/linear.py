@@ -29,7 +29,7 @@ from .. import _compat
 from . import calls, codes, core, frozen_codes, sharded, sharing
 from .codes import Frozen
 from .core import PLAIN_TYPES, call, parsed
-from .registry import not_differentiable, operator, without_base
+from .registry import not_differentiable, operator, python_form, without_base
 
 _DEFAULT = HotConfig()
 Weight = Tensor | Frozen
@@ -273,7 +273,8 @@ def product(
     held, fields = _parts(weight)
     if core.product_bypasses_dispatcher(x, held):
         return _multiply(x, weight, bias, config, quantized)
-    y: Tensor = _product(x, held, bias, saved, seed, config, quantized, *fields)
+    operator = python_form(_product) if fields else _product
+    y: Tensor = operator(x, held, bias, saved, seed, config, quantized, *fields)
     return y
 
 
@@ -508,6 +509,7 @@ def gradients(
     rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
     held, fields = _parts(weight)
     common = (saved, saved_seed, seed, config.json if config else "", x_shape[-1])
-    results = _backward_linear(rows, held, *common, _names_of(tuple(dtypes)), *fields)
+    operator = python_form(_backward_linear) if fields else _backward_linear
+    results = operator(rows, held, *common, _names_of(tuple(dtypes)), *fields)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
     return None if gx is None else gx.view(x_shape), gw, gb

@@ -66,26 +66,23 @@ def operator(
         tags = [torch.Tag.nondeterministic_seeded] if random else []
         if any_strides and fake is not None:
             tags.append(torch.Tag.flexible_layout)
-        library.define(schema, tags=tuple(tags))
-        if fake is None:
-            library.impl(name, function, "CompositeImplicitAutograd")
-        else:
-            kernel, python = _without_derivative(function, name) if product else function, name
-            in_cpp = native and runs_in_cpp()
-            if in_cpp:
-                kernel, python = _teaching(kernel), f"{name}_python"
-                library.define(schema.replace(name, python, 1))
-            for key in ("CPU", "CUDA"):
-                library.impl(python, kernel, key)
-            if in_cpp:
-                _compat.raise_instead(getattr(torch.ops.hotcore, name).default, _raised)
-            shown = _of_product(fake) if product else fake
-            torch.library.register_fake(f"hotcore::{name}", shown, lib=library)
-        if product:
-            _products.append(name)
-        packet = getattr(torch.ops.hotcore, name)
-        register_flop_formula(packet)(flops)
-        default: Callable[..., _Result] = packet.default
+        in_cpp = native and runs_in_cpp()
+        kernel = _without_derivative(function, name) if product else function
+        shown = _of_product(fake) if product and fake is not None else fake
+        # C++ runs the first of two operators, and Python the last, which is alone otherwise.
+        names = (name, f"{name}_python") if in_cpp else (name,)
+        for each in names:
+            library.define(schema.replace(name, each, 1), tags=tuple(tags))
+            packet = getattr(torch.ops.hotcore, each)
+            if in_cpp and each == name:
+                _compat.raise_instead(packet.default, _raised)
+            if shown is not None:
+                torch.library.register_fake(f"hotcore::{each}", shown, lib=library)
+            register_flop_formula(packet)(flops)
+        _products.extend(names if product else ())
+        for key in ("CompositeImplicitAutograd",) if fake is None else ("CPU", "CUDA"):
+            library.impl(names[-1], _teaching(kernel) if in_cpp else kernel, key)
+        default: Callable[..., _Result] = getattr(torch.ops.hotcore, name).default
         return default
 
     return register
@@ -109,6 +106,15 @@ def runs_in_cpp() -> bool:
     if addresses is not None:
         _core.torch_operators(addresses)
     return addresses is not None
+
+
+def python_form(operator: Callable[..., _Result]) -> Callable[..., _Result]:
+    """The operator in Python beside one in C++, for calls that C++ would pass on to it."""
+    packet: Any = operator
+    name = packet.name().partition("::")[2]
+    other: Any = getattr(torch.ops.hotcore, f"{name}_python" if runs_in_cpp() else name)
+    form: Callable[..., _Result] = other.default
+    return form
 
 
 def _teaching(function: Callable[..., _Result]) -> Callable[..., _Result]:
