@@ -1,5 +1,4 @@
 // Bindings of libhot's functions. Views are made with the GIL held; the work runs without it.
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -20,7 +19,6 @@
 #include <vector>
 
 #include "config_fields.h"
-#include "torch_ops.h"
 #include "views.h"
 
 namespace hotpy {
@@ -70,23 +68,6 @@ void run_openmp(void* state, int threads, hot::Executor::Work work, void* data) 
   constexpr unsigned usual = 0;
   reinterpret_cast<Parallel>(state)(&Team::enter, &team, usual, 0);
 }
-
-// Python's hot::Context, cached by device, stream and number of threads.
-struct CoreContext {
-  hot::Context context;
-
-  CoreContext(int threads, Text isa, int device, std::uintptr_t stream, std::uintptr_t openmp)
-      : context(device >= 0 ? hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))
-                : openmp != 0
-                    ? hot::Context::cpu({run_openmp, reinterpret_cast<void*>(openmp)}, threads)
-                    : hot::Context::cpu(threads)) {
-    if (!isa.empty()) context = context.with_isa(parse_isa(isa));
-  }
-};
-
-struct Spec {
-  hot::BackwardLinearSpec spec;
-};
 
 // Converts a field's value to Python: an int, a bool, a name, a tuple or None.
 template <class Row, class T>
@@ -648,6 +629,15 @@ std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& device) {
 
 }  // namespace
 
+CoreContext::CoreContext(int threads, Text isa, int device, std::uintptr_t stream,
+                         std::uintptr_t openmp)
+    : context(device >= 0 ? hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))
+              : openmp != 0
+                  ? hot::Context::cpu({run_openmp, reinterpret_cast<void*>(openmp)}, threads)
+                  : hot::Context::cpu(threads)) {
+  if (!isa.empty()) context = context.with_isa(parse_isa(isa));
+}
+
 void bind_ops(nb::module_& m) {
   m.def("version", [] { return std::string(hot::version()); });
   m.def("built_with_cuda", [] { return hot::built_with_cuda(); });
@@ -778,19 +768,6 @@ void bind_ops(nb::module_& m) {
         "accumulate"_a, "wgmma"_a);
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,
         "spec"_a);
-
-  m.def("torch_symbols", &torch_symbols);
-  m.def("torch_operators", &torch_operators, "addresses"_a);
-  m.def(
-      "torch_learn",
-      [](const std::string& json, const Spec& s, const hot::ForwardLinearSpec& forward, bool int8,
-         const CoreContext& c, int device, std::uintptr_t handle) {
-        torch_learn(json, s.spec, forward, int8, c.context, device, handle);
-      },
-      "json"_a, "spec"_a, "forward"_a, "int8"_a, "context"_a, "device"_a, "handle"_a);
-  m.def("torch_unknown", &torch_unknown);
-  m.def("torch_forget", &torch_forget, "forked"_a = false);
-  m.def("torch_error", &torch_error, "message"_a);
 }
 
 }  // namespace hotpy

@@ -1,110 +1,103 @@
-// Operators of torch in C++, by the C interface that torch keeps stable (2.10 and newer). None of
-// torch's headers is needed.
+// Operators of torch in C++, by the C interface that torch keeps stable (2.10 and newer), without
+// its headers.
 //
 // The operator NAME computes the results of the Python operator NAME_python, in a third of the
-// host's time. It calls that one, before it has written anything, for all that it does not handle:
-// a configuration or stream that is new to it, a frozen weight, a tensor with other dimensions, and
-// every bad argument. Errors therefore are Python's.
-#include "torch_ops.h"
+// host's time. It passes a call on to that one if a configuration or a stream is new to it, if the
+// weight is frozen, if dimensions are unusual, and after each error. Errors therefore are Python's.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
-#include <cstring>
-#include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
-#include <string_view>
-#include <utility>
+#include <string>
 
 #include "views.h"
 
 namespace hotpy {
 namespace {
 
-using Handle = struct TensorOpaque*;
-using Text = struct StringOpaque*;
-using Library = struct LibraryOpaque*;
-using Word = std::uint64_t;  // torch's StableIValue: an argument or a result of an operator
+using Word = std::uint64_t;  // torch's StableIValue: an argument or a result
+using Handle = void*;        // a tensor, a text or a library
+using Int = std::int32_t;
 using Sizes = const std::int64_t*;
-using Boxed = void (*)(Word* stack, Word arguments, Word results);
 
-// Version of the interface: its Words have the layout of torch 2.10.
+// Version of the interface, and numbers of torch that its files contain.
 constexpr Word version = Word{2} << 56 | Word{10} << 48;
+constexpr Int cuda = 1, u8 = 0, i64 = 4, f16 = 5, f32 = 6, bf16 = 15;
 
-#define HOT_SHIM(F)                                                              \
-  F(bool, aoti_torch_grad_mode_is_enabled, ())                                   \
-  F(int, aoti_torch_dtype_float32, ())                                           \
-  F(int, aoti_torch_dtype_float16, ())                                           \
-  F(int, aoti_torch_dtype_bfloat16, ())                                          \
-  F(int, aoti_torch_dtype_uint8, ())                                             \
-  F(int, aoti_torch_dtype_int64, ())                                             \
-  F(int, aoti_torch_device_type_cuda, ())                                        \
-  F(int, aoti_torch_get_dim, (Handle, std::int64_t*))                            \
-  F(int, aoti_torch_get_sizes, (Handle, Sizes*))                                 \
-  F(int, aoti_torch_get_strides, (Handle, Sizes*))                               \
-  F(int, aoti_torch_get_dtype, (Handle, std::int32_t*))                          \
-  F(int, aoti_torch_get_device_type, (Handle, std::int32_t*))                    \
-  F(int, aoti_torch_get_device_index, (Handle, std::int32_t*))                   \
-  F(int, aoti_torch_get_data_ptr, (Handle, void**))                              \
-  F(int, aoti_torch_empty_strided,                                               \
-    (std::int64_t, Sizes, Sizes, std::int32_t, std::int32_t, std::int32_t, Handle*)) \
-  F(int, aoti_torch_new_tensor_handle, (Handle, Handle*))                        \
-  F(int, aoti_torch_delete_tensor_object, (Handle))                              \
-  F(int, torch_string_c_str, (Text, const char**))                               \
-  F(int, torch_string_length, (Text, std::size_t*))                              \
-  F(int, torch_delete_string, (Text))                                            \
-  F(int, torch_get_num_threads, (std::uint32_t*))                                \
-  F(int, torch_call_dispatcher, (const char*, const char*, Word*, Word))         \
-  F(int, aoti_torch_library_init_impl,                                           \
-    (const char*, const char*, const char*, std::uint32_t, Library*))            \
-  F(int, torch_library_impl, (Library, const char*, Boxed, Word))                \
-  F(int, aoti_torch_get_current_cuda_stream, (std::int32_t, void**))
+#define HOT_SHIM(F)                                                                    \
+  F(aoti_torch_grad_mode_is_enabled, bool())                                           \
+  F(aoti_torch_get_dim, int(Handle, std::int64_t*))                                    \
+  F(aoti_torch_get_sizes, int(Handle, Sizes*))                                         \
+  F(aoti_torch_get_strides, int(Handle, Sizes*))                                       \
+  F(aoti_torch_get_dtype, int(Handle, Int*))                                           \
+  F(aoti_torch_get_device_type, int(Handle, Int*))                                     \
+  F(aoti_torch_get_device_index, int(Handle, Int*))                                    \
+  F(aoti_torch_get_data_ptr, int(Handle, void**))                                      \
+  F(aoti_torch_empty_strided, int(std::int64_t, Sizes, Sizes, Int, Int, Int, Handle*)) \
+  F(aoti_torch_new_tensor_handle, int(Handle, Handle*))                                \
+  F(aoti_torch_delete_tensor_object, int(Handle))                                      \
+  F(torch_string_c_str, int(Handle, const char**))                                     \
+  F(torch_delete_string, int(Handle))                                                  \
+  F(torch_get_num_threads, int(std::uint32_t*))                                        \
+  F(torch_call_dispatcher, int(const char*, const char*, Word*, Word))                 \
+  F(aoti_torch_library_init_impl,                                                      \
+    int(const char*, const char*, const char*, std::uint32_t, Handle*))                \
+  F(torch_library_impl, int(Handle, const char*, void (*)(Word*, Word, Word), Word))   \
+  F(aoti_torch_get_current_cuda_stream, int(Int, void**))
 
-#define HOT_MEMBER(result, name, arguments) result(*name) arguments = nullptr;
 struct Shim {
+#define HOT_MEMBER(name, ...) std::add_pointer_t<__VA_ARGS__> name;
   HOT_SHIM(HOT_MEMBER)
-} shim;
 #undef HOT_MEMBER
+} shim;
 
-// The Python operator takes the call.
-struct Decline {};
-
-void check(int error) {
-  if (error != 0) throw Decline{};
-}
+struct Decline {};  // thrown where the Python operator takes the call
 void require(bool condition) {
   if (!condition) throw Decline{};
 }
+void check(int error) { require(error == 0); }
 
 struct Config {
   hot::BackwardLinearSpec spec;
   hot::ForwardLinearSpec forward;
   bool int8;
 };
-
 struct Tables {
   std::mutex mutex;
   std::map<std::string, Config, std::less<>> configs;  // never erased
-  std::map<std::pair<int, std::uintptr_t>, hot::Context> contexts;
+  std::map<std::pair<Int, std::uintptr_t>, hot::Context> contexts;
 };
 Tables* tables = new Tables;
-
-thread_local std::string message;
 thread_local bool unknown = false;
 
-void require_known(bool known) {
-  unknown = unknown || !known;
-  require(known);
+// A table's entry; that it is missing is noted.
+template <class Table, class Key>
+auto& entry_of(Table& table, const Key& key) {
+  const auto found = table.find(key);
+  unknown = unknown || found == table.end();
+  require(found != table.end());
+  return found->second;
 }
 
-// A tensor of the caller, or with `owned` a new one.
-struct Tensor {
-  Handle handle = nullptr;
-  bool owned = false;
-  int dtype = 0, device_type = 0, device = 0;
-  hot::TensorView view;
+struct Delete {
+  void operator()(Handle handle) const { shim.aoti_torch_delete_tensor_object(handle); }
+};
+using Owned = std::unique_ptr<void, Delete>;
 
-  explicit Tensor(Handle given, bool owned = false) : handle(given), owned(owned) {
+// An argument, which may be missing, or with `owned` a result.
+struct Tensor {
+  Handle handle;
+  Owned owned;
+  Int dtype = u8, type = 0, device = 0;
+  hot::TensorView view{};
+
+  explicit Tensor(Handle given, Owned owner = {}) : handle(given), owned(std::move(owner)) {
     if (handle == nullptr) return;
     std::int64_t dims = 0;
     Sizes sizes = nullptr, strides = nullptr;
@@ -114,399 +107,323 @@ struct Tensor {
     check(shim.aoti_torch_get_strides(handle, &strides));
     check(shim.aoti_torch_get_data_ptr(handle, &view.data));
     check(shim.aoti_torch_get_dtype(handle, &dtype));
-    check(shim.aoti_torch_get_device_type(handle, &device_type));
+    check(shim.aoti_torch_get_device_type(handle, &type));
     check(shim.aoti_torch_get_device_index(handle, &device));
     view.ndim = static_cast<int>(dims);
     for (int i = 0; i < view.ndim; ++i) {
       view.shape[i] = sizes[i];
       view.stride[i] = sizes[i] > 1 ? strides[i] : 1;  // as in torch's capsules
     }
-    if (is_cuda()) view.device = {hot::Device::Type::cuda, device};
-    using hot::DType;
-    const std::pair<int, DType> dtypes[] = {{shim.aoti_torch_dtype_float32(), DType::f32},
-                                            {shim.aoti_torch_dtype_float16(), DType::f16},
-                                            {shim.aoti_torch_dtype_bfloat16(), DType::bf16},
-                                            {shim.aoti_torch_dtype_uint8(), DType::i4x2}};
-    for (const auto& [number, type] : dtypes) {
-      if (dtype != number) continue;
-      view.dtype = type;
-      return;
-    }
-    require(dtype == shim.aoti_torch_dtype_int64());  // a seed
+    if (type == cuda) view.device = {hot::Device::Type::cuda, device};
+    view.dtype = dtype == f32    ? hot::DType::f32
+                 : dtype == f16  ? hot::DType::f16
+                 : dtype == bf16 ? hot::DType::bf16
+                                 : hot::DType::i4x2;
+    require(view.dtype != hot::DType::i4x2 || dtype == u8 || dtype == i64);
   }
-  Tensor(Tensor&& other) noexcept { *this = std::move(other); }
-  Tensor& operator=(Tensor&& other) noexcept {
-    std::swap(handle, other.handle);
-    std::swap(owned, other.owned);
-    dtype = other.dtype;
-    device_type = other.device_type;
-    device = other.device;
-    view = other.view;
-    return *this;
-  }
-  ~Tensor() {
-    if (owned && handle != nullptr) shim.aoti_torch_delete_tensor_object(handle);
-  }
-
-  bool is_cuda() const { return device_type == shim.aoti_torch_device_type_cuda(); }
-  bool exists() const { return handle != nullptr; }
   std::int64_t last() const { return view.shape[view.ndim - 1]; }
-  std::int64_t rows() const {
+  std::int64_t tokens() const {
     std::int64_t count = 1;
     for (int i = 0; i + 1 < view.ndim; ++i) count *= view.shape[i];
     return count;
   }
   bool contiguous() const {
     std::int64_t stride = 1;
-    for (int i = view.ndim; i-- > 0;) {
+    for (int i = view.ndim; i-- > 0; stride *= view.shape[i]) {
       if (view.shape[i] > 1 && view.stride[i] != stride) return false;
-      stride *= view.shape[i];
     }
     return true;
   }
-  hot::ConstTensorView read() const { return view; }
-  std::size_t bytes() const {  // of a vector of bytes
-    require(view.ndim == 1 && view.dtype == hot::DType::i4x2 && contiguous());
+  std::size_t bytes() const {
+    require(dtype == u8 && view.ndim == 1 && contiguous() && view.data != nullptr);
     return static_cast<std::size_t>(view.shape[0]);
   }
-  // A key's offset: on CUDA kernels read it.
-  hot::Key key() const {
-    require(dtype == shim.aoti_torch_dtype_int64() && view.ndim == 0 && view.data != nullptr);
+  hot::Key key() const {  // of a seed, which kernels read on CUDA
+    require(dtype == i64 && view.ndim == 0 && view.data != nullptr);
     const auto* const seed = static_cast<const std::uint64_t*>(view.data);
-    return is_cuda() ? hot::Key{0, 0, 0, seed} : hot::Key{0, *seed, 0, nullptr};
-  }
-  Word release() {
-    owned = false;
-    return reinterpret_cast<Word>(handle);
-  }
-  // A second handle, for an operator's argument.
-  Word again() const {
-    Handle copy = nullptr;
-    check(shim.aoti_torch_new_tensor_handle(handle, &copy));
-    return reinterpret_cast<Word>(copy);
+    return type == cuda ? hot::Key{0, 0, 0, seed} : hot::Key{0, *seed, 0, nullptr};
   }
 };
-
-// A new tensor on the device of `like`.
-Tensor made(const Tensor& like, int dtype, std::initializer_list<std::int64_t> sizes) {
-  std::array<std::int64_t, hot::max_dims> strides{};
-  std::int64_t stride = 1;
-  for (std::size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= std::max<std::int64_t>(sizes.begin()[i], 1);
-  }
-  Handle handle = nullptr;
-  check(shim.aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.begin(),
-                                      strides.data(), dtype, like.device_type, like.device,
-                                      &handle));
-  return Tensor(handle, true);
-}
-
-Tensor bytes(const Tensor& like, std::size_t size) {
-  return made(like, shim.aoti_torch_dtype_uint8(), {static_cast<std::int64_t>(size)});
-}
-
-// Scratch on the device of `like`: on CUDA memory of torch, on the CPU that of the thread.
-class Space {
- public:
-  template <class Size>
-  Space(const hot::Context& context, const Tensor& like, const Size& size)
-      : scratch_(context, Out(), size) {
-    const std::size_t needed = like.is_cuda() ? size() : 0;
-    if (needed > 0) memory_.emplace(bytes(like, needed));
-    if (needed > 0) workspace_ = {memory_->view.data, needed};
-  }
-  const hot::Workspace& get() const { return memory_ ? workspace_ : scratch_.get(); }
-
- private:
-  Scratch scratch_;
-  std::optional<Tensor> memory_;
-  hot::Workspace workspace_;
-};
-
-// ---- arguments ----
+using Tensors = std::vector<Tensor>;
 
 Handle handle_of(Word word) { return reinterpret_cast<Handle>(word); }
-const Word* optional_of(Word word) { return reinterpret_cast<const Word*>(word); }
-
-Tensor tensor(Word word) { return Tensor(handle_of(word)); }
-Tensor optional(Word word) { return Tensor(word == 0 ? nullptr : handle_of(*optional_of(word))); }
-
+Word word_of(Handle handle) { return reinterpret_cast<Word>(handle); }
+Tensor optional(Word word) {
+  return Tensor(word == 0 ? nullptr : handle_of(*reinterpret_cast<const Word*>(word)));
+}
 std::string_view text_of(Word word) {
-  const Text text = reinterpret_cast<Text>(word);
-  const char* data = nullptr;
-  std::size_t length = 0;
-  check(shim.torch_string_c_str(text, &data));
-  check(shim.torch_string_length(text, &length));
-  return {data, length};
+  const char* text = nullptr;
+  check(shim.torch_string_c_str(handle_of(word), &text));
+  return text;
 }
 
-int dtype_of(std::string_view name) {
-  if (name == "float32") return shim.aoti_torch_dtype_float32();
-  if (name == "float16") return shim.aoti_torch_dtype_float16();
-  require(name == "bfloat16");
-  return shim.aoti_torch_dtype_bfloat16();
+// A new contiguous tensor on the device of `like`.
+Tensor made(const Tensor& like, Int dtype, const std::vector<std::int64_t>& sizes) {
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t i = sizes.size(); i-- > 1;) {
+    strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
+  }
+  Handle handle = nullptr;
+  check(shim.aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(),
+                                      strides.data(), dtype, like.type, like.device, &handle));
+  return Tensor(handle, Owned(handle));
+}
+Tensor made(const Tensor& like, std::size_t bytes) {
+  return made(like, u8, {static_cast<std::int64_t>(bytes)});
+}
+
+// Calls an operator of torch with one result.
+Tensor call(const char* name, const char* overload, std::array<Word, 5> stack) {
+  check(shim.torch_call_dispatcher(name, overload, stack.data(), version));
+  const Handle result = handle_of(stack[0]);
+  return Tensor(result, Owned(result));
 }
 
 const Config& config_of(Word word) {
   const std::lock_guard<std::mutex> lock(tables->mutex);
-  const auto found = tables->configs.find(text_of(word));
-  require_known(found != tables->configs.end());
-  return found->second;
+  return entry_of(tables->configs, text_of(word));
 }
 
 hot::Context context_of(const Tensor& x) {
-  std::pair<int, std::uintptr_t> key{-1, 0};
-  if (x.is_cuda()) {
-    void* stream = nullptr;
+  std::uint32_t threads = 0;
+  void* stream = nullptr;
+  if (x.type == cuda) {
     require(shim.aoti_torch_get_current_cuda_stream != nullptr);
     check(shim.aoti_torch_get_current_cuda_stream(x.device, &stream));
-    key = {x.device, reinterpret_cast<std::uintptr_t>(stream)};
   } else {
-    std::uint32_t threads = 0;
     check(shim.torch_get_num_threads(&threads));
-    key.second = threads;
   }
   const std::lock_guard<std::mutex> lock(tables->mutex);
-  const auto found = tables->contexts.find(key);
-  require_known(found != tables->contexts.end());
-  return found->second;
+  return x.type == cuda ? entry_of(tables->contexts, std::pair(x.device, word_of(stream)))
+                        : entry_of(tables->contexts, std::pair(Int{-1}, Word{threads}));
 }
 
-// Frees the arguments: t tensor, o optional tensor, k other optional, s text, - number.
-void release(const Word* stack, const char* kinds) {
-  for (; *kinds != 0; ++kinds, ++stack) {
-    if (*kinds == 't') shim.aoti_torch_delete_tensor_object(handle_of(*stack));
-    if (*kinds == 's') shim.torch_delete_string(reinterpret_cast<Text>(*stack));
-    if ((*kinds != 'o' && *kinds != 'k') || *stack == 0) continue;
-    const Word* const inner = optional_of(*stack);
-    if (*kinds == 'o') shim.aoti_torch_delete_tensor_object(handle_of(*inner));
-    delete inner;
+// Scratch of a call on the device of `like`: from torch on CUDA, from the thread on the CPU.
+struct Space {
+  template <class Size>
+  Space(const hot::Context& context, const Tensor& like, const Size& size)
+      : kept(context, Out(), size) {
+    if (like.type != cuda || size() == 0) return;
+    memory.emplace(made(like, size()));
+    lent = {memory->view.data, memory->bytes()};
   }
-}
+  const hot::Workspace& get() const { return memory ? lent : kept.get(); }
 
-// Calls an operator of torch with one result.
-Tensor call(const char* name, const char* overload, std::initializer_list<Word> arguments) {
-  std::array<Word, 5> stack{};
-  std::copy(arguments.begin(), arguments.end(), stack.begin());
-  check(shim.torch_call_dispatcher(name, overload, stack.data(), version));
-  return Tensor(handle_of(stack[0]), true);
-}
+  Scratch kept;
+  std::optional<Tensor> memory;
+  hot::Workspace lent;
+};
 
 // ---- operators ----
 
-using Results = std::vector<Tensor>;
-
-Results compressed(const Word* in, bool quantize) {
-  const Tensor x = tensor(in[0]);
+// Compresses x with a new seed and, if `quantize`, quantises it for the product, too.
+Tensors compressed(const Word* in, bool quantize) {
+  const Tensor x(handle_of(in[0]));
   const Config& config = config_of(in[1]);
   require(x.view.ndim == 2 || (x.view.ndim > 2 && x.contiguous()));
-  const std::int64_t tokens = x.rows(), width = x.last();
+  const std::int64_t tokens = x.tokens(), width = x.last();
   hot::Context context = context_of(x);
-  Results out;
-  if (quantize) {
-    out.push_back(bytes(x, hot::forward_input_bytes(tokens, width, config.forward)));
-  }
-  out.push_back(bytes(x, hot::saved_layout(tokens, width, config.spec).bytes));
+  Tensors out;
+  if (quantize) out.push_back(made(x, hot::forward_input_bytes(tokens, width, config.forward)));
+  out.push_back(made(x, hot::saved_layout(tokens, width, config.spec).bytes));
+  const hot::QuantizedInput codes{out[0].view.data, out[0].bytes()};
+  const hot::SavedActivation saved{out.back().view.data, out.back().bytes()};
   const Space space(context, x, [&] {
     return hot::compress_activation_workspace(context, tokens, width, config.spec);
   });
-  constexpr Word seeds = 0x7FFF'FFFF'FFFF'FFFF, no_generator = 0;
-  Tensor empty = made(x, shim.aoti_torch_dtype_int64(), {});
-  Tensor seed = call("aten::random_", "to", {empty.release(), seeds, no_generator});
-  context = context.with_key(seed.key());
-  const hot::SavedActivation saved{out.back().view.data, out.back().bytes()};
+  constexpr Word seeds = 0x7FFF'FFFF'FFFF'FFFF;
+  const Handle empty = made(x, i64, {}).owned.release();
+  out.push_back(call("aten::random_", "to", {word_of(empty), seeds}));
+  context = context.with_key(out.back().key());
   if (quantize) {
-    const hot::QuantizedInput codes{out[0].view.data, out[0].bytes()};
-    hot::quantize_forward_input(context, x.read(), config.forward, codes, config.spec, saved,
+    hot::quantize_forward_input(context, x.view, config.forward, codes, config.spec, saved,
                                 space.get());
   } else {
-    hot::compress_activation(context, x.read(), config.spec, saved, space.get());
+    hot::compress_activation(context, x.view, config.spec, saved, space.get());
   }
-  out.push_back(std::move(seed));
   return out;
 }
 
-struct Compress {
-  static constexpr const char *name = "compress", *python = "hotcore::compress_python",
-                              *kinds = "ts";
-  static Results run(const Word* in) { return compressed(in, false); }
-};
-
-struct QuantizeInput {
-  static constexpr const char *name = "quantize_input", *python = "hotcore::quantize_input_python",
-                              *kinds = "ts";
-  static Results run(const Word* in) { return compressed(in, true); }
-};
-
 // F.linear in the dtype of x.
 Tensor plain_product(const Tensor& x, const Tensor& w, const Tensor& bias) {
-  const auto argument = [&](const Tensor& parameter) {
-    if (parameter.dtype == x.dtype) return parameter.again();
-    const auto dtype = static_cast<Word>(x.dtype);
-    return call("aten::to", "dtype", {parameter.again(), dtype, 0, 0, 0}).release();
+  const auto argument = [&](const Tensor& tensor) {
+    Handle copy = nullptr;
+    check(shim.aoti_torch_new_tensor_handle(tensor.handle, &copy));
+    if (tensor.dtype == x.dtype) return word_of(copy);
+    return word_of(
+        call("aten::to", "dtype", {word_of(copy), static_cast<Word>(x.dtype)}).owned.release());
   };
   const Word matrix = argument(w);
-  const Word added =
-      bias.exists() ? reinterpret_cast<Word>(new Word(argument(bias))) : Word{0};
-  return call("aten::linear", "", {x.again(), matrix, added});
+  const Word added = bias.handle == nullptr ? 0 : word_of(new Word(argument(bias)));
+  return call("aten::linear", "", {argument(x), matrix, added});
 }
 
-struct Product {
-  static constexpr const char *name = "product", *python = "hotcore::product_python",
-                              *kinds = "ttooos" "o---k-o";
-  static Results run(const Word* in) {
-    require(in[7] == 0 && !shim.aoti_torch_grad_mode_is_enabled());  // the weight is not frozen
-    const Tensor x = tensor(in[0]), w = tensor(in[1]), bias = optional(in[2]);
-    const Tensor codes = optional(in[6]);
-    const Config& config = config_of(in[5]);
-    Results out;
-    if (!config.int8) {
-      out.push_back(plain_product(x, w, bias));
-      require(out[0].contiguous());
-      return out;
-    }
-    const int dims = x.view.ndim;
-    require(codes.exists() && 2 <= dims && w.view.ndim == 2);
-    const std::int64_t *const s = x.view.shape, tokens = x.rows(), width = x.last(),
-                              features = w.view.shape[0];
-    const hot::Context context = context_of(x);
-    out.push_back(dims == 2   ? made(x, x.dtype, {s[0], features})
-                  : dims == 3 ? made(x, x.dtype, {s[0], s[1], features})
-                              : made(x, x.dtype, {s[0], s[1], s[2], features}));
-    const Space space(context, x, [&] {
-      return hot::forward_linear_workspace(context, {tokens, features, width}, config.forward,
-                                           false, true);
-    });
-    const hot::ConstQuantizedInput input{codes.view.data, codes.bytes(), tokens, width,
-                                         hot::forward_input_format(config.forward)};
-    hot::forward_linear(context, input, w.read(), bias.read(), config.forward, out[0].view,
-                        space.get());
+Tensors product(const Word* in) {
+  require(in[7] == 0 && !shim.aoti_torch_grad_mode_is_enabled());  // 0: the weight is not frozen
+  const Tensor x(handle_of(in[0])), w(handle_of(in[1])), bias = optional(in[2]);
+  const Config& config = config_of(in[5]);
+  Tensors out;
+  if (!config.int8) {
+    out.push_back(plain_product(x, w, bias));
+    require(out[0].contiguous());
     return out;
   }
-};
+  const Tensor codes = optional(in[6]);
+  require(codes.handle != nullptr && x.view.ndim >= 2 && w.view.ndim == 2);
+  const hot::LinearShape shape{x.tokens(), w.view.shape[0], x.last()};
+  const hot::Context context = context_of(x);
+  std::vector<std::int64_t> sizes(x.view.shape, x.view.shape + x.view.ndim);
+  sizes.back() = shape.out_features;
+  out.push_back(made(x, x.dtype, sizes));
+  const Space space(context, x, [&] {
+    return hot::forward_linear_workspace(context, shape, config.forward, false, true);
+  });
+  const hot::ConstQuantizedInput input{codes.view.data, codes.bytes(), shape.tokens,
+                                       shape.in_features,
+                                       hot::forward_input_format(config.forward)};
+  hot::forward_linear(context, input, w.view, bias.view, config.forward, out[0].view, space.get());
+  return out;
+}
 
-struct BackwardLinear {
-  static constexpr const char *name = "backward_linear",
-                              *python = "hotcore::backward_linear_python",
-                              *kinds = "toooos-s" "---k-o";
-  static Results run(const Word* in) {
-    require(in[8] == 0 && !shim.aoti_torch_grad_mode_is_enabled());
-    const Tensor gy = tensor(in[0]), w = optional(in[1]), kept = optional(in[2]);
-    const Tensor saved_seed = optional(in[3]), seed = optional(in[4]);
-    const Config& config = config_of(in[5]);
-    require(gy.view.ndim == 2 && seed.exists());
-    const std::int64_t tokens = gy.view.shape[0], features = gy.view.shape[1],
-                       width = static_cast<std::int64_t>(in[6]);
-    const hot::Context context = context_of(gy).with_key(seed.key());
-    Results out;
-    std::array<bool, 3> wanted{};
-    std::string_view names = text_of(in[7]);
-    for (std::size_t i = 0; i < 3; ++i) {
-      const std::string_view name = names.substr(0, names.find(' '));
-      names.remove_prefix(std::min(name.size() + 1, names.size()));
-      wanted[i] = name != "None";
-      const int dtype = wanted[i] ? dtype_of(name) : gy.dtype;
-      out.push_back(!wanted[i] ? made(gy, dtype, {0})
-                    : i == 0   ? made(gy, dtype, {tokens, width})
-                    : i == 1   ? made(gy, dtype, {features, width})
-                               : made(gy, dtype, {features}));
-    }
-    hot::ConstSavedActivation saved;
-    if (kept.exists()) {
-      saved.data = kept.view.data;
-      saved.bytes = kept.bytes();
-      saved.key = (saved_seed.exists() ? saved_seed : seed).key();
-      require(saved.data != nullptr);
-    }
-    saved.tokens = tokens;
-    saved.in_features = width;
-    saved.format = hot::saved_format(config.spec);
-    const auto output = [&](std::size_t i) { return wanted[i] ? &out[i].view : nullptr; };
-    hot::BackwardOutputs outputs;
-    outputs.gx = output(0);
-    outputs.gw = output(1);
-    outputs.gb = output(2);
-    const Space space(context, gy, [&] {
-      return hot::backward_linear_workspace(context, {tokens, features, width}, config.spec,
-                                            wanted[0], wanted[1]);
-    });
-    hot::backward_linear(context, gy.read(), w.read(), saved, config.spec, outputs, space.get());
-    return out;
+Tensors backward_linear(const Word* in) {
+  require(in[8] == 0 && !shim.aoti_torch_grad_mode_is_enabled());
+  const Tensor gy(handle_of(in[0])), w = optional(in[1]), kept = optional(in[2]);
+  const Tensor saved_seed = optional(in[3]), seed = optional(in[4]);
+  const Config& config = config_of(in[5]);
+  require(gy.view.ndim == 2 && seed.handle != nullptr);
+  const hot::LinearShape shape{gy.tokens(), gy.last(), static_cast<std::int64_t>(in[6])};
+  const auto [L, O, I] = shape;
+  const hot::Context context = context_of(gy).with_key(seed.key());
+  Tensors out;
+  std::array<hot::TensorView*, 3> wanted{};
+  out.reserve(wanted.size());
+  std::string_view names = text_of(in[7]);
+  for (const auto& sizes : {std::vector{L, I}, std::vector{O, I}, std::vector{O}}) {
+    const std::string_view name = names.substr(0, names.find(' '));
+    const Int dtype = name == "float32" ? f32 : name == "float16" ? f16 : bf16;
+    require(name == "None" || dtype != bf16 || name == "bfloat16");
+    const std::size_t i = out.size();
+    out.push_back(name == "None" ? made(gy, gy.dtype, {0}) : made(gy, dtype, sizes));
+    if (name != "None") wanted[i] = &out[i].view;
+    names.remove_prefix(std::min(name.size() + 1, names.size()));
   }
+  hot::ConstSavedActivation saved;
+  if (kept.handle != nullptr) {
+    saved = {kept.view.data, kept.bytes()};
+    saved.key = (saved_seed.handle == nullptr ? seed : saved_seed).key();
+  }
+  saved.tokens = L;
+  saved.in_features = I;
+  saved.format = hot::saved_format(config.spec);
+  hot::BackwardOutputs outputs;
+  outputs.gx = wanted[0];
+  outputs.gw = wanted[1];
+  outputs.gb = wanted[2];
+  const Space space(context, gy, [&] {
+    return hot::backward_linear_workspace(context, shape, config.spec, wanted[0] != nullptr,
+                                          wanted[1] != nullptr);
+  });
+  hot::backward_linear(context, gy.view, w.view, saved, config.spec, outputs, space.get());
+  return out;
+}
+
+struct Operator {
+  const char* name;
+  const char* kinds;  // of arguments: t tensor, o tensor or none, s text, d dtype or none, - number
+  Tensors (*run)(const Word*);
+};
+constexpr Operator operators[] = {
+    {"compress", "ts", [](const Word* in) { return compressed(in, false); }},
+    {"quantize_input", "ts", [](const Word* in) { return compressed(in, true); }},
+    {"product",
+     "ttooos"
+     "o---d-o",
+     &product},
+    {"backward_linear",
+     "toooos-s"
+     "---d-o",
+     &backward_linear},
 };
 
-template <class Operator>
+void free_arguments(const Word* stack, const char* kinds) {
+  for (; *kinds != 0; ++kinds, ++stack) {
+    const Handle value = handle_of(*stack);
+    if (*kinds == 't') Delete()(value);
+    if (*kinds == 's') shim.torch_delete_string(value);
+    if ((*kinds != 'o' && *kinds != 'd') || value == nullptr) continue;
+    const std::unique_ptr<Word> inner(static_cast<Word*>(value));
+    if (*kinds == 'o') Delete()(handle_of(*inner));
+  }
+}
+
+template <std::size_t index>
 void boxed(Word* stack, Word, Word) {
-  Results results;
+  constexpr const Operator& op = operators[index];
+  Tensors results;
   try {
-    results = Operator::run(stack);
+    results = op.run(stack);
   } catch (const Decline&) {
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // Python repeats it
   }
-  if (!results.empty()) {
-    release(stack, Operator::kinds);
-    for (Tensor& result : results) *stack++ = result.release();
-    return;
+  if (results.empty()) {
+    static const std::string python = std::string("hotcore::") + op.name + "_python";
+    if (shim.torch_call_dispatcher(python.c_str(), "", stack, version) == 0) return;
+    throw std::runtime_error(python + " failed");
   }
-  message = "hotcore: the operator failed";
-  if (shim.torch_call_dispatcher(Operator::python, "", stack, version) == 0) return;
-  throw std::runtime_error(message);
+  free_arguments(stack, op.kinds);
+  for (Tensor& result : results) *stack++ = word_of(result.owned.release());
 }
 
-template <class Operator>
-void add(Library library) {
-  if (shim.torch_library_impl(library, Operator::name, &boxed<Operator>, version) != 0) {
-    throw std::runtime_error(std::string("torch refuses the operator ") + Operator::name);
+template <std::size_t... index>
+void add_operators(Handle library, std::index_sequence<index...>) {
+  (check(shim.torch_library_impl(library, operators[index].name, &boxed<index>, version)), ...);
+}
+
+#define HOT_NAME(name, ...) #name,
+#define HOT_ADDRESS(name, ...) \
+  shim.name = reinterpret_cast<std::add_pointer_t<__VA_ARGS__>>(addresses.at(#name));
+
+// Registers the operators with the addresses of torch's functions; false where torch refuses.
+bool add_torch(const std::map<std::string, std::uintptr_t>& addresses) try {
+  HOT_SHIM(HOT_ADDRESS)
+  for (const char* const device : {"CPU", "CUDA"}) {
+    Handle library = nullptr;  // torch needs it until the process ends
+    check(shim.aoti_torch_library_init_impl("hotcore", device, __FILE__, 1, &library));
+    add_operators(library, std::make_index_sequence<std::size(operators)>());
   }
+  return true;
+} catch (const Decline&) {
+  return false;
 }
 
 }  // namespace
 
-std::vector<std::string> torch_symbols() {
-#define HOT_NAME(result, name, arguments) #name,
-  return {HOT_SHIM(HOT_NAME)};
-#undef HOT_NAME
+void bind_torch_ops(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("torch_symbols", [] { return std::vector<std::string>{HOT_SHIM(HOT_NAME)}; });
+  m.def("torch_operators", &add_torch, "addresses"_a);
+  // `handle` is the stream of a CUDA device, or the number of threads where `device` is -1.
+  m.def(
+      "torch_learn",
+      [](const std::string& json, const Spec& spec, const hot::ForwardLinearSpec& forward,
+         bool int8, const CoreContext& context, Int device, std::uintptr_t handle) {
+        const std::lock_guard<std::mutex> lock(tables->mutex);
+        tables->configs.insert({json, {spec.spec, forward, int8}});
+        if (tables->contexts.size() >= 64) tables->contexts.clear();
+        tables->contexts.insert_or_assign({device, handle}, context.context);
+      },
+      "json"_a, "spec"_a, "forward"_a, "int8"_a, "context"_a, "device"_a, "handle"_a);
+  // Whether an operator of this thread lacked one of these since the last question.
+  m.def("torch_unknown", [] { return std::exchange(unknown, false); });
+  // Forgets contexts. A forked child must not wait for a lock of its parent's threads.
+  m.def(
+      "torch_forget",
+      [](bool forked) {
+        if (forked) tables = new Tables;
+        const std::lock_guard<std::mutex> lock(tables->mutex);
+        tables->contexts.clear();
+      },
+      "forked"_a = false);
 }
-
-void torch_operators(const std::map<std::string, std::uintptr_t>& addresses) {
-#define HOT_ADDRESS(result, name, arguments) \
-  shim.name = reinterpret_cast<result(*) arguments>(addresses.at(#name));
-  HOT_SHIM(HOT_ADDRESS)
-#undef HOT_ADDRESS
-  for (const char* const device : {"CPU", "CUDA"}) {
-    Library library = nullptr;  // torch keeps it until the process ends
-    if (shim.aoti_torch_library_init_impl("hotcore", device, __FILE__, 1, &library) != 0) {
-      throw std::runtime_error("torch refuses a library of operators");
-    }
-    add<Compress>(library);
-    add<QuantizeInput>(library);
-    add<Product>(library);
-    add<BackwardLinear>(library);
-  }
-}
-
-void torch_learn(const std::string& json, const hot::BackwardLinearSpec& spec,
-                 const hot::ForwardLinearSpec& forward, bool int8, const hot::Context& context,
-                 int device, std::uintptr_t handle) {
-  constexpr std::size_t most = 64;
-  const std::lock_guard<std::mutex> lock(tables->mutex);
-  tables->configs.insert({json, {spec, forward, int8}});
-  if (tables->contexts.size() >= most) tables->contexts.clear();
-  tables->contexts.insert_or_assign({device, handle}, context);
-}
-
-void torch_forget(bool forked) {
-  if (forked) {
-    tables = new Tables;
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(tables->mutex);
-  tables->contexts.clear();
-}
-
-bool torch_unknown() { return std::exchange(unknown, false); }
-
-void torch_error(const std::string& text) { message = text; }
 
 }  // namespace hotpy

@@ -12,7 +12,7 @@ import importlib
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -63,34 +63,23 @@ def current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def addresses_of(names: Sequence[str]) -> dict[str, int] | None:
-    """Addresses of functions of torch's C interface by name; 0 for those of CUDA without it.
-
-    None if torch is older than 2.10, lacks one, or keeps its libraries in an unknown place.
-    """
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
-        return None
-    folder = Path(torch.__file__).parent / "lib"
-    try:
-        library = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
-        addresses = {name: _address(library, name) for name in names if "cuda_stream" not in name}
-    except (OSError, AttributeError):
-        return None
-    for name in set(names) - set(addresses):
-        addresses[name] = 0
-        with contextlib.suppress(OSError, AttributeError):
-            addresses[name] = _address(ctypes.CDLL(str(folder / "libtorch_cuda.so")), name)
+def addresses_of(names: Iterable[str]) -> dict[str, int]:
+    """Addresses of functions of torch's C interface, 0 for those that this torch does not have."""
+    addresses = dict.fromkeys(names, 0)
+    for library in ("libtorch_cpu.so", "libtorch_cuda.so"):
+        with contextlib.suppress(OSError):
+            loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library))
+            for name in addresses:
+                with contextlib.suppress(AttributeError):
+                    function = ctypes.cast(getattr(loaded, name), ctypes.c_void_p)
+                    addresses[name] = function.value or 0
     return addresses
 
 
-def _address(library: ctypes.CDLL, name: str) -> int:
-    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-
-
 def raise_instead(overload: Any, raised: Any) -> None:
-    """Make an operator raise ``raised.error`` in place of its RuntimeError with the same text.
+    """Make an operator in C++ raise what the Python operator that it called has raised.
 
-    Errors lose their type where an operator in C++ calls one in Python. OutOfMemoryError needs it.
+    Torch's C interface makes a RuntimeError of every error. OutOfMemoryError needs its type.
     """
     plain = overload._op
 
@@ -99,8 +88,8 @@ def raise_instead(overload: Any, raised: Any) -> None:
         try:
             return plain(*arguments, **options)
         except RuntimeError as shown:
-            error, raised.error = raised.error, None
-            if error is None or str(error) != str(shown):
+            error, raised.error = getattr(raised, "error", None), None
+            if error is None or "_python failed" not in str(shown):
                 raise
         raise error
 

@@ -4,10 +4,9 @@ Operators are low-level library operators with fakes. They cost half as much hos
 ``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
 no vmap: callers cast, and refuse what is batched.
 
-From torch 2.10 on, those of a compiled layer run in C++ (``python/bindings/torch_ops.cpp``), in a
-third of the host's time. The Python operator beside such a one has a name that ends in ``_python``.
-It takes the first call with a configuration and a stream, every call that C++ does not know, and
-raises the errors.
+Operators of a compiled layer run in C++ where torch is 2.10 or newer, in a third of the host's time
+(``python/bindings/torch_ops.cpp``). Each has a Python operator beside it, ``NAME_python``. That one
+takes the first call with a configuration and a stream, calls that C++ does not know, and errors.
 """
 
 from __future__ import annotations
@@ -91,30 +90,22 @@ def operator(
 # ---- operators in C++ ----
 
 
-class _Raised(threading.local):
-    error: BaseException | None = None
-
-
-_raised = _Raised()
+_raised = threading.local()
 """``error`` is what the calling thread's last Python operator behind one in C++ has raised."""
 
 
 @functools.cache
 def runs_in_cpp() -> bool:
-    """Whether torch has the stable interface for operators in C++. The first call registers them."""
+    """Whether torch has the C interface of 2.10. The first call registers the operators in C++."""
     addresses = _compat.addresses_of(_core.torch_symbols())
-    if addresses is not None:
-        _core.torch_operators(addresses)
-    return addresses is not None
+    needed = [name for name in addresses if "cuda_stream" not in name]
+    return all(addresses[name] for name in needed) and _core.torch_operators(addresses)
 
 
-def python_form(operator: Callable[..., _Result]) -> Callable[..., _Result]:
+def python_form(operator: Any) -> Any:
     """The operator in Python beside one in C++, for calls that C++ would pass on to it."""
-    packet: Any = operator
-    name = packet.name().partition("::")[2]
-    other: Any = getattr(torch.ops.hotcore, f"{name}_python" if runs_in_cpp() else name)
-    form: Callable[..., _Result] = other.default
-    return form
+    name = f"{operator.name().partition('::')[2]}{'_python' if runs_in_cpp() else ''}"
+    return getattr(torch.ops.hotcore, name).default
 
 
 def _teaching(function: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -126,7 +117,6 @@ def _teaching(function: Callable[..., _Result]) -> Callable[..., _Result]:
             results = function(x, *arguments)
         except BaseException as error:
             _raised.error = error
-            _core.torch_error(str(error))
             raise
         if _core.torch_unknown():
             core.teach(x, next(a for a in arguments if isinstance(a, str)))
