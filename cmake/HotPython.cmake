@@ -42,6 +42,7 @@ endfunction()
 hot_python_module(_core
   python/bindings/module.cpp
   python/bindings/ops.cpp
+  python/bindings/torch_ops.cpp
   python/bindings/views.cpp)
 
 include(HotXlaFfi)  # HOT_JAX -> target hot_xla_ffi

@@ -115,7 +115,9 @@ class Graphs:
         return self
 
     def count(self, stage: str, name: str) -> int:
-        return self.calls[stage][f"hotcore.{name}.default"]
+        """Calls of an operator, in C++ or in Python."""
+        calls = self.calls[stage]
+        return calls[f"hotcore.{name}.default"] + calls[f"hotcore.{name}_python.default"]
 
 
 def causal(kind: str, **fields: Any) -> Any:

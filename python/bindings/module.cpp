@@ -24,4 +24,5 @@ NB_MODULE(_core, module) {
   nanobind::set_leak_warnings(false);
   nanobind::register_exception_translator(translate);
   hotpy::bind_ops(module);
+  hotpy::bind_torch_ops(module);
 }

@@ -69,23 +69,6 @@ void run_openmp(void* state, int threads, hot::Executor::Work work, void* data) 
   reinterpret_cast<Parallel>(state)(&Team::enter, &team, usual, 0);
 }
 
-// Python's hot::Context, cached by device, stream and number of threads.
-struct CoreContext {
-  hot::Context context;
-
-  CoreContext(int threads, Text isa, int device, std::uintptr_t stream, std::uintptr_t openmp)
-      : context(device >= 0 ? hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))
-                : openmp != 0
-                    ? hot::Context::cpu({run_openmp, reinterpret_cast<void*>(openmp)}, threads)
-                    : hot::Context::cpu(threads)) {
-    if (!isa.empty()) context = context.with_isa(parse_isa(isa));
-  }
-};
-
-struct Spec {
-  hot::BackwardLinearSpec spec;
-};
-
 // Converts a field's value to Python: an int, a bool, a name, a tuple or None.
 template <class Row, class T>
 nb::object to_python(const Row& row, const T& value) {
@@ -645,6 +628,15 @@ std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& device) {
 }
 
 }  // namespace
+
+CoreContext::CoreContext(int threads, Text isa, int device, std::uintptr_t stream,
+                         std::uintptr_t openmp)
+    : context(device >= 0 ? hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))
+              : openmp != 0
+                  ? hot::Context::cpu({run_openmp, reinterpret_cast<void*>(openmp)}, threads)
+                  : hot::Context::cpu(threads)) {
+  if (!isa.empty()) context = context.with_isa(parse_isa(isa));
+}
 
 void bind_ops(nb::module_& m) {
   m.def("version", [] { return std::string(hot::version()); });

@@ -68,6 +68,19 @@ class Scratch {
   hot::Workspace workspace_{};
 };
 
+// Python's hot::Context, cached by device, stream and number of threads.
+struct CoreContext {
+  hot::Context context;
+
+  CoreContext(int threads, std::string_view isa, int device, std::uintptr_t stream,
+              std::uintptr_t openmp);
+};
+
+struct Spec {
+  hot::BackwardLinearSpec spec;
+};
+
 void bind_ops(nb::module_& module);
+void bind_torch_ops(nb::module_& module);
 
 }  // namespace hotpy

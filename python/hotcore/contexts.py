@@ -65,6 +65,11 @@ def cuda(device: int, stream: int) -> _core.CoreContext:
     return context
 
 
+def is_admitted(device: int) -> bool:
+    """Whether :func:`cuda` has nothing left to check for a device; -1: the CPU."""
+    return device < 0 or device in _admitted
+
+
 def num_threads() -> int:
     """Number of threads of the CPU backend."""
     return cpu().threads
@@ -89,6 +94,7 @@ def use_openmp(address: int) -> None:
     with _lock:
         _openmp = address
         _cache.clear()
+    _core.torch_forget()
 
 
 def isa() -> str:
@@ -111,6 +117,7 @@ def _set_defaults(threads: int, isa: str) -> None:
     global _threads, _isa
     _made((threads, isa, -1, 0))  # raises before anything changes
     _threads, _isa = threads, isa
+    _core.torch_forget()
     for follower in _followers:
         follower(threads, isa)
 
@@ -134,6 +141,7 @@ def _reset_after_fork() -> None:
     _lock = threading.Lock()
     _openmp = 0
     _cache.clear()
+    _core.torch_forget(forked=True)
 
 
 if hasattr(os, "register_at_fork"):

@@ -139,7 +139,8 @@ class Operators(TorchDispatchMode):
             wanted = [g for g, needed in zip(names, args[-1], strict=True) if needed]
             self.calls.append(" ".join(["backward", *wanted]))
         elif space == "hotcore" and name.startswith("backward"):
-            wanted = [g for g, dtype in zip(names, args[-3:], strict=True) if dtype is not None]
+            dtypes = args[7].split()
+            wanted = [g for g, dtype in zip(names, dtypes, strict=True) if dtype != "None"]
             self.calls.append(" ".join([name, *wanted]))
         elif space == "hotcore":
             self.calls.append(name)

@@ -280,9 +280,9 @@ def test_opcheck() -> None:
     frozen = hot.ops.codes.quantize_forward_weight(weight, INT8)
     for config in (text, ""):
         torch.library.opcheck(product, (x, frozen, bias, None, None, config, None, *fields))
-    f = torch.float32
     for given, config in ((seed, text), (None, "")):
-        arguments = (torch.randn(50, 48), frozen, None, None, given, config, 70, f, None, f)
+        gy, dtypes = torch.randn(50, 48), "float32 None float32"
+        arguments = (gy, frozen, None, None, given, config, 70, dtypes)
         torch.library.opcheck(torch.ops.hotcore.backward_linear.default, (*arguments, *fields))
     trained = [t.requires_grad_() for t in (x, weight, bias)]
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")

@@ -182,12 +182,12 @@ def test_opcheck_backward_linear() -> None:
     for x, seed, config in examples():
         saved, _ = codes.compress_activation(x, seed, core.parsed(config))
         gy, weight = torch.randn(37, 12).to(x.dtype), torch.randn(12, 20).to(x.dtype)
-        f = torch.float32
+        own = str(x.dtype).removeprefix("torch.")
         for arguments in (
-            (gy, weight, saved, None, seed, config, 20, x.dtype, f, f),
-            (gy, weight, None, None, seed, config, 20, x.dtype, None, None),
-            (gy, None, saved, torch.tensor(12), seed, config, 20, None, f, None),
-            (gy, None, None, None, seed, config, 20, None, None, f),
+            (gy, weight, saved, None, seed, config, 20, f"{own} float32 float32"),
+            (gy, weight, None, None, seed, config, 20, f"{own} None None"),
+            (gy, None, saved, torch.tensor(12), seed, config, 20, "None float32 None"),
+            (gy, None, None, None, seed, config, 20, "None None float32"),
         ):
             torch.library.opcheck(torch.ops.hotcore.backward_linear, arguments)
 

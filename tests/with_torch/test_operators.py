@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
+import math
 import os
 import subprocess
 import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hotcore
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -52,14 +58,13 @@ def test_flops_of_the_operators_of_a_graph() -> None:
     x, weight = torch.randn(50, 64), torch.randn(96, 64)
     config = hot.HotConfig().json
     saved, seed = torch.ops.hotcore.compress(x, config)
-    f = torch.float32
     for call, products in (
         (lambda: torch.ops.hotcore.product(x, weight, None, saved, seed, config), 1),
         (lambda: torch.ops.hotcore.compress(x, config), 0),
+        (lambda: torch.ops.hotcore.backward_linear(torch.randn(50, 96), weight, saved, seed, seed,
+            config, 64, "float32 float32 float32"), 2),
         (lambda: torch.ops.hotcore.backward_linear(
-            torch.randn(50, 96), weight, saved, seed, seed, config, 64, f, f, f), 2),
-        (lambda: torch.ops.hotcore.backward_linear(
-            torch.randn(50, 96), weight, None, None, seed, config, 64, f, None, f), 1),
+            torch.randn(50, 96), weight, None, None, seed, config, 64, "float32 None float32"), 1),
     ):  # fmt: skip
         with FlopCounterMode(display=False) as counter:
             call()
@@ -324,3 +329,131 @@ def test_sizes_of_fakes() -> None:
         config = hot.HotConfig(forward="int8", forward_block=block)
         size = torch.ops.hotcore.forward_input(torch.randn(tokens, width), config.json).numel()
         assert hot.ops.codes.input_bytes(Symbolic(tokens), width, config) == size
+
+
+# -------------------------------------------------------------------------------- Operators in C++
+
+NAMES = ("compress", "quantize_input", "product", "backward_linear")
+in_cpp = pytest.mark.skipif(
+    not hasattr(torch.ops.hotcore, "product_python"), reason="torch before 2.10: Python alone"
+)
+
+
+def python_form(name: str) -> Any:
+    return getattr(torch.ops.hotcore, f"{name}_python").default
+
+
+def entered(call: Callable[[], Any]) -> list[str]:
+    """The functions of hotcore's operators that a call runs in Python."""
+    names: list[str] = []
+
+    def see(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and "hotcore/torch/ops" in frame.f_code.co_filename:
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def calls_of_a_layer(
+    shape: tuple[int, ...], dtype: torch.dtype, config: hot.HotConfig, bias: bool
+) -> dict[str, tuple[Any, ...]]:
+    """Arguments of every operator of a layer with fp32 parameters."""
+    text, kind = config.json, str(dtype).removeprefix("torch.")
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(24, shape[-1])
+    gy, b = torch.randn(math.prod(shape[:-1]), 24, dtype=dtype), torch.randn(24) if bias else None
+    saved, seed = python_form("compress")(x, text)
+    codes = torch.ops.hotcore.forward_input(x, text) if config.forward == "int8" else None
+    dtypes = f"{kind} float32 " + ("float32" if bias else "None")
+    return {
+        "compress": (x, text),
+        "quantize_input": (x, text),
+        "product": (x, weight, b, saved, seed, text, codes),
+        "backward_linear": (gy, weight, saved, seed, seed, text, shape[-1], dtypes),
+    }
+
+
+@in_cpp
+@pytest.mark.parametrize("config", ["default", "paper", "accurate", INT8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_operators_in_cpp_have_the_bits_of_python(dtype: torch.dtype, config: Any) -> None:
+    settings = hot.HotConfig.recipe(config) if isinstance(config, str) else config
+    for shape in ((48, 64), (3, 16, 64), (2, 3, 8, 64), (1, 64)):
+        for name, arguments in calls_of_a_layer(shape, dtype, settings, len(shape) != 3).items():
+            form, results = getattr(torch.ops.hotcore, name).default, []
+            with torch.no_grad():
+                form(*arguments)  # Python teaches C++ the configuration
+                for function in (python_form(name), form):
+                    torch.manual_seed(5)
+                    results.append(function(*arguments))
+                assert entered(functools.partial(form, *arguments)) == []
+            same(*results)
+
+
+@in_cpp
+def test_what_operators_in_cpp_leave_to_python() -> None:
+    """New settings, strided x of three dimensions, tensors with a minus sign, bad arguments."""
+    calls = calls_of_a_layer((48, 64), torch.float32, INT8, True)
+    products = {name: getattr(torch.ops.hotcore, name).default for name in NAMES}
+
+    def ways(name: str, *arguments: Any) -> list[list[str]]:
+        with torch.no_grad():
+            return [entered(lambda: products[name](*arguments)) for _ in range(2)]
+
+    for name in NAMES:
+        ways(name, *calls[name])
+        with changed_threads():
+            first, second = ways(name, *calls[name])
+            assert first and not second
+    x, *rest = calls["quantize_input"]
+    strided = torch.randn(16, 3, 64).transpose(0, 1)
+    assert all(ways("quantize_input", strided, *rest))
+    torch.manual_seed(3)
+    expected = products["quantize_input"](x, *rest)
+    torch.manual_seed(3)
+    same(products["quantize_input"](torch._neg_view(-x), *rest), expected)
+    gy, weight, saved, *rest = calls["backward_linear"]
+    for bad, error, message in (
+        ((gy, weight, saved[:-16], *rest), ValueError, "saved"),
+        ((gy, weight[:, :-1], saved, *rest), ValueError, "saved has 64 in_features"),
+        ((gy.to(torch.float64), weight, saved, *rest), ValueError, "gy: dtype float64"),
+    ):
+        with pytest.raises(error, match=message), torch.no_grad():
+            products["backward_linear"](*bad)
+    with pytest.raises(RuntimeError, match="taken apart"):
+        products["backward_linear"](gy, weight.requires_grad_(), saved, *rest)
+    with torch.no_grad():
+        same(products["backward_linear"](gy, weight, saved, *rest),
+             python_form("backward_linear")(gy, weight, saved, *rest))  # fmt: skip
+
+
+@in_cpp
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_operators_in_cpp_after_a_fork() -> None:
+    arguments = calls_of_a_layer((48, 64), torch.float32, INT8, True)["backward_linear"]
+    form = torch.ops.hotcore.backward_linear.default
+    with torch.no_grad():
+        expected = form(*arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, 3.12 warns
+            child = os.fork()
+        if child == 0:
+            again = form(*arguments)
+            os._exit(not all(torch.equal(a, b) for a, b in zip(again, expected, strict=True)))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@contextlib.contextmanager
+def changed_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    hotcore.set_isa("plain")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        hotcore.set_isa(None)

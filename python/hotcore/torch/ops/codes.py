@@ -167,7 +167,12 @@ def _fake_pair(x: Tensor, config: str) -> Pair:
     return _fake_kept(flat(x), fake_seed(x), config)
 
 
-@operator("compress(Tensor x, str config) -> (Tensor, Tensor)", fake=_fake_pair, random=True)
+@operator(
+    "compress(Tensor x, str config) -> (Tensor, Tensor)",
+    fake=_fake_pair,
+    random=True,
+    native=True,
+)
 def compress_with_seed(x: Tensor, config: str) -> Pair:
     """Draw a seed; return the codes of x and this seed."""
     seed = _draw(x)
@@ -230,6 +235,7 @@ def _fake_forms(x: Tensor, config: str) -> Forms:
     "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)",
     fake=_fake_forms,
     random=True,
+    native=True,
 )
 def quantize_input(x: Tensor, config: str) -> Forms:
     """Draw a seed; return both forms of x, from one read, and this seed."""

@@ -78,6 +78,18 @@ def _cuda_context(index: int) -> _core.CoreContext:
     return contexts.cuda(index, _compat.current_stream(index))
 
 
+def teach(x: Tensor, config: str) -> None:
+    """Make a configuration, and the context of x's device, known to the operators in C++."""
+    handle, index = torch.get_num_threads(), -1
+    if x.is_cuda:
+        index = x.get_device()
+        handle = _compat.current_stream(index)
+    if config and contexts.is_admitted(index):
+        settings = parsed(config)
+        specs = (settings.spec, settings.forward_spec, settings.forward == "int8")
+        _core.torch_learn(config, *specs, context_for(x), index, handle)
+
+
 @functools.lru_cache(maxsize=4096)  # equal for all streams of a device
 def _workspace_size(size_of: Callable[..., int], index: int, arguments: tuple[Any, ...]) -> int:
     return size_of(_cuda_context(index), *arguments)

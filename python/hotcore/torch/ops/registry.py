@@ -3,11 +3,16 @@
 Operators are low-level library operators with fakes. They cost half as much host time as
 ``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
 no vmap: callers cast, and refuse what is batched.
+
+Operators of a compiled layer run in C++ where torch is 2.10 or newer, in a third of the host's time
+(``python/bindings/torch_ops.cpp``). Each has a Python operator beside it, ``NAME_python``. That one
+takes the first call with a configuration and a stream, calls that C++ does not know, and errors.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ... import _core
 from .. import _compat
+from . import core
 
 library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
 
@@ -36,6 +43,7 @@ def operator(
     random: bool = False,
     any_strides: bool = True,
     product: bool = False,
+    native: bool = False,
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Register the decorated function as an operator, whose calls go through the dispatcher.
 
@@ -49,6 +57,7 @@ def operator(
         any_strides: takes arguments of any strides, and its results are contiguous. Otherwise
             inductor copies arguments into eager mode's strides.
         product: expensive to recompute, for the compiler's partitioner.
+        native: has a form in C++, too. The first argument is a tensor, and one a configuration.
     """
 
     def register(function: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -56,23 +65,64 @@ def operator(
         tags = [torch.Tag.nondeterministic_seeded] if random else []
         if any_strides and fake is not None:
             tags.append(torch.Tag.flexible_layout)
-        library.define(schema, tags=tuple(tags))
-        if fake is None:
-            library.impl(name, function, "CompositeImplicitAutograd")
-        else:
-            kernel = _without_derivative(function, name) if product else function
-            for key in ("CPU", "CUDA"):
-                library.impl(name, kernel, key)
-            shown = _of_product(fake) if product else fake
-            torch.library.register_fake(f"hotcore::{name}", shown, lib=library)
-        if product:
-            _products.append(name)
-        packet = getattr(torch.ops.hotcore, name)
-        register_flop_formula(packet)(flops)
-        default: Callable[..., _Result] = packet.default
+        in_cpp = native and runs_in_cpp()
+        kernel = _without_derivative(function, name) if product else function
+        shown = _of_product(fake) if product and fake is not None else fake
+        # C++ runs the first of two operators, and Python the last, which is alone otherwise.
+        names = (name, f"{name}_python") if in_cpp else (name,)
+        for each in names:
+            library.define(schema.replace(name, each, 1), tags=tuple(tags))
+            packet = getattr(torch.ops.hotcore, each)
+            if in_cpp and each == name:
+                _compat.raise_instead(packet.default, _raised)
+            if shown is not None:
+                torch.library.register_fake(f"hotcore::{each}", shown, lib=library)
+            register_flop_formula(packet)(flops)
+        _products.extend(names if product else ())
+        for key in ("CompositeImplicitAutograd",) if fake is None else ("CPU", "CUDA"):
+            library.impl(names[-1], _teaching(kernel) if in_cpp else kernel, key)
+        default: Callable[..., _Result] = getattr(torch.ops.hotcore, name).default
         return default
 
     return register
+
+
+# ---- operators in C++ ----
+
+
+_raised = threading.local()
+"""``error`` is what the calling thread's last Python operator behind one in C++ has raised."""
+
+
+@functools.cache
+def runs_in_cpp() -> bool:
+    """Whether torch has the C interface of 2.10. The first call registers the operators in C++."""
+    addresses = _compat.addresses_of(_core.torch_symbols())
+    needed = [name for name in addresses if "cuda_stream" not in name]
+    return all(addresses[name] for name in needed) and _core.torch_operators(addresses)
+
+
+def python_form(operator: Any) -> Any:
+    """The operator in Python beside one in C++, for calls that C++ would pass on to it."""
+    name = f"{operator.name().partition('::')[2]}{'_python' if runs_in_cpp() else ''}"
+    return getattr(torch.ops.hotcore, name).default
+
+
+def _teaching(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """The Python operator behind one in C++, which tells that one of configuration and context."""
+
+    @functools.wraps(function)
+    def called(x: Tensor, *arguments: Any) -> _Result:
+        try:
+            results = function(x, *arguments)
+        except BaseException as error:
+            _raised.error = error
+            raise
+        if _core.torch_unknown():
+            core.teach(x, next(a for a in arguments if isinstance(a, str)))
+        return results
+
+    return called
 
 
 def _without_derivative(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from .. import ops  # noqa: F401  (imported to register operators)
+from ..ops.registry import python_form
 
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
@@ -24,6 +24,7 @@ PRODUCTS = frozenset(
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
         *(_aten.linear.default, _aten.convolution.default),
         *(_hot.product.default, _hot.convolution.default, _hot.head_loss.default),
+        python_form(_hot.product.default),
     )
 )
 """Matrix products and convolutions, plain and HOT's."""
