@@ -2,8 +2,8 @@
 // its headers.
 //
 // The operator NAME computes the results of the Python operator NAME_python, in a third of the
-// host's time. It passes a call on to that one if a configuration or a stream is new to it, if the
-// weight is frozen, if dimensions are unusual, and after each error. Errors therefore are Python's.
+// host's time. It passes calls on to that one: the first with a configuration and a stream, frozen
+// weights, unusual dimensions, and every error. Errors therefore are Python's.
 #include <dlfcn.h>
 #include <nanobind/stl/string.h>
 
@@ -424,7 +424,7 @@ void bind_torch_ops(nb::module_& m) {
         tables->contexts.insert_or_assign({device, handle}, context.context);
       },
       "json"_a, "spec"_a, "forward"_a, "int8"_a, "context"_a, "device"_a, "handle"_a);
-  // Whether an operator of this thread lacked one of these since the last question.
+  // Returns true if an operator of this thread lacked one of these since the last question.
   m.def("torch_unknown", [] { return std::exchange(unknown, false); });
   // Forgets contexts. A forked child must not wait for a lock of its parent's threads.
   m.def(
