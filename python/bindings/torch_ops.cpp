@@ -2,11 +2,10 @@
 // its headers.
 //
 // The operator NAME computes the results of the Python operator NAME_python, in a third of the
-// host's time. It passes a call on to that one if a configuration or a stream is new to it, if the
-// weight is frozen, if dimensions are unusual, and after each error. Errors therefore are Python's.
-#include <nanobind/stl/map.h>
+// host's time. It passes calls on to that one: the first with a configuration and a stream, frozen
+// weights, unusual dimensions, and every error. Errors therefore are Python's.
+#include <dlfcn.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <map>
@@ -48,14 +47,14 @@ constexpr Int cuda = 1, u8 = 0, i64 = 4, f16 = 5, f32 = 6, bf16 = 15;
   F(torch_call_dispatcher, int(const char*, const char*, Word*, Word))                 \
   F(aoti_torch_library_init_impl,                                                      \
     int(const char*, const char*, const char*, std::uint32_t, Handle*))                \
-  F(torch_library_impl, int(Handle, const char*, void (*)(Word*, Word, Word), Word))   \
-  F(aoti_torch_get_current_cuda_stream, int(Int, void**))
+  F(torch_library_impl, int(Handle, const char*, void (*)(Word*, Word, Word), Word))
 
 struct Shim {
 #define HOT_MEMBER(name, ...) std::add_pointer_t<__VA_ARGS__> name;
   HOT_SHIM(HOT_MEMBER)
 #undef HOT_MEMBER
 } shim;
+int (*stream_of)(Int device, void** stream) = nullptr;  // null without CUDA
 
 struct Decline {};  // thrown where the Python operator takes the call
 void require(bool condition) {
@@ -179,6 +178,20 @@ Tensor call(const char* name, const char* overload, std::array<Word, 5> stack) {
   return Tensor(result, Owned(result));
 }
 
+// Another handle of a tensor, for an operator's argument.
+Word again(const Tensor& tensor) {
+  Handle copy = nullptr;
+  check(shim.aoti_torch_new_tensor_handle(tensor.handle, &copy));
+  return word_of(copy);
+}
+
+// The tensor, or a contiguous copy.
+Tensor dense(Tensor tensor) {
+  constexpr Word contiguous_format = 0;
+  if (tensor.contiguous()) return tensor;
+  return call("aten::contiguous", "", {again(tensor), contiguous_format});
+}
+
 const Config& config_of(Word word) {
   const std::lock_guard<std::mutex> lock(tables->mutex);
   return entry_of(tables->configs, text_of(word));
@@ -188,8 +201,8 @@ hot::Context context_of(const Tensor& x) {
   std::uint32_t threads = 0;
   void* stream = nullptr;
   if (x.type == cuda) {
-    require(shim.aoti_torch_get_current_cuda_stream != nullptr);
-    check(shim.aoti_torch_get_current_cuda_stream(x.device, &stream));
+    require(stream_of != nullptr);
+    check(stream_of(x.device, &stream));
   } else {
     check(shim.torch_get_num_threads(&threads));
   }
@@ -203,9 +216,9 @@ struct Space {
   template <class Size>
   Space(const hot::Context& context, const Tensor& like, const Size& size)
       : kept(context, Out(), size) {
-    if (like.type != cuda || size() == 0) return;
-    memory.emplace(made(like, size()));
-    lent = {memory->view.data, memory->bytes()};
+    const std::size_t needed = like.type == cuda ? size() : 0;
+    if (needed > 0) memory.emplace(made(like, needed));
+    if (memory) lent = {memory->view.data, needed};
   }
   const hot::Workspace& get() const { return memory ? lent : kept.get(); }
 
@@ -218,9 +231,10 @@ struct Space {
 
 // Compresses x with a new seed and, if `quantize`, quantises it for the product, too.
 Tensors compressed(const Word* in, bool quantize) {
-  const Tensor x(handle_of(in[0]));
   const Config& config = config_of(in[1]);
-  require(x.view.ndim == 2 || (x.view.ndim > 2 && x.contiguous()));
+  Tensor x(handle_of(in[0]));
+  require(x.view.ndim >= 2);
+  if (x.view.ndim > 2) x = dense(std::move(x));
   const std::int64_t tokens = x.tokens(), width = x.last();
   hot::Context context = context_of(x);
   Tensors out;
@@ -247,11 +261,9 @@ Tensors compressed(const Word* in, bool quantize) {
 // F.linear in the dtype of x.
 Tensor plain_product(const Tensor& x, const Tensor& w, const Tensor& bias) {
   const auto argument = [&](const Tensor& tensor) {
-    Handle copy = nullptr;
-    check(shim.aoti_torch_new_tensor_handle(tensor.handle, &copy));
-    if (tensor.dtype == x.dtype) return word_of(copy);
-    return word_of(
-        call("aten::to", "dtype", {word_of(copy), static_cast<Word>(x.dtype)}).owned.release());
+    if (tensor.dtype == x.dtype) return again(tensor);
+    const auto dtype = static_cast<Word>(x.dtype);
+    return word_of(call("aten::to", "dtype", {again(tensor), dtype}).owned.release());
   };
   const Word matrix = argument(w);
   const Word added = bias.handle == nullptr ? 0 : word_of(new Word(argument(bias)));
@@ -264,8 +276,7 @@ Tensors product(const Word* in) {
   const Config& config = config_of(in[5]);
   Tensors out;
   if (!config.int8) {
-    out.push_back(plain_product(x, w, bias));
-    require(out[0].contiguous());
+    out.push_back(dense(plain_product(x, w, bias)));
     return out;
   }
   const Tensor codes = optional(in[6]);
@@ -335,14 +346,8 @@ struct Operator {
 constexpr Operator operators[] = {
     {"compress", "ts", [](const Word* in) { return compressed(in, false); }},
     {"quantize_input", "ts", [](const Word* in) { return compressed(in, true); }},
-    {"product",
-     "ttooos"
-     "o---d-o",
-     &product},
-    {"backward_linear",
-     "toooos-s"
-     "---d-o",
-     &backward_linear},
+    {"product", "ttoooso---d-o", &product},
+    {"backward_linear", "toooos-s---d-o", &backward_linear},
 };
 
 void free_arguments(const Word* stack, const char* kinds) {
@@ -379,13 +384,20 @@ void add_operators(Handle library, std::index_sequence<index...>) {
   (check(shim.torch_library_impl(library, operators[index].name, &boxed<index>, version)), ...);
 }
 
-#define HOT_NAME(name, ...) #name,
-#define HOT_ADDRESS(name, ...) \
-  shim.name = reinterpret_cast<std::add_pointer_t<__VA_ARGS__>>(addresses.at(#name));
-
-// Registers the operators with the addresses of torch's functions; false where torch refuses.
-bool add_torch(const std::map<std::string, std::uintptr_t>& addresses) try {
-  HOT_SHIM(HOT_ADDRESS)
+// Registers the operators; false where this process has no torch with the interface.
+bool add_torch() try {
+  void* const cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  void* const gpu = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+#define HOT_FIND(name, ...)                                      \
+  shim.name = reinterpret_cast<std::add_pointer_t<__VA_ARGS__>>( \
+      cpu == nullptr ? nullptr : dlsym(cpu, #name));             \
+  require(shim.name != nullptr);
+  HOT_SHIM(HOT_FIND)
+#undef HOT_FIND
+  if (gpu != nullptr) {
+    stream_of =
+        reinterpret_cast<int (*)(Int, void**)>(dlsym(gpu, "aoti_torch_get_current_cuda_stream"));
+  }
   for (const char* const device : {"CPU", "CUDA"}) {
     Handle library = nullptr;  // torch needs it until the process ends
     check(shim.aoti_torch_library_init_impl("hotcore", device, __FILE__, 1, &library));
@@ -400,8 +412,7 @@ bool add_torch(const std::map<std::string, std::uintptr_t>& addresses) try {
 
 void bind_torch_ops(nb::module_& m) {
   using namespace nb::literals;
-  m.def("torch_symbols", [] { return std::vector<std::string>{HOT_SHIM(HOT_NAME)}; });
-  m.def("torch_operators", &add_torch, "addresses"_a);
+  m.def("torch_operators", &add_torch);
   // `handle` is the stream of a CUDA device, or the number of threads where `device` is -1.
   m.def(
       "torch_learn",
@@ -413,7 +424,7 @@ void bind_torch_ops(nb::module_& m) {
         tables->contexts.insert_or_assign({device, handle}, context.context);
       },
       "json"_a, "spec"_a, "forward"_a, "int8"_a, "context"_a, "device"_a, "handle"_a);
-  // Whether an operator of this thread lacked one of these since the last question.
+  // Returns true if an operator of this thread lacked one of these since the last question.
   m.def("torch_unknown", [] { return std::exchange(unknown, false); });
   // Forgets contexts. A forked child must not wait for a lock of its parent's threads.
   m.def(

@@ -5,8 +5,6 @@ The private names are faster, or give information that no public function gives.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import importlib
 import operator
@@ -14,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -61,19 +58,6 @@ COMPILED_OF = "_torchdynamo_orig_callable"
 def current_stream(index: int) -> int:
     """Handle of the current stream of CUDA device ``index``; only builds with CUDA have one."""
     return torch._C._cuda_getCurrentRawStream(index)
-
-
-def addresses_of(names: Iterable[str]) -> dict[str, int]:
-    """Addresses of functions of torch's C interface, 0 for those that this torch does not have."""
-    addresses = dict.fromkeys(names, 0)
-    for library in ("libtorch_cpu.so", "libtorch_cuda.so"):
-        with contextlib.suppress(OSError):
-            loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library))
-            for name in addresses:
-                with contextlib.suppress(AttributeError):
-                    function = ctypes.cast(getattr(loaded, name), ctypes.c_void_p)
-                    addresses[name] = function.value or 0
-    return addresses
 
 
 def raise_instead(overload: Any, raised: Any) -> None:

@@ -94,12 +94,8 @@ _raised = threading.local()
 """``error`` is what the calling thread's last Python operator behind one in C++ has raised."""
 
 
-@functools.cache
-def runs_in_cpp() -> bool:
-    """Whether torch has the C interface of 2.10. The first call registers the operators in C++."""
-    addresses = _compat.addresses_of(_core.torch_symbols())
-    needed = [name for name in addresses if "cuda_stream" not in name]
-    return all(addresses[name] for name in needed) and _core.torch_operators(addresses)
+runs_in_cpp: Callable[[], bool] = functools.cache(_core.torch_operators)
+"""Registers the operators in C++ in its first call. False where torch is older than 2.10."""
 
 
 def python_form(operator: Any) -> Any:
