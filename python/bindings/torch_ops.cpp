@@ -133,12 +133,13 @@ struct Tensor {
     }
     return true;
   }
-  std::size_t bytes() const {
-    require(dtype == u8 && view.ndim == 1 && contiguous() && view.data != nullptr);
+  bool beside(const Tensor& other) const { return type == other.type && device == other.device; }
+  std::size_t bytes(const Tensor& x) const {
+    require(dtype == u8 && view.ndim == 1 && contiguous() && view.data != nullptr && beside(x));
     return static_cast<std::size_t>(view.shape[0]);
   }
-  hot::Key key() const {  // of a seed, which kernels read on CUDA
-    require(dtype == i64 && view.ndim == 0 && view.data != nullptr);
+  hot::Key key(const Tensor& x) const {  // of a seed, which kernels read on CUDA
+    require(dtype == i64 && view.ndim == 0 && view.data != nullptr && (type != cuda || beside(x)));
     const auto* const seed = static_cast<const std::uint64_t*>(view.data);
     return type == cuda ? hot::Key{0, 0, 0, seed} : hot::Key{0, *seed, 0, nullptr};
   }
@@ -240,15 +241,15 @@ Tensors compressed(const Word* in, bool quantize) {
   Tensors out;
   if (quantize) out.push_back(made(x, hot::forward_input_bytes(tokens, width, config.forward)));
   out.push_back(made(x, hot::saved_layout(tokens, width, config.spec).bytes));
-  const hot::QuantizedInput codes{out[0].view.data, out[0].bytes()};
-  const hot::SavedActivation saved{out.back().view.data, out.back().bytes()};
+  const hot::QuantizedInput codes{out[0].view.data, out[0].bytes(x)};
+  const hot::SavedActivation saved{out.back().view.data, out.back().bytes(x)};
   const Space space(context, x, [&] {
     return hot::compress_activation_workspace(context, tokens, width, config.spec);
   });
   constexpr Word seeds = 0x7FFF'FFFF'FFFF'FFFF;
   const Handle empty = made(x, i64, {}).owned.release();
   out.push_back(call("aten::random_", "to", {word_of(empty), seeds}));
-  context = context.with_key(out.back().key());
+  context = context.with_key(out.back().key(x));
   if (quantize) {
     hot::quantize_forward_input(context, x.view, config.forward, codes, config.spec, saved,
                                 space.get());
@@ -289,7 +290,7 @@ Tensors product(const Word* in) {
   const Space space(context, x, [&] {
     return hot::forward_linear_workspace(context, shape, config.forward, false, true);
   });
-  const hot::ConstQuantizedInput input{codes.view.data, codes.bytes(), shape.tokens,
+  const hot::ConstQuantizedInput input{codes.view.data, codes.bytes(x), shape.tokens,
                                        shape.in_features,
                                        hot::forward_input_format(config.forward)};
   hot::forward_linear(context, input, w.view, bias.view, config.forward, out[0].view, space.get());
@@ -304,7 +305,7 @@ Tensors backward_linear(const Word* in) {
   require(gy.view.ndim == 2 && seed.handle != nullptr);
   const hot::LinearShape shape{gy.tokens(), gy.last(), static_cast<std::int64_t>(in[6])};
   const auto [L, O, I] = shape;
-  const hot::Context context = context_of(gy).with_key(seed.key());
+  const hot::Context context = context_of(gy).with_key(seed.key(gy));
   Tensors out;
   std::array<hot::TensorView*, 3> wanted{};
   out.reserve(wanted.size());
@@ -320,8 +321,8 @@ Tensors backward_linear(const Word* in) {
   }
   hot::ConstSavedActivation saved;
   if (kept.handle != nullptr) {
-    saved = {kept.view.data, kept.bytes()};
-    saved.key = (saved_seed.handle == nullptr ? seed : saved_seed).key();
+    saved = {kept.view.data, kept.bytes(gy)};
+    saved.key = (saved_seed.handle == nullptr ? seed : saved_seed).key(gy);
   }
   saved.tokens = L;
   saved.in_features = I;
