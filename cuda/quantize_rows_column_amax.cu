@@ -18,10 +18,9 @@
 //   * columns: A thread takes 16 tokens of two neighbouring columns and transforms them. For a
 //     sketch it folds them first, by a table of the tokens to add. Only this thread updates the
 //     columns' largest values and sums in shared memory.
-//   * sums: The last tile of a unit writes the partial sums of its columns to global memory, one
-//   for
-//     every 16 rows of a tile. A unit has at most 32 tiles: this number of fp32 additions keeps
-//     g_b's error bound. The order of all additions is the same in every run.
+//   * sums: The last tile of a unit writes a partial sum of each column to global memory. A unit
+//     has at most 32 tiles: this number of fp32 additions keeps g_b's error bound. The order of all
+//     additions is the same in every run.
 //   * end: A CTA updates the largest values in global memory once.
 //   * traffic: 2 bytes read and 1 written per element, and 2 + 1 (rank 8: 0.5) for the codes of the
 //     columns. Three kernels would read 2 bytes three times.
@@ -147,6 +146,8 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
   auto* const largest = reinterpret_cast<uint2*>(all_largest);
   auto* const sums = reinterpret_cast<float2*>(all_sums);
   const int pairs = static_cast<int>(args.rows.x.cols) / 2;
+  float2* const all =
+      reinterpret_cast<float2*>(args.columns.partial_sums) + std::int64_t{place.unit} * pairs;
   for (int i = static_cast<int>(threadIdx.x); i < args.token_blocks * pairs; i += threads) {
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
     const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
@@ -199,13 +200,22 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
     if (args.columns.sum_wanted) {
       const float2 before_sum = place.first ? make_float2(0.0F, 0.0F) : sums[i];
       const float2 sum = make_float2(before_sum.x + partial[0].sum, before_sum.y + partial[1].sum);
-      if (place.last) {
-        auto* const all = reinterpret_cast<float2*>(args.columns.partial_sums);
-        all[std::int64_t{place.unit} * args.token_blocks * pairs + i] = sum;
+      if (place.last && args.token_blocks == 1) {
+        all[i] = sum;
       } else {
         sums[i] = sum;
       }
     }
+  }
+  if (!args.columns.sum_wanted || !place.last || args.token_blocks == 1) return;
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < pairs; i += threads) {
+    float2 sum = sums[i];
+    for (int block = 1; block < args.token_blocks; ++block) {
+      const float2 more = sums[block * pairs + i];
+      sum = make_float2(sum.x + more.x, sum.y + more.y);
+    }
+    all[i] = sum;
   }
 }
 

@@ -172,13 +172,11 @@ void Plan::zero_counter() {
 
 std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
 
-std::int64_t most_sum_runs(const DeviceFacts& facts, std::int64_t rows, std::int64_t cols) {
+std::int64_t most_sum_runs(const DeviceFacts& facts, std::int64_t rows) {
   constexpr std::int64_t unit_rows =
       std::int64_t{rows_column_amax::token_block} * rows_column_amax::max_unit_tiles;
-  const int lanes = row_share(ceil_div(cols, 16)).lanes;
-  const std::int64_t blocks = lanes > 0 ? rows_column_amax::token_blocks(lanes) : 0;
   return std::max(sum_runs(rows), ceil_div(rows, unit_rows) +
-                                      blocks * rows_column_amax::cta_units * facts.sm_count);
+                                      std::int64_t{rows_column_amax::cta_units} * facts.sm_count);
 }
 
 void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums) {

@@ -362,8 +362,8 @@ void add_rows_column_amax(Plan& plan, const Operand& rows, const Operand& column
   if (rows.quant.per_tensor) add_rows_codes(plan, rows);
   add_column_pass(plan, columns, work.transform, Pass::codes);
   if (columns.sum) {
-    add_final_sum(plan, work.token_blocks * ceil_div(work.tiles, work.unit_tiles), rows.x.cols,
-                  columns.accumulate, Buffer::sums);
+    add_final_sum(plan, ceil_div(work.tiles, work.unit_tiles), rows.x.cols, columns.accumulate,
+                  Buffer::sums);
   }
 }
 
@@ -638,8 +638,7 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const Work& work) {
   plan.scratch.repeat_scales = true;
   for (const Operand& operand : all) {
     plan.scratch.amax[&operand - all.begin()] = amax_words(facts, operand);
-    if (operand.sum)
-      plan.scratch.sums = operand.x.cols * most_sum_runs(facts, operand.x.rows, operand.x.cols);
+    if (operand.sum) plan.scratch.sums = operand.x.cols * most_sum_runs(facts, operand.x.rows);
   }
   GroupedParts parts(all);
   if (parts.any() && plan.takes({Kernel::grouped_codes, nullptr, why_not_grouped(facts, parts)})) {

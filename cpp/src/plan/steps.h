@@ -83,7 +83,7 @@ bool add_operands(Plan&, const DeviceFacts&, const Work&);
 
 // Partial sums per column of g_b alone, one per 128 tokens, and at most by any kernel.
 std::int64_t sum_runs(std::int64_t rows);
-std::int64_t most_sum_runs(const DeviceFacts&, std::int64_t rows, std::int64_t cols);
+std::int64_t most_sum_runs(const DeviceFacts&, std::int64_t rows);
 // Arrays that a sum reads.
 inline Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
 // Adds g_b from `runs` partial sums per column.
