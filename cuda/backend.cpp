@@ -23,7 +23,8 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   const int major = device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage);
   const bool restricted = context.arch() == 80;
   facts_.arch = 10 * major + device_attribute(context, cudaDevAttrComputeCapabilityMinor, stage);
-  facts_.sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
+  facts_.sm_count = std::max(sm_count - context.sm_margin(), std::min(sm_count, 2));
   facts_.shared_bytes = device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
   if (!restricted) plan::set_features(facts_, kernels_overlap(context, stage), sm90_built());
   // sm_90 runs INT4 mma.sync at 1/30 of its INT8 rate; only tests of sm_80's kernels use it there.

@@ -400,6 +400,11 @@ hot_status hot_context_set_arch(hot_context* context, int32_t arch) {
                         [&](const Call&, const hot::Context& c) { return c.with_arch(arch); });
 }
 
+hot_status hot_context_set_sm_margin(hot_context* context, int32_t sms) {
+  return change_context("context_set_sm_margin", context,
+                        [&](const Call&, const hot::Context& c) { return c.with_sm_margin(sms); });
+}
+
 int32_t hot_context_threads(const hot_context* context) {
   return context == nullptr ? 0 : context->context.threads();
 }

@@ -170,6 +170,16 @@ Context Context::with_isa(Isa isa) const {
   return context;
 }
 
+Context Context::with_sm_margin(int sms) const {
+  if (sms < 0) {
+    throw Error(ErrorCode::invalid_argument,
+                "Context::with_sm_margin: sms is " + std::to_string(sms) + "; expected 0 or more");
+  }
+  Context context = *this;
+  context.sm_margin_ = sms;
+  return context;
+}
+
 Context Context::with_arch(int arch) const {
   if (arch != 0 && arch != 80) {
     throw Error(ErrorCode::invalid_argument,

@@ -630,12 +630,13 @@ std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& device) {
 }  // namespace
 
 CoreContext::CoreContext(int threads, Text isa, int device, std::uintptr_t stream,
-                         std::uintptr_t openmp)
+                         std::uintptr_t openmp, int sm_margin)
     : context(device >= 0 ? hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))
               : openmp != 0
                   ? hot::Context::cpu({run_openmp, reinterpret_cast<void*>(openmp)}, threads)
                   : hot::Context::cpu(threads)) {
   if (!isa.empty()) context = context.with_isa(parse_isa(isa));
+  context = context.with_sm_margin(sm_margin);
 }
 
 void bind_ops(nb::module_& m) {
@@ -656,8 +657,9 @@ void bind_ops(nb::module_& m) {
 
   nb::class_<CoreContext>(m, "CoreContext",
                           "Device, stream or threads, and instruction set that calls run with.")
-      .def(nb::init<int, Text, int, std::uintptr_t, std::uintptr_t>(), "threads"_a = 0,
-           "isa"_a = "", "device"_a = -1, "stream"_a = 0, "openmp"_a = 0)
+      .def(nb::init<int, Text, int, std::uintptr_t, std::uintptr_t, int>(), "threads"_a = 0,
+           "isa"_a = "", "device"_a = -1, "stream"_a = 0, "openmp"_a = 0, "sm_margin"_a = 0)
+      .def_prop_ro("sm_margin", [](const CoreContext& c) { return c.context.sm_margin(); })
       .def_prop_ro("threads", [](const CoreContext& c) { return c.context.threads(); })
       .def_prop_ro("isa",
                    [](const CoreContext& c) { return std::string(hot::isa_name(c.context.isa())); })

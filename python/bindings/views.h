@@ -73,7 +73,7 @@ struct CoreContext {
   hot::Context context;
 
   CoreContext(int threads, std::string_view isa, int device, std::uintptr_t stream,
-              std::uintptr_t openmp);
+              std::uintptr_t openmp, int sm_margin);
 };
 
 struct Spec {

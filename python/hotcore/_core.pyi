@@ -18,8 +18,16 @@ def best_isa() -> str: ...
 
 class CoreContext:
     def __init__(
-        self, threads: int = 0, isa: str = "", device: int = -1, stream: int = 0, openmp: int = 0
+        self,
+        threads: int = 0,
+        isa: str = "",
+        device: int = -1,
+        stream: int = 0,
+        openmp: int = 0,
+        sm_margin: int = 0,
     ) -> None: ...
+    @property
+    def sm_margin(self) -> int: ...
     @property
     def threads(self) -> int: ...
     @property

@@ -19,7 +19,8 @@ from .config import as_int
 _LIMIT = 16  # contexts in the cache; a CPU context owns its threads
 
 _lock = threading.Lock()
-_cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
+_Key = tuple[int, str, int, int, int]  # threads, instruction set, device, stream, margin of SMs
+_cache: OrderedDict[_Key, _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
 _openmp = 0  # address of GOMP_parallel in the OpenMP library to use; 0: libhot's threads
@@ -27,10 +28,10 @@ _warned: set[int] = set()  # CUDA devices that were checked for a warning
 _admitted: set[int] = set()  # CUDA devices whose class needs no self-test, or has passed it
 
 
-def _made(key: tuple[int, str, int, int]) -> _core.CoreContext:
+def _made(key: _Key) -> _core.CoreContext:
     with _lock:
         if key not in _cache:
-            _cache[key] = _core.CoreContext(*key, _openmp)
+            _cache[key] = _core.CoreContext(*key[:4], _openmp, key[4])
             while len(_cache) > _LIMIT:
                 _cache.popitem(last=False)  # a running call holds its own reference
         return _cache[key]
@@ -38,18 +39,20 @@ def _made(key: tuple[int, str, int, int]) -> _core.CoreContext:
 
 def cpu(threads: int | None = None) -> _core.CoreContext:
     """Return a context of the CPU backend; ``threads=None`` is the default of the process."""
-    key = (_threads if threads is None else threads, _isa, -1, 0)
+    key = (_threads if threads is None else threads, _isa, -1, 0, 0)
     return _cache.get(key) or _made(key)
 
 
-def cuda(device: int, stream: int) -> _core.CoreContext:
+def cuda(device: int, stream: int, sm_margin: int = 0) -> _core.CoreContext:
     """Return a context of a CUDA device and stream. Warns once if another build would be faster.
+
+    Persistent kernels leave ``sm_margin`` multiprocessors to other work.
 
     The first use of a device runs the self-test if its class was never measured. Raises
     NotImplementedError without CUDA or kernels for the device, or if the self-test fails. Raises
     ValueError if there is no such device, RuntimeError for a self-test inside a stream capture.
     """
-    key = (0, "", device, stream)
+    key = (0, "", device, stream, sm_margin)
     context = _cache.get(key) or _made(key)
     if device in _admitted:
         return context
@@ -115,7 +118,7 @@ def set_isa(name: str | None) -> None:
 
 def _set_defaults(threads: int, isa: str) -> None:
     global _threads, _isa
-    _made((threads, isa, -1, 0))  # raises before anything changes
+    _made((threads, isa, -1, 0, 0))  # raises before anything changes
     _threads, _isa = threads, isa
     _core.torch_forget()
     for follower in _followers:

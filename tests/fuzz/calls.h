@@ -566,6 +566,7 @@ class Calls {
       broken("with_isa");
     }
     check([&] { return api_.with_arch(input_.wild_int()); });
+    check([&] { return api_.with_sm_margin(input_.wild_int()); });
     const int threads = input_.wild_int();
     if (threads < 0 || threads > 1024) {  // none is started
       if (check([&] { return api_.cpu(threads); }).ok()) broken("a wild number of threads");

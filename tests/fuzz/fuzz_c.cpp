@@ -208,6 +208,7 @@ class CApi {
   }
   Outcome with_isa(int isa) { return ended(hot_context_set_isa(handle_, isa)); }
   Outcome with_arch(int arch) { return ended(hot_context_set_arch(handle_, arch)); }
+  Outcome with_sm_margin(int sms) { return ended(hot_context_set_sm_margin(handle_, sms)); }
   Outcome cpu(int threads) {
     hot_context* out = nullptr;
     const Outcome outcome = ended(hot_context_cpu(threads, &out));

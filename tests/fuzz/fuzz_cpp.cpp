@@ -147,6 +147,9 @@ class CppApi {
   Outcome with_arch(int arch) {
     return outcome_of([&] { context_.with_arch(arch); });
   }
+  Outcome with_sm_margin(int sms) {
+    return outcome_of([&] { context_.with_sm_margin(sms); });
+  }
   Outcome cpu(int threads) {
     return outcome_of([&] { hot::Context::cpu(threads); });
   }

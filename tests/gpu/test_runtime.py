@@ -371,3 +371,32 @@ def test_a_call_beside_a_kernel_that_holds_multiprocessors(monkeypatch: pytest.M
                     values.append(bench.measured(calls[name]))
         ratios[name] = min(times[held]) / min(times[0])
     assert max(ratios.values()) < 1.4 * count / (count - held), ratios
+
+
+def test_torchs_margin_of_multiprocessors() -> None:
+    """A product on half of the multiprocessors takes about twice the time, with the same bits."""
+    if not hasattr(torch._C, "_set_sm_carveout_experimental"):
+        pytest.skip("this torch has no margin of multiprocessors")
+    half = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    x, weight = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    config = hotcore.HotConfig.recipe("default", forward="int8")
+    results, times = {}, {}
+    try:
+        for margin in (None, half):
+            torch._C._set_sm_carveout_experimental(margin)
+            with torch.no_grad():
+                results[margin] = hot.linear(x, weight, None, config)
+                times[margin] = min(_milliseconds(x, weight, config) for _ in range(10))
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+    assert torch.equal(results[None], results[half])
+    assert times[half] / times[None] > 1.4, times
+
+
+def _milliseconds(x: torch.Tensor, weight: torch.Tensor, config: hotcore.HotConfig) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    hot.linear(x, weight, None, config)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

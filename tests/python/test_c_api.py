@@ -290,6 +290,7 @@ def test_errors_of_contexts_and_names(api: CApi) -> None:
     refused(lambda: api.on("hot_context_set_key", 1, 2, 8192, None), "8192")
     refused(lambda: api.on("hot_context_set_key", 1, 2, 3, 4), "multiple of 8")
     refused(lambda: api.on("hot_context_set_arch", 70), "arch is 70")
+    refused(lambda: api.on("hot_context_set_sm_margin", -1), "sms is -1")
     if not _core.built_with_cuda():
         out = ctypes.c_void_p()
         refused(

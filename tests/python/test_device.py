@@ -42,8 +42,8 @@ class FakeCore(types.SimpleNamespace):
         self.cuda_architectures = lambda: architectures
         self.cuda_wgmma = lambda: wgmma
         self.judge_device = _core.judge_device
-        self.CoreContext = lambda threads, isa, device, stream, openmp: _core.CoreContext(
-            threads, isa, -1, 0, openmp
+        self.CoreContext = lambda threads, isa, device, stream, openmp, margin: _core.CoreContext(
+            threads, isa, -1, 0, openmp, margin
         )
 
     def cuda_device_verdict(self, device: int) -> tuple[str, str]:

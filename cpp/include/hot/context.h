@@ -80,12 +80,18 @@ class HOT_API Context {
   /// Copy restricted to an architecture's CUDA kernels, for tests and comparisons. `arch` 80
   /// selects mma.sync kernels on any GPU. The default, 0, selects the best kernels for the device.
   Context with_arch(int arch) const;
+  /// Copy whose persistent CUDA kernels (products, one quantiser) leave `sms` multiprocessors to
+  /// other work; at least two stay in use. Results have the same bits, but a workspace's size may
+  /// differ. Products find free multiprocessors while they run, so this is rarely needed. Throws
+  /// `invalid_argument` if `sms` is negative.
+  Context with_sm_margin(int sms) const;
 
   Device device() const noexcept { return device_; }
   Stream stream() const noexcept { return stream_; }
   const Key& key() const noexcept { return key_; }
   Isa isa() const noexcept { return isa_; }
   int arch() const noexcept { return arch_; }
+  int sm_margin() const noexcept { return sm_margin_; }
   int threads() const noexcept;
   ThreadPool* pool() const noexcept { return pool_.get(); }
 
@@ -96,6 +102,7 @@ class HOT_API Context {
   Key key_{};
   Isa isa_ = Isa::plain;
   int arch_ = 0;
+  int sm_margin_ = 0;
   std::shared_ptr<ThreadPool> pool_;
 };
 

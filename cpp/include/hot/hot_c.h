@@ -136,6 +136,10 @@ HOT_API hot_status hot_context_set_isa(hot_context* context, int32_t isa);
 /* Restricts CUDA to the kernels of an architecture: 80, or 0 for the best of the device. */
 HOT_API hot_status hot_context_set_arch(hot_context* context, int32_t arch);
 
+/* Leaves `sms` multiprocessors to other work (Context::with_sm_margin). Sizes of workspaces may
+ * change with it. */
+HOT_API hot_status hot_context_set_sm_margin(hot_context* context, int32_t sms);
+
 /* Threads of a CPU context; 0 for CUDA and for null. */
 HOT_API int32_t hot_context_threads(const hot_context* context);
 

@@ -60,6 +60,12 @@ def current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+sm_carveout: Callable[[], int | None] = getattr(
+    torch._C, "_get_sm_carveout_experimental", lambda: None
+)
+"""Multiprocessors that torch's products leave to other kernels."""
+
+
 def raise_instead(overload: Any, raised: Any) -> None:
     """Make an operator in C++ raise what the Python operator that it called has raised.
 

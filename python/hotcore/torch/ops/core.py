@@ -74,8 +74,13 @@ def context_for(x: Tensor) -> _core.CoreContext:
 
 
 def _cuda_context(index: int) -> _core.CoreContext:
+    # torch's margin of multiprocessors holds for hotcore's kernels, too.
     # Only the handle: torch.cuda.current_stream() would wrap it in an object.
-    return contexts.cuda(index, _compat.current_stream(index))
+    return contexts.cuda(index, _compat.current_stream(index), _sm_margin())
+
+
+def _sm_margin() -> int:
+    return _compat.sm_carveout() or 0
 
 
 def teach(x: Tensor, config: str) -> None:
@@ -91,8 +96,10 @@ def teach(x: Tensor, config: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)  # equal for all streams of a device
-def _workspace_size(size_of: Callable[..., int], index: int, arguments: tuple[Any, ...]) -> int:
-    return size_of(_cuda_context(index), *arguments)
+def _workspace_size(
+    size_of: Callable[..., int], index: int, margin: int, arguments: tuple[Any, ...]
+) -> int:
+    return size_of(contexts.cuda(index, 0, margin), *arguments)
 
 
 _NAMES = {
@@ -116,7 +123,7 @@ def call(
     name. Here that is a wrapper of other tensors; libhot refuses the null pointer of a freed one.
     """
     if scratch and like.is_cuda:  # on the CPU the binding allocates its own
-        size = _workspace_size(scratch[0], like.get_device(), scratch[1:])
+        size = _workspace_size(scratch[0], like.get_device(), _sm_margin(), scratch[1:])
         if size:
             memory = torch.empty(size, dtype=torch.uint8, device=like.device)
             arguments["workspace"] = memory
