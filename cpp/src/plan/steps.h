@@ -39,9 +39,9 @@ struct Thresholds {
   int max_splits = 6;                      // equal shares of a contraction
   std::int64_t narrow_tiles = 32;          // an operand with fewer tiles is narrow
   int wide_gain = 94, wide_gain_of = 100;  // time of a wide tile for equal work, in percent
-  // Tiles of 128 x 256, measured on an H100 at its power limit (45 products of five models;
-  // the contraction: an 8B's layers, 27 November 2026). They need this contraction, and at most
-  // these percentages of the usual tiles' columns per SM, or of stream-K's.
+  // Tiles of 128 x 256, measured on an H100 at its power limit: 45 products of five models, and
+  // the contraction with an 8B's layers. They need this contraction, and at most these percentages
+  // of the usual tiles' columns per SM, or of stream-K's.
   std::int64_t large_min_k = 4096;
   int large_gain_of = 106, large_gain_of_shared = 140;
   int max_swizzle = 8;   // tiles per stripe
