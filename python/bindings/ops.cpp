@@ -475,33 +475,71 @@ void expand_weight_int4(const CoreContext& c, const In& w, std::int64_t out_feat
       full, {bytes.data, bytes.bytes});
 }
 
+// Codes of a weight: INT8, or with `group` INT4, maybe with other bytes behind them.
+struct Codes {
+  hot::ConstSavedActivation bytes;
+  std::int64_t out_features, in_features;
+  hot::ForwardLinearSpec spec;
+  int group;
+
+  // Bytes of the INT8 codes that INT4 is expanded to.
+  std::size_t expanded() const {
+    return group == 0 ? 0 : hot::forward_weight_bytes(out_features, in_features, spec) + 16;
+  }
+  // The INT8 codes; an expanded INT4 weight takes the beginning of `space`.
+  hot::ConstQuantizedWeight in_int8(const hot::Context& context, hot::Workspace& space) const {
+    std::size_t size = bytes.bytes;
+    if (group == 0) {
+      return {bytes.data, size, out_features, in_features, hot::forward_weight_format(spec)};
+    }
+    if (space.bytes < expanded()) {
+      throw nb::value_error("workspace: too few bytes for the codes of the weight");
+    }
+    const hot::WeightInt4Spec full{spec, group};
+    size = std::min(size, hot::weight_int4_bytes(out_features, in_features, full));
+    void* place = space.data;
+    const std::size_t taken = hot::forward_weight_bytes(out_features, in_features, spec);
+    std::align(16, taken, place, space.bytes);
+    space = {static_cast<char*>(place) + taken, space.bytes - taken};
+    return hot::expand_weight_int4(
+        context, {bytes.data, size, out_features, in_features, hot::weight_int4_format(full)}, full,
+        {place, taken});
+  }
+};
+
+std::size_t dequantize_weight_workspace(const CoreContext&, std::int64_t out_features,
+                                        std::int64_t in_features,
+                                        const hot::ForwardLinearSpec& spec, int group) {
+  return Codes{{}, out_features, in_features, spec, group}.expanded();
+}
+
 void dequantize_weight(const CoreContext& c, const In& w, std::int64_t out_features,
                        std::int64_t in_features, const hot::ForwardLinearSpec& spec, const Out& out,
-                       const In& exponents) {
-  const hot::ConstSavedActivation from = saved_view(w, "w");
+                       const In& exponents, int group, const Out& workspace) {
+  const Codes from{saved_view(w, "w"), out_features, in_features, spec, group};
   const hot::TensorView to = view(out, "out");
   const hot::ConstTensorView powers = view(exponents, "exponents");
+  const Scratch scratch(c.context, workspace, [&] { return from.expanded(); });
+  hot::Workspace space = scratch.get();
   Gil release;
-  hot::dequantize_weight(
-      c.context,
-      {from.data, from.bytes, out_features, in_features, hot::forward_weight_format(spec)}, spec,
-      to, powers);
+  hot::dequantize_weight(c.context, from.in_int8(c.context, space), spec, to, powers);
 }
 
 std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
                                      std::int64_t out_features, std::int64_t in_features,
                                      const hot::ForwardLinearSpec& spec, bool quantized_weight,
-                                     bool quantized_input) {
+                                     bool quantized_input, int group) {
   return hot::forward_linear_workspace(c.context, {tokens, out_features, in_features}, spec,
-                                       quantized_weight, quantized_input);
+                                       quantized_weight, quantized_input) +
+         Codes{{}, out_features, in_features, spec, group}.expanded();
 }
 
 // forward_linear for x and w, or for the results of quantize_forward_input (with `in_features`) and
-// quantize_forward_weight.
+// quantize_forward_weight (with `group` quantize_weight_int4).
 void forward_linear(const CoreContext& c, const In& x, const In& w, const In& bias,
                     const hot::ForwardLinearSpec& spec, const Out& y, const Out& workspace,
-                    const In& quantized_weight, const In& quantized_input,
-                    std::int64_t in_features) {
+                    const In& quantized_weight, const In& quantized_input, std::int64_t in_features,
+                    int group) {
   const hot::ConstTensorView xv = view(x, "x");
   const hot::ConstTensorView wv = view(w, "w");
   const hot::ConstTensorView bv = view(bias, "bias");
@@ -510,22 +548,23 @@ void forward_linear(const CoreContext& c, const In& x, const In& w, const In& bi
   if (!input) in_features = xv.ndim >= 2 ? xv.shape[xv.ndim - 1] : 0;
   const std::int64_t out_features = yv.ndim >= 2 ? yv.shape[yv.ndim - 1] : 0;
   const std::int64_t tokens = yv.ndim >= 2 ? leading(yv) : 0;
-  const hot::ConstSavedActivation bytes = saved_view(quantized_weight, "quantized_weight");
+  const Codes weight{saved_view(quantized_weight, "quantized_weight"), out_features, in_features,
+                     spec, group};
   const hot::ConstSavedActivation codes = saved_view(quantized_input, "quantized_input");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
     if ((!input && xv.ndim < 2) || yv.ndim < 2) return 0;  // invalid: the call below raises
-    return hot::forward_linear_workspace(c.context,
-                                         {input ? tokens : leading(xv), out_features, in_features},
-                                         spec, quantized, input);
+    return forward_linear_workspace(c, input ? tokens : leading(xv), out_features, in_features,
+                                    spec, quantized, input, group);
   });
-  const hot::ConstQuantizedWeight qw{bytes.data, bytes.bytes, out_features, in_features,
-                                     hot::forward_weight_format(spec)};
   const hot::ConstQuantizedInput qx{codes.data, codes.bytes, tokens, in_features,
                                     hot::forward_input_format(spec)};
+  hot::Workspace space = scratch.get();
   const auto run = [&](const auto& left, const auto& right) {
-    hot::forward_linear(c.context, left, right, bv, spec, yv, scratch.get());
+    hot::forward_linear(c.context, left, right, bv, spec, yv, space);
   };
   Gil release;
+  const hot::ConstQuantizedWeight qw =
+      quantized ? weight.in_int8(c.context, space) : hot::ConstQuantizedWeight{};
   if (input) {
     quantized ? run(qx, qw) : run(qx, wv);
   } else {
@@ -750,15 +789,18 @@ void bind_ops(nb::module_& m) {
         "in_features"_a, "spec"_a, "group"_a, "out"_a.noconvert());
   m.def("dequantize_weight", &dequantize_weight, "context"_a, "w"_a.noconvert(), "out_features"_a,
         "in_features"_a, "spec"_a, "out"_a.noconvert(),
-        "exponents"_a.noconvert().none() = nb::none());
+        "exponents"_a.noconvert().none() = nb::none(), "group"_a = 0,
+        "workspace"_a.noconvert().none() = nb::none());
+  m.def("dequantize_weight_workspace", &dequantize_weight_workspace, "context"_a, "out_features"_a,
+        "in_features"_a, "spec"_a, "group"_a);
   m.def("forward_linear_workspace", &forward_linear_workspace, "context"_a, "tokens"_a,
         "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a,
-        "quantized_input"_a = false);
+        "quantized_input"_a = false, "group"_a = 0);
   m.def("forward_linear", &forward_linear, "context"_a, "x"_a.noconvert().none(),
         "w"_a.noconvert().none(), "bias"_a.noconvert().none(), "spec"_a, "y"_a.noconvert(),
         "workspace"_a.noconvert().none() = nb::none(),
         "quantized_weight"_a.noconvert().none() = nb::none(),
-        "quantized_input"_a.noconvert().none() = nb::none(), "in_features"_a = 0);
+        "quantized_input"_a.noconvert().none() = nb::none(), "in_features"_a = 0, "group"_a = 0);
   m.def("forward_supported", &forward_supported, "context"_a, "tokens"_a, "out_features"_a,
         "in_features"_a, "spec"_a);
   m.def("explain_devices", &hot::explain_devices);

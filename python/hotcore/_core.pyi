@@ -225,7 +225,12 @@ def dequantize_weight(
     spec: ForwardLinearSpec,
     out: _Array,
     exponents: _Array | None = None,
+    group: int = 0,
+    workspace: _Array | None = None,
 ) -> None: ...
+def dequantize_weight_workspace(
+    context: CoreContext, out_features: int, in_features: int, spec: ForwardLinearSpec, group: int
+) -> int: ...
 def forward_linear_workspace(
     context: CoreContext,
     tokens: int,
@@ -234,6 +239,7 @@ def forward_linear_workspace(
     spec: ForwardLinearSpec,
     quantized_weight: bool,
     quantized_input: bool = False,
+    group: int = 0,
 ) -> int: ...
 def forward_linear(
     context: CoreContext,
@@ -246,6 +252,7 @@ def forward_linear(
     quantized_weight: _Array | None = None,
     quantized_input: _Array | None = None,
     in_features: int = 0,
+    group: int = 0,
 ) -> None: ...
 def forward_supported(
     context: CoreContext, tokens: int, out_features: int, in_features: int, spec: ForwardLinearSpec

@@ -371,22 +371,6 @@ def _forward_spec(block: int) -> _core.ForwardLinearSpec:
     return HotConfig(forward_block=block).forward_spec
 
 
-def _shape_of(weight: Frozen) -> dict[str, Any]:
-    spec = _forward_spec(weight.block)
-    return {"out_features": weight.out_features, "in_features": weight.in_features, "spec": spec}
-
-
-def expanded(weight: Frozen) -> Frozen:
-    """A weight in INT4 as the INT8 codes that stand for the same values, without its exponents."""
-    codes, shape = body(weight), _shape_of(weight)
-    out = _bytes(_core.forward_weight_bytes(**shape), codes)
-    if not codes.is_meta:
-        shape["group"] = frozen_codes.GROUP
-        source = codes[: _core.weight_int4_bytes(**shape)]
-        call(_core.expand_weight_int4, codes, w=source, **shape, out=out)
-    return weight._replace(codes=out, bits=8, exponents=None)
-
-
 @functools.lru_cache(maxsize=4096)
 def _body_bytes(rows: int, columns: int, block: int, bits: int) -> int:
     return Format(block, bits=bits).body(rows, columns)
@@ -407,16 +391,18 @@ def body(weight: Frozen, check: bool = False) -> Tensor:
 
 def dequantize(weight: Frozen) -> Tensor:
     """The weight ``[O, I]`` that codes stand for; docs/numerics.md, "Forward"."""
-    exponents = None
+    codes, out_features, in_features = body(weight), weight.out_features, weight.in_features
+    group, exponents = 0, None
     if weight.bits == 4:
-        exponents = frozen_codes.exponents_of(body(weight), weight.in_features)
-        weight = expanded(weight)
-    codes, shape = body(weight), (weight.out_features, weight.in_features)
+        group, exponents = frozen_codes.GROUP, frozen_codes.exponents_of(codes, in_features)
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
-    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    out = torch.empty((out_features, in_features), dtype=dtype, device=codes.device)
     if not codes.is_meta:
-        operands = {"w": codes, "exponents": exponents, "out": out}
-        call(_core.dequantize_weight, codes, **operands, **_shape_of(weight))
+        spec = _forward_spec(weight.block)
+        shape = {"out_features": out_features, "in_features": in_features, "spec": spec}
+        scratch = (_core.dequantize_weight_workspace, *shape.values(), group) if group else ()
+        operands = {"w": codes, "exponents": exponents, "out": out, "group": group}
+        call(_core.dequantize_weight, codes, scratch, **operands, **shape)
     return out.to(weight.dtype)
 
 

@@ -184,12 +184,12 @@ def int8_linear(
     (:func:`codes.quantize_forward_input`); the values of x are then not read.
     """
     spec = config.forward_spec
-    rows, tokens, in_features = None, math.prod(x.shape[:-1]), x.shape[-1]
+    rows, tokens, in_features, group = None, math.prod(x.shape[:-1]), x.shape[-1], 0
     if isinstance(weight, Frozen) and weight.bits == 4:
+        group = frozen_codes.GROUP
         if quantized is None:
             exponents = frozen_codes.exponents_of(codes.body(weight), in_features)
             quantized, _ = codes.quantize_forward_input(x, config, exponents=exponents)
-        weight = codes.expanded(weight)
     if quantized is None:
         rows, tokens, in_features = core.collapsible(x)
     if frozen := isinstance(weight, Frozen):
@@ -200,9 +200,10 @@ def int8_linear(
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     out = y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)
     operands |= {"x": rows, "bias": bias, "quantized_input": quantized}
-    sizes = (tokens, out_features, in_features, spec, frozen, quantized is not None)
+    sizes = (tokens, out_features, in_features, spec, frozen, quantized is not None, group)
     scratch = (_core.forward_linear_workspace, *sizes)
-    call(_core.forward_linear, x, scratch, spec=spec, y=out, in_features=in_features, **operands)
+    shape = {"in_features": in_features, "group": group}
+    call(_core.forward_linear, x, scratch, spec=spec, y=out, **shape, **operands)
     return y
 
 
