@@ -44,6 +44,7 @@ hot_python_module(_core
   python/bindings/ops.cpp
   python/bindings/torch_ops.cpp
   python/bindings/views.cpp)
+target_link_libraries(_core PRIVATE ${CMAKE_DL_LIBS})  # dlsym
 
 include(HotXlaFfi)  # HOT_JAX -> target hot_xla_ffi
 if(TARGET hot_xla_ffi)
