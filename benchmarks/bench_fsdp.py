@@ -46,6 +46,8 @@ BATCHES = 16
 """Batches that the steps take in turns."""
 EACH = {"llama_8b": 3, "vit_l": 64, "bert_large": 32}
 """Sequences or images of a GPU's step."""
+INT8_WEIGHTS, INT8_GRADIENTS = ("int8 weights", "int8 both"), ("int8", "int8 both")
+"""Contenders' ``wire`` with weights, and with gradients, in a byte."""
 TIMEOUT_S = 540.0
 RANK = 4
 """Rank of PowerSGD."""
@@ -137,12 +139,18 @@ class Several(Trainer):
     reduced = torch.bfloat16
     """Type in which FSDP2 reduces gradients."""
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the model, and casts it; DDP's models run under autocast."""
+        return not self.contender.autocast
+
     def wrap(self, model: nn.Module) -> None:
         """Distribute the model, and make its optimizer."""
         hook = self.contender.wire
-        if hook not in ("", "int8", "int8 weights", "int8 both") and self.device.type == "cpu":
+        torchs = hook in ("bf16", "powersgd")
+        if torchs and self.device.type == "cpu":
             raise Left(f"{hook}: torch's hook needs NCCL")
-        if not self.contender.autocast:
+        if self.sharded:
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
             policy = MixedPrecisionPolicy(torch.bfloat16, self.reduced)
@@ -150,11 +158,11 @@ class Several(Trainer):
                 fully_shard(block, mp_policy=policy)
         elif dist.get_world_size() > 1:
             model = nn.parallel.DistributedDataParallel(model)
-        if hook in ("int8 both", "int8 weights"):
+        if hook in INT8_WEIGHTS:
             print(hot.int8_weights(model))
-        if hook in ("int8 both", "int8"):
+        if hook in INT8_GRADIENTS:
             print(hot.int8_gradients(model))
-        elif hook in ("bf16", "powersgd"):
+        if torchs:
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
             if hook == "powersgd":  # two steps without, which are not timed
@@ -180,7 +188,7 @@ def bytes_of(run: Several) -> dict[str, float]:
     world, hook = dist.get_world_size(), run.contender.wire
     sent = (world - 1) / world
     values = sum(p.numel() for p in run.model.parameters())
-    if run.contender.autocast:
+    if not run.sharded:
         each = {"": 4.0, "bf16": 2.0, "int8": 1.0625}.get(hook)
         reduced = each and values * each
         if reduced is None:  # PowerSGD: two factors of each matrix
@@ -191,11 +199,11 @@ def bytes_of(run: Several) -> dict[str, float]:
     twice = sum(p.numel() for block in blocks for p in block.parameters())
     linear = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
     fewer = sum(m.weight.numel() for m in linear) if run.contender.fp8 == "gathered" else 0
-    each = 1.0625 if hook in ("int8 both", "int8 weights") else 2.0
+    each = 1.0625 if hook in INT8_WEIGHTS else 2.0
     gathered = each * (values + twice) - 2 * fewer  # the root's once, the blocks' twice
     return {
         "gathered": sent * gathered,
-        "reduced": sent * values * (1.0625 if hook in ("int8 both", "int8") else 2.0),
+        "reduced": sent * values * (1.0625 if hook in INT8_GRADIENTS else 2.0),
     }
 
 

@@ -64,8 +64,8 @@ class Contender:
     head: str = ""
     """Value of convert's ``head``, also for plain models: "torch" (its products) or a recipe."""
     wire: str = ""
-    """Form of gradients between processes: "int8" (hot.int8_gradients), "int8 both" (also of the
-    weights, hot.int8_weights), "bf16" or "powersgd"."""
+    """Form on the wire between processes: gradients as "int8" (hot.int8_gradients), "bf16" or
+    "powersgd"; "int8 weights" (hot.int8_weights); "int8 both" of these."""
     whole: bool = False
     """Whether the model is compiled as a whole with head and loss, not block by block."""
 

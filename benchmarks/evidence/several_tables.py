@@ -46,13 +46,8 @@ def predicted_ms(compute_ms: float, sent: float, gb_per_s: float, overlap: float
     return max(compute_ms, wire_ms) + (1 - overlap) * min(compute_ms, wire_ms)
 
 
-def compute_ms(row: Report, peers: bool = True) -> float:
-    """Time of a step with peer access without the time in which only communication runs.
-
-    A row without peer access gives the time of the kernels that do not communicate.
-    """
-    if not peers:
-        return float(row["kernels"]["busy_ms"])
+def compute_ms(row: Report) -> float:
+    """Time of a step with peer access without the time in which only communication runs."""
     alone = row.get("kernels", {}).get("communication_ms", {}).get("alone", 0.0)
     return float(row["step"]["median_ms"] - alone)
 
@@ -85,9 +80,13 @@ def predictions(settings: Mapping[str, Mapping[str, Report]], setting: str) -> d
 
 
 def arithmetic_ms(name: str, peers: Mapping[str, Report], no_peers: Mapping[str, Report]) -> float:
-    """Time of a contender's arithmetic, by its row with peer access if there is one."""
-    measured = "step" in peers.get(name, {})
-    return compute_ms(peers[name] if measured else no_peers[name], measured)
+    """Time of a contender's arithmetic, by its row with peer access if there is one.
+
+    Otherwise it is the time of the kernels that do not communicate.
+    """
+    if "step" in peers.get(name, {}):
+        return compute_ms(peers[name])
+    return float(no_peers[name]["kernels"]["busy_ms"])
 
 
 def several(results: Path) -> Lines:

@@ -15,10 +15,10 @@ with without_broken_torchvision():
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     from transformers.pytorch_utils import Conv1D
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.layers.conv1d import HotConv1D  # noqa: E402
-from torch import nn  # noqa: E402
-from torch_graphs import Graphs, causal  # noqa: E402
+import hotcore.torch as hot  # noqa: E402  (after the skips)
+from hotcore.torch.layers.conv1d import HotConv1D  # noqa: E402  (after the skips)
+from torch import nn  # noqa: E402  (after the skips)
+from torch_graphs import Graphs, causal  # noqa: E402  (after the skips)
 
 ORDERS = ("peft first", "HOT first")
 
