@@ -47,7 +47,7 @@ LONGEST_TEST = "tests/gpu/test_cpp.py::test_consumer_of_a_static_library"
 """Longest test, which builds libhot once more and therefore starts first."""
 OTHER_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_runtime.py::test_the_self_test")
 """Tests for GPUs other than H100 and H200."""
-SIDE_BY_SIDE = ("-n", "12", "--dist", "worksteal")
+SIDE_BY_SIDE = ("-n", str(min(20, max(12, (os.cpu_count() or 1) // 3))), "--dist", "worksteal")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
         *("--short", "--rounds", "10"),
