@@ -48,6 +48,8 @@ EACH = {"llama_8b": 3, "vit_l": 64, "bert_large": 32}
 """Sequences or images of a GPU's step."""
 INT8_WEIGHTS, INT8_GRADIENTS = ("int8 weights", "int8 both"), ("int8", "int8 both")
 """Contenders' ``wire`` with weights, and with gradients, in a byte."""
+HOOKS_BUCKET_MB = 100
+"""DDP's buckets beside a communication hook; without one torch's 25."""
 TIMEOUT_S = 540.0
 RANK = 4
 """Rank of PowerSGD."""
@@ -157,7 +159,10 @@ class Several(Trainer):
             for block in (*blocks_of(model, self._task.blocks).values(), model):
                 fully_shard(block, mp_policy=policy)
         elif dist.get_world_size() > 1:
-            model = nn.parallel.DistributedDataParallel(model)
+            # A hook costs host time for each bucket.
+            model = nn.parallel.DistributedDataParallel(
+                model, bucket_cap_mb=HOOKS_BUCKET_MB if hook else None
+            )
         if hook in INT8_WEIGHTS:
             print(hot.int8_weights(model))
         if hook in INT8_GRADIENTS:

@@ -47,7 +47,7 @@ LONGEST_TEST = "tests/gpu/test_cpp.py::test_consumer_of_a_static_library"
 """Longest test, which builds libhot once more and therefore starts first."""
 OTHER_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_runtime.py::test_the_self_test")
 """Tests for GPUs other than H100 and H200."""
-SIDE_BY_SIDE = ("-n", str(min(20, max(12, (os.cpu_count() or 1) // 3))), "--dist", "worksteal")
+SIDE_BY_SIDE = ("-n", str(min(24, max(12, (os.cpu_count() or 1) // 3))), "--dist", "worksteal")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
         *("--short", "--rounds", "10"),
@@ -377,7 +377,10 @@ def main() -> int:
     compiling = None if args.skip_bench else compile_torchao(reports / "torchao.log")
     steps |= build_all(build, reports, arch)
     done("build")
-    env = {**os.environ, "PYTHONPATH": str(package(build)), "PYTHONUNBUFFERED": "1"}
+    # Test processes take these GPUs in turns; benchmarks run on the first.
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    env = {"CUDA_VISIBLE_DEVICES": gpus, **os.environ, "PYTHONUNBUFFERED": "1"}
+    env["PYTHONPATH"] = str(package(build))
     if args.skip_tests:
         steps["tests: skipped"] = 1
     else:

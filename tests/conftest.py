@@ -20,6 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # support.py
 if {"PYTEST_XDIST_WORKER", "TORCHINDUCTOR_CACHE_DIR"} <= os.environ.keys():
     os.environ["TORCHINDUCTOR_CACHE_DIR"] += "/" + os.environ["PYTEST_XDIST_WORKER"]
 
+# Workers take the GPUs in turns; each sees all of them.
+if {"PYTEST_XDIST_WORKER", "CUDA_VISIBLE_DEVICES"} <= os.environ.keys():
+    _gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    _first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(_gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus[_first:] + _gpus[:_first])
+
 # A failure of hypothesis prints the blob that replays it; HOT_TEST_SEED replays all other tests.
 settings.register_profile(
     "hotcore",

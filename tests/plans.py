@@ -31,12 +31,12 @@ _nothing = contextlib.nullcontext
 NEAREST = hot.HotConfig.recipe("accurate", gx_rounding="nearest", gw_rounding="nearest")
 
 
-def run(rank: int, store: str, device: str, bodies: Sequence[Body]) -> None:
+def run(rank: int, store: str, device: str, bodies: Sequence[Body], world: int) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     try:
         for body in bodies:
             body(rank, device)
@@ -49,10 +49,10 @@ def run(rank: int, store: str, device: str, bodies: Sequence[Body]) -> None:
     os._exit(0)
 
 
-def spawn(*bodies: Body, device: str = "cpu") -> None:
+def spawn(*bodies: Body, device: str = "cpu", world: int = WORLD) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # A failure in a process is raised here, with its traceback.
-        mp.spawn(run, (os.path.join(folder, "store"), device, bodies), nprocs=WORLD)
+        mp.spawn(run, (os.path.join(folder, "store"), device, bodies, world), nprocs=world)
 
 
 def whole(tensor: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients and weights in INT8 between two processes by gloo."""
+"""Gradients and weights in INT8 between two and three processes by gloo."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gradients(model: Any, x: Tensor) -> Tensor:
 
 def exact() -> Tensor:
     """The mean gradient of all processes."""
-    return torch.stack([gradients(*model_of(rank)) for rank in range(plans.WORLD)]).mean(0)
+    return torch.stack([gradients(*model_of(rank)) for rank in range(dist.get_world_size())]).mean(0)
 
 
 def check(wrapped: Any, x: Tensor, bound: float) -> None:
@@ -57,9 +57,9 @@ def check(wrapped: Any, x: Tensor, bound: float) -> None:
     errors = [plans.error(one, wanted) for one in found]
     assert 0 < max(errors) < bound
     assert plans.error(found.mean(0), wanted) < 2 * bound / REPEATS**0.5
-    everywhere = [torch.empty_like(found) for _ in range(plans.WORLD)]
+    everywhere = [torch.empty_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, found)
-    assert torch.equal(*everywhere)
+    assert all(torch.equal(one, found) for one in everywhere)
     torch.manual_seed(7)
     assert torch.equal(gradients(wrapped, x), found[0])
     assert not torch.equal(gradients(wrapped, x), found[0])
@@ -69,7 +69,7 @@ def ddp(rank: int, device: str) -> None:
     model, x = model_of(rank)
     wrapped = nn.parallel.DistributedDataParallel(model)
     assert "DDP" in str(hot.int8_gradients(wrapped))
-    check(wrapped, x, 0.012)  # rounded twice
+    check(wrapped, x, 0.008 if dist.get_world_size() == 2 else 0.012)  # rounded once, or twice
     with pytest.raises(RuntimeError, match="hook"):
         hot.int8_gradients(wrapped)
     with wrapped.no_sync():
@@ -158,6 +158,10 @@ def weights(rank: int, device: str) -> None:
 
 def test_gradients_of_two_processes() -> None:
     plans.spawn(ddp, fsdp)
+
+
+def test_gradients_of_three_processes() -> None:
+    plans.spawn(ddp, world=3)
 
 
 def test_weights_of_two_processes() -> None:
