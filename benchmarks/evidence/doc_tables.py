@@ -336,6 +336,15 @@ def floor(report: Report) -> Lines:
         yield line([f"{group}, `{recipe}`", *figures, f"{row['times the floor']:.2f}"])
 
 
+def host(report: Report) -> Lines:
+    """Host time of a linear layer's share of a step, and what it takes beyond bf16's."""
+    yield from header(["ViT-L, 16 images: host, µs a layer", "compiled", "eager"])
+    for kind in dict.fromkeys(name.rpartition(" ")[0] for name in report["host"]):
+        rows = [report["host"].get(f"{kind} {way}", {}) for way in ("compiled", "eager")]
+        both = [(number(r.get("us_per_layer"), 0), r.get("us_beyond_bf16")) for r in rows]
+        yield line([kind, *(f"{us} ({more:+.0f})" if more else us for us, more in both)])
+
+
 def small(report: Report) -> Lines:
     """Speed of the paper's layers beside fp32, one image each, in a CUDA graph."""
     yield from header(["speed, 16 layers, one image", "geometric mean", "worst layer"])
@@ -572,6 +581,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("limits.json", limits),
     **_of("cpu-train.json", train),
     **_of("shared-gpu.json", shared),
+    **_of("cuda-host.json", host),
     **_of("cuda-examples.json", gallery),
     **_of("recipe-cases.json", cases),
     "claims": ("", claims.table),
@@ -582,7 +592,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", TABLES.pooled_words, TABLES.to_loss, TABLES.to_loss_words, TABLES.decided),
 }
 """Kind -> its report and its function. None: the first argument names the report; "": several."""
-DATED = ("gradient-quality",)
+DATED = ("gradient-quality", "host")
 """Kinds of one report with its date below the table, like the tables of several reports."""
 
 

@@ -45,7 +45,8 @@ def gradients(model: Any, x: Tensor) -> Tensor:
 
 def exact() -> Tensor:
     """The mean gradient of all processes."""
-    return torch.stack([gradients(*model_of(rank)) for rank in range(dist.get_world_size())]).mean(0)
+    every = range(dist.get_world_size())
+    return torch.stack([gradients(*model_of(rank)) for rank in every]).mean(0)
 
 
 def check(wrapped: Any, x: Tensor, bound: float) -> None:
