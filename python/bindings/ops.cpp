@@ -475,38 +475,6 @@ void expand_weight_int4(const CoreContext& c, const In& w, std::int64_t out_feat
       full, {bytes.data, bytes.bytes});
 }
 
-// Codes of a weight: INT8, or with `group` INT4, maybe with other bytes behind them.
-struct Codes {
-  hot::ConstSavedActivation bytes;
-  std::int64_t out_features, in_features;
-  hot::ForwardLinearSpec spec;
-  int group;
-
-  // Bytes of the INT8 codes that INT4 is expanded to.
-  std::size_t expanded() const {
-    return group == 0 ? 0 : hot::forward_weight_bytes(out_features, in_features, spec) + 16;
-  }
-  // The INT8 codes; an expanded INT4 weight takes the beginning of `space`.
-  hot::ConstQuantizedWeight in_int8(const hot::Context& context, hot::Workspace& space) const {
-    std::size_t size = bytes.bytes;
-    if (group == 0) {
-      return {bytes.data, size, out_features, in_features, hot::forward_weight_format(spec)};
-    }
-    if (space.bytes < expanded()) {
-      throw nb::value_error("workspace: too few bytes for the codes of the weight");
-    }
-    const hot::WeightInt4Spec full{spec, group};
-    size = std::min(size, hot::weight_int4_bytes(out_features, in_features, full));
-    void* place = space.data;
-    const std::size_t taken = hot::forward_weight_bytes(out_features, in_features, spec);
-    std::align(16, taken, place, space.bytes);
-    space = {static_cast<char*>(place) + taken, space.bytes - taken};
-    return hot::expand_weight_int4(
-        context, {bytes.data, size, out_features, in_features, hot::weight_int4_format(full)}, full,
-        {place, taken});
-  }
-};
-
 std::size_t dequantize_weight_workspace(const CoreContext&, std::int64_t out_features,
                                         std::int64_t in_features,
                                         const hot::ForwardLinearSpec& spec, int group) {

@@ -2,8 +2,8 @@
 // its headers.
 //
 // The operator NAME computes the results of the Python operator NAME_python, in a third of the
-// host's time. It passes calls on to that one: the first with a configuration and a stream, frozen
-// weights, unusual dimensions, and every error. Errors therefore are Python's.
+// host's time. It passes calls on to that one: the first with a configuration, a stream or codes of
+// a frozen weight, unusual dimensions, and every error. Errors therefore are Python's.
 #include <dlfcn.h>
 #include <nanobind/stl/string.h>
 
@@ -27,7 +27,7 @@ using Sizes = const std::int64_t*;
 
 // Version of the interface, and numbers of torch that its files contain.
 constexpr Word version = Word{2} << 56 | Word{10} << 48;
-constexpr Int cuda = 1, u8 = 0, i64 = 4, f16 = 5, f32 = 6, bf16 = 15;
+constexpr Int cuda = 1, u8 = 0, i8 = 1, i64 = 4, f16 = 5, f32 = 6, bf16 = 15;
 
 #define HOT_SHIM(F)                                                                    \
   F(aoti_torch_grad_mode_is_enabled, bool())                                           \
@@ -67,8 +67,16 @@ struct Config {
   hot::ForwardLinearSpec forward;
   bool int8;
 };
+// Codes of a frozen weight that Python has found intact.
+struct Intact {
+  const void* data;
+  std::int64_t version;
+  Sizes exponents;
+};
 struct Tables {
   std::mutex mutex;
+  std::map<Sizes, Intact> intact;  // by Tensor::identity
+
   std::map<std::string, Config, std::less<>> configs;  // never erased
   std::map<std::pair<Int, std::uintptr_t>, hot::Context> contexts;
 };
@@ -94,15 +102,16 @@ struct Tensor {
   Handle handle;
   Owned owned;
   Int dtype = u8, type = 0, device = 0;
+  Sizes identity = nullptr;  // where torch keeps the sizes, which no other living tensor shares
   hot::TensorView view{};
 
   explicit Tensor(Handle given, Owned owner = {}) : handle(given), owned(std::move(owner)) {
     if (handle == nullptr) return;
     std::int64_t dims = 0;
-    Sizes sizes = nullptr, strides = nullptr;
+    Sizes strides = nullptr;
     check(shim.aoti_torch_get_dim(handle, &dims));
     require(dims <= hot::max_dims);
-    check(shim.aoti_torch_get_sizes(handle, &sizes));
+    check(shim.aoti_torch_get_sizes(handle, &identity));
     check(shim.aoti_torch_get_strides(handle, &strides));
     check(shim.aoti_torch_get_data_ptr(handle, &view.data));
     check(shim.aoti_torch_get_dtype(handle, &dtype));
@@ -110,13 +119,14 @@ struct Tensor {
     check(shim.aoti_torch_get_device_index(handle, &device));
     view.ndim = static_cast<int>(dims);
     for (int i = 0; i < view.ndim; ++i) {
-      view.shape[i] = sizes[i];
-      view.stride[i] = sizes[i] > 1 ? strides[i] : 1;  // as in torch's capsules
+      view.shape[i] = identity[i];
+      view.stride[i] = identity[i] > 1 ? strides[i] : 1;  // as in torch's capsules
     }
     if (type == cuda) view.device = {hot::Device::Type::cuda, device};
     view.dtype = dtype == f32    ? hot::DType::f32
                  : dtype == f16  ? hot::DType::f16
                  : dtype == bf16 ? hot::DType::bf16
+                 : dtype == i8   ? hot::DType::i8
                                  : hot::DType::i4x2;
     require(view.dtype != hot::DType::i4x2 || dtype == u8 || dtype == i64);
   }
@@ -228,14 +238,123 @@ struct Space {
   hot::Workspace lent;
 };
 
+// Frees arguments by kind: t tensor, o tensor or none, s text, d dtype or none, - number.
+void free_arguments(const Word* stack, const char* kinds) {
+  for (; *kinds != 0; ++kinds, ++stack) {
+    const Handle value = handle_of(*stack);
+    if (*kinds == 't') Delete()(value);
+    if (*kinds == 's') shim.torch_delete_string(value);
+    if ((*kinds != 'o' && *kinds != 'd') || value == nullptr) continue;
+    const std::unique_ptr<Word> inner(static_cast<Word*>(value));
+    if (*kinds == 'o') Delete()(handle_of(*inner));
+  }
+}
+
+// ---- codes of frozen weights ----
+
+std::int64_t version_of(const Tensor& tensor) {
+  Word stack[] = {again(tensor)};
+  check(shim.torch_call_dispatcher("aten::_version", "", stack, version));
+  return static_cast<std::int64_t>(stack[0]);
+}
+
+// A frozen weight, whose `fields` stand behind the arguments of an operator. Declines codes that
+// have changed since Python has checked them.
+struct Frozen {
+  hot::ForwardLinearSpec spec;
+  std::int64_t rows, columns;
+  Int dtype = u8;  // that the codes stand for
+  Codes codes{};
+  hot::ConstTensorView exponents;  // of INT4: behind its codes
+
+  Frozen(const Tensor& x, const Tensor& held, const Word* fields)
+      : spec{static_cast<int>(fields[0])},
+        rows(static_cast<std::int64_t>(fields[1])),
+        columns(static_cast<std::int64_t>(fields[2])) {
+    require(fields[3] != 0 && (fields[4] == 8 || fields[4] == 4));
+    dtype = static_cast<Int>(*reinterpret_cast<const Word*>(fields[3]));
+    const Tensor powers = optional(fields[5]);
+    Intact seen{};
+    {
+      const std::lock_guard<std::mutex> lock(tables->mutex);
+      const auto found = tables->intact.find(held.identity);
+      if (found != tables->intact.end()) seen = found->second;
+    }
+    require(seen.data != nullptr && seen.data == held.view.data &&
+            seen.version == version_of(held) &&
+            (powers.handle == nullptr || seen.exponents == powers.identity));
+    const hot::WeightInt4Spec int4{spec};
+    const bool small = fields[4] == 4;
+    std::size_t size = small ? hot::weight_int4_bytes(rows, columns, int4)
+                             : hot::forward_weight_bytes(rows, columns, spec);
+    codes = {{held.view.data, size}, rows, columns, spec, small ? int4.group : 0};
+    if (small) {
+      size = (size + 15) / 16 * 16;
+      hot::TensorView view{};
+      view.data = static_cast<std::int8_t*>(held.view.data) + size;
+      view.dtype = hot::DType::i8;
+      view.device = held.view.device;
+      view.ndim = 1;
+      view.shape[0] = columns;
+      view.stride[0] = 1;
+      exponents = view;
+      size += static_cast<std::size_t>(columns);
+    }
+    require(held.bytes(x) >= size);
+  }
+};
+
+// Notes that a frozen weight's codes are intact; returns their key for torch_forget_codes.
+void know_codes(Word* stack, Word, Word) {
+  Sizes key = nullptr;
+  try {
+    const Tensor codes(handle_of(stack[0])), exponents = optional(stack[1]);
+    const Intact seen{codes.view.data, version_of(codes), exponents.identity};
+    const std::lock_guard<std::mutex> lock(tables->mutex);
+    tables->intact.insert_or_assign(key = codes.identity, seen);
+  } catch (const Decline&) {
+  }
+  free_arguments(stack, "to");
+  stack[0] = reinterpret_cast<Word>(key);
+}
+
 // ---- operators ----
+
+// A new seed on the device of x.
+Tensor drawn(const Tensor& x) {
+  constexpr Word seeds = 0x7FFF'FFFF'FFFF'FFFF;
+  const Handle empty = made(x, i64, {}).owned.release();
+  return call("aten::random_", "to", {word_of(empty), seeds});
+}
+
+// x of an operator, whose leading dimensions libhot can see as one.
+Tensor collapsible(Word word) {
+  Tensor x(handle_of(word));
+  require(x.view.ndim >= 2);
+  return x.view.ndim > 2 ? dense(std::move(x)) : std::move(x);
+}
+
+Tensors draw_seed(const Word* in) {
+  Tensors out;
+  out.push_back(drawn(Tensor(handle_of(in[0]))));
+  return out;
+}
+
+Tensors forward_input(const Word* in) {
+  const hot::ForwardLinearSpec& spec = config_of(in[1]).forward;
+  const Tensor x = collapsible(in[0]), exponents = optional(in[2]);
+  const hot::Context context = context_of(x);
+  Tensors out;
+  out.push_back(made(x, hot::forward_input_bytes(x.tokens(), x.last(), spec)));
+  hot::quantize_forward_input(context, x.view, spec, {out[0].view.data, out[0].bytes(x)},
+                              exponents.view);
+  return out;
+}
 
 // Compresses x with a new seed and, if `quantize`, quantises it for the product, too.
 Tensors compressed(const Word* in, bool quantize) {
   const Config& config = config_of(in[1]);
-  Tensor x(handle_of(in[0]));
-  require(x.view.ndim >= 2);
-  if (x.view.ndim > 2) x = dense(std::move(x));
+  const Tensor x = collapsible(in[0]);
   const std::int64_t tokens = x.tokens(), width = x.last();
   hot::Context context = context_of(x);
   Tensors out;
@@ -246,9 +365,7 @@ Tensors compressed(const Word* in, bool quantize) {
   const Space space(context, x, [&] {
     return hot::compress_activation_workspace(context, tokens, width, config.spec);
   });
-  constexpr Word seeds = 0x7FFF'FFFF'FFFF'FFFF;
-  const Handle empty = made(x, i64, {}).owned.release();
-  out.push_back(call("aten::random_", "to", {word_of(empty), seeds}));
+  out.push_back(drawn(x));
   context = context.with_key(out.back().key(x));
   if (quantize) {
     hot::quantize_forward_input(context, x.view, config.forward, codes, config.spec, saved,
@@ -272,40 +389,61 @@ Tensor plain_product(const Tensor& x, const Tensor& w, const Tensor& bias) {
 }
 
 Tensors product(const Word* in) {
-  require(in[7] == 0 && !shim.aoti_torch_grad_mode_is_enabled());  // 0: the weight is not frozen
+  require(!shim.aoti_torch_grad_mode_is_enabled());
   const Tensor x(handle_of(in[0])), w(handle_of(in[1])), bias = optional(in[2]);
   const Config& config = config_of(in[5]);
   Tensors out;
   if (!config.int8) {
+    require(in[7] == 0);  // the weight is not frozen
     out.push_back(dense(plain_product(x, w, bias)));
     return out;
   }
   const Tensor codes = optional(in[6]);
-  require(codes.handle != nullptr && x.view.ndim >= 2 && w.view.ndim == 2);
-  const hot::LinearShape shape{x.tokens(), w.view.shape[0], x.last()};
+  require(codes.handle != nullptr && x.view.ndim >= 2);
+  std::optional<Frozen> frozen;
+  if (in[7] != 0) frozen.emplace(x, w, in + 7);
+  require(frozen ? in[7] == static_cast<Word>(config.forward.hadamard_block) : w.view.ndim == 2);
+  const hot::LinearShape shape{x.tokens(), frozen ? frozen->rows : w.view.shape[0], x.last()};
   const hot::Context context = context_of(x);
   std::vector<std::int64_t> sizes(x.view.shape, x.view.shape + x.view.ndim);
   sizes.back() = shape.out_features;
   out.push_back(made(x, x.dtype, sizes));
   const Space space(context, x, [&] {
-    return hot::forward_linear_workspace(context, shape, config.forward, false, true);
+    return hot::forward_linear_workspace(context, shape, config.forward, frozen.has_value(), true) +
+           (frozen ? frozen->codes.expanded() : 0);
   });
   const hot::ConstQuantizedInput input{codes.view.data, codes.bytes(x), shape.tokens,
                                        shape.in_features,
                                        hot::forward_input_format(config.forward)};
-  hot::forward_linear(context, input, w.view, bias.view, config.forward, out[0].view, space.get());
+  hot::Workspace rest = space.get();
+  if (frozen) {
+    hot::forward_linear(context, input, frozen->codes.in_int8(context, rest), bias.view,
+                        config.forward, out[0].view, rest);
+  } else {
+    hot::forward_linear(context, input, w.view, bias.view, config.forward, out[0].view, rest);
+  }
   return out;
 }
 
 Tensors backward_linear(const Word* in) {
-  require(in[8] == 0 && !shim.aoti_torch_grad_mode_is_enabled());
-  const Tensor gy(handle_of(in[0])), w = optional(in[1]), kept = optional(in[2]);
+  require(!shim.aoti_torch_grad_mode_is_enabled());
+  const Tensor gy(handle_of(in[0])), kept = optional(in[2]);
+  Tensor w = optional(in[1]);
   const Tensor saved_seed = optional(in[3]), seed = optional(in[4]);
   const Config& config = config_of(in[5]);
   require(gy.view.ndim == 2 && seed.handle != nullptr);
   const hot::LinearShape shape{gy.tokens(), gy.last(), static_cast<std::int64_t>(in[6])};
   const auto [L, O, I] = shape;
   const hot::Context context = context_of(gy).with_key(seed.key(gy));
+  if (in[8] != 0 && w.handle != nullptr) {
+    const Frozen frozen(gy, w, in + 8);
+    require(frozen.dtype == f32 || frozen.dtype == f16 || frozen.dtype == bf16);
+    w = made(gy, frozen.dtype, {frozen.rows, frozen.columns});
+    const Space space(context, gy, [&] { return frozen.codes.expanded(); });
+    hot::Workspace rest = space.get();
+    hot::dequantize_weight(context, frozen.codes.in_int8(context, rest), frozen.spec, w.view,
+                           frozen.exponents);
+  }
   Tensors out;
   std::array<hot::TensorView*, 3> wanted{};
   out.reserve(wanted.size());
@@ -341,26 +479,17 @@ Tensors backward_linear(const Word* in) {
 
 struct Operator {
   const char* name;
-  const char* kinds;  // of arguments: t tensor, o tensor or none, s text, d dtype or none, - number
+  const char* kinds;  // of arguments (free_arguments)
   Tensors (*run)(const Word*);
 };
 constexpr Operator operators[] = {
+    {"draw_seed", "t", &draw_seed},
+    {"forward_input", "tso", &forward_input},
     {"compress", "ts", [](const Word* in) { return compressed(in, false); }},
     {"quantize_input", "ts", [](const Word* in) { return compressed(in, true); }},
     {"product", "ttoooso---d-o", &product},
     {"backward_linear", "toooos-s---d-o", &backward_linear},
 };
-
-void free_arguments(const Word* stack, const char* kinds) {
-  for (; *kinds != 0; ++kinds, ++stack) {
-    const Handle value = handle_of(*stack);
-    if (*kinds == 't') Delete()(value);
-    if (*kinds == 's') shim.torch_delete_string(value);
-    if ((*kinds != 'o' && *kinds != 'd') || value == nullptr) continue;
-    const std::unique_ptr<Word> inner(static_cast<Word*>(value));
-    if (*kinds == 'o') Delete()(handle_of(*inner));
-  }
-}
 
 template <std::size_t index>
 void boxed(Word* stack, Word, Word) {
@@ -403,6 +532,7 @@ bool add_torch() try {
     Handle library = nullptr;  // torch needs it until the process ends
     check(shim.aoti_torch_library_init_impl("hotcore", device, __FILE__, 1, &library));
     add_operators(library, std::make_index_sequence<std::size(operators)>());
+    check(shim.torch_library_impl(library, "know_codes", &know_codes, version));
   }
   return true;
 } catch (const Decline&) {
@@ -427,6 +557,10 @@ void bind_torch_ops(nb::module_& m) {
       "json"_a, "spec"_a, "forward"_a, "int8"_a, "context"_a, "device"_a, "handle"_a);
   // Returns true if an operator of this thread lacked one of these since the last question.
   m.def("torch_unknown", [] { return std::exchange(unknown, false); });
+  m.def("torch_forget_codes", [](std::uintptr_t key) {
+    const std::lock_guard<std::mutex> lock(tables->mutex);
+    tables->intact.erase(reinterpret_cast<Sizes>(key));
+  });
   // Forgets contexts. A forked child must not wait for a lock of its parent's threads.
   m.def(
       "torch_forget",

@@ -4,8 +4,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -66,6 +68,38 @@ class Scratch {
   void* owned_ = nullptr;
   bool borrowed_ = false;  // uses the thread's memory
   hot::Workspace workspace_{};
+};
+
+// Codes of a weight: INT8, or with `group` INT4, maybe with other bytes behind them.
+struct Codes {
+  hot::ConstSavedActivation bytes;
+  std::int64_t out_features, in_features;
+  hot::ForwardLinearSpec spec;
+  int group;
+
+  // Bytes of the INT8 codes that INT4 is expanded to.
+  std::size_t expanded() const {
+    return group == 0 ? 0 : hot::forward_weight_bytes(out_features, in_features, spec) + 16;
+  }
+  // The INT8 codes; an expanded INT4 weight takes the beginning of `space`.
+  hot::ConstQuantizedWeight in_int8(const hot::Context& context, hot::Workspace& space) const {
+    std::size_t size = bytes.bytes;
+    if (group == 0) {
+      return {bytes.data, size, out_features, in_features, hot::forward_weight_format(spec)};
+    }
+    if (space.bytes < expanded()) {
+      throw nb::value_error("workspace: too few bytes for the codes of the weight");
+    }
+    const hot::WeightInt4Spec full{spec, group};
+    size = std::min(size, hot::weight_int4_bytes(out_features, in_features, full));
+    void* place = space.data;
+    const std::size_t taken = hot::forward_weight_bytes(out_features, in_features, spec);
+    std::align(16, taken, place, space.bytes);
+    space = {static_cast<char*>(place) + taken, space.bytes - taken};
+    return hot::expand_weight_int4(
+        context, {bytes.data, size, out_features, in_features, hot::weight_int4_format(full)}, full,
+        {place, taken});
+  }
 };
 
 // Python's hot::Context, cached by device, stream and number of threads.

@@ -335,7 +335,7 @@ def test_sizes_of_fakes() -> None:
 
 # -------------------------------------------------------------------------------- Operators in C++
 
-NAMES = ("compress", "quantize_input", "product", "backward_linear")
+NAMES = ("compress", "quantize_input", "forward_input", "product", "backward_linear")
 in_cpp = pytest.mark.skipif(
     not hasattr(torch.ops.hotcore, "product_python"), reason="torch before 2.10: Python alone"
 )
@@ -375,6 +375,7 @@ def calls_of_a_layer(
     return {
         "compress": (x, text),
         "quantize_input": (x, text),
+        "forward_input": (x, text),
         "product": (x, weight, b, saved, seed, text, codes),
         "backward_linear": (gy, weight, saved, seed, torch.tensor(12), text, shape[-1], dtypes),
     }
@@ -438,6 +439,80 @@ def test_what_operators_in_cpp_leave_to_python() -> None:
     with torch.no_grad():
         forms = products["backward_linear"], python_form("backward_linear")
         assert same(*(form(gy, weight, saved, *rest) for form in forms))
+
+
+FREEZES: dict[str, Callable[[Any], Any]] = {
+    "int8": hot.freeze_int8,
+    "int4": functools.partial(hot.freeze, bits=4),
+    "convrot": functools.partial(hot.freeze_int8, convrot=True),
+}
+
+
+def frozen_calls(kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+    """A frozen layer, and arguments of its operators."""
+    width = 128 if kind == "convrot" else 80  # of ConvRot whole groups
+    layer: Any = converted(nn.Sequential(nn.Linear(width, 48, dtype=dtype)), INT8)
+    FREEZES[kind](layer)
+    layer = layer[0]
+    with torch.no_grad():
+        layer(torch.randn(4, width, dtype=dtype))  # checks the codes
+    codes, *fields = layer.frozen
+    x, gy = torch.randn(2, 6, width, dtype=dtype), torch.randn(12, 48, dtype=dtype)
+    text, seed, dtypes = layer._config_json, torch.tensor(7), f"{dtype} None {dtype}"
+    inner = torch.ops.hotcore.forward_input(x, text, fields[-1])
+    dtypes = dtypes.replace("torch.", "")
+    return layer, {
+        "forward_input": (x, text, fields[-1]),
+        "product": (x, codes, torch.randn(48), None, seed, text, inner, *fields),
+        "backward_linear": (gy, codes, None, seed, seed, text, width, dtypes, *fields),
+    }
+
+
+@in_cpp
+@pytest.mark.parametrize("kind", FREEZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_frozen_weights_in_cpp(dtype: torch.dtype, kind: str) -> None:
+    """The bits of Python; changed codes are checked anew, and wrong ones refused."""
+    layer, calls = frozen_calls(kind, dtype)
+    forms = {name: getattr(torch.ops.hotcore, name).default for name in calls}
+
+    def ways(name: str) -> list[list[str]]:
+        with torch.no_grad():
+            return [entered(lambda: forms[name](*calls[name])) for _ in range(2)]
+
+    with torch.no_grad():
+        for name, arguments in calls.items():
+            forms[name](*arguments)
+            assert same(forms[name](*arguments), python_form(name)(*arguments))
+            assert ways(name) == [[], []]
+    good, codes = layer.weight_codes.detach().clone(), layer.weight_codes
+    with torch.no_grad():
+        codes.copy_(good)  # a new version: checked once more
+        first, second = ways("product")
+        assert first and not second
+        for wrong in (good.roll(1), torch.zeros_like(good)):
+            codes.copy_(wrong)
+            for name in ("product", "backward_linear"):
+                with pytest.raises(RuntimeError, match="not codes of a weight"):
+                    forms[name](*calls[name])
+        codes.data = good.clone()
+        first, second = ways("backward_linear")
+        assert first and not second
+        if kind == "int4":
+            *others, exponents = calls["product"]
+            with pytest.raises(RuntimeError, match="other sizes of x's features"):
+                forms["product"](*others, exponents + 1)
+
+
+@in_cpp
+def test_codes_are_forgotten_with_their_weight() -> None:
+    """Memory and addresses of a weight that is gone may serve other bytes."""
+    layer, calls = frozen_calls("int8", torch.float32)
+    token = weakref.ref(layer.weight_codes._hot_seen[3])
+    assert layer.weight_codes.detach()._hot_seen[3:] == () and copy.copy(token()) is None
+    del layer, calls
+    gc.collect()
+    assert token() is None
 
 
 @in_cpp

@@ -116,7 +116,7 @@ def fake_seed(x: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=x.device)
 
 
-@operator("draw_seed(Tensor x) -> Tensor", fake=fake_seed, random=True)
+@operator("draw_seed(Tensor x) -> Tensor", fake=fake_seed, random=True, native=True)
 def draw_seed(x: Tensor) -> Tensor:
     """Draw a seed on x's device."""
     return _draw(x)
@@ -221,7 +221,11 @@ def _fake_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tens
     return _bytes(input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config)), x)
 
 
-@operator("forward_input(Tensor x, str config, Tensor? exponents=None) -> Tensor", fake=_fake_input)
+@operator(
+    "forward_input(Tensor x, str config, Tensor? exponents=None) -> Tensor",
+    fake=_fake_input,
+    native=True,
+)
 def forward_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tensor:
     """x quantised for 8-bit products."""
     return quantize_forward_input(x, parsed(config), exponents=exponents)[0]

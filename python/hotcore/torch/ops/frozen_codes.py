@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _compat
+from .registry import known_to_cpp
 
 _MAGIC = 0x68_6F_74_63_6F_72_65_21
 """Added to the sum of the bytes: zeros are no codes."""
@@ -127,6 +128,7 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     """
     if _known(codes, exponents) or _captured(codes):
         return
+    codes._hot_seen = known = None  # what C++ knows of them is forgotten first
     if not (codes.is_meta or _compat.symbolic(codes)):
         if not intact(codes, size):
             raise RuntimeError(_WRITTEN)
@@ -134,7 +136,8 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
             held = exponents_of(codes[:size], exponents.numel())
             if not torch.equal(held, exponents):
                 raise RuntimeError(_OTHERS)
-    codes._hot_seen = (version(codes), codes.data_ptr(), exponents)
+        known = known_to_cpp(codes, exponents)
+    codes._hot_seen = (version(codes), codes.data_ptr(), exponents, known)
 
 
 def _known(codes: Any, exponents: Tensor | None) -> bool:
@@ -179,7 +182,7 @@ class FrozenCodes(nn.Parameter):
     """
 
     _hot_seen: Any = None
-    """Version and address that :func:`check` has found intact."""
+    """Version, address and exponents that :func:`check` has found intact, and that C++ knows them."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenCodes:
         """Guard the memory of ``data``."""
@@ -190,7 +193,7 @@ class FrozenCodes(nn.Parameter):
     def detach(self) -> FrozenCodes:
         """An alias, which is guarded, too."""
         alias = FrozenCodes(self)
-        alias._hot_seen = self._hot_seen
+        alias._hot_seen = self._hot_seen and self._hot_seen[:3]
         return alias
 
     @property

@@ -274,7 +274,7 @@ def product(
     held, fields = _parts(weight)
     if core.product_bypasses_dispatcher(x, held):
         return _multiply(x, weight, bias, config, quantized)
-    operator = python_form(_product) if fields else _product
+    operator = python_form(_product) if fields and not config else _product
     y: Tensor = operator(x, held, bias, saved, seed, config, quantized, *fields)
     return y
 
@@ -510,7 +510,7 @@ def gradients(
     rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
     held, fields = _parts(weight)
     common = (saved, saved_seed, seed, config.json if config else "", x_shape[-1])
-    operator = python_form(_backward_linear) if fields else _backward_linear
+    operator = _backward_linear if config or not fields else python_form(_backward_linear)
     results = operator(rows, held, *common, _names_of(tuple(dtypes)), *fields)
     gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
     return None if gx is None else gx.view(x_shape), gw, gb

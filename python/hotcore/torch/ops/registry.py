@@ -6,7 +6,8 @@ no vmap: callers cast, and refuse what is batched.
 
 Operators of a compiled layer run in C++ where torch is 2.10 or newer, in a third of the host's time
 (``python/bindings/torch_ops.cpp``). Each has a Python operator beside it, ``NAME_python``. That one
-takes the first call with a configuration and a stream, calls that C++ does not know, and errors.
+takes the first call with a configuration and a stream, calls that C++ does not know, and errors. It
+checks the codes of a frozen weight; C++ takes codes that have not changed since (``know_codes``).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def operator(
         any_strides: takes arguments of any strides, and its results are contiguous. Otherwise
             inductor copies arguments into eager mode's strides.
         product: expensive to recompute, for the compiler's partitioner.
-        native: has a form in C++, too. The first argument is a tensor, and one a configuration.
+        native: has a form in C++, too. The first argument is a tensor; a text is a configuration.
     """
 
     def register(function: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -94,8 +95,34 @@ _raised = threading.local()
 """``error`` is what the calling thread's last Python operator behind one in C++ has raised."""
 
 
-runs_in_cpp: Callable[[], bool] = functools.cache(_core.torch_operators)
-"""Registers the operators in C++ in its first call. False where torch is older than 2.10."""
+@functools.cache
+def runs_in_cpp() -> bool:
+    """Register the operators in C++, in the first call. False where torch is older than 2.10."""
+    library.define("know_codes(Tensor codes, Tensor? exponents) -> int")
+    return _core.torch_operators()
+
+
+class KnownCodes:
+    """Codes of a frozen weight that the operators in C++ take, for as long as this object lives."""
+
+    key = 0
+
+    def __del__(self, forget: Callable[[int], None] = _core.torch_forget_codes) -> None:
+        """Make C++ forget the codes, as their memory may serve others."""
+        forget(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy knows nothing."""
+        return type(None), ()
+
+
+def known_to_cpp(codes: Tensor, exponents: Tensor | None) -> KnownCodes | None:
+    """Let the operators in C++ take codes that were found intact; None where they cannot."""
+    if codes.is_inference() or not runs_in_cpp():  # without a version
+        return None
+    known = KnownCodes()
+    known.key = torch.ops.hotcore.know_codes.default(codes, exponents)
+    return known
 
 
 def python_form(operator: Any) -> Any:
@@ -115,7 +142,7 @@ def _teaching(function: Callable[..., _Result]) -> Callable[..., _Result]:
             _raised.error = error
             raise
         if _core.torch_unknown():
-            core.teach(x, next(a for a in arguments if isinstance(a, str)))
+            core.teach(x, next((a for a in arguments if isinstance(a, str)), ""))
         return results
 
     return called
