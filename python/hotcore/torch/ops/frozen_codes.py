@@ -182,7 +182,7 @@ class FrozenCodes(nn.Parameter):
     """
 
     _hot_seen: Any = None
-    """Version, address and exponents that :func:`check` has found intact, and that C++ knows them."""
+    """Version, address, exponents that :func:`check` has found intact; whether C++ knows them."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenCodes:
         """Guard the memory of ``data``."""
