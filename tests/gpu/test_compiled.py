@@ -183,6 +183,33 @@ def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Te
     assert_falls_alike(trained(model, images, labels), losses)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_frozen_layers(mode: str, bits: int) -> None:
+    """The bits of eager mode, on two streams; changed codes are refused."""
+    config = hot.HotConfig.recipe("default", forward="int8", gx_rounding="nearest")
+    model = nn.Sequential(nn.Linear(96, 256), nn.Linear(256, 160)).to(DEVICE, torch.bfloat16)
+    hot.freeze(hot.convert(model, config, filter_fn=lambda *_: True), bits)
+    x = torch.randn(48, 96, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    gy = torch.randn(48, 160, device=DEVICE, dtype=torch.bfloat16)
+
+    def both(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x.grad, y = None, function(x)
+        y.backward(gy)
+        return [y.detach().clone(), x.grad.clone()]
+
+    eager, compiled = both(model), torch.compile(model, mode=mode)
+    for _ in range(4):
+        assert all(map(torch.equal, both(compiled), eager))
+    on_a_side_stream(lambda: both(compiled))
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, both(compiled), eager))
+    if mode == "default":
+        model[0].weight_codes.copy_(model[0].weight_codes.detach().roll(1))
+        with pytest.raises(RuntimeError, match="not codes of a weight"):
+            compiled(x)
+
+
 # ---- captured ----
 
 
