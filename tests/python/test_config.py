@@ -116,14 +116,13 @@ def test_former_words_for_scales() -> None:
 
 
 def test_no_other_place_lists_the_fields() -> None:
-    # Code that reads the table (bindings, JAX, the C ABI, the stub) names no field itself. Only hla
+    # Code that reads the table (bindings, JAX, the C ABI) names no field itself. Only hla
     # takes some as arguments.
     root = Path(__file__).resolve().parents[2]
     of_hla = {"basis", "block", "rank", "rows", "prefix_tokens", "hadamard_block", "token_grid"}
     for place in (
         *sorted((root / "python/bindings").glob("*.*")),
         *sorted((root / "python/hotcore/jax").glob("*.py")),
-        root / "python/hotcore/_core.pyi",
         root / "python/hotcore/torch/ops/sharing.py",
         root / "cpp/src/c_api.cpp",
     ):
