@@ -104,7 +104,6 @@ class Key(NamedTuple):
     counter: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refuse to pickle an address: another process cannot use it."""
         if self.counter:
             raise TypeError("key: counter is an address of this process, which cannot be pickled")
         return Key, tuple(self)
@@ -244,7 +243,6 @@ class HotConfig:
         """The forward's settings as a libhot object, made once."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         values = tuple([getattr(self, name) for name in _NAMES])
         rows, token_grid, text = _checked(values)
         object.__setattr__(self, "rows", rows)
@@ -352,7 +350,6 @@ class HotConfig:
         return {name: getattr(self, name) for name in _NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the fields and check them."""
         self.__dict__.update(_of_today(state, "state"))
         self.__post_init__()
 

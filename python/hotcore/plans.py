@@ -73,7 +73,6 @@ class Explanation:
     text: str
 
     def __str__(self) -> str:
-        """Return ``text``."""
         return self.text
 
 

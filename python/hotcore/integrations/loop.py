@@ -53,7 +53,6 @@ class HotLoop:
         start: int = 0,
         **removed: NoReturn,
     ) -> None:
-        """Check the arguments. Nothing changes before the loop is entered."""
         refuse_arguments("HotLoop", removed)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -70,7 +69,6 @@ class HotLoop:
         """The last logged scalars."""
 
     def __enter__(self) -> HotLoop:
-        """Begin."""
         if self._stack is not None:
             raise RuntimeError("HotLoop: entered already")
         with ExitStack() as stack:  # closed if one of them fails
@@ -82,7 +80,6 @@ class HotLoop:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End, see :meth:`close`."""
         self.close()
 
     def close(self) -> None:

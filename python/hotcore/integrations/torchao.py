@@ -41,7 +41,6 @@ class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
     config: ConfigLike = "default"
 
     def __post_init__(self) -> None:
-        """Check the configuration. Raises TypeError, ValueError."""
         self.config = as_config(self.config)
 
 

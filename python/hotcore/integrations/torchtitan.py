@@ -37,7 +37,6 @@ class HotTitanLinear(hot.HotLinear, _Module):  # type: ignore[misc]
         hot: HotConfig = HotConfig()
 
     def __init__(self, config: Any) -> None:
-        """Make a layer with new parameters."""
         sizes = (config.in_features, config.out_features, config.bias)
         super().__init__(*sizes, config=config.hot)
 

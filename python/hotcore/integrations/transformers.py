@@ -292,7 +292,6 @@ class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # unty
     """
 
     def __init__(self, **options: Any) -> None:
-        """Keep the options until training begins."""
         super().__init__(**options)
         self._send: Callable[[dict[str, float]], object] | None = None
         self._pending: dict[str, float] = {}

@@ -97,7 +97,6 @@ class HotLinear(_nnx.Linear):  # type: ignore[misc]
         deterministic: bool = False,
         **options: Any,
     ) -> None:
-        """Make a layer with new parameters, initialised as Linear does."""
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.config = _checked(self, config)
         self.deterministic = deterministic

@@ -96,7 +96,6 @@ class ComputeReport:
         return 2 * self.backward(method) / _FULL
 
     def __str__(self) -> str:
-        """A table of the largest layers and the sums, in 10^9 BOPs."""
         largest = sorted(self.layers, key=lambda row: row.forward, reverse=True)
         shown = {row.name for row in largest[:_ROWS]}
         table = [("layer", "type", "L", "O", "I", "forward", *self.methods)]

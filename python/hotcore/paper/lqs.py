@@ -58,7 +58,6 @@ class LayerErrors:
     pattern: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
-        """Make the mappings read-only."""
         for name in ("gx_error", "gw_error", "fields"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
@@ -98,7 +97,6 @@ class Selection:
         }
 
     def __str__(self) -> str:
-        """A table with one line per layer: relative errors by scale, and the choice."""
         heads = [f"g_x {scale}" for scale in GX_SCALES] + [f"g_w {scale}" for scale in GW_SCALES]
         rows = [["layer", *heads, "chosen"]]
         for layer in self.layers:

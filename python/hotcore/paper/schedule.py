@@ -43,7 +43,6 @@ class PrecisionSchedule:
     def __init__(
         self, model: nn.Module, warmup: int, *, bits: Bits = 8, then_bits: Bits | None = 4
     ) -> None:
-        """Set the first phase's bits."""
         if as_int(warmup, "warmup", 64) < 0:
             raise ValueError(f"warmup: {warmup} is negative")
         if bits not in (4, 8):
@@ -79,11 +78,9 @@ class PrecisionSchedule:
             module.config = config
 
     def __enter__(self) -> PrecisionSchedule:
-        """Return the schedule. It is active since its construction."""
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Close, see :meth:`close`."""
         self.close()
 
     def state_dict(self) -> dict[str, int]:

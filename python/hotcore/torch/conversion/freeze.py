@@ -48,7 +48,6 @@ class FreezeReport:
     """Origin of the sizes of in features, in 4 bits."""
 
     def __str__(self) -> str:
-        """The number of frozen layers, the bytes, and the other layers."""
         share = f"{self.after / self.before:.3f}" if self.before else "-"
         lines = [
             f"{len(self.layers)} layers frozen in INT{self.bits}: {self.before / _GIB:.3f} GiB of "
@@ -181,7 +180,6 @@ class Freezing:
         save_codes: bool = False,
         convrot: bool = False,
     ) -> None:
-        """Choose the layers."""
         layers: dict[str, Any] = {
             n: m for n, m in model.named_modules() if isinstance(m, HotModule)
         }

@@ -106,20 +106,17 @@ class Watch(TorchFunctionMode):
     """Context that observes how forward passes inside use layers; it holds no tensors."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        """Observe these layers, by name."""
         super().__init__()
         self.layers = layers
         self.uses = {name: LayerUse() for name in layers}
         self._inside: list[str] = []
 
     def __enter__(self) -> Watch:
-        """Hook the layers."""
         self._hooks = _hooked(self.layers, self._enter, self._leave)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Remove the hooks."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._hooks.close()
 

@@ -115,7 +115,6 @@ class ConversionReport:
         return sum(time * weight for time, weight in timed) / total if total else None
 
     def __str__(self) -> str:
-        """Return the table with one line for equal layers; ``*`` stands for numbers in names."""
         return self.table()
 
     def table(self, grouped: bool = True) -> str:

@@ -35,7 +35,6 @@ class Int8Exchange(NamedTuple):
     """``"gradients"`` or ``"weights"``."""
 
     def __str__(self) -> str:
-        """One line for a log."""
         groups = f" of {self.groups} groups" if self.groups else ""
         return f"{self.plan}: {self.what}{groups} travel in INT8, 1.0625 bytes a value"
 

@@ -118,11 +118,9 @@ class ReadOnly(Tensor):
         raise RuntimeError(f"swap_tensors: {_SHARED}")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """Copy it to a plain tensor."""
         return self.dequantized()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as a plain tensor."""
         values: Any = self.dequantized()
         return values.__reduce_ex__(protocol)
 
@@ -296,7 +294,6 @@ class FrozenModule(HotModule, nn.Module):
     """Names of the buffers that a plain layer does not have."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise TypeError: only :func:`.freeze` makes such a layer."""
         plain = self.thawed.__name__
         raise TypeError(f"{type(self).__name__}: hot.freeze makes it of a {plain}")
 

@@ -55,7 +55,6 @@ class LinearCrossEntropy(nn.Linear):
         config: ConfigLike | None = None,
         **options: Any,
     ) -> None:
-        """Make a head with new parameters, initialised as ``nn.Linear`` does."""
         super().__init__(in_features, out_features, bias, device, dtype)
         inspect.signature(linear_cross_entropy).bind(None, None, None, **options)  # TypeError
         self.config = None if config is None else as_config(config)
@@ -84,7 +83,6 @@ class HeadForward:
     """
 
     def __init__(self, head: nn.Linear) -> None:
-        """Keep nothing yet."""
         self.head = head
         self.keeps = False
         self.x: Tensor | None = None

@@ -48,7 +48,6 @@ class HotModule(Changed):
     """Whether the layer is plain in eval mode."""
 
     def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
-        """Make a layer with new parameters, initialised as the plain class does."""
         super().__init__(*args, **options)
         self.config = as_config(config)
 
@@ -131,7 +130,6 @@ class HotModule(Changed):
         return f"{plain}, config={self.config}" if plain else f"config={self.config}"
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse ``torch.jit.script``, which would put a plain module into the caller's model."""
         raise NotImplementedError(
             f"{type(self).__name__}: torch.jit.script is not supported; script a copy of the model "
             "after revert(), trace it in eval mode, or use torch.compile to train"
@@ -165,7 +163,6 @@ class HotLinear(HotModule, nn.Linear):
         *,
         config: ConfigLike = "default",
     ) -> None:
-        """Make a layer with new parameters, initialised as ``nn.Linear`` does."""
         super().__init__(in_features, out_features, bias, device, dtype, config=config)
 
     @classmethod
@@ -209,7 +206,6 @@ class HotConv2d(HotModule, nn.Conv2d):
         *,
         config: ConfigLike = "default",
     ) -> None:
-        """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
         super().__init__(*sizes, bias, padding_mode, device, dtype, config=config)
 

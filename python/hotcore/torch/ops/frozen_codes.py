@@ -68,7 +68,6 @@ class Format(NamedTuple):
         return self.body(rows, columns) + self.tail
 
     def __str__(self) -> str:
-        """The format's name in errors."""
         if self.convrot:
             return f"ConvRot's groups of {self.block}"
         return f"blocks of {self.block}" + " in INT4" * (self.bits == 4)

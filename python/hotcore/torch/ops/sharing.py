@@ -61,7 +61,6 @@ class share_inputs:
     """The current setting."""
 
     def __init__(self, enabled: bool) -> None:
-        """Apply the setting."""
         self._before = share_inputs.enabled
         share_inputs.enabled = bool(enabled)
 
@@ -69,11 +68,9 @@ class share_inputs:
         """Do nothing: the constructor has applied the setting."""
 
     def __exit__(self, *_: object) -> None:
-        """Restore the setting from before."""
         share_inputs.enabled = self._before
 
     def __repr__(self) -> str:
-        """Show the current setting."""
         return f"share_inputs(enabled={share_inputs.enabled})"
 
 
@@ -83,11 +80,9 @@ class Same(NamedTuple):
     tensor: Tensor | None
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold one tensor."""
         return isinstance(other, Same) and self.tensor is other.tensor
 
     def __hash__(self) -> int:
-        """The tensor's identity."""
         return id(self.tensor)
 
 
@@ -127,7 +122,6 @@ class Cache:
     __slots__ = ("entry",)
 
     def __init__(self) -> None:
-        """Begin empty."""
         self.entry: Entry | None = None
 
     def entry_of(self, x: Tensor) -> Entry | None:

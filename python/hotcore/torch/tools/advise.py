@@ -124,7 +124,6 @@ class Advice:
         return left[0][0] if left else None
 
     def __str__(self) -> str:
-        """Return the table, the choice, and the text to write for it."""
         table = [["setting", "ms", "of plain", f"{self.memory} MiB", "of plain", ""]]
         for row in self.rows:
             rival = next((r.name for r in self.rows if r.plain and r.dominates(row)), "")

@@ -61,7 +61,6 @@ class CustomBackward:
     """Whether eval mode multiplies :meth:`forward_operands`, too; False: it is plain."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse misspelt hooks, which nothing would call."""
         super().__init_subclass__()
         hooks = [name for name in vars(CustomBackward) if not name.startswith("_")]
         for name in vars(cls).keys() - set(hooks):

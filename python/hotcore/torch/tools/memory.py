@@ -60,7 +60,6 @@ class MemoryReport:
         return sum(module.after for module in self.modules)
 
     def __str__(self) -> str:
-        """Return a table of the modules that keep the most, and the sums."""
         largest = sorted(self.modules, key=lambda m: max(m.before, m.after), reverse=True)
         shown = set(largest[:_ROWS])
         rows = [("module", "type", "before MiB", "after MiB", "after / before")]

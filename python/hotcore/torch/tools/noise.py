@@ -66,7 +66,6 @@ class NoiseMonitor:
         *,
         seed: int = 0,
     ) -> None:
-        """Choose the layers."""
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every: {every!r}; expected a number of steps, 1 or more")
         patterns = [layers] if isinstance(layers, str) else list(layers)
@@ -92,7 +91,6 @@ class NoiseMonitor:
         return list(self._layers)
 
     def __exit__(self, *error: Any) -> None:
-        """End the step."""
         self.end()
 
     def begin(self) -> NoiseMonitor:

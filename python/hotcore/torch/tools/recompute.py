@@ -27,7 +27,6 @@ class Recomputed:
     """Handle of :func:`~hotcore.torch.recompute`; :meth:`remove` restores the blocks."""
 
     def __init__(self, blocks: list[nn.Module], policy: Policy | None) -> None:
-        """Begin with blocks that have not changed."""
         self.blocks = blocks
         self._policy = policy
         self._undo = ExitStack()
@@ -38,7 +37,6 @@ class Recomputed:
         self.blocks = []
 
     def __repr__(self) -> str:
-        """Return the number of blocks, their classes and the policy."""
         if not self.blocks:
             return "Recomputed(no blocks)"
         kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
