@@ -9,7 +9,7 @@ import json as _json
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from . import _core, _strict_json
@@ -189,6 +189,22 @@ class Field(NamedTuple):
 FIELDS = {row[0]: Field(*row) for row in _core.config_fields()}
 """Every field of a configuration, in order."""
 
+
+def check_names(names: Iterable[str], where: str, arguments: Sequence[str] = ()) -> None:
+    """Refuse names of no field with a ValueError.
+
+    It is a TypeError where ``arguments`` has the other names that a call takes.
+    """
+    for name in names:
+        if name not in FIELDS:
+            check_gone(name)
+            near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
+            if arguments:
+                raise TypeError(f"{where}: unexpected argument {name!r}; {hint}")
+            raise ValueError(f"{where}: HotConfig has no field {name!r}; {hint}")
+
+
 _FORMER = {"row": "token", "column": "channel"}  # former words for scales
 
 
@@ -323,7 +339,7 @@ class HotConfig:
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
-        fields = _of_today(fields, "text")
+        check_names(fields, "text")
         try:
             return cls(**fields)
         except (TypeError, ValueError) as error:  # a bad value: the names are known
@@ -350,7 +366,8 @@ class HotConfig:
         return {name: getattr(self, name) for name in _NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(_of_today(state, "state"))
+        check_names(state, "state")
+        self.__dict__.update(state)
         self.__post_init__()
 
     def _nearest(self) -> tuple[RecipeName, dict[str, Any]]:
@@ -396,27 +413,6 @@ def _init_of_today(self: HotConfig, *values: Any, **fields: Any) -> None:
 HotConfig.__init__ = _init_of_today  # type: ignore[method-assign]  # names removed fields
 
 
-def _of_today(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return saved fields without removed ones whose value is today's behaviour.
-
-    Raises ValueError for any other value of a removed field, and for an unknown field.
-    """
-    one_x_scale = fields.get("gw_scale", "channel") != "channel" and fields.get("storage") == "int8"
-    used = {
-        "x_rounding": "stochastic",
-        "weight_scale": "tensor" if fields.get("gx_scale") == "tensor" else "channel",
-        "x_scale": "tensor" if one_x_scale else "channel",
-    }
-    rest = {name: v for name, v in fields.items() if name not in used or v != used[name]}
-    for name in rest.keys() - set(_NAMES):
-        try:
-            check_gone(name)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        raise ValueError(f"{where}: HotConfig has no field {name!r}")
-    return rest
-
-
 _RECIPES: dict[RecipeName, dict[str, Any]] = {
     recipe: {name: changes.get(name, getattr(HotConfig, name)) for name in _NAMES}
     for recipe, changes in RECIPES.items()
@@ -442,12 +438,7 @@ def _check_recipe(recipe: Any, name: str) -> None:
 
 def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     """Return the values of all fields of a recipe with overrides. Raises ValueError."""
-    for field, _ in overrides:
-        if field not in _NAMES:
-            check_gone(field)
-            near = difflib.get_close_matches(field, _NAMES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(_NAMES)}"
-            raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
+    check_names((field for field, _ in overrides), "recipe")
     if name is None:
         raise ValueError(f"recipe: no name given; expected one of {', '.join(map(repr, RECIPES))}")
     _check_recipe(name, "recipe")

@@ -221,24 +221,6 @@ def test_a_removed_recipe_is_named_with_its_date() -> None:
             read("compact")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_texts_with_the_values_of_today_are_read(name: str) -> None:
-    config = HotConfig.recipe(name)
-    before = config.__getstate__() | {
-        "weight_scale": "tensor" if name == "paper" else "channel",
-        "x_scale": "tensor" if name == "paper" else "channel",
-        "x_rounding": "stochastic",
-    }
-    assert HotConfig.from_json(json.dumps(before)) == config
-    again = object.__new__(HotConfig)
-    again.__setstate__(before)
-    assert again == config
-    for field in ("weight_scale", "x_scale"):
-        other = "channel" if name == "paper" else "tensor"
-        with pytest.raises(ValueError, match=f"^text: {field}: removed"):
-            HotConfig.from_json(json.dumps({**before, field: other}))
-
-
 def test_the_forward_is_an_option_of_every_recipe() -> None:
     for name in RECIPES:
         plain, config = HotConfig.recipe(name), HotConfig.recipe(name, forward="int8")

@@ -31,7 +31,6 @@ from ..torch.conversion.report import aligned, listed
 from ..torch.conversion.selection import Filter, products_of
 from ..torch.frozen.bitsandbytes import is_8bit
 from ..torch.ops.conv import settings
-from ..torch.tools.memory import matplotlib_figure
 from ..torch.tools.noise import power
 
 PATTERN_SIZE = 32
@@ -112,10 +111,14 @@ class Selection:
         Bright rows are outlier tokens, where a finer scale helps; single bright cells are not. See
         Fig. 2 of the paper's supplement G. Raises ImportError without matplotlib.
         """
+        try:
+            from matplotlib.figure import Figure  # needs no display
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
         columns = min(4, len(self.layers))
         height = -(-len(self.layers) // columns)
         size = (3.1 * columns, 2.9 * height)
-        figure = matplotlib_figure()(figsize=size, layout="constrained")
+        figure: Any = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(height, columns, squeeze=False)
         for axis, layer in itertools.zip_longest(axes.flat, self.layers):
             if layer is None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ... import _core, contexts, gpus
-from ...config import FIELDS, ConfigLike, HotConfig, HotConfigFields, as_config, check_gone
+from ...config import ConfigLike, HotConfig, HotConfigFields, as_config, check_names
 from ...saved import saved_layout
 from ..frozen.bitsandbytes import is_8bit
 from ..frozen.weights import FrozenModule, plain_weights
@@ -269,14 +269,7 @@ def _with_fields(
     config: HotConfig, fields: Mapping[str, Any], where: str, arguments: Sequence[str] = ()
 ) -> HotConfig:
     """Return ``config`` with some fields replaced; ``arguments`` are other names to suggest."""
-    for name in fields:
-        if name not in FIELDS:
-            check_gone(name)
-            near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
-            if arguments:
-                raise TypeError(f"{where}: unexpected argument {name!r}; {hint}")
-            raise ValueError(f"{where}: HotConfig has no field {name!r}; {hint}")
+    check_names(fields, where, arguments)
     try:
         return dataclasses.replace(config, **fields)
     except (TypeError, ValueError) as error:

@@ -34,7 +34,6 @@ from ..ops.linear import linear_from_json
 from . import feature_sizes
 
 _CODES = "weight_codes"
-_BLOCK = "weight_block"
 ALIGNMENT = 16
 """Alignment in bytes that libhot requires for codes."""
 _READ_ONLY = (
@@ -533,17 +532,11 @@ class FrozenModule(HotModule, nn.Module):
 
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
-        block, weight = state.pop(prefix + _BLOCK, None), state.pop(prefix + "weight", None)
+        weight = state.pop(prefix + "weight", None)
         codes: Tensor | None = state.get(prefix + _CODES)
         if codes is not None:
             if codes.dtype != torch.uint8:
                 raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")
-            if block is not None:  # saved before codes had their format
-                if (form := Format(int(block))) != self._format:
-                    raise ValueError(f"codes of {form}; expected codes of {self._format}")
-                if (got := codes.numel()) != (size := self._body_bytes):
-                    raise ValueError(f"size mismatch: {got} bytes of codes; expected {size}")
-                codes = frozen_codes.sealed(codes, form)
             if not self._fits(codes):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,31 +81,6 @@ class MemoryReport:
         """Return all figures, in bytes, as JSON."""
         content = {**dataclasses.asdict(self), "before": self.before, "after": self.after}
         return json.dumps(content, indent=1)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw bars before and after conversion per type of module, largest first.
-
-        Raises ImportError without matplotlib.
-        """
-        types: dict[str, tuple[int, int]] = {}
-        for module in self.modules:
-            before, after = types.get(module.type, (0, 0))
-            types[module.type] = (before + module.before, after + module.after)
-        names = sorted(types, key=lambda name: max(types[name]), reverse=True)
-        size = (8, 1.2 + 0.66 * len(names))
-        figure = matplotlib_figure()(figsize=size, layout="constrained")
-        axis = figure.subplots()
-        for i, (label, color) in enumerate({"before": "#888888", "after": None}.items()):
-            places = [place + 0.4 * i - 0.2 for place in range(len(names))]
-            values = [types[name][i] / _MIB for name in names]
-            bars = axis.barh(places, values, 0.36, label=label, color=color)
-            axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-        title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
-        axis.set_title(title + self.changes, fontsize=8)
-        axis.set(yticks=range(len(names)), yticklabels=names, xlabel="kept for backward, MiB")
-        axis.invert_yaxis()
-        axis.legend()
-        figure.savefig(path, dpi=130)
 
 
 def memory_report(
@@ -186,12 +160,3 @@ def _measure(
 def _amounts(before: int, after: int) -> tuple[str, str, str]:
     share = f"{after / before:.3f}" if before else "-"
     return f"{before / _MIB:.2f}", f"{after / _MIB:.2f}", share
-
-
-def matplotlib_figure() -> Any:
-    """Import matplotlib's Figure, which needs no display; an ImportError says what to install."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
-    return Figure
