@@ -123,9 +123,8 @@ def functional(x: torch.Tensor) -> bool:
     return isinstance(x, FunctionalTensor)
 
 
-def symbolic(x: torch.Tensor) -> bool:
-    """Whether x has no values, as during compilation."""
-    return isinstance(x, FunctionalTensor | FakeTensor)
+SYMBOLIC = (FunctionalTensor, FakeTensor)
+"""Tensors without values, as during compilation."""
 
 
 def count_as_products(operators: Iterable[Any]) -> None:

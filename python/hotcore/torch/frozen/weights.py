@@ -398,7 +398,7 @@ class FrozenModule(HotModule, nn.Module):
 
     def on_frozen(self) -> None:
         """Make the layer's buffers from its codes, after each change of these."""
-        if self.weight_bits == 8 or _compat.symbolic(self.weight_codes):
+        if self.weight_bits == 8 or isinstance(self.weight_codes, _compat.SYMBOLIC):
             return
         codes = frozen_codes.gathered(self.weight_codes)
         exponents = self._exponents(codes).clone()

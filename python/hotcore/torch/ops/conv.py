@@ -347,7 +347,9 @@ def _restored(
 
 
 @operator(
-    f"kept_pixels_of(Tensor x, Tensor inner, str config, bool codes, {_WINDOW}) -> (Tensor, Tensor)"
+    f"kept_pixels_of(Tensor x, Tensor inner, str config, bool codes, {_WINDOW}) -> "
+    "(Tensor, Tensor)",
+    composite=True,
 )
 def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Any) -> Pair:
     """``kept_of`` for pixels."""
@@ -378,19 +380,7 @@ def _plain_convolution(
     return y.contiguous(memory_format=_format_of(x, weight))
 
 
-def _fake_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
-) -> Tensor:
-    return _plain_convolution(x, weight, bias, Window.of(*shape))
-
-
-@operator(
-    f"convolution({_ARGUMENTS}) -> Tensor",
-    fake=_fake_convolution,
-    flops=_flops,
-    any_strides=False,
-    product=True,
-)
+@operator(f"convolution({_ARGUMENTS}) -> Tensor", flops=_flops, any_strides=False, product=True)
 def _convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:
@@ -457,7 +447,7 @@ class Conv2d(torch.autograd.Function):
         return gx, gw, gb
 
 
-@operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops)
+@operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops, composite=True)
 def _conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:

@@ -47,6 +47,8 @@ def seed_for(x: Tensor) -> Tensor:
 
 def key_of(seed: Tensor) -> Key:
     """The key of a seed: ``Key(0, seed)``; kernels read a seed on a CUDA device there."""
+    if seed.is_meta or isinstance(seed, _compat.SYMBOLIC):
+        return Key(0)
     if seed.is_cuda:
         return Key(0, counter=seed.data_ptr())
     return Key(0, int(seed.item()))
@@ -116,12 +118,15 @@ def call(
 ) -> None:
     """Call libhot on the device of ``like``. Every tensor that libhot reads or writes passes here.
 
-    ``scratch`` is the function that knows the bytes of a workspace, and its arguments.
+    Nothing is done where ``like`` has no values, as in the fakes of operators. ``scratch`` is the
+    function that knows the bytes of a workspace, and its arguments.
 
     torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate). The tensor is
     then copied, because libhot cannot see the bit. A tensor without memory of its own is refused by
     name. Here that is a wrapper of other tensors; libhot refuses the null pointer of a freed one.
     """
+    if like.is_meta or isinstance(like, _compat.SYMBOLIC):
+        return
     if scratch and like.is_cuda:  # on the CPU the binding allocates its own
         size = _workspace_size(scratch[0], like.get_device(), _sm_margin(), scratch[1:])
         if size:

@@ -126,7 +126,7 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     """
     if _known(codes, exponents) or _captured(codes):
         return
-    if not (codes.is_meta or _compat.symbolic(codes)):
+    if not (codes.is_meta or isinstance(codes, _compat.SYMBOLIC)):
         if not intact(codes, size):
             raise RuntimeError(_WRITTEN)
         if exponents is not None:

@@ -529,6 +529,7 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: b
     f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? seed, str config, "
     f"int ignore_index, str reduction, {_OPTIONS}) -> Tensor",
     flops=_flops,
+    composite=True,
 )
 def _linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     calls.refuse_transforms(_NAME)

@@ -220,7 +220,7 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any,
 
 def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     fields = arguments[4:]
-    matrix = codes.fake_dequantize(weight, *fields) if fields else weight
+    matrix = codes.dequantize(Frozen(weight, *fields)) if fields else weight
     return plain_product(x, matrix, bias)  # which checks the shapes
 
 
@@ -364,7 +364,7 @@ class Linear(torch.autograd.Function):
         return gradients(gy, weight, saved, *seeds, settings, x_shape, wanted)
 
 
-@operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops)
+@operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops, composite=True)
 def _linear(*arguments: Any) -> Tensor:
     calls.refuse_transforms("linear")
     codes = () if len(arguments) > 6 else (None,)  # tells Linear that this is a graph
@@ -450,14 +450,9 @@ def _backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
     return 2 * math.prod(gy_shape) * in_features * wanted
 
 
-def _fake_backward(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return operator_outputs(gy, arguments[5], dtypes_of(arguments[6]))
-
-
 @operator(
     "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor? seed, "
     f"str config, SymInt in_features, str dtypes, {_FIELDS}) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
     flops=_backward_flops,
     product=True,
     native=True,

@@ -39,6 +39,7 @@ def operator(
     schema: str,
     *,
     fake: Callable[..., Any] | None = None,
+    composite: bool = False,
     flops: Callable[..., Any] = no_flops,
     random: bool = False,
     any_strides: bool = True,
@@ -50,8 +51,9 @@ def operator(
     Args:
         schema: ``name(Tensor x, ...) -> Tensor``. A ``SymInt`` may be symbolic; an ``int`` is a
             constant of the graph. The function is called without trailing default values.
-        fake: makes results of the same shapes, dtypes and strides, without values. Without it the
-            function is composite: made of other operators, which every tracer follows.
+        fake: makes results of the same shapes, dtypes and strides, without values. The default is
+            the function itself, in which :func:`.core.call` then does nothing.
+        composite: made of other operators, which every tracer follows.
         flops: a formula of ``register_flop_formula``. A multiply-add counts as two, as in torch.
         random: draws random numbers.
         any_strides: takes arguments of any strides, and its results are contiguous. Otherwise
@@ -63,11 +65,11 @@ def operator(
     def register(function: Callable[..., _Result]) -> Callable[..., _Result]:
         name = schema.partition("(")[0]
         tags = [torch.Tag.nondeterministic_seeded] if random else []
-        if any_strides and fake is not None:
+        if any_strides and not composite:
             tags.append(torch.Tag.flexible_layout)
         in_cpp = native and runs_in_cpp()
         kernel = _without_derivative(function, name) if product else function
-        shown = _of_product(fake) if product and fake is not None else fake
+        shown = _of_product(fake or function) if product else fake or function
         # C++ runs the first of two operators, and Python the last, which is alone otherwise.
         names = (name, f"{name}_python") if in_cpp else (name,)
         for each in names:
@@ -75,11 +77,11 @@ def operator(
             packet = getattr(torch.ops.hotcore, each)
             if in_cpp and each == name:
                 _compat.raise_instead(packet.default, _raised)
-            if shown is not None:
+            if not composite:
                 torch.library.register_fake(f"hotcore::{each}", shown, lib=library)
             register_flop_formula(packet)(flops)
         _products.extend(names if product else ())
-        for key in ("CompositeImplicitAutograd",) if fake is None else ("CPU", "CUDA"):
+        for key in ("CompositeImplicitAutograd",) if composite else ("CPU", "CUDA"):
             library.impl(names[-1], _teaching(kernel) if in_cpp else kernel, key)
         default: Callable[..., _Result] = getattr(torch.ops.hotcore, name).default
         return default
