@@ -128,14 +128,13 @@ def _set_defaults(threads: int, isa: str) -> None:
 _followers: list[Callable[[int, str], None]] = []
 
 
-def follow_cpu(follower: Callable[[int, str], None]) -> Callable[[], None]:
+def follow_cpu(follower: Callable[[int, str], None]) -> None:
     """Call ``follower`` with the default's threads and instruction set, now and at every change.
 
-    XLA's calls need it, which do not ask this module. Returns a function that ends it.
+    XLA's calls need it, which do not ask this module.
     """
     follower(_threads, _isa)
     _followers.append(follower)
-    return lambda: _followers.remove(follower)
 
 
 def _reset_after_fork() -> None:

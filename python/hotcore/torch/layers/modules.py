@@ -153,18 +153,6 @@ class HotLinear(HotModule, nn.Linear):
 
     plain = nn.Linear
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        config: ConfigLike = "default",
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, config=config)
-
     @classmethod
     def from_linear(cls, module: nn.Linear, config: ConfigLike = "default") -> HotLinear:
         """Make ``module`` a HotLinear, in place; see :meth:`from_plain`."""
@@ -189,25 +177,6 @@ class HotConv2d(HotModule, nn.Conv2d):
     """
 
     plain = nn.Conv2d
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        config: ConfigLike = "default",
-    ) -> None:
-        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        super().__init__(*sizes, bias, padding_mode, device, dtype, config=config)
 
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
