@@ -16,13 +16,7 @@ Scalars = Mapping[str, float]
 
 
 class HotLoop:
-    """Noise monitor with a log, driven by the optimizer.
-
-    ::
-
-        hot.convert(model, "default")
-        with HotLoop(model, optimizer, noise_every=100, log=writer):
-            ...  # the loop as it is, with accelerate, Fabric or neither
+    """Noise monitor with a log, driven by the optimizer: ``with HotLoop(model, optimizer): ...``.
 
     A hook counts the optimizer's steps; steps that a GradScaler skips do not count.
 

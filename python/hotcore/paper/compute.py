@@ -132,11 +132,9 @@ def compute_report(
     """Count the bit operations of every layer's products, in full precision and by method.
 
     One forward pass without gradients finds the shapes; a model and inputs on the ``meta`` device
-    cost nothing. Linear layers, convolutions and attention's projections count, but no products
-    without a weight. g_x counts for every layer, g_w if the weight is trained.
-
-    The methods are "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
-    "HOT" (the paper's) and the name of the configuration. :func:`backward_bops` has the formulas.
+    cost nothing. The methods are "full precision", "LBP-WHT" (rank 8 of 16), "LUQ", "naive INT4",
+    "HOT" and the name of the configuration. :func:`backward_bops` has the formulas. g_x counts for
+    every layer, g_w if the weight is trained.
 
     Args:
         model: plain, or converted by :func:`hotcore.torch.convert`; it is not changed.

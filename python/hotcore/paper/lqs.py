@@ -1,9 +1,7 @@
 """Layer-wise quantiser selection (LQS): :func:`.calibrate` makes a :class:`.Selection`.
 
-One scale for all of g_y is cheapest. If single tokens hold a gradient's outliers, that scale rounds
-the other tokens to almost nothing. LQS gives the finer scale only to the layers that gain by it.
-
-Source: LQS of the paper and its supplement G; docs/paper.md.
+LQS gives the finer scale of g_y only to the layers that gain by it. Source: LQS of the paper and
+its supplement G; docs/paper.md.
 """
 
 from __future__ import annotations
@@ -148,13 +146,11 @@ def calibrate(
 ) -> Selection:
     """Measure the error of coarse and fine scales of g_y for every layer, and choose.
 
-    Runs forward and backward on every batch; a few are enough. For each layer that
-    :func:`hotcore.torch.convert` converts, or has converted, g_y is quantised with each choice.
-    Convolutions with torch's products are left out: their backward quantises no g_y. The error of
-    g_x and g_w is relative to the product of the unquantised g_y. For g_w that g_y is projected on
-    the basis of ``config``, so that the loss of rank does not count. The fine scale is chosen where
-    it reduces the squared error by more than ``gain``. Parameters, their ``.grad`` and buffers do
-    not change; other tensors behind the loss get gradients.
+    Runs forward and backward on every batch; a few are enough. The error of g_x and g_w is relative
+    to the product of the unquantised g_y; for g_w that is projected on the basis of ``config``. The
+    fine scale is chosen where it reduces the squared error by more than ``gain``. Convolutions with
+    torch's products are left out. Parameters, their ``.grad`` and buffers do not change; other
+    tensors behind the loss get gradients.
 
     Args:
         model: plain or converted.

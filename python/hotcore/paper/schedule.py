@@ -19,16 +19,9 @@ Bits = Literal[4, 8]
 class PrecisionSchedule:
     """Makes the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
 
-    Call ``step()`` after each step or epoch, the unit of ``warmup``::
-
-        schedule = paper.PrecisionSchedule(model, 25)
-        for epoch in range(200):
-            train(model)
-            schedule.step()
-
-    ``with paper.PrecisionSchedule(model, 1000) as schedule:`` restores the layers' configurations
-    at its end. Layers keep every other field of their configuration. Parameters and state_dicts of
-    the model do not change. Put :meth:`state_dict` into a checkpoint to resume a run.
+    Call ``step()`` after each step or epoch, the unit of ``warmup``. The end of ``with schedule:``
+    restores the layers' configurations. Layers keep every other field of their
+    configuration. Put :meth:`state_dict` into a checkpoint to resume a run.
 
     Args:
         model: a converted model; later conversions are not part of the schedule.

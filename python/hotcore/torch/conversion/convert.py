@@ -68,54 +68,42 @@ def convert(
 ) -> _Model:
     """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
-    ::
-
-        hot.convert(model, "default", forward="int8")
-        print(hot.report(model))
-
-    Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
-    and bitsandbytes' ``Linear8bitLt``. Layers stay the same objects with the same Parameters. Their
-    class changes, therefore every reference to a layer sees the conversion.
+    ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
+    bitsandbytes' ``Linear8bitLt`` stay the same objects with the same Parameters; their class
+    changes.
 
     Args:
         model: any module.
         config: a HotConfig or a recipe's name.
-        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default leaves
-            the output head (:data:`HEAD_NAMES`) plain, the first convolution, weights tied to an
-            embedding, and peft's adapters. The same holds for layers with fewer than
-            :data:`MIN_FEATURES` in or out features. On CUDA it also leaves the layers plain that
-            are expected to be slower (:mod:`hotcore.torch.conversion.gains`): all of them on a GPU
-            without fast INT8. No filter can convert subclasses of supported layers, whose additions
-            would be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
+        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. None: the rules of
+            docs/torch/convert.md, with :data:`HEAD_NAMES`, :data:`MIN_FEATURES` and, on CUDA,
+            :mod:`hotcore.torch.conversion.gains`.
         overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers.
             This is a HotConfig, a recipe's name, a dict of the fields that differ from ``config``,
-            or None to stay plain. If several patterns match, the last one counts. A layer that is
-            named in full is converted even if it is expected to be slower.
+            or None to stay plain. The last match counts. A layer that is named in full is converted
+            even if it is expected to be slower.
         inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
             forward pass without gradients then finds layers that never run, token grids that do not
-            fit, and the share of multiply-adds. Without inputs, the source code of the layers'
-            parents is searched for uses of a layer's weight. Model and random state do not change.
-        device: the device of training; by default that of the first weight. The rule by which
-            layers are slower depends on it: on CUDA by INT8's rate on this GPU (docs/gpus.md).
+            fit, and the share of multiply-adds. Model and random state do not change.
+        device: the device of training; by default that of the first weight.
         slower: also convert layers that are expected to be slower than plain torch.
-        head: True: a causal LM model of transformers computes its loss in training, if called with
-            labels, by :func:`hotcore.torch.linear_cross_entropy`. It then returns empty ``logits``.
-            The products are torch's; a configuration selects HOT's. A UserWarning says why a model
-            cannot. ``filter_fn=lambda *_: False`` converts nothing else.
+        head: True or a configuration: a causal LM model of transformers computes its loss by
+            :func:`hotcore.torch.linear_cross_entropy`; a UserWarning says why it cannot.
         **fields: fields of :class:`.HotConfig` that replace those of ``config``.
 
     Returns:
         ``model``. :func:`hotcore.torch.report` and the attribute ``hot_report`` give the
-        :class:`.ConversionReport` of this call: which layers were converted, and why the others
-        stay plain. A UserWarning says if all stay plain because they would be slower.
+        :class:`.ConversionReport` of this call. A UserWarning says if all layers stay plain because
+        they would be slower.
 
     Raises:
         TypeError: ``model`` is no module, ``filter_fn`` no function, or an argument is unknown.
         ValueError: a layer is already converted, or sharded (``fully_shard`` comes after). No layer
             can be converted. A pattern matches no layer or only plain ones. A ``token_grid`` does
             not fit ``inputs``. ``model`` is an ``nn.DataParallel``.
-        NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
-            no kernels for that GPU.
+        NotImplementedError: ``model`` is on CUDA, without a CUDA backend or kernels for that GPU.
+
+    Source: docs/torch/convert.md.
     """
     base = _with_fields(as_config(config), fields, "convert", _ARGUMENTS)
     products = None if isinstance(head, bool) else as_config(head, "head")

@@ -90,36 +90,21 @@ def freeze(
 ) -> nn.Module:
     """Keep the weights of converted linear layers as INT4 or INT8 codes alone, in place.
 
-    For fine-tuning by adapters (LoRA): about half a byte or a byte a value instead of two or four.
     Call it after :func:`convert`, before or after ``peft.get_peft_model``, before
-    ``torch.compile``, DDP and the optimizer. The weights are not trained any more; biases stay as
-    they are. With ``forward="int8"`` in the layers' configurations the INT8 product takes the
-    codes; those of INT4 become INT8 first, one layer at a time. Otherwise, and in eval mode without
-    ``forward_in_eval``, every call dequantises the weight. Backward dequantises it, one layer at a
-    time, and computes g_x as before.
-
-    ``layer.weight`` still reads as a tensor of values. Writing to it by ``weight.data = ...`` or
-    ``+=``, as peft's merge does, makes the layer one with a plain weight again; other writes raise
-    an error. ``state_dict()`` has the dequantised weights under the plain keys, on the CPU;
-    ``load_state_dict`` takes those, which are quantised, and codes.
+    ``torch.compile``, DDP and the optimizer. The weights are not trained any more.
 
     Args:
         model: has layers that :func:`convert` made: linear ones, or transformers' ``Conv1D``.
         bits: 4, or 8 (:func:`freeze_int8`).
         filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze. None freezes all, or
-            those whose weight does not require grad if there are any. (peft's ``modules_to_save``
-            are trained beside them.)
-        inputs: only in 4 bits: batches of the training's text, a few thousand tokens in all. Each
-            is a Tensor, a tuple or a mapping of arguments for ``model``, which runs them in eval
-            mode without gradients. The sizes of the features of each layer's x say where
-            a weight must be exact. Without inputs only the columns of the weights do.
-        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, without a copy.
-            They load into a model that is frozen alike.
-        convrot: only in 8 bits: the codes are those of ConvRot, the 8-bit format of ComfyUI and of
-            diffusion trainers, with ``forward_block`` as group. ``state_dict()`` and
-            ``load_state_dict`` have its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
-        progress: on a terminal, a line on stderr says after five seconds which batch or layer is
-            at work and how much time is left.
+            those whose weight does not require grad if there are any.
+        inputs: only in 4 bits: batches of the training's text, a few thousand tokens in all, which
+            the model runs in eval mode. The sizes of x's features then say where a weight must be
+            exact; otherwise its columns do.
+        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, instead of the
+            dequantised weights on the CPU. ``load_state_dict`` takes both.
+        convrot: only in 8 bits: codes and keys of ConvRot, with ``forward_block`` as group.
+        progress: show on a terminal which batch or layer is at work, and the time left.
 
     Returns:
         The same model. Its ``freeze_report`` is the :class:`.FreezeReport` of this call.

@@ -47,30 +47,20 @@ def load_frozen(
     """Load a model from safetensors files, and freeze its converted linear layers, in place.
 
     The result is that of ``load_state_dict``, then :func:`freeze`, but the plain weights never
-    exist together. Each tensor is read, moved to ``device``, quantised there if its layer is to be
-    frozen, and freed. The host holds one tensor at a time. ::
-
-        with accelerate.init_empty_weights():  # Parameters on the meta device, buffers with values
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model = hot.convert(model, "default", forward="int8", device="cuda")
-        model = hot.load_frozen(model, folder, device="cuda")
-
-    Call it before ``peft.get_peft_model``, with the keys of ``model.state_dict()`` in the files. A
-    weight may also be there as codes (``save_codes=True``). Values are cast to the dtypes of the
-    model's Parameters. Layers that are not frozen get their plain values.
+    exist together: each is read, moved to ``device``, quantised there and freed. Call it before
+    ``peft.get_peft_model``, with the keys of ``model.state_dict()`` in the files. A weight may also
+    be there as codes (``save_codes=True``). Values are cast to the dtypes of the Parameters.
 
     Args:
         model: has layers that :func:`convert` made; best with Parameters on the meta device.
         checkpoint: a file, a folder, an index file of shards, or several files. In a folder the
             index file decides, then ``model.safetensors``, then all files of safetensors.
-        bits: 4, or 8.
-        filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze, as for :func:`freeze`.
-        inputs: only in 4 bits, as for :func:`freeze`. The frozen model runs these batches, then
-            the files of its frozen weights are read a second time.
+        bits: as for :func:`freeze`, like all further arguments but ``device``.
+        filter_fn: which layers to freeze.
+        inputs: batches. The frozen model runs them, then the files are read a second time.
         device: the device of the loaded model; by default ``torch.get_default_device()``.
-        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``.
-        progress: on a terminal, a line on stderr says after five seconds which tensor is read and
-            how much time is left.
+        save_codes: keep codes in ``state_dict()``.
+        progress: show it on a terminal.
 
     Returns:
         The same model. Its ``freeze_report`` is the :class:`.FreezeReport` of this call.

@@ -1,9 +1,9 @@
 """Gradients of several processes exchanged in INT8, for DDP and FSDP2.
 
 Each process transforms its gradient in blocks of 64 (Hadamard) and rounds every block
-stochastically to INT8 with one fp32 scale. Codes and scales travel, 1.0625 bytes a value. The
-receiver adds the processes' values in fp32, always in the order of ranks, and undoes the transform
-once. The sum is unbiased. docs/torch/support.md, "Weights and gradients in INT8", has its error.
+stochastically to INT8 with one fp32 scale, 1.0625 bytes a value. The receiver adds the values in
+fp32, in the order of ranks, and undoes the transform once. The sum is unbiased. Source:
+docs/torch/support.md, "Weights and gradients in INT8".
 """
 
 # Without ``annotations`` of __future__: DDP reads those of its hook as objects.
@@ -67,13 +67,11 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
     """Exchange the gradients of ``model`` in INT8 from now on.
 
     Call it after ``DistributedDataParallel(model)`` or ``fully_shard``, before the first step. All
-    gradients take part, those of plain layers, norms and embeddings too. A block of 64 values with
-    NaN or Inf arrives as NaN, so a GradScaler sees it. Each reduction draws one seed from torch's
-    default CPU generator, so ``torch.manual_seed`` makes a run repeatable. Processes with equal
-    seeds round differently. DDP arranges its buckets anew after the first step, so the bits of that
-    step differ in a run that is resumed. With FSDP2, ``MixedPrecisionPolicy(reduce_dtype=
-    torch.float32)`` keeps the fp32 sum and costs no bytes on the wire. HSDP reduces between its
-    replicas as before.
+    gradients take part. A block of 64 values with NaN or Inf arrives as NaN, so a GradScaler sees
+    it. Each reduction draws one seed from torch's default CPU generator; processes with equal seeds
+    round differently. DDP arranges its buckets anew after the first step, so the bits of that step
+    differ in a run that is resumed. With FSDP2, a ``reduce_dtype`` of float32 keeps the fp32 sum at
+    the same bytes on the wire. HSDP reduces between its replicas as before.
 
     Args:
         model: a ``DistributedDataParallel``, or a model of which ``fully_shard`` was called.

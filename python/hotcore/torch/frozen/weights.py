@@ -255,8 +255,6 @@ def _read_only(result: Any, copies: list[Tensor]) -> Any:
 class FrozenModule(HotModule, nn.Module):
     """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze`.
 
-    The layer keeps ``weight_codes``, O rows of codes and O fp32 scales, and nothing of x. INT4 adds
-    a step for each group, and an exponent for each feature of x. Training computes g_x, and g_b.
     With ``forward="int8"`` the INT8 product takes the codes. With a plain forward, and in eval mode
     unless ``forward_in_eval``, every call dequantises the weight. Backward dequantises it for g_x.
     """
@@ -625,10 +623,9 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):
-    """:class:`~hotcore.torch.HotLinear` whose frozen weight is kept as codes alone.
+    """A HotLinear whose frozen weight is kept as codes alone; :func:`.freeze` makes it.
 
-    :func:`.freeze` makes it of a HotLinear, :func:`.thaw` makes it one again. ``weight`` reads
-    as the dequantised weight, and ``state_dict`` has that under the plain key.
+    ``weight`` reads as the dequantised weight, and ``state_dict`` has that under the plain key.
     """
 
     thawed = HotLinear

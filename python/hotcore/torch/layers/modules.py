@@ -142,13 +142,11 @@ class HotModule(Changed):
 
 
 class HotLinear(HotModule, nn.Linear):
-    """``nn.Linear`` with the same parameters and state_dict keys, trained through HOT.
+    """``nn.Linear`` with the same parameters and state_dict keys, trained by
+    :func:`hotcore.torch.linear`.
 
-    In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the gradients
-    are those of :func:`hotcore.torch.linear`, and a plain forward has the same bits. An 8-bit
-    forward is that of :func:`hotcore.forward_linear`; ``forward_in_eval`` keeps it in eval mode.
-
-    The arguments are those of ``nn.Linear``, and ``config``: a HotConfig or a recipe's name.
+    In eval mode it is ``nn.Linear``, unless ``forward_in_eval`` keeps its 8-bit forward. The
+    arguments are those of ``nn.Linear``, and ``config``: a HotConfig or a recipe's name.
     """
 
     plain = nn.Linear
@@ -166,14 +164,10 @@ class HotLinear(HotModule, nn.Linear):
 
 
 class HotConv2d(HotModule, nn.Conv2d):
-    """``nn.Conv2d`` with the same parameters and keys, trained through HOT.
+    """``nn.Conv2d`` with the same parameters and keys, trained by :func:`hotcore.torch.conv2d`.
 
-    In eval mode it is ``nn.Conv2d``. In training mode the forward has the same bits, x is kept
-    compressed, and gradients are those of :func:`hotcore.torch.conv2d`. These are torch's own from
-    the restored x, or HOT's with 1x1 kernels (on CUDA only with a low rank). Only 1x1 kernels have
-    an 8-bit forward, that of :class:`HotLinear`.
-
-    The arguments are those of ``nn.Conv2d``, and ``config``: a HotConfig or a recipe's name.
+    In eval mode it is ``nn.Conv2d``. The arguments are those of ``nn.Conv2d``, and ``config``: a
+    HotConfig or a recipe's name.
     """
 
     plain = nn.Conv2d

@@ -1,16 +1,9 @@
 """Convolutions: the forward of ``F.conv2d``, the saved x, and the gradients.
 
-Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed as
-``[N*H*W, C]``.
-
-* The products stay torch's own. Backward restores x in y's dtype and calls
-  ``aten.convolution_backward``. This g_x does not depend on x, and has the bits of the plain layer.
-  The g_w is that of the restored x. Backward needs one x in y's dtype beside the results, and one
-  more where a padding mode other than zeros pads it.
-* A 1x1 kernel is a linear layer over the pixels that it visits, with HOT's products in backward. On
-  CUDA they need a low rank (:func:`has_products`). Any 1x1 kernel may have an 8-bit forward.
-
-Operators take the fields of a :class:`Window` one by one.
+Pixels are tokens: x is saved as ``[N*H*W, C]``, compressed. The products stay torch's own: backward
+restores x in y's dtype and calls ``aten.convolution_backward``. A 1x1 kernel is a linear layer over
+the pixels that it visits, with HOT's products in backward. On CUDA these need a low rank
+(:func:`has_products`). Operators take the fields of a :class:`Window` one by one.
 """
 
 from __future__ import annotations
@@ -135,14 +128,11 @@ def conv2d(
 ) -> Tensor:
     """A convolution, bit for bit ``F.conv2d``; of x only compressed pixels are kept.
 
-    It gains memory alone: the products stay torch's, in forward and backward. Backward restores x.
-    All of x is kept, whatever the recipe's basis; a low-rank recipe keeps it in INT4. Backward
-    gives g_x with the bits of the plain layer. ``channels_last`` saves copies.
-
-    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits.
-    With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s. Its gradients are computed with
-    HOT, on CUDA only with a low rank. Its tokens are the output pixels; their grid replaces the
-    ``token_grid`` and ``prefix_tokens`` of the configuration.
+    It gains memory alone: the products stay torch's, and g_x has the bits of the plain layer. A
+    low-rank recipe keeps x in INT4. A 1x1 kernel in one group, without padding, is a linear layer
+    over the pixels that it visits. With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s.
+    Its gradients are HOT's, on CUDA only with a low rank. Its output's grid replaces the
+    configuration's ``token_grid`` and ``prefix_tokens``.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.

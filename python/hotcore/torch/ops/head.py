@@ -80,21 +80,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(F.linear(x, weight, bias), target)`` without ever holding all logits.
 
-    Chunks of tokens pass through head and loss one after the other. The forward pass also computes
-    the gradients, g_w in fp32; backward only scales them. If no gradient is wanted it computes the
-    loss alone. log-softmax is in fp32.
-
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, after autocast's cast.
         weight: ``[V, I]``, any V from 1.
         target: ``[...]`` int64 from 0 to V - 1, or ``ignore_index``.
         bias: ``[V]`` or None.
         config: None for torch's products. A HotConfig or a recipe's name for HOT's g_x and g_w,
-            and with ``forward="int8"`` for logits in INT8. The share of each token's target is
-            exact. Weights are quantised once for all chunks.
+            and with ``forward="int8"`` for logits in INT8.
         ignore_index: tokens with this target add nothing to loss and gradients.
-        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"`` or ``"none"``. With the
-            last, backward computes the logits again.
+        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"`` or ``"none"``.
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.

@@ -60,13 +60,9 @@ def linear(
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
     With ``forward="int8"`` the product is :func:`hotcore.forward_linear`. It takes x as autocast
-    casts it, and the parameters as they are. The gradients are the same.
-
-    Backward keeps only the compressed x, and nothing of x where ``weight`` is frozen. Consecutive
-    layers with the same x and configurations that compress it alike share one compressed x
-    (:class:`share_inputs`). Without anything to differentiate the result is the same. Every call
-    draws one seed from torch's default CPU generator, so ``torch.manual_seed`` makes a run
-    repeatable.
+    casts it, and the parameters as they are. Backward keeps only the compressed x, and nothing of x
+    where ``weight`` is frozen; consecutive layers may share it (:class:`share_inputs`). Every call
+    draws one seed from torch's default CPU generator.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, after autocast's cast.

@@ -177,13 +177,10 @@ def advise(
 ) -> Advice:
     """Time whole training steps, plain and under HOT's settings, and say which line to write.
 
-    Tried are plain torch and ``allow``; ``head=True`` with both for transformers' causal LM models
-    with a ``loss_fn``; and for memory torch's ``activation_memory_budget`` and :func:`recompute`.
     Wrap the call in ``torch.autocast`` if the training loop uses it. Weights, ``.grad``, buffers,
     hooks and torch's random state do not change. Functions that were compiled before are compiled
     again when they are next called. Optimizers in backward
-    (``register_post_accumulate_grad_hook``) do not run; tensors outside of the model that the loss
-    depends on get gradients. A UserWarning says that other processes make the times unsteady.
+    (``register_post_accumulate_grad_hook``) do not run.
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.
@@ -191,24 +188,21 @@ def advise(
             of keyword arguments. With ``loss_fn`` any argument of it.
         loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; by default the mean of every floating
             output.
-        goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``, the
-            least product of the two where neither is above plain torch's.
+        goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``.
         compiled: False: eager. True: blocks compiled one by one, or the whole model if it has no
             list of alike blocks. A mode or a mapping: options of torch.compile. None: on the CPU
             False, on CUDA True and ``"reduce-overhead"``.
         step: called after each backward pass, inside of the time: ``optimizer.step``. The state of
-            a torch optimizer is restored like the weights, that of any other object is not.
+            a torch optimizer is restored, that of any other object is not.
         allow: recipes or HotConfigs, the most promising first. Settings for memory use the first.
-        filter_fn: as for :func:`convert`.
-        slower: as for :func:`convert`.
-        budget: seconds. A setting is not tried if it would end later, judged by the one before. Its
-            row says so. The plain model is always measured.
-        progress: on a terminal, a line on stderr says after five seconds which setting runs and how
-            much time is left.
+        filter_fn: as for :func:`convert`, also ``slower``.
+        slower: see ``filter_fn``.
+        budget: seconds. A setting is not tried if it would end later; the plain model always is.
+        progress: show on a terminal which setting runs, and the time left.
 
     Returns:
-        An :class:`.Advice`. A setting that fails, by lack of memory or otherwise, has the reason in
-        its row.
+        An :class:`.Advice`. A setting that fails has the reason in its row. A UserWarning says that
+        other processes make the times unsteady.
 
     Raises:
         TypeError: ``inputs`` has another type, and there is no ``loss_fn``.

@@ -39,15 +39,6 @@ class CustomBackward:
     but the last. A convolution is unfolded: its tokens are the output pixels, its features the
     values of a window. g_b is torch's own sum of g_y.
 
-    ::
-
-        class Rounded(hot.CustomBackward):
-            def gx_operands(self, gy, w):
-                return my_quantiser(gy), my_quantiser(w)
-
-        model = Rounded().convert(model)
-        print(model.hot_report)
-
     Methods run under ``no_grad`` and without autocast. A result of a wrong shape is a ValueError
     that names the method; values are not checked. Names of helpers begin with ``_``: a public name
     that is nearly one of a method here is a TypeError. Source: docs/torch/custom.md.
@@ -147,7 +138,6 @@ class CustomBackward:
 
         ``nn.Linear`` and ``nn.Conv2d`` of one group are taken. Modules and Parameters stay the same
         objects; eval mode is plain. A layer that has another CustomBackward gets this one.
-        ``torch.compile`` traces the methods.
 
         Args:
             model: a model without HOT layers (:func:`hotcore.torch.revert`).
@@ -155,8 +145,7 @@ class CustomBackward:
                 :func:`hotcore.torch.convert`.
 
         Returns:
-            The same model. Its ``hot_report``, a :class:`.Replaced`, names the layers, and gives
-            the reasons why others were left.
+            The same model. Its ``hot_report`` is a :class:`.Replaced`.
 
         Raises:
             ValueError: no layer was taken, or the model has HOT layers.

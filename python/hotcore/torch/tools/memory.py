@@ -95,10 +95,8 @@ def memory_report(
 ) -> MemoryReport:
     """Run the model plain and changed, and measure what autograd keeps of the forward pass.
 
-    A plain model is converted for the second run, and a converted one is reverted for the first.
-    Parameters, ``.grad``, buffers, layers and torch's random state are the same afterwards. Wrap
-    the call in ``torch.autocast`` to measure with autocast. On CUDA the peak is that of a second
-    run.
+    A plain model is converted for the second run, and a converted one is reverted for the first;
+    it is the same afterwards. Wrap the call in ``torch.autocast`` to measure with autocast.
 
     Args:
         model: in training mode.
@@ -106,9 +104,9 @@ def memory_report(
             ``loss_fn`` any argument of it.
         config: configuration for a plain model; ignored, and may be None, for a converted one.
         loss_fn: ``loss_fn(model, inputs)`` -> scalar; by default the mean of every floating output.
-        filter_fn: as for :func:`convert`.
-        overrides: as for :func:`convert`.
-        slower: as for :func:`convert`.
+        filter_fn: as for :func:`convert`, also the next two.
+        overrides: see ``filter_fn``.
+        slower: see ``filter_fn``.
 
     Returns:
         A :class:`.MemoryReport`. A storage counts once and in full, for the first module that keeps

@@ -1,11 +1,7 @@
 """``NoiseMonitor``: the noise of HOT's arithmetic relative to the gradient, while training.
 
-Let g be a layer's exact gradient, g_w or g_x in fp32. HOT computes g' from the same x, weight and
-g_y. The noise to gradient ratio is ``|g' - g|^2 / |g|^2``, the power of the error over that of the
-gradient. Most of the error comes from stochastic rounding: it has mean 0, and its power adds to
-that of other noise, such as a mini-batch's.
-
-Source: docs/torch/integrations.md, "Noise to gradient ratio".
+The ratio is ``|g' - g|^2 / |g|^2``. Here g is a layer's gradient, g_w or g_x, in fp32. HOT's from
+the same x, weight and g_y is g'. Source: docs/torch/integrations.md, "Noise to gradient ratio".
 """
 
 from __future__ import annotations
@@ -30,21 +26,11 @@ _KINDS = ("gw", "gx")
 class NoiseMonitor:
     """Measures the noise to gradient ratio of chosen layers on every ``every``-th step.
 
-    ::
-
-        noise = hot.NoiseMonitor(model, every=100, layers="blocks.0.*")
-        for batch in batches:
-            with noise:                       # forward and backward of all micro-batches of a step
-                loss_fn(model, batch).backward()
-            optimizer.step()
-            log(noise.scalars)                # empty except on measured steps
-
-    A measured step repeats every call of a chosen layer with the same x and g_y. It does so in HOT
+    ``with monitor:`` holds forward and backward of all micro-batches of a step; then
+    :attr:`scalars` has the ratios. A measured step repeats every call of a chosen layer, in HOT
     with another random key, and in plain torch in fp32. The step's gradients, the parameters and
-    torch's random state do not change: an eager run keeps its bits. A compiled model runs the
-    measured step eagerly, because hooks see no call inside a graph. Several calls of a layer give
-    the sum of ``|g' - g|^2`` over the sum of ``|g|^2``. Attention, layers of bitsandbytes, and
-    layers whose weight is computed (pruning, weight norm) are not measured.
+    torch's random state do not change. A compiled model runs the measured step eagerly. Attention,
+    layers of bitsandbytes, and layers whose weight is computed are not measured.
 
     Args:
         model: a converted model.

@@ -45,12 +45,7 @@ ATTENTION = frozenset(
 def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the codes of HOT's layers (0.53 bytes per value of x) and seeds; recompute all else.
 
-    ::
-
-        contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_codes)
-        y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-
-    Nothing is compressed twice. Arguments and result are those of
+    Arguments and result are those of a policy of
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
     """
     return _kept(op in CODES or op in SEEDS)
