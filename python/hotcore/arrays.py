@@ -284,7 +284,13 @@ def _foreign_operand(array: Any, name: str) -> Operand:
     if where not in (_DLPACK_CPU, _DLPACK_CUDA):
         raise NotImplementedError(f"{name}: expected an array on the CPU or a CUDA device")
     if where == _DLPACK_CUDA:
-        _check_torch_on_cuda(array, name)
+        reader = f"{name}: torch reads a {type(array).__name__} on CUDA, but it"
+        try:
+            import torch
+        except ImportError as error:
+            raise NotImplementedError(f"{reader} is not installed; or pass a CuPy array") from error
+        if not torch.cuda.is_available():
+            raise NotImplementedError(f"{reader} sees no CUDA device")
     kind = (_Torch if where == _DLPACK_CUDA else Kind)(array)
     try:
         view = kind.library.from_dlpack(array)
@@ -295,17 +301,6 @@ def _foreign_operand(array: Any, name: str) -> Operand:
     if where == _DLPACK_CUDA:
         return _torch_operand(kind.library, view, name, kind)
     return _numpy_operand(view, name, kind)
-
-
-def _check_torch_on_cuda(array: Any, name: str) -> None:
-    """Refuse an array of another framework on CUDA without torch. Raises NotImplementedError."""
-    reader = f"{name}: torch reads a {type(array).__name__} on CUDA, but it"
-    try:
-        import torch
-    except ImportError as error:
-        raise NotImplementedError(f"{reader} is not installed; or pass a CuPy array") from error
-    if not torch.cuda.is_available():
-        raise NotImplementedError(f"{reader} sees no CUDA device")
 
 
 def needed(need: Collection[str], known: Sequence[str]) -> frozenset[str]:

@@ -180,7 +180,9 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         if not config.freeze:
             return model
-        coded = _coded(model, checkpoint_files) if self.pre_quantized else set()
+        keys = _dtypes(model, checkpoint_files) if self.pre_quantized else {}
+        end = ".weight_codes"
+        coded = {key.removesuffix(end) for key in keys if key.endswith(end)}
         self.pre_quantized = bool(coded)
         config.convert(model, _device_of(device_map), coded or None)
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
@@ -243,12 +245,6 @@ def _device_of(device_map: Any) -> Any:
         others = [each for each in device_map.values() if str(each) not in ("cpu", "disk")]
         return torch.device(others[0]) if others else "cpu"
     return "cuda" if device_map is not None and torch.cuda.is_available() else "cpu"
-
-
-def _coded(model: Any, files: Sequence[str]) -> set[str]:
-    """Names of the layers whose codes the files have."""
-    end = ".weight_codes"
-    return {key.removesuffix(end) for key in _dtypes(model, files) if key.endswith(end)}
 
 
 def _dtypes(model: Any, files: Sequence[str]) -> dict[str, str]:

@@ -463,15 +463,13 @@ def _configs(
         if override is not None and all(fqn in reasons for fqn in matched):
             plain = listed([f"{fqn} ({reasons[fqn]})" for fqn in matched])
             raise ValueError(f"overrides: {pattern!r} matches only layers that stay plain: {plain}")
-        configs.update(dict.fromkeys(matched, _override(base, pattern, override)))
+        where, chosen = f"overrides[{pattern!r}]", None
+        if isinstance(override, Mapping):
+            chosen = _with_fields(base, override, where)
+        elif override is not None:
+            chosen = as_config(override, where)
+        configs.update(dict.fromkeys(matched, chosen))
     return configs
-
-
-def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | None:
-    where = f"overrides[{pattern!r}]"
-    if isinstance(override, Mapping):
-        return _with_fields(base, override, where)
-    return None if override is None else as_config(override, where)
 
 
 def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float:

@@ -173,7 +173,11 @@ class Freezing:
         reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
         reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
         if filter_fn is None:
-            reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
+            rest = {n: m._parameters["weight"] for n, m in layers.items() if n not in reasons}
+            trained = [fqn for fqn, weight in rest.items() if weight.requires_grad]
+            if len(trained) < len(rest):  # otherwise a model without adapters yet
+                why = "its weight is trained, beside frozen ones; a filter_fn takes it"
+                reasons |= dict.fromkeys(trained, why)
         chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
         if not layers:
             raise ValueError("model: no converted layer; call hot.convert(model) before freeze")
@@ -356,14 +360,6 @@ def _shared(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, str]:
     }
     names = {fqn: others.get(id(m._parameters["weight"])) for fqn, m in layers.items()}
     return {fqn: f"its weight is that of {name}, too" for fqn, name in names.items() if name}
-
-
-def _trained(layers: Mapping[str, Any]) -> dict[str, str]:
-    """Layers whose weight is trained beside frozen ones: peft's ``modules_to_save``."""
-    trained = [fqn for fqn, m in layers.items() if m._parameters["weight"].requires_grad]
-    if len(trained) == len(layers):  # a model without adapters yet
-        return {}
-    return dict.fromkeys(trained, "its weight is trained, beside frozen ones; a filter_fn takes it")
 
 
 def _notes(layers: Iterable[HotModule]) -> Iterator[str]:
