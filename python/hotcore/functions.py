@@ -401,11 +401,7 @@ def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> Quant
 
 
 def quantize_weight_int4(
-    w: Array,
-    config: ConfigLike | None = None,
-    *,
-    group: int = 32,
-    exponents: Array | None = None,
+    w: Array, config: ConfigLike | None = None, *, group: int = 32, exponents: Array | None = None
 ) -> QuantizedWeightInt4:
     """Quantise w ``[O, I]`` to INT4 for the 8-bit forward: half a byte a value.
 

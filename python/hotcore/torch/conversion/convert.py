@@ -446,10 +446,7 @@ def _notes(
 
 
 def _configs(
-    base: HotConfig,
-    overrides: Mapping[str, Override],
-    names: list[str],
-    reasons: Mapping[str, str],
+    base: HotConfig, overrides: Mapping[str, Override], names: list[str], reasons: Mapping[str, str]
 ) -> dict[str, HotConfig | None]:
     configs: dict[str, HotConfig | None] = dict.fromkeys(names, base)
     for pattern, override in overrides.items():

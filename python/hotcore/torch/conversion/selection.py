@@ -255,11 +255,7 @@ def why_slow(
 
 
 def facts_of(
-    module: nn.Module,
-    config: HotConfig,
-    device: str,
-    rate: gpus.Int8Rate,
-    tokens: float | None,
+    module: nn.Module, config: HotConfig, device: str, rate: gpus.Int8Rate, tokens: float | None
 ) -> gains.Facts:
     """Properties of a layer that determine its time; ``tokens`` of a call, if known."""
     sizes = (products_of(module, config, device), *features_of(module))

@@ -22,13 +22,7 @@ from ...config import ConfigLike, HotConfig, as_config
 from .. import _compat
 from ..layers.modules import HotLinear, HotModule, become, own_forward
 from ..ops import DTYPES, PLAIN_TYPES, frozen_codes, is_dtensor
-from ..ops.codes import (
-    Frozen,
-    body,
-    dequantized,
-    quantize_forward_weight,
-    quantize_weight_int4,
-)
+from ..ops.codes import Frozen, body, dequantized, quantize_forward_weight, quantize_weight_int4
 from ..ops.frozen_codes import Format, guard, refuse_gradients, version
 from ..ops.linear import linear_from_json
 from . import feature_sizes

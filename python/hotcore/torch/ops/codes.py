@@ -198,9 +198,7 @@ def forward_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Te
 
 
 @operator(
-    "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)",
-    random=True,
-    native=True,
+    "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)", random=True, native=True
 )
 def quantize_input(x: Tensor, config: str) -> Forms:
     """Draw a seed; return both forms of x, from one read, and this seed."""

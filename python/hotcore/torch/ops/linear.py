@@ -221,11 +221,7 @@ def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: An
 
 
 @operator(
-    f"product({_ARGUMENTS}) -> Tensor",
-    fake=_fake_product,
-    flops=_flops,
-    product=True,
-    native=True,
+    f"product({_ARGUMENTS}) -> Tensor", fake=_fake_product, flops=_flops, product=True, native=True
 )
 def _product(
     x: Tensor, weight: Tensor, bias: Any, saved: Any, seed: Any, config: str, *rest: Any
