@@ -280,10 +280,6 @@ class HotConfig:
             raise ValueError("rows: an empty list")
         if self.forward_in_eval and self.forward == "plain":
             raise ValueError("forward_in_eval: True requires forward='int8', got 'plain'")
-        if self.storage == "int4" and self.basis != "full":
-            raise ValueError(
-                f"storage: 'int4' requires basis='full', got {self.basis!r}; use storage='int8'"
-            )
         _ask(_core.forward_input_bytes, 0, 0, self.forward_spec, hadamard_block="forward_block")
         _ask(_core.saved_layout, 0, 0, self.spec)
         if self.basis == "full":  # libhot ignores the fields of a low rank, which are checked here
