@@ -9,10 +9,8 @@ import functools
 import importlib
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -105,17 +103,6 @@ def loaded(module: str, name: str) -> tuple[Any, ...]:
     """A library's class for ``isinstance``, or an empty tuple if the library is not imported."""
     cls = getattr(sys.modules.get(module), name, None)
     return () if cls is None else (cls,)
-
-
-@functools.cache
-def triton_kernels(module: str, otherwise: str) -> ModuleType | None:
-    """A module of Triton kernels; without Triton None, and a warning that ends in ``otherwise``."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        message = f"Triton is missing ({error}); {otherwise}"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-        return None
 
 
 def functional(x: torch.Tensor) -> bool:

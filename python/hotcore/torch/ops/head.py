@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import numbers
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -212,9 +214,14 @@ def differentiate(
     return losses, at_target
 
 
+@functools.cache
 def _kernels() -> ModuleType | None:
-    name = "hotcore.torch.ops.head_triton"
-    return _compat.triton_kernels(name, f"{_NAME}: torch operations take several times as long")
+    try:
+        return importlib.import_module("hotcore.torch.ops.head_triton")
+    except ImportError as error:
+        slow = f"{_NAME}: torch operations take several times as long"
+        warnings.warn(f"Triton is missing ({error}); {slow}", RuntimeWarning, stacklevel=3)
+        return None
 
 
 def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:

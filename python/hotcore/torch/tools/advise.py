@@ -11,7 +11,6 @@ import json
 import math
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 
 from ...config import ConfigLike, HotConfig, as_config
 from .. import _compat
+from .. import progress as progress_of
 from ..conversion import gains
 from ..conversion.convert import convert, decide
 from ..conversion.probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
 from ..conversion.report import REPORT, aligned
 from ..conversion.selection import Filter, candidates, rate_of
 from ..layers.head import attach, detach
-from ..progress import shown
 from .clocks import Measured, Step, allocator_peak, milliseconds, unallocated_in_pools, whole
 from .recompute import recompute
 
@@ -52,8 +51,6 @@ _UNSTEADY = 0.1  # spread over median from which a row says that its times vary
 
 Mode = Mapping[str, Any] | None
 """Options of torch.compile; None: eager."""
-
-_now = time.monotonic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,17 +231,17 @@ def advise(
     load = _excess_load()
     if load:
         warnings.warn(f"hotcore.torch.advise: {load}: times are unsteady", stacklevel=2)
-    begun, took = _now(), 0.0
+    begun, took = progress_of.now(), 0.0
     with _restored(model, step):
         turns = contenders * visits
-        names = shown([turn.name for turn in turns], "advise: {}", progress, budget, _now)
+        names = progress_of.shown([t.name for t in turns], "advise: {}", progress, budget)
         for _, contender in zip(names, turns, strict=True):
-            start = _now()
+            start = progress_of.now()
             if trial.sizes and start - begun + took > budget:
                 trial.notes.setdefault(contender.name, f"not tried: the budget of {budget:g} s")
             elif contender.name not in trial.notes:
                 trial.run(contender)
-                took = _now() - start
+                took = progress_of.now() - start
     words = "eager" if modes == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
     cuda, threads = device.type == "cuda", f"{torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {threads}"
