@@ -127,16 +127,13 @@ def compute_report(
     One forward pass without gradients finds the shapes; a model and inputs on the ``meta`` device
     cost nothing. The methods are "full precision", "LBP-WHT" (rank 8 of 16), "LUQ", "naive INT4",
     "HOT" and the name of the configuration. :func:`backward_bops` has the formulas. g_x counts for
-    every layer, g_w if the weight is trained.
+    every layer, g_w if the weight is trained. ``filter_fn``, ``overrides`` and ``slower`` are those
+    of ``convert``; ``lambda module, name: True`` counts every layer that HOT supports.
 
     Args:
         model: plain, or converted by :func:`hotcore.torch.convert`; it is not changed.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments.
         config: configuration for a plain model.
-        filter_fn: see ``convert``, also for the next two. ``lambda module, name: True`` counts
-            every layer that HOT supports, as the paper does.
-        overrides: see ``convert``.
-        slower: see ``convert``.
 
     Returns:
         A :class:`.ComputeReport`. ValueError if no layer can be converted.

@@ -287,20 +287,11 @@ def sizes_of_x(
 
 
 def thaw(model: nn.Module) -> int:
-    """Undo :func:`.freeze`: layers with plain, dequantised weights, in place.
+    """Undo :func:`.freeze`: layers with plain, dequantised weights, in place; return their number.
 
-    The weights are new Parameters, not trained until ``requires_grad_(True)``; they have the values
-    that the codes stand for. An optimizer made before does not know them.
-
-    Args:
-        model: any module.
-
-    Returns:
-        The number of layers.
-
-    Raises:
-        TypeError: ``model`` is no module.
-        ValueError: a layer cannot be thawed, because something wraps it; nothing has changed.
+    The weights are new Parameters, not trained until ``requires_grad_(True)``. An optimizer made
+    before does not know them. Raises TypeError if ``model`` is no module, and ValueError if
+    something wraps a layer; nothing has changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

@@ -49,18 +49,15 @@ def load_frozen(
     The result is that of ``load_state_dict``, then :func:`freeze`, but the plain weights never
     exist together: each is read, moved to ``device``, quantised there and freed. Call it before
     ``peft.get_peft_model``, with the keys of ``model.state_dict()`` in the files. A weight may also
-    be there as codes (``save_codes=True``). Values are cast to the dtypes of the Parameters.
+    be there as codes (``save_codes=True``). Values are cast to the dtypes of the Parameters. The
+    arguments that are not listed are those of :func:`freeze`; with ``inputs`` the files are read
+    twice.
 
     Args:
         model: has layers that :func:`convert` made; best with Parameters on the meta device.
         checkpoint: a file, a folder, an index file of shards, or several files. In a folder the
             index file decides, then ``model.safetensors``, then all files of safetensors.
-        bits: as for :func:`freeze`, like all further arguments but ``device``.
-        filter_fn: which layers to freeze.
-        inputs: batches. The frozen model runs them, then the files are read a second time.
         device: the device of the loaded model; by default ``torch.get_default_device()``.
-        save_codes: keep codes in ``state_dict()``.
-        progress: show it on a terminal.
 
     Returns:
         The same model. Its ``freeze_report`` is the :class:`.FreezeReport` of this call.

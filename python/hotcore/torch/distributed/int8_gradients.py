@@ -73,14 +73,11 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
     differ in a run that is resumed. With FSDP2, a ``reduce_dtype`` of float32 keeps the fp32 sum at
     the same bytes on the wire. HSDP reduces between its replicas as before.
 
-    Args:
-        model: a ``DistributedDataParallel``, or a model of which ``fully_shard`` was called.
-
     Returns:
         The changed plan and its groups; ``print`` shows them.
 
     Raises:
-        TypeError: ``model`` is neither.
+        TypeError: ``model`` is neither DDP's nor FSDP2's.
         NotImplementedError: this torch has no ``FSDPModule.set_custom_reduce_scatter`` (2.9 has).
         RuntimeError: DDP has a communication hook already.
     """
@@ -198,13 +195,9 @@ def encoded_bytes(count: int) -> int:
 def encode(values: Tensor, key: Key | None, parts: int = 1, wire: Tensor | None = None) -> Tensor:
     """Codes and scales of a vector: uint8 ``[parts, bytes]``, 68 bytes for 64 values of a part.
 
-    Source: docs/numerics.md, "Blocks".
-
-    Args:
-        values: float32, float16 or bfloat16 ``[n]``. Zeros fill the last block of each part.
-        key: random key of stochastic rounding. None rounds to nearest.
-        parts: receivers of ``ceil(n / parts)`` values each.
-        wire: memory for the result, aligned to 4 bytes.
+    ``values`` are float32, float16 or bfloat16 ``[n]``, for ``parts`` receivers of
+    ``ceil(n / parts)`` each. Zeros fill the last block of a part. ``key`` None rounds to nearest.
+    ``wire`` is memory for the result, aligned to 4 bytes. Source: docs/numerics.md, "Blocks".
     """
     if wire is None:
         row = encoded_bytes(-(-values.numel() // parts))

@@ -1,8 +1,7 @@
-"""Weights that FSDP2 gathers in INT8.
+"""Weights that FSDP2 gathers in INT8: blocks of 64 (Hadamard), rounded to nearest, with one scale.
 
-Each process transforms its part of a group's weights in blocks of 64 (Hadamard). A block is rounded
-to nearest in INT8, with one fp32 scale: 1.0625 bytes a value. Layers get weights of the usual type,
-so they need not know it. docs/torch/support.md, "Weights and gradients in INT8".
+Layers get weights of the usual type. Source: docs/torch/support.md, "Weights and gradients in
+INT8".
 """
 
 from typing import Any, NamedTuple
@@ -20,12 +19,8 @@ def int8_weights(model: nn.Module) -> codes.Int8Exchange:
     """Have FSDP2 gather the weights of ``model`` in INT8 from now on.
 
     Call it after ``fully_shard``, before the first step. Parameters of one dimension (norms,
-    biases) travel in their own type. Every process computes with the same decoded weights, in
-    forward, in backward and in eval mode. Shards, optimizers and checkpoints keep the exact ones.
-    Rounding to nearest repeats: two gathers of one weight have equal bits.
-
-    Args:
-        model: a model of which ``fully_shard`` was called.
+    biases) travel in their own type. Every process computes with the same decoded weights; shards,
+    optimizers and checkpoints keep the exact ones. Two gathers of one weight have equal bits.
 
     Returns:
         The plan and its groups; ``print`` shows them.
@@ -35,6 +30,8 @@ def int8_weights(model: nn.Module) -> codes.Int8Exchange:
         NotImplementedError: this torch has no ``FSDPModule.set_custom_all_gather`` (2.9 has). In
             the training: parameters of a group differ in type, or are tensor parallel. Their rows
             do not divide by the processes of ``reshard_after_forward``.
+
+    Source: docs/torch/support.md, "Weights and gradients in INT8".
     """
     groups = codes.fsdp_modules(model, "int8_weights", "set_custom_all_gather")
     for group in groups:

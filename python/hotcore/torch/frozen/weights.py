@@ -1,10 +1,8 @@
 """Linear layers whose frozen weight is kept as codes alone; :func:`.freeze` makes them.
 
-INT8 codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). INT4 codes
-(:func:`hotcore.quantize_weight_int4`) become such codes in each call, one layer at a time. One
-uint8 Parameter, ``weight_codes``, holds them with their format and checksum
-(:mod:`hotcore.torch.ops.frozen_codes`). It moves with the model, is never cast, and an optimizer
-or DDP leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
+INT8 codes are those of the 8-bit forward; INT4 codes become such codes in each call. One uint8
+Parameter, ``weight_codes``, holds them with their format and checksum
+(:mod:`hotcore.torch.ops.frozen_codes`). It is never cast. ``weight`` is a :class:`FrozenWeight`.
 """
 
 from __future__ import annotations

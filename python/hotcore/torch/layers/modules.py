@@ -382,12 +382,9 @@ def unwrapped(
 def become(module: nn.Module, cls: type[Any], fields: Mapping[str, Any] | None = None) -> None:
     """Change a module's class in place, so that everything that holds the module sees the change.
 
-    Call :func:`unwrapped` or :func:`own_forward` first.
-
-    Args:
-        module: keeps its id, Parameters, hooks and training mode.
-        cls: its new class.
-        fields: values of the new class's ``hot_fields``. Fields of only the old class are removed.
+    It keeps its id, Parameters, hooks and training mode. Call :func:`unwrapped` or
+    :func:`own_forward` first. ``fields`` are values of the new class's ``hot_fields``; fields of
+    only the old class are removed.
     """
     content = vars(module)
     for name in {*getattr(type(module), "hot_fields", ())} - {*getattr(cls, "hot_fields", ())}:

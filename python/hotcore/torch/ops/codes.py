@@ -1,13 +1,11 @@
 """Codes: an x compressed for backward, an x and a weight quantised for 8-bit products.
 
 A compiled layer calls ``kept_of``. It compresses x with a new seed (``compress``), once for all
-layers of a graph that take the same x and configuration. These layers round g_y with the same
-random numbers; every gradient is still unbiased. With ``forward="int8"`` it is ``input_of``, which
-also quantises x for the product, from the same read of x (``quantize_input``).
+layers of a graph that take the same x and configuration. With ``forward="int8"`` it is
+``input_of``, which also quantises x for the product, from the same read of x (``quantize_input``).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`~.core.key_of`). Compiled and
-captured code draws it with the generator of x's device, where the kernels read it. A graph then
-needs no CPU tensor, and every replay draws a new seed.
+captured code draws it with the generator of x's device, so that every replay draws a new one.
 """
 
 from __future__ import annotations

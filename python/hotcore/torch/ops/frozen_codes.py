@@ -1,10 +1,8 @@
 """Codes of a frozen weight, with a tail that tells their format and holds their checksum.
 
-A byte has no type that would tell codes of two formats apart. The tail stands behind the codes and
-scales: 64 bits of a checksum, then zeros, in all as many bytes as the format says. Codes of two
-formats therefore never have one size, and copying one into the other is an error. A layer sees the
-size of codes that replace its own. The checksum tells codes from computed bytes, such as an average
-that was cast back.
+The tail stands behind the codes and scales: 64 bits of a checksum, then zeros, in all as many bytes
+as the format says. Codes of two formats therefore never have one size. The checksum tells codes
+from computed bytes, such as an average that was cast back.
 """
 
 from __future__ import annotations

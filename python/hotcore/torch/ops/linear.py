@@ -2,14 +2,10 @@
 
 Eager and compiled layers run one autograd function, :class:`Linear`. Eager ones go past the
 dispatcher where nothing intercepts it. A compiled layer calls the composite operator ``linear``:
-``product`` (``F.linear``, or libhot's with ``forward="int8"``) with the backward
-``backward_linear``. It takes the codes of x, although the product does not need them, so that they
-exist before it. Otherwise the partitioner would move the compression and its seed into backward
-(:attr:`HotModule.defer` allows that).
-
-No codes of a weight are kept for the next call. Nothing on the host tells whether a weight was
-written in between: ``.data``, fused optimizers and FSDP raise no version.
-:func:`hotcore.torch.freeze_int8` keeps codes, in place of the weight.
+``product`` with the backward ``backward_linear``. ``product`` takes the codes of x without needing
+them. Otherwise the partitioner would move the compression and its seed into backward
+(:attr:`HotModule.defer` allows that). No codes of a weight are kept for the next call: nothing on
+the host tells whether a weight was written in between.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Decorators: a function becomes an operator of ``torch.ops.hotcore``; backward runs only once.
 
-Operators are low-level library operators with fakes. They cost half as much host time as
-``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
-no vmap: callers cast, and refuse what is batched.
-
-Operators of a compiled layer run in C++ where torch is 2.10 or newer, in a third of the host's time
-(``python/bindings/torch_ops.cpp``). Each has a Python operator beside it, ``NAME_python``. That one
-takes the first call with a configuration and a stream, calls that C++ does not know, and errors.
+Operators are low-level library operators with fakes: half the host time of
+``torch.library.custom_op``. They follow no autocast and no vmap: callers cast, and refuse what is
+batched. Operators of a compiled layer run in C++ where torch is 2.10 or newer
+(``python/bindings/torch_ops.cpp``). The Python operator beside each, ``NAME_python``, takes the
+first call with a configuration and a stream, calls that C++ does not know, and errors.
 """
 
 from __future__ import annotations
