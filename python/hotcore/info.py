@@ -94,12 +94,6 @@ def _advice(facts: dict[str, Any]) -> str:
     return f'begin with hot.convert(model, "default", forward="int8"); {measure}'
 
 
-def verdict(major: int, minor: int) -> str:
-    """Return one line: can this build use a GPU of compute capability ``major.minor``?"""
-    level, text = _judge(major, minor)
-    return f"{_VERDICTS[level]}: {text}"
-
-
 def _judge(major: int, minor: int) -> tuple[str, str]:
     if not _core.built_with_cuda():
         return "none", (

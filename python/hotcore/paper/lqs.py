@@ -28,7 +28,7 @@ from ..torch.conversion.probe import Call, gradients_seen, loss_of, preserve_sta
 from ..torch.conversion.report import aligned, listed
 from ..torch.conversion.selection import Filter, products_of
 from ..torch.frozen.bitsandbytes import is_8bit
-from ..torch.ops.conv import settings
+from ..torch.ops.conv import settings, visited
 from ..torch.tools.noise import power
 
 PATTERN_SIZE = 32
@@ -287,14 +287,9 @@ def _as_linear(
         if not isinstance(module, nn.Linear):
             weight = weight.T  # transformers' Conv1D keeps [I, O]
         return x.reshape(-1, x.shape[-1]), weight, gy.reshape(-1, gy.shape[-1]), config
-    grid = (gy.shape[2], gy.shape[3])
-    down, right = module.stride
-    return (
-        x[:, :, ::down, ::right].permute(0, 2, 3, 1).reshape(-1, x.shape[1]),
-        weight.flatten(1),
-        gy.permute(0, 2, 3, 1).reshape(-1, gy.shape[1]),
-        settings(config, True, grid),
-    )
+    pixels = visited(x, module.stride).reshape(-1, x.shape[1])
+    gradients = visited(gy, (1, 1)).reshape(-1, gy.shape[1])
+    return pixels, weight.flatten(1), gradients, settings(config, True, (gy.shape[2], gy.shape[3]))
 
 
 def _rounded(

@@ -7,6 +7,7 @@ docs/torch/support.md, "Weights and gradients in INT8".
 """
 
 # Without ``annotations`` of __future__: DDP reads those of its hook as objects.
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -149,13 +150,9 @@ def _reduce_bucket(
     return future
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _all_reduced(values: Tensor, group: Any) -> Tensor:
