@@ -57,7 +57,8 @@ class HotLoop:
         self._model, self._optimizer = model, optimizer
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
-        self._steps = start
+        self.steps = start
+        """Number of steps, ``start`` included."""
         self._stack: ExitStack | None = None
         self.scalars: dict[str, float] = {}
         """The last logged scalars."""
@@ -82,18 +83,13 @@ class HotLoop:
         if stack is not None:
             stack.close()
 
-    @property
-    def steps(self) -> int:
-        """Number of steps, ``start`` included."""
-        return self._steps
-
     def _stepped(self, *_: Any) -> None:
-        self._steps += 1
+        self.steps += 1
         if self._noise is None:
             return
         if scalars := self._noise.end():
             self.scalars = scalars
-            self._log(scalars, self._steps)
+            self._log(scalars, self.steps)
         if self._stack is not None:
             self._noise.begin()
 

@@ -46,23 +46,19 @@ class PrecisionSchedule:
         if not self._layers:
             raise ValueError("model: no layer is converted; call hot.convert(model) first")
         self._warmup, self._bits, self._then_bits = warmup, bits, then_bits
-        self._count = 0
+        self.count = 0
+        """Number of calls of ``step()``."""
         self._apply()
 
     @property
     def bits(self) -> Bits | None:
         """Bits of g_x in the current phase; None: those of each layer's configuration."""
-        return self._bits if self._count < self._warmup else self._then_bits
-
-    @property
-    def count(self) -> int:
-        """Number of calls of ``step()``."""
-        return self._count
+        return self._bits if self.count < self._warmup else self._then_bits
 
     def step(self) -> None:
         """Count one step or epoch, and change the configurations when the warmup ends."""
-        self._count += 1
-        if self._count == self._warmup:
+        self.count += 1
+        if self.count == self._warmup:
             self._apply()
 
     def close(self) -> None:
@@ -78,11 +74,11 @@ class PrecisionSchedule:
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of steps as a dict."""
-        return {"count": self._count}
+        return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from :meth:`state_dict`."""
-        self._count = int(state["count"])
+        self.count = int(state["count"])
         self._apply()
 
     def _apply(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..conversion.report import REPORT
 from ..conversion.selection import Filter, candidates, why_plain
-from ..layers.modules import Changed, HotModule, become, unwrapped
+from ..layers.modules import Changed, HotModule, become
 from ..ops import core
 from ..ops.calls import autocast_on
 
@@ -171,17 +171,6 @@ class CustomBackward:
                 become(layer, _CLASSES[type(layer)])
             layer.method = self
         model.__dict__[REPORT] = Replaced(taken, left)
-        return model
-
-    @staticmethod
-    def revert(model: nn.Module) -> nn.Module:
-        """Make every layer with a CustomBackward plain again, in place; return the model.
-
-        Raises ValueError as :func:`hotcore.torch.revert`.
-        """
-        for layer in unwrapped(model, _Custom).values():
-            become(layer, layer.plain)
-        model.__dict__.pop(REPORT, None)
         return model
 
 

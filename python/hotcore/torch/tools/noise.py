@@ -61,6 +61,8 @@ class NoiseMonitor:
         names = [name for name in able if any(fnmatchcase(name, p) for p in patterns)]
         if not names:
             raise ValueError(f"layers: {layers!r} matches none of {listed(list(able))}")
+        self.layers = names
+        """Names of the chosen layers."""
         self._layers = {name: able[name] for name in names}
         self._every, self._seed = every, seed
         self._count = self._measured = 0
@@ -70,11 +72,6 @@ class NoiseMonitor:
         """Ratios of the last step; empty if it was not measured. Keys are ``hot/noise_gw/LAYER``
         and ``hot/noise_gx/LAYER``, and ``all`` in place of LAYER for all chosen layers' gradients.
         A layer without a g_x, or without a g_w because it is frozen, has none."""
-
-    @property
-    def layers(self) -> list[str]:
-        """Names of the chosen layers."""
-        return list(self._layers)
 
     def __exit__(self, *error: Any) -> None:
         self.end()
