@@ -109,10 +109,8 @@ def _draw(x: Tensor) -> Tensor:
     return torch.randint(core.SEEDS, (), device=x.device)
 
 
-@operator("draw_seed(Tensor x) -> Tensor", random=True)
-def draw_seed(x: Tensor) -> Tensor:
-    """Draw a seed on x's device."""
-    return _draw(x)
+draw_seed = operator("draw_seed(Tensor x) -> Tensor", random=True)(_draw)
+"""Draw a seed on x's device."""
 
 
 @operator("compress_activation(Tensor x, Tensor seed, str config) -> (Tensor, Tensor)")

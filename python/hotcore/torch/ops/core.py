@@ -71,17 +71,14 @@ def context_for(x: Tensor) -> _core.CoreContext:
     if x.is_cpu:  # device.type would make a string
         return contexts.cpu(torch.get_num_threads())
     if x.is_cuda:
-        return _cuda_context(x.get_device())
+        index = x.get_device()
+        # Only the handle: torch.cuda.current_stream() would wrap it in an object.
+        return contexts.cuda(index, _compat.current_stream(index), _sm_margin())
     raise NotImplementedError(f"x: no backend of hotcore for the device {x.device}")
 
 
-def _cuda_context(index: int) -> _core.CoreContext:
-    # torch's margin of multiprocessors holds for hotcore's kernels, too.
-    # Only the handle: torch.cuda.current_stream() would wrap it in an object.
-    return contexts.cuda(index, _compat.current_stream(index), _sm_margin())
-
-
 def _sm_margin() -> int:
+    # torch's margin of multiprocessors holds for hotcore's kernels, too.
     return _compat.sm_carveout() or 0
 
 

@@ -448,15 +448,11 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any,
     return 2 * math.prod(x_shape) * weight_shape[0] * (1 + bool(need_gx) + bool(need_gw))
 
 
-def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
-    return _outputs(x, weight, arguments[5:8], len(weight))
-
-
 @operator(
     "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor factor, Tensor? seed, "
     f"str config, bool need_gx, bool need_gw, bool need_gb, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
+    fake=lambda x, weight, *rest: _outputs(x, weight, rest[5:8], len(weight)),
     flops=_flops,
     product=True,
 )
