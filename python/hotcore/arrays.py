@@ -25,11 +25,7 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # DLDeviceType
 
 
 class Kind:
-    """One array framework, here NumPy: its new arrays, and the stream of its work.
-
-    ``foreign`` is an array of another framework that this one can read. Results then go back to
-    that framework by its from_dlpack.
-    """
+    """One array framework, here NumPy; results for a ``foreign`` array go back to its framework."""
 
     name, title, bfloat16 = "numpy", "NumPy", False
     library: Any = np
@@ -163,10 +159,7 @@ class Operand(NamedTuple):
         return text
 
     def workspace(self, size_of: Callable[..., int], *arguments: Any) -> Any:
-        """Workspace for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
-
-        None on the CPU: there the binding allocates it.
-        """
+        """Workspace for ``_core`` of so many bytes; None on the CPU: the binding allocates it."""
         size = 0 if self.device < 0 else size_of(self.context(), *arguments)
         if size == 0:
             return None

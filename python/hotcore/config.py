@@ -191,10 +191,7 @@ FIELDS = {row[0]: Field(*row) for row in _core.config_fields()}
 
 
 def check_names(names: Iterable[str], where: str, arguments: Sequence[str] = ()) -> None:
-    """Refuse names of no field with a ValueError.
-
-    It is a TypeError where ``arguments`` has the other names that a call takes.
-    """
+    """Refuse names of no field: ValueError, or TypeError where a call has other ``arguments``."""
     for name in names:
         if name not in FIELDS:
             check_gone(name)
@@ -306,10 +303,7 @@ class HotConfig:
     def recipe(
         cls, name: RecipeName | None = None, **overrides: Unpack[HotConfigFields]
     ) -> HotConfig:
-        """Return the named recipe, with some fields replaced.
-
-        Raises ValueError for an unknown name or field.
-        """
+        """Return the named recipe with some fields replaced; ValueError for unknown names."""
         return cls(*_chosen(name, tuple(overrides.items())))
 
     @property
@@ -455,10 +449,7 @@ RECIPE_TEXTS: dict[str, str] = {name: HotConfig.recipe(name).json for name in RE
 
 
 def as_config(config: HotConfig | str, name: str = "config") -> HotConfig:
-    """Return ``config``, or the recipe of that name.
-
-    Raises ValueError for another name and TypeError for anything else, under the argument's name.
-    """
+    """Return ``config``, or the recipe of that name. ValueError and TypeError name the argument."""
     if isinstance(config, HotConfig):
         return config
     if isinstance(config, str):

@@ -129,10 +129,7 @@ _followers: list[Callable[[int, str], None]] = []
 
 
 def follow_cpu(follower: Callable[[int, str], None]) -> None:
-    """Call ``follower`` with the default's threads and instruction set, now and at every change.
-
-    XLA's calls need it, which do not ask this module.
-    """
+    """Call XLA's ``follower`` with threads and instruction set, now and at every change."""
     follower(_threads, _isa)
     _followers.append(follower)
 

@@ -42,10 +42,7 @@ class HotTitanLinear(hot.HotLinear, _Module):  # type: ignore[misc]
 
 
 class HotSelectiveAC(_SelectiveAC):  # type: ignore[misc]
-    """torchtitan's SelectiveAC that also saves HOT's codes, seeds and products.
-
-    The stock class knows only torch's operators, so every HOT layer would run twice.
-    """
+    """torchtitan's SelectiveAC that also saves HOT's codes, seeds and products."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(_SelectiveAC.Config):  # type: ignore[misc]

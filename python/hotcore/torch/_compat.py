@@ -133,19 +133,13 @@ def count_as_products(operators: Iterable[Any]) -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether this module, not its children, runs under ``torch.compile``.
-
-    ``torch.compile(module)`` and ``module.compile()`` both set a private attribute.
-    """
+    """Whether this module, not its children, runs under ``torch.compile`` or ``compile()``."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 @functools.cache
 def traces_parameters() -> bool:
-    """Whether torch.compile follows a subclass of Parameter.
-
-    It does in torch 2.13 and 2.15. In 2.6, 2.8, 2.10 and 2.12 tracing ends with an error.
-    """
+    """Whether torch.compile follows a subclass of Parameter: from torch 2.13."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 

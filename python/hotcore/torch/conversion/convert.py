@@ -147,10 +147,7 @@ def decide(
     slower: bool = False,
     head: bool = False,
 ) -> Decision:
-    """Choose the layers of :func:`convert`, whose arguments and errors these are; change nothing.
-
-    A model without layers to convert is no error with ``head``.
-    """
+    """Choose the layers of :func:`convert`; with ``head`` none at all is no error."""
     _check_model(model)
     if filter_fn is not None and not callable(filter_fn):
         kind = type(filter_fn).__name__
@@ -306,10 +303,7 @@ def _check_sharded(
 def _dry_run(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Any
 ) -> tuple[dict[str, probe.LayerUse], int | None, set[str]]:
-    """Uses of layers in a forward pass, its multiply-adds, and layers that it never calls.
-
-    The third are layers whose weight other code multiplies; without inputs by the source code.
-    """
+    """Uses of layers, multiply-adds, and layers whose weight is used without calling them."""
     if inputs is None:
         return {}, None, unconverted.bypassed(model, layers)
     watch = probe.Watch(layers)

@@ -29,10 +29,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class FreezeReport:
-    """Report of :func:`.freeze`, the model's attribute ``freeze_report``; print it.
-
-    It holds no tensor and no module.
-    """
+    """Report of :func:`.freeze`, the model's attribute ``freeze_report``; print it."""
 
     layers: tuple[str, ...]
     """Names of the layers that are frozen now."""
@@ -151,10 +148,7 @@ def check_inputs(model: object, bits: int, inputs: Any) -> None:
 
 
 class Freezing:
-    """Layers of a model to be frozen, and their codes; nothing changes before :meth:`freeze`.
-
-    Raises ValueError if no layer can be frozen.
-    """
+    """Layers to be frozen (ValueError: none), and their codes; :meth:`freeze` changes a layer."""
 
     def __init__(
         self,

@@ -146,10 +146,7 @@ class Watch(TorchFunctionMode):
 
 
 def macs(layer: nn.Module, output: Tensor) -> int:
-    """Multiply-adds of a layer for ``output``.
-
-    For an attention these are its projections' with as many keys as queries.
-    """
+    """Multiply-adds of a layer for ``output``; for an attention those of its projections."""
     if isinstance(layer, nn.MultiheadAttention):
         weights = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
         values = [p.numel() for p in weights if p is not None and p.dim() == 2]
@@ -324,10 +321,7 @@ class Seen:
 
 @torch.no_grad()
 def seen_by(model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[Any]) -> Seen:
-    """Run a model in eval mode over ``batches``; it does not change.
-
-    Raises ValueError for a NaN or an infinity in the x of a layer, which is named.
-    """
+    """Run a model in eval mode over ``batches``. ValueError names a layer with a bad x."""
     seen = Seen()
     with preserve_state(model), eagerly(), _hooked(layers, seen.add, lambda *_: None):
         model.eval()

@@ -211,10 +211,7 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
 
 
 def group_alike(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Merge rows whose names, the first column, differ only in numbers between dots.
-
-    ``*`` stands for the numbers, which makes a pattern for ``overrides``; then the count follows.
-    """
+    """Merge rows whose names differ only in numbers between dots: ``*``, then the count."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
@@ -231,10 +228,7 @@ def _as_dict(layer: Row) -> dict[str, Any]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 2, last_left: bool = False) -> list[str]:
-    """Lines of a table: ``left`` left-aligned columns, then right-aligned ones.
-
-    ``last_left`` also left-aligns the last column.
-    """
+    """Lines of a table: ``left`` columns left-aligned, also the last one with ``last_left``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ends = {*range(left), *([len(widths) - 1] if last_left else [])}
     return [

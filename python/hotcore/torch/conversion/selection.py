@@ -112,10 +112,7 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 
 def products_of(module: nn.Module, config: HotConfig, device: str = "") -> bool | None:
-    """Whether a convolution has HOT's products in backward; None for other layers.
-
-    ``device`` is a type of device, by default the weight's.
-    """
+    """Whether a convolution has HOT's products on a type of device; None for other layers."""
     if not isinstance(module, nn.Conv2d):
         return None
     device = device or module.weight.device.type
@@ -241,10 +238,7 @@ def why_slow(
     rate: gpus.Int8Rate,
     tokens: Mapping[str, float | None],
 ) -> dict[str, str]:
-    """Names of the layers that are expected to be slower than plain torch's, and the reasons.
-
-    ``tokens`` has those of a layer's call, where they are known.
-    """
+    """Names of the layers that are expected to be slower than plain torch's, and the reasons."""
     reasons = {}
     for fqn, module in layers:
         config = configs[fqn]

@@ -421,10 +421,7 @@ class FrozenModule(HotModule, nn.Module):
             guard(param)
 
     def plain_weight(self, values: Tensor | None = None) -> nn.Parameter:
-        """A plain weight, not trained, with ``values`` or those that the codes stand for.
-
-        Raises ValueError where the layer cannot have it; nothing has changed.
-        """
+        """A plain weight, not trained. Raises ValueError where the layer cannot have it."""
         if type(self.weight_codes) not in PLAIN_TYPES:
             kind = type(self.weight_codes).__name__
             raise ValueError(f"weight: its codes are a {kind}; undo fully_shard before thawing it")
@@ -438,10 +435,7 @@ class FrozenModule(HotModule, nn.Module):
 
     @classmethod
     def freeze(cls, layer: Any, codes: nn.Parameter, **fields: Any) -> None:
-        """Make a layer of the class :attr:`thawed` one of this class, in place.
-
-        ``fields`` are the last of ``hot_fields``, from ``save_codes`` on.
-        """
+        """Make a layer of :attr:`thawed` one of this class; ``fields`` are of ``hot_fields``."""
         weight = layer._parameters["weight"]
         _swap(layer, "weight", _CODES, codes)
         fields |= {"weight_dtype": weight.dtype, "weight_features": tuple(cls.rows(weight).shape)}
@@ -586,10 +580,7 @@ class FrozenModule(HotModule, nn.Module):
 
 
 def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Parameter]:
-    """A :meth:`~FrozenModule.plain_weight` for each layer; the same codes make the same one.
-
-    Errors begin with the layer's name.
-    """
+    """A plain weight for each layer; the same codes make the same one. Errors name the layer."""
     by_codes: dict[int, nn.Parameter] = {}
     weights = {}
     for layer in layers:
@@ -615,10 +606,7 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):
-    """A HotLinear whose frozen weight is kept as codes alone; :func:`.freeze` makes it.
-
-    ``weight`` reads as the dequantised weight, and ``state_dict`` has that under the plain key.
-    """
+    """A HotLinear whose frozen weight is kept as codes alone; :func:`.freeze` makes it."""
 
     thawed = HotLinear
 

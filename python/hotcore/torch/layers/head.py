@@ -67,10 +67,7 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class HeadForward:
-    """The forward of a model's head. Inside the model's :class:`AttachedLoss` it keeps x instead.
-
-    It knows nothing of the model: a copy of the head alone is a plain head.
-    """
+    """The forward of a model's head, which keeps x instead inside of an :class:`AttachedLoss`."""
 
     def __init__(self, head: nn.Linear) -> None:
         self.head = head
@@ -226,10 +223,7 @@ def _attach(model: nn.Module, config: ConfigLike | None) -> str:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`.
-
-    Raises ValueError where the model's forward was wrapped afterwards, so that it would stay.
-    """
+    """Undo :func:`attach`. Raises ValueError where the model's forward was wrapped afterwards."""
     forwards = {module: OwnForward.of(module) for module in model.modules()}
     states = {m: each for m, each in forwards.items() if isinstance(each, AttachedLoss)}
     heads = set(filter(is_attached, forwards))  # copies, too

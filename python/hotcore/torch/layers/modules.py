@@ -203,11 +203,7 @@ _FORWARD, _OLD_FORWARD, _OWN = "forward", "_old_forward", "_hot_own_forward"
 
 
 class OwnForward:
-    """Base of the callables that stand in a module's ``__dict__`` as its forward.
-
-    Wrappers such as accelerate's take the function of a bound method and bind it again, to the
-    module or to a copy of it. :attr:`__func__` is that function.
-    """
+    """Base of the callables that stand in a module's ``__dict__`` as its forward."""
 
     forward: Callable[..., Any]
     """The module's forward before this one, which it calls."""
@@ -245,7 +241,7 @@ class OwnForward:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """Function of the bound method that this object replaces."""
+        """Function of the replaced bound method; accelerate takes it and binds it again."""
         function: Any = types.FunctionType(_call_own.__code__, globals(), _FORWARD)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         with contextlib.suppress(TypeError, ValueError):  # a built-in has no signature
@@ -272,10 +268,7 @@ def defer_in_blocks(model: nn.Module) -> None:
 
 
 def own_forward(module: nn.Module) -> str:
-    """Return why a layer's calls do not run its class's forward; empty if they do.
-
-    accelerate's hooks do run it, between their own calls; :func:`become` keeps them.
-    """
+    """Return why a layer's calls do not run its class's forward (accelerate's hooks do), or ""."""
     forward = vars(module).get(_FORWARD)
     if forward is None or _is_class_forward(module, forward) or _is_hooked(module):
         return ""
@@ -362,10 +355,7 @@ def unwrapped(
     before: str = "revert()",
     why: Callable[[Any], str] = own_forward,
 ) -> dict[str, Any]:
-    """Return names and modules of ``base``, whose class can change back.
-
-    Raises ValueError if something that wraps one of them would stay.
-    """
+    """Return names and modules of ``base``. ValueError if something wraps one of them."""
     changed: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, base)}
     held = held_forwards(model)
     for name, module in changed.items():

@@ -93,11 +93,7 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
 def decompress(
     saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, dtype: torch.dtype
 ) -> Tensor:
-    """:func:`compress`'s x back, ``[tokens, I]``, rounded once to ``dtype``.
-
-    Only for basis ``"full"``, which keeps x itself; ``key`` is the one of
-    :func:`compress`.
-    """
+    """:func:`compress`'s x back (basis ``"full"``), ``[tokens, I]``, rounded once to ``dtype``."""
     out = torch.empty((tokens, in_features), dtype=dtype, device=saved.device)
     sizes = {"tokens": tokens, "in_features": in_features, "first": 0, "last": tokens}
     arguments = {"saved": saved, "saved_key": key, "spec": config.spec, "out": out}
@@ -298,10 +294,7 @@ class Frozen(NamedTuple):
 
 
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
-    """w ``[O, I]`` as one uint8 vector that an 8-bit product takes in its place.
-
-    On the meta device a vector of that size.
-    """
+    """w ``[O, I]`` as one uint8 vector that an 8-bit product takes in its place."""
     rows, columns = weight.shape
     spec = config.forward_spec
     out = _bytes(_core.forward_weight_bytes(rows, columns, spec), weight.device)
@@ -310,10 +303,7 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
 
 
 def quantize_weight_int4(weight: Tensor, exponents: Tensor, config: HotConfig) -> Tensor:
-    """w ``[O, I]`` in INT4 as one uint8 vector, with the ``exponents`` behind its codes.
-
-    On the meta device a vector of that size.
-    """
+    """w ``[O, I]`` in INT4 as one uint8 vector, with the ``exponents`` behind its codes."""
     rows, columns = weight.shape
     spec, group = config.forward_spec, frozen_codes.GROUP
     out = _bytes(Format(config.forward_block, bits=4).body(rows, columns), weight.device).zero_()

@@ -54,11 +54,7 @@ class Window(NamedTuple):
 
 
 def is_pointwise(window: Window) -> bool:
-    """Whether it is a 1x1 kernel in one group: a linear layer over (every stride-th) pixel.
-
-    It is no property of the class, because torch 2.6 cannot compile one whose tuple holds dynamic
-    sizes.
-    """
+    """Whether a 1x1 kernel in one group. (Torch 2.6 cannot compile a property of dynamic sizes.)"""
     return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
 
 
@@ -95,10 +91,7 @@ def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -
 
 @functools.lru_cache(maxsize=256)
 def _pixels_key(config: str, window: Window, dtype: torch.dtype | None, cuda: bool) -> Hashable:
-    """Key of everything but x that the bytes of its compressed pixels depend on.
-
-    ``dtype`` is the one autocast casts x to.
-    """
+    """Key of everything but x that its kept bytes depend on; ``dtype`` is autocast's."""
     storage = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
     return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(storage))
 
@@ -383,10 +376,7 @@ def _convolution(
 
 
 class Conv2d(torch.autograd.Function):
-    """A convolution, in eager mode and as AOTAutograd traces it.
-
-    In a graph x is cast, and compressed, by operators before it.
-    """
+    """A convolution, eager and traced; in a graph operators before it cast and compress x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:

@@ -64,10 +64,7 @@ def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
 
 
 def context_for(x: Tensor) -> _core.CoreContext:
-    """Context of x's device: torch's number of threads, or its current stream.
-
-    Raises NotImplementedError for a device that this build has no backend for.
-    """
+    """Context of x's device and stream. Raises NotImplementedError without a backend for it."""
     if x.is_cpu:  # device.type would make a string
         return contexts.cpu(torch.get_num_threads())
     if x.is_cuda:
@@ -160,10 +157,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def collapsible(x: Tensor) -> tuple[Tensor, int, int]:
-    """``[..., I]`` for libhot, its number of tokens, and I.
-
-    It is x itself if its leading dimensions collapse, else flattened.
-    """
+    """``[..., I]`` for libhot (x itself or flattened), its number of tokens, and I."""
     shape = x.shape
     rank = len(shape)
     if rank == 2:

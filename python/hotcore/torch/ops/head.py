@@ -315,10 +315,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 class _HotProducts(_Products):
-    """HOT's products. Logits and gradients at the targets are multiplied apart, exactly.
-
-    These gradients are by far the largest of their rows; without them the other codes are finer.
-    """
+    """HOT's products; the targets' largest logits and gradients are multiplied apart, exactly."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Any, config: HotConfig, seed: Any, gx: bool

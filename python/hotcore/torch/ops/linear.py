@@ -112,10 +112,7 @@ def linear_from_json(
 def _prepared(
     x: Tensor, weight: Weight, bias: Tensor | None, config: str, seed: Any, defer: bool = False
 ) -> Tensor:
-    """A call that casts x, and compresses it, before the autograd function, or needs none.
-
-    It is compiled, has a frozen weight, or nothing to differentiate.
-    """
+    """A call that is compiled, has a frozen weight, or has nothing to differentiate."""
     held, fields = _parts(weight)
     frozen, int8 = isinstance(weight, Frozen), calls.is_int8(config)
     compiled, wanted = torch.compiler.is_compiling(), calls.wants_gradients(x, held, bias, config)
@@ -237,10 +234,7 @@ def _multiply(
 
 
 def _for_product(weight: Any, dtype: torch.dtype) -> Frozen:
-    """The frozen weight for a product in ``dtype``: the bits that a plain layer's cast would give.
-
-    fp32 holds dequantised values as they are: they are rounded once in either case.
-    """
+    """The frozen weight in ``dtype``, with the bits that a plain layer's cast would give."""
     frozen: Frozen = weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
     return frozen
 
@@ -280,10 +274,7 @@ def undifferentiated(x: Tensor, weight: Weight, bias: Tensor | None, config: str
 
 
 class Linear(torch.autograd.Function):
-    """A linear layer, in eager mode and as AOTAutograd traces it.
-
-    In a graph x is cast, and compressed, by operators before it.
-    """
+    """A linear layer, eager and traced; in a graph operators before it cast and compress x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -410,10 +401,7 @@ def new_gradients(
 
 @functools.cache
 def dtypes_of(names: str) -> tuple[torch.dtype | None, ...]:
-    """The dtypes of g_x, g_w and g_b, as ``backward_linear`` takes them: ``"bfloat16 None None"``.
-
-    One text costs the dispatcher a quarter of the time of three dtypes.
-    """
+    """Dtypes of g_x, g_w and g_b of a text, which the dispatcher takes faster than three dtypes."""
     return tuple(None if name == "None" else getattr(torch, name) for name in names.split())
 
 

@@ -149,10 +149,7 @@ def _of_product(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _register_products() -> None:
-    """Tell the partitioner that products are expensive.
-
-    Otherwise an activation memory budget would recompute them.
-    """
+    """Tell the partitioner that products are expensive, so that no budget recomputes them."""
     _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in _products)
 
 

@@ -269,10 +269,7 @@ def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows) -> Ten
 
 
 class _Backward(torch.autograd.Function):
-    """The product of x ``[B, T, I]`` and w, and a method's backward.
-
-    With ``windows`` x is an image ``[N, C, H, W]``, to be unfolded.
-    """
+    """The product of x ``[B, T, I]``, or of an image's ``windows``, and w, and its backward."""
 
     @staticmethod
     def forward(
