@@ -16,7 +16,10 @@ cpp_files() {
 
 # mypy takes the types of hotcore._core from the installed package. An extension in the tree comes first.
 stub_of_core() {
-  compgen -G 'python/hotcore/_core*.so' >/dev/null || return 0
+  if ! compgen -G 'python/hotcore/_core*.so' >/dev/null; then
+    "$HOT_VENV_PYTHON" -c 'import hotcore._core' || hot_env_fail "mypy needs the package: bash scripts/test.sh style"
+    return
+  fi
   mkdir -p build/stubs/hotcore && : >build/stubs/hotcore/__init__.pyi
   "$HOT_VENV_PYTHON" -m nanobind.stubgen -q -i python -m hotcore._core -o build/stubs/hotcore/_core.pyi
 }
