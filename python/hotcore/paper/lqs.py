@@ -104,11 +104,7 @@ class Selection:
         return "\n".join([*aligned(rows, left=1, last_left=True), f"{measured}, {self.config}"])
 
     def plot(self, path: str | Path) -> None:
-        """Draw ``|g_y|`` of every layer into a file, tokens by out features.
-
-        Bright rows are outlier tokens, where a finer scale helps; single bright cells are not. See
-        Fig. 2 of the paper's supplement G. Raises ImportError without matplotlib.
-        """
+        """Draw ``|g_y|`` of every layer into a file, tokens by out features (supplement G)."""
         try:
             from matplotlib.figure import Figure  # needs no display
         except ImportError as error:

@@ -59,10 +59,7 @@ class LayerUse:
 def _hooked(
     modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
 ) -> ExitStack:
-    """Call ``enter(name, module, args, kwargs)`` and ``leave(name, module, args, kwargs, output)``.
-
-    Closing the result removes the hooks.
-    """
+    """Call ``enter`` before and ``leave`` after each module's forward, until the result closes."""
     with ExitStack() as stack:
         for name, module in modules.items():
             before, after = partial(enter, name), partial(leave, name)

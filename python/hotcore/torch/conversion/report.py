@@ -190,11 +190,7 @@ class ConversionReport:
 
 
 def report(model: nn.Module) -> ConversionReport:
-    """Return the report of the last :func:`~hotcore.torch.convert` of ``model`` or of a part of it.
-
-    Wrappers such as DDP, ``torch.compile`` and peft do not matter. Raises ValueError if no part of
-    ``model`` was converted.
-    """
+    """Return the report of the last ``convert`` of ``model`` or of a part; ValueError: none."""
     for module in model.modules():
         content = vars(module).get(REPORT)
         if isinstance(content, ConversionReport):

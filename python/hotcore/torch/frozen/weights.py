@@ -400,10 +400,7 @@ class FrozenModule(HotModule, nn.Module):
         return frozen_codes.exponents_of(codes[: self._body_bytes], self.weight_features[1])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; refuses parts of a weight that ``parallelize_module`` makes.
-
-        Refuses the weight under another name, too, which torch's prune would keep.
-        """
+        """Register a Parameter; refuses a DTensor, and the weight under another name."""
         if is_dtensor(param):
             raise NotImplementedError(
                 f"{self.layer_name or type(self).__name__}: its weight is frozen in codes, which "

@@ -36,10 +36,7 @@ def parsed(json: str) -> HotConfig:
 
 
 def seed_for(x: Tensor) -> Tensor:
-    """Draw a seed in eager mode: int64 ``[]`` from the default generator of its device.
-
-    Its device is the CPU, which is cheaper, or x's while a CUDA graph is captured.
-    """
+    """Draw a seed, int64 ``[]``, in eager mode: on the CPU, or on x's device in a graph capture."""
     # With the generator of x's device every replay draws again; int64 by default.
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return torch.randint(SEEDS, (), device=x.device if captured else _CPU)

@@ -210,11 +210,7 @@ _Result = TypeVar("_Result")
 
 
 def once(x: Tensor, key: Hashable, make: Callable[[], _Result]) -> _Result:
-    """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
-
-    A composite operator runs during tracing, on symbolic tensors. The compiler does not merge
-    random operators, so this function gives each x only one.
-    """
+    """``make()``, once for an x and ``key`` in a graph: the compiler merges no random operators."""
     if not _compat.functional(x):
         return make()
     results: dict[Hashable, _Result] = _traced.setdefault(x, {})
