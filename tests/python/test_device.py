@@ -7,7 +7,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,12 @@ class FakeCore(types.SimpleNamespace):
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "_cache", OrderedDict())
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(contexts, "_warned", set())
     monkeypatch.setattr(contexts, "_admitted", set())
+    contexts._context.cache_clear()
+    yield
+    contexts._context.cache_clear()  # of contexts of the fake
 
 
 @pytest.mark.usefixtures("fresh")
