@@ -109,14 +109,21 @@ def call(
 ) -> None:
     """Call libhot on the device of ``like``. Every tensor that libhot reads or writes passes here.
 
-    Nothing is done where ``like`` has no values, as in the fakes of operators. ``scratch`` is the
+    Nothing is done where no tensor has values, as in the fakes of operators. ``scratch`` is the
     function that knows the bytes of a workspace, and its arguments.
 
     torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate). The tensor is
     then copied, because libhot cannot see the bit. A tensor without memory of its own is refused by
     name. Here that is a wrapper of other tensors; libhot refuses the null pointer of a freed one.
     """
-    if like.is_meta or isinstance(like, _compat.SYMBOLIC):
+    empty = _compat.SYMBOLIC
+    if like.is_meta or isinstance(like, empty):
+        for name, tensor in arguments.items():
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or isinstance(tensor, empty)):
+                raise RuntimeError(
+                    f"{_NAMES.get(name, name)}: on {tensor.device}, beside tensors without values "
+                    f"on {like.device}; move all to one device"
+                )
         return
     if scratch and like.is_cuda:  # on the CPU the binding allocates its own
         size = _workspace_size(scratch[0], like.get_device(), _sm_margin(), scratch[1:])
