@@ -45,6 +45,9 @@ hot_python_module(_core
   python/bindings/torch_ops.cpp
   python/bindings/views.cpp)
 target_link_libraries(_core PRIVATE ${CMAKE_DL_LIBS})  # dlsym
+# Types for editors and mypy, of the installed module: there it finds libhot.
+nanobind_add_stub(_core_stub INSTALL_TIME MODULE _core OUTPUT _core.pyi PYTHON_PATH .
+  COMPONENT python)
 
 include(HotXlaFfi)  # HOT_JAX -> target hot_xla_ffi
 if(TARGET hot_xla_ffi)

@@ -251,6 +251,7 @@ try_wheel() {
 
 test_style() {
   local check
+  (hot_env_project torch) || broken "pip install"  # mypy reads the types of its extension
   for check in clang-format ruff-check ruff-format mypy words shell; do
     if bash "$HOT_ROOT/scripts/check_style.sh" "$check"; then
       passed "style: $check"

@@ -25,11 +25,7 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # DLDeviceType
 
 
 class Kind:
-    """One array framework, here NumPy: its new arrays, and the stream of its work.
-
-    ``foreign`` is an array of another framework that this one can read. Results then go back to
-    that framework by its from_dlpack.
-    """
+    """One array framework, here NumPy; results for a ``foreign`` array go back to its framework."""
 
     name, title, bfloat16 = "numpy", "NumPy", False
     library: Any = np
@@ -163,10 +159,7 @@ class Operand(NamedTuple):
         return text
 
     def workspace(self, size_of: Callable[..., int], *arguments: Any) -> Any:
-        """Workspace for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
-
-        None on the CPU: there the binding allocates it.
-        """
+        """Workspace for ``_core`` of so many bytes; None on the CPU: the binding allocates it."""
         size = 0 if self.device < 0 else size_of(self.context(), *arguments)
         if size == 0:
             return None
@@ -284,7 +277,13 @@ def _foreign_operand(array: Any, name: str) -> Operand:
     if where not in (_DLPACK_CPU, _DLPACK_CUDA):
         raise NotImplementedError(f"{name}: expected an array on the CPU or a CUDA device")
     if where == _DLPACK_CUDA:
-        _check_torch_on_cuda(array, name)
+        reader = f"{name}: torch reads a {type(array).__name__} on CUDA, but it"
+        try:
+            import torch
+        except ImportError as error:
+            raise NotImplementedError(f"{reader} is not installed; or pass a CuPy array") from error
+        if not torch.cuda.is_available():
+            raise NotImplementedError(f"{reader} sees no CUDA device")
     kind = (_Torch if where == _DLPACK_CUDA else Kind)(array)
     try:
         view = kind.library.from_dlpack(array)
@@ -295,17 +294,6 @@ def _foreign_operand(array: Any, name: str) -> Operand:
     if where == _DLPACK_CUDA:
         return _torch_operand(kind.library, view, name, kind)
     return _numpy_operand(view, name, kind)
-
-
-def _check_torch_on_cuda(array: Any, name: str) -> None:
-    """Refuse an array of another framework on CUDA without torch. Raises NotImplementedError."""
-    reader = f"{name}: torch reads a {type(array).__name__} on CUDA, but it"
-    try:
-        import torch
-    except ImportError as error:
-        raise NotImplementedError(f"{reader} is not installed; or pass a CuPy array") from error
-    if not torch.cuda.is_available():
-        raise NotImplementedError(f"{reader} sees no CUDA device")
 
 
 def needed(need: Collection[str], known: Sequence[str]) -> frozenset[str]:

@@ -9,7 +9,7 @@ import json as _json
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from . import _core, _strict_json
@@ -104,7 +104,6 @@ class Key(NamedTuple):
     counter: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refuse to pickle an address: another process cannot use it."""
         if self.counter:
             raise TypeError("key: counter is an address of this process, which cannot be pickled")
         return Key, tuple(self)
@@ -190,6 +189,19 @@ class Field(NamedTuple):
 FIELDS = {row[0]: Field(*row) for row in _core.config_fields()}
 """Every field of a configuration, in order."""
 
+
+def check_names(names: Iterable[str], where: str, arguments: Sequence[str] = ()) -> None:
+    """Refuse names of no field: ValueError, or TypeError where a call has other ``arguments``."""
+    for name in names:
+        if name not in FIELDS:
+            check_gone(name)
+            near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
+            if arguments:
+                raise TypeError(f"{where}: unexpected argument {name!r}; {hint}")
+            raise ValueError(f"{where}: HotConfig has no field {name!r}; {hint}")
+
+
 _FORMER = {"row": "token", "column": "channel"}  # former words for scales
 
 
@@ -244,7 +256,6 @@ class HotConfig:
         """The forward's settings as a libhot object, made once."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         values = tuple([getattr(self, name) for name in _NAMES])
         rows, token_grid, text = _checked(values)
         object.__setattr__(self, "rows", rows)
@@ -266,10 +277,6 @@ class HotConfig:
             raise ValueError("rows: an empty list")
         if self.forward_in_eval and self.forward == "plain":
             raise ValueError("forward_in_eval: True requires forward='int8', got 'plain'")
-        if self.storage == "int4" and self.basis != "full":
-            raise ValueError(
-                f"storage: 'int4' requires basis='full', got {self.basis!r}; use storage='int8'"
-            )
         _ask(_core.forward_input_bytes, 0, 0, self.forward_spec, hadamard_block="forward_block")
         _ask(_core.saved_layout, 0, 0, self.spec)
         if self.basis == "full":  # libhot ignores the fields of a low rank, which are checked here
@@ -296,10 +303,7 @@ class HotConfig:
     def recipe(
         cls, name: RecipeName | None = None, **overrides: Unpack[HotConfigFields]
     ) -> HotConfig:
-        """Return the named recipe, with some fields replaced.
-
-        Raises ValueError for an unknown name or field.
-        """
+        """Return the named recipe with some fields replaced; ValueError for unknown names."""
         return cls(*_chosen(name, tuple(overrides.items())))
 
     @property
@@ -325,7 +329,7 @@ class HotConfig:
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
-        fields = _of_today(fields, "text")
+        check_names(fields, "text")
         try:
             return cls(**fields)
         except (TypeError, ValueError) as error:  # a bad value: the names are known
@@ -352,8 +356,8 @@ class HotConfig:
         return {name: getattr(self, name) for name in _NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the fields and check them."""
-        self.__dict__.update(_of_today(state, "state"))
+        check_names(state, "state")
+        self.__dict__.update(state)
         self.__post_init__()
 
     def _nearest(self) -> tuple[RecipeName, dict[str, Any]]:
@@ -399,27 +403,6 @@ def _init_of_today(self: HotConfig, *values: Any, **fields: Any) -> None:
 HotConfig.__init__ = _init_of_today  # type: ignore[method-assign]  # names removed fields
 
 
-def _of_today(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return saved fields without removed ones whose value is today's behaviour.
-
-    Raises ValueError for any other value of a removed field, and for an unknown field.
-    """
-    one_x_scale = fields.get("gw_scale", "channel") != "channel" and fields.get("storage") == "int8"
-    used = {
-        "x_rounding": "stochastic",
-        "weight_scale": "tensor" if fields.get("gx_scale") == "tensor" else "channel",
-        "x_scale": "tensor" if one_x_scale else "channel",
-    }
-    rest = {name: v for name, v in fields.items() if name not in used or v != used[name]}
-    for name in rest.keys() - set(_NAMES):
-        try:
-            check_gone(name)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        raise ValueError(f"{where}: HotConfig has no field {name!r}")
-    return rest
-
-
 _RECIPES: dict[RecipeName, dict[str, Any]] = {
     recipe: {name: changes.get(name, getattr(HotConfig, name)) for name in _NAMES}
     for recipe, changes in RECIPES.items()
@@ -445,12 +428,7 @@ def _check_recipe(recipe: Any, name: str) -> None:
 
 def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     """Return the values of all fields of a recipe with overrides. Raises ValueError."""
-    for field, _ in overrides:
-        if field not in _NAMES:
-            check_gone(field)
-            near = difflib.get_close_matches(field, _NAMES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(_NAMES)}"
-            raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
+    check_names((field for field, _ in overrides), "recipe")
     if name is None:
         raise ValueError(f"recipe: no name given; expected one of {', '.join(map(repr, RECIPES))}")
     _check_recipe(name, "recipe")
@@ -471,10 +449,7 @@ RECIPE_TEXTS: dict[str, str] = {name: HotConfig.recipe(name).json for name in RE
 
 
 def as_config(config: HotConfig | str, name: str = "config") -> HotConfig:
-    """Return ``config``, or the recipe of that name.
-
-    Raises ValueError for another name and TypeError for anything else, under the argument's name.
-    """
+    """Return ``config``, or the recipe of that name. ValueError and TypeError name the argument."""
     if isinstance(config, HotConfig):
         return config
     if isinstance(config, str):

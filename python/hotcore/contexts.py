@@ -6,21 +6,15 @@ bits for every setting.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 
 from . import _core, selftest
 from .config import as_int
 
-_LIMIT = 16  # contexts in the cache; a CPU context owns its threads
-
-_lock = threading.Lock()
-_Key = tuple[int, str, int, int, int]  # threads, instruction set, device, stream, margin of SMs
-_cache: OrderedDict[_Key, _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
 _openmp = 0  # address of GOMP_parallel in the OpenMP library to use; 0: libhot's threads
@@ -28,19 +22,14 @@ _warned: set[int] = set()  # CUDA devices that were checked for a warning
 _admitted: set[int] = set()  # CUDA devices whose class needs no self-test, or has passed it
 
 
-def _made(key: _Key) -> _core.CoreContext:
-    with _lock:
-        if key not in _cache:
-            _cache[key] = _core.CoreContext(*key[:4], _openmp, key[4])
-            while len(_cache) > _LIMIT:
-                _cache.popitem(last=False)  # a running call holds its own reference
-        return _cache[key]
+@functools.lru_cache(maxsize=16)  # a CPU context owns its threads; a running call holds its own
+def _context(threads: int, isa: str, device: int, stream: int, margin: int) -> _core.CoreContext:
+    return _core.CoreContext(threads, isa, device, stream, _openmp, margin)
 
 
 def cpu(threads: int | None = None) -> _core.CoreContext:
     """Return a context of the CPU backend; ``threads=None`` is the default of the process."""
-    key = (_threads if threads is None else threads, _isa, -1, 0, 0)
-    return _cache.get(key) or _made(key)
+    return _context(_threads if threads is None else threads, _isa, -1, 0, 0)
 
 
 def cuda(device: int, stream: int, sm_margin: int = 0) -> _core.CoreContext:
@@ -52,8 +41,7 @@ def cuda(device: int, stream: int, sm_margin: int = 0) -> _core.CoreContext:
     NotImplementedError without CUDA or kernels for the device, or if the self-test fails. Raises
     ValueError if there is no such device, RuntimeError for a self-test inside a stream capture.
     """
-    key = (0, "", device, stream, sm_margin)
-    context = _cache.get(key) or _made(key)
+    context = _context(0, "", device, stream, sm_margin)
     if device in _admitted:
         return context
     level, text = _core.cuda_device_verdict(device)
@@ -94,9 +82,8 @@ def use_openmp(address: int) -> None:
     A forked child uses libhot's threads again: OpenMP's do not survive a fork.
     """
     global _openmp
-    with _lock:
-        _openmp = address
-        _cache.clear()
+    _openmp = address
+    _context.cache_clear()
     _core.torch_forget()
 
 
@@ -118,7 +105,7 @@ def set_isa(name: str | None) -> None:
 
 def _set_defaults(threads: int, isa: str) -> None:
     global _threads, _isa
-    _made((threads, isa, -1, 0, 0))  # raises before anything changes
+    _context(threads, isa, -1, 0, 0)  # raises before anything changes
     _threads, _isa = threads, isa
     _core.torch_forget()
     for follower in _followers:
@@ -128,22 +115,17 @@ def _set_defaults(threads: int, isa: str) -> None:
 _followers: list[Callable[[int, str], None]] = []
 
 
-def follow_cpu(follower: Callable[[int, str], None]) -> Callable[[], None]:
-    """Call ``follower`` with the default's threads and instruction set, now and at every change.
-
-    XLA's calls need it, which do not ask this module. Returns a function that ends it.
-    """
+def follow_cpu(follower: Callable[[int, str], None]) -> None:
+    """Call XLA's ``follower`` with threads and instruction set, now and at every change."""
     follower(_threads, _isa)
     _followers.append(follower)
-    return lambda: _followers.remove(follower)
 
 
 def _reset_after_fork() -> None:
     # The pools' threads do not exist in the child, where such a pool would use one thread.
-    global _lock, _openmp
-    _lock = threading.Lock()
+    global _openmp
     _openmp = 0
-    _cache.clear()
+    _context.cache_clear()
     _core.torch_forget(forked=True)
 
 

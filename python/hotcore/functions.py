@@ -359,17 +359,14 @@ def decompress_activation(
 
 
 def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeight:
-    """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`.
-
-    The calls give the same bits as with w itself: weights are rounded to nearest. The result is
-    valid for all micro-batches of a step, until the optimizer changes w.
+    """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`, with the same bits.
 
     Args:
         w: float32, float16 or bfloat16, any strides.
         config: a :class:`HotConfig` or a recipe's name; None: ``HotConfig()``.
 
     Returns:
-        A :class:`QuantizedWeight`: about one byte per value.
+        A :class:`QuantizedWeight`: about one byte per value, valid until w changes.
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(w, "w"))
@@ -404,11 +401,7 @@ def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> Quant
 
 
 def quantize_weight_int4(
-    w: Array,
-    config: ConfigLike | None = None,
-    *,
-    group: int = 32,
-    exponents: Array | None = None,
+    w: Array, config: ConfigLike | None = None, *, group: int = 32, exponents: Array | None = None
 ) -> QuantizedWeightInt4:
     """Quantise w ``[O, I]`` to INT4 for the 8-bit forward: half a byte a value.
 
@@ -523,12 +516,10 @@ def quantize_forward_input(
     key: KeyLike = 0,
     exponents: Array | None = None,
 ) -> QuantizedInput | tuple[QuantizedInput, Saved]:
-    """Quantise x ``[..., I]`` once for several calls of :func:`forward_linear`.
+    """Quantise x ``[..., I]`` once for several calls of :func:`forward_linear`, with the same bits.
 
-    The calls give the same bits as with x itself: layers that share an input (q, k and v of
-    attention) share its codes. With ``keep`` it also compresses x for backward, with the bits of
-    :func:`compress_activation`. On a GPU this can read x fewer times: :func:`hotcore.explain` shows
-    how often. Source: docs/numerics.md, "Forward".
+    With ``keep`` it also compresses x for backward, with the bits of :func:`compress_activation`.
+    On a GPU this can read x fewer times. Source: docs/numerics.md, "Forward".
 
     Args:
         x: float32, float16 or bfloat16, 2 to 4 dimensions whose leading ones collapse; any strides.

@@ -32,7 +32,6 @@ class Int8Rate(NamedTuple):
         return self.ratio is not None and self.ratio > 1
 
     def __str__(self) -> str:
-        """One line for a reader."""
         if self.fast:
             return f"INT8 at {self.ratio:g} times bf16's rate ({self.source}: {self.why})"
         return f"no fast INT8 ({self.why})"

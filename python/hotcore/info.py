@@ -32,18 +32,15 @@ def collect() -> dict[str, Any]:
     """Return all facts as values of JSON, in printing order; ``--json`` prints them.
 
     * ``hotcore``, ``numpy``, ``torch``, ``python``: versions; None: not installed.
-    * ``backends``, ``instruction_sets``, ``cuda_architectures``: lists of names; the last in
-      CMake's form, empty without CUDA. ``instruction_set``, ``threads``: those of a call.
-    * ``cuda_tested``: architecture to a sentence; ``wgmma``, ``jax``: whether the wgmma kernels and
-      the handlers of ``hotcore.jax`` were built.
-    * ``cuda_error``: the CUDA runtime's message if it finds no GPU; None if it finds one, or in a
-      build without CUDA. ``driver``: whether an NVIDIA driver is loaded.
+    * ``backends``, ``instruction_sets``, ``cuda_architectures``: names, the last in CMake's form.
+      ``instruction_set``, ``threads``: those of a call.
+    * ``cuda_tested``: architecture to a sentence; ``wgmma``, ``jax``: whether they were built.
+    * ``cuda_error``: the CUDA runtime's message if it finds no GPU. ``driver``: whether an NVIDIA
+      driver is loaded.
     * ``gpus``: a list of ``name``, ``compute_capability`` (two numbers), ``level`` ("none", "slow",
       "full"), ``verdict``, ``int8_ratio``, ``int8`` and ``source`` ("torch" or "nvidia-smi").
-      ``verdict`` and ``int8`` are sentences. ``int8_ratio`` is the rate of INT8 products as a
-      multiple of bf16's; None: unknown.
-    * ``extension``, ``library``, ``cmake_dir``, ``python_executable``: paths; None for a library
-      that is inside the extension and for an installation without a CMake package. ``platform``.
+      ``int8_ratio`` is the rate of INT8 products as a multiple of bf16's; None: unknown.
+    * ``extension``, ``library``, ``cmake_dir``, ``python_executable``: paths or None; ``platform``.
 
     A fact whose probe failed is a dictionary with the one key ``error``.
     """
@@ -95,12 +92,6 @@ def _advice(facts: dict[str, Any]) -> str:
     if tuple(devices[0]["compute_capability"]) not in gpus.MEASURED:
         return f"first python -m hotcore.info --self-test; {measure}"
     return f'begin with hot.convert(model, "default", forward="int8"); {measure}'
-
-
-def verdict(major: int, minor: int) -> str:
-    """Return one line: can this build use a GPU of compute capability ``major.minor``?"""
-    level, text = _judge(major, minor)
-    return f"{_VERDICTS[level]}: {text}"
 
 
 def _judge(major: int, minor: int) -> tuple[str, str]:

@@ -73,7 +73,6 @@ class Explanation:
     text: str
 
     def __str__(self) -> str:
-        """Return ``text``."""
         return self.text
 
 
@@ -104,15 +103,12 @@ def explain(
         config: configuration or name of a recipe; None: the default recipe.
         device: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``, ``"sm_120"``, or
             a GPU of this machine: ``"cuda"``, ``"cuda:1"`` or a torch device.
-        need: one or several of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression; with
-            ``"y"`` :func:`hotcore.quantize_forward_input`), ``"gx"``, ``"gw"``, ``"gb"``. None:
-            all, but ``"y"`` only with ``forward="int8"``.
-        dtype: float32, float16 or bfloat16: dtype of g_y, w, x, y and g_x. Arrays are assumed
-            contiguous and aligned to 16 bytes.
+        need: one or several of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression),
+            ``"gx"``, ``"gw"``, ``"gb"``. None: all, but ``"y"`` only with ``forward="int8"``.
+        dtype: float32, float16 or bfloat16: dtype of g_y, w, x, y and g_x.
         gw_dtype: dtype of g_w.
         accumulate: add to the values in g_w and g_b.
-        quantized_weight: w is quantised ahead (:func:`hotcore.quantize_weight`, and
-            :func:`hotcore.quantize_forward_weight` for y).
+        quantized_weight: w is quantised ahead.
         bias_dtype: dtype of the forward product's bias; None: no bias.
         wgmma: for a device by name: the build has the wgmma kernels. None: this build's answer, or
             True in a build without CUDA.

@@ -86,10 +86,7 @@ class Saved:
         return scales.reshape((layout.channels, groups))
 
     def exponents(self) -> Any:
-        """A view of the exponents plus 127 by which tokens were divided: uint8 ``[L]``.
-
-        None if tokens are not equalised.
-        """
+        """Exponents plus 127 of the tokens, a view uint8 ``[L]``; None if not equalised."""
         if not self.config.equalize_tokens:
             return None
         layout, source = self._read()
@@ -114,10 +111,7 @@ class _Weight:
 
 
 class QuantizedWeight(_Weight):
-    """w quantised for the product of g_x: codes ``[I, Kp]`` and I scales in one uint8 vector.
-
-    It is valid until w changes.
-    """
+    """w for the product of g_x: codes ``[I, Kp]`` and I scales, uint8; valid until w changes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,7 +152,6 @@ class Gate:
     """Tests classes of GPUs once, and refuses those whose bits differ. Threads wait for a test."""
 
     def __init__(self, find: Callable[[int], Access | None] = access_of) -> None:
-        """Start without results. ``find`` returns the access to a device."""
         self._find = find
         self._lock = threading.Lock()
         self._failures: dict[gpus.Capability, list[str]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -139,16 +138,3 @@ def test_exports() -> None:
             assert getattr(hotcore, name).__doc__
     package = Path(hotcore.__file__).parent
     assert (package / "py.typed").exists()
-    assert (package / "_core.pyi").exists()
-
-
-def test_stub_names_what_the_extension_has() -> None:
-    stub = ast.parse((Path(hotcore.__file__).parent / "_core.pyi").read_text())
-    names = {n.name for n in stub.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    assert names == {name for name in dir(_core) if not name.startswith("_")}
-    for node in stub.body:
-        if isinstance(node, ast.FunctionDef) and node.args.args:
-            arguments = [argument.arg for argument in node.args.args]
-            documented = getattr(_core, node.name).__doc__ or ""
-            for argument in arguments:
-                assert f"{argument}:" in documented, f"{node.name}({argument})"

@@ -358,7 +358,7 @@ def test_a_byte_on_the_wire(
 def test_progress(
     x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(advising, "_now", map(float, range(100)).__next__)
+    monkeypatch.setattr("hotcore.torch.progress.now", map(float, range(100)).__next__)
     for terminal, progress in ((True, True), (True, False), (False, True)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         hot.advise(Net(), x, goal="time", allow=["default"], progress=progress)

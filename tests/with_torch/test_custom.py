@@ -162,7 +162,7 @@ def test_convert_and_revert() -> None:
     assert hot.revert(model) is model
     assert [type(m) for m in (model.first, model.second, model.small)] == [nn.Linear] * 3
     assert "method" not in vars(model.first)
-    assert type(nearest.revert(copied).second) is nn.Linear
+    assert type(hot.revert(copied).second) is nn.Linear
     assert not hasattr(copied, "hot_report")
 
 

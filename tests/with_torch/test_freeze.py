@@ -1144,29 +1144,6 @@ def test_wrong_state_dicts(bits: int) -> None:
         hot.convert(Net(), config(), every).load_state_dict(saved(frozen(bits=bits), True))
 
 
-def test_codes_of_before_their_format() -> None:
-    """Codes without a tail load where ``weight_block`` says their format."""
-    model, other, x = frozen(), frozen(), torch.randn(3, 72)
-    state = saved(model, True)
-    for name, shape in (("up", (96, 72)), ("down", (64, 96))):
-        whole = state[f"{name}.weight_codes"]
-        width = -(-shape[1] // 64) * 64
-        state[f"{name}.weight_codes"] = whole[: shape[0] * (width + 4)].clone()
-        state[f"{name}.weight_block"] = torch.tensor(64)
-    other.load_state_dict(state)
-    assert torch.equal(other(x), model(x))
-    assert torch.equal(other.up.weight_codes, model.up.weight_codes)
-    bad = {**state, "up.weight_block": torch.tensor(16)}
-    with pytest.raises(RuntimeError, match="codes of blocks of 16; expected codes of blocks of 64"):
-        other.load_state_dict(bad)
-    with pytest.raises(RuntimeError, match="size mismatch: 12671 bytes of codes; expected 12672"):
-        other.load_state_dict({**state, "up.weight_codes": state["up.weight_codes"][1:]})
-    del state["up.weight_block"]
-    with pytest.raises(RuntimeError, match="12672 bytes, of no format; expected codes of blocks"):
-        other.load_state_dict(state)
-    assert torch.equal(other(x), model(x))
-
-
 # ---- the rest of hotcore.torch ----
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,12 +136,6 @@ def test_long_table() -> None:
     text = str(hot.memory_report(model, torch.randn(4, 64)))
     assert len(text.splitlines()) == 1 + 40 + 1 + 2
     assert "20 more" in text
-
-
-def test_plot(x: torch.Tensor, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    hot.memory_report(Net(), x).plot(tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bad_use(x: torch.Tensor) -> None:

@@ -25,12 +25,6 @@ def _callback_class() -> Any:
 class HotCallback(LoopCallback, _callback_class()):  # type: ignore[misc]  # untyped base
     """:class:`hotcore.integrations.HotLoop` for Lightning's ``Trainer``.
 
-    ::
-
-        hot.convert(module, "default")
-        trainer = Trainer(callbacks=[HotCallback(noise_every=100)])
-        trainer.fit(module, data)
-
     Steps of the first optimizer count.
 
     Args:
@@ -39,6 +33,8 @@ class HotCallback(LoopCallback, _callback_class()):  # type: ignore[misc]  # unt
 
     Raises:
         TypeError: an option that HotLoop does not have.
+
+    Source: docs/torch/integrations.md, "Lightning".
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

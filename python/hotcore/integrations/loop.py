@@ -16,13 +16,7 @@ Scalars = Mapping[str, float]
 
 
 class HotLoop:
-    """Noise monitor with a log, driven by the optimizer.
-
-    ::
-
-        hot.convert(model, "default")
-        with HotLoop(model, optimizer, noise_every=100, log=writer):
-            ...  # the loop as it is, with accelerate, Fabric or neither
+    """Noise monitor with a log, driven by the optimizer: ``with HotLoop(model, optimizer): ...``.
 
     A hook counts the optimizer's steps; steps that a GradScaler skips do not count.
 
@@ -53,7 +47,6 @@ class HotLoop:
         start: int = 0,
         **removed: NoReturn,
     ) -> None:
-        """Check the arguments. Nothing changes before the loop is entered."""
         refuse_arguments("HotLoop", removed)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -64,13 +57,13 @@ class HotLoop:
         self._model, self._optimizer = model, optimizer
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
-        self._steps = start
+        self.steps = start
+        """Number of steps, ``start`` included."""
         self._stack: ExitStack | None = None
         self.scalars: dict[str, float] = {}
         """The last logged scalars."""
 
     def __enter__(self) -> HotLoop:
-        """Begin."""
         if self._stack is not None:
             raise RuntimeError("HotLoop: entered already")
         with ExitStack() as stack:  # closed if one of them fails
@@ -82,7 +75,6 @@ class HotLoop:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End, see :meth:`close`."""
         self.close()
 
     def close(self) -> None:
@@ -91,18 +83,13 @@ class HotLoop:
         if stack is not None:
             stack.close()
 
-    @property
-    def steps(self) -> int:
-        """Number of steps, ``start`` included."""
-        return self._steps
-
     def _stepped(self, *_: Any) -> None:
-        self._steps += 1
+        self.steps += 1
         if self._noise is None:
             return
         if scalars := self._noise.end():
             self.scalars = scalars
-            self._log(scalars, self._steps)
+            self._log(scalars, self.steps)
         if self._stack is not None:
             self._noise.begin()
 

@@ -25,14 +25,9 @@ _register: Any = importlib.import_module(
 class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
     """Configuration of HOT for ``torchao.quantization.quantize_``, alone or in a ``FqnToConfig``.
 
-    ::
-
-        quantize_(model, HotTrainingConfig(), filter_fn=lambda module, fqn: fqn == "")  # convert's
-        quantize_(model, HotTrainingConfig("fast"))  # every nn.Linear
-
     ``filter_fn`` chooses modules. torchao's default is every ``nn.Linear``, with the head and small
-    layers. A chosen layer is converted. In any other chosen module, for example the whole model,
-    :func:`hotcore.torch.convert` chooses the layers.
+    layers. A chosen layer is converted. In any other chosen module, for example the whole model
+    (``lambda module, fqn: fqn == ""``), :func:`hotcore.torch.convert` chooses the layers.
 
     Args:
         config: a HotConfig or a recipe's name.
@@ -41,7 +36,6 @@ class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
     config: ConfigLike = "default"
 
     def __post_init__(self) -> None:
-        """Check the configuration. Raises TypeError, ValueError."""
         self.config = as_config(self.config)
 
 

@@ -37,16 +37,12 @@ class HotTitanLinear(hot.HotLinear, _Module):  # type: ignore[misc]
         hot: HotConfig = HotConfig()
 
     def __init__(self, config: Any) -> None:
-        """Make a layer with new parameters."""
         sizes = (config.in_features, config.out_features, config.bias)
         super().__init__(*sizes, config=config.hot)
 
 
 class HotSelectiveAC(_SelectiveAC):  # type: ignore[misc]
-    """torchtitan's SelectiveAC that also saves HOT's codes, seeds and products.
-
-    The stock class knows only torch's operators, so every HOT layer would run twice.
-    """
+    """torchtitan's SelectiveAC that also saves HOT's codes, seeds and products."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(_SelectiveAC.Config):  # type: ignore[misc]

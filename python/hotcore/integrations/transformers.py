@@ -34,36 +34,28 @@ _ConfigMixin: Any = importlib.import_module(
 
 
 class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
-    """Option of ``from_pretrained`` that converts the loaded model to HOT.
-
-    ::
-
-        from hotcore.integrations.transformers import HotQuantizationConfig
-
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, quantization_config=HotQuantizationConfig("default")
-        )
+    """Option of ``from_pretrained``, ``quantization_config=``, that converts the model to HOT.
 
     :func:`hotcore.torch.convert` converts the loaded model: the Parameters stay, in the requested
     dtype, and all are trained. ``save_pretrained`` writes the plain weights under the plain keys,
     and this configuration into config.json. ``from_pretrained`` converts such a checkpoint again if
-    this module is imported; otherwise transformers warns and loads the plain model.
+    this module is imported.
 
     Args:
         config: a HotConfig, a recipe's name, or a mapping of a HotConfig's fields.
         modules_to_not_convert: names of modules that stay plain, in transformers' form: a start or
-            an end of the name, or a regular expression. The default filter of ``convert`` (the
-            head, small layers, layers that would be slower) applies as well.
+            an end of the name, or a regular expression. ``convert``'s default filter applies, too.
         freeze: ``"int4"`` or ``"int8"`` keeps the weights as codes only
             (:func:`hotcore.torch.freeze`), for adapters; True is ``"int8"``. Each weight is
-            quantised on its device as it is read, so that the plain model never exists. In 4 bits
-            the sizes of features come from the weights alone.
+            quantised on its device as it is read.
         save_codes: with ``freeze``, ``save_pretrained`` writes the codes themselves, which
             ``from_pretrained`` reads without rounding. Otherwise it writes dequantised weights.
 
     Raises:
         TypeError: another type of ``config``, or ``modules_to_not_convert`` is a str.
         ValueError: a wrong field of ``config``, another ``freeze``, or ``save_codes`` without it.
+
+    Source: docs/torch/integrations.md, "transformers".
     """
 
     def __init__(
@@ -188,7 +180,9 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         if not config.freeze:
             return model
-        coded = _coded(model, checkpoint_files) if self.pre_quantized else set()
+        keys = _dtypes(model, checkpoint_files) if self.pre_quantized else {}
+        end = ".weight_codes"
+        coded = {key.removesuffix(end) for key in keys if key.endswith(end)}
         self.pre_quantized = bool(coded)
         config.convert(model, _device_of(device_map), coded or None)
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
@@ -253,12 +247,6 @@ def _device_of(device_map: Any) -> Any:
     return "cuda" if device_map is not None and torch.cuda.is_available() else "cpu"
 
 
-def _coded(model: Any, files: Sequence[str]) -> set[str]:
-    """Names of the layers whose codes the files have."""
-    end = ".weight_codes"
-    return {key.removesuffix(end) for key in _dtypes(model, files) if key.endswith(end)}
-
-
 def _dtypes(model: Any, files: Sequence[str]) -> dict[str, str]:
     """Dtypes of the files' tensors by key, with and without the base model's prefix."""
     prefix, dtypes = f"{model.base_model_prefix}.", dtypes_of(files) if files else {}
@@ -273,13 +261,6 @@ _quantizers.auto.register_quantizer("hot")(HotQuantizer)
 class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # untyped base
     """:class:`hotcore.integrations.HotLoop` for a ``Trainer`` of transformers.
 
-    ::
-
-        hot.convert(model, "default")
-        trainer = Trainer(model, arguments, train_dataset=data)
-        HotCallback.add_to(trainer, noise_every=100)
-        trainer.train()
-
     If an error ends the training, the next ``train()`` or ``close()`` closes the loop.
 
     Args:
@@ -289,10 +270,11 @@ class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # unty
 
     Raises:
         TypeError: an option that HotLoop does not have.
+
+    Source: docs/torch/integrations.md, "transformers".
     """
 
     def __init__(self, **options: Any) -> None:
-        """Keep the options until training begins."""
         super().__init__(**options)
         self._send: Callable[[dict[str, float]], object] | None = None
         self._pending: dict[str, float] = {}

@@ -1,8 +1,7 @@
 """Flax: ``HotDense`` for ``flax.linen.Dense``, ``HotLinear`` for ``flax.nnx.Linear``. Imports flax.
 
-Both have the parameters of the plain layers (``kernel`` ``[I, O]``, ``bias``), so checkpoints fit.
-Each call takes a key from the random stream ``"hot"``. With ``deterministic`` they are the plain
-layers, like Dropout.
+Both have the parameters of the plain layers (``kernel`` ``[I, O]``, ``bias``). Each call takes a
+key from the random stream ``"hot"``. With ``deterministic`` they are the plain layers.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ def _checked(layer: Any, config: ConfigLike) -> HotConfig:
 
 
 class HotDense(_linen.Dense):  # type: ignore[misc]
-    """``flax.linen.Dense`` trained through HOT.
-
-    ``y = HotDense(256, config="fast").apply(variables, x, rngs={"hot": key})``.
+    """``flax.linen.Dense`` trained through HOT; the other arguments are Dense's.
 
     Args:
         config: a HotConfig or a recipe's name.
         deterministic: compute as the plain layer, which needs no key.
 
-    The other arguments are Dense's. Raises flax's error without a key of the stream ``"hot"``, and
-    ValueError with ``precision``, ``dot_general`` or ``dot_general_cls``, or a configuration with
-    ``forward_in_eval``.
+    Raises flax's error without a key of the stream ``"hot"``, and ValueError with ``precision``,
+    ``dot_general`` or ``dot_general_cls``, or a configuration with ``forward_in_eval``.
     """
 
     config: ConfigLike = "default"
@@ -72,10 +68,7 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
 class HotLinear(_nnx.Linear):  # type: ignore[misc]
     """``flax.nnx.Linear`` trained through HOT.
 
-    ``layer = HotLinear(64, 256, config="fast", rngs=nnx.Rngs(0, hot=1))``.
-
-    ``model.train()``, ``model.eval()`` and ``nnx.view`` set ``deterministic``, which makes it the
-    plain layer.
+    ``model.train()``, ``model.eval()`` and ``nnx.view`` set ``deterministic``.
 
     Args:
         in_features: I.
@@ -97,7 +90,6 @@ class HotLinear(_nnx.Linear):  # type: ignore[misc]
         deterministic: bool = False,
         **options: Any,
     ) -> None:
-        """Make a layer with new parameters, initialised as Linear does."""
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.config = _checked(self, config)
         self.deterministic = deterministic

@@ -12,14 +12,8 @@ import numpy as np
 
 from ..arrays import FLOATS
 from ..config import HotConfig, as_config
-from .calls import (
-    Array,
-    backward_linear,
-    compress_activation,
-    forward_linear,
-    pcast_to_varying,
-    varying_axes,
-)
+from . import calls
+from .calls import Array
 
 _THREEFRY = "threefry2x32"
 
@@ -65,7 +59,7 @@ def linear(
     seed = _seed(key)
     # Inside a shard_map devices share w and b but not x: backward sums the gradients of w and b.
     arrays = (x, w, seed) if b is None else (x, w, seed, b)
-    x, w, seed, *rest = pcast_to_varying(arrays, varying_axes(*arrays))
+    x, w, seed, *rest = calls.pcast_to_varying(arrays, calls.varying_axes(*arrays))
     b = rest[0] if rest else None
     return _linear(settings, x, w, b, seed)
 
@@ -109,7 +103,7 @@ def _seed(key: Array) -> Array:
 def _product(config: HotConfig, x: Array, w: Array, b: Array | None) -> Array:
     if config.forward == "int8":
         _check_numbers(w, "w")
-        return forward_linear(_matrix(x), w, b, config).reshape(*x.shape[:-1], len(w))
+        return calls.forward_linear(_matrix(x), w, b, config).reshape(*x.shape[:-1], len(w))
     y = jnp.matmul(x, w.T)
     return y if b is None else y + b
 
@@ -139,14 +133,14 @@ def _forward(
             )
     dtypes: Any = tuple(a.value.dtype if a and a.perturbed else None for a in (x, w, b))
     weight = w.value if x.perturbed else None
-    saved = compress_activation(_matrix(x.value), seed.value, config) if w.perturbed else None
+    saved = calls.compress_activation(_matrix(x.value), seed.value, config) if w.perturbed else None
     residuals = _Residuals(saved, weight, seed.value, x.value.shape, dtypes)
     return _product(config, x.value, w.value, None if b is None else b.value), residuals
 
 
 def _backward(config: HotConfig, residuals: _Residuals, gy: Array) -> tuple[Array | None, ...]:
     in_features = residuals.x_shape[-1]
-    gx, gw, gb = backward_linear(
+    gx, gw, gb = calls.backward_linear(
         _matrix(gy, "y"),
         residuals.w,
         residuals.saved,

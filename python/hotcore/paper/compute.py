@@ -18,18 +18,11 @@ import torch
 from torch import nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from ..torch.conversion import probe
+from ..torch.conversion import probe, selection
 from ..torch.conversion.convert import decide
 from ..torch.conversion.probe import preserve_state
 from ..torch.conversion.report import aligned
-from ..torch.conversion.selection import (
-    Filter,
-    candidates,
-    features_of,
-    is_frozen,
-    products_of,
-    weights_of,
-)
+from ..torch.conversion.selection import Filter, products_of
 from ..torch.frozen.bitsandbytes import is_8bit
 from ..torch.layers.modules import HotModule, is_pointwise
 from ..torch.ops.conv import settings
@@ -96,7 +89,6 @@ class ComputeReport:
         return 2 * self.backward(method) / _FULL
 
     def __str__(self) -> str:
-        """A table of the largest layers and the sums, in 10^9 BOPs."""
         largest = sorted(self.layers, key=lambda row: row.forward, reverse=True)
         shown = {row.name for row in largest[:_ROWS]}
         table = [("layer", "type", "L", "O", "I", "forward", *self.methods)]
@@ -133,20 +125,15 @@ def compute_report(
     """Count the bit operations of every layer's products, in full precision and by method.
 
     One forward pass without gradients finds the shapes; a model and inputs on the ``meta`` device
-    cost nothing. Linear layers, convolutions and attention's projections count, but no products
-    without a weight. g_x counts for every layer, g_w if the weight is trained.
-
-    The methods are "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
-    "HOT" (the paper's) and the name of the configuration. :func:`backward_bops` has the formulas.
+    cost nothing. The methods are "full precision", "LBP-WHT" (rank 8 of 16), "LUQ", "naive INT4",
+    "HOT" and the name of the configuration. :func:`backward_bops` has the formulas. g_x counts for
+    every layer, g_w if the weight is trained. ``filter_fn``, ``overrides`` and ``slower`` are those
+    of ``convert``; ``lambda module, name: True`` counts every layer that HOT supports.
 
     Args:
         model: plain, or converted by :func:`hotcore.torch.convert`; it is not changed.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments.
         config: configuration for a plain model.
-        filter_fn: see ``convert``, also for the next two. ``lambda module, name: True`` counts
-            every layer that HOT supports, as the paper does.
-        overrides: see ``convert``.
-        slower: see ``convert``.
 
     Returns:
         A :class:`.ComputeReport`. ValueError if no layer can be converted.
@@ -154,7 +141,7 @@ def compute_report(
     Source: the paper, Appendix D, Table 5. Its worked example, (49, 448, 1792) from 137.3 to 11.5
     MFLOPs, cannot be reproduced: docs/dev/rivals.md.
     """
-    layers = dict(candidates(model))
+    layers = dict(selection.candidates(model))
     watch = probe.Watch(layers)
     with preserve_state(model), torch.no_grad(), probe.eagerly(), watch:
         probe.output_of(model, inputs)
@@ -168,7 +155,7 @@ def compute_report(
     methods = (FULL_PRECISION, *RIVALS, "HOT", last)
     rows = []
     for name, layer in layers.items():
-        layer_config, trained = configs.get(name), not is_frozen(layer)
+        layer_config, trained = configs.get(name), not selection.is_frozen(layer)
         grouped = isinstance(layer, nn.Conv2d) and layer.groups != 1
         taken = layer_config is not None and not grouped
         wide = isinstance(layer, nn.Conv2d) and not is_pointwise(layer)
@@ -282,13 +269,13 @@ def _low_rank(config: HotConfig) -> tuple[float, float]:
 
 def _shapes(layer: nn.Module, macs: int) -> list[tuple[str, int, int, int]]:
     """Return suffix of the name, L, O and I of every weight that the forward pass multiplied."""
-    weights = weights_of(layer)
+    weights = selection.weights_of(layer)
     total = sum(weight.numel() for weight in weights)
     if not total or not macs:
         return []
     tokens = macs // total
     if len(weights) == 1:
-        outs = features_of(layer)[1]
+        outs = selection.features_of(layer)[1]
         return [("", tokens, outs, weights[0].numel() // outs)]
     names = [n for n, p in layer.named_parameters() if any(p is weight for weight in weights)]
     return [

@@ -1,9 +1,7 @@
 """Layer-wise quantiser selection (LQS): :func:`.calibrate` makes a :class:`.Selection`.
 
-One scale for all of g_y is cheapest. If single tokens hold a gradient's outliers, that scale rounds
-the other tokens to almost nothing. LQS gives the finer scale only to the layers that gain by it.
-
-Source: LQS of the paper and its supplement G; docs/paper.md.
+LQS gives the finer scale of g_y only to the layers that gain by it. Source: LQS of the paper and
+its supplement G; docs/paper.md.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from ..torch.conversion.probe import Call, gradients_seen, loss_of, preserve_sta
 from ..torch.conversion.report import aligned, listed
 from ..torch.conversion.selection import Filter, products_of
 from ..torch.frozen.bitsandbytes import is_8bit
-from ..torch.ops.conv import settings
-from ..torch.tools.memory import matplotlib_figure
+from ..torch.ops.conv import settings, visited
 from ..torch.tools.noise import power
 
 PATTERN_SIZE = 32
@@ -58,7 +55,6 @@ class LayerErrors:
     pattern: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
-        """Make the mappings read-only."""
         for name in ("gx_error", "gw_error", "fields"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
@@ -98,7 +94,6 @@ class Selection:
         }
 
     def __str__(self) -> str:
-        """A table with one line per layer: relative errors by scale, and the choice."""
         heads = [f"g_x {scale}" for scale in GX_SCALES] + [f"g_w {scale}" for scale in GW_SCALES]
         rows = [["layer", *heads, "chosen"]]
         for layer in self.layers:
@@ -109,15 +104,15 @@ class Selection:
         return "\n".join([*aligned(rows, left=1, last_left=True), f"{measured}, {self.config}"])
 
     def plot(self, path: str | Path) -> None:
-        """Draw ``|g_y|`` of every layer into a file, tokens by out features.
-
-        Bright rows are outlier tokens, where a finer scale helps; single bright cells are not. See
-        Fig. 2 of the paper's supplement G. Raises ImportError without matplotlib.
-        """
+        """Draw ``|g_y|`` of every layer into a file, tokens by out features (supplement G)."""
+        try:
+            from matplotlib.figure import Figure  # needs no display
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
         columns = min(4, len(self.layers))
         height = -(-len(self.layers) // columns)
         size = (3.1 * columns, 2.9 * height)
-        figure = matplotlib_figure()(figsize=size, layout="constrained")
+        figure: Any = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(height, columns, squeeze=False)
         for axis, layer in itertools.zip_longest(axes.flat, self.layers):
             if layer is None:
@@ -147,13 +142,11 @@ def calibrate(
 ) -> Selection:
     """Measure the error of coarse and fine scales of g_y for every layer, and choose.
 
-    Runs forward and backward on every batch; a few are enough. For each layer that
-    :func:`hotcore.torch.convert` converts, or has converted, g_y is quantised with each choice.
-    Convolutions with torch's products are left out: their backward quantises no g_y. The error of
-    g_x and g_w is relative to the product of the unquantised g_y. For g_w that g_y is projected on
-    the basis of ``config``, so that the loss of rank does not count. The fine scale is chosen where
-    it reduces the squared error by more than ``gain``. Parameters, their ``.grad`` and buffers do
-    not change; other tensors behind the loss get gradients.
+    Runs forward and backward on every batch; a few are enough. The error of g_x and g_w is relative
+    to the product of the unquantised g_y; for g_w that is projected on the basis of ``config``. The
+    fine scale is chosen where it reduces the squared error by more than ``gain``. Convolutions with
+    torch's products are left out. Parameters, their ``.grad`` and buffers do not change; other
+    tensors behind the loss get gradients.
 
     Args:
         model: plain or converted.
@@ -290,14 +283,9 @@ def _as_linear(
         if not isinstance(module, nn.Linear):
             weight = weight.T  # transformers' Conv1D keeps [I, O]
         return x.reshape(-1, x.shape[-1]), weight, gy.reshape(-1, gy.shape[-1]), config
-    grid = (gy.shape[2], gy.shape[3])
-    down, right = module.stride
-    return (
-        x[:, :, ::down, ::right].permute(0, 2, 3, 1).reshape(-1, x.shape[1]),
-        weight.flatten(1),
-        gy.permute(0, 2, 3, 1).reshape(-1, gy.shape[1]),
-        settings(config, True, grid),
-    )
+    pixels = visited(x, module.stride).reshape(-1, x.shape[1])
+    gradients = visited(gy, (1, 1)).reshape(-1, gy.shape[1])
+    return pixels, weight.flatten(1), gradients, settings(config, True, (gy.shape[2], gy.shape[3]))
 
 
 def _rounded(

@@ -19,16 +19,9 @@ Bits = Literal[4, 8]
 class PrecisionSchedule:
     """Makes the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
 
-    Call ``step()`` after each step or epoch, the unit of ``warmup``::
-
-        schedule = paper.PrecisionSchedule(model, 25)
-        for epoch in range(200):
-            train(model)
-            schedule.step()
-
-    ``with paper.PrecisionSchedule(model, 1000) as schedule:`` restores the layers' configurations
-    at its end. Layers keep every other field of their configuration. Parameters and state_dicts of
-    the model do not change. Put :meth:`state_dict` into a checkpoint to resume a run.
+    Call ``step()`` after each step or epoch, the unit of ``warmup``. The end of ``with schedule:``
+    restores the layers' configurations. Layers keep every other field of their
+    configuration. Put :meth:`state_dict` into a checkpoint to resume a run.
 
     Args:
         model: a converted model; later conversions are not part of the schedule.
@@ -43,7 +36,6 @@ class PrecisionSchedule:
     def __init__(
         self, model: nn.Module, warmup: int, *, bits: Bits = 8, then_bits: Bits | None = 4
     ) -> None:
-        """Set the first phase's bits."""
         if as_int(warmup, "warmup", 64) < 0:
             raise ValueError(f"warmup: {warmup} is negative")
         if bits not in (4, 8):
@@ -54,23 +46,19 @@ class PrecisionSchedule:
         if not self._layers:
             raise ValueError("model: no layer is converted; call hot.convert(model) first")
         self._warmup, self._bits, self._then_bits = warmup, bits, then_bits
-        self._count = 0
+        self.count = 0
+        """Number of calls of ``step()``."""
         self._apply()
 
     @property
     def bits(self) -> Bits | None:
         """Bits of g_x in the current phase; None: those of each layer's configuration."""
-        return self._bits if self._count < self._warmup else self._then_bits
-
-    @property
-    def count(self) -> int:
-        """Number of calls of ``step()``."""
-        return self._count
+        return self._bits if self.count < self._warmup else self._then_bits
 
     def step(self) -> None:
         """Count one step or epoch, and change the configurations when the warmup ends."""
-        self._count += 1
-        if self._count == self._warmup:
+        self.count += 1
+        if self.count == self._warmup:
             self._apply()
 
     def close(self) -> None:
@@ -79,20 +67,18 @@ class PrecisionSchedule:
             module.config = config
 
     def __enter__(self) -> PrecisionSchedule:
-        """Return the schedule. It is active since its construction."""
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Close, see :meth:`close`."""
         self.close()
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of steps as a dict."""
-        return {"count": self._count}
+        return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from :meth:`state_dict`."""
-        self._count = int(state["count"])
+        self.count = int(state["count"])
         self._apply()
 
     def _apply(self) -> None:

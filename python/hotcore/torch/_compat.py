@@ -9,10 +9,8 @@ import functools
 import importlib
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -107,25 +105,13 @@ def loaded(module: str, name: str) -> tuple[Any, ...]:
     return () if cls is None else (cls,)
 
 
-@functools.cache
-def triton_kernels(module: str, otherwise: str) -> ModuleType | None:
-    """A module of Triton kernels; without Triton None, and a warning that ends in ``otherwise``."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        message = f"Triton is missing ({error}); {otherwise}"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-        return None
-
-
 def functional(x: torch.Tensor) -> bool:
     """Whether x is a value of a graph that AOTAutograd is tracing."""
     return isinstance(x, FunctionalTensor)
 
 
-def symbolic(x: torch.Tensor) -> bool:
-    """Whether x has no values, as during compilation."""
-    return isinstance(x, FunctionalTensor | FakeTensor)
+SYMBOLIC = (FunctionalTensor, FakeTensor)
+"""Tensors without values, as during compilation."""
 
 
 def count_as_products(operators: Iterable[Any]) -> None:
@@ -147,19 +133,13 @@ def count_as_products(operators: Iterable[Any]) -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether this module, not its children, runs under ``torch.compile``.
-
-    ``torch.compile(module)`` and ``module.compile()`` both set a private attribute.
-    """
+    """Whether this module, not its children, runs under ``torch.compile`` or ``compile()``."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 @functools.cache
 def traces_parameters() -> bool:
-    """Whether torch.compile follows a subclass of Parameter.
-
-    It does in torch 2.13 and 2.15. In 2.6, 2.8, 2.10 and 2.12 tracing ends with an error.
-    """
+    """Whether torch.compile follows a subclass of Parameter: from torch 2.13."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 

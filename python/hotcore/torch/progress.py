@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 now = time.monotonic
@@ -19,7 +19,6 @@ def shown(
     text: str,
     progress: bool,
     budget: float = math.inf,
-    clock: Callable[[], float] | None = None,
 ) -> Iterator[_Item]:
     """Yield items; on a terminal a line says which one is at work, and the time left.
 
@@ -28,13 +27,11 @@ def shown(
         text: the line, with ``{}`` for an item that is a str, otherwise for its number.
         progress: False yields the items alone.
         budget: seconds after which the work ends.
-        clock: by default :data:`now`.
     """
-    clock = clock or now
-    begun, count = clock(), len(items) if isinstance(items, Sized) else 0
+    begun, count = now(), len(items) if isinstance(items, Sized) else 0
     progress = progress and sys.stderr.isatty()
     for i, item in enumerate(items):
-        took = clock() - begun
+        took = now() - begun
         if progress and took > _QUIET_S:
             line = text.format(item if isinstance(item, str) else i + 1)
             if count and i:  # a loader's first batch may take long

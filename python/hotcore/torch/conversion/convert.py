@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ... import _core, contexts, gpus
-from ...config import FIELDS, ConfigLike, HotConfig, HotConfigFields, as_config, check_gone
+from ...config import ConfigLike, HotConfig, HotConfigFields, as_config, check_names
 from ...saved import saved_layout
 from ..frozen.bitsandbytes import is_8bit
 from ..frozen.weights import FrozenModule, plain_weights
@@ -68,54 +68,42 @@ def convert(
 ) -> _Model:
     """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
-    ::
-
-        hot.convert(model, "default", forward="int8")
-        print(hot.report(model))
-
-    Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
-    and bitsandbytes' ``Linear8bitLt``. Layers stay the same objects with the same Parameters. Their
-    class changes, therefore every reference to a layer sees the conversion.
+    ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
+    bitsandbytes' ``Linear8bitLt`` stay the same objects with the same Parameters; their class
+    changes.
 
     Args:
         model: any module.
         config: a HotConfig or a recipe's name.
-        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default leaves
-            the output head (:data:`HEAD_NAMES`) plain, the first convolution, weights tied to an
-            embedding, and peft's adapters. The same holds for layers with fewer than
-            :data:`MIN_FEATURES` in or out features. On CUDA it also leaves the layers plain that
-            are expected to be slower (:mod:`hotcore.torch.conversion.gains`): all of them on a GPU
-            without fast INT8. No filter can convert subclasses of supported layers, whose additions
-            would be lost, nor computed, wrapped or sparse weights, nor unsupported dtypes.
+        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. None: the rules of
+            docs/torch/convert.md, with :data:`HEAD_NAMES`, :data:`MIN_FEATURES` and, on CUDA,
+            :mod:`hotcore.torch.conversion.gains`.
         overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers.
             This is a HotConfig, a recipe's name, a dict of the fields that differ from ``config``,
-            or None to stay plain. If several patterns match, the last one counts. A layer that is
-            named in full is converted even if it is expected to be slower.
+            or None to stay plain. The last match counts. A layer that is named in full is converted
+            even if it is expected to be slower.
         inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
             forward pass without gradients then finds layers that never run, token grids that do not
-            fit, and the share of multiply-adds. Without inputs, the source code of the layers'
-            parents is searched for uses of a layer's weight. Model and random state do not change.
-        device: the device of training; by default that of the first weight. The rule by which
-            layers are slower depends on it: on CUDA by INT8's rate on this GPU (docs/gpus.md).
+            fit, and the share of multiply-adds. Model and random state do not change.
+        device: the device of training; by default that of the first weight.
         slower: also convert layers that are expected to be slower than plain torch.
-        head: True: a causal LM model of transformers computes its loss in training, if called with
-            labels, by :func:`hotcore.torch.linear_cross_entropy`. It then returns empty ``logits``.
-            The products are torch's; a configuration selects HOT's. A UserWarning says why a model
-            cannot. ``filter_fn=lambda *_: False`` converts nothing else.
+        head: True or a configuration: a causal LM model of transformers computes its loss by
+            :func:`hotcore.torch.linear_cross_entropy`; a UserWarning says why it cannot.
         **fields: fields of :class:`.HotConfig` that replace those of ``config``.
 
     Returns:
         ``model``. :func:`hotcore.torch.report` and the attribute ``hot_report`` give the
-        :class:`.ConversionReport` of this call: which layers were converted, and why the others
-        stay plain. A UserWarning says if all stay plain because they would be slower.
+        :class:`.ConversionReport` of this call. A UserWarning says if all layers stay plain because
+        they would be slower.
 
     Raises:
         TypeError: ``model`` is no module, ``filter_fn`` no function, or an argument is unknown.
         ValueError: a layer is already converted, or sharded (``fully_shard`` comes after). No layer
             can be converted. A pattern matches no layer or only plain ones. A ``token_grid`` does
             not fit ``inputs``. ``model`` is an ``nn.DataParallel``.
-        NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
-            no kernels for that GPU.
+        NotImplementedError: ``model`` is on CUDA, without a CUDA backend or kernels for that GPU.
+
+    Source: docs/torch/convert.md.
     """
     base = _with_fields(as_config(config), fields, "convert", _ARGUMENTS)
     products = None if isinstance(head, bool) else as_config(head, "head")
@@ -159,10 +147,7 @@ def decide(
     slower: bool = False,
     head: bool = False,
 ) -> Decision:
-    """Choose the layers of :func:`convert`, whose arguments and errors these are; change nothing.
-
-    A model without layers to convert is no error with ``head``.
-    """
+    """Choose the layers of :func:`convert`; with ``head`` none at all is no error."""
     _check_model(model)
     if filter_fn is not None and not callable(filter_fn):
         kind = type(filter_fn).__name__
@@ -269,14 +254,7 @@ def _with_fields(
     config: HotConfig, fields: Mapping[str, Any], where: str, arguments: Sequence[str] = ()
 ) -> HotConfig:
     """Return ``config`` with some fields replaced; ``arguments`` are other names to suggest."""
-    for name in fields:
-        if name not in FIELDS:
-            check_gone(name)
-            near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
-            if arguments:
-                raise TypeError(f"{where}: unexpected argument {name!r}; {hint}")
-            raise ValueError(f"{where}: HotConfig has no field {name!r}; {hint}")
+    check_names(fields, where, arguments)
     try:
         return dataclasses.replace(config, **fields)
     except (TypeError, ValueError) as error:
@@ -325,10 +303,7 @@ def _check_sharded(
 def _dry_run(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Any
 ) -> tuple[dict[str, probe.LayerUse], int | None, set[str]]:
-    """Uses of layers in a forward pass, its multiply-adds, and layers that it never calls.
-
-    The third are layers whose weight other code multiplies; without inputs by the source code.
-    """
+    """Uses of layers, multiply-adds, and layers whose weight is used without calling them."""
     if inputs is None:
         return {}, None, unconverted.bypassed(model, layers)
     watch = probe.Watch(layers)
@@ -465,10 +440,7 @@ def _notes(
 
 
 def _configs(
-    base: HotConfig,
-    overrides: Mapping[str, Override],
-    names: list[str],
-    reasons: Mapping[str, str],
+    base: HotConfig, overrides: Mapping[str, Override], names: list[str], reasons: Mapping[str, str]
 ) -> dict[str, HotConfig | None]:
     configs: dict[str, HotConfig | None] = dict.fromkeys(names, base)
     for pattern, override in overrides.items():
@@ -482,15 +454,13 @@ def _configs(
         if override is not None and all(fqn in reasons for fqn in matched):
             plain = listed([f"{fqn} ({reasons[fqn]})" for fqn in matched])
             raise ValueError(f"overrides: {pattern!r} matches only layers that stay plain: {plain}")
-        configs.update(dict.fromkeys(matched, _override(base, pattern, override)))
+        where, chosen = f"overrides[{pattern!r}]", None
+        if isinstance(override, Mapping):
+            chosen = _with_fields(base, override, where)
+        elif override is not None:
+            chosen = as_config(override, where)
+        configs.update(dict.fromkeys(matched, chosen))
     return configs
-
-
-def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | None:
-    where = f"overrides[{pattern!r}]"
-    if isinstance(override, Mapping):
-        return _with_fields(base, override, where)
-    return None if override is None else as_config(override, where)
 
 
 def _bytes_per_value(module: nn.Module, config: HotConfig, device: str) -> float:

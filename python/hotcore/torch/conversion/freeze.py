@@ -29,10 +29,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class FreezeReport:
-    """Report of :func:`.freeze`, the model's attribute ``freeze_report``; print it.
-
-    It holds no tensor and no module.
-    """
+    """Report of :func:`.freeze`, the model's attribute ``freeze_report``; print it."""
 
     layers: tuple[str, ...]
     """Names of the layers that are frozen now."""
@@ -48,7 +45,6 @@ class FreezeReport:
     """Origin of the sizes of in features, in 4 bits."""
 
     def __str__(self) -> str:
-        """The number of frozen layers, the bytes, and the other layers."""
         share = f"{self.after / self.before:.3f}" if self.before else "-"
         lines = [
             f"{len(self.layers)} layers frozen in INT{self.bits}: {self.before / _GIB:.3f} GiB of "
@@ -91,36 +87,21 @@ def freeze(
 ) -> nn.Module:
     """Keep the weights of converted linear layers as INT4 or INT8 codes alone, in place.
 
-    For fine-tuning by adapters (LoRA): about half a byte or a byte a value instead of two or four.
     Call it after :func:`convert`, before or after ``peft.get_peft_model``, before
-    ``torch.compile``, DDP and the optimizer. The weights are not trained any more; biases stay as
-    they are. With ``forward="int8"`` in the layers' configurations the INT8 product takes the
-    codes; those of INT4 become INT8 first, one layer at a time. Otherwise, and in eval mode without
-    ``forward_in_eval``, every call dequantises the weight. Backward dequantises it, one layer at a
-    time, and computes g_x as before.
-
-    ``layer.weight`` still reads as a tensor of values. Writing to it by ``weight.data = ...`` or
-    ``+=``, as peft's merge does, makes the layer one with a plain weight again; other writes raise
-    an error. ``state_dict()`` has the dequantised weights under the plain keys, on the CPU;
-    ``load_state_dict`` takes those, which are quantised, and codes.
+    ``torch.compile``, DDP and the optimizer. The weights are not trained any more.
 
     Args:
         model: has layers that :func:`convert` made: linear ones, or transformers' ``Conv1D``.
         bits: 4, or 8 (:func:`freeze_int8`).
         filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze. None freezes all, or
-            those whose weight does not require grad if there are any. (peft's ``modules_to_save``
-            are trained beside them.)
-        inputs: only in 4 bits: batches of the training's text, a few thousand tokens in all. Each
-            is a Tensor, a tuple or a mapping of arguments for ``model``, which runs them in eval
-            mode without gradients. The sizes of the features of each layer's x say where
-            a weight must be exact. Without inputs only the columns of the weights do.
-        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, without a copy.
-            They load into a model that is frozen alike.
-        convrot: only in 8 bits: the codes are those of ConvRot, the 8-bit format of ComfyUI and of
-            diffusion trainers, with ``forward_block`` as group. ``state_dict()`` and
-            ``load_state_dict`` have its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
-        progress: on a terminal, a line on stderr says after five seconds which batch or layer is
-            at work and how much time is left.
+            those whose weight does not require grad if there are any.
+        inputs: only in 4 bits: batches of the training's text, a few thousand tokens in all, which
+            the model runs in eval mode. The sizes of x's features then say where a weight must be
+            exact; otherwise its columns do.
+        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``, instead of the
+            dequantised weights on the CPU. ``load_state_dict`` takes both.
+        convrot: only in 8 bits: codes and keys of ConvRot, with ``forward_block`` as group.
+        progress: show on a terminal which batch or layer is at work, and the time left.
 
     Returns:
         The same model. Its ``freeze_report`` is the :class:`.FreezeReport` of this call.
@@ -167,10 +148,7 @@ def check_inputs(model: object, bits: int, inputs: Any) -> None:
 
 
 class Freezing:
-    """Layers of a model to be frozen, and their codes; nothing changes before :meth:`freeze`.
-
-    Raises ValueError if no layer can be frozen.
-    """
+    """Layers to be frozen (ValueError: none), and their codes; :meth:`freeze` changes a layer."""
 
     def __init__(
         self,
@@ -181,7 +159,6 @@ class Freezing:
         save_codes: bool = False,
         convrot: bool = False,
     ) -> None:
-        """Choose the layers."""
         layers: dict[str, Any] = {
             n: m for n, m in model.named_modules() if isinstance(m, HotModule)
         }
@@ -190,7 +167,11 @@ class Freezing:
         reasons = {fqn: why for fqn, m in layers.items() if (why := why_not(m, fqn) or held.get(m))}
         reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
         if filter_fn is None:
-            reasons |= _trained({fqn: m for fqn, m in layers.items() if fqn not in reasons})
+            rest = {n: m._parameters["weight"] for n, m in layers.items() if n not in reasons}
+            trained = [fqn for fqn, weight in rest.items() if weight.requires_grad]
+            if len(trained) < len(rest):  # otherwise a model without adapters yet
+                why = "its weight is trained, beside frozen ones; a filter_fn takes it"
+                reasons |= dict.fromkeys(trained, why)
         chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
         if not layers:
             raise ValueError("model: no converted layer; call hot.convert(model) before freeze")
@@ -300,20 +281,11 @@ def sizes_of_x(
 
 
 def thaw(model: nn.Module) -> int:
-    """Undo :func:`.freeze`: layers with plain, dequantised weights, in place.
+    """Undo :func:`.freeze`: layers with plain, dequantised weights, in place; return their number.
 
-    The weights are new Parameters, not trained until ``requires_grad_(True)``; they have the values
-    that the codes stand for. An optimizer made before does not know them.
-
-    Args:
-        model: any module.
-
-    Returns:
-        The number of layers.
-
-    Raises:
-        TypeError: ``model`` is no module.
-        ValueError: a layer cannot be thawed, because something wraps it; nothing has changed.
+    The weights are new Parameters, not trained until ``requires_grad_(True)``. An optimizer made
+    before does not know them. Raises TypeError if ``model`` is no module, and ValueError if
+    something wraps a layer; nothing has changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -373,14 +345,6 @@ def _shared(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, str]:
     }
     names = {fqn: others.get(id(m._parameters["weight"])) for fqn, m in layers.items()}
     return {fqn: f"its weight is that of {name}, too" for fqn, name in names.items() if name}
-
-
-def _trained(layers: Mapping[str, Any]) -> dict[str, str]:
-    """Layers whose weight is trained beside frozen ones: peft's ``modules_to_save``."""
-    trained = [fqn for fqn, m in layers.items() if m._parameters["weight"].requires_grad]
-    if len(trained) == len(layers):  # a model without adapters yet
-        return {}
-    return dict.fromkeys(trained, "its weight is trained, beside frozen ones; a filter_fn takes it")
 
 
 def _notes(layers: Iterable[HotModule]) -> Iterator[str]:

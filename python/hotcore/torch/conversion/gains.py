@@ -1,14 +1,10 @@
 """Expected time of a layer's forward and backward on CUDA, as a multiple of plain torch's.
 
-The default filter of :func:`hotcore.torch.convert` uses it on CUDA. The time of a linear layer is
-fitted by the products, the passes over x and g_y, launches, and the passes over the weight. The fit
-holds for device time in bf16. With few tokens the host may limit the speed;
-:func:`hotcore.torch.advise` measures whole steps on your machine.
-
-Source: one H100, torch 2.11, calls in CUDA graphs: :data:`REPORT`, made by
-``bench_backward.py --part rule``. The worst errors of the fits are 0.1 to 0.25, and a test compares
-them. Another GPU's integer products are scaled by its rate beside bf16's (:mod:`hotcore.gpus`).
-Passes over memory keep the H100's proportion to bf16 products: only the products are derived.
+The default filter of :func:`hotcore.torch.convert` uses it. A linear layer's device time in bf16 is
+fitted by the products, the passes over x, g_y and the weight, and launches. Source: one H100, torch
+2.11, calls in CUDA graphs: :data:`REPORT`, made by ``bench_backward.py --part rule``. The worst
+errors of the fits are 0.1 to 0.25, and a test compares them. Another GPU's integer products are
+scaled by its rate beside bf16's (:mod:`hotcore.gpus`); passes over memory keep their proportion.
 """
 
 from __future__ import annotations

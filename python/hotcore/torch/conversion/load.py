@@ -47,30 +47,17 @@ def load_frozen(
     """Load a model from safetensors files, and freeze its converted linear layers, in place.
 
     The result is that of ``load_state_dict``, then :func:`freeze`, but the plain weights never
-    exist together. Each tensor is read, moved to ``device``, quantised there if its layer is to be
-    frozen, and freed. The host holds one tensor at a time. ::
-
-        with accelerate.init_empty_weights():  # Parameters on the meta device, buffers with values
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model = hot.convert(model, "default", forward="int8", device="cuda")
-        model = hot.load_frozen(model, folder, device="cuda")
-
-    Call it before ``peft.get_peft_model``, with the keys of ``model.state_dict()`` in the files. A
-    weight may also be there as codes (``save_codes=True``). Values are cast to the dtypes of the
-    model's Parameters. Layers that are not frozen get their plain values.
+    exist together: each is read, moved to ``device``, quantised there and freed. Call it before
+    ``peft.get_peft_model``, with the keys of ``model.state_dict()`` in the files. A weight may also
+    be there as codes (``save_codes=True``). Values are cast to the dtypes of the Parameters. The
+    arguments that are not listed are those of :func:`freeze`; with ``inputs`` the files are read
+    twice.
 
     Args:
         model: has layers that :func:`convert` made; best with Parameters on the meta device.
         checkpoint: a file, a folder, an index file of shards, or several files. In a folder the
             index file decides, then ``model.safetensors``, then all files of safetensors.
-        bits: 4, or 8.
-        filter_fn: ``filter_fn(module, fqn)`` says which layers to freeze, as for :func:`freeze`.
-        inputs: only in 4 bits, as for :func:`freeze`. The frozen model runs these batches, then
-            the files of its frozen weights are read a second time.
         device: the device of the loaded model; by default ``torch.get_default_device()``.
-        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes``.
-        progress: on a terminal, a line on stderr says after five seconds which tensor is read and
-            how much time is left.
 
     Returns:
         The same model. Its ``freeze_report`` is the :class:`.FreezeReport` of this call.
@@ -98,12 +85,19 @@ def load_frozen(
     for target, _ in zip(targets, shown(names, "load: {}", progress), strict=True):
         tensor = _read(target, entries, where, freezing)
         if not target.layers:
-            values[id(target.value)] = tensor
+            old, new = target.value, tensor
+            if isinstance(old, nn.Parameter):
+                new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+            values[id(old)] = new
         for fqn in target.layers:
             if freezing.key(fqn) not in codes:
                 encoded = tensor if target.codes else freezing.encoded_weight(fqn, tensor)
                 codes[freezing.key(fqn)] = frozen_codes.parameter(encoded)
-    _assign(model, values, where)
+    for _, old, persistent, table, key in [*_tensors(model)]:
+        if id(old) in values:
+            table[key] = values[id(old)]
+        elif not persistent:
+            table[key] = old.to(where)
     for fqn in freezing.layers:
         freezing.freeze(fqn, codes[freezing.key(fqn)])
     freezing.report()
@@ -220,7 +214,7 @@ def _targets(model: nn.Module, freezing: Freezing, entries: Mapping[str, _Entry]
     named: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     wrong: list[str] = []
-    for name, value, persistent in _tensors(model):
+    for name, value, persistent, *_ in _tensors(model):
         if type(value) not in (Tensor, *ops.PLAIN_TYPES):
             wrong.append(f"{name} of the model is a {type(value).__name__}")
         elif persistent:
@@ -255,17 +249,18 @@ def _targets(model: nn.Module, freezing: Freezing, entries: Mapping[str, _Entry]
     return sorted(targets, key=lambda target: entries[target.key].file)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Names of parameters and buffers, also of tied ones, and whether checkpoints have them."""
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool, dict[str, Any], str]]:
+    """Parameters and buffers, also tied ones: names, whether checkpoints have them, and places."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, FrozenModule):
             raise ValueError(
                 f"model: {prefix or '(root)'} is frozen already; load_state_dict loads such a model"
             )
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table, name in [(each, name) for each in tables for name in each]:
+            if (value := table[name]) is not None:
                 persistent = name not in module._non_persistent_buffers_set
-                yield f"{prefix}.{name}" if prefix else name, value, persistent
+                yield f"{prefix}.{name}" if prefix else name, value, persistent, table, name
 
 
 def _misfit(target: _Target, freezing: Freezing, key: str, entry: _Entry) -> str:
@@ -302,25 +297,6 @@ def _read(
     if target.codes and not frozen_codes.intact(out, freezing.sizes(target.layers[0])[0]):
         raise ValueError(f"checkpoint: {target.key}: these bytes are not codes of a weight")
     return out
-
-
-def _assign(model: nn.Module, values: Mapping[int, Tensor], device: torch.device) -> None:
-    """Replace parameters and persistent buffers, also tied ones, and move the other buffers."""
-    new: dict[int, Tensor] = {}
-    for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, old in table.items():
-                if old is None or id(old) not in values:
-                    continue
-                value = values[id(old)]
-                if id(old) not in new and isinstance(old, nn.Parameter):
-                    value = nn.Parameter(value, requires_grad=old.requires_grad)
-                table[name] = new.setdefault(id(old), value)
-        for name in module._non_persistent_buffers_set:
-            buffer = module._buffers.get(name)
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
 
 
 def _measure(

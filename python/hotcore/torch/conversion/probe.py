@@ -59,10 +59,7 @@ class LayerUse:
 def _hooked(
     modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
 ) -> ExitStack:
-    """Call ``enter(name, module, args, kwargs)`` and ``leave(name, module, args, kwargs, output)``.
-
-    Closing the result removes the hooks.
-    """
+    """Call ``enter`` before and ``leave`` after each module's forward, until the result closes."""
     with ExitStack() as stack:
         for name, module in modules.items():
             before, after = partial(enter, name), partial(leave, name)
@@ -106,20 +103,17 @@ class Watch(TorchFunctionMode):
     """Context that observes how forward passes inside use layers; it holds no tensors."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        """Observe these layers, by name."""
         super().__init__()
         self.layers = layers
         self.uses = {name: LayerUse() for name in layers}
         self._inside: list[str] = []
 
     def __enter__(self) -> Watch:
-        """Hook the layers."""
         self._hooks = _hooked(self.layers, self._enter, self._leave)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Remove the hooks."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._hooks.close()
 
@@ -149,10 +143,7 @@ class Watch(TorchFunctionMode):
 
 
 def macs(layer: nn.Module, output: Tensor) -> int:
-    """Multiply-adds of a layer for ``output``.
-
-    For an attention these are its projections' with as many keys as queries.
-    """
+    """Multiply-adds of a layer for ``output``; for an attention those of its projections."""
     if isinstance(layer, nn.MultiheadAttention):
         weights = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
         values = [p.numel() for p in weights if p is not None and p.dim() == 2]
@@ -327,10 +318,7 @@ class Seen:
 
 @torch.no_grad()
 def seen_by(model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[Any]) -> Seen:
-    """Run a model in eval mode over ``batches``; it does not change.
-
-    Raises ValueError for a NaN or an infinity in the x of a layer, which is named.
-    """
+    """Run a model in eval mode over ``batches``. ValueError names a layer with a bad x."""
     seen = Seen()
     with preserve_state(model), eagerly(), _hooked(layers, seen.add, lambda *_: None):
         model.eval()

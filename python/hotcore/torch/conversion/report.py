@@ -115,7 +115,6 @@ class ConversionReport:
         return sum(time * weight for time, weight in timed) / total if total else None
 
     def __str__(self) -> str:
-        """Return the table with one line for equal layers; ``*`` stands for numbers in names."""
         return self.table()
 
     def table(self, grouped: bool = True) -> str:
@@ -191,11 +190,7 @@ class ConversionReport:
 
 
 def report(model: nn.Module) -> ConversionReport:
-    """Return the report of the last :func:`~hotcore.torch.convert` of ``model`` or of a part of it.
-
-    Wrappers such as DDP, ``torch.compile`` and peft do not matter. Raises ValueError if no part of
-    ``model`` was converted.
-    """
+    """Return the report of the last ``convert`` of ``model`` or of a part; ValueError: none."""
     for module in model.modules():
         content = vars(module).get(REPORT)
         if isinstance(content, ConversionReport):
@@ -212,10 +207,7 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
 
 
 def group_alike(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Merge rows whose names, the first column, differ only in numbers between dots.
-
-    ``*`` stands for the numbers, which makes a pattern for ``overrides``; then the count follows.
-    """
+    """Merge rows whose names differ only in numbers between dots: ``*``, then the count."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
@@ -232,10 +224,7 @@ def _as_dict(layer: Row) -> dict[str, Any]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 2, last_left: bool = False) -> list[str]:
-    """Lines of a table: ``left`` left-aligned columns, then right-aligned ones.
-
-    ``last_left`` also left-aligns the last column.
-    """
+    """Lines of a table: ``left`` columns left-aligned, also the last one with ``last_left``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ends = {*range(left), *([len(widths) - 1] if last_left else [])}
     return [

@@ -14,15 +14,9 @@ from .. import _compat
 from ..frozen import bitsandbytes
 from ..frozen.bitsandbytes import is_4bit, is_8bit
 from ..frozen.weights import FrozenModule
+from ..layers import modules
 from ..layers.attention import HotMultiheadAttention
-from ..layers.modules import (
-    HotConv2d,
-    HotLinear,
-    HotModule,
-    held_forwards,
-    is_pointwise,
-    own_forward,
-)
+from ..layers.modules import HotModule
 from ..ops import DTYPES
 from ..ops.conv import has_products
 from ..ops.sharded import is_dtensor
@@ -84,9 +78,9 @@ def hot_class(module: nn.Module) -> type[HotModule]:
     if is_8bit(module):
         return bitsandbytes.hot_class(module)
     if isinstance(module, nn.Linear):
-        return HotLinear
+        return modules.HotLinear
     if isinstance(module, nn.Conv2d):
-        return HotConv2d
+        return modules.HotConv2d
     if isinstance(module, nn.MultiheadAttention):
         return HotMultiheadAttention
     from ..layers.conv1d import HotConv1D  # imports transformers
@@ -118,14 +112,11 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 
 def products_of(module: nn.Module, config: HotConfig, device: str = "") -> bool | None:
-    """Whether a convolution has HOT's products in backward; None for other layers.
-
-    ``device`` is a type of device, by default the weight's.
-    """
+    """Whether a convolution has HOT's products on a type of device; None for other layers."""
     if not isinstance(module, nn.Conv2d):
         return None
     device = device or module.weight.device.type
-    return has_products(is_pointwise(module), config, device == "cuda")
+    return has_products(modules.is_pointwise(module), config, device == "cuda")
 
 
 def is_frozen(module: nn.Module) -> bool:
@@ -143,8 +134,9 @@ def why_plain(
     else:
         reasons = _default_reasons(model, layers)
     # Reasons that make a conversion impossible come before reasons of choice.
-    held = {m: why for m, why in held_forwards(model).items() if not isinstance(m, HotModule)}
-    return reasons | {fqn: why for fqn, m in layers if (why := why_impossible(m) or held.get(m))}
+    held = modules.held_forwards(model).items()
+    held_plain = {m: why for m, why in held if not isinstance(m, HotModule)}
+    return reasons | {n: why for n, m in layers if (why := why_impossible(m) or held_plain.get(m))}
 
 
 def why_impossible(module: nn.Module) -> str:
@@ -156,7 +148,7 @@ def why_impossible(module: nn.Module) -> str:
     plain = hot_class(module).plain
     if type(module) is not plain:
         return f"a subclass of {plain.__name__} ({type(module).__name__})"
-    if why := own_forward(module):
+    if why := modules.own_forward(module):
         return why
     if plain.forward.__module__ != plain.__module__:
         return f"the forward of {plain.__name__} was replaced by {plain.forward.__module__}'s"
@@ -246,10 +238,7 @@ def why_slow(
     rate: gpus.Int8Rate,
     tokens: Mapping[str, float | None],
 ) -> dict[str, str]:
-    """Names of the layers that are expected to be slower than plain torch's, and the reasons.
-
-    ``tokens`` has those of a layer's call, where they are known.
-    """
+    """Names of the layers that are expected to be slower than plain torch's, and the reasons."""
     reasons = {}
     for fqn, module in layers:
         config = configs[fqn]
@@ -260,11 +249,7 @@ def why_slow(
 
 
 def facts_of(
-    module: nn.Module,
-    config: HotConfig,
-    device: str,
-    rate: gpus.Int8Rate,
-    tokens: float | None,
+    module: nn.Module, config: HotConfig, device: str, rate: gpus.Int8Rate, tokens: float | None
 ) -> gains.Facts:
     """Properties of a layer that determine its time; ``tokens`` of a call, if known."""
     sizes = (products_of(module, config, device), *features_of(module))

@@ -31,11 +31,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
 
 
 def matrices(model: nn.Module) -> list[Skipped]:
-    """Matrices outside of Linear, Conv2d and Conv1D, and why they are not converted.
-
-    These are experts of a mixture in one Parameter, and layers of other kinds: other convolutions,
-    recurrent layers, ``nn.Bilinear``.
-    """
+    """Experts in one Parameter and layers of unsupported kinds, each with the reason."""
     rows = []
     for fqn, module in model.named_modules():
         if sizes := next((sizes for kind, sizes in _KINDS.items() if isinstance(module, kind)), ()):

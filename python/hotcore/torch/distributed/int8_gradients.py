@@ -1,12 +1,13 @@
 """Gradients of several processes exchanged in INT8, for DDP and FSDP2.
 
 Each process transforms its gradient in blocks of 64 (Hadamard) and rounds every block
-stochastically to INT8 with one fp32 scale. Codes and scales travel, 1.0625 bytes a value. The
-receiver adds the processes' values in fp32, always in the order of ranks, and undoes the transform
-once. The sum is unbiased. docs/torch/support.md, "Weights and gradients in INT8", has its error.
+stochastically to INT8 with one fp32 scale, 1.0625 bytes a value. The receiver adds the values in
+fp32, in the order of ranks, and undoes the transform once. The sum is unbiased. Source:
+docs/torch/support.md, "Weights and gradients in INT8".
 """
 
 # Without ``annotations`` of __future__: DDP reads those of its hook as objects.
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,6 @@ class Int8Exchange(NamedTuple):
     """``"gradients"`` or ``"weights"``."""
 
     def __str__(self) -> str:
-        """One line for a log."""
         groups = f" of {self.groups} groups" if self.groups else ""
         return f"{self.plan}: {self.what}{groups} travel in INT8, 1.0625 bytes a value"
 
@@ -68,22 +68,17 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
     """Exchange the gradients of ``model`` in INT8 from now on.
 
     Call it after ``DistributedDataParallel(model)`` or ``fully_shard``, before the first step. All
-    gradients take part, those of plain layers, norms and embeddings too. A block of 64 values with
-    NaN or Inf arrives as NaN, so a GradScaler sees it. Each reduction draws one seed from torch's
-    default CPU generator, so ``torch.manual_seed`` makes a run repeatable. Processes with equal
-    seeds round differently. DDP arranges its buckets anew after the first step, so the bits of that
-    step differ in a run that is resumed. With FSDP2, ``MixedPrecisionPolicy(reduce_dtype=
-    torch.float32)`` keeps the fp32 sum and costs no bytes on the wire. HSDP reduces between its
-    replicas as before.
-
-    Args:
-        model: a ``DistributedDataParallel``, or a model of which ``fully_shard`` was called.
+    gradients take part. A block of 64 values with NaN or Inf arrives as NaN, so a GradScaler sees
+    it. Each reduction draws one seed from torch's default CPU generator; processes with equal seeds
+    round differently. DDP arranges its buckets anew after the first step, so the bits of that step
+    differ in a run that is resumed. With FSDP2, a ``reduce_dtype`` of float32 keeps the fp32 sum at
+    the same bytes on the wire. HSDP reduces between its replicas as before.
 
     Returns:
         The changed plan and its groups; ``print`` shows them.
 
     Raises:
-        TypeError: ``model`` is neither.
+        TypeError: ``model`` is neither DDP's nor FSDP2's.
         NotImplementedError: this torch has no ``FSDPModule.set_custom_reduce_scatter`` (2.9 has).
         RuntimeError: DDP has a communication hook already.
     """
@@ -155,13 +150,9 @@ def _reduce_bucket(
     return future
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _all_reduced(values: Tensor, group: Any) -> Tensor:
@@ -208,13 +199,9 @@ def encoded_bytes(count: int) -> int:
 def encode(values: Tensor, key: Key | None, parts: int = 1, wire: Tensor | None = None) -> Tensor:
     """Codes and scales of a vector: uint8 ``[parts, bytes]``, 68 bytes for 64 values of a part.
 
-    Source: docs/numerics.md, "Blocks".
-
-    Args:
-        values: float32, float16 or bfloat16 ``[n]``. Zeros fill the last block of each part.
-        key: random key of stochastic rounding. None rounds to nearest.
-        parts: receivers of ``ceil(n / parts)`` values each.
-        wire: memory for the result, aligned to 4 bytes.
+    ``values`` are float32, float16 or bfloat16 ``[n]``, for ``parts`` receivers of
+    ``ceil(n / parts)`` each. Zeros fill the last block of a part. ``key`` None rounds to nearest.
+    ``wire`` is memory for the result, aligned to 4 bytes. Source: docs/numerics.md, "Blocks".
     """
     if wire is None:
         row = encoded_bytes(-(-values.numel() // parts))

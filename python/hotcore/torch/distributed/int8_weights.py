@@ -1,8 +1,7 @@
-"""Weights that FSDP2 gathers in INT8.
+"""Weights that FSDP2 gathers in INT8: blocks of 64 (Hadamard), rounded to nearest, with one scale.
 
-Each process transforms its part of a group's weights in blocks of 64 (Hadamard). A block is rounded
-to nearest in INT8, with one fp32 scale: 1.0625 bytes a value. Layers get weights of the usual type,
-so they need not know it. docs/torch/support.md, "Weights and gradients in INT8".
+Layers get weights of the usual type. Source: docs/torch/support.md, "Weights and gradients in
+INT8".
 """
 
 from typing import Any, NamedTuple
@@ -11,29 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .int8_gradients import (
-    Allocates,
-    Int8Exchange,
-    _all_gather,
-    decode_sum,
-    encode,
-    encoded_bytes,
-    fsdp_modules,
-)
+from . import int8_gradients as codes
 
 _ALIGNMENT = 16
 
 
-def int8_weights(model: nn.Module) -> Int8Exchange:
+def int8_weights(model: nn.Module) -> codes.Int8Exchange:
     """Have FSDP2 gather the weights of ``model`` in INT8 from now on.
 
     Call it after ``fully_shard``, before the first step. Parameters of one dimension (norms,
-    biases) travel in their own type. Every process computes with the same decoded weights, in
-    forward, in backward and in eval mode. Shards, optimizers and checkpoints keep the exact ones.
-    Rounding to nearest repeats: two gathers of one weight have equal bits.
-
-    Args:
-        model: a model of which ``fully_shard`` was called.
+    biases) travel in their own type. Every process computes with the same decoded weights; shards,
+    optimizers and checkpoints keep the exact ones. Two gathers of one weight have equal bits.
 
     Returns:
         The plan and its groups; ``print`` shows them.
@@ -43,11 +30,13 @@ def int8_weights(model: nn.Module) -> Int8Exchange:
         NotImplementedError: this torch has no ``FSDPModule.set_custom_all_gather`` (2.9 has). In
             the training: parameters of a group differ in type, or are tensor parallel. Their rows
             do not divide by the processes of ``reshard_after_forward``.
+
+    Source: docs/torch/support.md, "Weights and gradients in INT8".
     """
-    groups = fsdp_modules(model, "int8_weights", "set_custom_all_gather")
+    groups = codes.fsdp_modules(model, "int8_weights", "set_custom_all_gather")
     for group in groups:
         group.set_custom_all_gather(_AllGather([p.shape for p in _managed(group, set())]))
-    return Int8Exchange("FSDP2", len(groups), "weights")
+    return codes.Int8Exchange("FSDP2", len(groups), "weights")
 
 
 def _managed(module: nn.Module, seen: set[Any]) -> list[nn.Parameter]:
@@ -74,7 +63,7 @@ class _Run(NamedTuple):
     coded: bool
 
 
-class _AllGather(Allocates):
+class _AllGather(codes.Allocates):
     """FSDP2's all-gather, called on a stream of its own."""
 
     def __init__(self, shapes: list[torch.Size]) -> None:
@@ -92,23 +81,24 @@ class _AllGather(Allocates):
         end = 0
         for run in runs:
             size = run.end - run.begin
-            wires.append(slice(end, end + (encoded_bytes(size) if run.coded else size * each)))
-            end += -(-(wires[-1].stop - end) // _ALIGNMENT) * _ALIGNMENT
+            sent_bytes = codes.encoded_bytes(size) if run.coded else size * each
+            wires.append(slice(end, end + sent_bytes))
+            end += -(-sent_bytes // _ALIGNMENT) * _ALIGNMENT
         sent = torch.empty(end, dtype=torch.uint8, device=input_tensor.device)
         for run, wire in zip(runs, wires, strict=True):
             values = input_tensor[run.begin : run.end]
             if run.coded:
-                encode(values, None, wire=sent[wire])
+                codes.encode(values, None, wire=sent[wire])
             else:
                 sent[wire].copy_(values.view(torch.uint8))
         received = torch.empty(world, end, dtype=torch.uint8, device=sent.device)
-        _all_gather(received.view(-1), sent, group=group)
+        codes._all_gather(received.view(-1), sent, group=group)
         parts = output_tensor.view(world, count)
         for run, wire in zip(runs, wires, strict=True):
             values, data = parts[:, run.begin : run.end], received[:, wire]
             if run.coded:
                 for row, part in zip(data, values, strict=True):
-                    decode_sum(row[None], 1.0, part)
+                    codes.decode_sum(row[None], 1.0, part)
             else:
                 values.copy_(data.view(values.dtype))
 

@@ -9,10 +9,7 @@ from .weights import FrozenModule
 
 
 class HotFrozenConv1D(FrozenModule, HotConv1D):
-    """:class:`HotConv1D` whose frozen weight is kept only as codes.
-
-    :func:`hotcore.torch.freeze` makes it from a HotConv1D.
-    """
+    """A :class:`HotConv1D` whose frozen weight is kept as codes; :func:`.freeze` makes it."""
 
     thawed = HotConv1D
     transposed = True

@@ -1,10 +1,8 @@
 """Linear layers whose frozen weight is kept as codes alone; :func:`.freeze` makes them.
 
-INT8 codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`). INT4 codes
-(:func:`hotcore.quantize_weight_int4`) become such codes in each call, one layer at a time. One
-uint8 Parameter, ``weight_codes``, holds them with their format and checksum
-(:mod:`hotcore.torch.ops.frozen_codes`). It moves with the model, is never cast, and an optimizer
-or DDP leaves it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
+INT8 codes are those of the 8-bit forward; INT4 codes become such codes in each call. One uint8
+Parameter, ``weight_codes``, holds them with their format and checksum
+(:mod:`hotcore.torch.ops.frozen_codes`). It is never cast. ``weight`` is a :class:`FrozenWeight`.
 """
 
 from __future__ import annotations
@@ -22,19 +20,12 @@ from ...config import ConfigLike, HotConfig, as_config
 from .. import _compat
 from ..layers.modules import HotLinear, HotModule, become, own_forward
 from ..ops import DTYPES, PLAIN_TYPES, frozen_codes, is_dtensor
-from ..ops.codes import (
-    Frozen,
-    body,
-    dequantized,
-    quantize_forward_weight,
-    quantize_weight_int4,
-)
+from ..ops.codes import Frozen, body, dequantized, quantize_forward_weight, quantize_weight_int4
 from ..ops.frozen_codes import Format, guard, refuse_gradients, version
 from ..ops.linear import linear_from_json
 from . import feature_sizes
 
 _CODES = "weight_codes"
-_BLOCK = "weight_block"
 ALIGNMENT = 16
 """Alignment in bytes that libhot requires for codes."""
 _READ_ONLY = (
@@ -118,11 +109,9 @@ class ReadOnly(Tensor):
         raise RuntimeError(f"swap_tensors: {_SHARED}")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """Copy it to a plain tensor."""
         return self.dequantized()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as a plain tensor."""
         values: Any = self.dequantized()
         return values.__reduce_ex__(protocol)
 
@@ -258,8 +247,6 @@ def _read_only(result: Any, copies: list[Tensor]) -> Any:
 class FrozenModule(HotModule, nn.Module):
     """A linear layer whose weight exists only as codes. Its classes come with :func:`.freeze`.
 
-    The layer keeps ``weight_codes``, O rows of codes and O fp32 scales, and nothing of x. INT4 adds
-    a step for each group, and an exponent for each feature of x. Training computes g_x, and g_b.
     With ``forward="int8"`` the INT8 product takes the codes. With a plain forward, and in eval mode
     unless ``forward_in_eval``, every call dequantises the weight. Backward dequantises it for g_x.
     """
@@ -296,7 +283,6 @@ class FrozenModule(HotModule, nn.Module):
     """Names of the buffers that a plain layer does not have."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raise TypeError: only :func:`.freeze` makes such a layer."""
         plain = self.thawed.__name__
         raise TypeError(f"{type(self).__name__}: hot.freeze makes it of a {plain}")
 
@@ -402,7 +388,7 @@ class FrozenModule(HotModule, nn.Module):
 
     def on_frozen(self) -> None:
         """Make the layer's buffers from its codes, after each change of these."""
-        if self.weight_bits == 8 or _compat.symbolic(self.weight_codes):
+        if self.weight_bits == 8 or isinstance(self.weight_codes, _compat.SYMBOLIC):
             return
         codes = frozen_codes.gathered(self.weight_codes)
         exponents = self._exponents(codes).clone()
@@ -414,10 +400,7 @@ class FrozenModule(HotModule, nn.Module):
         return frozen_codes.exponents_of(codes[: self._body_bytes], self.weight_features[1])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a Parameter; refuses parts of a weight that ``parallelize_module`` makes.
-
-        Refuses the weight under another name, too, which torch's prune would keep.
-        """
+        """Register a Parameter; refuses a DTensor, and the weight under another name."""
         if is_dtensor(param):
             raise NotImplementedError(
                 f"{self.layer_name or type(self).__name__}: its weight is frozen in codes, which "
@@ -435,10 +418,7 @@ class FrozenModule(HotModule, nn.Module):
             guard(param)
 
     def plain_weight(self, values: Tensor | None = None) -> nn.Parameter:
-        """A plain weight, not trained, with ``values`` or those that the codes stand for.
-
-        Raises ValueError where the layer cannot have it; nothing has changed.
-        """
+        """A plain weight, not trained. Raises ValueError where the layer cannot have it."""
         if type(self.weight_codes) not in PLAIN_TYPES:
             kind = type(self.weight_codes).__name__
             raise ValueError(f"weight: its codes are a {kind}; undo fully_shard before thawing it")
@@ -452,10 +432,7 @@ class FrozenModule(HotModule, nn.Module):
 
     @classmethod
     def freeze(cls, layer: Any, codes: nn.Parameter, **fields: Any) -> None:
-        """Make a layer of the class :attr:`thawed` one of this class, in place.
-
-        ``fields`` are the last of ``hot_fields``, from ``save_codes`` on.
-        """
+        """Make a layer of :attr:`thawed` one of this class; ``fields`` are of ``hot_fields``."""
         weight = layer._parameters["weight"]
         _swap(layer, "weight", _CODES, codes)
         fields |= {"weight_dtype": weight.dtype, "weight_features": tuple(cls.rows(weight).shape)}
@@ -536,17 +513,11 @@ class FrozenModule(HotModule, nn.Module):
 
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
-        block, weight = state.pop(prefix + _BLOCK, None), state.pop(prefix + "weight", None)
+        weight = state.pop(prefix + "weight", None)
         codes: Tensor | None = state.get(prefix + _CODES)
         if codes is not None:
             if codes.dtype != torch.uint8:
                 raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")
-            if block is not None:  # saved before codes had their format
-                if (form := Format(int(block))) != self._format:
-                    raise ValueError(f"codes of {form}; expected codes of {self._format}")
-                if (got := codes.numel()) != (size := self._body_bytes):
-                    raise ValueError(f"size mismatch: {got} bytes of codes; expected {size}")
-                codes = frozen_codes.sealed(codes, form)
             if not self._fits(codes):
                 self.take_format(codes)
             if type(codes) in PLAIN_TYPES:
@@ -606,10 +577,7 @@ class FrozenModule(HotModule, nn.Module):
 
 
 def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Parameter]:
-    """A :meth:`~FrozenModule.plain_weight` for each layer; the same codes make the same one.
-
-    Errors begin with the layer's name.
-    """
+    """A plain weight for each layer; the same codes make the same one. Errors name the layer."""
     by_codes: dict[int, nn.Parameter] = {}
     weights = {}
     for layer in layers:
@@ -635,11 +603,7 @@ def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> Non
 
 
 class HotFrozenLinear(FrozenModule, HotLinear):
-    """:class:`~hotcore.torch.HotLinear` whose frozen weight is kept as codes alone.
-
-    :func:`.freeze` makes it of a HotLinear, :func:`.thaw` makes it one again. ``weight`` reads
-    as the dequantised weight, and ``state_dict`` has that under the plain key.
-    """
+    """A HotLinear whose frozen weight is kept as codes alone; :func:`.freeze` makes it."""
 
     thawed = HotLinear
 

@@ -27,7 +27,6 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     plain = nn.MultiheadAttention
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
         super().__init__(*args, **options)
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("HotMultiheadAttention supports neither add_bias_kv nor add_zero_attn")

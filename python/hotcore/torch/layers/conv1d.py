@@ -33,5 +33,4 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]  # the base is Any
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:
-        """Text of Conv1D, then the recipe and the fields that differ from it."""
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, config={self.config})"

@@ -29,19 +29,9 @@ class LinearCrossEntropy(nn.Linear):
     """An ``nn.Linear`` head that returns the loss of a target: :func:`linear_cross_entropy`.
 
     Parameters and state_dict keys are those of ``nn.Linear``; ``head.weight = embedding.weight``
-    ties it.
-
-    Args:
-        in_features: I.
-        out_features: V, the vocabulary.
-        bias: as for ``nn.Linear``, False by default.
-        device: as for ``nn.Linear``.
-        dtype: as for ``nn.Linear``.
-        config: None, a HotConfig or a recipe's name.
-        options: the other keyword arguments of :func:`linear_cross_entropy`. A call raises its
-            errors, too.
-
-    Source: docs/torch/head.md.
+    ties it. The first arguments are those of ``nn.Linear``, without a bias by default. ``config``
+    is None, a HotConfig or a recipe's name. ``options`` are the other keyword arguments of
+    :func:`linear_cross_entropy`, whose errors a call raises, too. Source: docs/torch/head.md.
     """
 
     def __init__(
@@ -55,7 +45,6 @@ class LinearCrossEntropy(nn.Linear):
         config: ConfigLike | None = None,
         **options: Any,
     ) -> None:
-        """Make a head with new parameters, initialised as ``nn.Linear`` does."""
         super().__init__(in_features, out_features, bias, device, dtype)
         inspect.signature(linear_cross_entropy).bind(None, None, None, **options)  # TypeError
         self.config = None if config is None else as_config(config)
@@ -78,13 +67,9 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class HeadForward:
-    """The forward of a model's head. Inside the model's :class:`AttachedLoss` it keeps x instead.
-
-    It knows nothing of the model: a copy of the head alone is a plain head.
-    """
+    """The forward of a model's head, which keeps x instead inside of an :class:`AttachedLoss`."""
 
     def __init__(self, head: nn.Linear) -> None:
-        """Keep nothing yet."""
         self.head = head
         self.keeps = False
         self.x: Tensor | None = None
@@ -196,15 +181,9 @@ def _whole_logits(why: str) -> None:
 def attach(model: nn.Module, config: ConfigLike | None = None) -> str:
     """Have a causal LM model of transformers compute its loss in chunks, in place.
 
-    In training mode, called with labels, its ``logits`` are then empty, ``[..., 0]``. Otherwise it
-    is as before. ``hot.revert`` undoes it.
-
-    Args:
-        model: the model, or one that contains it.
-        config: as of :func:`linear_cross_entropy`.
-
-    Returns:
-        Why it was not done; empty if it was.
+    In training mode, called with labels, its ``logits`` are then empty, ``[..., 0]``.
+    ``hot.revert`` undoes it. ``config`` is that of :func:`linear_cross_entropy`. Returns why it was
+    not done; empty if it was.
     """
     state = [(vars(m), dict(vars(m))) for m in model.modules() if _FORWARD in vars(m)]
     try:
@@ -244,10 +223,7 @@ def _attach(model: nn.Module, config: ConfigLike | None) -> str:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`.
-
-    Raises ValueError where the model's forward was wrapped afterwards, so that it would stay.
-    """
+    """Undo :func:`attach`. Raises ValueError where the model's forward was wrapped afterwards."""
     forwards = {module: OwnForward.of(module) for module in model.modules()}
     states = {m: each for m, each in forwards.items() if isinstance(each, AttachedLoss)}
     heads = set(filter(is_attached, forwards))  # copies, too

@@ -48,7 +48,6 @@ class HotModule(Changed):
     """Whether the layer is plain in eval mode."""
 
     def __init__(self, *args: Any, config: ConfigLike = "default", **options: Any) -> None:
-        """Make a layer with new parameters, initialised as the plain class does."""
         super().__init__(*args, **options)
         self.config = as_config(config)
 
@@ -131,7 +130,6 @@ class HotModule(Changed):
         return f"{plain}, config={self.config}" if plain else f"config={self.config}"
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse ``torch.jit.script``, which would put a plain module into the caller's model."""
         raise NotImplementedError(
             f"{type(self).__name__}: torch.jit.script is not supported; script a copy of the model "
             "after revert(), trace it in eval mode, or use torch.compile to train"
@@ -144,29 +142,14 @@ class HotModule(Changed):
 
 
 class HotLinear(HotModule, nn.Linear):
-    """``nn.Linear`` with the same parameters and state_dict keys, trained through HOT.
+    """``nn.Linear`` with the same parameters and state_dict keys, trained by
+    :func:`hotcore.torch.linear`.
 
-    In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the gradients
-    are those of :func:`hotcore.torch.linear`, and a plain forward has the same bits. An 8-bit
-    forward is that of :func:`hotcore.forward_linear`; ``forward_in_eval`` keeps it in eval mode.
-
-    The arguments are those of ``nn.Linear``, and ``config``: a HotConfig or a recipe's name.
+    In eval mode it is ``nn.Linear``, unless ``forward_in_eval`` keeps its 8-bit forward. The
+    arguments are those of ``nn.Linear``, and ``config``: a HotConfig or a recipe's name.
     """
 
     plain = nn.Linear
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        config: ConfigLike = "default",
-    ) -> None:
-        """Make a layer with new parameters, initialised as ``nn.Linear`` does."""
-        super().__init__(in_features, out_features, bias, device, dtype, config=config)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, config: ConfigLike = "default") -> HotLinear:
@@ -181,37 +164,13 @@ class HotLinear(HotModule, nn.Linear):
 
 
 class HotConv2d(HotModule, nn.Conv2d):
-    """``nn.Conv2d`` with the same parameters and keys, trained through HOT.
+    """``nn.Conv2d`` with the same parameters and keys, trained by :func:`hotcore.torch.conv2d`.
 
-    In eval mode it is ``nn.Conv2d``. In training mode the forward has the same bits, x is kept
-    compressed, and gradients are those of :func:`hotcore.torch.conv2d`. These are torch's own from
-    the restored x, or HOT's with 1x1 kernels (on CUDA only with a low rank). Only 1x1 kernels have
-    an 8-bit forward, that of :class:`HotLinear`.
-
-    The arguments are those of ``nn.Conv2d``, and ``config``: a HotConfig or a recipe's name.
+    In eval mode it is ``nn.Conv2d``. The arguments are those of ``nn.Conv2d``, and ``config``: a
+    HotConfig or a recipe's name.
     """
 
     plain = nn.Conv2d
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        config: ConfigLike = "default",
-    ) -> None:
-        """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
-        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        super().__init__(*sizes, bias, padding_mode, device, dtype, config=config)
 
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
@@ -244,11 +203,7 @@ _FORWARD, _OLD_FORWARD, _OWN = "forward", "_old_forward", "_hot_own_forward"
 
 
 class OwnForward:
-    """Base of the callables that stand in a module's ``__dict__`` as its forward.
-
-    Wrappers such as accelerate's take the function of a bound method and bind it again, to the
-    module or to a copy of it. :attr:`__func__` is that function.
-    """
+    """Base of the callables that stand in a module's ``__dict__`` as its forward."""
 
     forward: Callable[..., Any]
     """The module's forward before this one, which it calls."""
@@ -286,7 +241,7 @@ class OwnForward:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """Function of the bound method that this object replaces."""
+        """Function of the replaced bound method; accelerate takes it and binds it again."""
         function: Any = types.FunctionType(_call_own.__code__, globals(), _FORWARD)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         with contextlib.suppress(TypeError, ValueError):  # a built-in has no signature
@@ -313,10 +268,7 @@ def defer_in_blocks(model: nn.Module) -> None:
 
 
 def own_forward(module: nn.Module) -> str:
-    """Return why a layer's calls do not run its class's forward; empty if they do.
-
-    accelerate's hooks do run it, between their own calls; :func:`become` keeps them.
-    """
+    """Return why a layer's calls do not run its class's forward (accelerate's hooks do), or ""."""
     forward = vars(module).get(_FORWARD)
     if forward is None or _is_class_forward(module, forward) or _is_hooked(module):
         return ""
@@ -403,10 +355,7 @@ def unwrapped(
     before: str = "revert()",
     why: Callable[[Any], str] = own_forward,
 ) -> dict[str, Any]:
-    """Return names and modules of ``base``, whose class can change back.
-
-    Raises ValueError if something that wraps one of them would stay.
-    """
+    """Return names and modules of ``base``. ValueError if something wraps one of them."""
     changed: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, base)}
     held = held_forwards(model)
     for name, module in changed.items():
@@ -423,12 +372,9 @@ def unwrapped(
 def become(module: nn.Module, cls: type[Any], fields: Mapping[str, Any] | None = None) -> None:
     """Change a module's class in place, so that everything that holds the module sees the change.
 
-    Call :func:`unwrapped` or :func:`own_forward` first.
-
-    Args:
-        module: keeps its id, Parameters, hooks and training mode.
-        cls: its new class.
-        fields: values of the new class's ``hot_fields``. Fields of only the old class are removed.
+    It keeps its id, Parameters, hooks and training mode. Call :func:`unwrapped` or
+    :func:`own_forward` first. ``fields`` are values of the new class's ``hot_fields``; fields of
+    only the old class are removed.
     """
     content = vars(module)
     for name in {*getattr(type(module), "hot_fields", ())} - {*getattr(cls, "hot_fields", ())}:

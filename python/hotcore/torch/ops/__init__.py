@@ -1,10 +1,6 @@
 """The operators ``torch.ops.hotcore.*`` and the layers' autograd functions, a room a subject.
 
-``linear``, ``conv`` and ``head`` (with its loss) hold a layer's function, its autograd function for
-eager and compiled mode, and its operators. They share ``codes`` (an x compressed for backward, x
-and weights quantised for 8-bit products) and ``sharing`` (the one cache of codes). ``calls`` checks
-a call, ``sharded`` splits DTensors, ``core`` converts objects for libhot, and ``registry`` makes an
-operator of a function.
+docs/dev/map.md, "Python", says what each room is for.
 """
 
 from . import conv, head, linear

@@ -20,10 +20,7 @@ _INT8 = '"forward":"int8"'
 
 
 def is_int8(config: str) -> bool:
-    """Whether a configuration, as its own ``json`` has it, has an 8-bit forward.
-
-    The text tells, because torch.compile cannot follow the parser.
-    """
+    """Whether a configuration's own ``json`` has an 8-bit forward; torch.compile can trace this."""
     return _INT8 in config
 
 

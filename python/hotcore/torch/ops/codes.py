@@ -1,13 +1,11 @@
 """Codes: an x compressed for backward, an x and a weight quantised for 8-bit products.
 
 A compiled layer calls ``kept_of``. It compresses x with a new seed (``compress``), once for all
-layers of a graph that take the same x and configuration. These layers round g_y with the same
-random numbers; every gradient is still unbiased. With ``forward="int8"`` it is ``input_of``, which
-also quantises x for the product, from the same read of x (``quantize_input``).
+layers of a graph that take the same x and configuration. With ``forward="int8"`` it is
+``input_of``, which also quantises x for the product, from the same read of x (``quantize_input``).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`~.core.key_of`). Compiled and
-captured code draws it with the generator of x's device, where the kernels read it. A graph then
-needs no CPU tensor, and every replay draws a new seed.
+captured code draws it with the generator of x's device, so that every replay draws a new one.
 """
 
 from __future__ import annotations
@@ -75,8 +73,8 @@ def _saved_bytes(tokens: int, in_features: int, spec: _core.Spec) -> int:
 _input_bytes = functools.lru_cache(maxsize=4096)(_core.forward_input_bytes)
 
 
-def _bytes(size: int, like: Tensor) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=like.device)
+def _bytes(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 # ---- an x for backward ----
@@ -86,7 +84,7 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
     x, tokens, in_features = collapsible(x)
     shape = (tokens, in_features, config.spec)
-    saved = torch.empty(_saved_bytes(*shape), dtype=torch.uint8, device=x.device)
+    saved = _bytes(saved_bytes(tokens, in_features, config), x.device)
     scratch = (_core.compress_activation_workspace, *shape)
     call(_core.compress_activation, x, scratch, x=x, spec=config.spec, key=key, saved=saved)
     return saved
@@ -95,11 +93,7 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
 def decompress(
     saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, dtype: torch.dtype
 ) -> Tensor:
-    """:func:`compress`'s x back, ``[tokens, I]``, rounded once to ``dtype``.
-
-    Only for basis ``"full"``, which keeps x itself; ``key`` is the one of
-    :func:`compress`.
-    """
+    """:func:`compress`'s x back (basis ``"full"``), ``[tokens, I]``, rounded once to ``dtype``."""
     out = torch.empty((tokens, in_features), dtype=dtype, device=saved.device)
     sizes = {"tokens": tokens, "in_features": in_features, "first": 0, "last": tokens}
     arguments = {"saved": saved, "saved_key": key, "spec": config.spec, "out": out}
@@ -111,25 +105,11 @@ def _draw(x: Tensor) -> Tensor:
     return torch.randint(core.SEEDS, (), device=x.device)
 
 
-def fake_seed(x: Tensor) -> Tensor:
-    """A seed for fake tensors: it has no value."""
-    return torch.empty((), dtype=torch.int64, device=x.device)
+draw_seed = operator("draw_seed(Tensor x) -> Tensor", random=True, native=True)(_draw)
+"""Draw a seed on x's device."""
 
 
-@operator("draw_seed(Tensor x) -> Tensor", fake=fake_seed, random=True, native=True)
-def draw_seed(x: Tensor) -> Tensor:
-    """Draw a seed on x's device."""
-    return _draw(x)
-
-
-def _fake_kept(x: Tensor, seed: Tensor, config: str) -> Pair:
-    tokens, in_features = x.shape
-    return _bytes(saved_bytes(tokens, in_features, parsed(config)), x), torch.empty_like(seed)
-
-
-@operator(
-    "compress_activation(Tensor x, Tensor seed, str config) -> (Tensor, Tensor)", fake=_fake_kept
-)
+@operator("compress_activation(Tensor x, Tensor seed, str config) -> (Tensor, Tensor)")
 def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Pair:
     return compress(x, parsed(config), core.key_of(seed)), seed.clone()
 
@@ -145,16 +125,9 @@ def compress_activation(x: Tensor, seed: Tensor, config: HotConfig) -> Pair:
     return _compress_activation(flat(x), seed, config.json)
 
 
-def _fake_restored(
-    saved: Tensor, seed: Tensor, config: str, tokens: int, in_features: int, dtype: torch.dtype
-) -> Tensor:
-    return saved.new_empty((tokens, in_features), dtype=dtype)
-
-
 @operator(
     "decompress_activation(Tensor saved, Tensor seed, str config, SymInt tokens, "
-    "SymInt in_features, ScalarType dtype) -> Tensor",
-    fake=_fake_restored,
+    "SymInt in_features, ScalarType dtype) -> Tensor"
 )
 def decompress_activation(
     saved: Tensor, seed: Tensor, config: str, tokens: int, in_features: int, dtype: torch.dtype
@@ -163,16 +136,7 @@ def decompress_activation(
     return decompress(saved, tokens, in_features, parsed(config), core.key_of(seed), dtype)
 
 
-def _fake_pair(x: Tensor, config: str) -> Pair:
-    return _fake_kept(flat(x), fake_seed(x), config)
-
-
-@operator(
-    "compress(Tensor x, str config) -> (Tensor, Tensor)",
-    fake=_fake_pair,
-    random=True,
-    native=True,
-)
+@operator("compress(Tensor x, str config) -> (Tensor, Tensor)", random=True, native=True)
 def compress_with_seed(x: Tensor, config: str) -> Pair:
     """Draw a seed; return the codes of x and this seed."""
     seed = _draw(x)
@@ -185,7 +149,9 @@ def seed_alone(x: Tensor) -> Pair:
     return seed.new_empty(0), seed
 
 
-@operator("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)")
+@operator(
+    "kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)", composite=True
+)
 def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
     """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
     make = functools.partial(compress_with_seed, config=config) if codes else seed_alone
@@ -205,41 +171,26 @@ def quantize_forward_input(
     """
     x, tokens, in_features = collapsible(x)
     spec = config.forward_spec
-    codes = torch.empty(_input_bytes(tokens, in_features, spec), dtype=torch.uint8, device=x.device)
+    codes = _bytes(input_bytes(tokens, in_features, config), x.device)
     if key is None:
         call(_core.quantize_forward_input, x, x=x, spec=spec, out=codes, exponents=exponents)
         return codes, None
     shape = (tokens, in_features, config.spec)
-    saved = torch.empty(_saved_bytes(*shape), dtype=torch.uint8, device=x.device)
+    saved = _bytes(saved_bytes(tokens, in_features, config), x.device)
     kept = {"kept": config.spec, "key": key, "saved": saved}
     scratch = (_core.compress_activation_workspace, *shape)
     call(_core.quantize_forward_input, x, scratch, x=x, spec=spec, out=codes, **kept)
     return codes, saved
 
 
-def _fake_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tensor:
-    return _bytes(input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config)), x)
-
-
-@operator(
-    "forward_input(Tensor x, str config, Tensor? exponents=None) -> Tensor",
-    fake=_fake_input,
-    native=True,
-)
+@operator("forward_input(Tensor x, str config, Tensor? exponents=None) -> Tensor", native=True)
 def forward_input(x: Tensor, config: str, exponents: Tensor | None = None) -> Tensor:
     """x quantised for 8-bit products."""
     return quantize_forward_input(x, parsed(config), exponents=exponents)[0]
 
 
-def _fake_forms(x: Tensor, config: str) -> Forms:
-    return (_fake_input(x, config), *_fake_pair(x, config))
-
-
 @operator(
-    "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_forms,
-    random=True,
-    native=True,
+    "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)", random=True, native=True
 )
 def quantize_input(x: Tensor, config: str) -> Forms:
     """Draw a seed; return both forms of x, from one read, and this seed."""
@@ -250,7 +201,8 @@ def quantize_input(x: Tensor, config: str) -> Forms:
 
 @operator(
     "input_of(Tensor x, Tensor inner, str config, bool keep, Tensor? exponents=None) -> "
-    "(Tensor, Tensor, Tensor)"
+    "(Tensor, Tensor, Tensor)",
+    composite=True,
 )
 def input_of(
     x: Tensor, inner: Tensor, config: str, keep: bool, exponents: Tensor | None = None
@@ -342,31 +294,23 @@ class Frozen(NamedTuple):
 
 
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
-    """w ``[O, I]`` as one uint8 vector that an 8-bit product takes in its place.
-
-    On the meta device a vector of that size.
-    """
+    """w ``[O, I]`` as one uint8 vector that an 8-bit product takes in its place."""
     rows, columns = weight.shape
     spec = config.forward_spec
-    out = _bytes(_core.forward_weight_bytes(rows, columns, spec), weight)
-    if not weight.is_meta:
-        call(_core.quantize_forward_weight, weight, w=weight, spec=spec, out=out)
+    out = _bytes(_core.forward_weight_bytes(rows, columns, spec), weight.device)
+    call(_core.quantize_forward_weight, weight, w=weight, spec=spec, out=out)
     return out
 
 
 def quantize_weight_int4(weight: Tensor, exponents: Tensor, config: HotConfig) -> Tensor:
-    """w ``[O, I]`` in INT4 as one uint8 vector, with the ``exponents`` behind its codes.
-
-    On the meta device a vector of that size.
-    """
+    """w ``[O, I]`` in INT4 as one uint8 vector, with the ``exponents`` behind its codes."""
     rows, columns = weight.shape
     spec, group = config.forward_spec, frozen_codes.GROUP
-    out = _bytes(Format(config.forward_block, bits=4).body(rows, columns), weight).zero_()
-    if not weight.is_meta:
-        size = _core.weight_int4_bytes(rows, columns, spec, group)
-        operands = {"w": weight, "exponents": exponents, "out": out[:size]}
-        call(_core.quantize_weight_int4, weight, spec=spec, group=group, **operands)
-        frozen_codes.exponents_of(out, columns).copy_(exponents)
+    out = _bytes(Format(config.forward_block, bits=4).body(rows, columns), weight.device).zero_()
+    size = _core.weight_int4_bytes(rows, columns, spec, group)
+    operands = {"w": weight, "exponents": exponents, "out": out[:size]}
+    call(_core.quantize_weight_int4, weight, spec=spec, group=group, **operands)
+    frozen_codes.exponents_of(out, columns).copy_(exponents)
     return out
 
 
@@ -401,25 +345,17 @@ def dequantize(weight: Frozen) -> Tensor:
         group, exponents = frozen_codes.GROUP, frozen_codes.exponents_of(codes, in_features)
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32
     out = torch.empty((out_features, in_features), dtype=dtype, device=codes.device)
-    if not codes.is_meta:
-        spec = _forward_spec(weight.block)
-        shape = {"out_features": out_features, "in_features": in_features, "spec": spec}
-        scratch = (_core.dequantize_weight_workspace, *shape.values(), group) if group else ()
-        operands = {"w": codes, "exponents": exponents, "out": out, "group": group}
-        call(_core.dequantize_weight, codes, scratch, **operands, **shape)
+    spec = _forward_spec(weight.block)
+    shape = {"out_features": out_features, "in_features": in_features, "spec": spec}
+    scratch = (_core.dequantize_weight_workspace, *shape.values(), group) if group else ()
+    operands = {"w": codes, "exponents": exponents, "out": out, "group": group}
+    call(_core.dequantize_weight, codes, scratch, **operands, **shape)
     return out.to(weight.dtype)
-
-
-def fake_dequantize(*frozen: Any) -> Tensor:
-    """Fake of :func:`dequantize`: a weight without values."""
-    codes, _, rows, columns, dtype = frozen[:5]
-    return torch.empty((rows, columns), dtype=dtype, device=codes.device)
 
 
 @operator(
     "dequantize_weight(Tensor codes, int block, int out_features, int in_features, "
-    "ScalarType dtype, int bits=8, Tensor? exponents=None) -> Tensor",
-    fake=fake_dequantize,
+    "ScalarType dtype, int bits=8, Tensor? exponents=None) -> Tensor"
 )
 def _dequantize_weight(*frozen: Any) -> Tensor:
     return dequantize(Frozen(*frozen))

@@ -1,16 +1,9 @@
 """Convolutions: the forward of ``F.conv2d``, the saved x, and the gradients.
 
-Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed as
-``[N*H*W, C]``.
-
-* The products stay torch's own. Backward restores x in y's dtype and calls
-  ``aten.convolution_backward``. This g_x does not depend on x, and has the bits of the plain layer.
-  The g_w is that of the restored x. Backward needs one x in y's dtype beside the results, and one
-  more where a padding mode other than zeros pads it.
-* A 1x1 kernel is a linear layer over the pixels that it visits, with HOT's products in backward. On
-  CUDA they need a low rank (:func:`has_products`). Any 1x1 kernel may have an 8-bit forward.
-
-Operators take the fields of a :class:`Window` one by one.
+Pixels are tokens: x is saved as ``[N*H*W, C]``, compressed. The products stay torch's own: backward
+restores x in y's dtype and calls ``aten.convolution_backward``. A 1x1 kernel is a linear layer over
+the pixels that it visits, with HOT's products in backward. On CUDA these need a low rank
+(:func:`has_products`). Operators take the fields of a :class:`Window` one by one.
 """
 
 from __future__ import annotations
@@ -61,11 +54,7 @@ class Window(NamedTuple):
 
 
 def is_pointwise(window: Window) -> bool:
-    """Whether it is a 1x1 kernel in one group: a linear layer over (every stride-th) pixel.
-
-    It is no property of the class, because torch 2.6 cannot compile one whose tuple holds dynamic
-    sizes.
-    """
+    """Whether a 1x1 kernel in one group. (Torch 2.6 cannot compile a property of dynamic sizes.)"""
     return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
 
 
@@ -102,10 +91,7 @@ def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -
 
 @functools.lru_cache(maxsize=256)
 def _pixels_key(config: str, window: Window, dtype: torch.dtype | None, cuda: bool) -> Hashable:
-    """Key of everything but x that the bytes of its compressed pixels depend on.
-
-    ``dtype`` is the one autocast casts x to.
-    """
+    """Key of everything but x that its kept bytes depend on; ``dtype`` is autocast's."""
     storage = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
     return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(storage))
 
@@ -135,14 +121,11 @@ def conv2d(
 ) -> Tensor:
     """A convolution, bit for bit ``F.conv2d``; of x only compressed pixels are kept.
 
-    It gains memory alone: the products stay torch's, in forward and backward. Backward restores x.
-    All of x is kept, whatever the recipe's basis; a low-rank recipe keeps it in INT4. Backward
-    gives g_x with the bits of the plain layer. ``channels_last`` saves copies.
-
-    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits.
-    With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s. Its gradients are computed with
-    HOT, on CUDA only with a low rank. Its tokens are the output pixels; their grid replaces the
-    ``token_grid`` and ``prefix_tokens`` of the configuration.
+    It gains memory alone: the products stay torch's, and g_x has the bits of the plain layer. A
+    low-rank recipe keeps x in INT4. A 1x1 kernel in one group, without padding, is a linear layer
+    over the pixels that it visits. With ``forward="int8"`` y is :func:`hotcore.forward_linear`'s.
+    Its gradients are HOT's, on CUDA only with a low rank. Its output's grid replaces the
+    configuration's ``token_grid`` and ``prefix_tokens``.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
@@ -347,7 +330,9 @@ def _restored(
 
 
 @operator(
-    f"kept_pixels_of(Tensor x, Tensor inner, str config, bool codes, {_WINDOW}) -> (Tensor, Tensor)"
+    f"kept_pixels_of(Tensor x, Tensor inner, str config, bool codes, {_WINDOW}) -> "
+    "(Tensor, Tensor)",
+    composite=True,
 )
 def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Any) -> Pair:
     """``kept_of`` for pixels."""
@@ -378,19 +363,7 @@ def _plain_convolution(
     return y.contiguous(memory_format=_format_of(x, weight))
 
 
-def _fake_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
-) -> Tensor:
-    return _plain_convolution(x, weight, bias, Window.of(*shape))
-
-
-@operator(
-    f"convolution({_ARGUMENTS}) -> Tensor",
-    fake=_fake_convolution,
-    flops=_flops,
-    any_strides=False,
-    product=True,
-)
+@operator(f"convolution({_ARGUMENTS}) -> Tensor", flops=_flops, any_strides=False, product=True)
 def _convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:
@@ -403,10 +376,7 @@ def _convolution(
 
 
 class Conv2d(torch.autograd.Function):
-    """A convolution, in eager mode and as AOTAutograd traces it.
-
-    In a graph x is cast, and compressed, by operators before it.
-    """
+    """A convolution, eager and traced; in a graph operators before it cast and compress x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -457,7 +427,7 @@ class Conv2d(torch.autograd.Function):
         return gx, gw, gb
 
 
-@operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops)
+@operator(f"conv2d({_ARGUMENTS}) -> Tensor", flops=_flops, composite=True)
 def _conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:

@@ -36,10 +36,7 @@ def parsed(json: str) -> HotConfig:
 
 
 def seed_for(x: Tensor) -> Tensor:
-    """Draw a seed in eager mode: int64 ``[]`` from the default generator of its device.
-
-    Its device is the CPU, which is cheaper, or x's while a CUDA graph is captured.
-    """
+    """Draw a seed, int64 ``[]``, in eager mode: on the CPU, or on x's device in a graph capture."""
     # With the generator of x's device every replay draws again; int64 by default.
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return torch.randint(SEEDS, (), device=x.device if captured else _CPU)
@@ -47,6 +44,8 @@ def seed_for(x: Tensor) -> Tensor:
 
 def key_of(seed: Tensor) -> Key:
     """The key of a seed: ``Key(0, seed)``; kernels read a seed on a CUDA device there."""
+    if seed.is_meta or isinstance(seed, _compat.SYMBOLIC):
+        return Key(0)
     if seed.is_cuda:
         return Key(0, counter=seed.data_ptr())
     return Key(0, int(seed.item()))
@@ -62,24 +61,18 @@ def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
 
 
 def context_for(x: Tensor) -> _core.CoreContext:
-    """Context of x's device: torch's number of threads, or its current stream.
-
-    Raises NotImplementedError for a device that this build has no backend for.
-    """
+    """Context of x's device and stream. Raises NotImplementedError without a backend for it."""
     if x.is_cpu:  # device.type would make a string
         return contexts.cpu(torch.get_num_threads())
     if x.is_cuda:
-        return _cuda_context(x.get_device())
+        index = x.get_device()
+        # Only the handle: torch.cuda.current_stream() would wrap it in an object.
+        return contexts.cuda(index, _compat.current_stream(index), _sm_margin())
     raise NotImplementedError(f"x: no backend of hotcore for the device {x.device}")
 
 
-def _cuda_context(index: int) -> _core.CoreContext:
-    # torch's margin of multiprocessors holds for hotcore's kernels, too.
-    # Only the handle: torch.cuda.current_stream() would wrap it in an object.
-    return contexts.cuda(index, _compat.current_stream(index), _sm_margin())
-
-
 def _sm_margin() -> int:
+    # torch's margin of multiprocessors holds for hotcore's kernels, too.
     return _compat.sm_carveout() or 0
 
 
@@ -116,12 +109,22 @@ def call(
 ) -> None:
     """Call libhot on the device of ``like``. Every tensor that libhot reads or writes passes here.
 
-    ``scratch`` is the function that knows the bytes of a workspace, and its arguments.
+    Nothing is done where no tensor has values, as in the fakes of operators. ``scratch`` is the
+    function that knows the bytes of a workspace, and its arguments.
 
     torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate). The tensor is
     then copied, because libhot cannot see the bit. A tensor without memory of its own is refused by
     name. Here that is a wrapper of other tensors; libhot refuses the null pointer of a freed one.
     """
+    empty = _compat.SYMBOLIC
+    if like.is_meta or isinstance(like, empty):
+        for name, tensor in arguments.items():
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or isinstance(tensor, empty)):
+                raise RuntimeError(
+                    f"{_NAMES.get(name, name)}: on {tensor.device}, beside tensors without values "
+                    f"on {like.device}; move all to one device"
+                )
+        return
     if scratch and like.is_cuda:  # on the CPU the binding allocates its own
         size = _workspace_size(scratch[0], like.get_device(), _sm_margin(), scratch[1:])
         if size:
@@ -158,10 +161,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def collapsible(x: Tensor) -> tuple[Tensor, int, int]:
-    """``[..., I]`` for libhot, its number of tokens, and I.
-
-    It is x itself if its leading dimensions collapse, else flattened.
-    """
+    """``[..., I]`` for libhot (x itself or flattened), its number of tokens, and I."""
     shape = x.shape
     rank = len(shape)
     if rank == 2:

@@ -1,10 +1,8 @@
 """Codes of a frozen weight, with a tail that tells their format and holds their checksum.
 
-A byte has no type that would tell codes of two formats apart. The tail stands behind the codes and
-scales: 64 bits of a checksum, then zeros, in all as many bytes as the format says. Codes of two
-formats therefore never have one size, and copying one into the other is an error. A layer sees the
-size of codes that replace its own. The checksum tells codes from computed bytes, such as an average
-that was cast back.
+The tail stands behind the codes and scales: 64 bits of a checksum, then zeros, in all as many bytes
+as the format says. Codes of two formats therefore never have one size. The checksum tells codes
+from computed bytes, such as an average that was cast back.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ class Format(NamedTuple):
         return self.body(rows, columns) + self.tail
 
     def __str__(self) -> str:
-        """The format's name in errors."""
         if self.convrot:
             return f"ConvRot's groups of {self.block}"
         return f"blocks of {self.block}" + " in INT4" * (self.bits == 4)
@@ -129,7 +126,7 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     if _known(codes, exponents) or _captured(codes):
         return
     codes._hot_seen = known = None  # what C++ knows of them is forgotten first
-    if not (codes.is_meta or _compat.symbolic(codes)):
+    if not (codes.is_meta or isinstance(codes, _compat.SYMBOLIC)):
         if not intact(codes, size):
             raise RuntimeError(_WRITTEN)
         if exponents is not None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import numbers
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -80,21 +82,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(F.linear(x, weight, bias), target)`` without ever holding all logits.
 
-    Chunks of tokens pass through head and loss one after the other. The forward pass also computes
-    the gradients, g_w in fp32; backward only scales them. If no gradient is wanted it computes the
-    loss alone. log-softmax is in fp32.
-
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, after autocast's cast.
         weight: ``[V, I]``, any V from 1.
         target: ``[...]`` int64 from 0 to V - 1, or ``ignore_index``.
         bias: ``[V]`` or None.
         config: None for torch's products. A HotConfig or a recipe's name for HOT's g_x and g_w,
-            and with ``forward="int8"`` for logits in INT8. The share of each token's target is
-            exact. Weights are quantised once for all chunks.
+            and with ``forward="int8"`` for logits in INT8.
         ignore_index: tokens with this target add nothing to loss and gradients.
-        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"`` or ``"none"``. With the
-            last, backward computes the logits again.
+        reduction: ``"mean"`` over tokens that are not ignored, ``"sum"`` or ``"none"``.
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
@@ -218,9 +214,14 @@ def differentiate(
     return losses, at_target
 
 
+@functools.cache
 def _kernels() -> ModuleType | None:
-    name = "hotcore.torch.ops.head_triton"
-    return _compat.triton_kernels(name, f"{_NAME}: torch operations take several times as long")
+    try:
+        return importlib.import_module("hotcore.torch.ops.head_triton")
+    except ImportError as error:
+        slow = f"{_NAME}: torch operations take several times as long"
+        warnings.warn(f"Triton is missing ({error}); {slow}", RuntimeWarning, stacklevel=3)
+        return None
 
 
 def _rows(block: Tensor, target: Tensor, options: Options, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -314,10 +315,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 class _HotProducts(_Products):
-    """HOT's products. Logits and gradients at the targets are multiplied apart, exactly.
-
-    These gradients are by far the largest of their rows; without them the other codes are finer.
-    """
+    """HOT's products; the targets' largest logits and gradients are multiplied apart, exactly."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Any, config: HotConfig, seed: Any, gx: bool
@@ -447,15 +445,11 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any,
     return 2 * math.prod(x_shape) * weight_shape[0] * (1 + bool(need_gx) + bool(need_gw))
 
 
-def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> _Results:
-    return _outputs(x, weight, arguments[5:8], len(weight))
-
-
 @operator(
     "head_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor factor, Tensor? seed, "
     f"str config, bool need_gx, bool need_gw, bool need_gb, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
+    fake=lambda x, weight, *rest: _outputs(x, weight, rest[5:8], len(weight)),
     flops=_flops,
     product=True,
 )
@@ -529,6 +523,7 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype, owned: b
     f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? seed, str config, "
     f"int ignore_index, str reduction, {_OPTIONS}) -> Tensor",
     flops=_flops,
+    composite=True,
 )
 def _linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     calls.refuse_transforms(_NAME)

@@ -2,14 +2,10 @@
 
 Eager and compiled layers run one autograd function, :class:`Linear`. Eager ones go past the
 dispatcher where nothing intercepts it. A compiled layer calls the composite operator ``linear``:
-``product`` (``F.linear``, or libhot's with ``forward="int8"``) with the backward
-``backward_linear``. It takes the codes of x, although the product does not need them, so that they
-exist before it. Otherwise the partitioner would move the compression and its seed into backward
-(:attr:`HotModule.defer` allows that).
-
-No codes of a weight are kept for the next call. Nothing on the host tells whether a weight was
-written in between: ``.data``, fused optimizers and FSDP raise no version.
-:func:`hotcore.torch.freeze_int8` keeps codes, in place of the weight.
+``product`` with the backward ``backward_linear``. ``product`` takes the codes of x without needing
+them. Otherwise the partitioner would move the compression and its seed into backward
+(:attr:`HotModule.defer` allows that). No codes of a weight are kept for the next call: nothing on
+the host tells whether a weight was written in between.
 """
 
 from __future__ import annotations
@@ -60,13 +56,9 @@ def linear(
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
     With ``forward="int8"`` the product is :func:`hotcore.forward_linear`. It takes x as autocast
-    casts it, and the parameters as they are. The gradients are the same.
-
-    Backward keeps only the compressed x, and nothing of x where ``weight`` is frozen. Consecutive
-    layers with the same x and configurations that compress it alike share one compressed x
-    (:class:`share_inputs`). Without anything to differentiate the result is the same. Every call
-    draws one seed from torch's default CPU generator, so ``torch.manual_seed`` makes a run
-    repeatable.
+    casts it, and the parameters as they are. Backward keeps only the compressed x, and nothing of x
+    where ``weight`` is frozen; consecutive layers may share it (:class:`share_inputs`). Every call
+    draws one seed from torch's default CPU generator.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, after autocast's cast.
@@ -120,10 +112,7 @@ def linear_from_json(
 def _prepared(
     x: Tensor, weight: Weight, bias: Tensor | None, config: str, seed: Any, defer: bool = False
 ) -> Tensor:
-    """A call that casts x, and compresses it, before the autograd function, or needs none.
-
-    It is compiled, has a frozen weight, or nothing to differentiate.
-    """
+    """A call that is compiled, has a frozen weight, or has nothing to differentiate."""
     held, fields = _parts(weight)
     frozen, int8 = isinstance(weight, Frozen), calls.is_int8(config)
     compiled, wanted = torch.compiler.is_compiling(), calls.wants_gradients(x, held, bias, config)
@@ -220,16 +209,12 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int], *arguments: Any,
 
 def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     fields = arguments[4:]
-    matrix = codes.fake_dequantize(weight, *fields) if fields else weight
+    matrix = codes.dequantize(Frozen(weight, *fields)) if fields else weight
     return plain_product(x, matrix, bias)  # which checks the shapes
 
 
 @operator(
-    f"product({_ARGUMENTS}) -> Tensor",
-    fake=_fake_product,
-    flops=_flops,
-    product=True,
-    native=True,
+    f"product({_ARGUMENTS}) -> Tensor", fake=_fake_product, flops=_flops, product=True, native=True
 )
 def _product(
     x: Tensor, weight: Tensor, bias: Any, saved: Any, seed: Any, config: str, *rest: Any
@@ -249,10 +234,7 @@ def _multiply(
 
 
 def _for_product(weight: Any, dtype: torch.dtype) -> Frozen:
-    """The frozen weight for a product in ``dtype``: the bits that a plain layer's cast would give.
-
-    fp32 holds dequantised values as they are: they are rounded once in either case.
-    """
+    """The frozen weight in ``dtype``, with the bits that a plain layer's cast would give."""
     frozen: Frozen = weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
     return frozen
 
@@ -292,10 +274,7 @@ def undifferentiated(x: Tensor, weight: Weight, bias: Tensor | None, config: str
 
 
 class Linear(torch.autograd.Function):
-    """A linear layer, in eager mode and as AOTAutograd traces it.
-
-    In a graph x is cast, and compressed, by operators before it.
-    """
+    """A linear layer, eager and traced; in a graph operators before it cast and compress x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -364,7 +343,7 @@ class Linear(torch.autograd.Function):
         return gradients(gy, weight, saved, *seeds, settings, x_shape, wanted)
 
 
-@operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops)
+@operator(f"linear({_ARGUMENTS}) -> Tensor", flops=_flops, composite=True)
 def _linear(*arguments: Any) -> Tensor:
     calls.refuse_transforms("linear")
     codes = () if len(arguments) > 6 else (None,)  # tells Linear that this is a graph
@@ -422,10 +401,7 @@ def new_gradients(
 
 @functools.cache
 def dtypes_of(names: str) -> tuple[torch.dtype | None, ...]:
-    """The dtypes of g_x, g_w and g_b, as ``backward_linear`` takes them: ``"bfloat16 None None"``.
-
-    One text costs the dispatcher a quarter of the time of three dtypes.
-    """
+    """Dtypes of g_x, g_w and g_b of a text, which the dispatcher takes faster than three dtypes."""
     return tuple(None if name == "None" else getattr(torch, name) for name in names.split())
 
 
@@ -450,14 +426,9 @@ def _backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
     return 2 * math.prod(gy_shape) * in_features * wanted
 
 
-def _fake_backward(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return operator_outputs(gy, arguments[5], dtypes_of(arguments[6]))
-
-
 @operator(
     "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor? seed, "
     f"str config, SymInt in_features, str dtypes, {_FIELDS}) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
     flops=_backward_flops,
     product=True,
     native=True,

@@ -1,13 +1,11 @@
 """Decorators: a function becomes an operator of ``torch.ops.hotcore``; backward runs only once.
 
-Operators are low-level library operators with fakes. They cost half as much host time as
-``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
-no vmap: callers cast, and refuse what is batched.
-
-Operators of a compiled layer run in C++ where torch is 2.10 or newer, in a third of the host's time
-(``python/bindings/torch_ops.cpp``). Each has a Python operator beside it, ``NAME_python``. That one
-takes the first call with a configuration and a stream, calls that C++ does not know, and errors. It
-checks the codes of a frozen weight; C++ takes codes that have not changed since (``know_codes``).
+Operators are low-level library operators with fakes: half the host time of
+``torch.library.custom_op``. They follow no autocast and no vmap: callers cast, and refuse what is
+batched. Operators of a compiled layer run in C++ where torch is 2.10 or newer
+(``python/bindings/torch_ops.cpp``). The Python operator beside each, ``NAME_python``, takes the
+first call with a configuration and a stream, calls that C++ does not know, and errors. It checks
+the codes of a frozen weight; C++ takes codes that have not changed since (``know_codes``).
 """
 
 from __future__ import annotations
@@ -31,16 +29,12 @@ _products: list[str] = []
 _Result = TypeVar("_Result")
 
 
-def no_flops(*_: Any, **__: Any) -> int:
-    """The count of an operator that multiplies no matrices."""
-    return 0
-
-
 def operator(
     schema: str,
     *,
     fake: Callable[..., Any] | None = None,
-    flops: Callable[..., Any] = no_flops,
+    composite: bool = False,
+    flops: Callable[..., Any] = lambda *_, **__: 0,
     random: bool = False,
     any_strides: bool = True,
     product: bool = False,
@@ -51,8 +45,9 @@ def operator(
     Args:
         schema: ``name(Tensor x, ...) -> Tensor``. A ``SymInt`` may be symbolic; an ``int`` is a
             constant of the graph. The function is called without trailing default values.
-        fake: makes results of the same shapes, dtypes and strides, without values. Without it the
-            function is composite: made of other operators, which every tracer follows.
+        fake: makes results of the same shapes, dtypes and strides, without values. The default is
+            the function itself, in which :func:`.core.call` then does nothing.
+        composite: made of other operators, which every tracer follows.
         flops: a formula of ``register_flop_formula``. A multiply-add counts as two, as in torch.
         random: draws random numbers.
         any_strides: takes arguments of any strides, and its results are contiguous. Otherwise
@@ -64,11 +59,11 @@ def operator(
     def register(function: Callable[..., _Result]) -> Callable[..., _Result]:
         name = schema.partition("(")[0]
         tags = [torch.Tag.nondeterministic_seeded] if random else []
-        if any_strides and fake is not None:
+        if any_strides and not composite:
             tags.append(torch.Tag.flexible_layout)
         in_cpp = native and runs_in_cpp()
         kernel = _without_derivative(function, name) if product else function
-        shown = _of_product(fake) if product and fake is not None else fake
+        shown = _of_product(fake or function) if product else fake or function
         # C++ runs the first of two operators, and Python the last, which is alone otherwise.
         names = (name, f"{name}_python") if in_cpp else (name,)
         for each in names:
@@ -76,11 +71,11 @@ def operator(
             packet = getattr(torch.ops.hotcore, each)
             if in_cpp and each == name:
                 _compat.raise_instead(packet.default, _raised)
-            if shown is not None:
+            if not composite:
                 torch.library.register_fake(f"hotcore::{each}", shown, lib=library)
             register_flop_formula(packet)(flops)
         _products.extend(names if product else ())
-        for key in ("CompositeImplicitAutograd",) if fake is None else ("CPU", "CUDA"):
+        for key in ("CompositeImplicitAutograd",) if composite else ("CPU", "CUDA"):
             library.impl(names[-1], _teaching(kernel) if in_cpp else kernel, key)
         default: Callable[..., _Result] = getattr(torch.ops.hotcore, name).default
         return default
@@ -181,10 +176,7 @@ def _of_product(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _register_products() -> None:
-    """Tell the partitioner that products are expensive.
-
-    Otherwise an activation memory budget would recompute them.
-    """
+    """Tell the partitioner that products are expensive, so that no budget recomputes them."""
     _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in _products)
 
 

@@ -31,10 +31,8 @@ def split(x: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor 
     * w by columns (RowwiseParallel), x by features: y a sum, to which each adds its share of b;
     * w whole, x by samples or tokens: y as x; g_w and g_b are sums.
 
-    A part has scales of its own: each process has its own for a row of g_y, or of an 8-bit x.
-
-    Raises ValueError for other placements, also for w and x whole. The processes would compute the
-    same gradient, each with its own random numbers, and the copies of w would drift apart.
+    Raises ValueError for other placements, also for w and x whole. Each process would compute the
+    same gradient with its own random numbers, and the copies of w would drift apart.
     """
     from torch.distributed.tensor import Partial
 

@@ -1,18 +1,14 @@
 """The cache of codes: one compressed x for layers with the same input (q, k and v; gate and up).
 
-In eager mode each thread remembers the x that it compressed last (:class:`Cache`), as plain torch
-keeps such an x once. The next layer with the same, unchanged tensor takes the codes and their seed;
-it still rounds g_y with its own seed. The codes are dropped in backward, because a second pass over
-the same x needs fresh rounding noise. Freeing x or their autograd node drops
-them, too, as does compressing another x, or calling a layer again that has taken them. With an
-8-bit forward the layers share x quantised for their products, too (``quantized``), without noise.
+In eager mode each thread remembers the x that it compressed last (:class:`Cache`). The next layer
+with the same, unchanged tensor takes the codes and their seed; it still rounds g_y with its own.
+The codes are dropped in backward, because a second pass over x needs fresh rounding noise. Freeing
+x or their autograd node drops them, too, as does compressing another x, or calling a layer again.
+With an 8-bit forward the layers share x quantised for their products, too (``quantized``).
 
 Only activations are shared: tensors with a ``grad_fn`` that are not views of a leaf. Optimizers,
-``torch.distributed`` and data loaders write leaves without raising torch's version counter. Code
-that writes an activation the same way goes unnoticed unless the tensor's memory moves (NumPy,
-DLPack, ``.detach().data``, a replayed CUDA graph). :class:`share_inputs` switches the cache off.
-
-While AOTAutograd traces a graph, :func:`once` does the same for every x of the graph.
+``torch.distributed`` and data loaders write leaves without raising torch's version counter. While
+AOTAutograd traces a graph, :func:`once` does the same for every x of the graph.
 """
 
 from __future__ import annotations
@@ -45,14 +41,12 @@ def config_key(config: HotConfig) -> Hashable:
 class share_inputs:
     """Switch the sharing of one compressed x between consecutive layers; it is on by default.
 
-    Like ``torch.set_grad_enabled`` it is a function, whose setting stays, or a context manager. The
-    setting holds for every thread of the process, so a checkpoint finds it in autograd's threads,
-    and for layers in eager mode. (In a compiled graph every x is compressed once.)
+    A function, whose setting stays, or a context manager. The setting holds for every thread of the
+    process, for layers in eager mode.
 
     Args:
-        enabled: False lets every layer compress its own x, which takes the memory and the time of
-            one compressed x a layer. Programs need it that write an activation between two layers
-            without raising torch's version counter (through NumPy, DLPack, ``.data``).
+        enabled: False lets every layer compress its own x. Programs need it that write an
+            activation between two layers without raising torch's version counter.
 
     Source: docs/torch/sharing.md, "Layers with one x".
     """
@@ -61,7 +55,6 @@ class share_inputs:
     """The current setting."""
 
     def __init__(self, enabled: bool) -> None:
-        """Apply the setting."""
         self._before = share_inputs.enabled
         share_inputs.enabled = bool(enabled)
 
@@ -69,11 +62,9 @@ class share_inputs:
         """Do nothing: the constructor has applied the setting."""
 
     def __exit__(self, *_: object) -> None:
-        """Restore the setting from before."""
         share_inputs.enabled = self._before
 
     def __repr__(self) -> str:
-        """Show the current setting."""
         return f"share_inputs(enabled={share_inputs.enabled})"
 
 
@@ -83,11 +74,9 @@ class Same(NamedTuple):
     tensor: Tensor | None
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold one tensor."""
         return isinstance(other, Same) and self.tensor is other.tensor
 
     def __hash__(self) -> int:
-        """The tensor's identity."""
         return id(self.tensor)
 
 
@@ -127,7 +116,6 @@ class Cache:
     __slots__ = ("entry",)
 
     def __init__(self) -> None:
-        """Begin empty."""
         self.entry: Entry | None = None
 
     def entry_of(self, x: Tensor) -> Entry | None:
@@ -222,11 +210,7 @@ _Result = TypeVar("_Result")
 
 
 def once(x: Tensor, key: Hashable, make: Callable[[], _Result]) -> _Result:
-    """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
-
-    A composite operator runs during tracing, on symbolic tensors. The compiler does not merge
-    random operators, so this function gives each x only one.
-    """
+    """``make()``, once for an x and ``key`` in a graph: the compiler merges no random operators."""
     if not _compat.functional(x):
         return make()
     results: dict[Hashable, _Result] = _traced.setdefault(x, {})

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 
 from ...config import ConfigLike, HotConfig, as_config
 from .. import _compat
+from .. import progress as progress_of
 from ..conversion import gains
 from ..conversion.convert import convert, decide
 from ..conversion.probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
 from ..conversion.report import REPORT, aligned
 from ..conversion.selection import Filter, candidates, rate_of
 from ..layers.head import attach, detach
-from ..progress import shown
 from .clocks import Measured, Step, allocator_peak, milliseconds, unallocated_in_pools, whole
 from .recompute import recompute
 
@@ -52,8 +51,6 @@ _UNSTEADY = 0.1  # spread over median from which a row says that its times vary
 
 Mode = Mapping[str, Any] | None
 """Options of torch.compile; None: eager."""
-
-_now = time.monotonic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,6 @@ class Advice:
         return left[0][0] if left else None
 
     def __str__(self) -> str:
-        """Return the table, the choice, and the text to write for it."""
         table = [["setting", "ms", "of plain", f"{self.memory} MiB", "of plain", ""]]
         for row in self.rows:
             rival = next((r.name for r in self.rows if r.plain and r.dominates(row)), "")
@@ -178,13 +174,10 @@ def advise(
 ) -> Advice:
     """Time whole training steps, plain and under HOT's settings, and say which line to write.
 
-    Tried are plain torch and ``allow``; ``head=True`` with both for transformers' causal LM models
-    with a ``loss_fn``; and for memory torch's ``activation_memory_budget`` and :func:`recompute`.
     Wrap the call in ``torch.autocast`` if the training loop uses it. Weights, ``.grad``, buffers,
     hooks and torch's random state do not change. Functions that were compiled before are compiled
     again when they are next called. Optimizers in backward
-    (``register_post_accumulate_grad_hook``) do not run; tensors outside of the model that the loss
-    depends on get gradients. A UserWarning says that other processes make the times unsteady.
+    (``register_post_accumulate_grad_hook``) do not run.
 
     Args:
         model: plain, in training mode, not compiled, on the device that it trains on.
@@ -192,24 +185,21 @@ def advise(
             of keyword arguments. With ``loss_fn`` any argument of it.
         loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; by default the mean of every floating
             output.
-        goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``, the
-            least product of the two where neither is above plain torch's.
+        goal: ``"time"``; ``"memory"``, at up to 1.5 times plain torch's time; or ``"both"``.
         compiled: False: eager. True: blocks compiled one by one, or the whole model if it has no
             list of alike blocks. A mode or a mapping: options of torch.compile. None: on the CPU
             False, on CUDA True and ``"reduce-overhead"``.
         step: called after each backward pass, inside of the time: ``optimizer.step``. The state of
-            a torch optimizer is restored like the weights, that of any other object is not.
+            a torch optimizer is restored, that of any other object is not.
         allow: recipes or HotConfigs, the most promising first. Settings for memory use the first.
-        filter_fn: as for :func:`convert`.
-        slower: as for :func:`convert`.
-        budget: seconds. A setting is not tried if it would end later, judged by the one before. Its
-            row says so. The plain model is always measured.
-        progress: on a terminal, a line on stderr says after five seconds which setting runs and how
-            much time is left.
+        filter_fn: as for :func:`convert`, also ``slower``.
+        slower: see ``filter_fn``.
+        budget: seconds. A setting is not tried if it would end later; the plain model always is.
+        progress: show on a terminal which setting runs, and the time left.
 
     Returns:
-        An :class:`.Advice`. A setting that fails, by lack of memory or otherwise, has the reason in
-        its row.
+        An :class:`.Advice`. A setting that fails has the reason in its row. A UserWarning says that
+        other processes make the times unsteady.
 
     Raises:
         TypeError: ``inputs`` has another type, and there is no ``loss_fn``.
@@ -241,17 +231,17 @@ def advise(
     load = _excess_load()
     if load:
         warnings.warn(f"hotcore.torch.advise: {load}: times are unsteady", stacklevel=2)
-    begun, took = _now(), 0.0
+    begun, took = progress_of.now(), 0.0
     with _restored(model, step):
         turns = contenders * visits
-        names = shown([turn.name for turn in turns], "advise: {}", progress, budget, _now)
+        names = progress_of.shown([t.name for t in turns], "advise: {}", progress, budget)
         for _, contender in zip(names, turns, strict=True):
-            start = _now()
+            start = progress_of.now()
             if trial.sizes and start - begun + took > budget:
                 trial.notes.setdefault(contender.name, f"not tried: the budget of {budget:g} s")
             elif contender.name not in trial.notes:
                 trial.run(contender)
-                took = _now() - start
+                took = progress_of.now() - start
     words = "eager" if modes == [None] else "compiled " + ("by blocks" if trial.lists else "whole")
     cuda, threads = device.type == "cuda", f"{torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {threads}"

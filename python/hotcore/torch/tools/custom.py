@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..conversion.report import REPORT
 from ..conversion.selection import Filter, candidates, why_plain
-from ..layers.modules import Changed, HotModule, become, unwrapped
+from ..layers.modules import Changed, HotModule, become
 from ..ops import core
 from ..ops.calls import autocast_on
 
@@ -39,15 +39,6 @@ class CustomBackward:
     but the last. A convolution is unfolded: its tokens are the output pixels, its features the
     values of a window. g_b is torch's own sum of g_y.
 
-    ::
-
-        class Rounded(hot.CustomBackward):
-            def gx_operands(self, gy, w):
-                return my_quantiser(gy), my_quantiser(w)
-
-        model = Rounded().convert(model)
-        print(model.hot_report)
-
     Methods run under ``no_grad`` and without autocast. A result of a wrong shape is a ValueError
     that names the method; values are not checked. Names of helpers begin with ``_``: a public name
     that is nearly one of a method here is a TypeError. Source: docs/torch/custom.md.
@@ -61,7 +52,6 @@ class CustomBackward:
     """Whether eval mode multiplies :meth:`forward_operands`, too; False: it is plain."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse misspelt hooks, which nothing would call."""
         super().__init_subclass__()
         hooks = [name for name in vars(CustomBackward) if not name.startswith("_")]
         for name in vars(cls).keys() - set(hooks):
@@ -148,7 +138,6 @@ class CustomBackward:
 
         ``nn.Linear`` and ``nn.Conv2d`` of one group are taken. Modules and Parameters stay the same
         objects; eval mode is plain. A layer that has another CustomBackward gets this one.
-        ``torch.compile`` traces the methods.
 
         Args:
             model: a model without HOT layers (:func:`hotcore.torch.revert`).
@@ -156,8 +145,7 @@ class CustomBackward:
                 :func:`hotcore.torch.convert`.
 
         Returns:
-            The same model. Its ``hot_report``, a :class:`.Replaced`, names the layers, and gives
-            the reasons why others were left.
+            The same model. Its ``hot_report`` is a :class:`.Replaced`.
 
         Raises:
             ValueError: no layer was taken, or the model has HOT layers.
@@ -183,17 +171,6 @@ class CustomBackward:
                 become(layer, _CLASSES[type(layer)])
             layer.method = self
         model.__dict__[REPORT] = Replaced(taken, left)
-        return model
-
-    @staticmethod
-    def revert(model: nn.Module) -> nn.Module:
-        """Make every layer with a CustomBackward plain again, in place; return the model.
-
-        Raises ValueError as :func:`hotcore.torch.revert`.
-        """
-        for layer in unwrapped(model, _Custom).values():
-            become(layer, layer.plain)
-        model.__dict__.pop(REPORT, None)
         return model
 
 
@@ -292,10 +269,7 @@ def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows) -> Ten
 
 
 class _Backward(torch.autograd.Function):
-    """The product of x ``[B, T, I]`` and w, and a method's backward.
-
-    With ``windows`` x is an image ``[N, C, H, W]``, to be unfolded.
-    """
+    """The product of x ``[B, T, I]``, or of an image's ``windows``, and w, and its backward."""
 
     @staticmethod
     def forward(

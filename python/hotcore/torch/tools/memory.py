@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +59,6 @@ class MemoryReport:
         return sum(module.after for module in self.modules)
 
     def __str__(self) -> str:
-        """Return a table of the modules that keep the most, and the sums."""
         largest = sorted(self.modules, key=lambda m: max(m.before, m.after), reverse=True)
         shown = set(largest[:_ROWS])
         rows = [("module", "type", "before MiB", "after MiB", "after / before")]
@@ -84,31 +82,6 @@ class MemoryReport:
         content = {**dataclasses.asdict(self), "before": self.before, "after": self.after}
         return json.dumps(content, indent=1)
 
-    def plot(self, path: str | Path) -> None:
-        """Draw bars before and after conversion per type of module, largest first.
-
-        Raises ImportError without matplotlib.
-        """
-        types: dict[str, tuple[int, int]] = {}
-        for module in self.modules:
-            before, after = types.get(module.type, (0, 0))
-            types[module.type] = (before + module.before, after + module.after)
-        names = sorted(types, key=lambda name: max(types[name]), reverse=True)
-        size = (8, 1.2 + 0.66 * len(names))
-        figure = matplotlib_figure()(figsize=size, layout="constrained")
-        axis = figure.subplots()
-        for i, (label, color) in enumerate({"before": "#888888", "after": None}.items()):
-            places = [place + 0.4 * i - 0.2 for place in range(len(names))]
-            values = [types[name][i] / _MIB for name in names]
-            bars = axis.barh(places, values, 0.36, label=label, color=color)
-            axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-        title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
-        axis.set_title(title + self.changes, fontsize=8)
-        axis.set(yticks=range(len(names)), yticklabels=names, xlabel="kept for backward, MiB")
-        axis.invert_yaxis()
-        axis.legend()
-        figure.savefig(path, dpi=130)
-
 
 def memory_report(
     model: nn.Module,
@@ -122,10 +95,8 @@ def memory_report(
 ) -> MemoryReport:
     """Run the model plain and changed, and measure what autograd keeps of the forward pass.
 
-    A plain model is converted for the second run, and a converted one is reverted for the first.
-    Parameters, ``.grad``, buffers, layers and torch's random state are the same afterwards. Wrap
-    the call in ``torch.autocast`` to measure with autocast. On CUDA the peak is that of a second
-    run.
+    A plain model is converted for the second run, and a converted one is reverted for the first;
+    it is the same afterwards. Wrap the call in ``torch.autocast`` to measure with autocast.
 
     Args:
         model: in training mode.
@@ -133,9 +104,9 @@ def memory_report(
             ``loss_fn`` any argument of it.
         config: configuration for a plain model; ignored, and may be None, for a converted one.
         loss_fn: ``loss_fn(model, inputs)`` -> scalar; by default the mean of every floating output.
-        filter_fn: as for :func:`convert`.
-        overrides: as for :func:`convert`.
-        slower: as for :func:`convert`.
+        filter_fn: as for :func:`convert`, also the next two.
+        overrides: see ``filter_fn``.
+        slower: see ``filter_fn``.
 
     Returns:
         A :class:`.MemoryReport`. A storage counts once and in full, for the first module that keeps
@@ -187,12 +158,3 @@ def _measure(
 def _amounts(before: int, after: int) -> tuple[str, str, str]:
     share = f"{after / before:.3f}" if before else "-"
     return f"{before / _MIB:.2f}", f"{after / _MIB:.2f}", share
-
-
-def matplotlib_figure() -> Any:
-    """Import matplotlib's Figure, which needs no display; an ImportError says what to install."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
-    return Figure

@@ -1,11 +1,7 @@
 """``NoiseMonitor``: the noise of HOT's arithmetic relative to the gradient, while training.
 
-Let g be a layer's exact gradient, g_w or g_x in fp32. HOT computes g' from the same x, weight and
-g_y. The noise to gradient ratio is ``|g' - g|^2 / |g|^2``, the power of the error over that of the
-gradient. Most of the error comes from stochastic rounding: it has mean 0, and its power adds to
-that of other noise, such as a mini-batch's.
-
-Source: docs/torch/integrations.md, "Noise to gradient ratio".
+The ratio is ``|g' - g|^2 / |g|^2``. Here g is a layer's gradient, g_w or g_x, in fp32. HOT's from
+the same x, weight and g_y is g'. Source: docs/torch/integrations.md, "Noise to gradient ratio".
 """
 
 from __future__ import annotations
@@ -30,21 +26,11 @@ _KINDS = ("gw", "gx")
 class NoiseMonitor:
     """Measures the noise to gradient ratio of chosen layers on every ``every``-th step.
 
-    ::
-
-        noise = hot.NoiseMonitor(model, every=100, layers="blocks.0.*")
-        for batch in batches:
-            with noise:                       # forward and backward of all micro-batches of a step
-                loss_fn(model, batch).backward()
-            optimizer.step()
-            log(noise.scalars)                # empty except on measured steps
-
-    A measured step repeats every call of a chosen layer with the same x and g_y. It does so in HOT
+    ``with monitor:`` holds forward and backward of all micro-batches of a step; then
+    :attr:`scalars` has the ratios. A measured step repeats every call of a chosen layer, in HOT
     with another random key, and in plain torch in fp32. The step's gradients, the parameters and
-    torch's random state do not change: an eager run keeps its bits. A compiled model runs the
-    measured step eagerly, because hooks see no call inside a graph. Several calls of a layer give
-    the sum of ``|g' - g|^2`` over the sum of ``|g|^2``. Attention, layers of bitsandbytes, and
-    layers whose weight is computed (pruning, weight norm) are not measured.
+    torch's random state do not change. A compiled model runs the measured step eagerly. Attention,
+    layers of bitsandbytes, and layers whose weight is computed are not measured.
 
     Args:
         model: a converted model.
@@ -66,7 +52,6 @@ class NoiseMonitor:
         *,
         seed: int = 0,
     ) -> None:
-        """Choose the layers."""
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every: {every!r}; expected a number of steps, 1 or more")
         patterns = [layers] if isinstance(layers, str) else list(layers)
@@ -76,6 +61,8 @@ class NoiseMonitor:
         names = [name for name in able if any(fnmatchcase(name, p) for p in patterns)]
         if not names:
             raise ValueError(f"layers: {layers!r} matches none of {listed(list(able))}")
+        self.layers = names
+        """Names of the chosen layers."""
         self._layers = {name: able[name] for name in names}
         self._every, self._seed = every, seed
         self._count = self._measured = 0
@@ -86,13 +73,7 @@ class NoiseMonitor:
         and ``hot/noise_gx/LAYER``, and ``all`` in place of LAYER for all chosen layers' gradients.
         A layer without a g_x, or without a g_w because it is frozen, has none."""
 
-    @property
-    def layers(self) -> list[str]:
-        """Names of the chosen layers."""
-        return list(self._layers)
-
     def __exit__(self, *error: Any) -> None:
-        """End the step."""
         self.end()
 
     def begin(self) -> NoiseMonitor:

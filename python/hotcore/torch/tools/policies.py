@@ -45,32 +45,19 @@ ATTENTION = frozenset(
 def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the codes of HOT's layers (0.53 bytes per value of x) and seeds; recompute all else.
 
-    ::
-
-        contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_codes)
-        y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-
-    Nothing is compressed twice. Arguments and result are those of
+    Arguments and result are those of a policy of
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
     """
     return _kept(op in CODES or op in SEEDS)
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of all products, the codes of HOT's layers and seeds; recompute the rest.
-
-    Norms, activations and residual sums are recomputed; no product runs twice. Use it like
-    :func:`keep_codes`.
-    """
+    """Keep results of all products, codes and seeds; use it like :func:`keep_codes`."""
     return _kept(op in CODES or op in SEEDS or op in PRODUCTS)
 
 
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep attention's results and the region's inputs; recompute everything else.
-
-    Attention takes the most time to recompute per kept byte. HOT's layers keep no codes: compiled
-    graphs compress x once, in backward (eager mode twice). Use it like :func:`keep_codes`.
-    """
+    """Keep attention's results and seeds, no codes; use it like :func:`keep_codes`."""
     return _kept(op in ATTENTION or op in SEEDS)
 
 

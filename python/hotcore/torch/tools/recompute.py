@@ -27,7 +27,6 @@ class Recomputed:
     """Handle of :func:`~hotcore.torch.recompute`; :meth:`remove` restores the blocks."""
 
     def __init__(self, blocks: list[nn.Module], policy: Policy | None) -> None:
-        """Begin with blocks that have not changed."""
         self.blocks = blocks
         self._policy = policy
         self._undo = ExitStack()
@@ -38,7 +37,6 @@ class Recomputed:
         self.blocks = []
 
     def __repr__(self) -> str:
-        """Return the number of blocks, their classes and the policy."""
         if not self.blocks:
             return "Recomputed(no blocks)"
         kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
@@ -51,25 +49,10 @@ def recompute(
 ) -> Recomputed:
     """Keep the inputs of every block and what ``policy`` selects; recompute the rest in backward.
 
-    ::
-
-        hot.convert(model, "fast")
-        hot.recompute(model.blocks)                # a list of blocks, or one block
-        for block in model.blocks:
-            block.compile()
-
-    Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective
-    policy. Call it before ``torch.compile``, DDP or ``fully_shard``. Parameters, ``state_dict`` and
-    names of modules stay. In eval mode, and without gradients, nothing is recomputed. Like any
-    checkpoint, it does not notice weights that are written or swapped before backward.
-
-    A recomputed block of transformers gets no KV cache (``use_cache=False``, no
-    ``past_key_values``), which it would write twice. A UserWarning says this, and another one that
+    Call it before ``torch.compile``, DDP or ``fully_shard``. Parameters, ``state_dict`` and names
+    of modules stay. In eval mode, and without gradients, nothing is recomputed. A UserWarning says
+    that a block of transformers gets no KV cache, which it would write twice. Another one says that
     batch norms count every batch twice.
-
-    In compiled graphs HOT's layers compress x once: in forward if the policy keeps the codes,
-    otherwise in backward from the recomputed x. In eager mode they compress it in both passes
-    unless the policy keeps the codes, and torch's selective checkpoints cost much host time.
 
     Args:
         blocks: a block or several; an ``nn.ModuleList`` or ``nn.Sequential`` means its children.
