@@ -7,13 +7,14 @@ from computed bytes, such as an average that was cast back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from ... import _core
 from .. import _compat
-from .registry import known_to_cpp
 
 _MAGIC = 0x68_6F_74_63_6F_72_65_21
 """Added to the sum of the bytes: zeros are no codes."""
@@ -133,8 +134,29 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
             held = exponents_of(codes[:size], exponents.numel())
             if not torch.equal(held, exponents):
                 raise RuntimeError(_OTHERS)
-        known = known_to_cpp(codes, exponents)
+        known = _known_to_cpp(codes, exponents)
     codes._hot_seen = (version(codes), codes.data_ptr(), exponents, known)
+
+
+class KnownCodes:
+    """Codes that the operators in C++ take as they are, for as long as this object lives."""
+
+    key = 0
+
+    def __del__(self, forget: Callable[[int], None] = _core.torch_forget_codes) -> None:
+        forget(self.key)  # the memory may serve others
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy knows nothing
+
+
+def _known_to_cpp(codes: Tensor, exponents: Tensor | None) -> KnownCodes | None:
+    """Let the operators in C++ take codes that were found intact; None where they cannot."""
+    if codes.is_inference() or not hasattr(torch.ops.hotcore, "know_codes"):  # without a version
+        return None
+    known = KnownCodes()
+    known.key = torch.ops.hotcore.know_codes.default(codes, exponents)
+    return known
 
 
 def _known(codes: Any, exponents: Tensor | None) -> bool:

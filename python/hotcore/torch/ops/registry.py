@@ -93,30 +93,9 @@ _raised = threading.local()
 @functools.cache
 def runs_in_cpp() -> bool:
     """Register the operators in C++, in the first call. False where torch is older than 2.10."""
-    library.define("know_codes(Tensor codes, Tensor? exponents) -> int")
-    return _core.torch_operators()
-
-
-class KnownCodes:
-    """Codes of a frozen weight that the operators in C++ take, for as long as this object lives."""
-
-    key = 0
-
-    def __del__(self, forget: Callable[[int], None] = _core.torch_forget_codes) -> None:
-        """Make C++ forget the codes, as their memory may serve others."""
-        forget(self.key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy knows nothing."""
-        return type(None), ()
-
-
-def known_to_cpp(codes: Tensor, exponents: Tensor | None) -> KnownCodes | None:
-    """Let the operators in C++ take codes that were found intact; None where they cannot."""
-    if codes.is_inference() or not runs_in_cpp():  # without a version
-        return None
-    known = KnownCodes()
-    known.key = torch.ops.hotcore.know_codes.default(codes, exponents)
+    known = _core.torch_operators()
+    if known:
+        library.define("know_codes(Tensor codes, Tensor? exponents) -> int")
     return known
 
 
