@@ -3,8 +3,6 @@
 :class:`CApi` has functions of the names and arguments of ``hotcore``'s own, for NumPy arrays.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """Shared by all Python tests: hypothesis, seeds, caches of compiled code, CUDA tests skipped."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Helpers for tests of C and C++ projects that build on the installed package."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -9,8 +9,6 @@ exact. A ``"bfloat16"`` result is a float32 array of values that bfloat16 can ho
 :func:`bf16_bits` has their 16 bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Helpers for tests of torch's compiler: partitioned graphs, a model's gradients."""
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings
@@ -108,7 +106,7 @@ class Graphs:
             partition_fn=min_cut_rematerialization_partition,
         )(module, example)
 
-    def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Graphs:
+    def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> "Graphs":
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=self, fullgraph=True)
         compiled(x).float().square().sum().backward()

@@ -1,7 +1,5 @@
 """benchmarks/bench_8b.py: the search for the largest batch, and the script at toy size."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """bench_gradients.py and bench_training.py: their figures, breaks, and each at toy size."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

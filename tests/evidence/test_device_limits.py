@@ -1,7 +1,5 @@
 """benchmarks/evidence/device_limits.py: reading of compiled code, and the limits of GPUs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

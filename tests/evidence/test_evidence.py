@@ -1,7 +1,5 @@
 """Data, parallel runs, tables and figures of the evidence; scripts at toy size."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

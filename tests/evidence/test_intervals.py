@@ -1,7 +1,5 @@
 """Student's intervals of the benchmarks, and the verdict on equivalence."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

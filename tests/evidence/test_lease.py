@@ -1,7 +1,5 @@
 """benchmarks/evidence/lease.py: a share that outlives its call; several.py with two processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

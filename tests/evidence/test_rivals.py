@@ -1,7 +1,5 @@
 """Defining properties of the benchmarks' rivals."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

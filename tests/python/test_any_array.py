@@ -4,8 +4,6 @@ A call gives the bits of plain arrays of the same values, or raises an error tha
 argument. Its inputs stay as they were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

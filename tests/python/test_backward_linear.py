@@ -1,7 +1,5 @@
 """Stages compress_activation and backward_linear: the reference's bits, bounds, expectations."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """The benchmarks: their clock and arithmetic, and each script once at toy size on the CPU."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Stage blocks: codes of transformed blocks of 64 values, and their sum over processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hotcore

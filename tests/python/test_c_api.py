@@ -1,7 +1,5 @@
 """The C ABI: stages and layers with the bits of the binding; errors: see test_errors.py."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """HotConfig, its recipes, and keys."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

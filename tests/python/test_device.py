@@ -1,7 +1,5 @@
 """The verdict on a GPU: by a table, in `info`, and at the first call. No GPU is needed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ That libhot has the bits of the reference for such values is in test_backward_li
 ``python tests/python/test_edge_values.py`` prints the table of docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

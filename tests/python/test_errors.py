@@ -3,8 +3,6 @@
 ``tests/errors.txt`` has the cases that C++, C and Python share.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import re

@@ -3,8 +3,6 @@
 And reproducibility: one hash for every process, number of threads and instruction set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

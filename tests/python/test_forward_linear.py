@@ -1,7 +1,5 @@
 """Stage forward_linear: the reference's bits, its bound, its errors."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import hotcore

@@ -1,7 +1,5 @@
 """Stage gemm: exact sums, and the dequantisation to the bit."""
 
-from __future__ import annotations
-
 import hotcore
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """INT8's rate by class of GPU, and the self-test of a class. No GPU is needed."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Imports of benchmarks/ and of hotcore.torch: allowed modules, few floors, no circle."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter

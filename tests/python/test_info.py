@@ -1,7 +1,5 @@
 """``python -m hotcore.info``, and the imports of hotcore."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

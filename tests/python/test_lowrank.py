@@ -3,8 +3,6 @@
 test_reference.py has orders, layouts, and the sketch's expectation over all subspaces.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import hotcore

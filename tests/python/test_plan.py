@@ -1,7 +1,5 @@
 """Plans of CUDA calls, as hotcore.explain returns them; no GPU is needed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Stage quantize: the codes and scales of tests/reference.py, and their properties."""
 
-from __future__ import annotations
-
 import hotcore
 import numpy as np
 import pytest

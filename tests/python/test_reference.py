@@ -3,8 +3,6 @@
 Runs from the source tree, without the compiled extension.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """The promises of SECURITY.md: no pickle, no code from data, no network, strict parsing, pins."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Training steps (benchmarks/steps.py): contenders, kernels, the report."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

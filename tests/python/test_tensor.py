@@ -1,7 +1,5 @@
 """Arrays in and out: results have the framework, dtype and layout of the inputs."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -30,11 +28,11 @@ class Foreign:
 class Namespaced(Foreign):
     """Array of an unknown framework with an array API namespace, like JAX's."""
 
-    def __array_namespace__(self) -> type[Namespaced]:
+    def __array_namespace__(self) -> type["Namespaced"]:
         return Namespaced
 
     @staticmethod
-    def from_dlpack(values: np.ndarray) -> Namespaced:
+    def from_dlpack(values: np.ndarray) -> "Namespaced":
         return Namespaced(values)
 
 

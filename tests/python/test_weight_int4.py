@@ -1,7 +1,5 @@
 """Stage weight_int4: the reference's bits, products with exponents, error, edges."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

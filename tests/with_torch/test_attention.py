@@ -1,19 +1,16 @@
 """HotMultiheadAttention beside nn.MultiheadAttention: outputs, gradients, masks, kept bytes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import support
+import torch
 from hotcore.config import HotConfig
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import support  # noqa: E402
-from hotcore.torch.layers.attention import HotMultiheadAttention  # noqa: E402
-from torch import nn  # noqa: E402
+from hotcore.torch.layers.attention import HotMultiheadAttention
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -1,7 +1,5 @@
 """Tools of torch around a whole converted model: compile, AMP, EMA, ..."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -10,13 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from support import nbytes, saved_tensors  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+import torch
+from support import nbytes, saved_tensors
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 CONVERTED = ["stages.0.conv", "stages.0.mix", "stages.1.conv", "stages.1.mix", "q", "k"]

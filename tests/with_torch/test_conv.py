@@ -1,22 +1,19 @@
 """hot.conv2d and HotConv2d: nn.Conv2d's forward, HOT's gradients, and only x's pixels kept."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
 import hotcore
+import hotcore.torch as hot
 import numpy as np
 import pytest
+import torch
 from hotcore.config import RECIPES, HotConfig
+from hotcore.torch.layers.modules import is_pointwise
+from hotcore.torch.ops import codes, conv, core
 from support import nbytes, saved_tensors
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.layers.modules import is_pointwise  # noqa: E402
-from hotcore.torch.ops import codes, conv, core  # noqa: E402
-from torch import nn  # noqa: E402
-from torch_graphs import Graphs  # noqa: E402  (after the skip)
+from torch import nn
+from torch_graphs import Graphs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")

@@ -1,7 +1,5 @@
 """convert and revert: which layers, in place, with a report."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
@@ -19,19 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
 from hotcore.config import HotConfig
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.conversion.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402  (after the skip)
-from torch_graphs import every  # noqa: E402
+from hotcore.torch.conversion.selection import HEAD_NAMES, MIN_FEATURES
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch_graphs import every
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import models  # noqa: E402
+import models
 
 
 class Block(nn.Module):

@@ -1,19 +1,16 @@
 """``CustomBackward``: the identity is the plain layer; what a subclass changes is what happens."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-import torch.nn.functional as F  # noqa: E402  (after the skip)
-from support import nbytes, saved_tensors  # noqa: E402  (after the skip)
-from torch import Tensor, nn  # noqa: E402  (after the skip)
-from torch_graphs import every  # noqa: E402
+import torch
+import torch.nn.functional as F
+from support import nbytes, saved_tensors
+from torch import Tensor, nn
+from torch_graphs import every
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

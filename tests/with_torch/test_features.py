@@ -4,8 +4,6 @@ A test is a feature; its parameters are the kinds of layers (:data:`KINDS`), and
 `default` or `accurate` with the 8-bit forward. A kind's own behaviour is tested in its own file.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io
@@ -15,17 +13,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore.torch.layers.attention import HotMultiheadAttention
+from hotcore.torch.ops import core
 from support import cosine, nbytes, saved_tensors, strided, without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.layers.attention import HotMultiheadAttention  # noqa: E402
-from hotcore.torch.ops import core  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (after the skip)
-from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
-from torch_graphs import same  # noqa: E402  (after the skip)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch_graphs import same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

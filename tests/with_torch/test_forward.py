@@ -1,22 +1,19 @@
 """Layers with an 8-bit forward: its bits, HOT's gradients, and what torch does around it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
+import torch.nn.functional as F
+from hotcore import paper
 from hotcore.config import HotConfig
 from support import without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-import torch.nn.functional as F  # noqa: E402
-from hotcore import paper  # noqa: E402
-from torch import nn  # noqa: E402
-from torch_graphs import Mlp, every, same  # noqa: E402
+from torch import nn
+from torch_graphs import Mlp, every, same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

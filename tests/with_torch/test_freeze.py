@@ -1,7 +1,5 @@
 """``freeze_int8``: frozen weights as INT8 codes alone, what they compute, and all around them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -16,25 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import numpy as np
 import pytest
 import reference
+import torch
+import torch.nn.functional as F
+from hotcore import paper
 from hotcore.config import RECIPES, HotConfig
+from hotcore.torch import _compat
+from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear
+from hotcore.torch.ops import frozen_codes
+from hotcore.torch.ops.frozen_codes import Format
 from support import saved_tensors, without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-import torch.nn.functional as F  # noqa: E402
-from hotcore import paper  # noqa: E402
-from hotcore.torch import _compat  # noqa: E402
-from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
-from hotcore.torch.ops import frozen_codes  # noqa: E402
-from hotcore.torch.ops.frozen_codes import Format  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.utils import prune  # noqa: E402
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Graphs, causal, every, same  # noqa: E402
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from torch_graphs import Graphs, causal, every, same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 guarded = pytest.mark.skipif(

@@ -1,7 +1,5 @@
 """benchmarks/bench_gpt.py at toy size: text, batches, comparable contenders."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -10,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_gpt  # noqa: E402  (after the skips, from benchmarks/)
+import bench_gpt
 
 SHORT = [("one", f"def f{i}(a, b):\n    return a * {i} + b\n" * 40) for i in range(60)]
 """Package and text of each file."""

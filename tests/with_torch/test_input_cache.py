@@ -1,7 +1,5 @@
 """Layers with the same x share one compressed x and its 8-bit codes, while equal noise may be."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import threading
@@ -10,15 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
 from hotcore.config import HotConfig, Key
+from hotcore.torch.ops import sharing
 from support import cosine, equal_bits
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import sharing  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
-from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("seeded")
 WIDTH = 64

@@ -1,27 +1,24 @@
 """Gradients and weights in INT8 between two processes by gloo."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
+import hotcore
+import hotcore.torch as hot
+import numpy as np
+import plans
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore  # noqa: E402
-import hotcore.torch as hot  # noqa: E402
-import numpy as np  # noqa: E402
-import plans  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from hotcore.config import Key  # noqa: E402
-from hotcore.torch.distributed.int8_gradients import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from hotcore.config import Key
+from hotcore.torch.distributed.int8_gradients import (
     BLOCK,
     _factor,
     decode_sum,
     encode,
 )
-from hotcore.torch.distributed.int8_weights import _AllGather  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from hotcore.torch.distributed.int8_weights import _AllGather
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"

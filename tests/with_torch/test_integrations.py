@@ -1,7 +1,5 @@
 """``hotcore.integrations``: the loop by hand and with accelerate, transformers' and Lightning's."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -10,14 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore.integrations import HotLoop, scalar_logger
 from support import without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.integrations import HotLoop, scalar_logger  # noqa: E402
-from torch import nn  # noqa: E402
-from torch_graphs import causal  # noqa: E402
+from torch import nn
+from torch_graphs import causal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # models.py
 

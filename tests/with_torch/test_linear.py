@@ -1,7 +1,5 @@
 """hot.linear and HotLinear: nn.Linear's forward, HOT's gradients, and only compressed x kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -10,18 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
+import torch.nn.functional as F
 from hotcore.config import RECIPES, HotConfig, Key
 from hotcore.saved import saved_layout
+from hotcore.torch.ops import codes, core
 from hypothesis import given
 from hypothesis import strategies as st
 from support import equal_bits, nbytes, saved_tensors
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from hotcore.torch.ops import codes, core  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,21 +1,18 @@
 """``load_frozen``: a checkpoint read tensor by tensor, and what does not fit it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore.torch.frozen import HotFrozenLinear
+from torch import nn
 
-torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
-from torch import nn  # noqa: E402
-
 pytestmark = pytest.mark.usefixtures("seeded")
 both = pytest.mark.parametrize("bits", [8, 4])
 

@@ -1,24 +1,22 @@
 """LoRA through peft: HOT on the frozen base weights, plain adapters, and Conv1D of transformers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from support import cosine, saved_tensors, storage_bytes, without_broken_torchvision
 
-torch = pytest.importorskip("torch")
 with without_broken_torchvision():
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     from transformers.pytorch_utils import Conv1D
-import hotcore.torch as hot  # noqa: E402  (after the skips)
-from hotcore.torch.layers.conv1d import HotConv1D  # noqa: E402  (after the skips)
-from torch import nn  # noqa: E402  (after the skips)
-from torch_graphs import Graphs, causal  # noqa: E402  (after the skips)
+import hotcore.torch as hot
+from hotcore.torch.layers.conv1d import HotConv1D
+from torch import nn
+from torch_graphs import Graphs, causal
 
 ORDERS = ("peft first", "HOT first")
 

@@ -4,21 +4,18 @@
 memory. Whoever reads that memory past torch's dispatcher has to look at the note.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
 from hotcore.config import Key
+from hotcore.torch.ops import codes, linear
 from support import DEVICES
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import codes, linear  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
-from torch_graphs import same, whole, without_chance  # noqa: E402  (after the skip)
+from torch import nn
+from torch_graphs import same, whole, without_chance
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -1,7 +1,5 @@
 """hot.recompute: what a block keeps and recomputes, with unchanged gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

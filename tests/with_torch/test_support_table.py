@@ -1,19 +1,16 @@
 """Rows of docs/torch/support.md, "Supported features", that no other file tests."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import core  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
+import torch
+from hotcore.torch.ops import core
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -4,8 +4,6 @@ Runs where torchao is installed, or below a folder on PYTHONPATH:
 ``pip install --no-deps --target FOLDER torchao``.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

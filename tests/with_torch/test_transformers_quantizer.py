@@ -1,7 +1,5 @@
 """``from_pretrained(quantization_config=HotQuantizationConfig(...))``, with transformers itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore.torch.frozen import HotFrozenLinear
 from support import without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
-from torch_graphs import causal  # noqa: E402
+from torch_graphs import causal
 
 with without_broken_torchvision():
     transformers = pytest.importorskip("transformers", minversion="5")
