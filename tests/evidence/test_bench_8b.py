@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ torch = pytest.importorskip("torch")
 with without_broken_torchvision():
     pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("tokenizers")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_8b  # noqa: E402
 from bench_8b import Tried  # noqa: E402

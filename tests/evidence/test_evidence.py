@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ Image = pytest.importorskip("PIL.Image")
 for needed in ("sklearn", "tqdm"):
     pytest.importorskip(needed)
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_head  # noqa: E402
 import bench_latency  # noqa: E402

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 for needed in ("sklearn", "tqdm", "tokenizers"):
     pytest.importorskip(needed)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_fsdp  # noqa: E402
 import plans  # noqa: E402

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402

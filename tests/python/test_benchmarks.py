@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 
 import bench_backward  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
 import hotcore  # noqa: E402
 import timing  # noqa: E402
-from evidence import (  # noqa: E402
-    bench_fwht,
-    rivals,
-)
+from evidence import bench_fwht, rivals  # noqa: E402
 from hotcore.torch.conversion import gains  # noqa: E402
 from support import without_broken_torchvision  # noqa: E402
 

@@ -1,16 +1,11 @@
 """compute_report: the paper's Table 5 by layer, and the origin of the paper's figures."""
 
 import copy
-import sys
-from pathlib import Path
 
+import hotcore.torch as hot
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import hotcore.torch as hot
 from hotcore import paper
 from hotcore.paper.compute import FULL_PRECISION, ComputeReport, backward_bops
 from torch import Tensor, nn

@@ -9,15 +9,14 @@ import importlib
 import json
 import pickle
 import re
-import sys
 import types
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hotcore
 import hotcore.torch as hot
+import models
 import pytest
 import torch
 from hotcore.config import HotConfig
@@ -26,9 +25,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch_graphs import every
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import models
 
 
 class Block(nn.Module):

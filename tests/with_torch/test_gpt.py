@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("tokenizers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_gpt
 

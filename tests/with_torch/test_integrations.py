@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from hotcore.integrations import HotLoop, scalar_logger
 from support import without_broken_torchvision
 from torch import nn
 from torch_graphs import causal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # models.py
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

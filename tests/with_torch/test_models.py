@@ -3,18 +3,15 @@
 import copy
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import hotcore.torch as hot
+import models
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch_graphs import gradient_of, task_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
