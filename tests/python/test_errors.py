@@ -593,11 +593,13 @@ def test_fields_of_what_was_kept(name: str) -> None:
 
 @pytest.mark.parametrize("table", CASES)
 def test_table(table: str) -> None:
-    """Every case of a table fails with its message."""
+    """Every case of a table fails with its message, and changes no setting."""
+    before = hotcore.num_threads(), hotcore.isa()
     for case in CASES[table]:
         with pytest.raises(case.error, match=case.says) as caught:
             case.call()
         assert type(caught.value) is case.error, case.says
+        assert (hotcore.num_threads(), hotcore.isa()) == before
 
 
 def test_overlapping_output() -> None:

@@ -74,26 +74,15 @@ def test_any_shape_equals_reference(
 def test_token_grid_and_prefix(
     rng: np.random.Generator, basis: str, side: str, grid: tuple[int, int], prefix: int, block: int
 ) -> None:
+    fields = {"basis": basis, "block": block, "token_grid": grid, "prefix_tokens": prefix}
     for samples in (0, 1, 3):
-        tokens = samples * (prefix + grid[0] * grid[1])
-        x = data(rng, (tokens, 11))
+        x = data(rng, (samples * (prefix + grid[0] * grid[1]), 11))
         for rank in (2, 4, block):
             if rank > block or (basis == "sketch" and rank * 16 < block):
                 continue
-            options = dict(
-                rank=rank,
-                basis=basis,
-                block=block,
-                token_grid=grid,
-                prefix_tokens=prefix,
-                side=side,
-                key=KEY,
-            )
-            equal_bits(
-                hotcore.hla(x, **options),
-                reference.hla(x, **options),
-                f"{samples} x {grid}, {rank}",
-            )
+            options = {**fields, "rank": rank, "side": side, "key": KEY}
+            expected = reference.hla(x, **options)
+            equal_bits(hotcore.hla(x, **options), expected, f"{samples} x {grid}, {rank}")
 
 
 def test_rows_are_rows_of_the_transform(rng: np.random.Generator) -> None:
