@@ -4,8 +4,6 @@ Each is compared with eager. The whole model's gradient must have the error of H
 smaller error would mean that HOT did not run. Every replay of a graph must draw new noise.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 
@@ -126,17 +124,17 @@ def falls(step: Callable[[], Tensor]) -> list[float]:
     return torch.stack([step().detach().clone() for _ in range(STEPS)]).tolist()
 
 
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    loss = loss_of(model, *batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def trained(model: nn.Module, images: Tensor, labels: Tensor) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return falls(step)
+    return falls(lambda: step_of(model, optimizer, images, labels))
 
 
 def assert_falls_alike(got: list[float], eager: list[float]) -> None:
@@ -193,19 +191,11 @@ def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
     losses = trained(copy.deepcopy(model), images, labels)
     start = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True, fused=True)
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    on_a_side_stream(step)
+    on_a_side_stream(lambda: step_of(model, optimizer, images, labels))
     optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = step()
+        loss = step_of(model, optimizer, images, labels)
     with torch.no_grad():  # resets the model: the steps before the capture have trained it
         model.load_state_dict(start)
         for state in optimizer.state.values():
