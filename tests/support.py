@@ -69,6 +69,13 @@ def output_of(*arguments: str, folder: Path, timeout: float) -> str:
     return done.stdout
 
 
+def refused(call: Callable[[], object], says: str, error: Any = ValueError) -> None:
+    """Check for an error whose message has this pattern."""
+    __tracebackhide__ = True
+    with pytest.raises(error, match=says):
+        call()
+
+
 def isas() -> list[str]:
     """Instruction sets of this machine."""
     names = []

@@ -16,7 +16,7 @@ import pytest
 from c_api import CONSTANTS, CApi, HotError, aligned, make, tensor
 from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
-from support import read_only, torch, unaligned
+from support import read_only, refused, torch, unaligned
 
 
 class Case(NamedTuple):
@@ -604,11 +604,9 @@ def test_table(table: str) -> None:
 
 def test_overlapping_output() -> None:
     x, out = overlapping()
-    with pytest.raises(ValueError, match="out overlaps x"):
-        fwht(x, out=out)
+    refused(lambda: fwht(x, out=out), "out overlaps x")
     memory = np.zeros((32, 40), F)
-    with pytest.raises(ValueError, match="out overlaps x"):
-        hla(memory[:, :16], out=memory[:16, 8:24])
+    refused(lambda: hla(memory[:, :16], out=memory[:16, 8:24]), "out overlaps x")
     hla(memory[:, :16], out=memory[:16, 16:32])  # beside each other in the rows of one matrix
     gw = np.ones(24 * 16 + 24, F)
     with pytest.raises(ValueError, match="gb_out overlaps gw_out"):
@@ -653,10 +651,8 @@ def test_missing_backends() -> None:
 
 @pytest.mark.skipif(torch is None, reason="torch is not installed")
 def test_kinds_are_not_mixed_in_outputs() -> None:
-    with pytest.raises(ValueError, match="out: a torch array; x is a numpy array"):
-        fwht(X, out=torch.ones(32, 16))
-    with pytest.raises(ValueError, match="out: a numpy array; x is a torch array"):
-        fwht(torch.ones(32, 16), out=X)
+    refused(lambda: fwht(X, out=torch.ones(32, 16)), "out: a torch array; x is a numpy array")
+    refused(lambda: fwht(torch.ones(32, 16), out=X), "out: a numpy array; x is a torch array")
 
 
 def test_supported() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import refused
 
 torch = pytest.importorskip("torch")
 
@@ -288,13 +289,11 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
     dying = steps.Remote("vit_s", among[0], SETTING, tmp_path)
     dying._process.kill()
     dying.begin("start")
-    with pytest.raises(steps.Said, match=r"the process ended \(-9\)"):
-        dying.answer(60)
+    refused(lambda: dying.answer(60), r"the process ended \(-9\)", steps.Said)
     dying.close()
     slow = steps.Remote("vit_s", among[0], SETTING, tmp_path)
     slow.begin("start")
-    with pytest.raises(steps.Said, match="no answer within 0 s; said nothing"):
-        slow.answer(0)
+    refused(lambda: slow.answer(0), "no answer within 0 s; said nothing", steps.Said)
     slow.close()
 
 
@@ -305,16 +304,14 @@ def test_tables_of_a_page(tmp_path: Path) -> None:
     """A stale block is named, and rewritten between its marks."""
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n")
-    with pytest.raises(SystemExit, match="stale: .*page.md"):
-        doc_tables.main([str(page), "--check"])
+    refused(lambda: doc_tables.main([str(page), "--check"]), "stale: .*page.md", SystemExit)
     doc_tables.main([str(page)])
     text = page.read_text()
     assert "old" not in text and text.startswith("before\n") and "| default compiled |" in text
     doc_tables.main([str(page), "--check"])
     for words, said in (("steps bart", "no bart"), ("stops vit_b", "'stops' is none of")):
         page.write_text(f"<!-- table: {words} -->\n<!-- end -->\n")
-        with pytest.raises(SystemExit, match=said):
-            doc_tables.main([str(page)])
+        refused(lambda: doc_tables.main([str(page)]), said, SystemExit)
 
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)

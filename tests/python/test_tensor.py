@@ -7,7 +7,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import _core, arrays
-from support import FLOATS, array, data, equal_bits, numpy_of, torch
+from support import FLOATS, array, data, equal_bits, numpy_of, refused, torch
 
 needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
@@ -184,12 +184,9 @@ def test_tensors_of_torchs_transformations_are_refused() -> None:
     forward_ad = torch.autograd.forward_ad
     with forward_ad.dual_level(), pytest.raises(ValueError, match="x: has a forward-mode tangent"):
         hotcore.fwht(forward_ad.make_dual(x, x))
-    with pytest.raises(ValueError, match="x: has a forward-mode tangent"):
-        torch.func.jvp(hotcore.fwht, (x,), (x,))
-    with pytest.raises(ValueError, match="x: requires grad"):
-        torch.func.grad(lambda x: hotcore.fwht(x).sum())(x)
-    with pytest.raises(ValueError, match="x: .*storage"):
-        torch.func.vmap(hotcore.fwht)(x[None])
+    refused(lambda: torch.func.jvp(hotcore.fwht, (x,), (x,)), "x: has a forward-mode tangent")
+    refused(lambda: torch.func.grad(lambda x: hotcore.fwht(x).sum())(x), "x: requires grad")
+    refused(lambda: torch.func.vmap(hotcore.fwht)(x[None]), "x: .*storage")
     with pytest.raises(TypeError, match="x: traced by torch.jit"):
         torch.jit.trace(hotcore.fwht, (x,), check_trace=False)
 

@@ -10,6 +10,7 @@ import support
 import torch
 from hotcore.config import HotConfig
 from hotcore.torch.layers.attention import HotMultiheadAttention
+from support import refused
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -205,10 +206,8 @@ def test_a_token_grid_needs_batch_first() -> None:
 def test_bad_inputs() -> None:
     _, module = pair(batch_first=True)
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
-    with pytest.raises(RuntimeError, match="attn_mask: is_causal needs it"):
-        module(x, x, x, is_causal=True)
-    with pytest.raises(ValueError, match="query: shape .*, 32.; expected .* 64"):
-        module(x[..., :32], x, x)
+    refused(lambda: module(x, x, x, is_causal=True), "attn_mask: is_causal needs it", RuntimeError)
+    refused(lambda: module(x[..., :32], x, x), "query: shape .*, 32.; expected .* 64")
     with pytest.raises(ValueError, match=r"attn_mask: shape \[3, 3\]; expected \[24, 24\] or"):
         module(x, x, x, attn_mask=torch.zeros(3, 3))
     with pytest.raises(ValueError, match="attn_mask: torch.int64; expected bool"):
