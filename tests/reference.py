@@ -543,9 +543,7 @@ def _dequantize_product(
 
 
 @_quiet
-def _token_scaled_product(
-    a: Codes, b: Codes, k_scale: Singles, b_scale: Singles, divisor: int
-) -> Singles:
+def _token_product(a: Codes, b: Codes, k_scale: Singles, b_scale: Singles, divisor: int) -> Singles:
     """Product whose first operand has a scale for each k, summed in fp32 with k ascending."""
     left = a.astype(_f32) * k_scale[None, :]
     right = b.astype(_f32)
@@ -800,7 +798,7 @@ def _weight_gradient(gy: Floats, saved: Saved, config: ConfigLike, key: KeyLike)
         right, right_scale = requantize(saved, key)
     divisor = _divisor(config)
     if config.gw_scale == "token":
-        return _token_scaled_product(left, right, left_scale, right_scale, divisor)
+        return _token_product(left, right, left_scale, right_scale, divisor)
     return _dequantize_product(integer_product(left, right), left_scale, right_scale, divisor)
 
 

@@ -330,11 +330,9 @@ def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
         yield kept
 
 
-def storage_bytes(
-    kept: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()
-) -> dict[int, int]:
-    """Bytes of each storage of ``kept`` that is not in ``besides``."""
-    others = {tensor.untyped_storage()._cdata for tensor in besides}
+def storage_bytes(kept: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> dict[int, int]:
+    """Bytes of each storage of ``kept`` that is not in ``but``."""
+    others = {tensor.untyped_storage()._cdata for tensor in but}
     sizes = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in kept)}
     return {key: size for key, size in sizes.items() if key not in others}
 

@@ -81,9 +81,7 @@ def fake_images(kind: str, folder: Path, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("kind", images.READERS)
-def test_data_sets_in_their_usual_forms(
-    kind: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_data_sets_in_usual_forms(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
     fake_images(kind, tmp_path / "data", rng)
     data = images.load_images(f"{kind}:{tmp_path}/data")
     side = 224 if kind == "imagenet" else 32
@@ -92,9 +90,7 @@ def test_data_sets_in_their_usual_forms(
     assert batch.shape == (6, 3, side, side) and labels.shape == (6,) and batch.isfinite().all()
     again = data.half(1).batch(6, generator(np.random.default_rng(3)))
     assert torch.equal(again[0], data.half(1).batch(6, generator(np.random.default_rng(3)))[0])
-    held = [
-        (part, *rest) for part, *rest in zip(*(b.split(4) for b in data.validation), strict=True)
-    ]
+    held = [(one, *rest) for one, *rest in zip(*(b.split(4) for b in data.validation), strict=True)]
     assert torch.cat([label for _, label in held]).tolist() == list(range(10))
     assert torch.cat([part for part, _ in held]).shape == (10, 3, side, side)
 

@@ -244,15 +244,13 @@ def test_accumulates_on_request(rng: np.random.Generator, config: HotConfig, dty
     first = hotcore.backward_linear(gy, w, x, config=config, need=ALL)
     gy, w, x = given_as(dtype, gy, w, x)
     before = [array(rng.standard_normal(value.shape), dtype) for value in first[1:]]
-    expected = [
-        rounded(widened(old) + new, dtype) for old, new in zip(before, first[1:], strict=True)
-    ]
+    sums = [rounded(widened(old) + new, dtype) for old, new in zip(before, first[1:], strict=True)]
     got = hotcore.backward_linear(
         gy, w, x, config=config, need=ALL, gw_out=before[0], gb_out=before[1], accumulate=True
     )
     assert got.gw is before[0] and got.gb is before[1]
     equal_bits(widened(got.gx), first.gx)
-    for ours, theirs in zip(got[1:], expected, strict=True):
+    for ours, theirs in zip(got[1:], sums, strict=True):
         equal_bits(widened(ours), theirs)
 
 

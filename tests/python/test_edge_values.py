@@ -321,9 +321,7 @@ def test_equalised_within_bound(recipe: str, name: str) -> None:
 
 
 def rows(*which: int) -> Callable[[Matrix], Matrix]:
-    return lambda like: (
-        np.isin(np.arange(like.shape[0]), which)[:, None] | np.zeros(like.shape, bool)
-    )
+    return lambda x: np.isin(np.arange(x.shape[0]), which)[:, None] | np.zeros(x.shape, bool)
 
 
 def columns(*which: int) -> Callable[[Matrix], Matrix]:

@@ -474,9 +474,7 @@ CASES: dict[str, list[Case]] = {
             lambda: decompress(saved(), 0, 4, out=shared_elements()),
             "out has strides by which elements share memory",
         ),
-        Case(
-            lambda: decompress(saved(data=np.zeros(10, np.uint8))), "saved has 10 bytes; expected"
-        ),
+        Case(lambda: decompress(saved(data=np.zeros(10, np.uint8))), "saved has 10 bytes;"),
         Case(lambda: decompress(saved(data=X)), "saved.data: dtype float32"),
         Case(
             lambda: decompress(compress(X, "fast")),

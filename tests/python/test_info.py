@@ -66,9 +66,7 @@ def test_help_names_every_recipe() -> None:
     assert f"with --explain: {', '.join(RECIPES)}" in said
 
 
-@pytest.mark.parametrize(
-    "options", [["--jsn-"], ["--js"], ["everything"], ["--json", "--cmake-dir"]]
-)
+@pytest.mark.parametrize("options", [["--jsn-"], ["--js"], ["all"], ["--json", "--cmake-dir"]])
 def test_unknown_options_are_refused(options: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         info.main(options)

@@ -250,9 +250,7 @@ def test_budget(x: torch.Tensor) -> None:
     assert re.match(r"only \d steps timed", advice.rows[0].note)
 
 
-def test_times_that_other_processes_disturb(
-    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_that_others_disturb(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advising.os, "getloadavg", lambda: (1e3, 0.0, 0.0))
     times = itertools.chain([1.0], itertools.cycle([1.0, 2.0]))
     monkeypatch.setattr(advising, "milliseconds", lambda *_: next(times))

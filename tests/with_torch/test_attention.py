@@ -88,9 +88,7 @@ def test_without_bias_and_with_other_features() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (2, 0, 3), (2, 5, 0), (0, 0, 0), (1, 1, 1)], ids=str)
-def test_sizes_of_zero_and_one(
-    sizes: tuple[int, int, int], need_weights: bool, batch_first: bool
-) -> None:
+def test_small_sizes(sizes: tuple[int, int, int], need_weights: bool, batch_first: bool) -> None:
     plain, module = pair(batch_first=batch_first)
     samples, *tokens = sizes
     query, key = (

@@ -22,9 +22,7 @@ MODES = ("zeros", "reflect", "replicate", "circular")
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def random_conv(
-    rng: np.random.Generator, mode: str, padding: str
-) -> tuple[nn.Conv2d, torch.Tensor]:
+def any_conv(rng: np.random.Generator, mode: str, padding: str) -> tuple[nn.Conv2d, torch.Tensor]:
     """A plain convolution and an x that fits it."""
     kernel = (int(rng.integers(1, 5)), int(rng.integers(1, 5)))
     dilation = (int(rng.integers(1, 3)), int(rng.integers(1, 3)))
@@ -62,7 +60,7 @@ def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("padding", ["same", "valid", "pixels"])
 @pytest.mark.parametrize("mode", MODES)
 def test_random_shapes(rng: np.random.Generator, mode: str, padding: str) -> None:
-    plain, x = random_conv(rng, mode, padding)
+    plain, x = any_conv(rng, mode, padding)
     module = hot.HotConv2d.from_conv(copy.deepcopy(plain), "accurate")
     y = module(x)
     assert torch.equal(y, plain(x)) and y.stride() == plain(x).stride()

@@ -777,9 +777,7 @@ def test_codes_are_no_numbers(write: Callable[[Any], Any]) -> None:
 
 @both
 @pytest.mark.parametrize("write", BYTES.values(), ids=BYTES)
-def test_bytes_that_are_no_codes_are_found_when_read(
-    bits: int, write: Callable[[Any], Any]
-) -> None:
+def test_bytes_that_are_no_codes_are_found(bits: int, write: Callable[[Any], Any]) -> None:
     model, x = frozen(bits=bits), torch.randn(3, 72)
     state = {key: value.clone() for key, value in saved(model, True).items()}
     y, compiled = model(x), torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -815,9 +813,7 @@ def by_foreach(e: Any, p: Any) -> None:
 @both
 @pytest.mark.parametrize("update", [copied, new_data, by_numpy, by_foreach])
 @pytest.mark.parametrize("other", [False, True])
-def test_averages_that_were_cast_back(
-    bits: int, update: Callable[[Any, Any], None], other: bool
-) -> None:
+def test_averages_cast_back(bits: int, update: Callable[[Any, Any], None], other: bool) -> None:
     """Averages of equal codes are truncated, averages of other codes have no meaning."""
     model, x = frozen(bits=bits), torch.randn(3, 72)
     ema = copy.deepcopy(frozen(bits=bits) if other else model)
@@ -1103,9 +1099,7 @@ def test_wrong_state_dicts(bits: int) -> None:
     state = dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r"up\.weight: size mismatch: shape \(2, 2\)"):
         model.load_state_dict({**state, "up.weight": torch.zeros(2, 2)})
-    with pytest.raises(
-        RuntimeError, match=r"up\.weight: dtype torch\.int8; expected floating-point"
-    ):
+    with pytest.raises(RuntimeError, match=r"up\.weight: dtype torch\.int8; expected floating"):
         model.load_state_dict({**state, "up.weight": state["up.weight"].to(torch.int8)})
     assert torch.equal(model.up.weight_codes, before)
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.more"'):
@@ -1115,18 +1109,12 @@ def test_wrong_state_dicts(bits: int) -> None:
         model.load_state_dict(state)
     codes = saved(frozen(forward_block=16, bits=bits), True)
     kind = "" if bits == 8 else " in INT4"
-    with pytest.raises(
-        RuntimeError, match=f"blocks of 16{kind}; expected codes of blocks of 64{kind}"
-    ):
+    with pytest.raises(RuntimeError, match=f"blocks of 16{kind}; expected .* blocks of 64{kind}"):
         model.load_state_dict(codes)
     other = {8: "", 4: " in INT4"}[12 - bits]
-    with pytest.raises(
-        RuntimeError, match=f"blocks of 64{other}; expected codes of blocks of 64{kind}"
-    ):
+    with pytest.raises(RuntimeError, match=f"blocks of 64{other}; expected .* blocks of 64{kind}"):
         model.load_state_dict(saved(frozen(bits=12 - bits), True))
-    with pytest.raises(
-        RuntimeError, match=r"weight_codes: .* hot\.freeze\(model, bits\) before load"
-    ):
+    with pytest.raises(RuntimeError, match=r"weight_codes: .* hot\.freeze\(model, bits\) before"):
         hot.convert(Net(), config(), every).load_state_dict(saved(frozen(bits=bits), True))
 
 

@@ -137,10 +137,8 @@ def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
             needed = {"forward": "int8"} if name == "forward_in_eval" else {}
             other = dataclasses.replace(base, **needed, **{name: value})
             assert sharing.config_key(other) == sharing.config_key(base)
-            one, two = (
-                hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other)
-            )
-            assert torch.equal(one, two), (recipe, name)
+            a, b = (hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other))
+            assert torch.equal(a, b), (recipe, name)
     q, k = hot.HotLinear(WIDTH, 48), hot.HotLinear(WIDTH, 48, config=HotConfig(gx_bits=4))
     accurate = hot.HotLinear(WIDTH, 48, config="accurate")
     assert buffers(q(x), k(x)) == 1

@@ -234,9 +234,7 @@ def test_files(tmp_path: Path) -> None:
     content = json.loads(index.read_text())
     content["weight_map"]["d.weight"] = one.name
     index.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=r"index file names tensors that are absent: d\.weight in m"
-    ):
+    with pytest.raises(ValueError, match=r"index file names tensors that are absent: d\.weight"):
         hot.load_frozen(converted(), folder)
     (folder / "model.fp16.safetensors.index.json").write_text(index.read_text())
     with pytest.raises(ValueError, match="has several index files, name one: model.fp16"):

@@ -143,9 +143,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_without_memory(
-    forward: str, form: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
+def test_without_memory(forward: str, form: Callable[..., torch.Tensor], message: str) -> None:
     x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
     settings = without_chance(forward)
     saved = codes.compress(x, settings, Key(0))

@@ -95,9 +95,7 @@ def nearly_equal(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("preserve", [True, False])
 @pytest.mark.parametrize("policy", [*POLICIES[2:], own_list], ids=lambda policy: policy.__name__)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
-def test_kept_codes_keep_their_seed(
-    x: torch.Tensor, mode: str, policy: Any, preserve: bool
-) -> None:
+def test_kept_codes_keep_seeds(x: torch.Tensor, mode: str, policy: Any, preserve: bool) -> None:
     """Sketches of two seeds are nearly orthogonal to each other."""
     model = Mixed("fast")
     contexts = functools.partial(

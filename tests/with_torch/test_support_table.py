@@ -157,9 +157,7 @@ def test_no_tensor_is_an_error_that_says_so() -> None:
     x = torch.randn(2, 4, 8, 8)
     for call, given in ((hot.linear, (x[..., :4], x[0, 0])), (hot.conv2d, (x, x[:, :, :1, :1]))):
         for name, arguments in (("weight", (given[0], None)), ("bias", (*given, [0.0]))):
-            with pytest.raises(
-                TypeError, match=rf"^{name}: expected a torch\.Tensor, got (None|l)"
-            ):
+            with pytest.raises(TypeError, match=rf"^{name}: expected a torch.Tensor, got (None|l)"):
                 call(*arguments)
 
 
