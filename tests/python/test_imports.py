@@ -114,7 +114,4 @@ def late() -> Iterator[tuple[str, str]]:
 
 
 def test_only_modules_that_load_transformers_are_imported_late() -> None:
-    assert set(late()) == {
-        ("selection", "layers.conv1d"),
-        ("freeze", "frozen.conv1d"),
-    }
+    assert set(late()) == {("selection", "layers.conv1d"), ("freeze", "frozen.conv1d")}

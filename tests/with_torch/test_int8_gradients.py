@@ -11,12 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hotcore.config import Key
-from hotcore.torch.distributed.int8_gradients import (
-    BLOCK,
-    _factor,
-    decode_sum,
-    encode,
-)
+from hotcore.torch.distributed.int8_gradients import BLOCK, _factor, decode_sum, encode
 from hotcore.torch.distributed.int8_weights import _AllGather
 from torch import Tensor, nn
 
