@@ -144,9 +144,6 @@ def assert_falls_alike(got: list[float], eager: list[float]) -> None:
     assert got[0] - got[-1] == pytest.approx(fall, rel=0.25)
 
 
-# ---- compiled ----
-
-
 @pytest.mark.parametrize("way", ["blocks", "whole"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) -> None:
@@ -160,9 +157,6 @@ def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) ->
     assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
     assert counters["stats"]["unique_graphs"] > 0
     assert_falls_alike(trained(model, images, labels), losses)
-
-
-# ---- reduce-overhead ----
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -179,9 +173,6 @@ def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Te
     assert counters["inductor"]["cudagraph_skips"] == 0, "a region was compiled without a graph"
     assert_as_in_eager(draws, eager, exact)
     assert_falls_alike(trained(model, images, labels), losses)
-
-
-# ---- captured ----
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

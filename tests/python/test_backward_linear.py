@@ -357,9 +357,6 @@ def test_quantized_weight_gives_the_same_bits(rng: np.random.Generator, recipe: 
         hotcore.quantize_weight(w[0], recipe)
 
 
-# ------------------------------------------------------------------------- Keys with a counter
-
-
 @every_config
 def test_counter_is_added_to_the_offset(config: HotConfig, rng: np.random.Generator) -> None:
     gy, w, x = layer(rng, 70, 33, 18)

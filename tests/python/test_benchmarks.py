@@ -30,9 +30,6 @@ def run(script: Any, path: Path, *words: str) -> Any:
     return report
 
 
-# ---- the clock ----
-
-
 def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark that is killed while it writes leaves the previous report."""
     path = tmp_path / "made" / "report.json"
@@ -70,9 +67,6 @@ def test_contenders_take_turns() -> None:
     assert all(row["measurements"] == 24 for row in rows.values())
 
 
-# ---- the arithmetic ----
-
-
 def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
     shape = (48, 24, 32)
     gy, w, x = bench_backward.tensors(shape, "cpu", torch.float32)
@@ -93,9 +87,6 @@ def test_shapes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             bench_fwht.main(["--device", "cuda"])
         assert "no CUDA device" in capsys.readouterr().err
-
-
-# ---- the scripts ----
 
 
 def test_bench_backward(tmp_path: Path) -> None:
@@ -142,9 +133,6 @@ def test_bench_fwht(tmp_path: Path) -> None:
     assert set(report["n"]) == {"16", "256"}
     assert {"copy", "hotcore", "hotcore along axis 0", "torch matmul"} == set(report["n"]["16"])
     assert report["n"]["256"]["copy"]["of the copy"] == 1
-
-
-# ---- the rule for layers that are slower on CUDA ----
 
 
 KINDS = {

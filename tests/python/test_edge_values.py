@@ -219,9 +219,6 @@ def test_a_caller_that_flushes_denormals_changes_nothing() -> None:
         torch.set_flush_denormal(False)
 
 
-# ---- the 8-bit forward ----
-
-
 def forward(x: Matrix, w: Matrix, bias: Matrix | None = None) -> Matrix:
     return hotcore.forward_linear(x, w, bias)
 

@@ -35,8 +35,6 @@ Q = np.ones((4, 16), np.int8)
 P = np.ones((4, 8), np.uint8)
 ONE = np.ones(1, F)
 
-# ---- the table of three languages ----
-
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i8": "int8", "i32": "int32"}
 TABLE = (Path(__file__).resolve().parents[1] / "errors.txt").read_text()
 

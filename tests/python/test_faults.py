@@ -236,9 +236,6 @@ def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hotcore.num_threads() == before
 
 
-# ---- memory that cannot be used, or can --------------------------------------------------------
-
-
 def test_overlaps() -> None:
     # An output may not share memory with other operands; inputs may. test_errors.py has g_y, w and
     # the outputs.

@@ -61,9 +61,6 @@ def test_explain_says_the_rate(device: str) -> None:
     assert hotcore.explain_gemm(64, 64, 64, device=device).int8 == explanation.int8
 
 
-# ---- the self-test ----
-
-
 def test_results_have_the_same_bits_for_every_instruction_set() -> None:
     expected = selftest.results()
     for isa in isas():

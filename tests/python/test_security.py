@@ -111,9 +111,6 @@ def test_every_fetched_wheel_has_a_checksum() -> None:
         assert wheel.sha256 in page, f"third_party/README.md lacks the checksum of {wheel.title}"
 
 
-# ---- parsing ----
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -164,8 +161,6 @@ def test_a_config_out_of_a_pickle_is_checked() -> None:
     with pytest.raises(ValueError, match="no field 'speed'"):
         config.__setstate__({"speed": 1})
 
-
-# ---- no network at run time ----
 
 TRAINING = """
 import sys

@@ -42,9 +42,6 @@ def one_thread() -> Any:
     torch._dynamo.reset()
 
 
-# ---- kernels ----
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -111,9 +108,6 @@ def test_summary_of_kernels() -> None:
     assert classes["longest"][0] == {
         "kernel": "nvjet", "class": "products", "ms": 2.0, "launches": 1.0,
     }  # fmt: skip
-
-
-# ---- contenders ----
 
 
 def test_waves() -> None:
@@ -215,9 +209,6 @@ class Sevens(torch.nn.Module):
         self.first, self.head = torch.nn.Linear(64, 72), torch.nn.Linear(72, 10)
 
 
-# ---- the script ----
-
-
 @pytest.mark.long
 def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run eager, compiled, with a budget and checkpointed in this process."""
@@ -295,9 +286,6 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
     slow.begin("start")
     refused(lambda: slow.answer(0), "no answer within 0 s; said nothing", steps.Said)
     slow.close()
-
-
-# ---- plots and pages ----
 
 
 def test_tables_of_a_page(tmp_path: Path) -> None:

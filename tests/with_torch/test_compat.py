@@ -78,9 +78,6 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-# ------------------------------------------------------------------------------------ torch.compile
-
-
 def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
     # ReLU keeps its output, so a partitioner would rather compress it (and draw) in backward.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))
@@ -155,9 +152,6 @@ def test_compiled_convolutions_keep_compressed_x(recipe: str, dynamic: bool | No
         assert nbytes(kept) < 0.7 * x.numel() and x.grad.stride() == x.stride()
 
 
-# ---------------------------------------------------------------------------------------------- AMP
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_grad_scaler_sees_an_overflow(dtype: torch.dtype) -> None:
     model = converted()
@@ -176,9 +170,6 @@ def test_grad_scaler_sees_an_overflow(dtype: torch.dtype) -> None:
         assert all(moved) if finite else not any(moved)
         assert scaler.get_scale() == (2 * scale if finite else scale / 2)
         assert all(p.isfinite().all() for p in model.parameters())
-
-
-# ------------------------------------------------------------------- State, copies, devices, dtypes
 
 
 INSIDE = """

@@ -44,9 +44,6 @@ def drawn_key(seed: int) -> Key:
     return Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
 
 
-# ------------------------------------------------------------------------------------------ Forward
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_is_bit_equal(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -65,9 +62,6 @@ def test_a_bias_alone_is_plain() -> None:
     assert torch.equal(gb, torch.full((16,), 6.0))
 
 
-# ---------------------------------------------------------------------------------------- Gradients
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", RECIPES, ids=config_name)
 def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dtype) -> None:
@@ -82,9 +76,6 @@ def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dt
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == dtype
         equal_bits(ours, theirs)
-
-
-# ----------------------------------------------------------------------------------- What is saved
 
 
 @pytest.mark.parametrize(
@@ -113,9 +104,6 @@ def test_autocast_keeps_compressed_bytes() -> None:
     assert nbytes(kept) / x.numel() <= 0.54
 
 
-# -------------------------------------------------------------------------------------- Bad input
-
-
 def test_bad_arguments() -> None:
     x, weight, bias = tensors(10, 24)
     rows = [torch.randn(3, 4), torch.randn(5, 4)]
@@ -135,9 +123,6 @@ def test_bad_arguments() -> None:
         hot.linear(x, weight, bias, "best")
     with pytest.raises(ValueError, match="10 tokens.*multiple of.*50"):
         hot.linear(x, weight, bias, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1))
-
-
-# -------------------------------------------------------------------------------- torch.library ops
 
 
 def examples() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
@@ -255,9 +240,6 @@ def test_a_bad_config_made_inside_is_named() -> None:
 
     with pytest.raises(Exception, match="rank: 3"):  # one of torch's own classes
         call(x)
-
-
-# --------------------------------------------------------------------------------------- HotLinear
 
 
 def test_from_linear_keeps_everything() -> None:

@@ -152,9 +152,6 @@ def test_overrides_reach_base_layers() -> None:
     assert bits == {"up": 4, "down": 8}
 
 
-# ------------------------------------------------------------------------- Conv1D of transformers
-
-
 @pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
 def test_conv1d(shape: tuple[int, ...]) -> None:
     plain = Conv1D(96, 64)
@@ -222,9 +219,6 @@ def test_gpt2_with_lora(order: str) -> None:
 def test_wrong_module() -> None:
     with pytest.raises(TypeError, match="module: expected a plain Conv1D, got Linear"):
         HotConv1D.from_plain(nn.Linear(4, 4))
-
-
-# ---------------------------------------------------------------------------- the adapters' x
 
 
 def llama(recipe: str | None, order: str = "peft first", dtype: Any = torch.bfloat16) -> Any:

@@ -58,9 +58,6 @@ def gradients(
     return torch.autograd.grad(module(x), (x, *module.parameters()), gy, **options)
 
 
-# ------------------------------------------------------------------------ Gradients in other forms
-
-
 @every_layer
 def test_batched_gradients_are_those_of_each(make: Make) -> None:
     module, x = make()
@@ -92,9 +89,6 @@ def test_a_sparse_gradient(make: Make) -> None:
     got = gradients(module, x, gy.to_sparse())
     for ours, theirs in zip(got, gradients(module, x, gy), strict=True):
         assert torch.equal(ours, theirs)
-
-
-# --------------------------------------------------------------------------- Graphs of other kinds
 
 
 @every_layer
