@@ -126,18 +126,6 @@ def test_a_changed_configuration_recompiles(config: hot.HotConfig) -> None:
     assert_same(after, step(layer, layer, x))
 
 
-def test_convert_and_revert_after_compile() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    compiled = torch.compile(model, backend="aot_eager")
-    x = torch.randn(40, 64)
-    plain = step(compiled, model, x)
-    hot.convert(compiled)
-    assert_same(step(compiled, model, x), step(model, model, x))
-    assert not torch.equal(step(compiled, model, x)[2], plain[2])
-    hot.revert(compiled)
-    assert_same(step(compiled, model, x), plain)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 @pytest.mark.parametrize("dynamic", [None, True])
