@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -74,6 +75,12 @@ def refused(call: Callable[[], object], says: str, error: Any = ValueError) -> N
     __tracebackhide__ = True
     with pytest.raises(error, match=says):
         call()
+
+
+def report_of(script: Any, path: Path, *words: str) -> Any:
+    """Run a script of benchmarks/ and return the report that it has written there."""
+    script.main([*words, "--json", str(path)])
+    return json.loads(path.read_text())
 
 
 def isas() -> list[str]:

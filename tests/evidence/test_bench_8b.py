@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import without_broken_torchvision
+from support import report_of, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 with without_broken_torchvision():
@@ -67,10 +67,8 @@ def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:
 
 
 def run(folder: Path, *words: str) -> Any:
-    path = folder / "8b.json"
     options = ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
-    bench_8b.main([*options, "--json", str(path), *words])
-    return json.loads(path.read_text())
+    return report_of(bench_8b, folder / "8b.json", *options, *words)
 
 
 def test_contenders_are_paired_and_a_run_goes_on(

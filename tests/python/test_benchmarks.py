@@ -18,14 +18,13 @@ import hotcore  # noqa: E402
 import timing  # noqa: E402
 from evidence import bench_fwht, rivals  # noqa: E402
 from hotcore.torch.conversion import gains  # noqa: E402
-from support import without_broken_torchvision  # noqa: E402
+from support import report_of, without_broken_torchvision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 
 def run(script: Any, path: Path, *words: str) -> Any:
-    script.main([*words, "--rounds", "2", "--threads", "1", "--json", str(path)])
-    report = json.loads(path.read_text())
+    report = report_of(script, path, *words, "--rounds", "2", "--threads", "1")
     assert {"benchmark", "date", "device", "versions", "rounds", "seed"} <= report.keys()
     return report
 
@@ -175,9 +174,8 @@ def test_convolutions_in_channels_last(tmp_path: Path) -> None:
         pytest.importorskip("timm")
     chosen = ("default eager, k x k alone", "default eager")
     words = ["--quick", "--models", "resnet50_last", "--backend", "aot_eager", "--contenders"]
-    path = tmp_path / "out.json"
-    bench_models.main([*words, *chosen, "--threads", "1", "--json", str(path)])
-    rows = json.loads(path.read_text())["steps"]["resnet50_last"]["rows"]
+    report = report_of(bench_models, tmp_path / "out.json", *words, *chosen, "--threads", "1")
+    rows = report["steps"]["resnet50_last"]["rows"]
     assert list(rows) == ["bf16 compiled", "default eager", "default eager, k x k alone"]
     wide, every = (rows[name] for name in chosen)
     assert 0 < wide["converted"] < every["converted"] and wide["of reference"]["step"] > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import report_of
 
 pytest.importorskip("tokenizers")
 
@@ -73,8 +74,7 @@ def test_a_report_keeps_its_text_and_points(
     path = tmp_path / "report.json"
     words = ["--quick", "--backend", "eager", "--json", str(path), "--contenders", "bf16"]
     words += ["--tokens-per-parameter", "20", "--points", "4", "--validation-batches", "2"]
-    bench_gpt.main([*words, "--cache", str(tmp_path)])
-    report = json.loads(path.read_text())
+    report = report_of(bench_gpt, path, *words, "--cache", str(tmp_path))
     assert [step for step, _ in report["runs"]["bf16/0"]["curve"]] == [0, 1, 2, 3, 4]
     assert report["settings"]["points"] == 4
     assert report["settings"]["size"]["validation_batches"] == 2
@@ -91,8 +91,7 @@ def trained(folder: Path, *words: str) -> Any:
     """Return the report's runs at toy size."""
     path = folder / f"{len(list(folder.glob('*.json')))}.json"
     base = ["--quick", "--backend", "eager", "--threads", "1", "--cache", str(folder)]
-    bench_gpt.main([*base, "--json", str(path), *words])
-    return json.loads(path.read_text())["runs"]
+    return report_of(bench_gpt, path, *base, *words)["runs"]
 
 
 def test_accumulated_batches_are_one(
