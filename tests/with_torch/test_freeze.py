@@ -793,34 +793,30 @@ def test_bytes_that_are_no_codes_are_found(bits: int, write: Callable[[Any], Any
     assert torch.equal(model(x), y) and torch.equal(compiled(x), y)
 
 
-def copied(e: Any, p: Any) -> None:
-    e.copy_((0.9 * e + 0.1 * p).to(e.dtype))
-
-
-def new_data(e: Any, p: Any) -> None:
-    e.data = (0.9 * e.data + 0.1 * p.data).to(e.dtype)
-
-
 def by_numpy(e: Any, p: Any) -> None:
     array = np.float32(0.9) * e.detach().numpy() + np.float32(0.1) * p.detach().numpy()
     e.data = torch.from_numpy(array).to(e.dtype)
 
 
-def by_foreach(e: Any, p: Any) -> None:
-    torch._foreach_copy_([e], [torch._foreach_mul([p], 0.9)[0] + 0.1 * p])
+AVERAGES: dict[str, Callable[[Any, Any], object]] = {
+    "copied": lambda e, p: e.copy_((0.9 * e + 0.1 * p).to(e.dtype)),
+    "data": lambda e, p: setattr(e, "data", (0.9 * e.data + 0.1 * p.data).to(e.dtype)),
+    "numpy": by_numpy,
+    "foreach": lambda e, p: torch._foreach_copy_([e], [torch._foreach_mul([p], 0.9)[0] + 0.1 * p]),
+}
 
 
 @both
-@pytest.mark.parametrize("update", [copied, new_data, by_numpy, by_foreach])
+@pytest.mark.parametrize("update", AVERAGES)
 @pytest.mark.parametrize("other", [False, True])
-def test_averages_cast_back(bits: int, update: Callable[[Any, Any], None], other: bool) -> None:
+def test_averages_cast_back(bits: int, update: str, other: bool) -> None:
     """Averages of equal codes are truncated, averages of other codes have no meaning."""
     model, x = frozen(bits=bits), torch.randn(3, 72)
     ema = copy.deepcopy(frozen(bits=bits) if other else model)
     ema(x)
     with torch.no_grad():
         for e, p in zip(ema.parameters(), model.parameters(), strict=True):
-            update(e, p)
+            AVERAGES[update](e, p)
     with pytest.raises(RuntimeError, match="layer up: weight_codes: these bytes are not codes"):
         ema(x)
     values = {name: p.detach() for name, p in ema.named_parameters()}
