@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import hotcore
@@ -62,57 +62,44 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
             equal_bits(got, wanted, call)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gx_bits": 4, "gw_scale": "token", "gw_rounding": "nearest"},
-        {"hadamard_block": 32, "equalize_tokens": True, "storage": "int8"},
-        {"basis": "sketch", "rank": 4, "gw_scale": "tensor", "storage": "int8"},
-        {"basis": "lowpass", "rows": (0, 3, 5), "token_grid": (5, 6), "prefix_tokens": 2,
-         "storage": "int8", "gx_rounding": "pseudo_stochastic"}
-    ]
+CONFIGS = (
+    *map(HotConfig.recipe, RECIPES),
+    HotConfig(gx_bits=4, gw_scale="token", gw_rounding="nearest"),
+    HotConfig(hadamard_block=32, equalize_tokens=True, storage="int8"),
+    HotConfig(basis="sketch", rank=4, gw_scale="tensor", storage="int8"),
+    HotConfig(basis="lowpass", rows=(0, 3, 5), token_grid=(5, 6), prefix_tokens=2, storage="int8",
+              gx_rounding="pseudo_stochastic"),
 )  # fmt: skip
-def test_backward_linear(api: CApi, rng: np.random.Generator, changes: dict[str, Any]) -> None:
-    config = HotConfig(**changes)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_backward_linear(api: CApi, rng: np.random.Generator, config: HotConfig) -> None:
     gy, w, x = (data(rng, shape) for shape in ((64, 21), (21, 35), (64, 35)))
-    model = hotcore.compress_activation(x, config, key=KEY)
-    spec = api.spec(config)
+    model, spec = hotcore.compress_activation(x, config, key=KEY), api.spec(config)
     kept, saved = api.compress_activation(x, spec, key=KEY)
     equal_bits(kept, model.data)
-    before = {"gw": data(rng, (21, 35)), "gb": data(rng, (21,))}
-    for accumulate in (False, True):
-        ours, theirs = ({name: v.copy() for name, v in before.items()} for _ in range(2))
-        options = {"need": ALL, "key": OTHER_KEY, "accumulate": accumulate}
-        got = api.backward_linear(gy, w, saved, spec, in_features=35, outputs=ours, **options)
-        outputs = {f"{name}_out": values for name, values in theirs.items()}
-        wanted = hotcore.backward_linear(gy, w, model, **outputs, **options)
-        for name, a, b in zip(ALL, got, wanted, strict=True):
-            equal_bits(a, b, name)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> None:
-    gy, w, x = (data(rng, shape) for shape in ((50, 21), (21, 35), (50, 35)))
-    model = hotcore.compress_activation(x, recipe, key=KEY)
-    expected = hotcore.backward_linear(gy, w, model, need=ALL, key=OTHER_KEY)
-    spec = api.spec(recipe)
-    bytes_of_fields = [bytes(one) for one in (spec, api.spec(HotConfig.recipe(recipe)))]
-    assert bytes_of_fields[0] == bytes_of_fields[1]
-    kept, saved = api.compress_activation(x, spec, key=KEY)
-    equal_bits(kept, model.data)
-    assert (saved.tokens, saved.in_features) == (50, 35)
+    assert (saved.tokens, saved.in_features) == (64, 35)
     assert Key(saved.key_seed, saved.key_offset, saved.key_stream) == KEY
     codes, weight = api.quantize_weight(w, spec)
-    written = len(codes) - 4 * 34 * (recipe == "paper")  # one scale of a room for 35
-    equal_bits(codes[:written], hotcore.quantize_weight(w, recipe).data[:written])
+    written = len(codes) - 4 * 34 * (config.gx_scale == "tensor")  # one scale of a room for 35
+    equal_bits(codes[:written], hotcore.quantize_weight(w, config).data[:written])
+
+    def same(got: Any, wanted: Any, names: Collection[str] = ALL) -> None:
+        for name in names:
+            equal_bits(getattr(got, name), getattr(wanted, name), name)
+
+    expected = hotcore.backward_linear(gy, w, model, need=ALL, key=OTHER_KEY)
+    more = {"in_features": 35, "key": OTHER_KEY}
     for operand in (w, weight):
-        got = api.backward_linear(gy, operand, saved, spec, in_features=35, need=ALL, key=OTHER_KEY)
-        for name, ours, theirs in zip(ALL, got, expected, strict=True):
-            equal_bits(ours, theirs, name)
+        same(api.backward_linear(gy, operand, saved, spec, need=ALL, **more), expected)
     for name in ALL:  # one gradient at a time, without unneeded arguments
         operands = w if name == "gx" else None, saved if name == "gw" else None, spec
-        got = api.backward_linear(gy, *operands, in_features=35, need=[name], key=OTHER_KEY)
-        equal_bits(getattr(got, name), getattr(expected, name), name)
+        same(api.backward_linear(gy, *operands, need=[name], **more), expected, [name])
+    outputs = {"gw": data(rng, (21, 35)), "gb": data(rng, (21,))}
+    ours = {f"{name}_out": values.copy() for name, values in outputs.items()}
+    wanted = hotcore.backward_linear(gy, w, model, need=ALL, key=OTHER_KEY, accumulate=True, **ours)
+    more |= {"need": ALL, "outputs": outputs, "accumulate": True}
+    same(api.backward_linear(gy, w, saved, spec, **more), wanted)
 
 
 @pytest.mark.parametrize("block", [1, 16, 64, 256])
@@ -225,6 +212,7 @@ def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str)
 def test_layouts_and_sizes(api: CApi) -> None:
     for recipe in RECIPES:
         spec, layout = api.spec(recipe), make("hot_saved_layout")
+        assert bytes(spec) == bytes(api.spec(HotConfig.recipe(recipe)))
         api.call("hot_saved_layout_of", 197, 48, spec, layout)
         wanted = _core.saved_layout(197, 48, HotConfig.recipe(recipe).spec)
         assert tuple(getattr(layout, name) for name, _ in layout._fields_[1:]) == wanted
