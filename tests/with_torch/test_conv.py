@@ -334,25 +334,7 @@ def test_a_step_on_cuda(mode: str) -> None:
 # --------------------------------------------------------------------------------------- HotConv2d
 
 
-def test_from_conv_keeps_everything() -> None:
-    plain = nn.Conv2d(8, 16, 3, padding="same", padding_mode="circular").eval()
-    content, (weight, bias) = set(vars(plain)), plain.parameters()
-    module = hot.HotConv2d.from_conv(plain, "fast")
-    assert module is plain and type(module) is hot.HotConv2d and not module.training
-    assert module.weight is weight and module.bias is bias
-    assert module.config == HotConfig.recipe("fast")
-    assert "padding=same" in repr(module) and "config=fast" in repr(module)
-    assert type(hot.revert(module)) is nn.Conv2d and set(vars(module)) == content
-
-
 def test_bad_arguments() -> None:
-    class Special(nn.Conv2d):
-        pass
-
-    with pytest.raises(TypeError, match="module: expected a plain Conv2d, got Special"):
-        hot.HotConv2d.from_conv(Special(4, 4, 1))
-    with pytest.raises(TypeError, match="got Linear"):
-        hot.HotConv2d.from_conv(nn.Linear(4, 4))
     x, weight = torch.randn(2, 8, 10, 12, requires_grad=True), torch.randn(16, 8, 3, 3)
     for arguments, message in (
         ((x[0, 0], weight), r"x: shape \(10, 12\)"),

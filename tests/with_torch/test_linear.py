@@ -5,7 +5,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import hotcore
 import hotcore.torch as hot
@@ -17,7 +17,7 @@ from hotcore.saved import saved_layout
 from hotcore.torch.ops import codes, core
 from hypothesis import given
 from hypothesis import strategies as st
-from support import equal_bits, nbytes, saved_tensors
+from support import equal_bits, nbytes, refused, saved_tensors
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -242,36 +242,42 @@ def test_a_bad_config_made_inside_is_named() -> None:
         call(x)
 
 
-def test_from_linear_keeps_everything() -> None:
-    plain = nn.Linear(40, 30).eval()
+CIRCULAR = {"padding": "same", "padding_mode": "circular"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options", "convert", "shape"),
+    [
+        (nn.Linear, (40, 30), {}, hot.HotLinear.from_linear, (2, 40)),
+        (nn.Conv2d, (8, 16, 3), CIRCULAR, hot.HotConv2d.from_conv, (2, 8, 5, 5)),
+    ],
+)
+def test_a_converted_layer_keeps_everything(
+    kind: Any, sizes: Any, options: Any, convert: Any, shape: Any
+) -> None:
+    plain = kind(*sizes, **options).eval()
     plain.weight.requires_grad_(False)
     seen: list[str] = []
     handle = plain.register_forward_hook(lambda *_: seen.append("hook"))
     plain.register_load_state_dict_pre_hook(lambda module, *_: loaded.append(module))
     content, (weight, bias) = set(vars(plain)), plain.parameters()
-    module, loaded = hot.HotLinear.from_linear(plain, "fast"), []
-    assert module is plain and type(module) is hot.HotLinear
+    module, loaded = convert(plain, "fast"), []
+    assert module is plain and type(module) is getattr(hot, f"Hot{kind.__name__}")
     module.load_state_dict(plain.state_dict())
     assert loaded == [module]
     assert module.weight is weight and module.bias is bias
     assert not module.training
-    assert module.config == HotConfig.recipe("fast")
-    module(torch.randn(2, 40))
+    assert module.config == HotConfig.recipe("fast") and "config=fast" in repr(module)
+    assert ("padding=same" in repr(module)) == (kind is nn.Conv2d)
+    module(torch.randn(shape))
     assert seen == ["hook"]
     handle.remove()
-    module(torch.randn(2, 40))
+    module(torch.randn(shape))
     assert seen == ["hook"]
-    assert type(hot.revert(module)) is nn.Linear and set(vars(module)) == content
-
-
-def test_from_linear_refuses_subclasses() -> None:
-    class Special(nn.Linear):
-        pass
-
-    with pytest.raises(TypeError, match="module: expected a plain Linear, got Special"):
-        hot.HotLinear.from_linear(Special(4, 4))
-    with pytest.raises(TypeError, match="got ReLU"):
-        hot.HotLinear.from_linear(nn.ReLU())
+    assert type(hot.revert(module)) is kind and set(vars(module)) == content
+    special = type("Special", (kind,), {})(*sizes)
+    refused(lambda: convert(special), f"expected a plain {kind.__name__}, got Special", TypeError)
+    refused(lambda: convert(nn.ReLU()), "got ReLU", TypeError)
 
 
 def test_repr() -> None:
