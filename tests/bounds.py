@@ -1,7 +1,5 @@
 """The bounds of docs/numerics.md, "Bounds on floating-point results", for any layer."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

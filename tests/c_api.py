@@ -3,8 +3,6 @@
 :class:`CApi` has functions of the names and arguments of ``hotcore``'s own, for NumPy arrays.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
@@ -20,15 +18,12 @@ from hotcore import HotConfig, Key, info
 
 HEADER = Path(__file__).resolve().parents[1] / "cpp/include/hot/hot_c.h"
 NUMBERS: dict[str, Any] = {
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint32_t": ctypes.c_uint32,
-    "uint64_t": ctypes.c_uint64,
-    "size_t": ctypes.c_size_t,
-    "float": ctypes.c_float,
-    "hot_status": ctypes.c_int32,
-    "hot_run": ctypes.c_void_p,
+    f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int32", "int64", "uint32", "uint64")
 }
+NUMBERS |= {"size_t": ctypes.c_size_t, "float": ctypes.c_float}
+NUMBERS |= {"hot_status": ctypes.c_int32, "hot_run": ctypes.c_void_p}
+Array = np.ndarray
+Struct = ctypes.Structure
 
 
 def _text() -> str:
@@ -103,22 +98,15 @@ class HotError(Exception):
         self.status = status
 
 
-DTYPES = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int8": "I8",
-    "int32": "I32",
-    "uint8": "I4X2",
-}
+DTYPES = dict(float32="F32", float16="F16", bfloat16="BF16", int8="I8", int32="I32", uint8="I4X2")
 
 
-def make(name: str, **fields: Any) -> ctypes.Structure:
+def make(name: str, **fields: Any) -> Struct:
     """A struct with its size and these fields."""
     return STRUCTS[name](**{"struct_size": ctypes.sizeof(STRUCTS[name]), **fields})
 
 
-def tensor(array: np.ndarray) -> ctypes.Structure:
+def tensor(array: Array) -> Struct:
     """The view of an array."""
     view = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
     view.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
@@ -128,10 +116,15 @@ def tensor(array: np.ndarray) -> ctypes.Structure:
     return view
 
 
-def aligned(count: int) -> np.ndarray:
+def aligned(count: int) -> Array:
     """``count`` bytes, 16-byte aligned."""
     memory = np.full(count + 16, 0xA5, np.uint8)
     return memory[-memory.ctypes.data % 16 :][:count]
+
+
+def room(memory: Array) -> tuple[int, int]:
+    """Address and bytes."""
+    return memory.ctypes.data, memory.size
 
 
 class CApi:
@@ -149,9 +142,7 @@ class CApi:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function that returns a status; structs are passed by address."""
-        passed = [
-            ctypes.byref(one) if isinstance(one, ctypes.Structure) else one for one in arguments
-        ]
+        passed = [ctypes.byref(one) if isinstance(one, Struct) else one for one in arguments]
         status = getattr(self.lib, name)(*passed)
         if status != CONSTANTS["HOT_OK"]:
             raise HotError(status, self.lib.hot_last_error().decode())
@@ -170,7 +161,7 @@ class CApi:
         """Set the key of the following calls."""
         self.on("hot_context_set_key", *(key if isinstance(key, tuple) else Key(key)))
 
-    def spec(self, config: HotConfig | str) -> ctypes.Structure:
+    def spec(self, config: HotConfig | str) -> Struct:
         """Make a spec from the name of a recipe or the fields of a configuration."""
         struct = make("hot_spec")
         if isinstance(config, str):
@@ -191,23 +182,19 @@ class CApi:
             struct.rows, struct.row_count = struct.kept_rows.ctypes.data, len(config.rows)
         return struct
 
-    def fwht(
-        self, x: np.ndarray, *, axis: int = -1, block: int = 16, out: np.ndarray | None = None
-    ) -> np.ndarray:
-        out = np.empty(x.shape, x.dtype) if out is None else out
+    def fwht(self, x: Array, *, axis: int = -1, block: int = 16) -> Array:
+        out = np.empty(x.shape, x.dtype)
         self.on("hot_fwht", tensor(x), axis, block, tensor(out))
         return out
 
     def basis_order(self, basis: str, block: int) -> list[int]:
-        order = np.full(max(block, 1), -1, np.int32)
-        self.call(
-            "hot_basis_order", CONSTANTS[f"HOT_BASIS_{basis.upper()}"], block, order.ctypes.data
-        )
+        order, kind = np.full(max(block, 1), -1, np.int32), CONSTANTS[f"HOT_BASIS_{basis.upper()}"]
+        self.call("hot_basis_order", kind, block, order.ctypes.data)
         return order.tolist()
 
     def hla(
-        self, x: np.ndarray, *, side: str = "activation", key: Key | int = 0, **options: Any
-    ) -> np.ndarray:
+        self, x: Array, *, side: str = "activation", key: Key | int = 0, **options: Any
+    ) -> Array:
         spec = self.spec(HotConfig(storage="int8", **options))
         self.key(key)
         rows = self.number("hot_hla_rows", x.shape[0], spec, kind=ctypes.c_int64)
@@ -216,185 +203,116 @@ class CApi:
         return out
 
     def quantize(
-        self,
-        x: np.ndarray,
-        *,
-        bits: int = 8,
-        scale: str = "token",
-        rounding: str = "stochastic",
-        key: Key | int = 0,
-        packed: bool = False,
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, x: Array, *, bits: int = 8, scale: str = "token", rounding: str = "stochastic",
+        key: Key | int = 0, packed: bool = False,
+    ) -> tuple[Array, Array]:  # fmt: skip
         rows, columns = x.shape
         q = np.empty((rows, (columns + 1) // 2 if packed else columns), np.int8)
         q = q.view(np.uint8) if packed else q
         scales = np.empty({"token": rows, "channel": columns, "tensor": 1}[scale], np.float32)
+        kinds = CONSTANTS[f"HOT_SCALE_{scale.upper()}"], CONSTANTS[f"HOT_{rounding.upper()}"]
         self.key(key)
-        self.on(
-            "hot_quantize",
-            tensor(x),
-            bits,
-            CONSTANTS[f"HOT_SCALE_{scale.upper()}"],
-            CONSTANTS[f"HOT_{rounding.upper()}"],
-            tensor(q),
-            tensor(scales),
-        )
+        self.on("hot_quantize", tensor(x), bits, *kinds, tensor(q), tensor(scales))
         return q, scales
 
-    def dequantize(
-        self, q: np.ndarray, scale: np.ndarray, *, granularity: str = "token"
-    ) -> np.ndarray:
+    def dequantize(self, q: Array, scale: Array, *, granularity: str = "token") -> Array:
         out = np.empty(q.shape, np.float32)
         which = CONSTANTS[f"HOT_SCALE_{granularity.upper()}"]
         self.on("hot_dequantize", tensor(q), tensor(scale), which, tensor(out))
         return out
 
-    def pack_int4(self, q: np.ndarray) -> np.ndarray:
+    def pack_int4(self, q: Array) -> Array:
         out = np.empty((q.shape[0], (q.shape[1] + 1) // 2), np.uint8)
         self.on("hot_pack_int4", tensor(q), tensor(out))
         return out
 
-    def unpack_int4(self, packed: np.ndarray, columns: int) -> np.ndarray:
+    def unpack_int4(self, packed: Array, columns: int) -> Array:
         out = np.empty((packed.shape[0], columns), np.int8)
         self.on("hot_unpack_int4", tensor(packed), tensor(out))
         return out
 
     def gemm(
-        self,
-        a: np.ndarray,
-        b: np.ndarray,
-        a_scale: np.ndarray | None = None,
-        b_scale: np.ndarray | None = None,
-        *,
-        k: int | None = None,
-        divisor: int = 1,
-        out_dtype: Any = "float32",
-        out: np.ndarray | None = None,
+        self, a: Array, b: Array, *scales: Array, divisor: int = 1, out: Array | None = None,
         accumulate: bool = False,
-    ) -> np.ndarray:
+    ) -> Array:  # fmt: skip
         """gemm_int8, or with uint8 operands gemm_int4."""
-        m, n, packed = len(a), len(b), a.dtype == np.uint8
-        depth = [] if not packed else [2 * a.shape[1] if k is None else k]
-        size = self.number(
-            "hot_gemm_workspace", self._context, m, n, depth[0] if packed else a.shape[1]
-        )
-        workspace = aligned(size)
+        packed = a.dtype == np.uint8
+        name, depth = ("hot_gemm_int4", [2 * a.shape[1]]) if packed else ("hot_gemm_int8", [])
+        k = a.shape[1] * (2 if packed else 1)
+        workspace = aligned(self.number("hot_gemm_workspace", self._context, len(a), len(b), k))
         if out is None:
-            out = np.empty((m, n), np.int32 if a_scale is None else np.dtype(out_dtype))
-        self.on(
-            "hot_gemm_int4" if packed else "hot_gemm_int8",
-            tensor(a),
-            tensor(b),
-            *depth,
-            None if a_scale is None else tensor(a_scale),
-            None if b_scale is None else tensor(b_scale),
-            divisor,
-            int(accumulate),
-            tensor(out),
-            workspace.ctypes.data,
-            size,
-        )
+            out = np.empty((len(a), len(b)), np.float32 if scales else np.int32)
+        views = [tensor(scale) for scale in scales] or [None, None]
+        rest = divisor, int(accumulate), tensor(out), *room(workspace)
+        self.on(name, tensor(a), tensor(b), *depth, *views, *rest)
         return out
 
-    gemm_int8 = gemm_int4 = gemm
-
     def compress_activation(
-        self, x: np.ndarray, spec: ctypes.Structure, *, key: Key | int = 0
-    ) -> tuple[np.ndarray, ctypes.Structure]:
+        self, x: Array, spec: Struct, *, key: Key | int = 0
+    ) -> tuple[Array, Struct]:
         """Return the bytes, and the hot_saved that describes them."""
-        tokens, width = math.prod(x.shape[:-1]), x.shape[-1]
+        sizes = math.prod(x.shape[:-1]), x.shape[-1]
         layout, saved = make("hot_saved_layout"), make("hot_saved")
-        self.call("hot_saved_layout_of", tokens, width, spec, layout)
-        size = self.number("hot_compress_activation_workspace", self._context, tokens, width, spec)
+        self.call("hot_saved_layout_of", *sizes, spec, layout)
+        size = self.number("hot_compress_activation_workspace", self._context, *sizes, spec)
         memory, workspace = aligned(layout.bytes), aligned(size)
         self.key(key)
-        self.on(
-            "hot_compress_activation",
-            tensor(x),
-            spec,
-            memory.ctypes.data,
-            layout.bytes,
-            workspace.ctypes.data,
-            size,
-            saved,
-        )
+        rooms = *room(memory), *room(workspace)
+        self.on("hot_compress_activation", tensor(x), spec, *rooms, saved)
         return memory, saved
 
-    def decompress_activation(
-        self, saved: ctypes.Structure, first: int, last: int, spec: ctypes.Structure
-    ) -> np.ndarray:
+    def decompress_activation(self, saved: Struct, first: int, last: int, spec: Struct) -> Array:
         out = np.empty((max(0, last - first), saved.in_features), np.float32)
         self.on("hot_decompress_activation", saved, first, last, spec, tensor(out))
         return out
 
-    def quantize_weight(
-        self, w: np.ndarray, spec: ctypes.Structure
-    ) -> tuple[np.ndarray, ctypes.Structure]:
-        count = self.number("hot_quantized_weight_bytes", *w.shape, spec)
+    def quantize_weight(self, w: Array, spec: Struct) -> tuple[Array, Struct]:
+        memory = aligned(self.number("hot_quantized_weight_bytes", *w.shape, spec))
         size = self.number("hot_quantize_weight_workspace", self._context, *w.shape, spec)
-        memory, workspace, weight = aligned(count), aligned(size), make("hot_weight")
-        self.on(
-            "hot_quantize_weight",
-            tensor(w),
-            spec,
-            memory.ctypes.data,
-            count,
-            workspace.ctypes.data,
-            size,
-            weight,
-        )
+        workspace, weight = aligned(size), make("hot_weight")
+        rooms = *room(memory), *room(workspace)
+        self.on("hot_quantize_weight", tensor(w), spec, *rooms, weight)
         return memory, weight
 
-    def forward_spec(self, block: int) -> ctypes.Structure:
+    def forward_spec(self, block: int) -> Struct:
         return make("hot_forward_spec", hadamard_block=block)
 
-    def quantize_forward_weight(
-        self, w: np.ndarray, spec: ctypes.Structure
-    ) -> tuple[np.ndarray, ctypes.Structure]:
-        count = self.number("hot_forward_weight_bytes", *w.shape, spec)
-        memory, weight = aligned(count), make("hot_weight")
-        data = memory.ctypes.data
-        self.on("hot_quantize_forward_weight", tensor(w), spec, data, count, weight)
+    def quantize_forward_weight(self, w: Array, spec: Struct) -> tuple[Array, Struct]:
+        memory = aligned(self.number("hot_forward_weight_bytes", *w.shape, spec))
+        weight = make("hot_weight")
+        self.on("hot_quantize_forward_weight", tensor(w), spec, *room(memory), weight)
         return memory, weight
 
     def quantize_forward_input(
-        self,
-        x: np.ndarray,
-        spec: ctypes.Structure,
-        kept: ctypes.Structure | None = None,
-        *,
-        key: Key | int = 0,
-    ) -> tuple[np.ndarray, ctypes.Structure, np.ndarray, ctypes.Structure]:
+        self, x: Array, spec: Struct, kept: Struct | None = None, *, key: Key | int = 0
+    ) -> tuple[Array, Struct, Array, Struct]:
         """Return codes and the hot_input; with ``kept`` also the compressed x and the hot_saved."""
         sizes = math.prod(x.shape[:-1]), x.shape[-1]
-        count = self.number("hot_forward_input_bytes", *sizes, spec)
-        memory, made, saved = aligned(count), make("hot_input"), make("hot_saved")
-        layout, size = make("hot_saved_layout"), 0
+        memory = aligned(self.number("hot_forward_input_bytes", *sizes, spec))
+        made, saved, layout, size = (
+            make("hot_input"),
+            make("hot_saved"),
+            make("hot_saved_layout"),
+            0,
+        )
         if kept is not None:
             self.call("hot_saved_layout_of", *sizes, kept, layout)
-            name = "hot_compress_activation_workspace"
-            size = self.number(name, self._context, *sizes, kept)
-        room, workspace = aligned(layout.bytes), aligned(size)
+            size = self.number("hot_compress_activation_workspace", self._context, *sizes, kept)
+        bytes_of_x, workspace = aligned(layout.bytes), aligned(size)
         self.key(key)
-        self.on(
-            "hot_quantize_forward_input",
-            *(tensor(x), spec, memory.ctypes.data, count, made),
-            *(kept, room.ctypes.data, layout.bytes, workspace.ctypes.data, size, saved),
-        )
-        return memory, made, room, saved
+        rooms = *room(bytes_of_x), *room(workspace)
+        into = *room(memory), made
+        self.on("hot_quantize_forward_input", tensor(x), spec, *into, kept, *rooms, saved)
+        return memory, made, bytes_of_x, saved
 
     def forward_linear(
-        self,
-        x: np.ndarray | ctypes.Structure,
-        w: np.ndarray | ctypes.Structure,
-        bias: np.ndarray | None,
-        spec: ctypes.Structure,
-    ) -> np.ndarray:
+        self, x: Array | Struct, w: Array | Struct, bias: Array | None, spec: Struct
+    ) -> Array:
         """Return y in fp32; x and w are arrays or quantised ahead."""
-        quantized = isinstance(w, ctypes.Structure)
+        quantized = isinstance(w, Struct)
         outs = w.out_features if quantized else w.shape[0]
         added = None if bias is None else tensor(bias)
-        if isinstance(x, ctypes.Structure):
+        if isinstance(x, Struct):
             name, shape = "hot_forward_linear_input", (x.tokens, outs, x.in_features)
             operands = (x, None, w) if quantized else (x, tensor(w), None)
         else:
@@ -402,54 +320,27 @@ class CApi:
             name += "_quantized" if quantized else ""
             operands = (tensor(x), w if quantized else tensor(w))
         ask = name.removesuffix("_quantized") + "_workspace"
-        size = self.number(ask, self._context, *shape, spec, int(quantized))
-        workspace, y = aligned(size), np.full(shape[:2], np.nan, np.float32)
-        self.on(name, *operands, added, spec, tensor(y), workspace.ctypes.data, size)
+        workspace = aligned(self.number(ask, self._context, *shape, spec, int(quantized)))
+        y = np.full(shape[:2], np.nan, np.float32)
+        self.on(name, *operands, added, spec, tensor(y), *room(workspace))
         return y
 
     def backward_linear(
-        self,
-        gy: np.ndarray,
-        w: np.ndarray | ctypes.Structure | None,
-        saved: ctypes.Structure | None,
-        spec: ctypes.Structure,
-        *,
-        in_features: int,
-        need: Collection[str] = ("gx", "gw"),
-        key: Key | int = 0,
-        out_dtype: Any = None,
-        outputs: dict[str, np.ndarray] | None = None,
-        accumulate: bool = False,
-    ) -> hotcore.Gradients:
+        self, gy: Array, w: Array | Struct | None, saved: Struct | None, spec: Struct, *,
+        in_features: int, need: Collection[str] = ("gx", "gw"), key: Key | int = 0,
+        outputs: dict[str, Array] | None = None, accumulate: bool = False,
+    ) -> hotcore.Gradients:  # fmt: skip
         tokens, outs = gy.shape
         shapes = {"gx": (tokens, in_features), "gw": (outs, in_features), "gb": (outs,)}
-        out = {name: np.empty(shapes[name], out_dtype or gy.dtype) for name in need}
-        out.update(outputs or {})
+        out = {name: np.empty(shapes[name], gy.dtype) for name in need} | (outputs or {})
         views = {name: tensor(array) for name, array in out.items()}
         gradients = make("hot_gradients", accumulate=int(accumulate))
         for name, one in views.items():
             setattr(gradients, name, ctypes.addressof(one))
-        size = self.number(
-            "hot_backward_linear_workspace",
-            self._context,
-            tokens,
-            outs,
-            in_features,
-            spec,
-            int("gx" in out),
-            int("gw" in out),
-        )
-        workspace = aligned(size)
-        quantized = isinstance(w, ctypes.Structure)
+        sizes = tokens, outs, in_features, spec, int("gx" in out), int("gw" in out)
+        workspace = aligned(self.number("hot_backward_linear_workspace", self._context, *sizes))
+        name = "hot_backward_linear" + ("_quantized" if isinstance(w, Struct) else "")
+        operand = tensor(w) if isinstance(w, Array) else w
         self.key(key)
-        self.on(
-            "hot_backward_linear_quantized" if quantized else "hot_backward_linear",
-            tensor(gy),
-            tensor(w) if isinstance(w, np.ndarray) else w,
-            saved,
-            spec,
-            gradients,
-            workspace.ctypes.data,
-            size,
-        )
+        self.on(name, tensor(gy), operand, saved, spec, gradients, *room(workspace))
         return hotcore.Gradients(*(out.get(name) for name in shapes))

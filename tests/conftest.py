@@ -1,7 +1,5 @@
 """Shared by all Python tests: hypothesis, seeds, caches of compiled code, CUDA tests skipped."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -14,7 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # support.py
+# support.py and others here, and what benchmarks/ has
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 
 # Every worker of pytest-xdist has a folder for Inductor's compiled code.
 if {"PYTEST_XDIST_WORKER", "TORCHINDUCTOR_CACHE_DIR"} <= os.environ.keys():

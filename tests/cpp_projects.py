@@ -1,7 +1,5 @@
 """Helpers for tests of C and C++ projects that build on the installed package."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -39,9 +37,7 @@ def build(source: Path, folder: Path, **definitions: object) -> Path:
     if not (INSTALLED / "include").exists():  # test_package.py requires it of a wheel
         pytest.skip(f"needs an installed hotcore; {INSTALLED} has no headers")
     options = {"CMAKE_BUILD_TYPE": "Release", "CMAKE_PREFIX_PATH": INSTALLED, **definitions}
-    run(
-        cmake, "-S", source, "-B", folder, *(f"-D{name}={value}" for name, value in options.items())
-    )
+    run(cmake, "-S", source, "-B", folder, *(f"-D{key}={value}" for key, value in options.items()))
     run(cmake, "--build", folder, "--parallel", 2)
     return folder
 

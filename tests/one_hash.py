@@ -3,8 +3,6 @@
 scripts/smoke.py uses it with only NumPy and hotcore installed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

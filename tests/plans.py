@@ -5,8 +5,6 @@ Results with the same tokens, scales and random numbers have equal bits on the C
 roundings of other products differ.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

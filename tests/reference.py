@@ -6,10 +6,8 @@ arrays. ``_f32`` marks the constants that must not widen them.
 
 NumPy has no bfloat16. A bfloat16 *input* is the float32 array of the same values; widening is
 exact. A ``"bfloat16"`` result is a float32 array of values that bfloat16 can hold.
-:func:`bf16_bits` has their 16 bits.
+:func:`bf16_bits` has their 16 bits. A quoted source is a heading of docs/numerics.md.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +18,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[Any]  # float32 or float16; float32 for results of inner steps
 Codes = NDArray[np.int8]
+Singles = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 ConfigLike = Any  # Config, hotcore.HotConfig, or an object with their fields
 
 _f32 = np.float32
@@ -45,12 +45,9 @@ def _quiet(function: _Function) -> _Function:
 
 
 class Key(NamedTuple):
-    """Key of the counter-based random numbers: 64-bit seed and offset, stream below 8192.
+    """Key of the random numbers: 64-bit seed and offset, stream below 8192. Source: "Random bits".
 
-    ``counter`` is 0: an address in a device's memory (``hotcore.Key``), of which a model in NumPy
-    knows nothing.
-
-    Source: docs/numerics.md, "Random bits".
+    ``counter`` is 0: an address in a device's memory, which a model in NumPy cannot read.
     """
 
     seed: int
@@ -64,10 +61,7 @@ KeyLike = Key | int | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The fields of ``hotcore.HotConfig``, unchecked; ``Config()`` is the recipe ``"default"``.
-
-    Source: docs/numerics.md; docs/recipes.md.
-    """
+    """The fields of ``hotcore.HotConfig``, unchecked; ``Config()`` is the recipe ``"default"``."""
 
     hadamard_block: int = 16
     gx_bits: int = 8
@@ -89,7 +83,7 @@ class Config:
 
 
 def recipe(name: str, **overrides: Any) -> Config:
-    """Return the named recipe (docs/recipes.md) with some fields replaced."""
+    """The named recipe (docs/recipes.md) with some fields replaced."""
     fields: dict[str, dict[str, Any]] = {
         "default": {},
         "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
@@ -110,22 +104,16 @@ def recipe(name: str, **overrides: Any) -> Config:
 
 
 @_quiet
-def round_bf16(values: Floats) -> NDArray[np.float32]:
-    """Round float32 to bfloat16, nearest even; float32 of the same shape. NaN becomes 0x7fc0.
-
-    Source: docs/numerics.md, "Integer GEMM and dequantisation" (rounding to the output type).
-    """
+def round_bf16(values: Floats) -> Singles:
+    """To bfloat16, nearest even. NaN becomes 0x7fc0. "Integer GEMM and dequantisation"."""
     words = _words(values)
     rounded = words + _u32(0x7FFF) + ((words >> _u32(16)) & _u32(1))
     return _bf16_from_upper_half(values, rounded)
 
 
 @_quiet
-def round_up_bf16(values: Floats) -> NDArray[np.float32]:
-    """Round float32 up: the smallest bfloat16 that is not below; float32 of the same shape.
-
-    Source: docs/numerics.md, "INT4".
-    """
+def round_up_bf16(values: Floats) -> Singles:
+    """To the smallest bfloat16 that is not below. Source: "INT4"."""
     words = _words(values)
     negative = words >> _u32(31) == 1
     finite = np.isfinite(values)
@@ -139,7 +127,7 @@ def bf16_bits(values: Floats) -> NDArray[np.uint16]:
     return (_words(values) >> _u32(16)).astype(np.uint16)
 
 
-def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+def bf16_values(bits: NDArray[np.uint16]) -> Singles:
     """Return the float32 values of bfloat16 bit patterns; reverses :func:`bf16_bits`."""
     return (np.asarray(bits).astype(_u32) << _u32(16)).view(_f32)
 
@@ -148,17 +136,7 @@ def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def philox4x32(counter: NDArray[Any], key: NDArray[Any]) -> NDArray[np.uint32]:
-    """Philox4x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3".
-
-    Args:
-        counter: 32-bit words, ``[..., 4]``.
-        key: 32-bit words, ``[..., 2]``; leading dimensions broadcast against the counter's.
-
-    Returns:
-        uint32 ``[..., 4]``.
-
-    Source: docs/numerics.md, "Random bits".
-    """
+    """Philox4x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
     low = _u64(0xFFFFFFFF)
     high = _u64(32)
     c0, c1, c2, c3 = np.moveaxis(np.asarray(counter).astype(_u64), -1, 0)
@@ -178,10 +156,7 @@ def philox4x32(counter: NDArray[Any], key: NDArray[Any]) -> NDArray[np.uint32]:
 
 
 def random_words(blocks: NDArray[Any], key: KeyLike, purpose: int) -> NDArray[np.uint32]:
-    """The four random words of each block number below 2**48: uint32 ``[..., 4]``.
-
-    Source: docs/numerics.md, "Random bits".
-    """
+    """Four words of each block number below 2**48: ``[..., 4]``. "Random bits"."""
     seed, offset, stream, _ = _key(key)
     number = np.asarray(blocks).astype(_u64)
     low = _u64(0xFFFFFFFF)
@@ -193,11 +168,8 @@ def random_words(blocks: NDArray[Any], key: KeyLike, purpose: int) -> NDArray[np
     return philox4x32(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], _u64))
 
 
-def random_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np.uint8]:
-    """One random byte for each element of a matrix: uint8 ``[rows, cols]``.
-
-    ``cols`` counts the padding of K-contiguous operands. Source: docs/numerics.md, "Random bits".
-    """
+def random_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> Bytes:
+    """One random byte for each element of ``[rows, cols]``, padding included. "Random bits"."""
     per_row = _ceil_div(cols, 16)
     words = random_words(np.arange(rows * per_row), key, purpose)
     return words.astype("<u4").view(np.uint8).reshape(rows, per_row * 16)[:, :cols].copy()
@@ -210,18 +182,9 @@ def random_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np
 def fwht(
     x: Floats, *, axis: int = -1, block: int = 16, out_dtype: str | None = None
 ) -> NDArray[Any]:
-    """Unnormalised Walsh-Hadamard transform, natural order, of consecutive blocks along one axis.
+    """Unnormalised transform of consecutive blocks along ``axis``, natural order. "FWHT".
 
-    Args:
-        x: float32 or float16, any shape; its length along ``axis`` is a multiple of ``block``.
-        axis: the transformed axis.
-        block: power of two, 1 to 32768.
-        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; x's unless given.
-
-    Returns:
-        The shape of x. Computed in fp32, rounded once at the end.
-
-    Source: docs/numerics.md, "FWHT".
+    Computed in fp32 and rounded once, to x's type unless ``out_dtype`` is given.
     """
     values = np.moveaxis(_widen(x), axis, -1)
     blocks = values.reshape(values.size // block, block)
@@ -229,7 +192,7 @@ def fwht(
     return _store(result, _dtype_name(x, out_dtype))
 
 
-def _butterflies(v: NDArray[np.float32]) -> NDArray[np.float32]:
+def _butterflies(v: Singles) -> Singles:
     """FWHT of every row of ``v [R, n]``."""
     count, n = v.shape
     h = 1
@@ -260,10 +223,7 @@ class LowRank(NamedTuple):
 
 
 def sequency(k: int, bits: int) -> int:
-    """Number of sign changes of row ``k`` of the Sylvester matrix of order ``2**bits``.
-
-    Source: docs/numerics.md, "Low rank".
-    """
+    """Sign changes of row ``k`` of the Sylvester matrix of order ``2**bits``. "Low rank"."""
     reversed_k = sum((k >> i & 1) << (bits - 1 - i) for i in range(bits))
     for shift in (1, 2, 4, 8, 16):
         reversed_k ^= reversed_k >> shift
@@ -271,10 +231,7 @@ def sequency(k: int, bits: int) -> int:
 
 
 def basis_order(basis: str, block: int = 16) -> list[int]:
-    """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
-
-    Source: docs/numerics.md, "Low rank".
-    """
+    """Row order of ``"lowpass"`` or ``"sequency"``: rank r keeps the first r. "Low rank"."""
     m = block.bit_length() - 1
     if basis == "sequency":
         return sorted(range(block), key=lambda k: sequency(k, m))
@@ -289,11 +246,7 @@ def basis_order(basis: str, block: int = 16) -> list[int]:
 
 
 def token_order(tokens: int, spec: LowRank) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Which tokens the transform takes, in its order, and which prefix tokens are appended.
-
-    Together they are every token index of ``range(tokens)`` once.
-    Source: docs/numerics.md, "Token layout".
-    """
+    """Tokens in the transform's order, and prefix tokens, which are appended. "Token layout"."""
     index = np.arange(tokens, dtype=np.intp)
     if spec.token_grid is None:
         return index, index[:0]
@@ -319,10 +272,7 @@ def token_order(tokens: int, spec: LowRank) -> tuple[NDArray[np.intp], NDArray[n
 
 
 def sketch_folds(blocks: int, block: int, rank: int, key: KeyLike) -> NDArray[np.int64]:
-    """The non-zero ``a`` of every fold of every block of tokens: int64 ``[blocks, log2(n/r)]``.
-
-    Source: docs/numerics.md, "Low rank", sketch.
-    """
+    """Non-zero ``a`` of every fold of every block: ``[blocks, log2(n/r)]``. "Low rank", sketch."""
     words = random_words(np.arange(blocks), key, PURPOSE_SKETCH).astype(_u64)
     folds = (block // rank).bit_length() - 1
     shifts = np.empty((blocks, folds), np.int64)
@@ -333,15 +283,8 @@ def sketch_folds(blocks: int, block: int, rank: int, key: KeyLike) -> NDArray[np
 
 
 @_quiet
-def fold(v: NDArray[np.float32], a: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Fold token t onto token ``t xor a`` in every block: ``[B, N, C]`` -> ``[B, N/2, C]``.
-
-    Args:
-        v: float32 ``[B, N, C]``, N a power of two.
-        a: ``[B]``, ``0 < a < N``.
-
-    Source: docs/numerics.md, "Low rank", sketch.
-    """
+def fold(v: Singles, a: NDArray[np.int64]) -> Singles:
+    """Fold token t onto token ``t xor a`` in every block: ``[B, N, C]`` -> ``[B, N/2, C]``."""
     half = np.arange(v.shape[1] // 2)
     result = np.empty((v.shape[0], half.size, v.shape[2]), _f32)
     for b, shift in enumerate(a.tolist()):
@@ -359,25 +302,16 @@ def hla(
     out_dtype: str = "float32",
     **spec: Any,
 ) -> NDArray[Any]:
-    """Hadamard low-rank approximation along the tokens: ``P x``, ``rank`` rows of each block.
+    """Low-rank approximation along the tokens of ``[L, C]``: ``P x``, ``rank`` rows of each block.
 
-    Args:
-        x: ``[L, C]`` float32 or float16.
-        side: ``"activation"`` or ``"gradient"``, which carries the sketch's weights.
-        key: random key of the sketch.
-        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        spec: fields of :class:`LowRank`.
-
-    Returns:
-        ``[K, C]``; ``(P_gradient g)^T (P_activation x) / block`` is the (approximate) product.
-
-    Source: docs/numerics.md, "Low rank".
+    ``(P_gradient g)^T (P_activation x) / block`` is the (approximate) product; a sketch's weights
+    are on the gradient's side. ``spec``: fields of :class:`LowRank`. Source: "Low rank".
     """
     return _store(_project(_widen(x), LowRank(**spec), side, key), out_dtype)
 
 
 @_quiet
-def _project(x: NDArray[np.float32], spec: LowRank, side: str, key: KeyLike) -> NDArray[np.float32]:
+def _project(x: Singles, spec: LowRank, side: str, key: KeyLike) -> Singles:
     if spec.basis == "full":
         return x.copy()
     n = spec.block
@@ -399,14 +333,14 @@ def _project(x: NDArray[np.float32], spec: LowRank, side: str, key: KeyLike) -> 
     return np.concatenate([kept.reshape(blocks * kept.shape[1], channels), x[prefix] * factor])
 
 
-def _transform_tokens(tokens: NDArray[np.float32]) -> NDArray[np.float32]:
+def _transform_tokens(tokens: Singles) -> Singles:
     """FWHT along axis 1 of ``[B, n, C]``."""
     blocks, n, channels = tokens.shape
     lines = tokens.transpose(0, 2, 1).reshape(blocks * channels, n)
     return _butterflies(lines).reshape(blocks, channels, n).transpose(0, 2, 1)
 
 
-def _sketch(tokens: NDArray[np.float32], rank: int, side: str, key: KeyLike) -> NDArray[np.float32]:
+def _sketch(tokens: Singles, rank: int, side: str, key: KeyLike) -> Singles:
     blocks, n, _ = tokens.shape
     shifts = sketch_folds(blocks, n, rank, key)
     for j in range(shifts.shape[1]):
@@ -422,13 +356,10 @@ def _sketch(tokens: NDArray[np.float32], rank: int, side: str, key: KeyLike) -> 
 
 
 @_quiet
-def scale_of(
-    amax: NDArray[np.float32], bits: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """``scale`` and ``inv`` of sets with these largest magnitudes, both float32 of amax's shape.
+def scale_of(amax: Singles, bits: int) -> tuple[Singles, Singles]:
+    """``scale`` and ``inv`` of sets with these largest magnitudes. Source: "Scales".
 
     NaN and 0 where amax is not finite, 0 and 0 where it is below 2**-100.
-    Source: docs/numerics.md, "Scales".
     """
     q = _f32(_largest_code(bits))
     finite = np.isfinite(amax)
@@ -440,22 +371,11 @@ def scale_of(
 
 @_quiet
 def round_codes(
-    values: NDArray[np.float32],
-    inv: NDArray[np.float32] | np.float32,
-    bits: int,
-    rounding: str,
-    u: NDArray[np.uint8] | None = None,
+    values: Singles, inv: Singles | np.float32, bits: int, rounding: str, u: Bytes | None = None
 ) -> Codes:
-    """Codes of ``values * inv`` in ``[-127, 127]`` (8 bits) or ``[-7, 7]`` (4 bits).
+    """Codes of ``values * inv``, at most 127 or 7 in size. Source: "Rounding".
 
-    Args:
-        values: float32, finite.
-        inv: float32, broadcasts against ``values``.
-        bits: 8 or 4.
-        rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
-        u: random bytes of the shape of ``values``, ``"stochastic"`` only.
-
-    Source: docs/numerics.md, "Rounding".
+    ``u``: random bytes of the shape of ``values``, for ``"stochastic"``.
     """
     q = _largest_code(bits)
     if rounding == "pseudo_stochastic":
@@ -478,7 +398,7 @@ def _round_sum(exact: NDArray[np.float64], whole: NDArray[np.int64]) -> NDArray[
     return np.where(np.abs(rest) == 0.5, below + below % 2, total)
 
 
-def _round_pseudo_stochastic(v: NDArray[np.float32], bits: int) -> Codes:
+def _round_pseudo_stochastic(v: Singles, bits: int) -> Codes:
     a = np.abs(v)
     whole = np.floor(a)
     fraction = a - whole  # exact
@@ -500,23 +420,11 @@ def quantize(
     key: KeyLike = 0,
     purpose: int = PURPOSE_QUANTIZE,
     packed: bool = False,
-) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Symmetric quantisation.
+) -> tuple[NDArray[Any], Singles]:
+    """Symmetric codes of ``[R, C]`` and fp32 scales by token, channel or tensor.
 
-    Args:
-        x: ``[R, C]`` float32 or float16.
-        bits: 8 or 4.
-        scale: ``"token"``, ``"channel"`` or ``"tensor"``: the values that share a scale.
-        rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
-        key: random key of stochastic rounding.
-        purpose: stream purpose of the random bytes (docs/numerics.md, "Shapes").
-        packed: 4 bits only: two codes a byte.
-
-    Returns:
-        Codes int8 ``[R, C]`` (packed: uint8 ``[R, ceil(C/2)]``) and float32 scales ``[R]``, ``[C]``
-        or ``[1]``.
-
-    Source: docs/numerics.md, "Scales" and "Rounding".
+    ``purpose``: of the random bytes ("Shapes"). ``packed``: two INT4 codes a byte. Source: "Scales"
+    and "Rounding".
     """
     values = _widen(x)
     axis = {"token": 1, "channel": 0, "tensor": None}[scale]
@@ -528,34 +436,23 @@ def quantize(
 @_quiet
 def dequantize(
     q: NDArray[Any],
-    scale: NDArray[np.float32],
+    scale: Singles,
     *,
     granularity: str = "token",
     dtype: str = "float32",
     packed: bool = False,
     columns: int | None = None,
 ) -> NDArray[Any]:
-    """``q * scale``, rounded to fp32 and then to ``dtype``.
+    """``q * scale``, rounded to fp32 and then to ``dtype``. Source: "Scales".
 
-    Args:
-        q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``.
-        scale: float32 ``[R]`` (``"token"``), ``[C]`` (``"channel"``) or ``[1]`` (``"tensor"``).
-        granularity: which of the three.
-        dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        packed: q holds two INT4 codes a byte.
-        columns: C of a packed q; ``2 * q.shape[1]`` unless given.
-
-    Returns:
-        ``[R, C]``.
-
-    Source: docs/numerics.md, "Scales".
+    ``columns``: C of a packed q, twice its bytes unless given.
     """
     codes = unpack_int4(q, columns) if packed else q
     wide = scale[:, None] if granularity == "token" else scale[None, :]
     return _store(codes.astype(_f32) * wide, dtype)
 
 
-def _amax(values: NDArray[np.float32], axis: int | None) -> NDArray[np.float32]:
+def _amax(values: Singles, axis: int | None) -> Singles:
     """Largest magnitude along ``axis``, dimension kept, as a bit pattern: NaN beats Inf."""
     magnitudes = _words(values) & _u32(0x7FFFFFFF)
     largest = np.max(magnitudes, axis=axis, keepdims=True, initial=0)
@@ -564,12 +461,7 @@ def _amax(values: NDArray[np.float32], axis: int | None) -> NDArray[np.float32]:
 
 @_quiet
 def _round_scaled(
-    values: NDArray[np.float32],
-    inv: NDArray[np.float32],
-    bits: int,
-    rounding: str,
-    key: KeyLike,
-    purpose: int,
+    values: Singles, inv: Singles, bits: int, rounding: str, key: KeyLike, purpose: int
 ) -> Codes:
     """Codes of ``values * inv`` for a matrix; 0 wherever inv is 0, for every value."""
     rows, cols = values.shape
@@ -580,24 +472,20 @@ def _round_scaled(
 # --------------------------------------------------------------------------------------------- INT4
 
 
-def pack_int4(q: Codes) -> NDArray[np.uint8]:
-    """Pack int8 ``[R, C]`` codes two a byte, low nibble first: uint8 ``[R, ceil(C/2)]``.
+def pack_int4(q: Codes) -> Bytes:
+    """Two codes a byte, low nibble first: uint8 ``[R, ceil(C/2)]``. Source: "INT4".
 
     Two's complement; values outside [-8, 7] lose their upper bits.
-    Source: docs/numerics.md, "INT4".
     """
     rows, cols = q.shape
     nibbles = np.zeros((rows, cols + cols % 2), np.uint8)
     nibbles[:, :cols] = q.astype(np.uint8) & np.uint8(15)
-    packed: NDArray[np.uint8] = nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
+    packed: Bytes = nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
     return packed
 
 
-def unpack_int4(packed: NDArray[np.uint8], columns: int | None = None) -> Codes:
-    """Undo :func:`pack_int4`: int8 ``[R, columns]``, ``2 * packed.shape[1]`` unless given.
-
-    Source: docs/numerics.md, "INT4".
-    """
+def unpack_int4(packed: Bytes, columns: int | None = None) -> Codes:
+    """Undo :func:`pack_int4`: int8 ``[R, columns]``, twice the bytes unless given."""
     rows, width = packed.shape
     nibbles = np.empty((rows, 2 * width), np.int16)
     nibbles[:, 0::2] = packed & 15
@@ -612,30 +500,18 @@ def unpack_int4(packed: NDArray[np.uint8], columns: int | None = None) -> Codes:
 def gemm_int8(
     a: Codes,
     b: Codes,
-    a_scale: NDArray[np.float32] | None = None,
-    b_scale: NDArray[np.float32] | None = None,
+    a_scale: Singles | None = None,
+    b_scale: Singles | None = None,
     *,
     divisor: int = 1,
     out_dtype: str = "float32",
     out: Floats | None = None,
     accumulate: bool = False,
 ) -> NDArray[Any]:
-    """``a b^T`` of INT8 codes, summed exactly, times ``a_scale[m] * b_scale[n] / divisor``.
+    """``a b^T`` of codes, summed exactly, times ``a_scale[m] * b_scale[n] / divisor``.
 
-    Args:
-        a: int8 ``[M, K]``.
-        b: int8 ``[N, K]``.
-        a_scale: float32 ``[M]`` or ``[1]``; without scales the result is the sums.
-        b_scale: float32 ``[N]`` or ``[1]``.
-        divisor: power of two.
-        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        out: ``[M, N]``, to which ``accumulate`` adds. It is read, not written.
-        accumulate: add to ``out``.
-
-    Returns:
-        ``[M, N]`` in ``out_dtype``; without scales int32 (K up to 131,071).
-
-    Source: docs/numerics.md, "Integer GEMM and dequantisation".
+    Scales ``[M]`` or ``[1]``; without them the result is the int32 sums (K up to 131,071).
+    ``out`` is read, not written. Source: "Integer GEMM and dequantisation".
     """
     sums = integer_product(a, b)
     if a_scale is None or b_scale is None:
@@ -645,20 +521,14 @@ def gemm_int8(
 
 
 def gemm_int4(
-    a: NDArray[np.uint8], b: NDArray[np.uint8], *scales: Any, k: int | None = None, **options: Any
+    a: Bytes, b: Bytes, *scales: Any, k: int | None = None, **options: Any
 ) -> NDArray[Any]:
-    """:func:`gemm_int8` of packed operands, uint8 ``[M, ceil(K/2)]`` and ``[N, ceil(K/2)]``.
-
-    Source: docs/numerics.md, "INT4" and "Integer GEMM and dequantisation".
-    """
+    """:func:`gemm_int8` of packed operands."""
     return gemm_int8(unpack_int4(a, k), unpack_int4(b, k), *scales, **options)
 
 
 def integer_product(a: Codes, b: Codes) -> NDArray[np.int64]:
-    """``a b^T`` for int8 ``[M, K]`` and ``[N, K]``: exact int64 ``[M, N]``.
-
-    Source: docs/numerics.md, "Integer GEMM and dequantisation".
-    """
+    """``a b^T`` for int8 ``[M, K]`` and ``[N, K]``: exact int64 ``[M, N]``."""
     # Every partial sum is an integer far below 2**53, so fp64 adds them exactly in any order.
     product: NDArray[np.float64] = a.astype(np.float64) @ b.astype(np.float64).T
     return product.astype(np.int64)
@@ -666,19 +536,14 @@ def integer_product(a: Codes, b: Codes) -> NDArray[np.int64]:
 
 @_quiet
 def _dequantize_product(
-    sums: NDArray[np.int64],
-    a_scale: NDArray[np.float32],
-    b_scale: NDArray[np.float32],
-    divisor: int,
-) -> NDArray[np.float32]:
+    sums: NDArray[np.int64], a_scale: Singles, b_scale: Singles, divisor: int
+) -> Singles:
     right = sums.astype(_f32) * b_scale[None, :]
     return right * (a_scale / _f32(divisor))[:, None]
 
 
 @_quiet
-def _token_scaled_product(
-    a: Codes, b: Codes, k_scale: NDArray[np.float32], b_scale: NDArray[np.float32], divisor: int
-) -> NDArray[np.float32]:
+def _token_product(a: Codes, b: Codes, k_scale: Singles, b_scale: Singles, divisor: int) -> Singles:
     """Product whose first operand has a scale for each k, summed in fp32 with k ascending."""
     left = a.astype(_f32) * k_scale[None, :]
     right = b.astype(_f32)
@@ -689,7 +554,7 @@ def _token_scaled_product(
 
 
 @_quiet
-def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) -> NDArray[Any]:
+def _finish(result: Singles, before: Floats | None, out_dtype: str) -> NDArray[Any]:
     """Finish a product: add the existing values, and round once to the output type."""
     if before is not None:
         result = _widen(before) + result
@@ -711,12 +576,12 @@ class Saved:
 
     codes: Codes
     scales: NDArray[Any]
-    packed: NDArray[np.uint8] | None
+    packed: Bytes | None
     tokens: int
     in_features: int
     config: ConfigLike
     key: Key
-    exponents: NDArray[np.uint8] | None = None
+    exponents: Bytes | None = None
 
 
 class Gradients(NamedTuple):
@@ -729,11 +594,8 @@ class Gradients(NamedTuple):
 
 def quantize_gradient_rows(
     gy: Floats, config: ConfigLike, key: KeyLike = 0
-) -> tuple[Codes, NDArray[np.float32]]:
-    """g_y ``[..., O]`` for g_x: codes int8 ``[L, Kp]`` and scales ``[L]`` or ``[1]``.
-
-    Source: docs/numerics.md, "Shapes", purpose 1.
-    """
+) -> tuple[Codes, Singles]:
+    """g_y for g_x: codes ``[L, Kp]``, scales ``[L]`` or ``[1]``. "Shapes", purpose 1."""
     operand = _transform_features(_flat(gy), config.hadamard_block)
     return quantize(
         operand,
@@ -745,11 +607,8 @@ def quantize_gradient_rows(
     )
 
 
-def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, NDArray[np.float32]]:
-    """W ``[O, I]`` for g_x: codes int8 ``[I, Kp]`` and scales ``[I]`` or ``[1]``; to nearest.
-
-    Source: docs/numerics.md, "Shapes", purpose 2.
-    """
+def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, Singles]:
+    """W for g_x: codes ``[I, Kp]``, scales ``[I]`` or ``[1]``; to nearest. "Shapes", purpose 2."""
     operand = _transform_features(_widen(w).T, config.hadamard_block)
     return quantize(
         operand,
@@ -765,13 +624,12 @@ def quantize_gradient_columns(
     config: ConfigLike,
     key: KeyLike = 0,
     sketch_key: KeyLike | None = None,
-    exponents: NDArray[np.uint8] | None = None,
-) -> tuple[Codes, NDArray[np.float32]]:
-    """g_y ``[..., O]`` for g_w: codes int8 ``[O, Kp]`` and scales ``[O]``, ``[1]`` or ``[Kp]``.
+    exponents: Bytes | None = None,
+) -> tuple[Codes, Singles]:
+    """g_y for g_w: codes ``[O, Kp]``, scales ``[O]``, ``[1]`` or ``[Kp]``. "Shapes", purpose 4.
 
     ``key`` rounds; ``sketch_key`` (``key`` unless given) is the one that x was compressed with, and
-    ``exponents`` are the tokens' sizes that were found then.
-    Source: docs/numerics.md, "Shapes", purpose 4, and "Token equalisation".
+    ``exponents`` are the tokens' sizes of then ("Token equalisation").
     """
     # The operand is transposed: its rows are channels.
     scale = {"channel": "token", "tensor": "tensor", "token": "channel"}
@@ -787,18 +645,7 @@ def quantize_gradient_columns(
 
 
 def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 0) -> Saved:
-    """Keep x ``[..., I]`` compressed for the backward pass.
-
-    Args:
-        x: float32 or float16, leading dimensions collapse to L.
-        config: settings; None: ``Config()``.
-        key: random key of the rounding and of the sketch.
-
-    Returns:
-        A :class:`Saved`.
-
-    Source: docs/numerics.md, "Shapes" (purpose 3), and "INT4".
-    """
+    """Keep x ``[..., I]`` compressed. Source: "Shapes" (purpose 3), and "INT4"."""
     settings = Config() if config is None else config
     values = _flat(x)
     tokens, width = values.shape
@@ -820,11 +667,8 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
 
 
 @_quiet
-def token_exponents(x: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Biased exponents of the powers of two t that the tokens of ``x [L, I]`` are divided by.
-
-    Source: docs/numerics.md, "Token equalisation".
-    """
+def token_exponents(x: Singles) -> Bytes:
+    """Biased exponents of the powers of two t that divide the tokens. "Token equalisation"."""
     exponent = _words(_amax(x, 1)) >> _u32(23)  # exponents of the largest magnitude: [L, 1]
     usual = (exponent >= 27) & (exponent < 255)
     clear = np.where(usual, exponent, _u32(127))
@@ -837,9 +681,7 @@ def token_exponents(x: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 @_quiet
-def _resized(
-    values: NDArray[np.float32], exponents: NDArray[np.uint8] | None, *, divide: bool = False
-) -> NDArray[np.float32]:
+def _resized(values: Singles, exponents: Bytes | None, *, divide: bool = False) -> Singles:
     """Multiply or divide rows of ``values [L, C]`` by their t, with one multiplication."""
     if exponents is None:
         return values
@@ -854,7 +696,7 @@ def _divisor(config: ConfigLike) -> int:
 
 
 @_quiet
-def _quantize_groups(x: NDArray[np.float32], key: KeyLike) -> tuple[Codes, NDArray[np.uint16]]:
+def _quantize_groups(x: Singles, key: KeyLike) -> tuple[Codes, NDArray[np.uint16]]:
     """INT4 codes of ``x [I, L]`` padded to ``[I, roundup(L, 32)]``, bf16 scales of its groups."""
     channels, tokens = x.shape
     padded = _pad_columns(x, INT4_GROUP)
@@ -874,13 +716,8 @@ def _quantize_groups(x: NDArray[np.float32], key: KeyLike) -> tuple[Codes, NDArr
 
 
 @_quiet
-def decompress_activation(
-    saved: Saved, first: int = 0, last: int | None = None
-) -> NDArray[np.float32]:
-    """Tokens ``first`` to ``last`` (None: all) of an x of basis ``"full"``: ``[last - first, I]``.
-
-    Source: docs/numerics.md, "INT4".
-    """
+def decompress_activation(saved: Saved, first: int = 0, last: int | None = None) -> Singles:
+    """Tokens ``first`` to ``last`` of an x of basis ``"full"``. Source: "INT4"."""
     scales = saved.scales.reshape(-1, 1)
     if saved.packed is not None:
         scales = np.repeat(bf16_values(saved.scales), INT4_GROUP, axis=1)[:, : saved.tokens]
@@ -889,11 +726,8 @@ def decompress_activation(
 
 
 @_quiet
-def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray[np.float32]]:
-    """Convert an INT4 x to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
-
-    ``key`` (that of ``saved`` unless given) rounds. Source: docs/numerics.md, "Back to INT8".
-    """
+def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, Singles]:
+    """INT8 codes ``[I, Kp]`` and scales ``[I]`` of an INT4 x. Source: "Back to INT8"."""
     groups = bf16_values(saved.scales)
     width = _round_up(saved.tokens, 16)
     scale, inv = scale_of(_f32(7) * _amax(groups, 1), 8)
@@ -924,24 +758,9 @@ def backward_linear(
 ) -> Gradients:
     """Backward of ``y = x w^T + b``: ``gx = gy w``, ``gw = gy^T x``, ``gb`` = sums of gy.
 
-    Args:
-        gy: ``[..., O]`` float32 or float16; leading dimensions collapse to L.
-        w: ``[O, I]``; None where ``"gx"`` is not needed.
-        saved_or_x: a :class:`Saved`, or x ``[..., I]``, which is then compressed first with
-            ``key``; None where ``"gw"`` is not needed.
-        config: settings; None: those of ``saved_or_x``, or ``Config()``.
-        need: the gradients to compute: ``"gx"``, ``"gw"``, ``"gb"``.
-        key: random key of the rounding here; None: that of ``saved_or_x``, or 0. The sketch's
-            subspaces always come from the key that x was compressed with.
-        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"`` of the results; None: gy's.
-        gw_out: ``[O, I]``, to which ``accumulate`` adds. It is read, not written.
-        gb_out: ``[O]``, likewise.
-        accumulate: add to ``gw_out`` and ``gb_out``.
-
-    Returns:
-        :class:`Gradients`: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
-
-    Source: docs/numerics.md.
+    An x is compressed first. Settings and key are those of ``saved_or_x`` unless given; the
+    sketch's subspaces always come from the key that x was compressed with. ``gw_out`` and
+    ``gb_out`` are read if ``accumulate``, not written.
     """
     grad = _flat(gy)
     dtype = _dtype_name(gy, out_dtype)
@@ -971,9 +790,7 @@ def backward_linear(
     return Gradients(gx, gw, gb)
 
 
-def _weight_gradient(
-    gy: Floats, saved: Saved, config: ConfigLike, key: KeyLike
-) -> NDArray[np.float32]:
+def _weight_gradient(gy: Floats, saved: Saved, config: ConfigLike, key: KeyLike) -> Singles:
     left, left_scale = quantize_gradient_columns(gy, config, key, saved.key, saved.exponents)
     if saved.packed is None:
         right, right_scale = saved.codes, saved.scales
@@ -981,16 +798,15 @@ def _weight_gradient(
         right, right_scale = requantize(saved, key)
     divisor = _divisor(config)
     if config.gw_scale == "token":
-        return _token_scaled_product(left, right, left_scale, right_scale, divisor)
+        return _token_product(left, right, left_scale, right_scale, divisor)
     return _dequantize_product(integer_product(left, right), left_scale, right_scale, divisor)
 
 
 @_quiet
-def bias_gradient(gy: Floats) -> NDArray[np.float32]:
-    """g_b: the column sums of g_y ``[L, O]``, float32 ``[O]``.
+def bias_gradient(gy: Floats) -> Singles:
+    """Column sums of g_y ``[L, O]``. Source: "g_b".
 
     Blocks of 16 tokens add up as row 0 of the FWHT does, runs of 64 blocks in fp32, runs in fp64.
-    Source: docs/numerics.md, "g_b".
     """
     values = _widen(gy)
     width = values.shape[1]
@@ -1011,13 +827,11 @@ def bias_gradient(gy: Floats) -> NDArray[np.float32]:
 
 @_quiet
 def quantize_forward_operand(
-    values: Floats, block: int = 64, exponents: NDArray[np.int8] | None = None
-) -> tuple[Codes, NDArray[np.float32]]:
-    """x ``[..., I]`` or w ``[O, I]`` for y: codes int8 ``[R, Kp]``, scales ``[R]``; to nearest.
+    values: Floats, block: int = 64, exponents: Codes | None = None
+) -> tuple[Codes, Singles]:
+    """x or w for y: codes ``[R, Kp]``, scales ``[R]``; to nearest. Source: "Forward".
 
-    ``exponents`` are those of a weight in INT4, for x.
-
-    Source: docs/numerics.md, "Forward".
+    ``exponents``: those of a weight in INT4, for x.
     """
     operand = _transform_features(_scaled_features(_flat(values), exponents, -1), block)
     return quantize(operand, bits=8, scale="token", rounding="nearest")
@@ -1025,12 +839,9 @@ def quantize_forward_operand(
 
 @_quiet
 def quantize_weight_int4(
-    w: Floats, block: int = 64, group: int = 32, exponents: NDArray[np.int8] | None = None
-) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
-    """w ``[O, I]`` in INT4: packed codes ``[O, Kp/2]``, scales ``[O]``, steps ``[O, Kp/group]``.
-
-    Source: docs/numerics.md, "INT4 weights".
-    """
+    w: Floats, block: int = 64, group: int = 32, exponents: Codes | None = None
+) -> tuple[Bytes, Singles, Bytes]:
+    """Packed codes ``[O, Kp/2]``, scales ``[O]``, steps ``[O, Kp/group]``. "INT4 weights"."""
     operand = _transform_features(_scaled_features(_flat(w), exponents, 1), block)
     scales, inv = scale_of(_amax(operand, 1), 8)
     values = np.where(np.isnan(scales), _f32(0), operand * (inv * _f32(64)))
@@ -1053,29 +864,17 @@ def quantize_weight_int4(
     return packed, scales.ravel(), steps.astype(np.uint8).reshape(groups)
 
 
-def expand_weight_int4(
-    packed: NDArray[np.uint8], steps: NDArray[np.uint8], group: int = 32
-) -> NDArray[np.int8]:
-    """INT8 codes ``[O, Kp]`` of a weight in INT4.
-
-    Source: docs/numerics.md, "INT4 weights".
-    """
+def expand_weight_int4(packed: Bytes, steps: Bytes, group: int = 32) -> Codes:
+    """INT8 codes ``[O, Kp]`` of a weight in INT4. Source: "INT4 weights"."""
     codes = unpack_int4(packed).astype(np.int64)
     return _expanded(codes.reshape(-1, group), steps.ravel()).reshape(codes.shape).astype(np.int8)
 
 
 @_quiet
 def dequantize_weight(
-    codes: NDArray[np.int8],
-    scales: NDArray[np.float32],
-    block: int,
-    columns: int,
-    exponents: NDArray[np.int8] | None = None,
-) -> NDArray[np.float32]:
-    """Floats ``[O, I]`` of the codes of a weight, before they are rounded to another type.
-
-    Source: docs/numerics.md, "Forward".
-    """
+    codes: Codes, scales: Singles, block: int, columns: int, exponents: Codes | None = None
+) -> Singles:
+    """Floats ``[O, I]`` of codes, before they are rounded to another type. "Forward"."""
     width = -(-columns // block) * block
     sums = fwht(codes[:, :width].astype(_f32), block=block)  # integers
     values = sums * (scales.reshape(-1, 1) / _f32(block))
@@ -1087,9 +886,7 @@ def _expanded(codes: NDArray[np.int64], step: NDArray[Any]) -> NDArray[np.int64]
     return np.sign(odd) * ((np.abs(odd) + 8) >> 4)
 
 
-def _scaled_features(
-    values: NDArray[np.float32], exponents: NDArray[np.int8] | None, sign: int
-) -> NDArray[np.float32]:
+def _scaled_features(values: Singles, exponents: Codes | None, sign: int) -> Singles:
     """Values of in features times ``2**(sign * exponent / 4)``."""
     if exponents is None:
         return values
@@ -1106,20 +903,7 @@ def forward_linear(
     config: ConfigLike = None,
     out_dtype: str | None = None,
 ) -> NDArray[Any]:
-    """``y = x w^T + bias`` in INT8, for every value of ``config.forward``.
-
-    Args:
-        x: ``[..., I]`` float32 or float16.
-        w: ``[O, I]``.
-        bias: ``[O]`` or None.
-        config: settings; only ``forward_block`` matters. None: ``Config()``.
-        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; None: x's.
-
-    Returns:
-        ``[..., O]``.
-
-    Source: docs/numerics.md, "Forward".
-    """
+    """``y = x w^T + bias`` in INT8, for every value of ``config.forward``. Source: "Forward"."""
     settings = Config() if config is None else config
     left = quantize_forward_operand(x, settings.forward_block)
     right = quantize_forward_operand(w, settings.forward_block)
@@ -1128,32 +912,29 @@ def forward_linear(
 
 
 def forward_product(
-    x: tuple[Codes, NDArray[np.float32]],
-    w: tuple[Codes, NDArray[np.float32]],
-    bias: Floats | None,
-    block: int,
-) -> NDArray[np.float32]:
+    x: tuple[Codes, Singles], w: tuple[Codes, Singles], bias: Floats | None, block: int
+) -> Singles:
     """``y [L, O]`` in fp32 from the codes and scales of both operands."""
     product = _dequantize_product(integer_product(x[0], w[0]), x[1], w[1], block)
     return product if bias is None else _add_bias(product, _widen(bias))
 
 
 @_quiet
-def _add_bias(product: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
+def _add_bias(product: Singles, bias: Singles) -> Singles:
     return product + bias[None, :]
 
 
 # --------------------------------------------------------------------------------------------------
 
 
-def _transform_features(values: NDArray[np.float32], n: int) -> NDArray[np.float32]:
+def _transform_features(values: Singles, n: int) -> Singles:
     """``[R, C]`` -> ``[R, Kp]``: FWHT of blocks of n along C, then zeros up to 16 columns."""
     return _pad_columns(fwht(_pad_columns(values, n), block=n), 16)
 
 
 def _pairs(
-    a: tuple[Codes, NDArray[np.float32]], b: tuple[Codes, NDArray[np.float32]]
-) -> tuple[Codes, Codes, NDArray[np.float32], NDArray[np.float32]]:
+    a: tuple[Codes, Singles], b: tuple[Codes, Singles]
+) -> tuple[Codes, Codes, Singles, Singles]:
     """Two (codes, scale) pairs in the argument order of :func:`gemm_int8`."""
     return a[0], b[0], a[1], b[1]
 
@@ -1161,20 +942,20 @@ def _pairs(
 # ------------------------------------------------------------------------------------ Small helpers
 
 
-def _widen(values: Floats) -> NDArray[np.float32]:
+def _widen(values: Floats) -> Singles:
     """To float32, exactly."""
     assert values.dtype in (np.float32, np.float16), values.dtype
     return values.astype(_f32)
 
 
-def _flat(values: Floats) -> NDArray[np.float32]:
+def _flat(values: Floats) -> Singles:
     """``[..., C]`` as float32 ``[L, C]``."""
     wide = _widen(values)
     return wide.reshape(int(np.prod(wide.shape[:-1], dtype=np.int64)), wide.shape[-1])
 
 
 @_quiet
-def _store(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+def _store(values: Singles, dtype: str) -> NDArray[Any]:
     """Round float32 to the output type, once."""
     if dtype == "bfloat16":
         return round_bf16(values)
@@ -1189,7 +970,7 @@ def _words(values: Floats) -> NDArray[np.uint32]:
     return np.ascontiguousarray(values, dtype=_f32).view(_u32).reshape(np.shape(values))
 
 
-def _bf16_from_upper_half(values: Floats, words: NDArray[np.uint32]) -> NDArray[np.float32]:
+def _bf16_from_upper_half(values: Floats, words: NDArray[np.uint32]) -> Singles:
     upper = words & _u32(0xFFFF0000)
     return np.where(np.isnan(values), _u32(0x7FC00000), upper).astype(_u32).view(_f32)
 

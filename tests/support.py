@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -67,6 +68,19 @@ def output_of(*arguments: str, folder: Path, timeout: float) -> str:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
+
+
+def refused(call: Callable[[], object], says: str, error: Any = ValueError) -> None:
+    """Check for an error whose message has this pattern."""
+    __tracebackhide__ = True
+    with pytest.raises(error, match=says):
+        call()
+
+
+def report_of(script: Any, path: Path, *words: str) -> Any:
+    """Run a script of benchmarks/ and return the report that it has written there."""
+    script.main([*words, "--json", str(path)])
+    return json.loads(path.read_text())
 
 
 def isas() -> list[str]:
@@ -323,11 +337,9 @@ def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
         yield kept
 
 
-def storage_bytes(
-    kept: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()
-) -> dict[int, int]:
-    """Bytes of each storage of ``kept`` that is not in ``besides``."""
-    others = {tensor.untyped_storage()._cdata for tensor in besides}
+def storage_bytes(kept: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> dict[int, int]:
+    """Bytes of each storage of ``kept`` that is not in ``but``."""
+    others = {tensor.untyped_storage()._cdata for tensor in but}
     sizes = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in kept)}
     return {key: size for key, size in sizes.items() if key not in others}
 

@@ -1,16 +1,13 @@
 """Helpers for tests of torch's compiler: partitioned graphs, a model's gradients."""
 
-from __future__ import annotations
-
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
+import models
 import numpy as np
 import pytest
 import torch
@@ -18,9 +15,6 @@ import torch.nn.functional as F
 from support import without_broken_torchvision
 from torch import nn
 from torch._ops import OpOverload
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import models  # noqa: E402
 
 
 def every(module: nn.Module, fqn: str) -> bool:
@@ -108,7 +102,7 @@ class Graphs:
             partition_fn=min_cut_rematerialization_partition,
         )(module, example)
 
-    def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Graphs:
+    def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> "Graphs":
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=self, fullgraph=True)
         compiled(x).float().square().sum().backward()

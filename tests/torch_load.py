@@ -1,7 +1,5 @@
 """Memory after many steps of a small model, some of which are interrupted."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

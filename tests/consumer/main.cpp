@@ -102,33 +102,24 @@ bool run(const Place& place, const Floats& gy, const Floats& w, const Floats& x)
   const auto at = [](const Floats& v, std::int64_t i) {
     return static_cast<double>(v[static_cast<std::size_t>(i)]);
   };
-  bool ok = expect_below("g_x",
-                         distance(got.gx, L, I,
-                                  [&](std::int64_t l, std::int64_t i) {
-                                    double sum = 0;
-                                    for (std::int64_t o = 0; o < O; ++o)
-                                      sum += at(gy, l * O + o) * at(w, o * I + i);
-                                    return sum;
-                                  }),
-                         0.03);
-  ok &= expect_below("g_w",
-                     distance(got.gw, O, I,
-                              [&](std::int64_t o, std::int64_t i) {
-                                double sum = 0;
-                                for (std::int64_t l = 0; l < L; ++l)
-                                  sum += at(gy, l * O + o) * at(x, l * I + i);
-                                return sum;
-                              }),
-                     0.03);
-  ok &= expect_below("g_b",
-                     distance(got.gb, 1, O,
-                              [&](std::int64_t, std::int64_t o) {
-                                double sum = 0;
-                                for (std::int64_t l = 0; l < L; ++l) sum += at(gy, l * O + o);
-                                return sum;
-                              }),
-                     1e-5);
-  return ok;
+  const auto gx = [&](std::int64_t l, std::int64_t i) {
+    double sum = 0;
+    for (std::int64_t o = 0; o < O; ++o) sum += at(gy, l * O + o) * at(w, o * I + i);
+    return sum;
+  };
+  const auto gw = [&](std::int64_t o, std::int64_t i) {
+    double sum = 0;
+    for (std::int64_t l = 0; l < L; ++l) sum += at(gy, l * O + o) * at(x, l * I + i);
+    return sum;
+  };
+  const auto gb = [&](std::int64_t, std::int64_t o) {
+    double sum = 0;
+    for (std::int64_t l = 0; l < L; ++l) sum += at(gy, l * O + o);
+    return sum;
+  };
+  bool ok = expect_below("g_x", distance(got.gx, L, I, gx), 0.03);
+  ok &= expect_below("g_w", distance(got.gw, O, I, gw), 0.03);
+  return expect_below("g_b", distance(got.gb, 1, O, gb), 1e-5) && ok;
 }
 
 template <class Call>

@@ -192,45 +192,21 @@ class RandomBatch {
       for (std::int64_t c = 0; c < cols; ++c)
         values[static_cast<std::size_t>(at * cols + c)] *= factor;
     };
-    switch (pattern) {
-      case 3:  // a large value
-        values[any()] = narrow ? 6e4F : 1e6F;
-        break;
-      case 4:
-        values[any()] = std::numeric_limits<float>::quiet_NaN();
-        break;
-      case 5:
-        values[any()] = std::numeric_limits<float>::infinity();
-        break;
-      case 6:
-        std::fill(values.begin(), values.end(), 0.0F);
-        break;
-      case 7:  // a single value
-        std::fill(values.begin(), values.end(), 0.0F);
-        values[any()] = 1.5F;
-        break;
-      case 8:  // tokens without a gradient
-      case 9:
-        for (std::int64_t at = 0; at < rows; ++at) {
-          if (!r.one_in(5)) row(at, 0.0F);
-        }
-        break;
-      case 10:  // tokens of different sizes
-        for (std::int64_t at = 0; at < rows; ++at) {
-          row(at, std::ldexp(1.0F, static_cast<int>(narrow ? r.from(-8, 8) : r.from(-30, 30))));
-        }
-        break;
-      case 11: {  // a column of zeros
-        const std::int64_t c = r.from(0, cols - 1);
-        for (std::int64_t at = 0; at < rows; ++at)
-          values[static_cast<std::size_t>(at * cols + c)] = 0;
-        break;
+    if (pattern == 3) values[any()] = narrow ? 6e4F : 1e6F;  // a large value
+    if (pattern == 4) values[any()] = std::numeric_limits<float>::quiet_NaN();
+    if (pattern == 5) values[any()] = std::numeric_limits<float>::infinity();
+    if (pattern == 6 || pattern == 7) std::fill(values.begin(), values.end(), 0.0F);
+    if (pattern == 7) values[any()] = 1.5F;                                // a single value
+    const std::int64_t zero = pattern == 11 ? r.from(0, cols - 1) : cols;  // a column of zeros
+    for (std::int64_t at = 0; at < rows; ++at) {
+      if ((pattern == 8 || pattern == 9) && !r.one_in(5)) row(at, 0.0F);  // without a gradient
+      if (pattern == 10) {  // tokens of different sizes
+        row(at, std::ldexp(1.0F, static_cast<int>(narrow ? r.from(-8, 8) : r.from(-30, 30))));
       }
-      case 12:  // ties: whole numbers
-        for (float& value : values) value = static_cast<float>(r.from(-8, 8));
-        break;
-      default:
-        break;
+      if (zero < cols) values[static_cast<std::size_t>(at * cols + zero)] = 0;
+    }
+    if (pattern == 12) {  // ties: whole numbers
+      for (float& value : values) value = static_cast<float>(r.from(-8, 8));
     }
     for (const float value : values) {
       if (std::isfinite(value)) {
@@ -344,25 +320,11 @@ class RandomBatch {
       }
       return layer(shape, spec, r.one_in(4) ? 80 : 0, some_float(), "backward");
     }
-    switch (kind) {
-      case 8:
-      case 9:
-        return forward();
-      case 10:
-        return gemm(8);
-      case 11:
-        return gemm(4);
-      case 12:
-        return transform();
-      case 13:
-        return quantize();
-      case 14:
-        return pack();
-      case 15:
-        return blocks();
-      default:
-        return decompress();
-    }
+    constexpr void (RandomBatch::* stages[])() = {
+        &RandomBatch::forward,   &RandomBatch::forward,   &RandomBatch::gemm_int8,
+        &RandomBatch::gemm_int4, &RandomBatch::transform, &RandomBatch::quantize,
+        &RandomBatch::pack,      &RandomBatch::blocks,    &RandomBatch::decompress};
+    (this->*stages[kind - 8])();
   }
 
   // The matrix or its transpose.
@@ -510,6 +472,8 @@ class RandomBatch {
     if (quantized_x) one_->integers.push_back(x_codes);
   }
 
+  void gemm_int8() { gemm(8); }
+  void gemm_int4() { gemm(4); }
   void gemm(int bits) {
     Random& r = *random_;
     const std::int64_t M = size(), N = size(), K = r.one_in(10) ? r.from(0, 2000) : size();

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -142,6 +143,26 @@ struct Scratch {
   explicit Scratch(std::size_t bytes) : memory(bytes, static_cast<char>(0xA5)) {}
   hot::Workspace workspace() { return {memory.data(), memory.size()}; }
   std::vector<char> memory;
+};
+
+// Poisoned buffer of a size, 16-byte aligned, with a margin behind it.
+class Buffer {
+ public:
+  explicit Buffer(std::size_t bytes) : bytes_(bytes), memory_(bytes + 16 + margin, '\xA5') {}
+  char* data() {
+    return memory_.data() + (16 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 16) % 16;
+  }
+  std::size_t bytes() const { return bytes_; }
+  std::vector<char> values() { return {data(), data() + bytes_}; }
+  bool margin_intact() {
+    return std::all_of(data() + bytes_, data() + bytes_ + margin,
+                       [](char byte) { return byte == '\xA5'; });
+  }
+
+ private:
+  static constexpr std::size_t margin = 32;
+  std::size_t bytes_;
+  std::vector<char> memory_;
 };
 
 inline std::vector<hot::Isa> isas() {

@@ -23,18 +23,27 @@ inline void check(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
 }
 
-class DeviceMemory {
+// Owner of a handle of CUDA.
+template <class Handle, cudaError_t (*release)(Handle)>
+class Owned {
  public:
-  explicit DeviceMemory(std::size_t bytes) {
-    check(cudaMalloc(&data_, std::max<std::size_t>(bytes, 1)));
+  template <class Make>
+  explicit Owned(const Make& make) {
+    check(make(&handle_));
   }
-  ~DeviceMemory() { static_cast<void>(cudaFree(data_)); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  char* data() const { return static_cast<char*>(data_); }
+  ~Owned() { static_cast<void>(release(handle_)); }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  Handle get() const { return handle_; }
 
  private:
-  void* data_ = nullptr;
+  Handle handle_ = nullptr;
+};
+
+struct DeviceMemory : Owned<void*, cudaFree> {
+  explicit DeviceMemory(std::size_t bytes)
+      : Owned([&](void** at) { return cudaMalloc(at, std::max<std::size_t>(bytes, 1)); }) {}
+  char* data() const { return static_cast<char*>(get()); }
 };
 
 // CUDA graph of the work that `call` queues on a stream.
@@ -87,6 +96,18 @@ class Mirrored {
   DeviceMemory device_;
 };
 
+inline bool is_nan(DType dtype, const char* at) {
+  if (dtype == DType::f32) {
+    float value;
+    std::memcpy(&value, at, 4);
+    return std::isnan(value);
+  }
+  std::uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  if (dtype == DType::f16) return (bits & 0x7fffU) > 0x7c00U;
+  return dtype == DType::bf16 && (bits & 0x7fffU) > 0x7f80U;
+}
+
 // Equal arrays on both sides in poisoned memory, compared byte by byte with their margins.
 struct Mirror : Mirrored {
   Mirror(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
@@ -126,24 +147,14 @@ struct Mirror : Mirrored {
     std::size_t different = 0, first = 0;
     const std::size_t size = hot::dtype_size(dtype_);
     for (std::size_t i = 0; i + size <= got.size(); i += size) {
-      if (std::memcmp(&got[i], &host[i], size) == 0 || (is_nan(&got[i]) && is_nan(&host[i]))) {
+      if (std::memcmp(&got[i], &host[i], size) == 0 ||
+          (is_nan(dtype_, &got[i]) && is_nan(dtype_, &host[i]))) {
         continue;
       }
       if (different++ == 0) first = i / size;
     }
     EXPECT_EQ(different, 0U) << what << ": first at element " << first << " of "
                              << host.size() / size;
-  }
-  bool is_nan(const char* at) const {
-    if (dtype_ == DType::f32) {
-      float v;
-      std::memcpy(&v, at, 4);
-      return std::isnan(v);
-    }
-    std::uint16_t v;
-    std::memcpy(&v, at, 2);
-    if (dtype_ == DType::f16) return (v & 0x7fffU) > 0x7c00U;
-    return dtype_ == DType::bf16 && (v & 0x7fffU) > 0x7f80U;
   }
 
  private:

@@ -48,22 +48,6 @@ Forward any_forward() {
           forward_block(random_int(0, 7))};
 }
 
-// Poisoned buffer of a size, 16-byte aligned, with a margin behind it.
-class Buffer {
- public:
-  explicit Buffer(std::size_t bytes)
-      : bytes_(bytes), memory_(bytes + 16 + margin, static_cast<char>(0xA5)) {}
-  char* data() {
-    return memory_.data() + (16 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 16) % 16;
-  }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  static constexpr std::size_t margin = 32;
-  std::size_t bytes_;
-  std::vector<char> memory_;
-};
-
 }  // namespace
 
 TEST(ForwardLinear, quantised_operands_give_the_same_bits) {
@@ -82,13 +66,11 @@ TEST(ForwardLinear, quantised_operands_give_the_same_bits) {
       for (const bool quantized : {false, true}) {
         Floats y(layer.L, layer.O, DType::f32, 2);
         Scratch scratch(hot::forward_linear_workspace(context, shape, layer.spec, quantized, true));
-        if (quantized) {
-          hot::forward_linear(context, x, w, layer.bias_view(), layer.spec, y.view(),
+        const auto product = [&](const auto& right) {
+          hot::forward_linear(context, x, right, layer.bias_view(), layer.spec, y.view(),
                               scratch.workspace());
-        } else {
-          hot::forward_linear(context, x, layer.w_view(), layer.bias_view(), layer.spec, y.view(),
-                              scratch.workspace());
-        }
+        };
+        quantized ? product(w) : product(layer.w_view());
         EXPECT_EQ(y.values(), expected) << hot::isa_name(isa) << " " << quantized;
         EXPECT_TRUE(y.margins_intact());
       }

@@ -109,25 +109,25 @@ TEST(MmaPlan, every_choice_is_sound) {
   }
 }
 
-TEST(MmaPlan, tiles_have_names) {
+TEST(MmaPlan, tiles) {
   for (int tile = 0; tile < mma_tile_count; ++tile) {
     EXPECT_EQ(mma_tile(mma_tiles[tile].name), tile);
+    EXPECT_LE(mma_tiles[tile].shared_bytes, 227 * 1024) << mma_tiles[tile].name;
   }
   EXPECT_EQ(mma_tile("96x96"), -1);
-}
-
-TEST(MmaPlan, any_tile_takes_everything_everywhere) {
-  for (const MmaDevice& device : devices) {
+  for (const MmaDevice& device : devices) {  // "any" takes everything everywhere
     EXPECT_TRUE(mma_can(device, {1, 1, 1, false, true}, mma_tile("any")));
   }
 }
 
 TEST(MmaPlan, few_tiles_of_a_long_contraction_are_shared) {
-  // g_w of a ViT's `proj` layer: 36 tiles of 128 x 128.
   for (const MmaDevice& device : devices) {
+    EXPECT_EQ(chosen(device, 32768, 4096, 256).shared, 0);  // many tiles
+    const MmaTileFacts& tile = mma_tiles[chosen(device, 49, 64, 512, false).tile];
+    EXPECT_LE(tile.m * tile.n, 64 * 128) << tile.name;  // a small product
     if (device.sm_count < 80) continue;
-    const MmaPlan plan = chosen(device, 768, 768, 12608);
-    EXPECT_GT(plan.shared, 0);
+    // g_w of a ViT's `proj` layer: 36 tiles of 128 x 128.
+    EXPECT_GT(chosen(device, 768, 768, 12608).shared, 0);
     EXPECT_EQ(chosen(device, 768, 768, 12608, false).shared, 0);
   }
 }
@@ -145,20 +145,6 @@ TEST(MmaPlan, tiles_of_sums_beyond_int32_are_shared) {
   }
 }
 
-TEST(MmaPlan, many_tiles_are_not_shared) {
-  for (const MmaDevice& device : devices) {
-    const MmaPlan plan = chosen(device, 32768, 4096, 256);
-    EXPECT_EQ(plan.shared, 0);
-  }
-}
-
-TEST(MmaPlan, small_products_take_small_tiles) {
-  for (const MmaDevice& device : devices) {
-    const MmaTileFacts& tile = mma_tiles[chosen(device, 49, 64, 512, false).tile];
-    EXPECT_LE(tile.m * tile.n, 64 * 128) << tile.name;
-  }
-}
-
 TEST(MmaPlan, int4_has_tiles_where_there_is_code) {
   for (const MmaDevice& device : devices) {
     const MmaProduct product{4096, 4096, 2048, true, false, true};
@@ -169,8 +155,4 @@ TEST(MmaPlan, int4_has_tiles_where_there_is_code) {
     EXPECT_EQ(mma_can(device, product, mma_tile("any")), device.capability < 100);
     EXPECT_FALSE(mma_can(device, product, mma_tile("64x64x64")));
   }
-}
-
-TEST(MmaPlan, what_shared_memory_does_not_hold) {
-  for (const MmaTileFacts& tile : mma_tiles) EXPECT_LE(tile.shared_bytes, 227 * 1024) << tile.name;
 }

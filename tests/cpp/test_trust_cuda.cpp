@@ -37,57 +37,28 @@ int worker_threads() {
 }
 
 // Pinned host memory, for asynchronous copies.
-class PinnedMemory {
- public:
-  explicit PinnedMemory(std::size_t bytes) { check(cudaMallocHost(&data_, bytes)); }
-  ~PinnedMemory() { static_cast<void>(cudaFreeHost(data_)); }
-  PinnedMemory(const PinnedMemory&) = delete;
-  PinnedMemory& operator=(const PinnedMemory&) = delete;
-  char* data() const { return static_cast<char*>(data_); }
-
- private:
-  void* data_ = nullptr;
+struct PinnedMemory : Owned<void*, cudaFreeHost> {
+  explicit PinnedMemory(std::size_t bytes)
+      : Owned([&](void** at) { return cudaMallocHost(at, bytes); }) {}
+  char* data() const { return static_cast<char*>(get()); }
 };
 
-class Stream {
- public:
-  Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~Stream() { static_cast<void>(cudaStreamDestroy(stream_)); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
+struct Stream : Owned<cudaStream_t, cudaStreamDestroy> {
+  Stream()
+      : Owned([](cudaStream_t* at) {
+          return cudaStreamCreateWithFlags(at, cudaStreamNonBlocking);
+        }) {}
 };
 
 // Event that sleeps while it waits, since there are more threads than cores.
-class Event {
- public:
-  Event() {
-    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync));
-  }
-  ~Event() { static_cast<void>(cudaEventDestroy(event_)); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  void record(cudaStream_t stream) const { check(cudaEventRecord(event_, stream)); }
-  void wait() const { check(cudaEventSynchronize(event_)); }
-
- private:
-  cudaEvent_t event_ = nullptr;
+struct Event : Owned<cudaEvent_t, cudaEventDestroy> {
+  Event()
+      : Owned([](cudaEvent_t* at) {
+          return cudaEventCreateWithFlags(at, cudaEventDisableTiming | cudaEventBlockingSync);
+        }) {}
+  void record(cudaStream_t stream) const { check(cudaEventRecord(get(), stream)); }
+  void wait() const { check(cudaEventSynchronize(get())); }
 };
-
-bool is_nan(DType dtype, const char* at) {
-  if (dtype == DType::f32) {
-    float value;
-    std::memcpy(&value, at, 4);
-    return std::isnan(value);
-  }
-  std::uint16_t bits;
-  std::memcpy(&bits, at, 2);
-  if (dtype == DType::f16) return (bits & 0x7fffU) > 0x7c00U;
-  return dtype == DType::bf16 && (bits & 0x7fffU) > 0x7f80U;
-}
 
 // Number of elements of a place that differ, also in gaps and margins. All NaNs count as equal. An
 // incomplete last element is compared by its bytes.
@@ -232,17 +203,20 @@ void on_threads(int count, Findings& findings, const std::function<void(int)>& w
   for (std::thread& thread : threads) thread.join();
 }
 
-void report(const Findings& findings) {
-  for (const std::string& line : findings.first) ADD_FAILURE() << line;
-  EXPECT_EQ(findings.different_integers, 0);
-  EXPECT_EQ(findings.different_floats, 0);
-  EXPECT_EQ(findings.out_of_bound, 0);
-  EXPECT_EQ(findings.errors, 0);
-}
-
 // Records a property of the running test, in a form that every version of gtest accepts.
 void property(const char* name, std::int64_t value) {
   testing::Test::RecordProperty(name, std::to_string(value));
+}
+
+void report(const Findings& findings) {
+  for (const std::string& line : findings.first) ADD_FAILURE() << line;
+  for (const auto& [name, count] : {std::pair{"integers_different", findings.different_integers},
+                                    {"results_different", findings.different_floats},
+                                    {"sums_out_of_bound", findings.out_of_bound},
+                                    {"errors", findings.errors}}) {
+    EXPECT_EQ(count, 0) << name;
+    property(name, count);
+  }
 }
 
 class Clock {
@@ -298,10 +272,7 @@ TEST_F(TrustCuda, random_cases_equal_cpu) {
   });
   property("cases", findings.cases);
   property("integers_compared", findings.integers);
-  property("integers_different", findings.different_integers);
   property("results_compared", findings.floats);
-  property("results_different", findings.different_floats);
-  property("sums_out_of_bound", findings.out_of_bound);
   property("milliseconds", static_cast<std::int64_t>(1e3 * clock.seconds()));
   std::printf("%lld cases, %lld integers and %lld results compared, %.1f s\n",
               static_cast<long long>(findings.cases), static_cast<long long>(findings.integers),
@@ -552,9 +523,6 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
   property("streams", streams);
   property("seconds", static_cast<std::int64_t>(clock.seconds()));
   property("calls", findings.cases);
-  property("integers_different", findings.different_integers);
-  property("results_different", findings.different_floats);
-  property("sums_out_of_bound", findings.out_of_bound);
   std::printf("%lld calls in %.1f s; free memory before %zu, after %zu\n",
               static_cast<long long>(findings.cases), clock.seconds(), free_before, free_after);
   report(findings);
@@ -730,8 +698,14 @@ TEST_F(TrustCuda, large_weight) {
 
 namespace {
 
-// Compares a layer on CUDA, in memory from `allocate`, with the CPU.
-void compare_in_memory(cudaStream_t stream, const std::function<char*(std::size_t)>& allocate) {
+// Compares a layer on CUDA, in memory of another kind, with the CPU.
+template <class Make>
+void compare_in_memory(cudaStream_t stream, const Make& make) {
+  const auto allocate = [&](std::size_t bytes) {
+    void* data = nullptr;
+    check(make(&data, bytes));
+    return static_cast<char*>(data);
+  };
   const std::size_t bytes = std::size_t{8} << 20;
   std::vector<char> host(bytes + 64), host_scratch(bytes);
   char* const base = host.data() + (64 - reinterpret_cast<std::uintptr_t>(host.data()) % 64) % 64;
@@ -756,20 +730,11 @@ void compare_in_memory(cudaStream_t stream, const std::function<char*(std::size_
 }  // namespace
 
 TEST_F(TrustCuda, managed_memory) {
-  compare_in_memory(stream_, [](std::size_t bytes) {
-    void* data = nullptr;
-    check(cudaMallocManaged(&data, bytes));
-    return static_cast<char*>(data);
-  });
+  compare_in_memory(stream_, [](void** at, auto bytes) { return cudaMallocManaged(at, bytes); });
 }
 
-TEST_F(TrustCuda, pinned_memory) {
-  // The device accesses the host's memory at the same address.
-  compare_in_memory(stream_, [](std::size_t bytes) {
-    void* data = nullptr;
-    check(cudaMallocHost(&data, bytes));
-    return static_cast<char*>(data);
-  });
+TEST_F(TrustCuda, pinned_memory) {  // the device accesses the host's memory at the same address
+  compare_in_memory(stream_, [](void** at, auto bytes) { return cudaMallocHost(at, bytes); });
 }
 
 // ---- errors of CUDA ----------------------------------------------------------------------------
@@ -790,6 +755,7 @@ class FaultLayer {
     start_.assign(base_, base_ + batch_.used());
     batch_.cases[0].run(hot::Context::cpu(2), {base_, host_scratch_.data(), size, false});
     expected_.assign(base_, base_ + batch_.used());
+    allocate();
   }
   void allocate() {
     memory_ = std::make_unique<DeviceMemory>(size);
@@ -804,6 +770,10 @@ class FaultLayer {
     check(cudaDeviceSynchronize());
     batch_.cases[0].run(hot::Context::cuda(0, stream),
                         {memory_->data(), scratch_->data(), size, true});
+  }
+  void run(cudaStream_t stream) {
+    queue(stream);
+    check(cudaStreamSynchronize(stream));
   }
   void expect_equal(const char* when) {
     std::vector<char> got(start_.size());
@@ -855,17 +825,13 @@ std::string cuda_error_of(const std::function<void()>& call) {
 TEST_F(TrustCudaChild, DISABLED_illegal_address) {
   HOT_CHILD_ONLY();
   FaultLayer layer;
-  layer.allocate();
-  layer.queue(stream_);
-  check(cudaStreamSynchronize(stream_));
+  layer.run(stream_);
   // View of missing memory: the launch succeeds and the kernel fails.
   const auto nowhere = reinterpret_cast<void*>(std::uintptr_t{1} << 20);
   const TensorView bad = hot::matrix(nowhere, DType::f32, 64, 64, 0, gpu);
   hot::fwht(hot::Context::cuda(0, stream_), bad, 1, 16, bad);
   const cudaError_t status = cudaStreamSynchronize(stream_);
   EXPECT_EQ(status, cudaErrorIllegalAddress) << cudaGetErrorName(status);
-  const DeviceMemory* const none = nullptr;
-  static_cast<void>(none);
   // Every later call reports the error and names itself.
   for (int time = 0; time < 2; ++time) {
     const std::string message = cuda_error_of([&] {
@@ -887,9 +853,7 @@ TEST_F(TrustCuda, an_illegal_address_is_reported_by_name) {
 // An earlier error of other code is neither cleared nor reported as hotcore's.
 TEST_F(TrustCuda, an_error_of_others_is_not_ours) {
   FaultLayer layer;
-  layer.allocate();
-  layer.queue(stream_);
-  check(cudaStreamSynchronize(stream_));
+  layer.run(stream_);
   EXPECT_NE(cudaMemcpy(nullptr, nullptr, 16, static_cast<cudaMemcpyKind>(99)), cudaSuccess);
   const cudaError_t theirs = cudaPeekAtLastError();
   EXPECT_NE(theirs, cudaSuccess);
@@ -901,8 +865,7 @@ TEST_F(TrustCuda, an_error_of_others_is_not_ours) {
   EXPECT_NO_THROW(hot::fwht(hot::Context::cuda(0, stream_), x, 1, 16, x));
   check(cudaStreamSynchronize(stream_));
   EXPECT_EQ(cudaGetLastError(), theirs);
-  layer.queue(stream_);
-  check(cudaStreamSynchronize(stream_));
+  layer.run(stream_);
   layer.expect_equal("after another library's error");
 }
 
@@ -910,7 +873,6 @@ TEST_F(TrustCuda, an_error_of_others_is_not_ours) {
 TEST_F(TrustCudaChild, DISABLED_full_device) {
   HOT_CHILD_ONLY();
   FaultLayer layer;
-  layer.allocate();
   std::vector<void*> filler;
   for (std::size_t bytes = std::size_t{8} << 30; bytes >= 4096; bytes /= 2) {
     void* part = nullptr;
@@ -919,10 +881,7 @@ TEST_F(TrustCudaChild, DISABLED_full_device) {
   }
   std::size_t free_bytes = 0, total = 0;
   check(cudaMemGetInfo(&free_bytes, &total));
-  std::string message = cuda_error_of([&] {
-    layer.queue(stream_);
-    check(cudaStreamSynchronize(stream_));
-  });
+  std::string message = cuda_error_of([&] { layer.run(stream_); });
   if (message.empty()) {
     layer.expect_equal("on a full device");
     message = "it ran: the kernels need no memory of the device";
@@ -934,8 +893,7 @@ TEST_F(TrustCudaChild, DISABLED_full_device) {
   }
   std::printf("FREE: %zu\nREPORTED: %s\n", free_bytes, message.c_str());
   for (void* part : filler) check(cudaFree(part));
-  layer.queue(stream_);
-  check(cudaStreamSynchronize(stream_));
+  layer.run(stream_);
   layer.expect_equal("with memory again");
 }
 
@@ -949,19 +907,14 @@ TEST_F(TrustCuda, a_full_device) {
 TEST_F(TrustCudaChild, DISABLED_device_reset) {
   HOT_CHILD_ONLY();
   FaultLayer layer;
-  layer.allocate();
-  layer.queue(stream_);
-  check(cudaStreamSynchronize(stream_));
+  layer.run(stream_);
   layer.expect_equal("before the reset");
   layer.forget();
   check(cudaDeviceReset());
   stream_ = nullptr;
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   layer.allocate();
-  const std::string message = cuda_error_of([&] {
-    layer.queue(stream_);
-    check(cudaStreamSynchronize(stream_));
-  });
+  const std::string message = cuda_error_of([&] { layer.run(stream_); });
   if (message.empty()) layer.expect_equal("after the reset");
   std::printf("REPORTED: %s\n", message.empty() ? "equal bits after the reset" : message.c_str());
 }

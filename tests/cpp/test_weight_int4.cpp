@@ -9,26 +9,6 @@ using hot::WeightInt4Spec;
 
 namespace {
 
-// Poisoned buffer of a size, 16-byte aligned, with a margin behind it.
-class Buffer {
- public:
-  explicit Buffer(std::size_t bytes) : bytes_(bytes), memory_(bytes + 16 + margin, '\xA5') {}
-  char* data() {
-    return memory_.data() + (16 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 16) % 16;
-  }
-  std::size_t bytes() const { return bytes_; }
-  std::vector<char> values() { return {data(), data() + bytes_}; }
-  bool margin_intact() {
-    return std::all_of(data() + bytes_, data() + bytes_ + margin,
-                       [](char byte) { return byte == '\xA5'; });
-  }
-
- private:
-  static constexpr std::size_t margin = 32;
-  std::size_t bytes_;
-  std::vector<char> memory_;
-};
-
 // A random weight with its exponents and results.
 struct Weight {
   WeightInt4Spec spec{{forward_block(random_int(0, 7))}, random_int(0, 1) == 0 ? 32 : 64};

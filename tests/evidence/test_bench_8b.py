@@ -1,26 +1,21 @@
 """benchmarks/bench_8b.py: the search for the largest batch, and the script at toy size."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import without_broken_torchvision
+from support import report_of, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 with without_broken_torchvision():
     pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("tokenizers")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_8b  # noqa: E402
 from bench_8b import Tried  # noqa: E402
@@ -72,10 +67,8 @@ def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:
 
 
 def run(folder: Path, *words: str) -> Any:
-    path = folder / "8b.json"
     options = ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
-    bench_8b.main([*options, "--json", str(path), *words])
-    return json.loads(path.read_text())
+    return report_of(bench_8b, folder / "8b.json", *options, *words)
 
 
 def test_contenders_are_paired_and_a_run_goes_on(

@@ -1,9 +1,6 @@
 """bench_gradients.py and bench_training.py: their figures, breaks, and each at toy size."""
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 for needed in ("sklearn", "matplotlib"):
     pytest.importorskip(needed)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_training  # noqa: E402
 from evidence import bench_gradients, small_tasks  # noqa: E402

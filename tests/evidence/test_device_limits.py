@@ -1,15 +1,9 @@
 """benchmarks/evidence/device_limits.py: reading of compiled code, and the limits of GPUs."""
 
-from __future__ import annotations
-
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("torch")  # the benchmarks' modules need it
 
 from evidence import RESULTS, device_limits  # noqa: E402

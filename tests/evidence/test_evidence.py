@@ -1,25 +1,22 @@
 """Data, parallel runs, tables and figures of the evidence; scripts at toy size."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import report_of
 
 torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
 for needed in ("sklearn", "tqdm"):
     pytest.importorskip(needed)
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_head  # noqa: E402
 import bench_latency  # noqa: E402
@@ -85,9 +82,7 @@ def fake_images(kind: str, folder: Path, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("kind", images.READERS)
-def test_data_sets_in_their_usual_forms(
-    kind: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_data_sets_in_usual_forms(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
     fake_images(kind, tmp_path / "data", rng)
     data = images.load_images(f"{kind}:{tmp_path}/data")
     side = 224 if kind == "imagenet" else 32
@@ -96,9 +91,7 @@ def test_data_sets_in_their_usual_forms(
     assert batch.shape == (6, 3, side, side) and labels.shape == (6,) and batch.isfinite().all()
     again = data.half(1).batch(6, generator(np.random.default_rng(3)))
     assert torch.equal(again[0], data.half(1).batch(6, generator(np.random.default_rng(3)))[0])
-    held = [
-        (part, *rest) for part, *rest in zip(*(b.split(4) for b in data.validation), strict=True)
-    ]
+    held = [(one, *rest) for one, *rest in zip(*(b.split(4) for b in data.validation), strict=True)]
     assert torch.cat([label for _, label in held]).tolist() == list(range(10))
     assert torch.cat([part for part, _ in held]).shape == (10, 3, side, side)
 
@@ -144,12 +137,9 @@ def test_the_supplements_table(
     monkeypatch.setattr(images.Photos, "pixels", 96)
     fake_images(kind, tmp_path / "data", rng)
     words = [] if methods == SUPPLEMENT else ["--methods", ";".join(methods)]
-    bench_training.main(
-        ["--table", "supplement", "--tasks", task, "--images", f"{kind}:{tmp_path}/data",
-         "--batch", "2", "--epochs", "0.1", "--seeds", "0", *words,
-         "--json", str(tmp_path / "table.json")]
-    )  # fmt: skip
-    report = json.loads((tmp_path / "table.json").read_text())
+    words += ["--table", "supplement", "--tasks", task, "--images", f"{kind}:{tmp_path}/data"]
+    words += ["--batch", "2", "--epochs", "0.1", "--seeds", "0"]
+    report = report_of(bench_training, tmp_path / "table.json", *words)
     assert list(report["runs"]) == [f"{task}/{name}/0" for name in methods]
     assert set(report["left out"]) == {"lora"}
     assert all(run["curve"][-1][0] == 2 for run in report["runs"].values())
@@ -176,25 +166,19 @@ def test_work_side_by_side() -> None:
 
 
 def test_latency(tmp_path: Path) -> None:
-    path = tmp_path / "latency.json"
-    bench_latency.main(["--quick", "--rounds", "2", "--threads", "1", "--json", str(path),
-                        "--parts", "graph"])  # fmt: skip
-    report = json.loads(path.read_text())
+    path, words = tmp_path / "latency.json", ["--quick", "--rounds", "2", "--threads", "1"]
+    report = report_of(bench_latency, path, *words, "--parts", "graph")
     assert set(report["graph"]) == set(bench_latency.TOY)
     for table in report["graph"].values():
         assert {"fp32", "LBP-WHT", "hotcore paper"} <= set(table["rows"])
         assert all(row["median_ms"] > 0 for row in table["rows"].values())
     assert report["means"]["graph"]["fp32"]["geomean"] == pytest.approx(1)
-    bench_latency.main(["--quick", "--rounds", "2", "--threads", "1", "--json", str(path),
-                        "--budget", "-1"])  # fmt: skip
-    assert len(json.loads(path.read_text())["left out"]) == 2 + 2
+    assert len(report_of(bench_latency, path, *words, "--budget", "-1")["left out"]) == 2 + 2
 
 
 def test_head(tmp_path: Path) -> None:
-    path = tmp_path / "head.json"
-    bench_head.main(["--quick", "--rounds", "2", "--threads", "1", "--json", str(path),
-                     "--contenders", "torch", "hotcore*"])  # fmt: skip
-    report = json.loads(path.read_text())
+    words = ["--quick", "--rounds", "2", "--threads", "1", "--contenders", "torch", "hotcore*"]
+    report = report_of(bench_head, tmp_path / "head.json", *words)
     assert set(report["heads"]["toy"]) == {"torch", "hotcore", "hotcore, Liger's chunks"} | {
         f"hotcore {name}" for name in bench_head.RECIPES
     }
@@ -205,10 +189,9 @@ def test_head(tmp_path: Path) -> None:
 def test_memory(tmp_path: Path) -> None:
     mend_torchvision()
     pytest.importorskip("timm")
-    path = tmp_path / "memory.json"
-    bench_memory.main(["--quick", "--batches", "4", "--threads", "1", "--json", str(path),
-                       "--contenders", "fp32", "HOT paper", "LUQ", "*recomputed"])  # fmt: skip
-    rows = {name: found["4"] for name, found in json.loads(path.read_text())["rows"].items()}
+    words = ["--quick", "--batches", "4", "--threads", "1", "--contenders", "fp32", "HOT paper"]
+    report = report_of(bench_memory, tmp_path / "memory.json", *words, "LUQ", "*recomputed")
+    rows = {name: found["4"] for name, found in report["rows"].items()}
     kept = {name: row["kept_gib"] for name, row in rows.items()}
     assert kept["HOT paper"] < 0.75 * kept["fp32"] and kept["LUQ"] == pytest.approx(kept["fp32"])
     assert kept["fp32, blocks recomputed"] < 0.5 * kept["fp32"]
@@ -310,9 +293,7 @@ def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     pytest.importorskip("bitsandbytes")
     from evidence import bench_base
 
-    path = tmp_path / "bases.json"
-    bench_base.main(["--quick", "--json", str(path)])
-    (rows,) = json.loads(path.read_text())["cases"].values()
+    (rows,) = report_of(bench_base, tmp_path / "bases.json", "--quick")["cases"].values()
     assert list(rows) == [*bench_base.formats(), *bench_base.FROZEN]
     simulated, ours = (
         rows["INT4, sizes of x and w, quarters, x in INT8"],
@@ -332,9 +313,7 @@ def test_losses_of_lora_by_base(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from evidence import bench_lora
 
-    path = tmp_path / "lora.json"
-    bench_lora.main(["--quick", "--json", str(path)])
-    rows = json.loads(path.read_text())["tasks"]["gpt"]
+    rows = report_of(bench_lora, tmp_path / "lora.json", "--quick")["tasks"]["gpt"]
     assert list(rows) == list(bench_lora.FORMS)
     kl = {name: row["kl"] for name, row in rows.items()}
     measured, plain = (kl[f"hot.freeze(model, 4{end})"] for end in (", inputs", ""))
@@ -345,8 +324,7 @@ def test_losses_of_lora_by_base(tmp_path: Path) -> None:
     losses = [rows[name]["loss"]["1"] for name in ("hot.freeze_int8(model)", "bf16")]
     assert abs(losses[0] - losses[1]) < 0.002
     path = tmp_path / "adapters.json"
-    bench_lora.main(["--quick", "--adapters", "--json", str(path)])
-    rows = json.loads(path.read_text())["tasks"]["gpt"]
+    rows = report_of(bench_lora, path, "--quick", "--adapters")["tasks"]["gpt"]
     exact, *coded = (tuple(row["loss"].values()) for row in rows.values())
     assert len({exact, *coded}) == 3
     assert all(losses == pytest.approx(exact, abs=0.002) for losses in coded)

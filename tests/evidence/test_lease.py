@@ -1,11 +1,8 @@
 """benchmarks/evidence/lease.py: a share that outlives its call; several.py with two processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 for needed in ("sklearn", "tqdm", "tokenizers"):
     pytest.importorskip(needed)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_fsdp  # noqa: E402
 import plans  # noqa: E402

@@ -9,41 +9,26 @@ namespace hot_fuzz {
 // Breaks a compressed activation or a quantised weight (bytes and their description).
 template <class Kept>
 void spoil_bytes(Input& input, Memory& memory, Kept& kept) {
-  switch (input.from(0, 2)) {
-    case 0:
-      kept.bytes = static_cast<std::size_t>(input.wild());
-      break;
-    case 1:
-      kept.data = nullptr;
-      break;
-    default:
-      if (kept.bytes == 0) return;
-      kept.data = memory.bytes(kept.bytes, false, 17);
-      memory.must_fail("kept bytes that are not aligned were taken");
-  }
+  input.one_of({[&] { kept.bytes = static_cast<std::size_t>(input.wild()); },
+                [&] { kept.data = nullptr; },
+                [&] {
+                  if (kept.bytes == 0) return;
+                  kept.data = memory.bytes(kept.bytes, false, 17);
+                  memory.must_fail("kept bytes that are not aligned were taken");
+                }});
 }
 
 inline void spoil_saved(Input& input, Memory& memory, hot::ConstSavedActivation& saved) {
-  switch (input.from(0, 6)) {
-    case 0:
-      saved.tokens = input.wild();
-      break;
-    case 1:
-      saved.in_features = input.wild();
-      break;
-    case 2:
-      saved.format = input.any<std::uint64_t>();
-      break;
-    case 3:
-      saved.key.stream = input.any<std::uint32_t>();
-      break;
-    case 4:
-      saved.key.counter = reinterpret_cast<const std::uint64_t*>(memory.bytes(16, false, 17));
-      memory.must_fail("a counter that is not aligned was taken");
-      break;
-    default:
-      spoil_bytes(input, memory, saved);
-  }
+  const auto bytes = [&] { spoil_bytes(input, memory, saved); };
+  input.one_of({[&] { saved.tokens = input.wild(); }, [&] { saved.in_features = input.wild(); },
+                [&] { saved.format = input.any<std::uint64_t>(); },
+                [&] { saved.key.stream = input.any<std::uint32_t>(); },
+                [&] {
+                  saved.key.counter =
+                      reinterpret_cast<const std::uint64_t*>(memory.bytes(16, false, 17));
+                  memory.must_fail("a counter that is not aligned was taken");
+                },
+                bytes, bytes});
 }
 
 // Executor that runs the calls on the caller's thread in sequence, or none.
@@ -57,43 +42,14 @@ class Calls {
   explicit Calls(Input& input) : input_(input), api_(input), memory_(input) {}
 
   void run() {
-    switch (input_.from(0, 18)) {
-      case 0:
-        return fwht();
-      case 1:
-        return hla();
-      case 2:
-        return quantize();
-      case 3:
-        return dequantize();
-      case 4:
-        return pack();
-      case 5:
-        return gemm();
-      case 6:
-        return compress();
-      case 7:
-        return quantize_weight();
-      case 8:
-      case 9:
-      case 10:
-        return backward();
-      case 11:
-        return sizes();
-      case 12:
-        return decompress();
-      case 13:
-      case 14:
-        return forward();
-      case 15:
-        return forward_weight();
-      case 16:
-        return forward_input();
-      case 17:
-        return blocks();
-      default:
-        return contexts();
-    }
+    // backward and forward have the most arguments, so they come more often.
+    constexpr void (Calls::* calls[])() = {
+        &Calls::fwht,          &Calls::hla,      &Calls::quantize, &Calls::dequantize,
+        &Calls::pack,          &Calls::gemm,     &Calls::compress, &Calls::quantize_weight,
+        &Calls::backward,      &Calls::backward, &Calls::backward, &Calls::sizes,
+        &Calls::decompress,    &Calls::forward,  &Calls::forward,  &Calls::forward_weight,
+        &Calls::forward_input, &Calls::blocks,   &Calls::contexts};
+    (this->*calls[input_.from(0, 18)])();
   }
 
  private:
@@ -327,19 +283,10 @@ class Calls {
       kept.in_features = shape.in_features;
       kept.format = asked([&] { return hot::weight_format(spec); }, 1);
       if (twist && input_.flip()) {
-        switch (input_.from(0, 3)) {
-          case 0:
-            kept.out_features = input_.wild();
-            break;
-          case 1:
-            kept.in_features = input_.wild();
-            break;
-          case 2:
-            kept.format = input_.any<std::uint64_t>();
-            break;
-          default:
-            spoil_bytes(input_, memory_, kept);
-        }
+        input_.one_of({[&] { kept.out_features = input_.wild(); },
+                       [&] { kept.in_features = input_.wild(); },
+                       [&] { kept.format = input_.any<std::uint64_t>(); },
+                       [&] { spoil_bytes(input_, memory_, kept); }});
       }
     }
     hot::ConstSavedActivation saved{};
@@ -427,19 +374,10 @@ class Calls {
     x.tokens = shape.tokens;
     x.in_features = shape.in_features;
     x.format = asked([&] { return hot::forward_input_format(spec); }, 1);
-    if (!twist) return x;
-    switch (input_.from(0, 3)) {
-      case 0:
-        x.tokens = input_.wild();
-        break;
-      case 1:
-        x.in_features = input_.wild();
-        break;
-      case 2:
-        x.format = input_.any<std::uint64_t>();
-        break;
-      default:
-        spoil_bytes(input_, memory_, x);
+    if (twist) {
+      input_.one_of({[&] { x.tokens = input_.wild(); }, [&] { x.in_features = input_.wild(); },
+                     [&] { x.format = input_.any<std::uint64_t>(); },
+                     [&] { spoil_bytes(input_, memory_, x); }});
     }
     return x;
   }

@@ -51,6 +51,9 @@ class Input {
   }
   bool flip() { return from(0, 1) == 1; }
   bool rarely(int odds = 24) { return from(0, odds) == 1; }
+  void one_of(std::initializer_list<std::function<void()>> changes) {
+    changes.begin()[from<std::size_t>(0, changes.size() - 1)]();
+  }
   template <class T>
   T any() {
     return data_.ConsumeIntegral<T>();
@@ -212,26 +215,16 @@ class Memory {
   }
 
   void spoil(TensorView& view) {
-    switch (input_.from(0, 5)) {
-      case 0:
-        view.dtype = static_cast<DType>(input_.any<std::uint8_t>());
-        break;
-      case 1:
-        view.ndim = input_.flip() ? input_.from(0, 5) : input_.wild_int();
-        break;
-      case 2:
-        view.device.type = static_cast<hot::Device::Type>(input_.from(0, 2));
-        view.device.index = input_.wild_int();
-        break;
-      case 3:
-        view.shape[input_.from(0, 3)] = input_.wild();
-        break;
-      case 4:
-        view.stride[input_.from(0, 3)] = input_.wild();
-        break;
-      default:
-        view.shape[input_.from(0, 3)] = input_.size();
-    }
+    const auto any = [&](std::int64_t* of) -> std::int64_t& { return of[input_.from(0, 3)]; };
+    input_.one_of({[&] { view.dtype = static_cast<DType>(input_.any<std::uint8_t>()); },
+                   [&] { view.ndim = input_.flip() ? input_.from(0, 5) : input_.wild_int(); },
+                   [&] {
+                     view.device.type = static_cast<hot::Device::Type>(input_.from(0, 2));
+                     view.device.index = input_.wild_int();
+                   },
+                   [&] { any(view.shape) = input_.wild(); },
+                   [&] { any(view.stride) = input_.wild(); },
+                   [&] { any(view.shape) = input_.size(); }});
   }
 
   // Assigns memory to a view. False if its size is neither available nor impossible.
@@ -394,44 +387,22 @@ inline hot::BackwardLinearSpec some_spec(Input& input) {
   auto spec = good_spec(input);
   if (!input.rarely(10)) return spec;
   hot::LowRank& p = spec.low_rank;
-  const auto number = [&] { return input.any<std::uint8_t>(); };
-  switch (input.from(0, 11)) {
-    case 0:
-      spec.hadamard_block = input.wild_int();
-      break;
-    case 1:
-      spec.gx_bits = input.wild_int();
-      break;
-    case 2:
-      spec.gx_scale = static_cast<hot::Granularity>(number());
-      break;
-    case 3:
-      spec.gx_rounding = static_cast<hot::Rounding>(number());
-      break;
-    case 4:
-      p.basis = static_cast<hot::Basis>(number());
-      break;
-    case 5:
-      p.block = input.wild_int();
-      break;
-    case 6:
-      p.rank = input.wild_int();
-      break;
-    case 7:
-      for (int i = input.from(0, 70); i > 0; --i) p.rows.push_back(input.from(-1, 66));
-      break;
-    case 8:
-      p.layout = {input.wild_int(), input.wild_int(), input.flip() ? input.wild_int() : 0};
-      break;
-    case 9:
-      spec.gw_scale = static_cast<hot::Granularity>(number());
-      break;
-    case 10:
-      spec.gw_rounding = static_cast<hot::Rounding>(number());
-      break;
-    default:
-      spec.storage = static_cast<hot::Storage>(number());
-  }
+  const auto wild = [&](int& field) { return [&input, &field] { field = input.wild_int(); }; };
+  const auto unknown = [&](auto& field) {
+    return [&input, &field] {
+      field = static_cast<std::decay_t<decltype(field)>>(input.any<std::uint8_t>());
+    };
+  };
+  input.one_of({wild(spec.hadamard_block), wild(spec.gx_bits), unknown(spec.gx_scale),
+                unknown(spec.gx_rounding), unknown(p.basis), wild(p.block), wild(p.rank),
+                [&] {
+                  for (int i = input.from(0, 70); i > 0; --i) p.rows.push_back(input.from(-1, 66));
+                },
+                [&] {
+                  p.layout = {input.wild_int(), input.wild_int(),
+                              input.flip() ? input.wild_int() : 0};
+                },
+                unknown(spec.gw_scale), unknown(spec.gw_rounding), unknown(spec.storage)});
   return spec;
 }
 

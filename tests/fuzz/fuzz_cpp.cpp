@@ -23,86 +23,32 @@ class CppApi {
   void begin() {}
   const char* refused() const { return nullptr; }
 
-  Outcome fwht(const TensorView& x, int axis, int block, const TensorView& out) {
-    return outcome_of([&] { hot::fwht(context_, x, axis, block, out); });
+// A function of libhot by another or the same name, with the context before the arguments.
+#define HOT_CALL(name, function)                                       \
+  template <class... Arguments>                                        \
+  Outcome name(const Arguments&... arguments) {                        \
+    return outcome_of([&] { hot::function(context_, arguments...); }); \
   }
+  HOT_CALL(fwht, fwht)
+  HOT_CALL(quantize, quantize)
+  HOT_CALL(dequantize, dequantize)
+  HOT_CALL(pack_int4, pack_int4)
+  HOT_CALL(unpack_int4, unpack_int4)
+  HOT_CALL(encode_blocks, encode_blocks)
+  HOT_CALL(sum_blocks, sum_blocks)
+  HOT_CALL(gemm_int8, gemm_int8)
+  HOT_CALL(gemm_int4, gemm_int4)
+  HOT_CALL(compress_activation, compress_activation)
+  HOT_CALL(decompress_activation, decompress_activation)
+  HOT_CALL(quantize_weight, quantize_weight)
+  HOT_CALL(backward, backward_linear)
+  HOT_CALL(quantize_forward_weight, quantize_forward_weight)
+  HOT_CALL(quantize_forward_input, quantize_forward_input)
+  HOT_CALL(forward, forward_linear)
+#undef HOT_CALL
   Outcome hla(const TensorView& x, const hot::BackwardLinearSpec& spec, hot::Side side,
               const TensorView& out) {
     return outcome_of([&] { hot::hla(context_, x, spec.low_rank, side, out); });
-  }
-  Outcome quantize(const TensorView& x, const hot::QuantSpec& spec, const TensorView& q,
-                   const TensorView& scale) {
-    return outcome_of([&] { hot::quantize(context_, x, spec, q, scale); });
-  }
-  Outcome dequantize(const TensorView& q, const TensorView& scale, hot::Granularity granularity,
-                     const TensorView& out) {
-    return outcome_of([&] { hot::dequantize(context_, q, scale, granularity, out); });
-  }
-  Outcome pack_int4(const TensorView& q, const TensorView& out) {
-    return outcome_of([&] { hot::pack_int4(context_, q, out); });
-  }
-  Outcome unpack_int4(const TensorView& packed, const TensorView& out) {
-    return outcome_of([&] { hot::unpack_int4(context_, packed, out); });
-  }
-  Outcome encode_blocks(const TensorView& x, hot::Rounding rounding, const TensorView& wire) {
-    return outcome_of([&] { hot::encode_blocks(context_, x, rounding, wire); });
-  }
-  Outcome sum_blocks(const TensorView& wire, float factor, const TensorView& out) {
-    return outcome_of([&] { hot::sum_blocks(context_, wire, factor, out); });
-  }
-  Outcome gemm_int8(const TensorView& a, const TensorView& b, const TensorView& a_scale,
-                    const TensorView& b_scale, const hot::GemmSpec& spec, const TensorView& out,
-                    const hot::Workspace& workspace) {
-    return outcome_of(
-        [&] { hot::gemm_int8(context_, a, b, a_scale, b_scale, spec, out, workspace); });
-  }
-  Outcome gemm_int4(const TensorView& a, const TensorView& b, std::int64_t k,
-                    const TensorView& a_scale, const TensorView& b_scale, const hot::GemmSpec& spec,
-                    const TensorView& out, const hot::Workspace& workspace) {
-    return outcome_of(
-        [&] { hot::gemm_int4(context_, a, b, k, a_scale, b_scale, spec, out, workspace); });
-  }
-  Outcome compress_activation(const TensorView& x, const hot::BackwardLinearSpec& spec,
-                              const hot::SavedActivation& saved, const hot::Workspace& workspace) {
-    return outcome_of([&] { hot::compress_activation(context_, x, spec, saved, workspace); });
-  }
-  Outcome decompress_activation(const hot::ConstSavedActivation& saved, std::int64_t first,
-                                std::int64_t last, const hot::BackwardLinearSpec& spec,
-                                const TensorView& out) {
-    return outcome_of([&] { hot::decompress_activation(context_, saved, first, last, spec, out); });
-  }
-  Outcome quantize_weight(const TensorView& w, const hot::BackwardLinearSpec& spec,
-                          const hot::QuantizedWeight& out, const hot::Workspace& workspace) {
-    return outcome_of([&] { hot::quantize_weight(context_, w, spec, out, workspace); });
-  }
-  template <class Weight>
-  Outcome backward(const TensorView& gy, const Weight& w, const hot::ConstSavedActivation& saved,
-                   const hot::BackwardLinearSpec& spec, const hot::BackwardOutputs& out,
-                   const hot::Workspace& workspace) {
-    return outcome_of([&] { hot::backward_linear(context_, gy, w, saved, spec, out, workspace); });
-  }
-
-  Outcome quantize_forward_weight(const TensorView& w, const hot::ForwardLinearSpec& spec,
-                                  const hot::QuantizedWeight& out) {
-    return outcome_of([&] { hot::quantize_forward_weight(context_, w, spec, out); });
-  }
-  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
-                                 const hot::QuantizedInput& out) {
-    return outcome_of([&] { hot::quantize_forward_input(context_, x, spec, out); });
-  }
-  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
-                                 const hot::QuantizedInput& out,
-                                 const hot::BackwardLinearSpec& kept,
-                                 const hot::SavedActivation& saved,
-                                 const hot::Workspace& workspace) {
-    return outcome_of(
-        [&] { hot::quantize_forward_input(context_, x, spec, out, kept, saved, workspace); });
-  }
-  template <class Input, class Weight>
-  Outcome forward(const Input& x, const Weight& w, const TensorView& bias,
-                  const hot::ForwardLinearSpec& spec, const TensorView& y,
-                  const hot::Workspace& workspace) {
-    return outcome_of([&] { hot::forward_linear(context_, x, w, bias, spec, y, workspace); });
   }
 
   Outcome gemm_workspace(std::int64_t m, std::int64_t n, std::int64_t k, std::size_t& bytes) {

@@ -7,8 +7,6 @@ numbers, deeper nesting), or no JSON. A loader must either raise a ValueError th
 argument, or return an object that survives writing and reading. The seed is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Setup of GPU tests: collect garbage, seed torch from the run's seed, poison the allocator."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -3,8 +3,6 @@
 python tests/gpu/devices_load.py DEVICE SEED SECONDS prints what :func:`load` returns, as JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Helpers of the GPU tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """hot.advise on CUDA: peaks of the allocator, compiled blocks, CUDA graphs, lack of memory."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

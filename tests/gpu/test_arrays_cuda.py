@@ -1,7 +1,5 @@
 """Arrays of other frameworks on CUDA, through DLPack."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

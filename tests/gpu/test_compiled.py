@@ -4,8 +4,6 @@ Each is compared with eager. The whole model's gradient must have the error of H
 smaller error would mean that HOT did not run. Every replay of a graph must draw new noise.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 
@@ -126,17 +124,17 @@ def falls(step: Callable[[], Tensor]) -> list[float]:
     return torch.stack([step().detach().clone() for _ in range(STEPS)]).tolist()
 
 
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    loss = loss_of(model, *batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def trained(model: nn.Module, images: Tensor, labels: Tensor) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return falls(step)
+    return falls(lambda: step_of(model, optimizer, images, labels))
 
 
 def assert_falls_alike(got: list[float], eager: list[float]) -> None:
@@ -144,9 +142,6 @@ def assert_falls_alike(got: list[float], eager: list[float]) -> None:
     assert fall > 0.1
     assert got[0] == pytest.approx(eager[0], rel=2e-2)
     assert got[0] - got[-1] == pytest.approx(fall, rel=0.25)
-
-
-# ---- compiled ----
 
 
 @pytest.mark.parametrize("way", ["blocks", "whole"])
@@ -162,9 +157,6 @@ def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) ->
     assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
     assert counters["stats"]["unique_graphs"] > 0
     assert_falls_alike(trained(model, images, labels), losses)
-
-
-# ---- reduce-overhead ----
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -210,9 +202,6 @@ def test_frozen_layers(mode: str, bits: int) -> None:
             compiled(x)
 
 
-# ---- captured ----
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
     """With the optimizer in the graph, too, the loss falls as in eager."""
@@ -220,19 +209,11 @@ def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
     losses = trained(copy.deepcopy(model), images, labels)
     start = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True, fused=True)
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    on_a_side_stream(step)
+    on_a_side_stream(lambda: step_of(model, optimizer, images, labels))
     optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = step()
+        loss = step_of(model, optimizer, images, labels)
     with torch.no_grad():  # resets the model: the steps before the capture have trained it
         model.load_state_dict(start)
         for state in optimizer.state.values():

@@ -1,7 +1,5 @@
 """C and C++ on a GPU: a consumer of the package and of a static libhot, cpp_trainer, the C ABI."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CUDA backend through Python: the CPU's bits, on the caller's stream, in the adapter."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """hot.linear_cross_entropy on CUDA: compared with float64, peak memory, CUDA graph, compiled."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """hotcore.jax on CUDA: the bits of the CPU, under jit, on XLA's stream and in its memory."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plans of tests/plans.py by NCCL, on two GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

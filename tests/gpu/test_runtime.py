@@ -1,7 +1,5 @@
 """The CUDA backend with streams, threads, devices and graphs."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

@@ -5,8 +5,6 @@
 * HOT_LOAD_SECONDS: duration of each test of several GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -4,8 +4,6 @@ A call gives the bits of plain arrays of the same values, or raises an error tha
 argument. Its inputs stay as they were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -127,9 +125,7 @@ def restrided(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
 
 def repeated(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
     """View with strides of zero: one row, column or element stands for all."""
-    kept = tuple(
-        slice(0, 1) if size and draw(st.booleans()) else slice(None) for size in values.shape
-    )
+    kept = tuple(slice(0, 1) if n and draw(st.booleans()) else slice(None) for n in values.shape)
     return np.broadcast_to(values[kept], values.shape)
 
 

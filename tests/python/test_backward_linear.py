@@ -1,10 +1,7 @@
 """Stages compress_activation and backward_linear: the reference's bits, bounds, expectations."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +36,6 @@ from support import (
 )
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
 CONFIGS = {name: HotConfig.recipe(name) for name in RECIPES}
 
@@ -248,15 +244,13 @@ def test_accumulates_on_request(rng: np.random.Generator, config: HotConfig, dty
     first = hotcore.backward_linear(gy, w, x, config=config, need=ALL)
     gy, w, x = given_as(dtype, gy, w, x)
     before = [array(rng.standard_normal(value.shape), dtype) for value in first[1:]]
-    expected = [
-        rounded(widened(old) + new, dtype) for old, new in zip(before, first[1:], strict=True)
-    ]
+    sums = [rounded(widened(old) + new, dtype) for old, new in zip(before, first[1:], strict=True)]
     got = hotcore.backward_linear(
         gy, w, x, config=config, need=ALL, gw_out=before[0], gb_out=before[1], accumulate=True
     )
     assert got.gw is before[0] and got.gb is before[1]
     equal_bits(widened(got.gx), first.gx)
-    for ours, theirs in zip(got[1:], expected, strict=True):
+    for ours, theirs in zip(got[1:], sums, strict=True):
         equal_bits(widened(ours), theirs)
 
 
@@ -361,9 +355,6 @@ def test_quantized_weight_gives_the_same_bits(rng: np.random.Generator, recipe: 
         hotcore.backward_linear(gy, hotcore.quantize_weight(w[:20], recipe), saved)
     with pytest.raises(ValueError, match="w: shape .*expected 2 dimensions"):
         hotcore.quantize_weight(w[0], recipe)
-
-
-# ------------------------------------------------------------------------- Keys with a counter
 
 
 @every_config

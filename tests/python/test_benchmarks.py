@@ -1,10 +1,7 @@
 """The benchmarks: their clock and arithmetic, and each script once at toy size on the CPU."""
 
-from __future__ import annotations
-
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +10,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 
 import bench_backward  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
 import hotcore  # noqa: E402
 import timing  # noqa: E402
-from evidence import (  # noqa: E402
-    bench_fwht,
-    rivals,
-)
+from evidence import bench_fwht, rivals  # noqa: E402
 from hotcore.torch.conversion import gains  # noqa: E402
-from support import without_broken_torchvision  # noqa: E402
+from support import report_of, without_broken_torchvision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 
 def run(script: Any, path: Path, *words: str) -> Any:
-    script.main([*words, "--rounds", "2", "--threads", "1", "--json", str(path)])
-    report = json.loads(path.read_text())
+    report = report_of(script, path, *words, "--rounds", "2", "--threads", "1")
     assert {"benchmark", "date", "device", "versions", "rounds", "seed"} <= report.keys()
     return report
-
-
-# ---- the clock ----
 
 
 def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +66,6 @@ def test_contenders_take_turns() -> None:
     assert all(row["measurements"] == 24 for row in rows.values())
 
 
-# ---- the arithmetic ----
-
-
 def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
     shape = (48, 24, 32)
     gy, w, x = bench_backward.tensors(shape, "cpu", torch.float32)
@@ -100,9 +86,6 @@ def test_shapes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             bench_fwht.main(["--device", "cuda"])
         assert "no CUDA device" in capsys.readouterr().err
-
-
-# ---- the scripts ----
 
 
 def test_bench_backward(tmp_path: Path) -> None:
@@ -151,9 +134,6 @@ def test_bench_fwht(tmp_path: Path) -> None:
     assert report["n"]["256"]["copy"]["of the copy"] == 1
 
 
-# ---- the rule for layers that are slower on CUDA ----
-
-
 KINDS = {
     "accurate": hotcore.HotConfig.recipe("accurate"),
     "default": hotcore.HotConfig(),
@@ -194,9 +174,8 @@ def test_convolutions_in_channels_last(tmp_path: Path) -> None:
         pytest.importorskip("timm")
     chosen = ("default eager, k x k alone", "default eager")
     words = ["--quick", "--models", "resnet50_last", "--backend", "aot_eager", "--contenders"]
-    path = tmp_path / "out.json"
-    bench_models.main([*words, *chosen, "--threads", "1", "--json", str(path)])
-    rows = json.loads(path.read_text())["steps"]["resnet50_last"]["rows"]
+    report = report_of(bench_models, tmp_path / "out.json", *words, *chosen, "--threads", "1")
+    rows = report["steps"]["resnet50_last"]["rows"]
     assert list(rows) == ["bf16 compiled", "default eager", "default eager, k x k alone"]
     wide, every = (rows[name] for name in chosen)
     assert 0 < wide["converted"] < every["converted"] and wide["of reference"]["step"] > 0

@@ -1,7 +1,5 @@
 """Stage blocks: codes of transformed blocks of 64 values, and their sum over processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hotcore
@@ -22,7 +20,6 @@ from support import (
     numpy_of,
     parted_key,
     poison,
-    same_on_every_path,
     widened,
 )
 
@@ -111,13 +108,6 @@ def test_any_vector_equals_reference(
     equal_bits(add(wires, count, factor, dtypes[1]), array(wanted, dtypes[1]))
     if parts == 1:
         equal_bits(add(wires[:, 0], count, factor), wanted)
-
-
-def test_same_bits_on_every_path(rng: np.random.Generator) -> None:
-    x = data(rng, (1, 70001))[0]
-    same_on_every_path(lambda: encode(x, 3))
-    wires = np.stack([encode(x, 3, key=Key(seed)) for seed in range(2)])
-    same_on_every_path(lambda: add(wires, len(x), 0.5))
 
 
 def test_the_sum_is_near_and_unbiased(rng: np.random.Generator) -> None:

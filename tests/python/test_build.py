@@ -1,7 +1,5 @@
 """CMake finds compilers, GPUs and CUTLASS, and its messages say what is missing."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,14 +1,12 @@
 """The C ABI: stages and layers with the bits of the binding; errors: see test_errors.py."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import hotcore
@@ -64,64 +62,44 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
             equal_bits(got, wanted, call)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gx_bits": 4, "gw_scale": "token", "gw_rounding": "nearest"},
-        {"hadamard_block": 32, "equalize_tokens": True, "storage": "int8"},
-        {"basis": "sketch", "rank": 4, "gw_scale": "tensor", "storage": "int8"},
-        {"basis": "lowpass", "rows": (0, 3, 5), "token_grid": (5, 6), "prefix_tokens": 2,
-         "storage": "int8", "gx_rounding": "pseudo_stochastic"}
-    ]
+CONFIGS = (
+    *map(HotConfig.recipe, RECIPES),
+    HotConfig(gx_bits=4, gw_scale="token", gw_rounding="nearest"),
+    HotConfig(hadamard_block=32, equalize_tokens=True, storage="int8"),
+    HotConfig(basis="sketch", rank=4, gw_scale="tensor", storage="int8"),
+    HotConfig(basis="lowpass", rows=(0, 3, 5), token_grid=(5, 6), prefix_tokens=2, storage="int8",
+              gx_rounding="pseudo_stochastic"),
 )  # fmt: skip
-def test_backward_linear(api: CApi, rng: np.random.Generator, changes: dict[str, Any]) -> None:
-    config = HotConfig(**changes)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_backward_linear(api: CApi, rng: np.random.Generator, config: HotConfig) -> None:
     gy, w, x = (data(rng, shape) for shape in ((64, 21), (21, 35), (64, 35)))
-    model = hotcore.compress_activation(x, config, key=KEY)
-    spec = api.spec(config)
+    model, spec = hotcore.compress_activation(x, config, key=KEY), api.spec(config)
     kept, saved = api.compress_activation(x, spec, key=KEY)
     equal_bits(kept, model.data)
-    before = {"gw": data(rng, (21, 35)), "gb": data(rng, (21,))}
-    for accumulate in (False, True):
-        ours, theirs = ({name: v.copy() for name, v in before.items()} for _ in range(2))
-        options = {"need": ALL, "key": OTHER_KEY, "accumulate": accumulate}
-        got = api.backward_linear(gy, w, saved, spec, in_features=35, outputs=ours, **options)
-        outputs = {f"{name}_out": values for name, values in theirs.items()}
-        wanted = hotcore.backward_linear(gy, w, model, **outputs, **options)
-        for name, a, b in zip(ALL, got, wanted, strict=True):
-            equal_bits(a, b, name)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> None:
-    gy, w, x = (data(rng, shape) for shape in ((50, 21), (21, 35), (50, 35)))
-    model = hotcore.compress_activation(x, recipe, key=KEY)
-    expected = hotcore.backward_linear(gy, w, model, need=ALL, key=OTHER_KEY)
-    spec = api.spec(recipe)
-    bytes_of_fields = [bytes(one) for one in (spec, api.spec(HotConfig.recipe(recipe)))]
-    assert bytes_of_fields[0] == bytes_of_fields[1]
-    kept, saved = api.compress_activation(x, spec, key=KEY)
-    equal_bits(kept, model.data)
-    assert (saved.tokens, saved.in_features) == (50, 35)
+    assert (saved.tokens, saved.in_features) == (64, 35)
     assert Key(saved.key_seed, saved.key_offset, saved.key_stream) == KEY
     codes, weight = api.quantize_weight(w, spec)
-    written = len(codes) - 4 * 34 * (recipe == "paper")  # one scale of a room for 35
-    equal_bits(codes[:written], hotcore.quantize_weight(w, recipe).data[:written])
+    written = len(codes) - 4 * 34 * (config.gx_scale == "tensor")  # one scale of a room for 35
+    equal_bits(codes[:written], hotcore.quantize_weight(w, config).data[:written])
+
+    def same(got: Any, wanted: Any, names: Collection[str] = ALL) -> None:
+        for name in names:
+            equal_bits(getattr(got, name), getattr(wanted, name), name)
+
+    expected = hotcore.backward_linear(gy, w, model, need=ALL, key=OTHER_KEY)
+    more = {"in_features": 35, "key": OTHER_KEY}
     for operand in (w, weight):
-        got = api.backward_linear(gy, operand, saved, spec, in_features=35, need=ALL, key=OTHER_KEY)
-        for name, ours, theirs in zip(ALL, got, expected, strict=True):
-            equal_bits(ours, theirs, name)
+        same(api.backward_linear(gy, operand, saved, spec, need=ALL, **more), expected)
     for name in ALL:  # one gradient at a time, without unneeded arguments
-        got = api.backward_linear(
-            gy,
-            w if name == "gx" else None,
-            saved if name == "gw" else None,
-            spec,
-            in_features=35,
-            need=[name],
-            key=OTHER_KEY,
-        )
-        equal_bits(getattr(got, name), getattr(expected, name), name)
+        operands = w if name == "gx" else None, saved if name == "gw" else None, spec
+        same(api.backward_linear(gy, *operands, need=[name], **more), expected, [name])
+    outputs = {"gw": data(rng, (21, 35)), "gb": data(rng, (21,))}
+    ours = {f"{name}_out": values.copy() for name, values in outputs.items()}
+    wanted = hotcore.backward_linear(gy, w, model, need=ALL, key=OTHER_KEY, accumulate=True, **ours)
+    more |= {"need": ALL, "outputs": outputs, "accumulate": True}
+    same(api.backward_linear(gy, w, saved, spec, **more), wanted)
 
 
 @pytest.mark.parametrize("block", [1, 16, 64, 256])
@@ -234,6 +212,7 @@ def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str)
 def test_layouts_and_sizes(api: CApi) -> None:
     for recipe in RECIPES:
         spec, layout = api.spec(recipe), make("hot_saved_layout")
+        assert bytes(spec) == bytes(api.spec(HotConfig.recipe(recipe)))
         api.call("hot_saved_layout_of", 197, 48, spec, layout)
         wanted = _core.saved_layout(197, 48, HotConfig.recipe(recipe).spec)
         assert tuple(getattr(layout, name) for name, _ in layout._fields_[1:]) == wanted
@@ -249,10 +228,8 @@ def test_counters(api: CApi, rng: np.random.Generator) -> None:
 
 def test_contexts(api: CApi, rng: np.random.Generator) -> None:
     x, other = data(rng, (9, 131)), CApi(3)
-    assert (api.lib.hot_context_threads(api._context), other.lib.hot_context_threads(None)) == (
-        2,
-        0,
-    )
+    assert api.lib.hot_context_threads(api._context) == 2
+    assert other.lib.hot_context_threads(None) == 0
     api.key(KEY)
     copied = ctypes.c_void_p()
     api.on("hot_context_copy", ctypes.byref(copied))
@@ -293,11 +270,8 @@ def test_errors_of_contexts_and_names(api: CApi) -> None:
     refused(lambda: api.on("hot_context_set_sm_margin", -1), "sms is -1")
     if not _core.built_with_cuda():
         out = ctypes.c_void_p()
-        refused(
-            lambda: api.call("hot_context_cuda", 0, None, ctypes.byref(out)),
-            "no CUDA backend",
-            status=UNSUPPORTED,
-        )
+        call = lambda: api.call("hot_context_cuda", 0, None, ctypes.byref(out))  # noqa: E731
+        refused(call, "no CUDA backend", status=UNSUPPORTED)
         assert out.value is None
 
 
@@ -320,21 +294,22 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
         bad = tensor(x)
         setattr(bad, field, value)
         refused(lambda bad=bad: on("hot_fwht", bad, -1, 16, fine), "fwht", words)
-    refused(lambda: on("hot_fwht", None, -1, 16, fine), "x is null")
-    refused(lambda: on("hot_fwht", good, -1, 16, None), "out is null")
-    refused(lambda: api.call("hot_fwht", None, good, -1, 16, fine), "context is null")
-    refused(lambda: on("hot_context_copy", None), "out is null")
-    refused(lambda: on("hot_context_set_isa", 4), "isa is 4; expected 0 to 3")
-    refused(lambda: api.call("hot_context_set_key", None, 0, 0, 0, None), "context is null")
-    refused(lambda: api.call("hot_context_cpu", -1, ctypes.byref(ctypes.c_void_p())), "-1")
-    refused(
-        lambda: api.call("hot_context_cpu_on", None, None, 2, ctypes.byref(ctypes.c_void_p())),
-        "executor.run is null",
-    )
-    refused(lambda: api.call("hot_basis_order", 1, 16, None), "rows is null")
-    refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), "bytes is null")
-    refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), "name is null")
-    refused(lambda: api.call("hot_spec_recipe", b"fast", None), "spec is null")
+    context, place = api._context, ctypes.byref(ctypes.c_void_p())
+    for words, name, *arguments in (
+        ("x is null", "fwht", context, None, -1, 16, fine),
+        ("out is null", "fwht", context, good, -1, 16, None),
+        ("context is null", "fwht", None, good, -1, 16, fine),
+        ("out is null", "context_copy", context, None),
+        ("isa is 4; expected 0 to 3", "context_set_isa", context, 4),
+        ("context is null", "context_set_key", None, 0, 0, 0, None),
+        ("-1", "context_cpu", -1, place),
+        ("executor.run is null", "context_cpu_on", None, None, 2, place),
+        ("rows is null", "basis_order", 1, 16, None),
+        ("bytes is null", "gemm_workspace", context, 1, 1, 1, None),
+        ("name is null", "spec_recipe", None, make("hot_spec")),
+        ("spec is null", "spec_recipe", b"fast", None),
+    ):
+        refused(lambda n=name, a=arguments: api.call(f"hot_{n}", *a), words)
     numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("gw_rounding", 3))
     for field, value in (
         *numbers,
@@ -351,11 +326,9 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     spec.row_count = 2
     refused(lambda: api.compress_activation(x, spec), "spec.rows is null")
     for wrong in ("granularity", "rounding"):
-        codes = {"granularity": 1, "rounding": 0, wrong: 9}
-        q = tensor(np.empty((8, 16), np.int8))
-        refused(
-            lambda c=codes, q=q: on("hot_quantize", good, 8, *c.values(), q, fine), f"{wrong} is 9"
-        )
+        codes, q = {"granularity": 1, "rounding": 0, wrong: 9}, tensor(np.empty((8, 16), np.int8))
+        arguments = good, 8, *codes.values(), q, fine
+        refused(lambda a=arguments: on("hot_quantize", *a), f"{wrong} is 9")
 
 
 def test_fields_by_name(api: CApi) -> None:
@@ -398,9 +371,8 @@ def test_fields_by_name(api: CApi) -> None:
         ("storage", "rht4", ("storage: 'rht4' is not one of 'int8'",)),
         ("rows", "1", ("rows is the caller's array",)),
     ):
-        refused(
-            lambda n=name, v=value: api.call("hot_spec_set", spec, n.encode(), v.encode()), *words
-        )
+        pair = name.encode(), value.encode()
+        refused(lambda pair=pair: api.call("hot_spec_set", spec, *pair), *words)
     refused(lambda: api.call("hot_spec_set", spec, None, b"1"), "field is null")
     refused(lambda: api.call("hot_spec_set", spec, b"rank", None), "text is null")
     refused(lambda: api.call("hot_spec_get", spec, b"storage", room, 4), "storage needs 5")
@@ -436,25 +408,17 @@ def test_reserved_members_are_zero(api: CApi) -> None:
     kept = (memory.ctypes.data, memory.size, None, 0, saved)
     spec.reserved = forward.reserved = 1
     refused(lambda: api.on("hot_compress_activation", tensor(w), spec, *kept), "spec.reserved is 1")
-    size = ctypes.c_size_t(7)
-    refused(
-        lambda: api.call("hot_forward_weight_bytes", 8, 16, forward, ctypes.byref(size)),
-        "spec.reserved is 1; expected 0",
-    )
+    call = lambda: api.number("hot_forward_weight_bytes", 8, 16, forward)  # noqa: E731
+    refused(call, "spec.reserved is 1; expected 0")
     spec.reserved = 0
     api.on("hot_compress_activation", tensor(w), spec, *kept)
     gw, room = np.ones((8, 16), np.float32), aligned(1 << 16)
     view = tensor(gw)
     out = make("hot_gradients", gw=ctypes.addressof(view))
-    scratch = (room.ctypes.data, room.size)
+    arguments = tensor(w[:, :8]), None, saved, spec, out, room.ctypes.data, room.size
     for given, words in ((saved, "saved.reserved is 1"), (out, "out.reserved is 1")):
         given.reserved = 1
-        refused(
-            lambda: api.on(
-                "hot_backward_linear", tensor(w[:, :8]), None, saved, spec, out, *scratch
-            ),
-            words,
-        )
+        refused(lambda: api.on("hot_backward_linear", *arguments), words)
         given.reserved = 0
     assert (gw == 1).all()
 
@@ -494,11 +458,8 @@ def test_longer_structs_of_a_later_header(api: CApi) -> None:
     api.on("hot_fwht", longer, -1, 16, tensor(out))
     equal_bits(out, hotcore.fwht(x))
     longer.later = 1
-    refused(
-        lambda: api.on("hot_fwht", longer, -1, 16, tensor(out)),
-        "x.struct_size is 104",
-        hotcore.__version__,
-    )
+    call = lambda: api.on("hot_fwht", longer, -1, 16, tensor(out))  # noqa: E731
+    refused(call, "x.struct_size is 104", hotcore.__version__)
     # The library fills the members that it knows.
     memory = ctypes.create_string_buffer(b"\x5a" * 256)
     size = ctypes.sizeof(STRUCTS["hot_spec"])

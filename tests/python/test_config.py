@@ -1,7 +1,5 @@
 """HotConfig, its recipes, and keys."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -19,6 +17,7 @@ from hotcore import config as config_module
 from hotcore.config import FIELDS, RECIPES, Field, HotConfigFields, as_config, as_key
 from hypothesis import given
 from hypothesis import strategies as st
+from support import refused
 
 BAD_FIELDS = [
     ("basis", ["full"], ValueError),
@@ -292,10 +291,8 @@ def test_as_config() -> None:
     assert as_config("fast") == HotConfig.recipe("fast")
     config = HotConfig(gx_bits=4)
     assert as_config(config) is config
-    with pytest.raises(TypeError, match="config: "):
-        as_config(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="^head: 'nope' is not one of 'default'"):
-        as_config("nope", "head")
+    refused(lambda: as_config(None), "config: ", TypeError)
+    refused(lambda: as_config("nope", "head"), "^head: 'nope' is not one of 'default'")
 
 
 def test_keys() -> None:

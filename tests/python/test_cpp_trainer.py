@@ -1,7 +1,5 @@
 """examples/cpp_trainer on the CPU: it builds as its README section says, and it learns."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The C++, C and CMake of docs/cpp.md, and the README's C++, build and run unchanged."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

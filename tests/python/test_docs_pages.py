@@ -1,8 +1,6 @@
 """Lengths, links and drawings of the pages, and references to them in code. The site's build
 (scripts/docs.sh) checks every internal link and anchor."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

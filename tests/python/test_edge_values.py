@@ -4,8 +4,6 @@ That libhot has the bits of the reference for such values is in test_backward_li
 ``python tests/python/test_edge_values.py`` prints the table of docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,18 +49,14 @@ def denormals(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> Non
         values[rng.random(values.shape) < 0.5] *= np.float32(2.0**-135)
 
 
-def tiny(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    gy *= np.float32(2.0**-90)
+def scaled(*powers: int) -> Edge:
+    """g_y, w and x times powers of two."""
 
+    def change(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+        for values, power in zip((gy, w, x), powers, strict=True):
+            values *= np.float32(2.0**power)
 
-def huge(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    gy *= np.float32(2.0**110)
-
-
-def opposite(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    gy *= np.float32(2.0**80)
-    w *= np.float32(2.0**-80)
-    x *= np.float32(2.0**-80)
+    return change
 
 
 def wide(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
@@ -79,18 +73,15 @@ def zero_block(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> No
     w[16:32] = 0
 
 
-def all_zero(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    gy[:] = 0
+def only(tokens: Callable[[np.random.Generator], object]) -> Edge:
+    """A g_y of these tokens alone."""
 
+    def change(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+        kept = np.zeros(TOKENS, bool)
+        kept[tokens(rng)] = True
+        gy[~kept] = 0
 
-def masked(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    gy[rng.random(TOKENS) < 0.8] = 0
-
-
-def one_token(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    kept = gy[23].copy()
-    gy[:] = 0
-    gy[23] = kept
+    return change
 
 
 def one_hot(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
@@ -103,29 +94,21 @@ def one_hot_rows(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> 
     gy[np.arange(TOKENS), rng.integers(0, OUTS, TOKENS)] = 1
 
 
-def class_token(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    gy[np.arange(TOKENS) % 17 != 0] = 0
-
-
-def plain(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
-    pass
-
-
 EDGES: dict[str, Edge] = {
-    "normal numbers": plain,
+    "normal numbers": scaled(0, 0, 0),
     "half of all values denormal": denormals,
-    "g_y times 2^-90": tiny,
-    "g_y times 2^110": huge,
-    "g_y times 2^80, w and x times 2^-80": opposite,
+    "g_y times 2^-90": scaled(-90, 0, 0),
+    "g_y times 2^110": scaled(110, 0, 0),
+    "g_y times 2^80, w and x times 2^-80": scaled(80, -80, -80),
     "tokens of g_y from 2^-30 to 2^30": wide,
     "one value of 10^6 in each operand": outlier,
     "all-zero blocks in each operand": zero_block,
-    "g_y all zero": all_zero,
-    "loss-masked tokens, 80 % of g_y's rows zero": masked,
-    "one token with a gradient": one_token,
+    "g_y all zero": only(lambda rng: []),
+    "loss-masked tokens, 80 % of g_y's rows zero": only(lambda rng: rng.random(TOKENS) >= 0.8),
+    "one token with a gradient": only(lambda rng: 23),
     "one value of g_y": one_hot,
     "a one-hot g_y for each token": one_hot_rows,
-    "class tokens alone with a gradient": class_token,
+    "class tokens alone with a gradient": only(lambda rng: np.arange(TOKENS) % 17 == 0),
 }
 
 
@@ -236,9 +219,6 @@ def test_a_caller_that_flushes_denormals_changes_nothing() -> None:
         torch.set_flush_denormal(False)
 
 
-# ---- the 8-bit forward ----
-
-
 def forward(x: Matrix, w: Matrix, bias: Matrix | None = None) -> Matrix:
     return hotcore.forward_linear(x, w, bias)
 
@@ -338,9 +318,7 @@ def test_equalised_within_bound(recipe: str, name: str) -> None:
 
 
 def rows(*which: int) -> Callable[[Matrix], Matrix]:
-    return lambda like: (
-        np.isin(np.arange(like.shape[0]), which)[:, None] | np.zeros(like.shape, bool)
-    )
+    return lambda x: np.isin(np.arange(x.shape[0]), which)[:, None] | np.zeros(x.shape, bool)
 
 
 def columns(*which: int) -> Callable[[Matrix], Matrix]:

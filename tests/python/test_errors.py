@@ -3,8 +3,6 @@
 ``tests/errors.txt`` has the cases that C++, C and Python share.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import re
@@ -18,7 +16,7 @@ import pytest
 from c_api import CONSTANTS, CApi, HotError, aligned, make, tensor
 from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
-from support import read_only, torch, unaligned
+from support import read_only, refused, torch, unaligned
 
 
 class Case(NamedTuple):
@@ -36,8 +34,6 @@ GY = np.ones((32, 24), F)
 Q = np.ones((4, 16), np.int8)
 P = np.ones((4, 8), np.uint8)
 ONE = np.ones(1, F)
-
-# ---- the table of three languages ----
 
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i8": "int8", "i32": "int32"}
 TABLE = (Path(__file__).resolve().parents[1] / "errors.txt").read_text()
@@ -476,9 +472,7 @@ CASES: dict[str, list[Case]] = {
             lambda: decompress(saved(), 0, 4, out=shared_elements()),
             "out has strides by which elements share memory",
         ),
-        Case(
-            lambda: decompress(saved(data=np.zeros(10, np.uint8))), "saved has 10 bytes; expected"
-        ),
+        Case(lambda: decompress(saved(data=np.zeros(10, np.uint8))), "saved has 10 bytes;"),
         Case(lambda: decompress(saved(data=X)), "saved.data: dtype float32"),
         Case(
             lambda: decompress(compress(X, "fast")),
@@ -595,20 +589,20 @@ def test_fields_of_what_was_kept(name: str) -> None:
 
 @pytest.mark.parametrize("table", CASES)
 def test_table(table: str) -> None:
-    """Every case of a table fails with its message."""
+    """Every case of a table fails with its message, and changes no setting."""
+    before = hotcore.num_threads(), hotcore.isa()
     for case in CASES[table]:
         with pytest.raises(case.error, match=case.says) as caught:
             case.call()
         assert type(caught.value) is case.error, case.says
+        assert (hotcore.num_threads(), hotcore.isa()) == before
 
 
 def test_overlapping_output() -> None:
     x, out = overlapping()
-    with pytest.raises(ValueError, match="out overlaps x"):
-        fwht(x, out=out)
+    refused(lambda: fwht(x, out=out), "out overlaps x")
     memory = np.zeros((32, 40), F)
-    with pytest.raises(ValueError, match="out overlaps x"):
-        hla(memory[:, :16], out=memory[:16, 8:24])
+    refused(lambda: hla(memory[:, :16], out=memory[:16, 8:24]), "out overlaps x")
     hla(memory[:, :16], out=memory[:16, 16:32])  # beside each other in the rows of one matrix
     gw = np.ones(24 * 16 + 24, F)
     with pytest.raises(ValueError, match="gb_out overlaps gw_out"):
@@ -653,10 +647,8 @@ def test_missing_backends() -> None:
 
 @pytest.mark.skipif(torch is None, reason="torch is not installed")
 def test_kinds_are_not_mixed_in_outputs() -> None:
-    with pytest.raises(ValueError, match="out: a torch array; x is a numpy array"):
-        fwht(X, out=torch.ones(32, 16))
-    with pytest.raises(ValueError, match="out: a numpy array; x is a torch array"):
-        fwht(torch.ones(32, 16), out=X)
+    refused(lambda: fwht(X, out=torch.ones(32, 16)), "out: a torch array; x is a numpy array")
+    refused(lambda: fwht(torch.ones(32, 16), out=X), "out: a numpy array; x is a torch array")
 
 
 def test_supported() -> None:

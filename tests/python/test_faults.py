@@ -3,8 +3,6 @@
 And reproducibility: one hash for every process, number of threads and instruction set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
@@ -236,9 +234,6 @@ def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MemoryError):
             hotcore.set_num_threads(before + 11)
     assert hotcore.num_threads() == before
-
-
-# ---- memory that cannot be used, or can --------------------------------------------------------
 
 
 def test_overlaps() -> None:

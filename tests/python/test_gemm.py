@@ -1,7 +1,5 @@
 """Stage gemm: exact sums, and the dequantisation to the bit."""
 
-from __future__ import annotations
-
 import hotcore
 import numpy as np
 import pytest
@@ -22,86 +20,46 @@ def exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a.astype(np.int64) @ b.astype(np.int64).T
 
 
-def scaled(
-    acc: np.ndarray, a_scale: np.ndarray, b_scale: np.ndarray, divisor: int = 1
-) -> np.ndarray:
-    """Dequantise as docs/numerics.md, "Integer GEMM and dequantisation", defines it."""
-    first = acc.astype(np.float32) * b_scale[None, :]
-    return first * (a_scale / np.float32(divisor))[:, None]
-
-
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_int32_sums_are_exact(rng: np.random.Generator, bits: int) -> None:
-    for m in (0, 1, 7, 64):
-        for n in (0, 1, 5, 33, 48):
-            for k in SIZES:
-                a, b = codes(rng, m, k, bits), codes(rng, n, k, bits)
-                if bits == 8:
-                    got = hotcore.gemm_int8(a, b)
-                else:
-                    got = hotcore.gemm_int4(hotcore.pack_int4(a), hotcore.pack_int4(b), k=k)
-                assert got.dtype == np.int32
-                assert got.shape == (m, n)
-                np.testing.assert_array_equal(got, exact(a, b), f"{m} {n} {k}")
-
-
 @given(
-    m=st.integers(0, 70),
-    n=st.integers(0, 70),
-    k=st.integers(0, 300),
-    bits=st.sampled_from([4, 8]),
+    sizes=st.tuples(*[st.integers(0, 70)] * 2, st.sampled_from(SIZES) | st.integers(0, 300)),
     divisor=st.sampled_from([1, 2, 16, 64]),
-    a_one=st.booleans(),
-    b_one=st.booleans(),
-    dtype=st.sampled_from(["float32", "float16"]),
+    one_scale=st.tuples(st.booleans(), st.booleans()),
     accumulate=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_dequantises_in_the_stated_order(
-    m: int,
-    n: int,
-    k: int,
+def test_sums_and_their_dequantisation(
     bits: int,
-    divisor: int,
-    a_one: bool,
-    b_one: bool,
     dtype: str,
+    sizes: tuple[int, int, int],
+    divisor: int,
+    one_scale: tuple[bool, bool],
     accumulate: bool,
     seed: int,
 ) -> None:
-    rng = np.random.default_rng(seed)
+    (m, n, k), rng = sizes, np.random.default_rng(seed)
     a, b = codes(rng, m, k, bits), codes(rng, n, k, bits)
-    a_scale = np.exp(rng.standard_normal(1 if a_one else m)).astype(np.float32) / 64
-    b_scale = np.exp(rng.standard_normal(1 if b_one else n)).astype(np.float32) / 64
-    before = rng.standard_normal((m, n)).astype(dtype)
-    wide = scaled(
-        exact(a, b), np.broadcast_to(a_scale, (m,)), np.broadcast_to(b_scale, (n,)), divisor
+    a_scale, b_scale = (
+        np.exp(rng.standard_normal(1 if one else rows)).astype(np.float32) / 64
+        for one, rows in zip(one_scale, (m, n), strict=True)
     )
-    expected = (before.astype(np.float32) + wide if accumulate else wide).astype(dtype)
-    out = before.copy() if accumulate else None
-    options = dict(divisor=divisor, out_dtype=dtype, out=out, accumulate=accumulate)
-    if bits == 8:
-        got = hotcore.gemm_int8(a, b, a_scale, b_scale, **options)
-        model = reference.gemm_int8(a, b, a_scale, b_scale, divisor=divisor)
-    else:
-        pa, pb = hotcore.pack_int4(a), hotcore.pack_int4(b)
-        got = hotcore.gemm_int4(pa, pb, a_scale, b_scale, k=k, **options)
-        model = reference.gemm_int4(pa, pb, a_scale, b_scale, k=k, divisor=divisor)
+    sums = exact(a, b)
+    # docs/numerics.md, "Integer GEMM and dequantisation"
+    wide = sums.astype(np.float32) * b_scale[None, :] * (a_scale / np.float32(divisor))[:, None]
+    before = array(rng.standard_normal((m, n)).astype(np.float32), dtype)
+    expected = array(widened(before) + wide if accumulate else wide, dtype)
+    if bits == 4:
+        a, b = hotcore.pack_int4(a), hotcore.pack_int4(b)
+    name, more = f"gemm_int{bits}", {"k": k} if bits == 4 else {}
+    call, model = getattr(hotcore, name), getattr(reference, name)
+    equal_bits(call(a, b, **more), sums.astype(np.int32))
+    more["divisor"] = divisor
+    equal_bits(wide, model(a, b, a_scale, b_scale, **more))
+    more |= {"out": before, "accumulate": True} if accumulate else {"out_dtype": dtype}
+    got = call(*given_as(dtype, a, b, a_scale, b_scale), **more)
+    assert not accumulate or got is before
     equal_bits(got, expected)
-    equal_bits(wide, model)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_accumulates(rng: np.random.Generator, dtype: str) -> None:
-    a, b = codes(rng, 5, 32), codes(rng, 18, 32)
-    sa, sb = np.full(1, 0.01, np.float32), np.full(1, 0.02, np.float32)
-    wide = hotcore.gemm_int8(a, b, sa, sb, divisor=16)
-    operands = given_as(dtype, a, b, sa, sb)
-    before = array(rng.standard_normal((5, 18)).astype(np.float32), dtype)
-    expected = widened(array(widened(before) + wide, dtype))
-    got = hotcore.gemm_int8(*operands, divisor=16, out=before, accumulate=True)
-    assert got is before
-    equal_bits(widened(got), expected)
 
 
 def test_longest_int32_contraction() -> None:

@@ -1,7 +1,5 @@
 """scripts/gpu_trust.py: its reader of test results, and its tables. No GPU is needed."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """INT8's rate by class of GPU, and the self-test of a class. No GPU is needed."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading
@@ -61,9 +59,6 @@ def test_explain_says_the_rate(device: str) -> None:
         card, tops = re.search(r"derived: (.+): (\d+) TOPS", explanation.int8).groups()
         assert card in explanation.device and f"at {tops} TOPS" in explanation.text
     assert hotcore.explain_gemm(64, 64, 64, device=device).int8 == explanation.int8
-
-
-# ---- the self-test ----
 
 
 def test_results_have_the_same_bits_for_every_instruction_set() -> None:

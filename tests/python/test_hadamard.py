@@ -1,7 +1,5 @@
 """Stage fwht: the same bits as tests/reference.py, and the Hadamard matrix in float64."""
 
-from __future__ import annotations
-
 import math
 
 import hotcore

@@ -1,7 +1,5 @@
 """Imports of benchmarks/ and of hotcore.torch: allowed modules, few floors, no circle."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
@@ -116,7 +114,4 @@ def late() -> Iterator[tuple[str, str]]:
 
 
 def test_only_modules_that_load_transformers_are_imported_late() -> None:
-    assert set(late()) == {
-        ("selection", "layers.conv1d"),
-        ("freeze", "frozen.conv1d"),
-    }
+    assert set(late()) == {("selection", "layers.conv1d"), ("freeze", "frozen.conv1d")}

@@ -1,7 +1,5 @@
 """``python -m hotcore.info``, and the imports of hotcore."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -67,9 +65,7 @@ def test_help_names_every_recipe() -> None:
     assert f"with --explain: {', '.join(RECIPES)}" in said
 
 
-@pytest.mark.parametrize(
-    "options", [["--jsn-"], ["--js"], ["everything"], ["--json", "--cmake-dir"]]
-)
+@pytest.mark.parametrize("options", [["--jsn-"], ["--js"], ["all"], ["--json", "--cmake-dir"]])
 def test_unknown_options_are_refused(options: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         info.main(options)

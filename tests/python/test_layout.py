@@ -1,7 +1,5 @@
 """CONTRIBUTING.md's rules on the places of code, checked in the files."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One stage, one name: header, CPU backend, Python tests and C functions mirror each other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

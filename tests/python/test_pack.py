@@ -1,7 +1,5 @@
 """Stage pack: two INT4 codes a byte, low nibble first."""
 
-from __future__ import annotations
-
 import hotcore
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The installed package: version, stubs, and the CMake package of the wheel."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os

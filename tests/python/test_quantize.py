@@ -1,7 +1,5 @@
 """Stage quantize: the codes and scales of tests/reference.py, and their properties."""
 
-from __future__ import annotations
-
 import hotcore
 import numpy as np
 import pytest
@@ -71,9 +69,7 @@ def test_zero_stays_zero(rounding: str) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_non_finite_values_show(
-    rng: np.random.Generator, bits: int, rounding: str, bad: float
-) -> None:
+def test_non_finite_values(rng: np.random.Generator, bits: int, rounding: str, bad: float) -> None:
     x = data(rng, (3, 40))
     x[1, 7] = bad
     for scale, where in (("token", [1]), ("channel", [7]), ("tensor", [0])):

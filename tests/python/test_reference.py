@@ -3,8 +3,6 @@
 Runs from the source tree, without the compiled extension.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import subprocess
@@ -216,9 +214,7 @@ def test_sketch_words_by_definition() -> None:
     prefix=st.integers(0, 3),
     bits=st.integers(1, 6),
 )
-def test_layout_is_a_bijection(
-    samples: int, height: int, width: int, prefix: int, bits: int
-) -> None:
+def test_layout_is_bijective(samples: int, height: int, width: int, prefix: int, bits: int) -> None:
     tokens = samples * (prefix + height * width)
     spec = ref.LowRank("lowpass", 1, 1 << bits, None, (height, width), prefix)
     body, first = ref.token_order(tokens, spec)

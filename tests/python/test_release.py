@@ -1,7 +1,5 @@
 """Wheels are checked before a release, and files with equal content agree."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

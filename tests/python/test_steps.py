@@ -1,18 +1,15 @@
 """Training steps (benchmarks/steps.py): contenders, kernels, the report."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import refused
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_models  # noqa: E402
 import hotcore  # noqa: E402
@@ -43,9 +40,6 @@ def one_thread() -> Any:
     hotcore.set_num_threads(before[0])  # the scripts set it
     torch.set_num_threads(before[1])
     torch._dynamo.reset()
-
-
-# ---- kernels ----
 
 
 @pytest.mark.parametrize(
@@ -114,9 +108,6 @@ def test_summary_of_kernels() -> None:
     assert classes["longest"][0] == {
         "kernel": "nvjet", "class": "products", "ms": 2.0, "launches": 1.0,
     }  # fmt: skip
-
-
-# ---- contenders ----
 
 
 def test_waves() -> None:
@@ -218,9 +209,6 @@ class Sevens(torch.nn.Module):
         self.first, self.head = torch.nn.Linear(64, 72), torch.nn.Linear(72, 10)
 
 
-# ---- the script ----
-
-
 @pytest.mark.long
 def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run eager, compiled, with a budget and checkpointed in this process."""
@@ -292,33 +280,26 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
     dying = steps.Remote("vit_s", among[0], SETTING, tmp_path)
     dying._process.kill()
     dying.begin("start")
-    with pytest.raises(steps.Said, match=r"the process ended \(-9\)"):
-        dying.answer(60)
+    refused(lambda: dying.answer(60), r"the process ended \(-9\)", steps.Said)
     dying.close()
     slow = steps.Remote("vit_s", among[0], SETTING, tmp_path)
     slow.begin("start")
-    with pytest.raises(steps.Said, match="no answer within 0 s; said nothing"):
-        slow.answer(0)
+    refused(lambda: slow.answer(0), "no answer within 0 s; said nothing", steps.Said)
     slow.close()
-
-
-# ---- plots and pages ----
 
 
 def test_tables_of_a_page(tmp_path: Path) -> None:
     """A stale block is named, and rewritten between its marks."""
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n")
-    with pytest.raises(SystemExit, match="stale: .*page.md"):
-        doc_tables.main([str(page), "--check"])
+    refused(lambda: doc_tables.main([str(page), "--check"]), "stale: .*page.md", SystemExit)
     doc_tables.main([str(page)])
     text = page.read_text()
     assert "old" not in text and text.startswith("before\n") and "| default compiled |" in text
     doc_tables.main([str(page), "--check"])
     for words, said in (("steps bart", "no bart"), ("stops vit_b", "'stops' is none of")):
         page.write_text(f"<!-- table: {words} -->\n<!-- end -->\n")
-        with pytest.raises(SystemExit, match=said):
-            doc_tables.main([str(page)])
+        refused(lambda: doc_tables.main([str(page)]), said, SystemExit)
 
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)

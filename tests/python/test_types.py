@@ -1,7 +1,5 @@
 """Types of the package for type checkers and editors: mypy on a small file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Two CPU devices for the tests of sharding, set before JAX looks for devices."""
 
-from __future__ import annotations
-
 import os
 
 _DEVICES = "--xla_force_host_platform_device_count=2"

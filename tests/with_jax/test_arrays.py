@@ -1,7 +1,5 @@
 """JAX arrays in hotcore's own functions, outside of jit: through DLPack, on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hotcore

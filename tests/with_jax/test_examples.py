@@ -1,7 +1,5 @@
 """examples/train_jax.py at toy size, and the Python of docs/jax.md."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """hotcore.jax.flax: linen's and nnx's layers, with flax itself."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

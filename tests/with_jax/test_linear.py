@@ -1,7 +1,5 @@
 """hotcore.jax.linear: jnp's forward product, and a backward with the bits of hotcore."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Shared by the torch tests; without torch the whole folder is skipped."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

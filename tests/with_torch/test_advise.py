@@ -1,7 +1,5 @@
 """advise: whole steps under each setting, a model that stays as it was, and code that runs."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools
@@ -10,15 +8,14 @@ import re
 import sys
 from typing import Any
 
+import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore.torch.tools.clocks import Measured
 from support import without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore  # noqa: E402
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.tools.clocks import Measured  # noqa: E402
-from torch import nn  # noqa: E402
-from torch_graphs import causal  # noqa: E402
+from torch import nn
+from torch_graphs import causal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 advising = sys.modules["hotcore.torch.advise"]  # hotcore.torch.advise is the function
@@ -253,9 +250,7 @@ def test_budget(x: torch.Tensor) -> None:
     assert re.match(r"only \d steps timed", advice.rows[0].note)
 
 
-def test_times_that_other_processes_disturb(
-    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_that_others_disturb(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advising.os, "getloadavg", lambda: (1e3, 0.0, 0.0))
     times = itertools.chain([1.0], itertools.cycle([1.0, 2.0]))
     monkeypatch.setattr(advising, "milliseconds", lambda *_: next(times))

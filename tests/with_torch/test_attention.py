@@ -1,19 +1,17 @@
 """HotMultiheadAttention beside nn.MultiheadAttention: outputs, gradients, masks, kept bytes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import support
+import torch
 from hotcore.config import HotConfig
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import support  # noqa: E402
-from hotcore.torch.layers.attention import HotMultiheadAttention  # noqa: E402
-from torch import nn  # noqa: E402
+from hotcore.torch.layers.attention import HotMultiheadAttention
+from support import refused
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -90,9 +88,7 @@ def test_without_bias_and_with_other_features() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (2, 0, 3), (2, 5, 0), (0, 0, 0), (1, 1, 1)], ids=str)
-def test_sizes_of_zero_and_one(
-    sizes: tuple[int, int, int], need_weights: bool, batch_first: bool
-) -> None:
+def test_small_sizes(sizes: tuple[int, int, int], need_weights: bool, batch_first: bool) -> None:
     plain, module = pair(batch_first=batch_first)
     samples, *tokens = sizes
     query, key = (
@@ -208,10 +204,8 @@ def test_a_token_grid_needs_batch_first() -> None:
 def test_bad_inputs() -> None:
     _, module = pair(batch_first=True)
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
-    with pytest.raises(RuntimeError, match="attn_mask: is_causal needs it"):
-        module(x, x, x, is_causal=True)
-    with pytest.raises(ValueError, match="query: shape .*, 32.; expected .* 64"):
-        module(x[..., :32], x, x)
+    refused(lambda: module(x, x, x, is_causal=True), "attn_mask: is_causal needs it", RuntimeError)
+    refused(lambda: module(x[..., :32], x, x), "query: shape .*, 32.; expected .* 64")
     with pytest.raises(ValueError, match=r"attn_mask: shape \[3, 3\]; expected \[24, 24\] or"):
         module(x, x, x, attn_mask=torch.zeros(3, 3))
     with pytest.raises(ValueError, match="attn_mask: torch.int64; expected bool"):

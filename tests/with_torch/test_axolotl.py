@@ -10,8 +10,6 @@ below src/axolotl:
 * loaders/model.py:185-193: ``post_model_build``, then adapters.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -20,15 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore.torch.frozen import HotFrozenLinear
 from support import without_broken_torchvision
+from torch_graphs import causal
 
-torch = pytest.importorskip("torch")
 pydantic = pytest.importorskip("pydantic")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
-from torch_graphs import causal  # noqa: E402
-
 with without_broken_torchvision():
     pytest.importorskip("transformers", minversion="5")
 

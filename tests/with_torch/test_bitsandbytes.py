@@ -1,7 +1,5 @@
 """Base layers of bitsandbytes: Linear8bitLt is converted, Linear4bit where a filter says so."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -10,16 +8,16 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
 from support import cosine, without_broken_torchvision
 
-torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     bnb = pytest.importorskip("bitsandbytes")
-import hotcore.torch as hot  # noqa: E402
-from hotcore import paper  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
+import hotcore.torch as hot
+from hotcore import paper
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -1,24 +1,21 @@
 """paper.calibrate and its Selection: measured errors, the choice, applying, refusing."""
 
-from __future__ import annotations
-
 import builtins
 import copy
 import dataclasses
 from pathlib import Path
 
 import hotcore
+import hotcore.torch as hot
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from hotcore import paper
 from hotcore.config import HotConfig
+from hotcore.paper.lqs import LayerErrors, Selection
 from support import without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from hotcore import paper  # noqa: E402
-from hotcore.paper.lqs import LayerErrors, Selection  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -219,9 +216,7 @@ def test_frozen(plan: Selection) -> None:
 
 def test_plan_for_another_model(plan: Selection) -> None:
     other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    with pytest.raises(
-        ValueError, match=r"another model; 2 of its 2 layers .*: up, down \(.* 0, 1"
-    ):
+    with pytest.raises(ValueError, match=r"another model; 2 of its 2 layers .*: up, down .* 0, 1"):
         plan.overrides("paper", other)
 
 

@@ -1,7 +1,5 @@
 """Tools of torch around a whole converted model: compile, AMP, EMA, ..."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -10,13 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from support import nbytes, saved_tensors  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+import torch
+from support import nbytes, saved_tensors
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 CONVERTED = ["stages.0.conv", "stages.0.mix", "stages.1.conv", "stages.1.mix", "q", "k"]
@@ -81,9 +78,6 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-# ------------------------------------------------------------------------------------ torch.compile
-
-
 def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
     # ReLU keeps its output, so a partitioner would rather compress it (and draw) in backward.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))
@@ -132,18 +126,6 @@ def test_a_changed_configuration_recompiles(config: hot.HotConfig) -> None:
     assert_same(after, step(layer, layer, x))
 
 
-def test_convert_and_revert_after_compile() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    compiled = torch.compile(model, backend="aot_eager")
-    x = torch.randn(40, 64)
-    plain = step(compiled, model, x)
-    hot.convert(compiled)
-    assert_same(step(compiled, model, x), step(model, model, x))
-    assert not torch.equal(step(compiled, model, x)[2], plain[2])
-    hot.revert(compiled)
-    assert_same(step(compiled, model, x), plain)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -156,9 +138,6 @@ def test_compiled_convolutions_keep_compressed_x(recipe: str, dynamic: bool | No
             y = compiled(x * 1)
         y.sum().backward()
         assert nbytes(kept) < 0.7 * x.numel() and x.grad.stride() == x.stride()
-
-
-# ---------------------------------------------------------------------------------------------- AMP
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -179,9 +158,6 @@ def test_grad_scaler_sees_an_overflow(dtype: torch.dtype) -> None:
         assert all(moved) if finite else not any(moved)
         assert scaler.get_scale() == (2 * scale if finite else scale / 2)
         assert all(p.isfinite().all() for p in model.parameters())
-
-
-# ------------------------------------------------------------------- State, copies, devices, dtypes
 
 
 INSIDE = """

@@ -1,25 +1,18 @@
 """compute_report: the paper's Table 5 by layer, and the origin of the paper's figures."""
 
-from __future__ import annotations
-
 import copy
-import sys
-from pathlib import Path
 
+import hotcore.torch as hot
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import hotcore.torch as hot  # noqa: E402
-from hotcore import paper  # noqa: E402
-from hotcore.paper.compute import FULL_PRECISION, backward_bops  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch_graphs import every  # noqa: E402
+import torch
+from hotcore import paper
+from hotcore.paper.compute import FULL_PRECISION, ComputeReport, backward_bops
+from torch import Tensor, nn
+from torch_graphs import every
 
 
-def shapes(report: hot.ComputeReport) -> dict[str, tuple[int, int, int]]:
+def shapes(report: ComputeReport) -> dict[str, tuple[int, int, int]]:
     return {row.name: (row.tokens, row.outs, row.ins) for row in report.layers}
 
 

@@ -1,7 +1,5 @@
 """convert and revert: which layers, in place, with a report."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
@@ -11,27 +9,23 @@ import importlib
 import json
 import pickle
 import re
-import sys
 import types
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
+import models
 import pytest
+import torch
 from hotcore.config import HotConfig
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.conversion.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402  (after the skip)
-from torch_graphs import every  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import models  # noqa: E402
+from hotcore.torch.conversion.selection import HEAD_NAMES, MIN_FEATURES
+from support import refused
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch_graphs import every
 
 
 class Block(nn.Module):
@@ -146,12 +140,10 @@ def test_what_was_removed_says_what_to_do() -> None:
             hot.convert(Model(), saved=value)
     with pytest.raises(AttributeError, match=rf"gradient_accumulation: {REMOVED}; leave it out"):
         hot.gradient_accumulation  # noqa: B018  (the name is the test)
-    with pytest.raises(AttributeError, match=rf"gather_codes: {REMOVED}; hot.int8_weights"):
-        hot.gather_codes  # noqa: B018
+    refused(lambda: hot.gather_codes, rf"gather_codes: {REMOVED}; hot.int8_weights", AttributeError)
     with pytest.raises(ImportError, match=rf"gather_codes: {REMOVED}; hot.int8_weights"):
         importlib.import_module("hotcore.torch.gathered")
-    with pytest.raises(AttributeError, match="'hotcore.torch' has no attribute 'converted'"):
-        hot.converted  # noqa: B018
+    refused(lambda: hot.converted, "'hotcore.torch' has no attribute 'converted'", AttributeError)
 
 
 def test_filter_that_matches_nothing() -> None:
@@ -165,11 +157,9 @@ def test_filter_that_matches_nothing() -> None:
     with pytest.raises(ValueError, match=r"no layer can .*; its modules: ReLU, Sequential$"):
         hot.convert(nn.Sequential(nn.ReLU()))
     few = rf"0 +Linear +4 -> 4 .* than {MIN_FEATURES} features\na filter_fn .* converted: 0$"
-    with pytest.raises(ValueError, match=few):
-        hot.convert(nn.Sequential(nn.Linear(4, 4)))
+    refused(lambda: hot.convert(nn.Sequential(nn.Linear(4, 4))), few)
     double = r"0 +Linear +64 -> 64 +stays plain: its weight is float64$"  # for any filter
-    with pytest.raises(ValueError, match=double):
-        hot.convert(nn.Sequential(nn.Linear(64, 64)).double())
+    refused(lambda: hot.convert(nn.Sequential(nn.Linear(64, 64)).double()), double)
     # The message stays readable for any number of layers.
     many = nn.ModuleList(nn.ModuleList(Model() for _ in range(10)) for _ in range(10))
     with pytest.raises(ValueError, match=r"\*.\*.blocks.\*.qkv \(200\) ") as caught:
@@ -181,9 +171,7 @@ def test_twice_is_refused() -> None:
     model = Model()
     hot.convert(model, "fast", filter_fn=lambda module, fqn: fqn.startswith("blocks.0"))
     modules = list(model.modules())
-    with pytest.raises(
-        ValueError, match=r"already converted \(blocks.0.qkv, blocks.0.proj.*revert"
-    ):
+    with pytest.raises(ValueError, match=r"converted \(blocks.0.qkv, blocks.0.proj.*revert"):
         hot.convert(model, "default")
     assert list(model.modules()) == modules
     # The rest of a model is another matter.
@@ -293,10 +281,8 @@ def test_report_prints_as_a_table() -> None:
 
 
 def test_bad_config() -> None:
-    with pytest.raises(TypeError, match="config: "):
-        hot.convert(Model(), 3)
-    with pytest.raises(ValueError, match="config: 'quick'"):
-        hot.convert(Model(), "quick")
+    refused(lambda: hot.convert(Model(), 3), "config: ", TypeError)
+    refused(lambda: hot.convert(Model(), "quick"), "config: 'quick'")
     with pytest.raises(TypeError, match="filter_fn: .* function, got dict; did you mean overrides"):
         hot.convert(Model(), "default", {"0": "fast"})
 
@@ -799,11 +785,9 @@ def test_what_is_no_model() -> None:
         hot.convert([nn.Linear(64, 64)])
     with pytest.raises(TypeError, match="got the class Linear; make an object of it first"):
         hot.convert(nn.Linear)
-    with pytest.raises(TypeError, match="expected a torch.nn.Module, got str"):
-        hot.convert("model")
+    refused(lambda: hot.convert("model"), "expected a torch.nn.Module, got str", TypeError)
     lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
-    with pytest.raises(ValueError, match="model: 1 is a LazyLinear, whose weights have no shapes"):
-        hot.convert(lazy)
+    refused(lambda: hot.convert(lazy), "model: 1 is a LazyLinear, whose weights have no shapes")
     lazy(torch.randn(2, 64))
     assert len(hot.convert(lazy, filter_fn=lambda *_: True).hot_report.converted) == 2
 
@@ -817,8 +801,7 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
         hot.convert(Model(), config, inputs=tokens)
     model = hot.convert(Model(), config)
     assert 0.5 < hot.report(model).converted[0].bytes_per_value < 0.54
-    with pytest.raises(ValueError, match="layer blocks.0.qkv: .*x has 40 tokens"):
-        model(tokens)
+    refused(lambda: model(tokens), "layer blocks.0.qkv: .*x has 40 tokens")
     conv = ConvNet()
     hot.convert(conv)
     with pytest.raises(ValueError, match="layer conv: x: dtype float64"):
@@ -826,8 +809,7 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
     with pytest.raises(RuntimeError, match="^layer blocks.1.qkv: .*mat1 and mat2 shapes"):
         model.blocks[1].qkv(torch.randn(17, 32))  # torch's own
     # Not in layers of their own, nor once they are plain again.
-    with pytest.raises(ValueError, match=r"^low_rank"):
-        hot.HotLinear(64, 64, config=config)(torch.randn(20, 64))
+    refused(lambda: hot.HotLinear(64, 64, config=config)(torch.randn(20, 64)), r"^low_rank")
     assert "layer_name" not in vars(hot.revert(model).blocks[0].qkv)
 
 
@@ -871,9 +853,7 @@ def test_linear_layers_by_features_on_cuda() -> None:
     assert "fewer than 256 features the host limits the speed" in report.skipped[0].reason
     words = f"with 16,384 tokens: expected to take {rest[0]:.2f} of plain torch's time"
     assert words in str(report)
-    assert re.search(
-        r"expected on CUDA: .* take 0\.7\d of plain torch's time; by one H100", str(report)
-    )
+    assert re.search(r"expected on CUDA: .* 0\.7\d of plain torch's time; by one H100", str(report))
     assert f"{rest[3]:.2f} of the time" in str(report)
     fast = hot.convert(linears(*sizes), "fast", device="cuda").hot_report
     assert len(fast.converted) >= 2
@@ -1137,11 +1117,9 @@ def test_layers_that_would_go_on_plain_are_reported_so(change: Any, seeded: None
 def test_reverting_names_layers_that_would_go_on_as_hot(change: Any, seeded: None) -> None:
     hot.convert(model := stack(), "fast", every)
     change(model)
-    with pytest.raises(ValueError, match="model: 1: it has a forward of its own.*before revert"):
-        hot.revert(model)
+    refused(lambda: hot.revert(model), "model: 1: it has a forward of its own.*before revert")
     assert all(type(model[index]) is hot.HotLinear for index in (1, 3))
-    with pytest.raises(ValueError, match="it has a forward of its own"):
-        hot.freeze_int8(model)
+    refused(lambda: hot.freeze_int8(model), "it has a forward of its own")
 
 
 def whole(model: nn.Module) -> nn.Module:
@@ -1240,16 +1218,13 @@ def test_bound_forwards_are_named(kind: str, seeded: None) -> None:
     assert names(report) == ["1"] and "holds its bound forward" in report.skipped[0].reason
     why = "model: 1: a .* holds its bound forward, .*; undo that before "
     model.held = BOUND[kind](model[1])
-    with pytest.raises(ValueError, match=rf"{why}revert\(\)"):
-        hot.revert(model)
-    with pytest.raises(ValueError, match="no layer can be frozen: 1 .a .* holds its bound"):
-        hot.freeze_int8(model)
+    refused(lambda: hot.revert(model), rf"{why}revert\(\)")
+    refused(lambda: hot.freeze_int8(model), "no layer can be frozen: 1 .a .* holds its bound")
     assert type(model[0]) is nn.Linear and type(model[1]) is hot.HotLinear
     del model.held
     hot.freeze_int8(model)
     model.held = BOUND[kind](model[1])
-    with pytest.raises(ValueError, match=rf"{why}thaw\(\)"):
-        hot.thaw(model)
+    refused(lambda: hot.thaw(model), rf"{why}thaw\(\)")
     assert model[1].weight_codes is not None
     del model.held
     assert hot.thaw(model) == 1 and type(hot.revert(model)[1]) is nn.Linear

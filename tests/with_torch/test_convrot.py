@@ -5,20 +5,17 @@ rotation are in comfy_kitchen/tensor/int8_utils.py:11-61, rounding and dequantis
 comfy_kitchen/backends/eager/quantization.py:857-906, 915-918.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.frozen.convrot import HotConvRotLinear  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from hotcore.torch.frozen.convrot import HotConvRotLinear
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 GROUPS = (4, 16, 64, 256)

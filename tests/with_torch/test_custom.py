@@ -1,19 +1,16 @@
 """``CustomBackward``: the identity is the plain layer; what a subclass changes is what happens."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-import torch.nn.functional as F  # noqa: E402  (after the skip)
-from support import nbytes, saved_tensors  # noqa: E402  (after the skip)
-from torch import Tensor, nn  # noqa: E402  (after the skip)
-from torch_graphs import every  # noqa: E402
+import torch
+import torch.nn.functional as F
+from support import nbytes, saved_tensors
+from torch import Tensor, nn
+from torch_graphs import every
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -76,12 +73,10 @@ def test_the_identity_is_the_plain_layer(kind: str, dtype: torch.dtype) -> None:
     assert done == (("",), {})
     x = torch.randn(shape, dtype=dtype)
     gy = torch.randn_like(plain(x))
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
-    )
+    room = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
     for mine, theirs in zip(run(layer, x, gy), run(plain, x, gy), strict=True):
         assert mine is not None and theirs is not None and mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, **tolerance)
+        torch.testing.assert_close(mine, theirs, **room)
 
 
 def test_a_rounding_is_where_it_was_put() -> None:
@@ -237,9 +232,7 @@ def test_wrong_shapes_are_refused() -> None:
         y = method.linear(x, w)
         with pytest.raises(ValueError, match=rf"{type(method).__name__}\.{name}: shape"):
             y.sum().backward()
-    with pytest.raises(
-        ValueError, match=r"x: shape \(2, 6, 12\); expected \[\.\.\., 6\] for weight"
-    ):
+    with pytest.raises(ValueError, match=r"x: shape \(2, 6, 12\); expected \[\.+, 6\] for weight"):
         Larger().linear(x, torch.randn(8, 6))
 
 

@@ -1,19 +1,16 @@
 """DDP, FSDP2 and the plans of tests/plans.py with gloo: two processes on the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hotcore.torch as hot
+import plans
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import plans  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import nn
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"

@@ -1,7 +1,5 @@
 """Python blocks of the README and of every page run unchanged."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The examples are short, stand alone and run at toy size; ddp.py runs under torchrun."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -16,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = {
     **dict.fromkeys(("ddp", "lightning_trainer", "paper", "pretrain_gpt", "trainer"), 86),

@@ -5,8 +5,6 @@ for every n. Afterwards everything is as it was, and the next step has the bits 
 which nothing failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

@@ -4,8 +4,6 @@ A test is a feature; its parameters are the kinds of layers (:data:`KINDS`), and
 `default` or `accurate` with the 8-bit forward. A kind's own behaviour is tested in its own file.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io
@@ -15,17 +13,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
-from support import cosine, nbytes, saved_tensors, strided, without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.layers.attention import HotMultiheadAttention  # noqa: E402
-from hotcore.torch.ops import core  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (after the skip)
-from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
-from torch_graphs import same  # noqa: E402  (after the skip)
+import torch
+from hotcore.torch.layers.attention import HotMultiheadAttention
+from hotcore.torch.ops import core
+from support import cosine, nbytes, refused, saved_tensors, strided, without_broken_torchvision
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch_graphs import same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -628,17 +625,14 @@ def test_differentiating_twice_is_refused(kind: str) -> None:
 def test_torch_func_and_forward_mode_are_refused(kind: str, recipe: Any) -> None:
     _, module = pair(kind, recipe)
     x, state = inputs(kind), dict(module.named_parameters())
-    refused = r"hotcore.torch.(linear|conv2d): torch.func transforms .* revert"
+    says = r"hotcore.torch.(linear|conv2d): torch.func transforms .* revert"
 
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(module, parameters, (x,)).sum()
 
-    with pytest.raises(NotImplementedError, match=refused):
-        torch.func.grad(loss)(state)
-    with pytest.raises(NotImplementedError, match=refused):
-        torch.func.grad(lambda x: module(x).sum())(x)
-    with pytest.raises(NotImplementedError, match=refused):
-        torch.func.vmap(module)(x[:, None])
+    refused(lambda: torch.func.grad(loss)(state), says, NotImplementedError)
+    refused(lambda: torch.func.grad(lambda x: module(x).sum())(x), says, NotImplementedError)
+    refused(lambda: torch.func.vmap(module)(x[:, None]), says, NotImplementedError)
     forward = torch.autograd.forward_ad
     with forward.dual_level(), pytest.raises((NotImplementedError, RuntimeError)):
         module(forward.make_dual(x.clone().requires_grad_(), torch.ones_like(x)))

@@ -1,22 +1,19 @@
 """Layers with an 8-bit forward: its bits, HOT's gradients, and what torch does around it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
+import torch.nn.functional as F
+from hotcore import paper
 from hotcore.config import HotConfig
 from support import without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-import torch.nn.functional as F  # noqa: E402
-from hotcore import paper  # noqa: E402
-from torch import nn  # noqa: E402
-from torch_graphs import Mlp, every, same  # noqa: E402
+from torch import nn
+from torch_graphs import Mlp, every, same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -302,42 +299,33 @@ def test_compiled_for_any_number_of_tokens() -> None:
 # --------------------------------------------------------- Nothing of a weight stays between calls
 
 
-def clipped(layer: hot.HotLinear) -> None:
-    layer.weight.data.clamp_(-0.02, 0.02)
-
-
 def stepped(layer: hot.HotLinear) -> None:
     """Write by a fused optimizer that still holds a gradient; it raises no version."""
     layer.weight.grad = torch.ones_like(layer.weight)
     torch.optim.SGD([layer.weight], lr=1.0, fused=True).step()
 
 
-def swapped(layer: hot.HotLinear) -> None:
-    """Swap weights as EMA does before an evaluation."""
-    layer.weight.data.copy_(3 * layer.weight.data)
-
-
-def through_numpy(layer: hot.HotLinear) -> None:
-    layer.weight.detach().numpy()[:] *= -2
-
-
-def loaded(layer: hot.HotLinear) -> None:
-    layer.load_state_dict({name: p + 1 for name, p in layer.state_dict().items()})
-
-
-WRITES = (clipped, stepped, swapped, through_numpy, loaded)
+WRITES: dict[str, Callable[[hot.HotLinear], object]] = {
+    "clipped": lambda layer: layer.weight.data.clamp_(-0.02, 0.02),
+    "stepped": stepped,
+    "swapped": lambda layer: layer.weight.data.copy_(3 * layer.weight.data),  # as EMA does
+    "numpy": lambda layer: layer.weight.detach().numpy().__imul__(-2),
+    "loaded": lambda layer: layer.load_state_dict(
+        {n: p + 1 for n, p in layer.state_dict().items()}
+    ),
+}
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_written_weight_is_read(write: Callable[[hot.HotLinear], None], frozen: bool) -> None:
+def test_a_written_weight_is_read(write: str, frozen: bool) -> None:
     """However it was written: y and g_x are those of a layer that was made with the new values."""
     layer = hot.HotLinear(64, 48, config=INT8)
     layer.weight.requires_grad_(not frozen)
     x = torch.randn(20, 64, requires_grad=True)
     for _ in range(2):
         layer(x).sum().backward()
-    write(layer)
+    WRITES[write](layer)
     fresh = copy.deepcopy(layer)
     y = layer(x)
     assert torch.equal(y, expected(x, layer.weight, layer.bias))

@@ -1,7 +1,5 @@
 """``freeze_int8``: frozen weights as INT8 codes alone, what they compute, and all around them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -16,25 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import numpy as np
 import pytest
 import reference
+import torch
+import torch.nn.functional as F
+from hotcore import paper
 from hotcore.config import RECIPES, HotConfig
-from support import saved_tensors, without_broken_torchvision
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-import torch.nn.functional as F  # noqa: E402
-from hotcore import paper  # noqa: E402
-from hotcore.torch import _compat  # noqa: E402
-from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
-from hotcore.torch.ops import frozen_codes  # noqa: E402
-from hotcore.torch.ops.frozen_codes import Format  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.utils import prune  # noqa: E402
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Graphs, causal, every, same  # noqa: E402
+from hotcore.torch import _compat
+from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear
+from hotcore.torch.ops import frozen_codes
+from hotcore.torch.ops.frozen_codes import Format
+from support import refused, saved_tensors, without_broken_torchvision
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from torch_graphs import Graphs, causal, every, same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 guarded = pytest.mark.skipif(
@@ -264,14 +261,11 @@ def test_autocast(bits: int, dtype: torch.dtype, forward: str) -> None:
 
 def test_wrong_dtypes_are_refused() -> None:
     model = frozen(dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="layer up: weight: dtype bfloat16; x has float32"):
-        model.up(torch.randn(3, 72))
-    with pytest.raises(ValueError, match="x: dtype float64"):
-        model.up(torch.randn(3, 72, dtype=torch.float64))
+    refused(lambda: model.up(torch.randn(3, 72)), "layer up: weight: dtype bfloat16; x has float32")
+    refused(lambda: model.up(torch.randn(3, 72, dtype=torch.float64)), "x: dtype float64")
     with pytest.raises(NotImplementedError, match="torch.func"):
         torch.func.grad(lambda x: model.up(x).sum())(torch.randn(3, 72, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="x: dtype int64"):  # y would be of whole numbers
-        model.eval().up(torch.ones(3, 72, dtype=torch.int64))
+    refused(lambda: model.eval().up(torch.ones(3, 72, dtype=torch.int64)), "x: dtype int64")
 
 
 def test_not_finite() -> None:
@@ -406,8 +400,7 @@ def test_int4_is_refused() -> None:
             hot.freeze(model, **options)
     with torch.no_grad():
         model.o.weight[1, 2] = torch.nan
-    with pytest.raises(ValueError, match="layer o: weight: it has a NaN or an infinity"):
-        hot.freeze(model)
+    refused(lambda: hot.freeze(model), "layer o: weight: it has a NaN or an infinity")
     assert {type(m) for m in (model.q, model.k, model.o)} == {hot.HotLinear}
     narrow = hot.convert(Net(72), config(forward_block=16), every)
     report = hot.freeze(narrow).freeze_report
@@ -573,26 +566,19 @@ def test_tied_weights_share_codes(bits: Any) -> None:
 def test_refused() -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got list"):
         hot.freeze_int8([])
-    with pytest.raises(ValueError, match=r"no converted layer; call hot\.convert"):
-        hot.freeze_int8(Net())
+    refused(lambda: hot.freeze_int8(Net()), r"no converted layer; call hot\.convert")
     model = frozen()
-    with pytest.raises(ValueError, match="no layer can be frozen: up .frozen already., down"):
-        hot.freeze_int8(model)
-    with pytest.raises(ValueError, match="already converted"):
-        hot.convert(model, "default", every)
-    with pytest.raises(ValueError, match=r"frozen in codes; hot\.thaw\(model\)"):
-        model.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"frozen in codes; hot\.thaw\(model\)"):
-        model.up.requires_grad_(True)
+    refused(lambda: hot.freeze_int8(model), "no layer can be frozen: up .frozen already., down")
+    refused(lambda: hot.convert(model, "default", every), "already converted")
+    refused(lambda: model.requires_grad_(True), r"frozen in codes; hot\.thaw\(model\)")
+    refused(lambda: model.up.requires_grad_(True), r"frozen in codes; hot\.thaw\(model\)")
     with pytest.raises(ValueError, match=r"frozen in codes; hot\.thaw\(model\)"):
         model.up.weight.requires_grad = True
     with pytest.raises(ValueError, match="forward_block 16; the weight is frozen in codes"):
         model.up.config = config(forward_block=16, forward_in_eval=True)
     assert model.up.config == config() and model.eval().up.runs_plain
-    with pytest.raises(TypeError, match="hot.freeze makes it of a HotLinear"):
-        HotFrozenLinear(64, 64)
-    with pytest.raises(TypeError, match="model: expected"):
-        hot.thaw(None)
+    refused(lambda: HotFrozenLinear(64, 64), "hot.freeze makes it of a HotLinear", TypeError)
+    refused(lambda: hot.thaw(None), "model: expected", TypeError)
     model.requires_grad_(False)
     assert not any(p.requires_grad for p in model.parameters())
 
@@ -791,9 +777,7 @@ def test_codes_are_no_numbers(write: Callable[[Any], Any]) -> None:
 
 @both
 @pytest.mark.parametrize("write", BYTES.values(), ids=BYTES)
-def test_bytes_that_are_no_codes_are_found_when_read(
-    bits: int, write: Callable[[Any], Any]
-) -> None:
+def test_bytes_that_are_no_codes_are_found(bits: int, write: Callable[[Any], Any]) -> None:
     model, x = frozen(bits=bits), torch.randn(3, 72)
     state = {key: value.clone() for key, value in saved(model, True).items()}
     y, compiled = model(x), torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -809,36 +793,30 @@ def test_bytes_that_are_no_codes_are_found_when_read(
     assert torch.equal(model(x), y) and torch.equal(compiled(x), y)
 
 
-def copied(e: Any, p: Any) -> None:
-    e.copy_((0.9 * e + 0.1 * p).to(e.dtype))
-
-
-def new_data(e: Any, p: Any) -> None:
-    e.data = (0.9 * e.data + 0.1 * p.data).to(e.dtype)
-
-
 def by_numpy(e: Any, p: Any) -> None:
     array = np.float32(0.9) * e.detach().numpy() + np.float32(0.1) * p.detach().numpy()
     e.data = torch.from_numpy(array).to(e.dtype)
 
 
-def by_foreach(e: Any, p: Any) -> None:
-    torch._foreach_copy_([e], [torch._foreach_mul([p], 0.9)[0] + 0.1 * p])
+AVERAGES: dict[str, Callable[[Any, Any], object]] = {
+    "copied": lambda e, p: e.copy_((0.9 * e + 0.1 * p).to(e.dtype)),
+    "data": lambda e, p: setattr(e, "data", (0.9 * e.data + 0.1 * p.data).to(e.dtype)),
+    "numpy": by_numpy,
+    "foreach": lambda e, p: torch._foreach_copy_([e], [torch._foreach_mul([p], 0.9)[0] + 0.1 * p]),
+}
 
 
 @both
-@pytest.mark.parametrize("update", [copied, new_data, by_numpy, by_foreach])
+@pytest.mark.parametrize("update", AVERAGES)
 @pytest.mark.parametrize("other", [False, True])
-def test_averages_that_were_cast_back(
-    bits: int, update: Callable[[Any, Any], None], other: bool
-) -> None:
+def test_averages_cast_back(bits: int, update: str, other: bool) -> None:
     """Averages of equal codes are truncated, averages of other codes have no meaning."""
     model, x = frozen(bits=bits), torch.randn(3, 72)
     ema = copy.deepcopy(frozen(bits=bits) if other else model)
     ema(x)
     with torch.no_grad():
         for e, p in zip(ema.parameters(), model.parameters(), strict=True):
-            update(e, p)
+            AVERAGES[update](e, p)
     with pytest.raises(RuntimeError, match="layer up: weight_codes: these bytes are not codes"):
         ema(x)
     values = {name: p.detach() for name, p in ema.named_parameters()}
@@ -1117,9 +1095,7 @@ def test_wrong_state_dicts(bits: int) -> None:
     state = dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r"up\.weight: size mismatch: shape \(2, 2\)"):
         model.load_state_dict({**state, "up.weight": torch.zeros(2, 2)})
-    with pytest.raises(
-        RuntimeError, match=r"up\.weight: dtype torch\.int8; expected floating-point"
-    ):
+    with pytest.raises(RuntimeError, match=r"up\.weight: dtype torch\.int8; expected floating"):
         model.load_state_dict({**state, "up.weight": state["up.weight"].to(torch.int8)})
     assert torch.equal(model.up.weight_codes, before)
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.more"'):
@@ -1129,18 +1105,12 @@ def test_wrong_state_dicts(bits: int) -> None:
         model.load_state_dict(state)
     codes = saved(frozen(forward_block=16, bits=bits), True)
     kind = "" if bits == 8 else " in INT4"
-    with pytest.raises(
-        RuntimeError, match=f"blocks of 16{kind}; expected codes of blocks of 64{kind}"
-    ):
+    with pytest.raises(RuntimeError, match=f"blocks of 16{kind}; expected .* blocks of 64{kind}"):
         model.load_state_dict(codes)
     other = {8: "", 4: " in INT4"}[12 - bits]
-    with pytest.raises(
-        RuntimeError, match=f"blocks of 64{other}; expected codes of blocks of 64{kind}"
-    ):
+    with pytest.raises(RuntimeError, match=f"blocks of 64{other}; expected .* blocks of 64{kind}"):
         model.load_state_dict(saved(frozen(bits=12 - bits), True))
-    with pytest.raises(
-        RuntimeError, match=r"weight_codes: .* hot\.freeze\(model, bits\) before load"
-    ):
+    with pytest.raises(RuntimeError, match=r"weight_codes: .* hot\.freeze\(model, bits\) before"):
         hot.convert(Net(), config(), every).load_state_dict(saved(frozen(bits=bits), True))
 
 

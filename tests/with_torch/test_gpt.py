@@ -1,21 +1,18 @@
 """benchmarks/bench_gpt.py at toy size: text, batches, comparable contenders."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support import report_of
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_gpt  # noqa: E402  (after the skips, from benchmarks/)
+import bench_gpt
 
 SHORT = [("one", f"def f{i}(a, b):\n    return a * {i} + b\n" * 40) for i in range(60)]
 """Package and text of each file."""
@@ -77,8 +74,7 @@ def test_a_report_keeps_its_text_and_points(
     path = tmp_path / "report.json"
     words = ["--quick", "--backend", "eager", "--json", str(path), "--contenders", "bf16"]
     words += ["--tokens-per-parameter", "20", "--points", "4", "--validation-batches", "2"]
-    bench_gpt.main([*words, "--cache", str(tmp_path)])
-    report = json.loads(path.read_text())
+    report = report_of(bench_gpt, path, *words, "--cache", str(tmp_path))
     assert [step for step, _ in report["runs"]["bf16/0"]["curve"]] == [0, 1, 2, 3, 4]
     assert report["settings"]["points"] == 4
     assert report["settings"]["size"]["validation_batches"] == 2
@@ -95,8 +91,7 @@ def trained(folder: Path, *words: str) -> Any:
     """Return the report's runs at toy size."""
     path = folder / f"{len(list(folder.glob('*.json')))}.json"
     base = ["--quick", "--backend", "eager", "--threads", "1", "--cache", str(folder)]
-    bench_gpt.main([*base, "--json", str(path), *words])
-    return json.loads(path.read_text())["runs"]
+    return report_of(bench_gpt, path, *base, *words)["runs"]
 
 
 def test_accumulated_batches_are_one(

@@ -2,19 +2,16 @@
 tests/gpu/test_runtime.py and test_compiled.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
 from hotcore import HotConfig, Key
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import codes, core  # noqa: E402  (after the skip)
-from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
-from torch_graphs import same  # noqa: E402
+from hotcore.torch.ops import codes, core
+from torch.utils.checkpoint import checkpoint
+from torch_graphs import same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

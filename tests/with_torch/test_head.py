@@ -1,7 +1,5 @@
 """hot.linear_cross_entropy: F.cross_entropy's loss and gradients, and never all logits at once."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -11,20 +9,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import hotcore.torch as hot
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from hotcore.torch.layers.head import _whole_logits, attach
+from hotcore.torch.ops import head
 from support import DEVICES
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from hotcore.torch.layers.head import _whole_logits, attach  # noqa: E402
-from hotcore.torch.ops import head  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import causal, same  # noqa: E402
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from torch_graphs import causal, same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 INT8 = hot.HotConfig.recipe("accurate", forward="int8")

@@ -1,17 +1,14 @@
 """y, and x after the layer, written in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
+import hotcore.torch as hot
 import pytest
-from support import DEVICES
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
+import torch
 import torch.nn.functional as F  # noqa: E402, N812  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
-from torch_graphs import same, whole, without_chance  # noqa: E402  (after the skip)
+from support import DEVICES
+from torch import nn
+from torch_graphs import same, whole, without_chance
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

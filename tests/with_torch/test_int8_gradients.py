@@ -1,27 +1,19 @@
 """Gradients and weights in INT8 between two and three processes by gloo."""
 
-from __future__ import annotations
-
-import copy
 from typing import Any
 
+import hotcore
+import hotcore.torch as hot
+import numpy as np
+import plans
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore  # noqa: E402
-import hotcore.torch as hot  # noqa: E402
-import numpy as np  # noqa: E402
-import plans  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from hotcore.config import Key  # noqa: E402
-from hotcore.torch.distributed.int8_gradients import (  # noqa: E402
-    BLOCK,
-    _factor,
-    decode_sum,
-    encode,
-)
-from hotcore.torch.distributed.int8_weights import _AllGather  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+import torch.distributed as dist
+from hotcore.config import Key
+from hotcore.torch.distributed.int8_gradients import BLOCK, _factor, decode_sum, encode
+from hotcore.torch.distributed.int8_weights import _AllGather
+from support import refused
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
@@ -188,29 +180,16 @@ def test_codes(dtype: Any, count: int, rng: np.random.Generator) -> None:
     torch.testing.assert_close(found, (sum(decoded) / 2).to(dtype))
 
 
-def test_what_is_neither() -> None:
-    with pytest.raises(TypeError, match="expected a DistributedDataParallel"):
-        hot.int8_gradients(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="expected a model after fully_shard"):
-        hot.int8_weights(nn.Linear(2, 2))
-
-
-def test_parts_of_other_sizes_are_refused() -> None:
+def test_what_is_refused() -> None:
+    """Nothing of the model changes."""
+    model = nn.Linear(3, 3)
+    before = dict(vars(model))
+    refused(lambda: hot.int8_gradients(model), "expected a DistributedDataParallel", TypeError)
+    assert vars(model) == before
+    refused(lambda: hot.int8_weights(model), "expected a model after fully_shard", TypeError)
     gather = _AllGather([torch.Size((3, 4)), torch.Size((5,))])
     assert gather._runs(2, torch.empty(11)) == [(0, 8, True), (8, 11, False)]
-    with pytest.raises(NotImplementedError, match="expected 11 values of a process's part, got 10"):
-        gather._runs(2, torch.empty(10))
-
-
-def test_a_premultiplied_sum_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="set_force_sum_reduction_for_comms"):
-        _factor(dist.ReduceOp.MAX, None)
-
-
-def test_a_copy_is_as_before() -> None:
-    """Nothing of the model itself changes."""
-    model = nn.Linear(3, 3)
-    before = copy.deepcopy(vars(model))
-    with pytest.raises(TypeError):
-        hot.int8_gradients(model)
-    assert vars(model).keys() == before.keys()
+    parts = "expected 11 values of a process's part, got 10"
+    refused(lambda: gather._runs(2, torch.empty(10)), parts, NotImplementedError)
+    premultiplied = "set_force_sum_reduction_for_comms"
+    refused(lambda: _factor(dist.ReduceOp.MAX, None), premultiplied, NotImplementedError)

@@ -1,27 +1,24 @@
 """hot.linear and HotLinear: nn.Linear's forward, HOT's gradients, and only compressed x kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import hotcore
+import hotcore.torch as hot
 import pytest
+import torch
+import torch.nn.functional as F
 from hotcore.config import RECIPES, HotConfig, Key
 from hotcore.saved import saved_layout
+from hotcore.torch.ops import codes, core
 from hypothesis import given
 from hypothesis import strategies as st
-from support import equal_bits, nbytes, saved_tensors
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from hotcore.torch.ops import codes, core  # noqa: E402
-from torch import nn  # noqa: E402
+from support import equal_bits, nbytes, refused, saved_tensors
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,9 +44,6 @@ def drawn_key(seed: int) -> Key:
     return Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
 
 
-# ------------------------------------------------------------------------------------------ Forward
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_is_bit_equal(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -68,9 +62,6 @@ def test_a_bias_alone_is_plain() -> None:
     assert torch.equal(gb, torch.full((16,), 6.0))
 
 
-# ---------------------------------------------------------------------------------------- Gradients
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", RECIPES, ids=config_name)
 def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dtype) -> None:
@@ -85,9 +76,6 @@ def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dt
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == dtype
         equal_bits(ours, theirs)
-
-
-# ----------------------------------------------------------------------------------- What is saved
 
 
 @pytest.mark.parametrize(
@@ -116,9 +104,6 @@ def test_autocast_keeps_compressed_bytes() -> None:
     assert nbytes(kept) / x.numel() <= 0.54
 
 
-# -------------------------------------------------------------------------------------- Bad input
-
-
 def test_bad_arguments() -> None:
     x, weight, bias = tensors(10, 24)
     rows = [torch.randn(3, 4), torch.randn(5, 4)]
@@ -138,9 +123,6 @@ def test_bad_arguments() -> None:
         hot.linear(x, weight, bias, "best")
     with pytest.raises(ValueError, match="10 tokens.*multiple of.*50"):
         hot.linear(x, weight, bias, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1))
-
-
-# -------------------------------------------------------------------------------- torch.library ops
 
 
 def examples() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
@@ -260,39 +242,42 @@ def test_a_bad_config_made_inside_is_named() -> None:
         call(x)
 
 
-# --------------------------------------------------------------------------------------- HotLinear
+CIRCULAR = {"padding": "same", "padding_mode": "circular"}
 
 
-def test_from_linear_keeps_everything() -> None:
-    plain = nn.Linear(40, 30).eval()
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options", "convert", "shape"),
+    [
+        (nn.Linear, (40, 30), {}, hot.HotLinear.from_linear, (2, 40)),
+        (nn.Conv2d, (8, 16, 3), CIRCULAR, hot.HotConv2d.from_conv, (2, 8, 5, 5)),
+    ],
+)
+def test_a_converted_layer_keeps_everything(
+    kind: Any, sizes: Any, options: Any, convert: Any, shape: Any
+) -> None:
+    plain = kind(*sizes, **options).eval()
     plain.weight.requires_grad_(False)
     seen: list[str] = []
     handle = plain.register_forward_hook(lambda *_: seen.append("hook"))
     plain.register_load_state_dict_pre_hook(lambda module, *_: loaded.append(module))
     content, (weight, bias) = set(vars(plain)), plain.parameters()
-    module, loaded = hot.HotLinear.from_linear(plain, "fast"), []
-    assert module is plain and type(module) is hot.HotLinear
+    module, loaded = convert(plain, "fast"), []
+    assert module is plain and type(module) is getattr(hot, f"Hot{kind.__name__}")
     module.load_state_dict(plain.state_dict())
     assert loaded == [module]
     assert module.weight is weight and module.bias is bias
     assert not module.training
-    assert module.config == HotConfig.recipe("fast")
-    module(torch.randn(2, 40))
+    assert module.config == HotConfig.recipe("fast") and "config=fast" in repr(module)
+    assert ("padding=same" in repr(module)) == (kind is nn.Conv2d)
+    module(torch.randn(shape))
     assert seen == ["hook"]
     handle.remove()
-    module(torch.randn(2, 40))
+    module(torch.randn(shape))
     assert seen == ["hook"]
-    assert type(hot.revert(module)) is nn.Linear and set(vars(module)) == content
-
-
-def test_from_linear_refuses_subclasses() -> None:
-    class Special(nn.Linear):
-        pass
-
-    with pytest.raises(TypeError, match="module: expected a plain Linear, got Special"):
-        hot.HotLinear.from_linear(Special(4, 4))
-    with pytest.raises(TypeError, match="got ReLU"):
-        hot.HotLinear.from_linear(nn.ReLU())
+    assert type(hot.revert(module)) is kind and set(vars(module)) == content
+    special = type("Special", (kind,), {})(*sizes)
+    refused(lambda: convert(special), f"expected a plain {kind.__name__}, got Special", TypeError)
+    refused(lambda: convert(nn.ReLU()), "got ReLU", TypeError)
 
 
 def test_repr() -> None:

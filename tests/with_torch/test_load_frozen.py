@@ -1,21 +1,19 @@
 """``load_frozen``: a checkpoint read tensor by tensor, and what does not fit it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore.torch.frozen import HotFrozenLinear
+from support import refused
+from torch import nn
 
-torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.frozen import HotFrozenLinear  # noqa: E402
-from torch import nn  # noqa: E402
-
 pytestmark = pytest.mark.usefixtures("seeded")
 both = pytest.mark.parametrize("bits", [8, 4])
 
@@ -224,32 +222,25 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="no file of safetensors in .*empty"):
         hot.load_frozen(converted(), tmp_path / "empty")
-    with pytest.raises(ValueError, match="expected at least one file"):
-        hot.load_frozen(converted(), [])
+    refused(lambda: hot.load_frozen(converted(), []), "expected at least one file")
     one = folder / "model-00001-of-00003.safetensors"
-    with pytest.raises(ValueError, match="missing keys: a.weight, a.bias, c.bias"):
-        hot.load_frozen(converted(), one)
-    with pytest.raises(ValueError, match=r"is in .*00001.* and in .*00001"):
-        hot.load_frozen(converted(), [one, one])
+    refused(lambda: hot.load_frozen(converted(), one), "missing keys: a.weight, a.bias, c.bias")
+    refused(lambda: hot.load_frozen(converted(), [one, one]), r"is in .*00001.* and in .*00001")
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"no header")
-    with pytest.raises(ValueError, match="bad.safetensors is no file of safetensors"):
-        hot.load_frozen(converted(), bad)
+    refused(lambda: hot.load_frozen(converted(), bad), "bad.safetensors is no file of safetensors")
     index = folder / "model.safetensors.index.json"
     hot.load_frozen(converted(), index)
     content = json.loads(index.read_text())
     content["weight_map"]["d.weight"] = one.name
     index.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=r"index file names tensors that are absent: d\.weight in m"
-    ):
+    with pytest.raises(ValueError, match=r"index file names tensors that are absent: d\.weight"):
         hot.load_frozen(converted(), folder)
     (folder / "model.fp16.safetensors.index.json").write_text(index.read_text())
     with pytest.raises(ValueError, match="has several index files, name one: model.fp16"):
         hot.load_frozen(converted(), folder)
     one.unlink()
-    with pytest.raises(FileNotFoundError, match="model-00001-of-00003"):
-        hot.load_frozen(converted(), index)
+    refused(lambda: hot.load_frozen(converted(), index), "model-00001-of-00003", FileNotFoundError)
 
 
 def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:

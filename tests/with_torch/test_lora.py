@@ -1,24 +1,22 @@
 """LoRA through peft: HOT on the frozen base weights, plain adapters, and Conv1D of transformers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from support import cosine, saved_tensors, storage_bytes, without_broken_torchvision
 
-torch = pytest.importorskip("torch")
 with without_broken_torchvision():
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     from transformers.pytorch_utils import Conv1D
-import hotcore.torch as hot  # noqa: E402  (after the skips)
-from hotcore.torch.layers.conv1d import HotConv1D  # noqa: E402  (after the skips)
-from torch import nn  # noqa: E402  (after the skips)
-from torch_graphs import Graphs, causal  # noqa: E402  (after the skips)
+import hotcore.torch as hot
+from hotcore.torch.layers.conv1d import HotConv1D
+from torch import nn
+from torch_graphs import Graphs, causal
 
 ORDERS = ("peft first", "HOT first")
 
@@ -154,9 +152,6 @@ def test_overrides_reach_base_layers() -> None:
     assert bits == {"up": 4, "down": 8}
 
 
-# ------------------------------------------------------------------------- Conv1D of transformers
-
-
 @pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
 def test_conv1d(shape: tuple[int, ...]) -> None:
     plain = Conv1D(96, 64)
@@ -224,9 +219,6 @@ def test_gpt2_with_lora(order: str) -> None:
 def test_wrong_module() -> None:
     with pytest.raises(TypeError, match="module: expected a plain Conv1D, got Linear"):
         HotConv1D.from_plain(nn.Linear(4, 4))
-
-
-# ---------------------------------------------------------------------------- the adapters' x
 
 
 def llama(recipe: str | None, order: str = "peft first", dtype: Any = torch.bfloat16) -> Any:

@@ -1,20 +1,17 @@
 """advise, memory_report and calibrate leave a model as it was."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from hotcore import paper  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+import torch.nn.functional as F
+from hotcore import paper
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

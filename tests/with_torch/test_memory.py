@@ -1,20 +1,17 @@
 """memory_report: counts the bytes that autograd keeps, and changes nothing."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref
 from typing import Any
 
+import hotcore.torch as hot
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from hotcore.torch.tools.memory import MemoryReport  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+import torch.nn.functional as F
+from hotcore.torch.tools.memory import MemoryReport
+from torch import nn
 
 BATCH, WIDTH = 256, 64
 UP = 4 * WIDTH

@@ -1,23 +1,17 @@
 """Small versions of the paper's models: report, gradients, and the benchmark's table."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
+import hotcore.torch as hot
+import models
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from torch import nn  # noqa: E402
-from torch_graphs import gradient_of, task_of  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import models  # noqa: E402
+import torch
+from torch import nn
+from torch_graphs import gradient_of, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,21 +4,18 @@
 memory. Whoever reads that memory past torch's dispatcher has to look at the note.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
+import torch
 from hotcore.config import Key
+from hotcore.torch.ops import codes, linear
 from support import DEVICES
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import codes, linear  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
-from torch_graphs import same, whole, without_chance  # noqa: E402  (after the skip)
+from torch import nn
+from torch_graphs import same, whole, without_chance
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -146,9 +143,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_without_memory(
-    forward: str, form: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
+def test_without_memory(forward: str, form: Callable[..., torch.Tensor], message: str) -> None:
     x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
     settings = without_chance(forward)
     saved = codes.compress(x, settings, Key(0))

@@ -1,14 +1,11 @@
 """``NoiseMonitor``: the ratio is right, and measuring changes nothing."""
 
-from __future__ import annotations
-
 import copy
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -1,16 +1,12 @@
 """HOT's work on the threads of torch's OpenMP."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from hotcore.torch import openmp  # noqa: E402
-from support import output_of  # noqa: E402
+import torch
+from hotcore.torch import openmp
+from support import output_of
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info(),

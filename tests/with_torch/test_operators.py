@@ -1,7 +1,5 @@
 """The compiler and the operators: what it counts, shares, keeps, recomputes and caches."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -18,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_graphs import Attention, Graphs, Mlp, converted, every, gradients, same  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from torch_graphs import Attention, Graphs, Mlp, converted, every, gradients, same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 INT8 = hot.HotConfig.recipe("fast", forward="int8")

@@ -1,7 +1,5 @@
 """hotcore.paper: the published method, which no other module imports."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,17 +1,14 @@
 """hotcore.torch._compat: torch's private names, what they tell, and where they stand."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import _compat  # noqa: E402  (after the skip)
+import torch
+from hotcore.torch import _compat
 
 PACKAGE = Path(hot.__file__).parent
 

@@ -1,14 +1,11 @@
 """PrecisionSchedule: the layers' configurations change in time, and are restored."""
 
-from __future__ import annotations
-
+import hotcore.torch as hot
 import pytest
+import torch
+from hotcore import paper
 from hotcore.config import HotConfig
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore import paper  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import nn
 
 
 def converted() -> nn.Sequential:

@@ -1,15 +1,12 @@
 """Gradients of gradients: HOT's backward refuses to be followed, and never leaves a term out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
-from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -1,19 +1,16 @@
 """Rows of docs/torch/support.md, "Supported features", that no other file tests."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import core  # noqa: E402  (after the skip)
-from torch import nn  # noqa: E402  (after the skip)
+import torch
+from hotcore.torch.ops import core
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -61,9 +58,6 @@ def gradients(
     return torch.autograd.grad(module(x), (x, *module.parameters()), gy, **options)
 
 
-# ------------------------------------------------------------------------ Gradients in other forms
-
-
 @every_layer
 def test_batched_gradients_are_those_of_each(make: Make) -> None:
     module, x = make()
@@ -95,9 +89,6 @@ def test_a_sparse_gradient(make: Make) -> None:
     got = gradients(module, x, gy.to_sparse())
     for ours, theirs in zip(got, gradients(module, x, gy), strict=True):
         assert torch.equal(ours, theirs)
-
-
-# --------------------------------------------------------------------------- Graphs of other kinds
 
 
 @every_layer
@@ -160,9 +151,7 @@ def test_no_tensor_is_an_error_that_says_so() -> None:
     x = torch.randn(2, 4, 8, 8)
     for call, given in ((hot.linear, (x[..., :4], x[0, 0])), (hot.conv2d, (x, x[:, :, :1, :1]))):
         for name, arguments in (("weight", (given[0], None)), ("bias", (*given, [0.0]))):
-            with pytest.raises(
-                TypeError, match=rf"^{name}: expected a torch\.Tensor, got (None|l)"
-            ):
+            with pytest.raises(TypeError, match=rf"^{name}: expected a torch.Tensor, got (None|l)"):
                 call(*arguments)
 
 

@@ -4,8 +4,6 @@ Runs where torchao is installed, or below a folder on PYTHONPATH:
 ``pip install --no-deps --target FOLDER torchao``.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -65,9 +63,7 @@ def test_the_whole_model_is_converted_by_converts_own_rules() -> None:
 
 def test_filters_and_a_configuration_by_name() -> None:
     model = Net()
-    quantization.quantize_(
-        model, HotTrainingConfig("fast"), filter_fn=lambda module, fqn: fqn == "conv"
-    )
+    quantization.quantize_(model, HotTrainingConfig("fast"), filter_fn=lambda m, fqn: fqn == "conv")
     assert converted(model) == {"conv": "fast"}
     by_name = {"body.0": HotTrainingConfig(), "body.2": HotTrainingConfig("accurate")}
     quantization.quantize_(model, quantization.FqnToConfig(by_name), filter_fn=None)

@@ -8,8 +8,6 @@ The interface is that of pytorch/torchtitan at b5bcd76 (2026-08-21), below torch
 * distributed/activation_checkpoint.py:112-163 (the base's ``apply``), 185-287 (``SelectiveAC``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -20,21 +18,18 @@ from fnmatch import fnmatch
 from types import ModuleType
 from typing import Any, ClassVar
 
+import hotcore.torch as hot
 import pytest
-
-torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
-    checkpoint_wrapper,
-)
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import (  # noqa: E402
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch_graphs import gradients, same  # noqa: E402
+from torch_graphs import gradients, same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 OURS = "hotcore.integrations.torchtitan"

@@ -1,7 +1,5 @@
 """`examples/train.py`: a few steps of every recipe, its options and its table."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
