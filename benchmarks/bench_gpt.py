@@ -49,21 +49,15 @@ from evidence import doc_tables, rivals, side_by_side
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
-from training import Contender, cleaned, config_of
+from training import Contender, by_name, cleaned, config_of
 
 GIB = 2**30
-
-
 RECIPES = ("default", "fast", "accurate", "paper")
-CONTENDERS = (
-    Contender("bf16"),
-    *(Contender(recipe, recipe) for recipe in RECIPES),
-    *(Contender(f"{recipe} int8-forward", recipe, forward="int8") for recipe in RECIPES),
-    Contender("default, attention kept", "default", attention_kept=True),
-    Contender("fast, attention kept", "fast", attention_kept=True),
-    Contender("FP8 tensorwise", fp8="tensorwise"),
-    Contender("FP8 rowwise", fp8="rowwise"),
-)
+NAMES = (
+    "bf16", *RECIPES, *(f"{recipe} int8-forward" for recipe in RECIPES),
+    "default, attention kept", "fast, attention kept", "FP8 tensorwise", "FP8 rowwise",
+)  # fmt: skip
+CONTENDERS = tuple(map(by_name, NAMES))
 
 
 @dataclass(frozen=True)
