@@ -6,7 +6,7 @@
         "default compiled" "default int8-forward compiled" "frozen int8*compiled" \
         --json benchmarks/results/cuda-lora.json
     python benchmarks/bench_models.py --device cuda --models resnet50_last --contenders \
-        "bf16 *" "default compiled*" "default reduce-overhead*" "token? compiled" \
+        "bf16 *" "default compiled*" "default reduce-overhead*" \
         --json benchmarks/results/cuda-convolution.json
     python benchmarks/bench_models.py --device cuda --part table --budget 300
     python benchmarks/bench_models.py --quick              # small versions; CPU too

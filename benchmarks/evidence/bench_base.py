@@ -69,10 +69,7 @@ WHEELS = {
     ),
 }
 LENGTH, SEQUENCES, CALIBRATION = 64, 192, 64
-CASES = ("bert, sources", "bert, descriptions", "albert, molecules")
 BASELINE = "NF4, double quantisation"
-LARGEST = 0.532
-"""Bytes a value that decide."""
 
 
 @dataclasses.dataclass(frozen=True)
