@@ -504,49 +504,30 @@ def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = ("contenders", "quick", "budget", "backend", "cache")
+    options = ("contenders", "quick", "budget", "backend", "cache", "devices")
     parser = timing.arguments(__doc__, "gpt", *options)
     parser.set_defaults(backend="inductor")
     add, names = parser.add_argument, [contender.name for contender in CONTENDERS]
     add("--size", choices=tuple(SIZES), default="91M")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--steps", type=int, help="default: 900")
+    run = parser.add_mutually_exclusive_group()
+    run.add_argument("--steps", type=timing.COUNT, help="default: 900")
+    run.add_argument("--tokens-per-parameter", type=timing.above_zero(float), metavar="T")
     add("--tokens-per-step", type=int, metavar="N",
         help="default: 32,768; more are accumulated")  # fmt: skip
-    add("--tokens-per-parameter", type=float, metavar="T", help="instead of --steps")
-    add("--epochs", type=int, default=4, help="largest number of passes over the text")
-    add("--validation-batches", type=int, metavar="N", help="default: the size's")
-    add("--points", type=int, default=DEFAULTS["points"], help="points of the validation curve")
+    count = {"type": timing.COUNT}
+    add("--epochs", **count, default=4, help="largest number of passes over the text")
+    add("--validation-batches", **count, metavar="N", help="default: the size's")
+    add("--points", **count, default=DEFAULTS["points"], help="points of the validation curve")
     add("--graph", action="store_true", help="capture a step in a CUDA graph")
-    add("--jobs", type=int, help="parallel runs (default: one per device)")
-    add("--devices", type=int, default=1, help="GPUs to use (0: all)")
+    add("--jobs", **count, help="parallel runs (default: one per device)")
     add("--save", type=float, default=60, metavar="SECONDS", help="between saved states of a run")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, names, args.contenders)
-    cuda, there = args.device == "cuda", torch.cuda.device_count()
-    args.devices = args.devices or max(1, there)
-    args.jobs = args.devices if args.jobs is None else args.jobs
-    at_least_one = ("jobs", "devices", "epochs", "points", "validation_batches", "steps")
-    wrong = {
-        "--steps and --tokens-per-parameter: one of them": (
-            args.steps is not None and args.tokens_per_parameter is not None
-        ),
-        "--tokens-per-parameter must be above 0": (
-            args.tokens_per_parameter is not None and args.tokens_per_parameter <= 0
-        ),
-        "--graph needs --device cuda": args.graph and not cuda,
-        f"--devices: {args.devices} GPUs are not there": (
-            args.devices > 1 and (not cuda or args.devices > there)
-        ),
-        **{
-            f"--{name.replace('_', '-')} must be at least 1": (
-                getattr(args, name) is not None and getattr(args, name) < 1
-            )
-            for name in at_least_one
-        },
-    }
-    for words in (words for words, applies in wrong.items() if applies):
-        parser.error(words)
+    args.devices = timing.devices_of(parser, args)
+    args.jobs = args.jobs or args.devices
+    if args.graph and args.device == "cpu":
+        parser.error("--graph needs --device cuda")
     args.model = QUICK if args.quick else SIZES[args.size]
     if args.validation_batches is not None:
         args.model = replace(args.model, validation_batches=args.validation_batches)

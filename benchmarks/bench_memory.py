@@ -205,10 +205,8 @@ def compare(rows: dict[str, dict[str, Row]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "memory", "quick", "budget", "contenders")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--batches", type=timing.COUNT, nargs="+", default=list(BATCHES))
     args = timing.begin(parser, argv)
-    if min(args.batches) < 1:
-        parser.error("--batches must be at least 1")
     names = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     among = [c for c in CONTENDERS if c.name in names]
     torch.backends.cuda.matmul.allow_tf32 = True

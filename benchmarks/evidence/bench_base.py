@@ -518,8 +518,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every format in every case, print the table and write the report."""
-    parser = timing.error_arguments(__doc__, "base-formats")
-    parser.add_argument("--quick", action="store_true", help="random weights, for a test")
+    parser = timing.error_arguments(__doc__, "base-formats", "quick")
     args = parser.parse_args(argv)
     mend_torchvision()
     torch.manual_seed(0)

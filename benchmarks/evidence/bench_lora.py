@@ -303,10 +303,9 @@ def measured(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every form in every task, print the differences and write the report."""
-    parser = timing.error_arguments(__doc__, "base-lora")
+    parser = timing.error_arguments(__doc__, "base-lora", "quick")
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: all")
     parser.add_argument("--adapters", action="store_true", help="forms of the adapters")
-    parser.add_argument("--quick", action="store_true", help="toys, for a test; no download")
     args = parser.parse_args(argv)
     mend_torchvision()
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ result at once, so that the report on disk is complete.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import sys
@@ -52,7 +53,7 @@ def run_all(
     *,
     jobs: int = 1,
     devices: int = 1,
-    budget_s: float | None = None,
+    budget_s: float = math.inf,
     threads: int = 1,
     title: str = "runs",
     longest_s: float = 0.0,
@@ -76,7 +77,7 @@ def run_all(
     longest = longest_s
 
     def in_time() -> bool:
-        return budget_s is None or time.perf_counter() - began + longest < budget_s
+        return time.perf_counter() - began + longest < budget_s
 
     left: list[str] = []
     with tqdm(total=len(work), desc=title, unit="run", mininterval=5, disable=jobs == 1) as bar:
