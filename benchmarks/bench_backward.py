@@ -38,8 +38,8 @@ from evidence import doc_tables, rivals
 from hotcore.torch.ops import linear
 from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, Shape, floor_ms
 from timing import Call, Row
+from training import RECIPES
 
-RECIPES = ("default", "fast", "paper", "accurate")
 PARTS = ("layers", "paper", "stages", "forward", "host")
 RULE_TOKENS = (2048, 8192, 32768)
 RULE_SIZES = (

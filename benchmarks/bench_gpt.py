@@ -35,7 +35,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -274,12 +274,7 @@ class How:
         return always | {name: value for name, value in more.items() if value != DEFAULTS[name]}
 
 
-def model_of(
-    size: Size,
-    contender: Contender,
-    device: str,
-    backend: str | None,
-) -> SmallGPT:
+def model_of(size: Size, contender: Contender, device: str, backend: str | None) -> SmallGPT:
     """Build the model from torch's seed on ``device``, convert it, and compile with ``backend``."""
     model = SmallGPT(size.vocabulary, size.width, size.depth, size.heads, size.context)
     model.head.weight = model.embed.weight
@@ -327,6 +322,28 @@ def rate(step: int, steps: int, size: Size) -> float:
     """Factor of the learning rate: linear warm-up of at most a fifth, then a cosine to a tenth."""
     warm = min(1.0, (step + 1) / max(1, min(size.warmup, steps // 5)))
     return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, now: float) -> None:
+    """Set the learning rate, in place where a CUDA graph reads it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(now)
+        else:
+            group["lr"] = now
+
+
+def update(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], count: int) -> list[Tensor]:
+    """Train a step on the mean of ``count`` losses, each computed in its turn. Returns them."""
+    optimizer.zero_grad(set_to_none=True)
+    out = []
+    for loss in losses:
+        (loss / count).backward()
+        out.append(loss.detach())
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    optimizer.step()
+    return out
 
 
 class Captured:
@@ -400,15 +417,8 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         return loss
 
     def plain_step(stacked: Batch) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for batch in zip(*stacked, strict=True):
-            loss = loss_of(batch)
-            (loss / how.accumulate).backward()
-            losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        return torch.stack(losses).mean()
+        every = map(loss_of, zip(*stacked, strict=True))
+        return torch.stack(update(optimizer, every, how.accumulate)).mean()
 
     training, held_out = text.training.to(device), text.validation.to(device)
 
@@ -458,12 +468,7 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
                 saved = last = time.perf_counter()
         if step == steps:
             break
-        now = size.learning_rate * rate(step, steps, size)
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(now)
-            else:
-                group["lr"] = now
+        set_rate(optimizer, size.learning_rate * rate(step, steps, size))
         inputs, targets = zip(*itertools.islice(source, how.accumulate), strict=True)
         loss = one_step((torch.stack(inputs), torch.stack(targets)))
         if step % loss_every == 0:

@@ -18,7 +18,6 @@ weights, which the paper's figure contains; they are added here.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import math
 import time
@@ -35,6 +34,7 @@ from evidence.small_tasks import training
 from models import mend_torchvision
 from timing import Row
 from torch import Tensor, nn
+from training import cleaned
 
 GIB = 2**30
 BATCHES = (64, 128, 256, 512, 1024)
@@ -224,18 +224,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         for batch in args.batches:
             row: Row = {"left out": "no time left"}
             if time.perf_counter() - begun <= args.budget:
-                try:
-                    trainer = trainer or Trainer(contender, args.device, args.quick)
-                    row = trainer.step(batch)
-                except (RuntimeError, NotImplementedError) as error:
-                    if args.device == "cpu":
-                        raise
-                    row = {"left out": f"{type(error).__name__}: {error!s:.120}"}
-                if trainer is not None:
-                    trainer.clear()
-                gc.collect()
-                if args.device == "cuda":
-                    torch.cuda.empty_cache()
+                with cleaned(args.device):
+                    try:
+                        trainer = trainer or Trainer(contender, args.device, args.quick)
+                        row = trainer.step(batch)
+                    except (RuntimeError, NotImplementedError) as error:
+                        if args.device == "cpu":
+                            raise
+                        row = {"left out": f"{type(error).__name__}: {error!s:.120}"}
+                    if trainer is not None:
+                        trainer.clear()
             if contender.name in formulas:
                 terms = formulas[contender.name]
                 row["formula_gib"] = (terms["fixed_bytes"] + batch * terms["image_bytes"]) / GIB

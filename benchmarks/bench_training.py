@@ -98,21 +98,17 @@ def train(
 
 
 def one_run(
-    name: str,
-    images: str,
-    table: str,
+    words: tuple[Any, ...],
     contender: Contender,
     seed: int,
     steps: int | None,
     device: str,
     start: Path | None,
-    batch: int | None,
-    epochs: float | None,
 ) -> dict[str, Any]:
-    """Run :func:`train` by the task's name."""
-    task = task_of(name, images, table, batch, epochs)
-    words = (task, contender, seed, steps or task.steps, device, start)
-    return side_by_side.or_left_out(device, lambda: train(*words))
+    """Run :func:`train` on the :func:`task_of` of ``words``."""
+    task = task_of(*words)
+    options = (task, contender, seed, steps or task.steps, device, start)
+    return side_by_side.or_left_out(device, lambda: train(*options))
 
 
 def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, path: Path) -> None:
@@ -240,8 +236,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         (
             key,
             one_run,
-            (task, args.images, args.table, contender, seed, args.steps, args.device,
-             starts.get((task, seed)), args.batch, args.epochs),
+            ((task, args.images, args.table, args.batch, args.epochs), contender, seed, args.steps,
+             args.device, starts.get((task, seed))),
         )
         for key, task, contender, seed in chosen
     ]  # fmt: skip

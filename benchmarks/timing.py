@@ -85,27 +85,21 @@ def cuda_stopwatch() -> Stopwatch:
     return measure
 
 
-class Marks:
-    """Marks between steps, in the device's queue on CUDA, else of the host's clock."""
+def mark(device: str) -> Any:
+    """Return a mark in the device's queue on CUDA, else the time of the host's clock."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._at: list[Any] = []
 
-    def mark(self) -> None:
-        if self.device == "cpu":
-            self._at.append(time.perf_counter())
-        else:
-            self._at.append(torch.cuda.Event(enable_timing=True))
-            self._at[-1].record()
-
-    def milliseconds(self) -> list[float]:
-        """Return the times between marks. Waits for the last mark."""
-        synchronize(self.device)
-        pairs = itertools.pairwise(self._at)
-        if self.device == "cpu":
-            return [(end - start) * 1e3 for start, end in pairs]
-        return [start.elapsed_time(end) for start, end in pairs]
+def between(marks: Sequence[Any], device: str) -> list[float]:
+    """Return the milliseconds between marks. Waits for the last one."""
+    synchronize(device)
+    if device == "cpu":
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
 
 def stopwatch(device: str) -> Stopwatch:

@@ -342,14 +342,7 @@ class Trainer:
     ) -> None:
         """Copy ``model`` to the device of ``batch``; convert, checkpoint and compile the copy.
 
-        Args:
-            contender: settings of the training.
-            model: plain model.
-            batch: batch of every step.
-            task: gives the loss and the name of the blocks.
-            in_place: whether to change ``model`` itself instead of a copy.
-            backend: backend of torch.compile.
-
+        ``in_place`` changes ``model`` itself. ``task`` gives the loss and the name of the blocks.
         Raises Left if something that the contender needs is missing.
         """
         self.contender, self._batch, self._task = contender, batch, task

@@ -60,18 +60,10 @@ def run_all(
 ) -> list[str]:
     """Do the work in order, ``jobs`` at a time. Returns the names that the budget left out.
 
-    Args:
-        work: pieces of work with picklable results.
-        done: called in this process with each piece's name and result.
-        jobs: number of processes; 1 does all work in this process.
-        devices: CUDA devices for the jobs; each process sees only one, as "cuda".
-        budget_s: seconds from now. A piece that would end later, if it took as long as the longest
-            so far, is not started.
-        threads: threads of each process.
-        title: title of the progress bar.
-        longest_s: longest piece of an earlier call.
-
-    An exception of a piece ends everything, after the running pieces.
+    ``done`` gets each piece's name and result, in this process. One job does all work here; of
+    several each sees one of ``devices``, as "cuda". A piece does not start if it would exceed the
+    budget, were it as long as the longest so far (``longest_s``: that of an earlier call). An
+    exception of a piece ends everything, after the running pieces.
     """
     began = time.perf_counter()
     longest = longest_s
