@@ -168,7 +168,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.json = timing.RESULTS / f"{'cuda-' if args.device == 'cuda' else ''}{name}.json"
     try:
         args.methods_of = {
-            task: small_tasks.chosen(task, args.methods, table=args.table) for task in args.tasks
+            task: small_tasks.chosen(task, args.methods, args.table) for task in args.tasks
         }
         for task in args.tasks if args.epochs is not None else ():
             task_of(task, args.images, args.table, args.batch, args.epochs)

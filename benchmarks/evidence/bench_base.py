@@ -407,8 +407,7 @@ def sizes_of(case: Case) -> tuple[dict[str, dict[str, Tensor]], dict[str, list[s
 def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -> dict[str, float]:
     """Bytes a value, the weights' error and that of the outputs, with every layer in a format."""
     layers, weights = case.layers(), {}
-    size = squares = errors = 0.0
-    handles = []
+    size, errors, handles = 0.0, [], []
     for name, layer in layers.items():
         weight = weights[name] = layer.weight.data
         group = [weights.get(n, layers[n].weight.data) for n in readers[name]]
@@ -417,10 +416,7 @@ def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -
         found = rounded(sized, form)
         found = found if factors is None else found / factors
         size += weight.numel() * form.bytes_per_value(weight.shape[1])
-        errors, squares = (
-            errors + float((found - weight).square().sum()),
-            squares + float(weight.square().sum()),
-        )
+        errors.append((found - weight, weight))
         layer.weight.data = found
         if form.x8:
             handles.append(layer.register_forward_pre_hook(_rounding(form, factors)))
@@ -429,16 +425,18 @@ def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -
         layer.weight.data = weights[name]
     for handle in handles:
         handle.remove()
-    weight_error = math.sqrt(errors / squares)
-    return errors_of(tokens, exact, size / sum(w.numel() for w in weights.values()), weight_error)
+    return errors_of(tokens, exact, size / sum(w.numel() for w in weights.values()), errors)
 
 
-def errors_of(tokens: Tensor, exact: Tensor, size: float, weight_error: float) -> dict[str, float]:
-    """A row of the report."""
+def errors_of(
+    tokens: Tensor, exact: Tensor, size: float, weights: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, float]:
+    """A row of the report; ``weights`` are their errors with themselves."""
+    error, square = (sum(float(pair[part].square().sum()) for pair in weights) for part in (0, 1))
     pooled = F.cosine_similarity(tokens.mean(1), exact.mean(1))
     return {
         "bytes": size,
-        "w": weight_error,
+        "w": math.sqrt(error / square),
         "sequence": float(1 - pooled.mean()),
         "worst": float(1 - pooled.min()),
         "token": float(1 - F.cosine_similarity(tokens, exact, dim=2).mean()),
@@ -462,14 +460,12 @@ def frozen(case: Case, bits: Any, measured: bool, exact: Tensor) -> dict[str, fl
     hot.convert(model, config, filter_fn=lambda _, name: name in names)
     inputs = [{"input_ids": part} for part in case.calibration.split(32)] if measured else None
     hot.freeze(model, bits, inputs=inputs)
-    weights, squares, errors = case.layers(), 0.0, 0.0
-    for name, layer in weights.items():
-        error = model.get_submodule(name).dequantized() - layer.weight  # type: ignore[operator]
-        errors += float(error.square().sum())
-        squares += float(layer.weight.square().sum())
-    size = model.freeze_report.after / sum(layer.weight.numel() for layer in weights.values())  # type: ignore[union-attr, operator]
-    row = dataclasses.replace(case, model=model).outputs()
-    return errors_of(row, exact, size, math.sqrt(errors / squares))
+    errors = [
+        (model.get_submodule(name).dequantized() - layer.weight, layer.weight)  # type: ignore[operator]
+        for name, layer in case.layers().items()
+    ]
+    size = model.freeze_report.after / sum(weight.numel() for _, weight in errors)  # type: ignore[union-attr, operator]
+    return errors_of(dataclasses.replace(case, model=model).outputs(), exact, size, errors)
 
 
 def _rounding(form: Format, factors: Tensor | None) -> Any:

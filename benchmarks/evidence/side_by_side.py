@@ -61,9 +61,9 @@ def run_all(
     """Do the work in order, ``jobs`` at a time. Returns the names that the budget left out.
 
     ``done`` gets each piece's name and result, in this process. One job does all work here; of
-    several each sees one of ``devices``, as "cuda". A piece does not start if it would exceed the
-    budget, were it as long as the longest so far (``longest_s``: that of an earlier call). An
-    exception of a piece ends everything, after the running pieces.
+    several each sees one of ``devices``, as "cuda". No piece starts that would exceed the budget
+    if it took as long as the longest so far (``longest_s``: of an earlier call). An exception of a
+    piece ends everything, after the running pieces.
     """
     began = time.perf_counter()
     longest = longest_s
