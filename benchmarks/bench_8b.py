@@ -70,43 +70,28 @@ class Size:
     """Sequences of text, through which the steps cycle."""
 
 
-FULL = Size(
-    {
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 8192, "rope_theta": 500000,
-    },
-    2048, bench_gpt.FULL, 128,
-)  # fmt: skip
+def shape_of(
+    vocabulary: int, features: int, mlp: int, blocks: int, heads: int, key_values: int, **more: Any
+) -> dict[str, Any]:
+    """Return the configuration of a Llama."""
+    sizes = {"vocab_size": vocabulary, "hidden_size": features, "intermediate_size": mlp}
+    sizes |= {"num_hidden_layers": blocks, "num_attention_heads": heads}
+    return sizes | {"num_key_value_heads": key_values, **more}
+
+
+LONG = {"max_position_embeddings": 8192, "rope_theta": 500000}
+TIED = {**LONG, "tie_word_embeddings": True}
 SIZES = {
-    "70b": dataclasses.replace(
-        FULL,
-        config=FULL.config
-        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-           "num_attention_heads": 64},
-    ),
-    "8b": FULL,
-    "1b": dataclasses.replace(
-        FULL,
-        config=FULL.config
-        | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-           "tie_word_embeddings": True},
-    ),
-    "0.5b": dataclasses.replace(
-        FULL,
-        config=FULL.config
-        | {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
-           "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-           "tie_word_embeddings": True},
-    ),
-}  # fmt: skip
-TOY = Size(
-    {
-        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    },
-    32, bench_gpt.QUICK, 16,
-)  # fmt: skip
+    name: Size(shape_of(*sizes, **more), 2048, bench_gpt.FULL, 128)
+    for name, sizes, more in (
+        ("70b", (128256, 8192, 28672, 80, 64, 8), LONG),
+        ("8b", (128256, 4096, 14336, 32, 32, 8), LONG),
+        ("1b", (128256, 2048, 8192, 16, 32, 8), TIED),
+        ("0.5b", (151936, 896, 4864, 24, 14, 2), TIED),
+    )
+}
+FULL = SIZES["8b"]
+TOY = Size(shape_of(512, 128, 256, 2, 4, 2), 32, bench_gpt.QUICK, 16)
 
 
 CONTENDERS = of_a_whole_model()
@@ -323,22 +308,21 @@ def largest(
 
 def speed(run: Whole, sequences: int, device: str, joules: Callable[[], float | None]) -> Row:
     """Time steps that are queued one after the other, as in training."""
-    marks = timing.Marks(device)
     run.take(sequences)
     timing.synchronize(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     begun_j, begun = joules(), time.perf_counter()
-    marks.mark()
+    marks = [timing.mark(device)]
     for _ in range(TIMED_STEPS):
         loss = run.take(sequences)
-        marks.mark()
+        marks.append(timing.mark(device))
     timing.synchronize(device)
     seconds, ended_j = time.perf_counter() - begun, joules()
     tokens = TIMED_STEPS * sequences * run.text.shape[1]
     out: Row = {
         "sequences": sequences,
-        "step": timing.spread(marks.milliseconds()),
+        "step": timing.spread(timing.between(marks, device)),
         "tokens_per_s": tokens / seconds,
         "loss": float(loss),
     }

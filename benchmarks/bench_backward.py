@@ -24,7 +24,6 @@ import copy
 import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,8 +38,8 @@ from evidence import doc_tables, rivals
 from hotcore.torch.ops import linear
 from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, Shape, floor_ms
 from timing import Call, Row
+from training import RECIPES
 
-RECIPES = ("default", "fast", "paper", "accurate")
 PARTS = ("layers", "paper", "stages", "forward", "host")
 RULE_TOKENS = (2048, 8192, 32768)
 RULE_SIZES = (
@@ -138,7 +137,7 @@ def layer_rows(
     torchao = ""
     if with_torchao:
         try:
-            calls, torchao = rivals.torchao_calls(gy, w, x, emulate=device == "cpu")
+            calls, torchao = rivals.torchao_calls(gy, w, x)
             contenders |= calls
         except rivals.TorchaoMissing as error:
             print(f"  torchao: none: {error}")
@@ -224,9 +223,7 @@ def print_layer(title: str, rows: dict[str, Row]) -> None:
 def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for group, shapes in groups.items():
-        with_torchao = not args.no_torchao and (args.device == "cuda" or args.emulate_torchao)
-        if args.short:
-            with_torchao = with_torchao and group == "Llama-3-8B"
+        with_torchao = args.device == "cuda" and (not args.short or group == "Llama-3-8B")
         tables: dict[str, dict[str, Row]] = {}
         for name, shape in shapes.items():
             tables[name] = layer_rows(shape, args.recipe, args, with_torchao)
@@ -284,14 +281,10 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
 def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
     """Profile the kernels of one call: name, microseconds, launches; longest first."""
     call()
-    events = kernel_classes.counted_once(kernel_classes.profiled_events(call, repeats))
-    counts = Counter(event.name for event in events)
-    spent = dict.fromkeys(counts, 0.0)
-    for event in events:
-        spent[event.name] += event.duration / repeats
+    events = kernel_classes.profiled_events(call, repeats)
     return [
-        {"kernel": name[:160], "us": us, "launches": counts[name] / repeats}
-        for name, us in sorted(spent.items(), key=lambda item: -item[1])
+        {"kernel": name[:160], "us": us, "launches": launches}
+        for name, us, launches in kernel_classes.by_name(events, repeats)
     ]
 
 
@@ -567,11 +560,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--part", action="append", choices=(*PARTS, "rule"))
     parser.add_argument("--short", action="store_true", help="fewer shapes, for gpu_check")
-    parser.add_argument("--no-torchao", action="store_true")
     parser.add_argument("--isa", help="instruction set on the CPU (default: the best)")
-    parser.add_argument(
-        "--emulate-torchao", action="store_true", help="CPU: run torchao's layer without FP8 units"
-    )
     args = timing.begin(parser, argv, lambda args: hotcore.set_isa(args.isa))
     args.recipe = args.recipe or ["default", "fast", "paper"]
     groups: Groups = CPU_GROUPS if args.device == "cpu" else CUDA_GROUPS

@@ -39,7 +39,7 @@ from models import TASKS, Batch, Task
 from steps import GIB, Said, described, many_recompilations, said
 from timing import Row
 from torch import Tensor, nn
-from training import Contender, Left, Trainer, blocks_of
+from training import Contender, Left, Trainer, blocks_of, by_name
 
 WARM_UP, REPEATS, STEPS = 4, 3, 4
 BATCHES = 16
@@ -48,6 +48,8 @@ EACH = {"llama_8b": 3, "vit_l": 64, "bert_large": 32}
 """Sequences or images of a GPU's step."""
 INT8_WEIGHTS, INT8_GRADIENTS = ("int8 weights", "int8 both"), ("int8", "int8 both")
 """Contenders' ``wire`` with weights, and with gradients, in a byte."""
+HOOKS = ("bf16_compress_hook", "PowerSGD")
+"""Hooks of torch, which need NCCL."""
 HOOKS_BUCKET_MB = 100
 """DDP's buckets beside a communication hook; without one torch's 25."""
 TIMEOUT_S = 540.0
@@ -58,42 +60,18 @@ RANK = 4
 def contenders(model: str) -> list[Contender]:
     """Contenders by importance; the first is the baseline."""
     sharded = model == "llama_8b"
-
-    def one(name: str, recipe: str | None = None, **options: Any) -> Contender:
-        head = "torch" if sharded else ""
-        more = {"compiled": "default", "slower": False, "autocast": not sharded, "head": head}
-        return Contender(name, recipe, **(more | options))
-
-    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    int8: dict[str, Any] = {"wire": "int8"}
-    both: dict[str, Any] = {"wire": "int8 both"}
-    listed = [
-        one("bf16"),
-        one("default int8-forward", **hot8),
-        one("default int8-forward, INT8 gradients", **hot8, **int8),
-        one("FP8 tensorwise", fp8="tensorwise"),
-        one("fast int8-forward", "fast", forward="int8"),
-        one("FP8 rowwise", fp8="rowwise"),
-    ]
-    gathered = "FP8 tensorwise, gathered in FP8"
+    hot8, gathered = "default int8-forward", "FP8 tensorwise, gathered in FP8"
+    names = ["bf16", hot8, f"{hot8}, INT8 gradients"]
     if sharded:
-        listed.insert(3, one(gathered, fp8="gathered"))
-        listed.insert(4, one(f"{gathered}, INT8 gradients", fp8="gathered", **int8))
-        listed[3:3] = [
-            one("default int8-forward, INT8 weights and gradients", **hot8, **both),
-            one("bf16, INT8 weights and gradients", **both),
-            one("default int8-forward, INT8 weights", **hot8, wire="int8 weights"),
-        ]
-        listed.append(one("default int8-forward, 8-bit head", **hot8 | {"head": "accurate"}))
+        names += [f"{name}, INT8 weights and gradients" for name in (hot8, "bf16")]
+        names += [f"{hot8}, INT8 weights", gathered, f"{gathered}, INT8 gradients"]
     else:
-        listed[3:3] = [
-            one("bf16, INT8 gradients", **int8),
-            one("bf16, bf16_compress_hook", wire="bf16"),
-            one("bf16, PowerSGD", wire="powersgd"),
-            one("default int8-forward, bf16_compress_hook", **hot8, wire="bf16"),
-            one("default int8-forward, PowerSGD", **hot8, wire="powersgd"),
-        ]
-    return listed
+        names += [f"bf16, {wire}" for wire in ("INT8 gradients", *HOOKS)]
+        names += [f"{hot8}, {hook}" for hook in HOOKS]
+    names += ["FP8 tensorwise", "fast int8-forward", "FP8 rowwise"]
+    names += [f"{hot8}, 8-bit head"] * sharded
+    base: dict[str, Any] = {"compiled": "default", "slower": False, "autocast": not sharded}
+    return [by_name(name, **base, head="torch" if sharded else "") for name in names]
 
 
 @dataclass(frozen=True)

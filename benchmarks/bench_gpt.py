@@ -35,7 +35,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,21 +49,15 @@ from evidence import doc_tables, rivals, side_by_side
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
-from training import Contender, cleaned, config_of
+from training import Contender, by_name, cleaned, config_of
 
 GIB = 2**30
-
-
 RECIPES = ("default", "fast", "accurate", "paper")
-CONTENDERS = (
-    Contender("bf16"),
-    *(Contender(recipe, recipe) for recipe in RECIPES),
-    *(Contender(f"{recipe} int8-forward", recipe, forward="int8") for recipe in RECIPES),
-    Contender("default, attention kept", "default", attention_kept=True),
-    Contender("fast, attention kept", "fast", attention_kept=True),
-    Contender("FP8 tensorwise", fp8="tensorwise"),
-    Contender("FP8 rowwise", fp8="rowwise"),
-)
+NAMES = (
+    "bf16", *RECIPES, *(f"{recipe} int8-forward" for recipe in RECIPES),
+    "default, attention kept", "fast, attention kept", "FP8 tensorwise", "FP8 rowwise",
+)  # fmt: skip
+CONTENDERS = tuple(map(by_name, NAMES))
 
 
 @dataclass(frozen=True)
@@ -280,12 +274,7 @@ class How:
         return always | {name: value for name, value in more.items() if value != DEFAULTS[name]}
 
 
-def model_of(
-    size: Size,
-    contender: Contender,
-    device: str,
-    backend: str | None,
-) -> SmallGPT:
+def model_of(size: Size, contender: Contender, device: str, backend: str | None) -> SmallGPT:
     """Build the model from torch's seed on ``device``, convert it, and compile with ``backend``."""
     model = SmallGPT(size.vocabulary, size.width, size.depth, size.heads, size.context)
     model.head.weight = model.embed.weight
@@ -333,6 +322,28 @@ def rate(step: int, steps: int, size: Size) -> float:
     """Factor of the learning rate: linear warm-up of at most a fifth, then a cosine to a tenth."""
     warm = min(1.0, (step + 1) / max(1, min(size.warmup, steps // 5)))
     return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, now: float) -> None:
+    """Set the learning rate, in place where a CUDA graph reads it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(now)
+        else:
+            group["lr"] = now
+
+
+def update(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], count: int) -> list[Tensor]:
+    """Train a step on the mean of ``count`` losses, each computed in its turn. Returns them."""
+    optimizer.zero_grad(set_to_none=True)
+    out = []
+    for loss in losses:
+        (loss / count).backward()
+        out.append(loss.detach())
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    optimizer.step()
+    return out
 
 
 class Captured:
@@ -406,15 +417,8 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         return loss
 
     def plain_step(stacked: Batch) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for batch in zip(*stacked, strict=True):
-            loss = loss_of(batch)
-            (loss / how.accumulate).backward()
-            losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        return torch.stack(losses).mean()
+        every = map(loss_of, zip(*stacked, strict=True))
+        return torch.stack(update(optimizer, every, how.accumulate)).mean()
 
     training, held_out = text.training.to(device), text.validation.to(device)
 
@@ -464,12 +468,7 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
                 saved = last = time.perf_counter()
         if step == steps:
             break
-        now = size.learning_rate * rate(step, steps, size)
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(now)
-            else:
-                group["lr"] = now
+        set_rate(optimizer, size.learning_rate * rate(step, steps, size))
         inputs, targets = zip(*itertools.islice(source, how.accumulate), strict=True)
         loss = one_step((torch.stack(inputs), torch.stack(targets)))
         if step % loss_every == 0:
@@ -510,49 +509,30 @@ def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = ("contenders", "quick", "budget", "backend", "cache")
+    options = ("contenders", "quick", "budget", "backend", "cache", "devices")
     parser = timing.arguments(__doc__, "gpt", *options)
     parser.set_defaults(backend="inductor")
     add, names = parser.add_argument, [contender.name for contender in CONTENDERS]
     add("--size", choices=tuple(SIZES), default="91M")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--steps", type=int, help="default: 900")
+    run = parser.add_mutually_exclusive_group()
+    run.add_argument("--steps", type=timing.COUNT, help="default: 900")
+    run.add_argument("--tokens-per-parameter", type=timing.above_zero(float), metavar="T")
     add("--tokens-per-step", type=int, metavar="N",
         help="default: 32,768; more are accumulated")  # fmt: skip
-    add("--tokens-per-parameter", type=float, metavar="T", help="instead of --steps")
-    add("--epochs", type=int, default=4, help="largest number of passes over the text")
-    add("--validation-batches", type=int, metavar="N", help="default: the size's")
-    add("--points", type=int, default=DEFAULTS["points"], help="points of the validation curve")
+    count = {"type": timing.COUNT}
+    add("--epochs", **count, default=4, help="largest number of passes over the text")
+    add("--validation-batches", **count, metavar="N", help="default: the size's")
+    add("--points", **count, default=DEFAULTS["points"], help="points of the validation curve")
     add("--graph", action="store_true", help="capture a step in a CUDA graph")
-    add("--jobs", type=int, help="parallel runs (default: one per device)")
-    add("--devices", type=int, default=1, help="GPUs to use (0: all)")
+    add("--jobs", **count, help="parallel runs (default: one per device)")
     add("--save", type=float, default=60, metavar="SECONDS", help="between saved states of a run")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, names, args.contenders)
-    cuda, there = args.device == "cuda", torch.cuda.device_count()
-    args.devices = args.devices or max(1, there)
-    args.jobs = args.devices if args.jobs is None else args.jobs
-    at_least_one = ("jobs", "devices", "epochs", "points", "validation_batches", "steps")
-    wrong = {
-        "--steps and --tokens-per-parameter: one of them": (
-            args.steps is not None and args.tokens_per_parameter is not None
-        ),
-        "--tokens-per-parameter must be above 0": (
-            args.tokens_per_parameter is not None and args.tokens_per_parameter <= 0
-        ),
-        "--graph needs --device cuda": args.graph and not cuda,
-        f"--devices: {args.devices} GPUs are not there": (
-            args.devices > 1 and (not cuda or args.devices > there)
-        ),
-        **{
-            f"--{name.replace('_', '-')} must be at least 1": (
-                getattr(args, name) is not None and getattr(args, name) < 1
-            )
-            for name in at_least_one
-        },
-    }
-    for words in (words for words, applies in wrong.items() if applies):
-        parser.error(words)
+    args.devices = timing.devices_of(parser, args)
+    args.jobs = args.jobs or args.devices
+    if args.graph and args.device == "cpu":
+        parser.error("--graph needs --device cuda")
     args.model = QUICK if args.quick else SIZES[args.size]
     if args.validation_batches is not None:
         args.model = replace(args.model, validation_batches=args.validation_batches)

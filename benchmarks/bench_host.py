@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import models
 import timing
@@ -21,27 +20,17 @@ import torch
 from steps import Local, Setting, described, many_recompilations, said, setting_of
 from timing import Row
 from torch import nn
-from training import Contender, Left, cleaned
+from training import Contender, Left, by_name, cleaned
 
 MODEL = "vit_l"
 IMAGES = 16
-WAYS = {"compiled": "default", "eager": None}
-KINDS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "default": {"recipe": "default"},
-    "default int8-forward": {"recipe": "default", "forward": "int8"},
-    "FP8 tensorwise": {"fp8": "tensorwise"},
-}
+KINDS = ("bf16", "default", "default int8-forward", "FP8 tensorwise")
 
 
 def contenders() -> list[Contender]:
     """Every kind in both modes; FP8 only compiled, as torchao asks for."""
-    return [
-        Contender(f"{kind} {way}", compiled=mode, autocast=True, **options)
-        for way, mode in WAYS.items()
-        for kind, options in KINDS.items()
-        if mode is not None or "fp8" not in options
-    ]
+    names = [f"{kind} {way}" for way in ("compiled", "eager") for kind in KINDS]
+    return [by_name(name, autocast=True) for name in names if name != "FP8 tensorwise eager"]
 
 
 def few_images() -> None:

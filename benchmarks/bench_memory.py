@@ -18,7 +18,6 @@ weights, which the paper's figure contains; they are added here.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import math
 import time
@@ -35,6 +34,7 @@ from evidence.small_tasks import training
 from models import mend_torchvision
 from timing import Row
 from torch import Tensor, nn
+from training import cleaned
 
 GIB = 2**30
 BATCHES = (64, 128, 256, 512, 1024)
@@ -205,10 +205,8 @@ def compare(rows: dict[str, dict[str, Row]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "memory", "quick", "budget", "contenders")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--batches", type=timing.COUNT, nargs="+", default=list(BATCHES))
     args = timing.begin(parser, argv)
-    if min(args.batches) < 1:
-        parser.error("--batches must be at least 1")
     names = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     among = [c for c in CONTENDERS if c.name in names]
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -226,18 +224,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         for batch in args.batches:
             row: Row = {"left out": "no time left"}
             if time.perf_counter() - begun <= args.budget:
-                try:
-                    trainer = trainer or Trainer(contender, args.device, args.quick)
-                    row = trainer.step(batch)
-                except (RuntimeError, NotImplementedError) as error:
-                    if args.device == "cpu":
-                        raise
-                    row = {"left out": f"{type(error).__name__}: {error!s:.120}"}
-                if trainer is not None:
-                    trainer.clear()
-                gc.collect()
-                if args.device == "cuda":
-                    torch.cuda.empty_cache()
+                with cleaned(args.device):
+                    try:
+                        trainer = trainer or Trainer(contender, args.device, args.quick)
+                        row = trainer.step(batch)
+                    except (RuntimeError, NotImplementedError) as error:
+                        if args.device == "cpu":
+                            raise
+                        row = {"left out": f"{type(error).__name__}: {error!s:.120}"}
+                    if trainer is not None:
+                        trainer.clear()
             if contender.name in formulas:
                 terms = formulas[contender.name]
                 row["formula_gib"] = (terms["fixed_bytes"] + batch * terms["image_bytes"]) / GIB

@@ -6,7 +6,7 @@
         "default compiled" "default int8-forward compiled" "frozen int8*compiled" \
         --json benchmarks/results/cuda-lora.json
     python benchmarks/bench_models.py --device cuda --models resnet50_last --contenders \
-        "bf16 *" "default compiled*" "default reduce-overhead*" "token? compiled" \
+        "bf16 *" "default compiled*" "default reduce-overhead*" \
         --json benchmarks/results/cuda-convolution.json
     python benchmarks/bench_models.py --device cuda --part table --budget 300
     python benchmarks/bench_models.py --quick              # small versions; CPU too
@@ -49,13 +49,7 @@ JOBS = 8
 
 
 def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) -> None:
-    """Measure the part "step" of all models into ``content["steps"]``. Writes after each wave.
-
-    Args:
-        args: options of the command line.
-        content: report without its head.
-        left_s: returns the seconds that --budget leaves.
-    """
+    """Measure the part "step" of all models into ``content["steps"]``. Writes after each wave."""
     setting = steps.setting_of(args)
     if args.jobs:  # inherited by the contenders' processes, which would each take all cores
         cores = max(1, (os.cpu_count() or 1) // args.jobs)

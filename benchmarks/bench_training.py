@@ -98,21 +98,17 @@ def train(
 
 
 def one_run(
-    name: str,
-    images: str,
-    table: str,
+    words: tuple[Any, ...],
     contender: Contender,
     seed: int,
     steps: int | None,
     device: str,
     start: Path | None,
-    batch: int | None,
-    epochs: float | None,
 ) -> dict[str, Any]:
-    """Run :func:`train` by the task's name."""
-    task = task_of(name, images, table, batch, epochs)
-    words = (task, contender, seed, steps or task.steps, device, start)
-    return side_by_side.or_left_out(device, lambda: train(*words))
+    """Run :func:`train` on the :func:`task_of` of ``words``."""
+    task = task_of(*words)
+    options = (task, contender, seed, steps or task.steps, device, start)
+    return side_by_side.or_left_out(device, lambda: train(*options))
 
 
 def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, path: Path) -> None:
@@ -135,23 +131,24 @@ def pretrained_path(cache: Path, name: str, images: str, seed: int, steps: int |
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = timing.error_arguments(__doc__, "[cuda-]TABLE", jobs=1, threads=1)
+    options = ("device", "devices", "budget")
+    parser = timing.error_arguments(__doc__, "[cuda-]TABLE", *options, threads=1)
     parser.set_defaults(json=None)
+    parser.add_argument("--jobs", type=timing.COUNT, default=1)
     parser.add_argument("--table", choices=small_tasks.TABLES, default="rivals")
     parser.add_argument("--tasks", default="vit,gpt", help=f"of {', '.join(small_tasks.TASKS)}")
     parser.add_argument("--methods", help="names with semicolons; default: all")
     parser.add_argument("--seeds", type=numbers, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="default: each task's own")
-    parser.add_argument("--epochs", type=float, help="instead of --steps")
-    parser.add_argument("--batch", type=int, help="images or texts a step; default: the task's")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs to use (0: all)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=timing.COUNT, help="default: each task's own")
+    length.add_argument("--epochs", type=timing.above_zero(float))
+    words = "images or texts a step; default: the task's"
+    parser.add_argument("--batch", type=timing.COUNT, help=words)
     kinds = ", ".join(f"{kind}:FOLDER" for kind in small_tasks.images.READERS)
     parser.add_argument("--images", default="tiles", help=f"tiles, {kinds}")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--tf32", action="store_true", help="plain products in TF32, for large models on a GPU"
     )
-    parser.add_argument("--budget", type=float, help="seconds for this call (default: no limit)")
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img", help="a folder")
     parser.add_argument("--cache", type=Path, default=ROOT / "build/pretrained")
     args = parser.parse_args(argv)
@@ -161,23 +158,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.tasks = args.tasks.split(",")
     if not set(args.tasks) <= set(small_tasks.TASKS):
         parser.error(f"--tasks: of {', '.join(small_tasks.TASKS)}")
-    positive = (getattr(args, name) for name in ("jobs", "steps", "epochs", "batch"))
-    if not all(value is None or value > 0 for value in positive):
-        parser.error("--jobs, --steps, --epochs and --batch must be above 0")
-    if args.epochs is not None and (args.steps is not None or args.table == "finetune"):
-        parser.error("--epochs: not with --steps, nor for fine-tuning")
+    if args.epochs is not None and args.table == "finetune":
+        parser.error("--epochs: not for fine-tuning")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
-    there = max(1, torch.cuda.device_count()) if args.device == "cuda" else 1
-    args.devices = args.devices or there
-    if not 1 <= args.devices <= there:
-        parser.error(f"--devices: {args.devices} GPUs are not there")
+    args.devices = timing.devices_of(parser, args)
     if args.json is None:
         name = "training" if args.table == "rivals" else args.table
         args.json = timing.RESULTS / f"{'cuda-' if args.device == 'cuda' else ''}{name}.json"
     try:
         args.methods_of = {
-            task: small_tasks.chosen(task, args.methods, table=args.table) for task in args.tasks
+            task: small_tasks.chosen(task, args.methods, args.table) for task in args.tasks
         }
         for task in args.tasks if args.epochs is not None else ():
             task_of(task, args.images, args.table, args.batch, args.epochs)
@@ -245,12 +236,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         (
             key,
             one_run,
-            (task, args.images, args.table, contender, seed, args.steps, args.device,
-             starts.get((task, seed)), args.batch, args.epochs),
+            ((task, args.images, args.table, args.batch, args.epochs), contender, seed, args.steps,
+             args.device, starts.get((task, seed))),
         )
         for key, task, contender, seed in chosen
     ]  # fmt: skip
-    left_s = None if args.budget is None else args.budget - (time.perf_counter() - began)
+    left_s = args.budget - (time.perf_counter() - began)
     side_by_side.run_all(work, done, budget_s=left_s, title=args.table, longest_s=longest, **pool)
     report["not run"] = [
         key for key, *_ in every if key not in runs and key.split("/")[1] not in report["left out"]

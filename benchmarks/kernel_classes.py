@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +74,14 @@ def counted_once(events: Sequence[Event]) -> list[Event]:
     return counted
 
 
+def by_name(events: Sequence[Event], steps: int) -> list[tuple[str, float, float]]:
+    """List name, microseconds and launches a step of every kernel, the longest first."""
+    spent, launches = Counter[str](), Counter(event.name for event in events)
+    for event in counted_once(events):
+        spent[event.name] += event.duration / steps
+    return [(name, us, launches[name] / steps) for name, us in spent.most_common()]
+
+
 def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
     """Sum the milliseconds of a step by class, and name the longest kernels.
 
@@ -81,16 +89,12 @@ def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
         ``ms`` (class -> ms, every class, :func:`counted_once`), ``busy_ms`` their sum,
         ``launches``, ``longest`` (kernels by time: name, class, ms, launches).
     """
-    spent: dict[str, float] = defaultdict(float)
-    for event in counted_once(events):
-        spent[event.name] += event.duration / 1e3 / steps
-    counts = Counter(event.name for event in events)
-    by_class = dict.fromkeys(CLASSES, 0.0)
-    for name, ms in spent.items():
-        by_class[class_of(name)] += ms
+    kernels, by_class = by_name(events, steps), dict.fromkeys(CLASSES, 0.0)
+    for name, us, _ in kernels:
+        by_class[class_of(name)] += us / 1e3
     longest = [
-        {"kernel": name[:120], "class": class_of(name), "ms": ms, "launches": counts[name] / steps}
-        for name, ms in sorted(spent.items(), key=lambda item: -item[1])[:LONGEST]
+        {"kernel": name[:120], "class": class_of(name), "ms": us / 1e3, "launches": launches}
+        for name, us, launches in kernels[:LONGEST]
     ]
     times = {"busy_ms": sum(by_class.values()), "launches": len(events) / steps}
     return {"ms": by_class, **times, "longest": longest}

@@ -290,11 +290,8 @@ class Local(Session):
 class Wave:
     """Contenders of a model that live together until the end of the context.
 
-    Args:
-        model: a name of ``models.TASKS``.
-        among: contenders, the reference first if the others are compared with it.
-        setting: settings of all contenders.
-        jobs: 0 runs them in this process, else each has its own.
+    The reference is the first if the others are compared with it. Without ``jobs`` all run in this
+    process, else each has its own.
     """
 
     def __init__(self, model: str, among: Sequence[Contender], setting: Setting, jobs: int) -> None:
@@ -520,13 +517,9 @@ def waves_of(
 ) -> list[tuple[str, list[Contender]]]:
     """Order the measurements: the most important contenders of all models come first.
 
-    Args:
-        models: names by importance.
-        patterns: names of contenders (``fnmatch``), None for all. The reference always runs.
-        jobs: number of contenders that live together, by model; 0 for all.
-        done: contenders that need not run again, by model.
-
-    Raises ValueError if a pattern fits no contender of any model.
+    The reference always runs. ``jobs`` has the number of contenders that live together, 0 for all;
+    ``done`` those that need not run again. Raises ValueError if a pattern fits no contender of any
+    model.
     """
     used: set[str] = set()
     parts_of: list[tuple[int, int, str, list[Contender]]] = []

@@ -85,30 +85,21 @@ def cuda_stopwatch() -> Stopwatch:
     return measure
 
 
-class Marks:
-    """Marks between steps, in the device's queue on CUDA, else of the host's clock."""
+def mark(device: str) -> Any:
+    """Return a mark in the device's queue on CUDA, else the time of the host's clock."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._at: list[Any] = []
 
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def mark(self) -> None:
-        if self.device == "cpu":
-            self._at.append(time.perf_counter())
-        else:
-            self._at.append(torch.cuda.Event(enable_timing=True))
-            self._at[-1].record()
-
-    def milliseconds(self) -> list[float]:
-        """Return the times between marks. Waits for the last mark."""
-        synchronize(self.device)
-        pairs = itertools.pairwise(self._at)
-        if self.device == "cpu":
-            return [(end - start) * 1e3 for start, end in pairs]
-        return [start.elapsed_time(end) for start, end in pairs]
+def between(marks: Sequence[Any], device: str) -> list[float]:
+    """Return the milliseconds between marks. Waits for the last one."""
+    synchronize(device)
+    if device == "cpu":
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
 
 def stopwatch(device: str) -> Stopwatch:
@@ -270,7 +261,24 @@ def captured(calls: Sequence[Call]) -> Call:
 # ---- reports ----
 
 
+def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return the ``type`` of an option whose number must be above zero."""
+
+    def parse(text: str) -> float:
+        if (value := kind(text)) <= 0:
+            raise argparse.ArgumentTypeError(f"{text}; expected a number above 0")
+        return value
+
+    return parse
+
+
+COUNT = above_zero(int)
+"""``type`` of an option that counts."""
 OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"choices": ("cpu", "cuda"), "default": "cpu"},
+    "devices": {"type": int, "default": 1, "help": "GPUs to use (0: all)"},
+    "rounds": {"type": int, "default": 40, "help": "number of turns of each contender"},
+    "seed": {"type": int, "default": 0, "help": "seed of the random arrays"},
     "quick": {"action": "store_true", "help": "toy sizes, for a test"},
     "budget": {"type": float, "default": math.inf, "help": "seconds; what would end later is left"},
     "backend": {"help": "of torch.compile; default inductor, where it can compile"},
@@ -294,30 +302,28 @@ def fitting(
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns or ["*"])]
 
 
-def arguments(description: str | None, benchmark: str, *more: str) -> argparse.ArgumentParser:
-    """Make a parser with the options of all scripts, and ``more`` of :data:`OPTIONS`."""
+def error_arguments(
+    description: str | None, benchmark: str, *more: str, **numbers: int
+) -> argparse.ArgumentParser:
+    """Make a parser for a script without times: ``--json``, and the options ``numbers``.
+
+    ``more`` names options of :data:`OPTIONS`.
+    """
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=40, help="number of turns of each contender")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random arrays")
-    parser.add_argument(
-        "--json", type=Path, help=f"report; default benchmarks/results/DEVICE-{benchmark}.json"
-    )
     for name in more:
         parser.add_argument(f"--{name}", **OPTIONS[name])
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    words = f"report; default benchmarks/results/{benchmark}.json"
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{benchmark}.json", help=words)
     return parser
 
 
-def error_arguments(
-    description: str | None, benchmark: str, **numbers: int
-) -> argparse.ArgumentParser:
-    """Make a parser for a script without times: ``--json`` and the options ``numbers``."""
-    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    path = RESULTS / f"{benchmark}.json"
-    parser.add_argument("--json", type=Path, default=path, help="file for the report")
+def arguments(description: str | None, benchmark: str, *more: str) -> argparse.ArgumentParser:
+    """Make a parser with the options of all timed scripts, and ``more`` of :data:`OPTIONS`."""
+    options, threads = ("device", "rounds", "seed", *more), torch.get_num_threads()
+    parser = error_arguments(description, f"DEVICE-{benchmark}", *options, threads=threads)
+    parser.set_defaults(json=None)
     return parser
 
 
@@ -326,6 +332,14 @@ def facts_of(benchmark: str, device: str = "cpu") -> dict[str, Any]:
     facts = machine(device)
     name = facts.pop("device")
     return {"benchmark": benchmark, "date": today(), "device": name, "versions": facts}
+
+
+def devices_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Return ``--devices``, all GPUs for 0. Ends the script if they are not there."""
+    there = max(1, torch.cuda.device_count()) if args.device == "cuda" else 1
+    if not 0 <= args.devices <= there:
+        parser.error(f"--devices: {args.devices} GPUs are not there")
+    return args.devices or there
 
 
 def begin(

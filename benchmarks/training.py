@@ -87,6 +87,57 @@ BUDGETS = (0.7, 0.5, 0.3, 0.2)
 
 REFERENCE = "bf16 compiled"
 """Contender that the others are compared with."""
+HOWS = ("compiled", "reduce-overhead")
+
+_KEEP: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
+PHRASES: dict[str, dict[str, Any]] = {
+    "fp32": {"autocast": False, "slower": True}, "bf16": {}, "LoRA": {"autocast": True},
+    **{recipe: {"recipe": recipe} for recipe in RECIPES},
+    "int8-forward": {"forward": "int8"}, "plain forward": {"forward": "plain"},
+    **{f"FP8 {name}": {"fp8": name} for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")},
+    "gathered in FP8": {"fp8": "gathered"}, "torchao INT8": {"int8_torchao": True},
+    "frozen int8": {"recipe": "default", "forward": "int8", "frozen": "int8"},
+    "frozen int4": {"recipe": "default", "forward": "int8", "frozen": "int4"},
+    **{f"frozen {form}": {"frozen": form} for form in NF4},
+    "x of adapters in 8 bits": {"adapters": "accurate"},
+    "eager": {}, "compiled": {"compiled": "default"}, "whole": {"whole": True},
+    **{mode: {"compiled": mode} for mode in ("reduce-overhead", "max-autotune")},
+    **{f"budget {share}": {"memory_budget": share} for share in BUDGETS},
+    "checkpointed": {"checkpointed": True}, "recomputed": {"checkpointed": True},
+    "nothing recomputed": {}, "attention kept": _KEEP,
+    "attention kept in three quarters": _KEEP | {"first": 0.75},
+    "attention kept in half": _KEEP | {"first": 0.5},
+    "an eighth of the blocks recomputed": _KEEP | {"first": 0.125},
+    "head": {"head": "torch"}, "8-bit head": {"head": "accurate"}, "Liger": {"liger": True},
+    "all layers": {"slower": True}, "k x k alone": {"wide": True}, "not shared": {"shared": False},
+    "equalised": {"settings": {"equalize_tokens": True}},
+    "INT8 gradients": {"wire": "int8"}, "INT8 weights": {"wire": "int8 weights"},
+    "INT8 weights and gradients": {"wire": "int8 both"},
+    "bf16_compress_hook": {"wire": "bf16"}, "PowerSGD": {"wire": "powersgd"},
+}  # fmt: skip
+"""Fields of a contender by the phrases of its name."""
+
+
+def fields_of(name: str, phrases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the fields of the phrases of a name, which a space or a comma separates.
+
+    The longest phrase that fits counts. Raises ValueError for words that are no phrase.
+    """
+    out: dict[str, Any] = {}
+    rest = name
+    while rest:
+        fitting = [p for p in phrases if f"{rest} ".startswith((f"{p} ", f"{p},"))]
+        if not fitting:
+            raise ValueError(f"name: {name!r} has {rest!r}; expected one of {list(phrases)}")
+        phrase = max(fitting, key=len)
+        out |= phrases[phrase]
+        rest = rest[len(phrase) :].lstrip(", ")
+    return out
+
+
+def by_name(name: str, **base: Any) -> Contender:
+    """Make the contender that a name describes; ``base`` has fields that the name leaves open."""
+    return Contender(name, **base | fields_of(name, PHRASES))
 
 
 def people(task: Task) -> list[Contender]:
@@ -94,92 +145,47 @@ def people(task: Task) -> list[Contender]:
 
     All except "fp32 eager" run under bf16 autocast, with fp32 weights.
     """
-
-    def one(name: str, recipe: str | None = None, **options: Any) -> Contender:
-        return Contender(name, recipe, autocast=True, **({"slower": False} | options))
-
-    compiled: dict[str, Any] = {"compiled": "default"}
-    graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
     if task.channels_last:
-        kinds: dict[str, dict[str, Any]] = {
-            "default {}": {},
-            "default {}, k x k alone": {"wide": True},
-        }
-        modes = {"compiled": compiled, "reduce-overhead": graphs, "eager": {}}
+        modes = (*HOWS, "eager")
+        names = [f"bf16 {how}" for how in modes]
+        names += [f"default {how}{layers}" for layers in ("", ", k x k alone") for how in modes]
         return [
-            *(one(f"bf16 {how}", **more) for how, more in modes.items()),
-            *(
-                one(name.format(how), "default", slower=True, **options, **more)
-                for name, options in kinds.items()
-                for how, more in modes.items()
-            ),
-            one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
+            by_name(name, autocast=True, slower=name.startswith("default"))
+            for name in (*names, "bf16 compiled, budget 0.5")
         ]
-    again: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
-    equalised: dict[str, Any] = {"settings": {"equalize_tokens": True}, **compiled}
-    chosen = [
-        one(REFERENCE, **compiled),
-        one("default compiled", "default", **compiled),
-        one("fast compiled", "fast", **compiled),
-        one("bf16 reduce-overhead", **graphs),
-        one("default reduce-overhead", "default", **graphs),
-        one("bf16 eager"),
-        one("default eager", "default"),
-        one("FP8 tensorwise compiled", fp8="tensorwise", **compiled),
-        one("default int8-forward compiled", "default", forward="int8", **compiled),
-        one("fast int8-forward compiled", "fast", forward="int8", **compiled),
-        one("default int8-forward reduce-overhead", "default", forward="int8", **graphs),
-        one("fast int8-forward reduce-overhead", "fast", forward="int8", **graphs),
-        *(
-            one(f"bf16 {how}, budget {budget}", memory_budget=budget, **mode)
-            for how, mode in (("compiled", compiled), ("reduce-overhead", graphs))
-            for budget in BUDGETS
-        ),
-        one("fast reduce-overhead", "fast", **graphs),
-        one("FP8 rowwise compiled", fp8="rowwise", **compiled),
-        one("fast eager", "fast"),
-        one("bf16 compiled, attention kept", **again, **compiled),
-        one("bf16 reduce-overhead, attention kept", **again, **graphs),
-        one("FP8 tensorwise reduce-overhead", fp8="tensorwise", **graphs),
-        *(
-            one(f"default int8-forward {how}", "default", forward="int8", **more)
-            for how, more in (
-                ("compiled, budget 0.5", {"memory_budget": 0.5, **compiled}),
-                ("reduce-overhead, budget 0.5", {"memory_budget": 0.5, **graphs}),
-                ("compiled, attention kept", again | compiled),
-                ("reduce-overhead, attention kept", again | graphs),
-            )
-        ),
-        *(_with_heads(one, compiled, graphs, again) if task.has_head else ()),
-        *_in_some_blocks(one, compiled, graphs),
-        one("default int8-forward compiled, equalised", "default", forward="int8", **equalised),
-        one("bf16 max-autotune", compiled="max-autotune"),
-        one("FP8 rowwise_with_gw_hp compiled", fp8="rowwise_with_gw_hp", **compiled),
-        one("torchao INT8 compiled", int8_torchao=True, **compiled),
-        one("torchao INT8 reduce-overhead", int8_torchao=True, **graphs),
-        *([one("bf16 compiled, Liger", liger=True, **compiled)] if task.liger else ()),
-        one("bf16 checkpointed", checkpointed=True),
-        one("default eager, not shared", "default", shared=False),
-        one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
-        Contender("fp32 eager"),
-    ]
-    if not task.blocks:  # convolutions, which convert leaves plain on CUDA by default
-        chosen = [contender for contender in chosen if not contender.checkpointed]
-        chosen.append(one("default compiled, all layers", "default", slower=True, **compiled))
-    if task.peak_gib >= 16:  # steps of seconds, and such models are not trained in fp32
-        chosen = [contender for contender in chosen if contender.autocast]
+    names = [
+        REFERENCE, "default compiled", "fast compiled",
+        "bf16 reduce-overhead", "default reduce-overhead", "bf16 eager", "default eager",
+        "FP8 tensorwise compiled",
+        *(f"{recipe} int8-forward {how}" for how in HOWS for recipe in ("default", "fast")),
+        *(f"bf16 {how}, budget {budget}" for how in HOWS for budget in BUDGETS),
+        "fast reduce-overhead", "FP8 rowwise compiled", "fast eager",
+        *(f"bf16 {how}, attention kept" for how in HOWS),
+        "FP8 tensorwise reduce-overhead",
+        *(f"default int8-forward {how}, budget 0.5" for how in HOWS),
+        *(f"default int8-forward {how}, attention kept" for how in HOWS),
+        *(_with_heads() if task.has_head else ()),
+        *_in_some_blocks(),
+        "default int8-forward compiled, equalised", "bf16 max-autotune",
+        "FP8 rowwise_with_gw_hp compiled", *(f"torchao INT8 {how}" for how in HOWS),
+        *(["bf16 compiled, Liger"] if task.liger else ()),
+        "bf16 checkpointed", "default eager, not shared", "bf16 checkpointed, compiled",
+        "fp32 eager",
+    ]  # fmt: skip
+    # Convolutions have no blocks, and convert leaves them plain on CUDA by default.
+    names += [] if task.blocks else ["default compiled, all layers"]
+    chosen = [by_name(name, autocast=True, slower=False) for name in names]
+    if not task.blocks:
+        chosen = [c for c in chosen if not c.checkpointed]
+    if task.peak_gib >= 16 or task.frozen:
+        # Steps of seconds; such models are not trained in fp32. LoRA has bf16 weights.
+        chosen = [c for c in chosen if c.autocast]
     if task.frozen:  # without g_w recipes are equal, and FP8 has no layer to train
         chosen = [c for c in chosen if c.recipe in (None, "default") and not _of_torchao(c)]
-        chosen = [c for c in chosen if c.autocast]  # bf16 weights and fp32 inputs
-        for form in ("int8", "int4"):
-            chosen += [
-                one(f"frozen {form} {name}", "default", forward="int8", frozen=form, **how)
-                for name, how in (("compiled", compiled), ("reduce-overhead", graphs))
-            ]
-        chosen += [
-            one("frozen int8, plain forward, compiled", "default", frozen="int8", **compiled),
-            *(one(f"frozen {form} compiled", frozen=form, **compiled) for form in NF4),
-        ]
+        names = [f"frozen {form} {how}" for form in ("int8", "int4") for how in HOWS]
+        names += ["frozen int8, plain forward, compiled"]
+        names += [f"frozen {form} compiled" for form in NF4]
+        chosen += [by_name(name, autocast=True, slower=False) for name in names]
     return chosen
 
 
@@ -187,44 +193,23 @@ def _of_torchao(contender: Contender) -> bool:
     return contender.fp8 is not None or contender.int8_torchao
 
 
-def _in_some_blocks(
-    one: Callable[..., Contender], compiled: dict[str, Any], graphs: dict[str, Any]
-) -> list[Contender]:
-    """List contenders that keep attention in some of the blocks only."""
-    chosen = []
-    for how, mode, recipes in (
-        ("compiled", compiled, ["default"]),
-        ("reduce-overhead", graphs, ["default", "fast"]),
-    ):
-        for share, words in ((0.75, "three quarters"), (0.5, "half")):
-            some = {"checkpointed": True, "attention_kept": True, "first": share, **mode}
-            name = f"{how}, attention kept in {words}"
-            chosen.append(one(f"bf16 {name}", **some))
-            chosen += [
-                one(f"{recipe} int8-forward {name}", recipe, forward="int8", **some)
-                for recipe in recipes
-            ]
-    return chosen
+def _in_some_blocks() -> Iterator[str]:
+    """Name contenders that keep attention in some of the blocks only."""
+    for how, recipes in zip(HOWS, (["default"], ["default", "fast"]), strict=True):
+        for share in ("three quarters", "half"):
+            for plain_or_hot in ("bf16", *(f"{recipe} int8-forward" for recipe in recipes)):
+                yield f"{plain_or_hot} {how}, attention kept in {share}"
 
 
-def _with_heads(
-    one: Callable[..., Contender],
-    compiled: dict[str, Any],
-    graphs: dict[str, Any],
-    again: dict[str, Any],
-) -> list[Contender]:
-    """List contenders with chunked logits, and plain torch's best against them."""
-    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    chosen = [one("bf16 compiled whole", whole=True, **compiled)]
-    for how, mode in (("compiled", compiled), ("reduce-overhead", graphs)):
-        chosen += [
-            one(f"bf16 {how}, head", head="torch", **mode),
-            one(f"default int8-forward {how}, head", head="torch", **hot8, **mode),
-            one(f"default int8-forward {how}, 8-bit head", head="accurate", **hot8, **mode),
-        ]
-    name = "default int8-forward compiled, attention kept, 8-bit head"
-    chosen.append(one("bf16 compiled, attention kept, head", head="torch", **again, **compiled))
-    return [*chosen, one(name, head="accurate", **hot8, **again, **compiled)]
+def _with_heads() -> Iterator[str]:
+    """Name contenders with chunked logits, and plain torch's best against them."""
+    yield "bf16 compiled whole"
+    for how in HOWS:
+        yield f"bf16 {how}, head"
+        yield f"default int8-forward {how}, head"
+        yield f"default int8-forward {how}, 8-bit head"
+    yield "bf16 compiled, attention kept, head"
+    yield "default int8-forward compiled, attention kept, 8-bit head"
 
 
 def config_of(contender: Contender) -> hot.HotConfig:
@@ -357,14 +342,7 @@ class Trainer:
     ) -> None:
         """Copy ``model`` to the device of ``batch``; convert, checkpoint and compile the copy.
 
-        Args:
-            contender: settings of the training.
-            model: plain model.
-            batch: batch of every step.
-            task: gives the loss and the name of the blocks.
-            in_place: whether to change ``model`` itself instead of a copy.
-            backend: backend of torch.compile.
-
+        ``in_place`` changes ``model`` itself. ``task`` gives the loss and the name of the blocks.
         Raises Left if something that the contender needs is missing.
         """
         self.contender, self._batch, self._task = contender, batch, task
@@ -456,40 +434,20 @@ def cleaned(device: str) -> Iterator[None]:
 
 def of_a_whole_model() -> tuple[Contender, ...]:
     """List bench_8b.py's contenders by importance: a run out of time leaves out the last."""
-
-    def one(name: str, **options: Any) -> Contender:
-        options = {"compiled": "default", "head": "torch", "slower": False} | options
-        return Contender(name, **options)
-
-    again: dict[str, Any] = {"checkpointed": True}
-    keep: dict[str, Any] = {**again, "attention_kept": True}
-    hot8: dict[str, Any] = {"recipe": "default", "forward": "int8"}
-    lora: dict[str, Any] = {"autocast": True, **keep}
-    return (
-        one("default int8-forward, attention kept", **hot8, **keep),
-        one("bf16, attention kept", **keep),
-        one("FP8 tensorwise, attention kept", fp8="tensorwise", **keep),
-        one("default int8-forward", **hot8),
-        one("LoRA frozen int8, attention kept", **hot8, **lora, frozen="int8"),
-        one("LoRA bf16, attention kept", **lora),
-        one("LoRA frozen int4, attention kept", **hot8, **lora, frozen="int4"),
-        *(one(f"LoRA frozen {form}, attention kept", **lora, frozen=form) for form in NF4),
-        *(
-            one(f"LoRA frozen int4, {how}", **hot8, autocast=True, frozen="int4", **more)
-            for how, more in (
-                ("nothing recomputed", {}),
-                ("x of adapters in 8 bits", {"adapters": "accurate"}),
-                ("an eighth of the blocks recomputed", {**keep, "first": 0.125}),
-            )
-        ),
-        one("bf16"),
-        one("FP8 tensorwise", fp8="tensorwise"),
-        one("bf16, recomputed", **again),
-        one("default int8-forward, recomputed", **hot8, **again),
-        one("default int8-forward, attention kept, 8-bit head", **hot8, **keep, head="accurate"),
-        one("FP8 rowwise, attention kept", fp8="rowwise", **keep),
-        one("FP8 tensorwise, recomputed", fp8="tensorwise", **again),
-    )
+    names = (
+        "default int8-forward, attention kept", "bf16, attention kept",
+        "FP8 tensorwise, attention kept", "default int8-forward",
+        "LoRA frozen int8, attention kept", "LoRA bf16, attention kept",
+        "LoRA frozen int4, attention kept",
+        *(f"LoRA frozen {form}, attention kept" for form in NF4),
+        "LoRA frozen int4, nothing recomputed", "LoRA frozen int4, x of adapters in 8 bits",
+        "LoRA frozen int4, an eighth of the blocks recomputed",
+        "bf16", "FP8 tensorwise", "bf16, recomputed", "default int8-forward, recomputed",
+        "default int8-forward, attention kept, 8-bit head", "FP8 rowwise, attention kept",
+        "FP8 tensorwise, recomputed",
+    )  # fmt: skip
+    base: dict[str, Any] = {"compiled": "default", "head": "torch", "slower": False}
+    return tuple(by_name(name, **base) for name in names)
 
 
 Make = Callable[[Contender], Trainer]

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import gzip
 import json
 import math
@@ -49,6 +48,7 @@ from evidence import ROOT
 from models import mend_torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
+from training import fields_of
 
 FOLDER = ROOT / "build/pretrained"
 WHEELS = {
@@ -69,10 +69,7 @@ WHEELS = {
     ),
 }
 LENGTH, SEQUENCES, CALIBRATION = 64, 192, 64
-CASES = ("bert, sources", "bert, descriptions", "albert, molecules")
 BASELINE = "NF4, double quantisation"
-LARGEST = 0.532
-"""Bytes a value that decide."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,67 +113,54 @@ class Format:
         return 0.5 + (1 / self.group + 4 / columns if self.steps == "byte" else 2 / self.group)
 
 
+PHRASES: dict[str, dict[str, Any]] = {
+    "NF4": {"kind": "nf4", "block": 1}, "double quantisation": {}, "bf16": {"kind": "bf16"},
+    "INT8 rows": {"kind": "int8"}, "INT4": {}, "x in INT8": {"x8": True},
+    "no transform": {"block": 1}, "blocks of 16": {"block": 16}, "blocks of 128": {"block": 128},
+    "fp16 steps": {"steps": "fp16", "operand": False}, "to INT8": {"operand": True},
+    "byte steps": {"operand": False}, "groups of 64": {"group": 64}, "shared": {"shared": True},
+    "sizes of w": {"sizes": "w"}, "sizes of x": {"sizes": "x"}, "sizes of x and w": {"sizes": "xw"},
+    "sizes of x's mean magnitude": {"sizes": "x", "mean": True},
+    "sizes of x's mean magnitude and w": {"sizes": "xw", "mean": True},
+    "exponent 0.25": {"exponent": 0.25}, "exponent 0.75": {"exponent": 0.75},
+    "any number": {"resolution": 0}, "halves": {"resolution": 2}, "quarters": {"resolution": 4},
+    "eighths": {"resolution": 8}, "integers": {"integers": True}, "not clipped": {"clips": 1},
+}  # fmt: skip
+"""Fields of a format by the phrases of its name."""
+ALIKE = (
+    "NF4, sizes of {}", "INT4, sizes of {}, fp16 steps", "INT4, sizes of {}, fp16 steps, to INT8",
+    "INT4, sizes of {}, byte steps", "INT4, sizes of {}", "INT4, sizes of {}, groups of 64",
+)  # fmt: skip
+"""Formats with sizes of w, of x, and of both."""
+NAMES = (
+    BASELINE, "NF4", "bf16", "INT8 rows", "INT4, no transform, fp16 steps", "INT4, fp16 steps",
+    "INT4", *(name.format(sizes) for sizes in ("w", "x", "x and w") for name in ALIKE),
+    "INT4, sizes of w, shared", "INT4, sizes of x and w, shared",
+    "INT4, sizes of x's mean magnitude", "INT4, sizes of x's mean magnitude and w, shared",
+    "INT4, sizes of w, exponent 0.25", "INT4, sizes of w, exponent 0.75",
+    *(
+        f"INT4, sizes of x and w, {words}"
+        for words in ("exponent 0.25", "exponent 0.75", "any number", "integers", "not clipped",
+                      "blocks of 16", "blocks of 128", "no transform")
+    ),
+    "INT8 rows, x in INT8", "INT4, sizes of w, x in INT8", "INT4, sizes of x and w, x in INT8",
+    # Added after the first case, where any numbers were the best by far.
+    "INT4, sizes of w, eighths", "INT4, sizes of x, eighths",
+    *(
+        f"INT4, sizes of x and w, {words}"
+        for words in ("halves", "quarters", "eighths", "eighths, groups of 64", "eighths, shared",
+                      "eighths, x in INT8", "eighths, blocks of 128", "eighths, fp16 steps")
+    ),
+    "NF4, sizes of x and w, eighths", "INT4, sizes of w, quarters", "INT4, sizes of x, quarters",
+    "INT4, sizes of x and w, quarters, shared", "INT4, sizes of w, quarters, x in INT8",
+    "INT4, sizes of x and w, quarters, x in INT8",
+)  # fmt: skip
+
+
 def formats() -> dict[str, Format]:
     """Every contender by its name."""
-    make = Format
-    out = {
-        BASELINE: make("nf4", block=1),
-        "NF4": make("nf4", block=1, double=False),
-        "bf16": make("bf16"),
-        "INT8 rows": make("int8"),
-        "INT4, no transform, fp16 steps": make(block=1, steps="fp16", operand=False),
-        "INT4, fp16 steps": make(steps="fp16", operand=False),
-        "INT4": make(),
-    }
-    for name, letters in (("w", "w"), ("x", "x"), ("x and w", "xw")):
-        sized = functools.partial(make, sizes=letters)
-        out |= {
-            f"NF4, sizes of {name}": sized("nf4", block=1),
-            f"INT4, sizes of {name}, fp16 steps": sized(steps="fp16", operand=False),
-            f"INT4, sizes of {name}, fp16 steps, to INT8": sized(steps="fp16"),
-            f"INT4, sizes of {name}, byte steps": sized(operand=False),
-            f"INT4, sizes of {name}": sized(),
-            f"INT4, sizes of {name}, groups of 64": sized(group=64),
-        }
-    both = functools.partial(make, sizes="xw")
-    return out | {
-        "INT4, sizes of w, shared": make(sizes="w", shared=True),
-        "INT4, sizes of x and w, shared": both(shared=True),
-        "INT4, sizes of x's mean magnitude": make(sizes="x", mean=True),
-        "INT4, sizes of x's mean magnitude and w, shared": both(shared=True, mean=True),
-        "INT4, sizes of w, exponent 0.25": make(sizes="w", exponent=0.25),
-        "INT4, sizes of w, exponent 0.75": make(sizes="w", exponent=0.75),
-        "INT4, sizes of x and w, exponent 0.25": both(exponent=0.25),
-        "INT4, sizes of x and w, exponent 0.75": both(exponent=0.75),
-        "INT4, sizes of x and w, any number": both(resolution=0),
-        "INT4, sizes of x and w, integers": both(integers=True),
-        "INT4, sizes of x and w, not clipped": both(clips=1),
-        "INT4, sizes of x and w, blocks of 16": both(block=16, group=16 * 2),
-        "INT4, sizes of x and w, blocks of 128": both(block=128),
-        "INT4, sizes of x and w, no transform": both(block=1),
-        "INT8 rows, x in INT8": make("int8", x8=True),
-        "INT4, sizes of w, x in INT8": make(sizes="w", x8=True),
-        "INT4, sizes of x and w, x in INT8": both(x8=True),
-        # Added after the first case, where any numbers were the best by far.
-        "INT4, sizes of w, eighths": make(sizes="w", resolution=8),
-        "INT4, sizes of x, eighths": make(sizes="x", resolution=8),
-        "INT4, sizes of x and w, halves": both(resolution=2),
-        "INT4, sizes of x and w, quarters": both(resolution=4),
-        "INT4, sizes of x and w, eighths": both(resolution=8),
-        "INT4, sizes of x and w, eighths, groups of 64": both(resolution=8, group=64),
-        "INT4, sizes of x and w, eighths, shared": both(resolution=8, shared=True),
-        "INT4, sizes of x and w, eighths, x in INT8": both(resolution=8, x8=True),
-        "INT4, sizes of x and w, eighths, blocks of 128": both(resolution=8, block=128),
-        "INT4, sizes of x and w, eighths, fp16 steps": both(
-            resolution=8, steps="fp16", operand=False
-        ),
-        "NF4, sizes of x and w, eighths": both("nf4", block=1, resolution=8),
-        "INT4, sizes of w, quarters": make(sizes="w", resolution=4),
-        "INT4, sizes of x, quarters": make(sizes="x", resolution=4),
-        "INT4, sizes of x and w, quarters, shared": both(resolution=4, shared=True),
-        "INT4, sizes of w, quarters, x in INT8": make(sizes="w", resolution=4, x8=True),
-        "INT4, sizes of x and w, quarters, x in INT8": both(resolution=4, x8=True),
-    }
+    out = {name: Format(**fields_of(name, PHRASES)) for name in NAMES}
+    return out | {"NF4": dataclasses.replace(out["NF4"], double=False)}
 
 
 # ---- formats ----
@@ -423,8 +407,7 @@ def sizes_of(case: Case) -> tuple[dict[str, dict[str, Tensor]], dict[str, list[s
 def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -> dict[str, float]:
     """Bytes a value, the weights' error and that of the outputs, with every layer in a format."""
     layers, weights = case.layers(), {}
-    size = squares = errors = 0.0
-    handles = []
+    size, errors, handles = 0.0, [], []
     for name, layer in layers.items():
         weight = weights[name] = layer.weight.data
         group = [weights.get(n, layers[n].weight.data) for n in readers[name]]
@@ -433,10 +416,7 @@ def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -
         found = rounded(sized, form)
         found = found if factors is None else found / factors
         size += weight.numel() * form.bytes_per_value(weight.shape[1])
-        errors, squares = (
-            errors + float((found - weight).square().sum()),
-            squares + float(weight.square().sum()),
-        )
+        errors.append((found - weight, weight))
         layer.weight.data = found
         if form.x8:
             handles.append(layer.register_forward_pre_hook(_rounding(form, factors)))
@@ -445,16 +425,18 @@ def measure(case: Case, form: Format, exact: Tensor, sizes: Any, readers: Any) -
         layer.weight.data = weights[name]
     for handle in handles:
         handle.remove()
-    weight_error = math.sqrt(errors / squares)
-    return errors_of(tokens, exact, size / sum(w.numel() for w in weights.values()), weight_error)
+    return errors_of(tokens, exact, size / sum(w.numel() for w in weights.values()), errors)
 
 
-def errors_of(tokens: Tensor, exact: Tensor, size: float, weight_error: float) -> dict[str, float]:
-    """A row of the report."""
+def errors_of(
+    tokens: Tensor, exact: Tensor, size: float, weights: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, float]:
+    """A row of the report; ``weights`` are their errors with themselves."""
+    error, square = (sum(float(pair[part].square().sum()) for pair in weights) for part in (0, 1))
     pooled = F.cosine_similarity(tokens.mean(1), exact.mean(1))
     return {
         "bytes": size,
-        "w": weight_error,
+        "w": math.sqrt(error / square),
         "sequence": float(1 - pooled.mean()),
         "worst": float(1 - pooled.min()),
         "token": float(1 - F.cosine_similarity(tokens, exact, dim=2).mean()),
@@ -478,14 +460,12 @@ def frozen(case: Case, bits: Any, measured: bool, exact: Tensor) -> dict[str, fl
     hot.convert(model, config, filter_fn=lambda _, name: name in names)
     inputs = [{"input_ids": part} for part in case.calibration.split(32)] if measured else None
     hot.freeze(model, bits, inputs=inputs)
-    weights, squares, errors = case.layers(), 0.0, 0.0
-    for name, layer in weights.items():
-        error = model.get_submodule(name).dequantized() - layer.weight  # type: ignore[operator]
-        errors += float(error.square().sum())
-        squares += float(layer.weight.square().sum())
-    size = model.freeze_report.after / sum(layer.weight.numel() for layer in weights.values())  # type: ignore[union-attr, operator]
-    row = dataclasses.replace(case, model=model).outputs()
-    return errors_of(row, exact, size, math.sqrt(errors / squares))
+    errors = [
+        (model.get_submodule(name).dequantized() - layer.weight, layer.weight)  # type: ignore[operator]
+        for name, layer in case.layers().items()
+    ]
+    size = model.freeze_report.after / sum(weight.numel() for _, weight in errors)  # type: ignore[union-attr, operator]
+    return errors_of(dataclasses.replace(case, model=model).outputs(), exact, size, errors)
 
 
 def _rounding(form: Format, factors: Tensor | None) -> Any:
@@ -521,8 +501,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every format in every case, print the table and write the report."""
-    parser = timing.error_arguments(__doc__, "base-formats")
-    parser.add_argument("--quick", action="store_true", help="random weights, for a test")
+    parser = timing.error_arguments(__doc__, "base-formats", "quick")
     args = parser.parse_args(argv)
     mend_torchvision()
     torch.manual_seed(0)

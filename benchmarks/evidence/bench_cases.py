@@ -65,12 +65,9 @@ def cases(rng: np.random.Generator) -> dict[str, tuple[Array, Array]]:
 
 
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "default": ("default", {}),
-    "default, equalize_tokens": ("default", {"equalize_tokens": True}),
-    "accurate": ("accurate", {}),
-    "accurate, equalize_tokens": ("accurate", {"equalize_tokens": True}),
-    "fast": ("fast", {}),
-    "fast, equalize_tokens": ("fast", {"equalize_tokens": True}),
+    f"{name}{suffix}": (name, changes)
+    for name in ("default", "accurate", "fast")
+    for suffix, changes in (("", {}), (", equalize_tokens", {"equalize_tokens": True}))
 }
 """Recipe and its changed fields, by title."""
 

@@ -37,8 +37,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 KINDS = ("gx", "gw")
-MORE = (*(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),)
-"""Contenders in addition to those of the rivals' table."""
 Capture = tuple[Tensor, Tensor, Tensor]
 """Tensors x, w and g_y of a layer."""
 SIMULATED_BYTES = {"naive_int4": 0.5}
@@ -227,7 +225,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
     left = [step for step in args.at if f"{task_name}/{seed}/{step}" not in points]
     if not left:
         return
-    methods = small_tasks.chosen(task_name, args.methods, MORE)
+    methods = small_tasks.chosen(task_name, args.methods, "gradients")
     for step, model, batch, task in run(task_name, seed, args.steps, left):
         began = time.perf_counter()
         key = f"{task_name}/{seed}/{step}"
@@ -285,13 +283,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if max(args.at) >= args.steps:
         parser.error(f"--at: {max(args.at)} is past the {args.steps} --steps")
     small_tasks.use_threads(args.threads)
-    settings = {
-        "tasks": tasks, "methods": args.methods, "at": args.at, "steps": args.steps,
-        "seeds": args.seeds, "draws": args.draws, "batches": args.batches,
-    }  # fmt: skip
+    keys = ("methods", "at", "steps", "seeds", "draws", "batches")
+    settings = {"tasks": tasks} | {key: getattr(args, key) for key in keys}
     try:
         for task in tasks:
-            small_tasks.chosen(task, args.methods, MORE)
+            small_tasks.chosen(task, args.methods, "gradients")
         why = "no gradients of the layers' own weights"
         report = small_tasks.begun(args.json, "gradients", settings, args.threads, why, "points")
     except ValueError as error:

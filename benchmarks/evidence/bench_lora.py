@@ -8,7 +8,7 @@
 bench_base.py compares the outputs of bases that nobody trains. Here adapters of rank 16 train on
 every linear layer of the blocks.
 
-The plan, written before the first run:
+The plan of seeds and rules is in docs/dev/evidence.md. The tasks and forms:
 
 * ``gpt``: a decoder of 446,208 parameters: 2 blocks of 128 features, bytes as tokens, contexts of
   128. It trains in fp32 on sources of Python's library for 20 tokens a parameter, 8.9 million. It
@@ -24,16 +24,10 @@ The plan, written before the first run:
 * The forms: weights rounded to bf16; bitsandbytes' NF4 with double quantisation, dequantised; and
   hotcore's own layers, with x and g_x in INT8. Everything else computes in fp32, so that only the
   forms differ. ``inputs`` are 32 sequences of the text that LoRA learns.
-* Seeds are 0, 1, 2. A seed draws the adapters and the order of batches, alike for all forms. AdamW
-  has no weight decay, its rate of 2e-3 falls linearly to zero. Dropout is off. The figure is the
-  mean cross entropy on text that was held back, after the last step.
-* Differences from bf16's loss are paired by seed, with Student's 95 % interval of their mean. A
-  form costs a loss if that interval is above zero. Two forms differ if the interval of their
-  paired difference leaves out zero. Three seeds show large differences only.
-* Expected: KL of INT4 with ``inputs`` below NF4's, and differences of LoRA's losses within 0.01.
-
-``--adapters`` came later, with a plan of its own in docs/dev/evidence.md: adapters on INT4 whose x
-is kept in codes, beside plain ones.
+* A seed draws the adapters and the order of batches, alike for all forms. AdamW has no weight
+  decay, its rate of 2e-3 falls linearly to zero. Dropout is off. The figure is the mean cross
+  entropy on text that was held back, after the last step.
+* ``--adapters``: adapters on INT4 whose x is kept in codes, beside plain ones.
 """
 
 from __future__ import annotations
@@ -184,14 +178,9 @@ def stepped(
     model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, ids: Tensor, targets: Tensor
 ) -> Tensor:
     """Train one step at a learning rate. Returns the loss."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.zero_grad()
-    loss = cross_entropy(model(ids), targets)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
+    bench_gpt.set_rate(optimizer, rate)
+    (loss,) = bench_gpt.update(optimizer, [cross_entropy(model(ids), targets)], 1)
+    return loss
 
 
 def bert(quick: bool) -> Task:
@@ -303,10 +292,9 @@ def measured(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every form in every task, print the differences and write the report."""
-    parser = timing.error_arguments(__doc__, "base-lora")
+    parser = timing.error_arguments(__doc__, "base-lora", "quick")
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: all")
     parser.add_argument("--adapters", action="store_true", help="forms of the adapters")
-    parser.add_argument("--quick", action="store_true", help="toys, for a test; no download")
     args = parser.parse_args(argv)
     mend_torchvision()
     torch.set_num_threads(1)

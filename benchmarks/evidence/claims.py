@@ -11,18 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.evidence_tables import (
-    Lines,
-    Report,
-    dates_line,
-    differences,
-    hot_parts,
-    of_task,
-    plus_minus,
-    report_of,
-    runs_by_seed,
-    table_of,
-)
+from evidence import evidence_tables as tables
 
 
 @dataclass(frozen=True)
@@ -47,19 +36,19 @@ def _gaps(file: str, *methods: str, tasks: str = "vit gpt") -> Callable[[Path], 
     """Losses less fp32's. Only several methods are named."""
 
     def measured(results: Path) -> str:
-        report, parts = report_of(results, file), []
+        report, parts = tables.report_of(results, file), []
         for method in methods:
-            gaps = (differences(report, task, method) for task in tasks.split())
-            words = ", ".join(map(plus_minus, gaps))
+            gaps = (tables.differences(report, task, method) for task in tasks.split())
+            words = ", ".join(map(tables.plus_minus, gaps))
             parts.append(f"{method}: {words}" if len(methods) > 1 else words)
         return "; ".join(parts)
 
     return measured
 
 
-def _small_layers(results: Path) -> Report:
+def _small_layers(results: Path) -> tables.Report:
     """The paper's layers, one image, in CUDA graphs."""
-    layers: Report = report_of(results, CHECK)["bench_backward"]["paper"]["rotating"]
+    layers: tables.Report = tables.report_of(results, CHECK)["bench_backward"]["paper"]["rotating"]
     return layers
 
 
@@ -74,7 +63,7 @@ def _speed_of_vit(results: Path) -> str:
 
 
 def _speed_of_batch(results: Path) -> str:
-    groups = report_of(results, CHECK)["bench_backward"]["layers"]
+    groups = tables.report_of(results, CHECK)["bench_backward"]["layers"]
     faster = groups["ViT-B"]["recipes"]["paper"]["faster than"]
     return f"{faster['torch fp32']:.1f}× of fp32's speed, {faster['torch bf16']:.2f}× of bf16's"
 
@@ -86,32 +75,32 @@ def _speed_of_layers(results: Path) -> str:
 
 
 def _beside_lbp_wht(results: Path) -> str:
-    means = report_of(results, LATENCY)["means"]["graph"]
+    means = tables.report_of(results, LATENCY)["means"]["graph"]
     hot, low = (means[name]["geomean"] for name in ("hotcore paper", "LBP-WHT"))
     return f"HOT {hot:.2f}×, LBP-WHT {low:.2f}× of fp32's speed"
 
 
 def _overhead(results: Path) -> str:
-    stages = report_of(results, LATENCY)["breakdown"]["qkv"]["stages"]
-    total, products = hot_parts(stages["paper, fp32 arrays"])
+    stages = tables.report_of(results, LATENCY)["breakdown"]["qkv"]["stages"]
+    total, products = tables.hot_parts(stages["paper, fp32 arrays"])
     plain = stages["fp32"]["products"]
     return f"{total - products:.0f} of {plain:.0f} µs (H200); products {products:.0f} µs"
 
 
 def _peak(results: Path) -> str:
-    rows = report_of(results, MEMORY)["rows"]["HOT paper"].values()
+    rows = tables.report_of(results, MEMORY)["rows"]["HOT paper"].values()
     saved = [100 * (1 - row["of fp32"]) for row in rows if "of fp32" in row]
     return f"{min(saved):.0f} to {max(saved):.0f} % of a step's peak, 64 to 1024 images"
 
 
 def _saved_bytes(results: Path) -> str:
-    runs = report_of(results, TRAINING)["runs"]
+    runs = tables.report_of(results, TRAINING)["runs"]
     mine, plain = (runs[f"vit/{name}/0"]["linear_saved_bytes"] for name in ("paper", "fp32"))
     return f"{100 * (1 - mine / plain):.1f} % less"
 
 
 def _text(results: Path) -> str:
-    runs = runs_by_seed(report_of(results, LARGE))
+    runs = tables.runs_by_seed(tables.report_of(results, LARGE))
     (seed,) = runs["paper"]
     loss, plain = (runs[name][seed]["validation_loss"] for name in ("paper", "bf16"))
     small = _gaps(ABLATIONS, "paper", tasks="gpt")(results)
@@ -120,10 +109,10 @@ def _text(results: Path) -> str:
 
 def _ranks(results: Path) -> str:
     """Accuracies of two tasks by rank."""
-    report = report_of(results, ABLATIONS)
+    report = tables.report_of(results, ABLATIONS)
 
     def of(task: str, ranks: Iterable[int]) -> str:
-        base, runs = "paper, g_x in INT8", of_task(report, task)
+        base, runs = "paper, g_x in INT8", tables.of_task(report, task)
         names = [base if rank == 8 else f"{base}, rank {rank}" for rank in ranks]
         seeds = set.intersection(*(set(runs[name]) for name in names))
         means = (
@@ -175,10 +164,10 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def table(results: Path) -> Lines:
+def table(results: Path) -> tables.Lines:
     """Every claim."""
     heads = ["claim", "claimed", "measured here", "verdict"]
     rows = ([c.claim, c.claimed, c.measured(results), f"[{c.verdict}]({c.where})"] for c in CLAIMS)
-    yield from table_of(heads, rows)
+    yield from tables.table_of(heads, rows)
     files = (CHECK, LATENCY, MEMORY, LARGE, TRAINING, ABLATIONS, FINETUNE)
-    yield from ("", dates_line(results, files))
+    yield from ("", tables.dates_line(results, files))

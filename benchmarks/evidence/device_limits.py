@@ -26,7 +26,7 @@ from typing import Any
 
 import hotcore
 import timing
-from hotcore.config import HotConfig
+from hotcore.config import RECIPES, HotConfig
 from layers import LLAMA, VIT
 
 
@@ -124,11 +124,9 @@ def launches(device: str, layers: Iterable[Sequence[int]] = LAYERS) -> dict[str,
 
 
 def steps(device: str, layers: Iterable[Sequence[int]]) -> Iterator[Any]:
-    settings = [{"recipe": name} for name in ("default", "fast", "accurate", "paper")]
     need = {"y", "x", "gx", "gw", "gb"}
-    for fields, forward in itertools.product(settings, ("plain", "int8")):
-        others = {key: value for key, value in fields.items() if key != "recipe"}
-        config = HotConfig.recipe(fields["recipe"], **others, forward=forward)
+    for recipe, forward in itertools.product(RECIPES, ("plain", "int8")):
+        config = HotConfig.recipe(recipe, forward=forward)
         for layer, dtype in itertools.product(layers, DTYPES):
             yield from hotcore.explain(*layer, config, device=device, dtype=dtype, need=need).steps
     for layer, int4 in itertools.product(layers, (False, True)):

@@ -512,11 +512,7 @@ def pooled_gaps(
 ) -> dict[str, list[float]]:
     """Return the gaps of ``name`` to ``less`` by size, for sizes with several equal seeds.
 
-    Args:
-        results: folder of the reports.
-        name: name of a contender.
-        less: contender that ``name`` is compared with, seed by seed.
-        every: whether to include seeds that other contenders lack, and the longer runs.
+    ``every`` includes seeds that other contenders lack, and the longer runs.
     """
     sizes = (*GPT_SIZES, *GPT_LONGER) if every else GPT_SIZES
     gaps = {

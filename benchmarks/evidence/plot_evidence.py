@@ -13,11 +13,58 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import plot
+import matplotlib
 from evidence import RESULTS, ROOT, several_tables, speeds
 from evidence import evidence_tables as tables
 from evidence.evidence_tables import shown
-from plot import FP8, ON_ANY, PLAIN, label, plt, save
+
+matplotlib.use("Agg")
+matplotlib.rcdefaults()  # not the user's: the same report gives the same file
+matplotlib.rcParams["svg.hashsalt"] = "hotcore"
+matplotlib.rcParams["svg.fonttype"] = "none"  # text, not its outlines: half of the file
+matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
+import matplotlib.pyplot as plt  # noqa: E402
+
+STAGES = {
+    "product g_x": "#4477aa",
+    "product g_w": "#66ccee",
+    "quantise g_y, g_b": "#ee6677",
+    "quantise w": "#ccbb44",
+    "unpack x": "#aa3377",
+    "between kernels": "#bbbbbb",
+}
+PLAIN, FP8 = "#888888", "#ee8833"
+ON_ANY = "#7a7a7a"
+"""Text and lines, legible on white and on GitHub's dark page."""
+CONTENDERS = {
+    "bf16 with CUDA graphs": (PLAIN, "s"),
+    "FP8 (torchao)": (FP8, "D"),
+    "HOT": ("#4488cc", "o"),
+}
+"""Contender -> colour and marker."""
+
+
+def label(
+    axes: Any, title: str = "", x: str = "", y: str = "", columns: int = 0, **legend: Any
+) -> None:
+    """Title, labels, frame and a legend of ``columns``, read on a light and on a dark page."""
+    axes.set_title(title, fontsize=10, color=ON_ANY)
+    axes.set_xlabel(x, color=ON_ANY)
+    axes.set_ylabel(y, color=ON_ANY)
+    axes.tick_params(colors=ON_ANY)
+    for spine in axes.spines.values():
+        spine.set_color(ON_ANY)
+    if columns:
+        options = {"fontsize": 8, "frameon": False, "labelcolor": ON_ANY, "ncols": columns}
+        axes.legend(**options | legend)
+
+
+def save(figure: Any, path: Path, transparent: bool = True) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=150, metadata=metadata, transparent=transparent)
+    plt.close(figure)
+    print(f"written: {path}")
 
 
 def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
@@ -125,19 +172,61 @@ def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path, transparent=False)
 
 
+def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
+    """One bar for each layer and recipe, microseconds by stage."""
+    bars = {
+        f"{group} {layer}, {recipe}": found["stages"]
+        for group, layers in report["stages"].items()
+        for layer, entry in layers.items()
+        for recipe, found in entry["recipes"].items()
+    }
+    figure, axes = plt.subplots(figsize=(8, 1.4 + 0.28 * len(bars)), layout="constrained")
+    left = [0.0] * len(bars)
+    for stage, color in STAGES.items():
+        widths = [stages[stage] for stages in bars.values()]
+        axes.barh(list(bars), widths, left=left, label=stage, color=color)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
+    title = f"Where the time goes, {report['device']}"
+    label(axes, title, "µs of one backward", columns=3, **below)
+    save(figure, path)
+
+
 def plot_speeds(results: Path, path: Path) -> None:
-    """The README's figure."""
-    plot.plot_speeds(
-        {
-            row.model: {
-                name: (ratio.speed, ratio.peak)
-                for name, ratio in zip(plot.CONTENDERS, (row.graphs, row.fp8, row.hot), strict=True)
-                if ratio
-            }
-            for row in speeds.rows(results)
-        },
-        path,
+    """Draw speed and peak memory beside compiled bf16: the README's figure."""
+    rows = {
+        row.model: {
+            name: ratio
+            for name, ratio in zip(CONTENDERS, (row.graphs, row.fp8, row.hot), strict=True)
+            if ratio
+        }
+        for row in speeds.rows(results)
+    }
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(5.2, 1.2 + 0.34 * len(rows)), layout="constrained", sharey=True
     )
+    for axes, part in ((left, 0), (right, 1)):
+        axes.axvline(1, color=ON_ANY, linewidth=1.5, label="compiled bf16 = 1")
+        for name, (color, mark) in CONTENDERS.items():
+            places = [place for place, ratios in enumerate(rows.values()) if name in ratios]
+            values = [ratios[name][part] for ratios in rows.values() if name in ratios]
+            axes.plot(values, places, mark, color=color, markersize=8, label=name)
+        axes.grid(axis="y", color=ON_ANY, alpha=0.25)
+        axes.margins(x=0.14)
+        label(axes)
+        axes.tick_params(labelsize=11, length=0)
+        axes.xaxis.set_major_locator(plt.MultipleLocator(0.2))
+    left.set_yticks(range(len(rows)), rows)
+    left.invert_yaxis()
+    left.set_title("speed (more is better)", fontsize=11, color=ON_ANY)
+    right.set_title("peak (less is better)", fontsize=11, color=ON_ANY)
+    figure.legend(
+        *left.get_legend_handles_labels(), fontsize=11, frameon=False, labelcolor=ON_ANY,
+        ncols=2, loc="outside lower center", handletextpad=0.4, columnspacing=1.2,
+    )  # fmt: skip
+    save(figure, path)
 
 
 CURVES = {
@@ -276,9 +365,7 @@ def plot_all(results: Path, out: Path) -> list[str]:
     """Draw the figures whose reports are there, and return the names of missing reports."""
     trainings = ("training", "ablations", "finetune", "bert")
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        "gpu-check": lambda report: plot.plot_breakdown(
-            report["bench_backward"], out / "breakdown.svg"
-        ),
+        "gpu-check": lambda report: plot_breakdown(report["bench_backward"], out / "breakdown.svg"),
         **dict.fromkeys(trainings, lambda report: plot_trainings(report, out)),
         "cuda-rivals-h100": lambda _: plot_speeds(results, out / "speed.svg"),
         "shared-gpu": lambda report: plot_shared(report, out / "shared-gpu.svg"),

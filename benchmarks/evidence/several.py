@@ -24,7 +24,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -52,7 +52,7 @@ MODELS = {model: bench_fsdp.EACH[model] for model in ("llama_8b", "vit_l")} | di
 """Sequences or images of a GPU's step."""
 TOKENS, QUICK_TOKENS, VALIDATION = 40_000_000, 4096, 50
 """Training tokens of the GPTs' text, of --quick's, and batches for validation."""
-WARM_UP, RATE, CLIP = 50, 1e-4, 1.0
+WARM_UP, RATE = 50, 1e-4
 
 
 def contenders(model: str) -> list[Contender]:
@@ -107,26 +107,21 @@ class Several(bench_fsdp.Several):
 
     def train(self, rate: float, parts: Sequence[Batch]) -> Tensor:
         """Train a step on this process's parts of a batch. Returns the mean loss of all parts."""
-        self.optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for self._batch in parts:
-            loss = self.loss()
-            (loss / len(parts)).backward()
-            losses.append(loss.detach().float())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        return self.mean(losses)
+        bench_gpt.set_rate(self.optimizer, rate)
+        losses = bench_gpt.update(self.optimizer, self.losses(parts), len(parts))
+        return self.mean([loss.float() for loss in losses])
+
+    def losses(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
+        """Yield the loss of each batch when it is asked for."""
+        for self._batch in batches:
+            yield self.loss()
 
     @torch.no_grad()
     def validate(self, batches: Iterator[list[Batch]]) -> float:
         """Return the mean loss of all processes' parts of the batches."""
         self.model.eval()
-        losses = []
-        for self._batch in itertools.chain.from_iterable(batches):
-            losses.append(self.loss().double())
-        return float(self.mean(losses))
+        losses = self.losses(itertools.chain.from_iterable(batches))
+        return float(self.mean([loss.double() for loss in losses]))
 
     def mean(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the mean over all processes, which have as many losses each."""

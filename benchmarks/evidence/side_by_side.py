@@ -7,6 +7,7 @@ result at once, so that the report on disk is complete.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import sys
@@ -52,31 +53,23 @@ def run_all(
     *,
     jobs: int = 1,
     devices: int = 1,
-    budget_s: float | None = None,
+    budget_s: float = math.inf,
     threads: int = 1,
     title: str = "runs",
     longest_s: float = 0.0,
 ) -> list[str]:
     """Do the work in order, ``jobs`` at a time. Returns the names that the budget left out.
 
-    Args:
-        work: pieces of work with picklable results.
-        done: called in this process with each piece's name and result.
-        jobs: number of processes; 1 does all work in this process.
-        devices: CUDA devices for the jobs; each process sees only one, as "cuda".
-        budget_s: seconds from now. A piece that would end later, if it took as long as the longest
-            so far, is not started.
-        threads: threads of each process.
-        title: title of the progress bar.
-        longest_s: longest piece of an earlier call.
-
-    An exception of a piece ends everything, after the running pieces.
+    ``done`` gets each piece's name and result, in this process. One job does all work here; of
+    several each sees one of ``devices``, as "cuda". No piece starts that would exceed the budget
+    if it took as long as the longest so far (``longest_s``: of an earlier call). An exception of a
+    piece ends everything, after the running pieces.
     """
     began = time.perf_counter()
     longest = longest_s
 
     def in_time() -> bool:
-        return budget_s is None or time.perf_counter() - began + longest < budget_s
+        return time.perf_counter() - began + longest < budget_s
 
     left: list[str] = []
     with tqdm(total=len(work), desc=title, unit="run", mininterval=5, disable=jobs == 1) as bar:

@@ -89,6 +89,7 @@ def contenders(task: str) -> list[Contender]:
 FULL = Contender("fp32", "fp32")
 GX_INT4 = Contender("int4", "default", {"gx_bits": 4})
 """The paper's bits of g_x with scales per token and column, to judge its transform by."""
+INT4_WITHOUT_HT = Contender("int4, g_x without HT", "default", {"gx_bits": 4, "hadamard_block": 1})
 INT8_FORWARD = tuple(
     Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in RECIPES
 )
@@ -154,7 +155,7 @@ def ablations(task: str) -> list[Contender]:
         *(Contender(f"fast, rank {rank}", "fast", {"rank": rank}) for rank in (4, 2)),
         Contender("default, g_x without HT", "default", {"hadamard_block": 1}),
         GX_INT4,
-        Contender("int4, g_x without HT", "default", {"gx_bits": 4, "hadamard_block": 1}),
+        INT4_WITHOUT_HT,
         Contender("default, one scale a tensor", "default", COARSE_SCALES),
         Contender("default without ABC", "without_abc", {"recipe": "default"}),
         Contender("accurate", "accurate"),
@@ -195,42 +196,33 @@ def finetuned(task: str) -> list[Contender]:
 
 
 def table_of(task: str, table: str) -> list[Contender]:
-    """List a table's contenders, full precision first. Raises ValueError for another table."""
-    if table not in TABLES:
-        raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
-    if table == "rivals":
-        return [FULL, *INT8_FORWARD, *contenders(task), *LUQ_FORWARD]
-    lists = {"ablations": ablations, "finetune": finetuned, "supplement": supplement}
-    return [FULL, *lists[table](task)]
+    """List the contenders of one of ``TABLES`` or of "gradients"."""
+    lists: dict[str, Callable[[str], list[Contender]]] = {
+        "rivals": lambda task: [FULL, *INT8_FORWARD, *contenders(task), *LUQ_FORWARD],
+        "ablations": lambda task: [FULL, *ablations(task)],
+        "finetune": lambda task: [FULL, *finetuned(task)],
+        "supplement": lambda task: [FULL, *supplement(task)],
+        "gradients": lambda task: [INT4_WITHOUT_HT, *contenders(task)],
+    }
+    return lists[table](task)
 
 
-def chosen(
-    task: str, names: str | None, more: tuple[Contender, ...] = (), table: str | None = None
-) -> list[Contender]:
-    """Select contenders by a list with semicolons, or all. Raises ValueError for another name.
+def chosen(task: str, names: str | None, table: str) -> list[Contender]:
+    """Select contenders of a table by a list with semicolons, or all.
 
-    Args:
-        task: one of ``TASKS``.
-        names: names of contenders. Each must exist in some task, but not in this one. Other methods
-            are ``FILE.py:Class``, whose name is the class's.
-        more: contenders besides :func:`contenders`, or besides a table's if they are named.
-        table: table whose contenders replace :func:`contenders`.
+    Each name must exist in some task, but not in this one. Other methods are ``FILE.py:Class``,
+    whose name is the class's. Raises ValueError for another name.
     """
-
-    def rows_of(one: str) -> list[Contender]:
-        if table is None:
-            return [*more, *contenders(one)]
-        return table_of(one, table) if names is None else [*table_of(one, table), *more]
-
     if names is None:
-        return rows_of(task)
+        return table_of(task, table)
     chosen_names = [name.strip() for name in names.split(";")]
+    more = []
     for spec in [name for name in chosen_names if ".py:" in name]:
         rivals.of_file(spec)  # reports errors here, not in the first run
         chosen_names[chosen_names.index(spec)] = name = spec.rpartition(":")[2]
-        more = (*more, Contender(name, spec))
-    every = {contender.name: contender for contender in rows_of(task)}
-    known = {c.name for t in TASKS for c in rows_of(t)}
+        more.append(Contender(name, spec))
+    every = {contender.name: contender for contender in (*table_of(task, table), *more)}
+    known = {c.name for t in TASKS for c in table_of(t, table)} | {c.name for c in more}
     unknown = [name for name in chosen_names if name not in known]
     if unknown:
         raise ValueError(f"methods: {', '.join(unknown)}: none of {', '.join(sorted(known))}")

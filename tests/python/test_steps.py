@@ -110,6 +110,16 @@ def test_summary_of_kernels() -> None:
     }  # fmt: skip
 
 
+def test_a_name_has_its_contenders_fields() -> None:
+    name = "default int8-forward compiled, attention kept in half, 8-bit head"
+    assert steps.described(training.by_name(name, autocast=True)) == {
+        "recipe": "default", "autocast": True, "compiled": "default", "checkpointed": True,
+        "attention_kept": True, "first": 0.5, "forward": "int8", "head": "accurate",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="'bf16 compiled fast-forward' has 'fast-forward'; expect"):
+        training.by_name("bf16 compiled fast-forward")
+
+
 def test_waves() -> None:
     """The reference is in each part; the first contenders of all models come before the second."""
     waves = steps.waves_of(["vit_b", "bert"], None, {"vit_b": 8, "bert": 12})

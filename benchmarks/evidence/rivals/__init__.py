@@ -14,6 +14,7 @@ from .calls import (
     Call,
     StockGemm,
     backward,
+    fp8_product,
     fp8_products,
     int8_products,
     products,

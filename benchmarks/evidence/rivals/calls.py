@@ -52,11 +52,12 @@ def fp8_products(tokens: int, outs: int, ins: int) -> Call:
         for shape in ((tokens, outs), (outs, tokens), (ins, outs), (ins, tokens))
     )
     one = torch.ones((), device="cuda")
-    return lambda: (_fp8(gy, w_t, one), _fp8(gy_t, x_t, one))
+    return lambda: (fp8_product(gy, w_t, one, one), fp8_product(gy_t, x_t, one, one))
 
 
-def _fp8(a: torch.Tensor, b_t: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    return torch._scaled_mm(a, b_t.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+def fp8_product(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+    """Return ``a b^T`` in bf16, both operands in FP8, with their scales."""
+    return torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 class StockGemm:

@@ -82,7 +82,7 @@ def convert(
             :class:`hotcore.torch.CustomBackward`, or its ``FILE.py:Class``.
         filter_fn: selects layers, as for :func:`hotcore.torch.convert`.
         settings: ``rank``, ``token_grid``, ``prefix_tokens`` (lbp_wht), ``rank`` (lbp_wht_flat,
-            lora), ``gw_bits`` (authors_hot), ``emulate``, ``recipe`` (torchao_fp8), or HotConfig's.
+            lora), ``gw_bits`` (authors_hot), or HotConfig's.
 
     Raises ValueError for an unknown method or if no layer can be converted, and TorchaoMissing.
     """
@@ -141,17 +141,11 @@ def _lora(model: nn.Module, names: list[str], rank: int = 16) -> Converted:
     return Converted("lora", tuple(names))
 
 
-def _torchao(
-    model: nn.Module,
-    method: str,
-    names: list[str],
-    recipe: str = "tensorwise",
-    emulate: bool | None = None,
-) -> Converted:
+def _torchao(model: nn.Module, method: str, names: list[str]) -> Converted:
     before = {fqn: model.get_submodule(fqn) for fqn in names}
     if method == "torchao_fp8":
         device = next(model.parameters()).device.type
-        torchao_convert(model, recipe, names, device == "cpu" if emulate is None else emulate)
+        torchao_convert(model, "tensorwise", names, emulate=device == "cpu")
     else:
         torchao_int8_convert(model, names)
     kinds = {fqn: type(model.get_submodule(fqn)) for fqn in before}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 from .calls import Call
 
@@ -133,13 +134,12 @@ def torchao_adamw(
 
 
 def torchao_calls(
-    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, emulate: bool = False
+    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor
 ) -> tuple[dict[str, Call], str]:
     """Make contenders "torchao forward", "torchao both", "torchao backward" (graph retained).
 
     They run a compiled FP8 layer that holds ``w``, tensorwise (torchao's default). torchao leaves
-    the casts to ``torch.compile``. ``emulate`` computes uncompiled and without FP8 hardware, for
-    tests.
+    the casts to ``torch.compile``.
 
     Returns the calls, and torchao's version. Raises TorchaoMissing.
     """
@@ -147,16 +147,11 @@ def torchao_calls(
     layer_type = importlib.import_module("torchao.float8.float8_linear").Float8Linear
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta", dtype=w.dtype)
     linear.weight = torch.nn.Parameter(w)
-    layer: Any = layer_type.from_float(linear, float8.Float8LinearConfig(emulate=emulate))
+    layer: Any = layer_type.from_float(linear, float8.Float8LinearConfig())
     version = str(importlib.import_module("torchao").__version__)
-    if emulate:
-        version = f"{version}, emulated: no timing"
-    else:
-        import torch._functorch.config as functorch
-
-        functorch.donated_buffer = False  # allows a backward to run twice
-        torch._dynamo.reset()  # layers compile the same code, and dynamo stops after eight times
-        layer = torch.compile(layer, dynamic=False)
+    torch._functorch.config.donated_buffer = False  # allows a backward to run twice
+    torch._dynamo.reset()  # layers compile the same code, and dynamo stops after eight times
+    layer = torch.compile(layer, dynamic=False)
     leaf = x.detach().clone().requires_grad_()
 
     def gradients(y: torch.Tensor) -> object:
