@@ -289,12 +289,8 @@ class CApi:
         """Return codes and the hot_input; with ``kept`` also the compressed x and the hot_saved."""
         sizes = math.prod(x.shape[:-1]), x.shape[-1]
         memory = aligned(self.number("hot_forward_input_bytes", *sizes, spec))
-        made, saved, layout, size = (
-            make("hot_input"),
-            make("hot_saved"),
-            make("hot_saved_layout"),
-            0,
-        )
+        made, saved, layout = (make(f"hot_{name}") for name in ("input", "saved", "saved_layout"))
+        size = 0
         if kept is not None:
             self.call("hot_saved_layout_of", *sizes, kept, layout)
             size = self.number("hot_compress_activation_workspace", self._context, *sizes, kept)

@@ -117,11 +117,8 @@ def tensor_parallel(rank: int, device: str) -> None:
     two = dist.device_mesh.init_device_mesh(device, (1, WORLD), mesh_dim_names=("dp", "tp"))
     mesh = two["tp"]
     whole_tokens = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    by_tokens = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
+    by_tokens = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
+    by_tokens["down"] = RowwiseParallel(output_layouts=Shard(1))
     x = draws(1, 2, 32, 64, device=device).requires_grad_()
     configs = ("default", hot.HotConfig.recipe("fast", forward="int8"))
     for config, plan, also in (

@@ -263,11 +263,9 @@ def layer(
     rng: np.random.Generator, tokens: int, outs: int, ins: int, kind: str = "normal"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """g_y, w and x."""
-    return (
-        data(rng, (tokens, outs), kind),
-        data(rng, (outs, ins), kind),
-        data(rng, (tokens, ins), kind),
-    )
+    shapes = (tokens, outs), (outs, ins), (tokens, ins)
+    gy, w, x = (data(rng, shape, kind) for shape in shapes)
+    return gy, w, x
 
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))

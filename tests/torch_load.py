@@ -59,13 +59,8 @@ def memory(device: str) -> Memory:
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    return Memory(
-        host,
-        sys.getallocatedblocks(),
-        resident,
-        torch.cuda.memory_allocated() if cuda else 0,
-        torch.cuda.memory_reserved() if cuda else 0,
-    )
+    on_cuda = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if cuda else (0, 0)
+    return Memory(host, sys.getallocatedblocks(), resident, *on_cuda)
 
 
 class Steps:
@@ -122,7 +117,5 @@ def growth(device: str, steps: int) -> tuple[dict[str, int], dict[str, int]]:
     before = memory(device)
     load.run(steps)
     after = memory(device)
-    return (
-        {name: getattr(after, name) - getattr(before, name) for name in vars(before)},
-        load.done,
-    )
+    grown = {name: getattr(after, name) - getattr(before, name) for name in vars(before)}
+    return grown, load.done

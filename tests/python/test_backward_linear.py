@@ -193,9 +193,8 @@ def test_errors_of_recipes(case: str) -> None:
 
     drawn = bench_cases.cases(np.random.default_rng(0))[case]
     for title, known in KNOWN_ERRORS[case].items():
-        if (
-            title in bench_cases.RECIPES and title != "fast"
-        ):  # so few keys change its error by a third
+        # With so few keys the error of "fast" changes by a third.
+        if title in bench_cases.RECIPES and title != "fast":
             assert bench_cases.recipe_error(drawn, title, keys=3) == pytest.approx(known, rel=0.1)
 
 

@@ -97,10 +97,8 @@ def test_find_package_from_the_wheel(tmp_path: Path) -> None:
 def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:
     pkg_config, compiler = tool("pkg-config", "pkgconf"), tool("cc")
     library = INSTALLED / "lib"
-    environment = os.environ | {
-        "PKG_CONFIG_PATH": str(library / "pkgconfig"),
-        "LD_LIBRARY_PATH": str(library),
-    }
+    paths = dict(PKG_CONFIG_PATH=str(library / "pkgconfig"), LD_LIBRARY_PATH=str(library))
+    environment = os.environ | paths
     assert (
         run(pkg_config, "--modversion", "hotcore", env=environment).strip() == hotcore.__version__
     )

@@ -132,10 +132,8 @@ def test_waves() -> None:
         assert [REFERENCE, *measured] == [c.name for c in training.people(models.TASKS[model])]
     (only,) = steps.waves_of(["vit_b"], ["fast e*", "bf16 eager"], {"vit_b": 0})
     assert [c.name for c in only[1]] == [REFERENCE, "bf16 eager", "fast eager"]
-    done = {
-        "vit_b": ["bf16 eager"],
-        "bert": [c.name for c in training.people(models.TASKS["bert"])],
-    }
+    people = [c.name for c in training.people(models.TASKS["bert"])]
+    done = {"vit_b": ["bf16 eager"], "bert": people}
     jobs = {"vit_b": 0, "bert": 0, "gpt2": 0}
     left = steps.waves_of(["vit_b", "bert", "gpt2"], ["bf16 e*", "fp32*"], jobs, done)
     assert [(model, [c.name for c in among]) for model, among in left] == [

@@ -28,11 +28,8 @@ def parts(codes: hotcore.QuantizedWeightInt4) -> tuple[np.ndarray, np.ndarray, n
     outs = codes.out_features
     k = -(-codes.in_features // codes.config.forward_block) * codes.config.forward_block
     scales, steps = outs * k // 2, outs * (k // 2 + 4)
-    return (
-        codes.data[:scales].reshape(outs, -1),
-        codes.data[scales:steps].view(np.float32),
-        codes.data[steps:].reshape(outs, -1),
-    )
+    packed, factors, last = np.split(codes.data, [scales, steps])
+    return packed.reshape(outs, -1), factors.view(np.float32), last.reshape(outs, -1)
 
 
 @given(

@@ -58,11 +58,8 @@ def test_convert_and_revert() -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     report = hot.convert(model).hot_report
     rows = {layer.name: layer for layer in report.converted}
-    assert {name: row.kind for name, row in rows.items()} == {
-        "first": "Linear",
-        "up": "Linear8bitLt",
-        "down": "Linear8bitLt",
-    }
+    kinds = {"first": "Linear", "up": "Linear8bitLt", "down": "Linear8bitLt"}
+    assert {name: row.kind for name, row in rows.items()} == kinds
     assert rows["up"].bytes_per_value == 0 and "nothing (weight frozen)" in str(report)
     assert isinstance(model.up, bnb.nn.Linear8bitLt)
     assert {k: v.tolist() for k, v in model.state_dict().items()} == {

@@ -72,11 +72,8 @@ def test_default_filter() -> None:
     report = model.hot_report
     assert names(report) == CONVERTED
     reasons = reasons_of(report)
-    assert reasons == {
-        "blocks.0.small": f"fewer than {MIN_FEATURES} features",
-        "blocks.1.small": f"fewer than {MIN_FEATURES} features",
-        "head": "the output head",
-    }
+    few = dict.fromkeys(("blocks.0.small", "blocks.1.small"), f"fewer than {MIN_FEATURES} features")
+    assert reasons == {**few, "head": "the output head"}
     assert type(model.blocks[0].qkv) is hot.HotLinear
     assert model.blocks[0].qkv.config == HotConfig.recipe("fast")
     assert type(model.head) is nn.Linear
@@ -216,9 +213,8 @@ def test_subclasses_are_left_alone() -> None:
         pass
 
     attention = Mine(64, 4)
-    model = nn.ModuleDict(
-        {"special": Special(64, 64), "attention": attention, "plain": nn.Linear(64, 64)}
-    )
+    plain = nn.Linear(64, 64)
+    model = nn.ModuleDict({"special": Special(64, 64), "attention": attention, "plain": plain})
     for filter_fn in (None, lambda module, fqn: True):
         report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn).hot_report
         reasons = reasons_of(report)
@@ -310,20 +306,14 @@ def test_fields_as_arguments() -> None:
 def test_overrides() -> None:
     model = Model()
     custom = HotConfig(gx_rounding="nearest")
-    overrides = {
-        "blocks.*": "fast",
-        "*.qkv": {"gx_bits": 4},  # on top of the base configuration
-        "blocks.1.proj": custom,
-    }
+    # "*.qkv" is on top of the base configuration.
+    overrides = {"blocks.*": "fast", "*.qkv": {"gx_bits": 4}, "blocks.1.proj": custom}
     report = hot.convert(model, "accurate", overrides=overrides).hot_report
     configs = {layer.name: layer.config for layer in report.converted}
     int4 = HotConfig.recipe("accurate", gx_bits=4)
-    assert configs == {
-        "blocks.0.qkv": int4,
-        "blocks.0.proj": HotConfig.recipe("fast"),
-        "blocks.1.qkv": int4,
-        "blocks.1.proj": custom,
-    }
+    assert configs == dict(
+        zip(CONVERTED, (int4, HotConfig.recipe("fast"), int4, custom), strict=True)
+    )
     for name, config in configs.items():
         assert model.get_submodule(name).config == config
     assert report.config == HotConfig.recipe("accurate")
@@ -331,9 +321,8 @@ def test_overrides() -> None:
 
 def test_overrides_leave_out() -> None:
     model = Model()
-    report = hot.convert(
-        model, overrides={"*.proj": None, "blocks.1.*": "fast"}
-    ).hot_report  # the last counts
+    overrides = {"*.proj": None, "blocks.1.*": "fast"}  # the last counts
+    report = hot.convert(model, overrides=overrides).hot_report
     assert names(report) == ["blocks.0.qkv", *names_of("blocks.1")]
     skipped = reasons_of(report)
     assert skipped["blocks.0.proj"] == "left out by overrides"
@@ -397,17 +386,11 @@ def test_convolutions() -> None:
     x = torch.randn(2, 3, 32, 32)
     expected = model(x)
     report = hot.convert(model).hot_report
-    assert [(layer.name, layer.kind) for layer in report.converted] == [
-        ("conv", "Conv2d 3x3"),
-        ("down", "Conv2d 1x1"),
-        ("grouped", "Conv2d 3x3"),
-    ]
-    assert reasons_of(report) == {
-        "stem": "the first convolution",
-        "depthwise": f"fewer than {MIN_FEATURES} features",
-        "narrow": f"fewer than {MIN_FEATURES} features",
-        "fc": "the output head",
-    }
+    kinds = {layer.name: layer.kind for layer in report.converted}
+    assert kinds == {"conv": "Conv2d 3x3", "down": "Conv2d 1x1", "grouped": "Conv2d 3x3"}
+    few = dict.fromkeys(("depthwise", "narrow"), f"fewer than {MIN_FEATURES} features")
+    reasons = {"stem": "the first convolution", **few, "fc": "the output head"}
+    assert reasons_of(report) == reasons
     # INT4; with a stride, a 1x1 kernel meets a quarter of the pixels only.
     assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13, 0.53]
     assert re.search(r"conv +Conv2d 3x3 +64 -> 64 +0\.53 bytes a value.*torch's own", str(report))
@@ -530,10 +513,8 @@ def test_layers_whose_weight_is_used_without_them() -> None:
     model.forward = lambda x: model["used"](x)
     hidden(model, "used")
     notes = {layer.name: layer.note for layer in hot.convert(model, inputs=x).hot_report.converted}
-    assert notes == {
-        "used": "its weight is also multiplied without it, plain",
-        "unused": "not called with these inputs",
-    }
+    plain = "its weight is also multiplied without it, plain"
+    assert notes == {"used": plain, "unused": "not called with these inputs"}
 
 
 @pytest.mark.parametrize(
@@ -545,9 +526,8 @@ def test_timms_models_that_use_weights_without_layers(name: str, part: str) -> N
     sizes = {"depths": (1, 1), "num_heads": (2, 4)} if "swin" in name else {"depth": 2}
     pixels = {"swinv2_tiny_window8_256": 64, "beit_base_patch16_224": 32}[name]
     more = {"window_size": 4} if "swin" in name else {"patch_size": 8, "num_heads": 2}
-    model = timm.create_model(
-        name, img_size=pixels, embed_dim=64, num_classes=10, **sizes, **more
-    ).train()
+    more |= {"img_size": pixels, "embed_dim": 64, "num_classes": 10}
+    model = timm.create_model(name, **sizes, **more).train()
     x = torch.randn(2, 3, pixels, pixels)
     blind = hot.convert(copy.deepcopy(model)).hot_report
     report = hot.convert(model, inputs=x).hot_report
@@ -674,15 +654,9 @@ def test_matrices_that_are_not_taken() -> None:
             self.gate_up_proj = nn.Parameter(torch.randn(4, 128, 64))
             self.position = nn.Parameter(torch.randn(1, 197, 64))  # no stack
 
-    model = nn.ModuleDict(
-        {
-            "experts": Experts(),
-            "lstm": nn.LSTM(64, 96),
-            "up": nn.ConvTranspose2d(64, 96, 2),
-            "line": nn.Conv1d(64, 96, 3),
-            "plain": nn.Linear(64, 64),
-        }
-    )
+    layers = {"experts": Experts(), "lstm": nn.LSTM(64, 96), "up": nn.ConvTranspose2d(64, 96, 2)}
+    layers |= {"line": nn.Conv1d(64, 96, 3), "plain": nn.Linear(64, 64)}
+    model = nn.ModuleDict(layers)
     report = hot.convert(model).hot_report
     rows = {row.name: row for row in report.unsupported}
     assert list(rows) == ["experts.gate_up_proj", "lstm", "up", "line"]
@@ -795,10 +769,8 @@ def test_what_is_no_model() -> None:
 def test_a_wrong_token_grid_names_the_layer() -> None:
     config = HotConfig.recipe("paper", token_grid=(4, 4), prefix_tokens=1)
     tokens = torch.randint(50, (2, 20))
-    with pytest.raises(
-        ValueError, match=r"\(4, 4\) with 1 prefix .* 17 tokens; layer blocks.0.qkv is given 40"
-    ):
-        hot.convert(Model(), config, inputs=tokens)
+    given = r"\(4, 4\) with 1 prefix .* 17 tokens; layer blocks.0.qkv is given 40"
+    refused(lambda: hot.convert(Model(), config, inputs=tokens), given)
     model = hot.convert(Model(), config)
     assert 0.5 < hot.report(model).converted[0].bytes_per_value < 0.54
     refused(lambda: model(tokens), "layer blocks.0.qkv: .*x has 40 tokens")
@@ -817,9 +789,8 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
 
 
 def test_convolutions_stay_plain_on_cuda() -> None:
-    with pytest.warns(
-        UserWarning, match="no layer is converted; all 3 .* slower.* on CUDA; slower=True"
-    ):
+    none = "no layer is converted; all 3 .* slower.* on CUDA; slower=True"
+    with pytest.warns(UserWarning, match=none):
         report = hot.convert(ConvNet(), device="cuda").hot_report
     reasons = reasons_of(report)
     assert not report.converted

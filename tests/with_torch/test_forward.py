@@ -212,10 +212,8 @@ def test_the_report_knows_what_is_plain() -> None:
         report = hot.convert(model, config, every).hot_report
         assert len(report.in_eval_mode) == plain
         assert any("in eval mode" in note for note in report.notes) == bool(plain)
-        assert (
-            hot.convert(nn.Linear(64, 64).eval(), config, every).hot_report.in_eval_mode
-            == [""] * plain
-        )
+        report = hot.convert(nn.Linear(64, 64).eval(), config, every).hot_report
+        assert report.in_eval_mode == [""] * plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -372,14 +372,14 @@ def test_loading_keeps_sizes_that_come_from_x() -> None:
     model.load_state_dict({"q.weight": torch.randn(64, 64)}, strict=False)
     assert torch.equal(model.q.weight_exponents, exponents)
     plain = hot.freeze(hot.convert(Attention(), config(), every))
-    plain.load_state_dict(
-        {"q.weight": torch.randn(64, 64) * torch.logspace(-1, 1, 64)}, strict=False
-    )
+    weight = torch.randn(64, 64) * torch.logspace(-1, 1, 64)
+    plain.load_state_dict({"q.weight": weight}, strict=False)
     assert plain.q.weight_exponents[0] - plain.q.weight_exponents[-1] > 2
 
 
 def test_int4_is_refused() -> None:
     """The argument or the layer is named, and nothing has changed."""
+    infinite = [torch.full((3, 64), torch.inf)]
     calls: list[tuple[Any, dict[str, Any], str]] = [
         (ValueError, {"bits": 5}, "bits: expected 4 or 8, got 5"),
         (ValueError, {"bits": 8, "inputs": []}, "inputs: expected None with bits=8"),
@@ -388,11 +388,7 @@ def test_int4_is_refused() -> None:
         (TypeError, {"inputs": {"x": torch.zeros(3, 64)}}, r"as \[batch\], got a dict"),
         (TypeError, {"inputs": 3}, "got a int"),
         (ValueError, {"inputs": []}, "inputs: none of 0 batches reached a layer"),
-        (
-            ValueError,
-            {"inputs": [torch.full((3, 64), torch.inf)]},
-            "inputs: NaN or infinity in the",
-        ),
+        (ValueError, {"inputs": infinite}, "inputs: NaN or infinity in the"),
     ]
     model = hot.convert(Attention(), config(), every)
     for kind, options, text in calls:
@@ -405,9 +401,8 @@ def test_int4_is_refused() -> None:
     narrow = hot.convert(Net(72), config(forward_block=16), every)
     report = hot.freeze(narrow).freeze_report
     assert report.layers == ("down",)
-    assert report.skipped == (
-        ("up", "80 codes a row; INT4 needs a multiple of 32, as forward_block 32 has"),
-    )
+    why = "80 codes a row; INT4 needs a multiple of 32, as forward_block 32 has"
+    assert report.skipped == (("up", why),)
 
 
 def test_a_layer_that_no_batch_reaches() -> None:
@@ -425,12 +420,8 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         model = hot.convert(Attention(), config(), every)
         hot.freeze(model, inputs=iter(batches()), progress=progress)
         text = capsys.readouterr().err
-        parts = (
-            "freeze: columns of o, 3 of 3, 6 s left",
-            "freeze: batch 3\033",
-            "freeze: o, 3 of 3",
-        )
-        assert all((part in text) == (terminal and progress) for part in parts)
+        for part in ("columns of o, 3 of 3, 6 s left", "batch 3\033", "o, 3 of 3"):
+            assert (f"freeze: {part}" in text) == (terminal and progress)
 
 
 # ---- compiled, checkpoints, modes ----
@@ -1051,9 +1042,8 @@ def test_plain_state_dict_both_ways(bits: int) -> None:
     other.load_state_dict(plain.state_dict())
     assert other.up.weight_codes is codes
     # Quantised again: rounded to the same codes, but for those that bf16 or INT4's steps move.
-    assert (other.up.weight_codes != model.up.weight_codes).float().mean() < (
-        0.06 if bits == 8 else 0.4
-    )
+    moved = (other.up.weight_codes != model.up.weight_codes).float().mean()
+    assert moved < (0.06 if bits == 8 else 0.4)
     assert near(other.up, model.up, 0.005 if bits == 8 else 0.1)
     exact = frozen(bits=bits)
     again = frozen(bits=bits)
@@ -1218,9 +1208,8 @@ def test_lora(bits: int, peft: Any, order: str, tmp_path: Path) -> None:
     assert losses[-1] < 0.8 * losses[0]
     assert torch.equal(inner.up.base_layer.weight_codes, before)
     model.save_pretrained(tmp_path)
-    names = pytest.importorskip("safetensors.torch").load_file(
-        tmp_path / "adapter_model.safetensors"
-    )
+    file = tmp_path / "adapter_model.safetensors"
+    names = pytest.importorskip("safetensors.torch").load_file(file)
     assert len(names) == 4 and all("lora_" in name for name in names)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -1293,7 +1282,5 @@ def test_conv1d(bits: Any, peft: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         merged = wrapped.merge_and_unload()
-    assert torch.equal(
-        merged.transformer.h[0].mlp.c_fc.weight, other.transformer.h[0].mlp.c_fc.weight
-    )
+    assert torch.equal(*(m.transformer.h[0].mlp.c_fc.weight for m in (merged, other)))
     assert type(hot.revert(merged).transformer.h[0].mlp.c_proj).__name__ == "Conv1D"

@@ -102,9 +102,8 @@ def test_against_float64(vocab: int, rng: np.random.Generator) -> None:
         got = results(hot.linear_cross_entropy, given, chunk=chunk, **options)
         expected = results(reference, given, True, **options)
         for ours, theirs in zip(got, expected, strict=True):
-            if (
-                theirs.numel() and theirs.isnan().all()
-            ):  # mean of no tokens, whose gradients torch says to be 0
+            # The mean of no tokens, whose gradients torch says to be 0.
+            if theirs.numel() and theirs.isnan().all():
                 assert ours.isnan() if ours is got[0] else not ours.count_nonzero()
             else:
                 floor = 1e-6 * max([1.0, *theirs.abs().flatten().tolist()])
@@ -262,10 +261,8 @@ def test_chunks() -> None:
     for tokens, vocab, width in ((8192, 128256, 4096), (16384, 50257, 768), (4097, 100, 4096)):
         step = head.chunk_of(tokens, vocab, width)
         assert step % 128 == 0 or step == tokens
-        assert (
-            step * vocab
-            <= max(width / 2 * vocab, tokens * width, head.MIN_CHUNK * vocab) + 128 * vocab
-        )
+        most = max(width / 2 * vocab, tokens * width, head.MIN_CHUNK * vocab)
+        assert step * vocab <= most + 128 * vocab
         assert tokens <= step * -(-tokens // step)
     assert head.chunk_of(8192, 128256, 4096) == 2048 and head.chunk_of(100, 9, 9) == 100
 

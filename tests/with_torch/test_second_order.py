@@ -32,12 +32,8 @@ def checkpointed() -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
-MODELS = {
-    "linear": linear,
-    "1x1": lambda: conv(1),
-    "3x3": lambda: conv(3),
-    "checkpointed": checkpointed,
-}
+MODELS = {"linear": linear, "1x1": lambda: conv(1), "3x3": lambda: conv(3)}
+MODELS["checkpointed"] = checkpointed
 
 
 @pytest.fixture(params=[*MODELS, pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -186,13 +186,8 @@ def replaced(titan: Any, name: str, config: Any, **kwargs: Any) -> Any:
 
 def test_the_layers_it_claims(titan: Any) -> None:
     claims = titan._REGISTRY[f"{OURS}.hot_linear"].matches
-    wanted = (
-        "attention.wq",
-        "attention.qkv_linear.wkv",
-        "feed_forward.w2",
-        "moe.shared_experts.w1",
-    )
-    for name in wanted:
+    own = ("attention.wq", "attention.qkv_linear.wkv", "feed_forward.w2", "moe.shared_experts.w1")
+    for name in own:
         assert claims(f"model.layers.11.{name}") and claims(f"layers.11.{name}")
     for name in ("output", "lm_head", "layers.3.moe.router.gate", "layers.3.moe.experts"):
         assert not claims(name) and not claims(f"model.{name}")

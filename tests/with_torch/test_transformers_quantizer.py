@@ -266,10 +266,8 @@ def test_biases(tmp_path: Path) -> None:
         source.save_pretrained(folder)
         if codes:
             load(folder, freeze="int4", save_codes=True).save_pretrained(folder)
-        assert torch.equal(
-            load(folder, freeze="int4", save_codes=codes).get_submodule(name).bias,
-            source.get_submodule(name).bias,
-        )
+        found = load(folder, freeze="int4", save_codes=codes).get_submodule(name)
+        assert torch.equal(found.bias, source.get_submodule(name).bias)
         changed(folder, **{f"{name}.bias": None})
         model = load(folder, freeze="int4", save_codes=codes)
         bias = model.get_submodule(name).bias
