@@ -191,7 +191,7 @@ def build_all(build: Path, reports: Path, arch: str) -> dict[str, int]:
     if steps["build"] != 0:
         print((reports / "build.log").read_text()[-4000:])
     shutil.rmtree(prefix, ignore_errors=True)
-    for component in ("python", "devel"):
+    for component in ("devel", "python"):  # the extension's stub is made beside libhot
         steps[f"install {component}"] = run(
             "cmake", "--install", build, "--prefix", prefix, "--component", component,
             log=reports / f"install-{component}.log",
