@@ -93,6 +93,10 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
         api.on("hot_quantize_weight_int4", *arguments_of_int4, codes.ctypes.data, count, int4)
         operands.setdefault("int4_format", int4.format)
     arrays = {n: v for n, v in operands.items() if isinstance(v, np.ndarray)} | room
+    memory = aligned(len(arrays) << 16)  # each array has its own part, as in test_errors.cpp
+    for part, (array, values) in zip(memory.reshape(-1, 1 << 16), arrays.items(), strict=True):
+        arrays[array] = part[: values.nbytes].view(values.dtype).reshape(values.shape)
+        arrays[array][...] = values
     views = {n: tensor(v.view(np.int8) if n in room else v) for n, v in arrays.items()}
     for change, value in arguments(broken).items():
         array, _, part = change.partition(".")
