@@ -74,11 +74,11 @@ GONE = {
 """Removed arguments, as ``argument`` or ``argument=value`` -> what to do instead."""
 
 
-def check_gone(name: str, value: object = None) -> None:
-    """Refuse a removed argument, or a removed value of it. Raises ValueError."""
+def check_gone(name: str, value: object = None, where: str = "") -> None:
+    """Refuse a removed argument, or a removed value of it: ValueError, begun by ``where``."""
     for entry, subject in ((name, ""), (f"{name}={value!r}", f"{value!r} was ")):
         if entry in GONE:
-            raise ValueError(f"{name}: {subject}{REMOVED}; {GONE[entry]}")
+            raise ValueError(f"{where}{name}: {subject}{REMOVED}; {GONE[entry]}")
 
 
 def refuse_arguments(function: str, names: Iterable[str]) -> None:
@@ -194,7 +194,7 @@ def check_names(names: Iterable[str], where: str, arguments: Sequence[str] = ())
     """Refuse names of no field: ValueError, or TypeError where a call has other ``arguments``."""
     for name in names:
         if name not in FIELDS:
-            check_gone(name)
+            check_gone(name, where=f"{where}: " if where in ("text", "state") else "")
             near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
             if arguments:
