@@ -194,7 +194,8 @@ def check_names(names: Iterable[str], where: str, arguments: Sequence[str] = ())
     """Refuse names of no field: ValueError, or TypeError where a call has other ``arguments``."""
     for name in names:
         if name not in FIELDS:
-            check_gone(name, where=f"{where}: " if where in ("text", "state") else "")
+            of_a_call = arguments or where == "recipe"  # then the name is the argument's
+            check_gone(name, where="" if of_a_call else f"{where}: ")
             near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
             if arguments:

@@ -349,6 +349,7 @@ def names_of(block: str) -> list[str]:
         ({"*.qkv": "quick"}, ValueError, r"overrides\['\*.qkv'\]: 'quick' is not one of"),
         ({"*.qkv": 3}, TypeError, r"overrides\['\*.qkv'\]: expected a HotConfig or a recipe"),
         ({"*.qkv": {"bits": 4}}, ValueError, r"overrides\['\*.qkv'\]: HotConfig has no field '?bi"),
+        ({"*.qkv": {"x_scale": "token"}}, ValueError, r"overrides\['\*.qkv'\]: x_scale: removed"),
         ({"*.qkv": {"gx_bits": 5}}, ValueError, r"overrides\['\*.qkv'\]: gx_bits: expected 4"),
     ],
 )
