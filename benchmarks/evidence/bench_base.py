@@ -461,10 +461,10 @@ def frozen(case: Case, bits: Any, measured: bool, exact: Tensor) -> dict[str, fl
     inputs = [{"input_ids": part} for part in case.calibration.split(32)] if measured else None
     hot.freeze(model, bits, inputs=inputs)
     errors = [
-        (model.get_submodule(name).dequantized() - layer.weight, layer.weight)  # type: ignore[operator]
+        (model.get_submodule(name).dequantized() - layer.weight, layer.weight)
         for name, layer in case.layers().items()
     ]
-    size = model.freeze_report.after / sum(weight.numel() for _, weight in errors)  # type: ignore[union-attr, operator]
+    size = model.freeze_report.after / sum(weight.numel() for _, weight in errors)
     return errors_of(dataclasses.replace(case, model=model).outputs(), exact, size, errors)
 
 

@@ -23,7 +23,7 @@ matplotlib.rcdefaults()  # not the user's: the same report gives the same file
 matplotlib.rcParams["svg.hashsalt"] = "hotcore"
 matplotlib.rcParams["svg.fonttype"] = "none"  # text, not its outlines: half of the file
 matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt  # noqa: E402  (after the backend)
 
 STAGES = {
     "product g_x": "#4477aa",

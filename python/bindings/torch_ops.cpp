@@ -75,10 +75,9 @@ struct Intact {
 };
 struct Tables {
   std::mutex mutex;
-  std::map<Sizes, Intact> intact;  // by Tensor::identity
-
   std::map<std::string, Config, std::less<>> configs;  // never erased
   std::map<std::pair<Int, std::uintptr_t>, hot::Context> contexts;
+  std::map<Sizes, Intact> intact;  // by Tensor::identity
 };
 Tables* tables = new Tables;
 thread_local bool unknown = false;

@@ -837,7 +837,7 @@ def supported(
     number = as_int(int(index or 0), "device")
     try:
         context = contexts.cpu() if where == "cpu" else contexts.cuda(number, 0)
-    except (NotImplementedError, RuntimeError, ValueError) as error:  # ValueError: no such device
+    except (RuntimeError, ValueError) as error:  # ValueError: no such device
         return False, str(error)
     sizes = (tokens, out_features, in_features)
     runs, why = _core.supported(context, *sizes, settings.spec)

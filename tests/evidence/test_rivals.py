@@ -24,7 +24,7 @@ from evidence.rivals.conversion import taken_by_hotcore  # noqa: E402
 from evidence.rivals.lbp_wht import LbpWht  # noqa: E402
 from evidence.rivals.methods import power_of_two_factor, triangle_rows  # noqa: E402
 from hotcore.config import RECIPES  # noqa: E402
-from support import refused, saved_tensors  # noqa: E402
+from support import refused, saved_tensors  # noqa: E402  (after the skip)
 from torch import Tensor, nn  # noqa: E402
 
 SIMULATED = (

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
+# After the skip: these need torch.
 import bench_backward  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402

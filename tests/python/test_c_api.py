@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import re
 import shutil
 import subprocess
@@ -197,7 +198,7 @@ def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str)
     x, spec = data(rng, (97, 35)), api.spec(recipe)
     kept, saved = api.compress_activation(x, spec, key=KEY)
     if HotConfig.recipe(recipe).basis != "full":
-        call = lambda: api.decompress_activation(saved, 0, 97, spec)  # noqa: E731
+        call = functools.partial(api.decompress_activation, saved, 0, 97, spec)
         refused(call, "decompress_activation: saved has basis", status=UNSUPPORTED)
         return
     model = hotcore.compress_activation(x, recipe, key=KEY)
@@ -270,7 +271,7 @@ def test_errors_of_contexts_and_names(api: CApi) -> None:
     refused(lambda: api.on("hot_context_set_sm_margin", -1), "sms is -1")
     if not _core.built_with_cuda():
         out = ctypes.c_void_p()
-        call = lambda: api.call("hot_context_cuda", 0, None, ctypes.byref(out))  # noqa: E731
+        call = functools.partial(api.call, "hot_context_cuda", 0, None, ctypes.byref(out))
         refused(call, "no CUDA backend", status=UNSUPPORTED)
         assert out.value is None
 
@@ -408,7 +409,7 @@ def test_reserved_members_are_zero(api: CApi) -> None:
     kept = (memory.ctypes.data, memory.size, None, 0, saved)
     spec.reserved = forward.reserved = 1
     refused(lambda: api.on("hot_compress_activation", tensor(w), spec, *kept), "spec.reserved is 1")
-    call = lambda: api.number("hot_forward_weight_bytes", 8, 16, forward)  # noqa: E731
+    call = functools.partial(api.number, "hot_forward_weight_bytes", 8, 16, forward)
     refused(call, "spec.reserved is 1; expected 0")
     spec.reserved = 0
     api.on("hot_compress_activation", tensor(w), spec, *kept)
@@ -458,7 +459,7 @@ def test_longer_structs_of_a_later_header(api: CApi) -> None:
     api.on("hot_fwht", longer, -1, 16, tensor(out))
     equal_bits(out, hotcore.fwht(x))
     longer.later = 1
-    call = lambda: api.on("hot_fwht", longer, -1, 16, tensor(out))  # noqa: E731
+    call = functools.partial(api.on, "hot_fwht", longer, -1, 16, tensor(out))
     refused(call, "x.struct_size is 104", hotcore.__version__)
     # The library fills the members that it knows.
     memory = ctypes.create_string_buffer(b"\x5a" * 256)

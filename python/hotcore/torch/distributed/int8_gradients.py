@@ -152,7 +152,7 @@ def _reduce_bucket(
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so in torch
 
 
 def _all_reduced(values: Tensor, group: Any) -> Tensor:
