@@ -88,7 +88,7 @@ def convert(
         device: the device of training; by default that of the first weight.
         slower: also convert layers that are expected to be slower than plain torch.
         head: True or a configuration: a causal LM model of transformers computes its loss by
-            :func:`hotcore.torch.linear_cross_entropy`, and then returns empty ``logits``; a
+            :func:`hotcore.torch.linear_cross_entropy`. It then returns empty ``logits``. A
             UserWarning says why it cannot.
         **fields: fields of :class:`.HotConfig` that replace those of ``config``.
 
