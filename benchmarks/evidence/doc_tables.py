@@ -191,16 +191,15 @@ def whole(report: Report) -> Lines:
     The baseline is bf16 with recomputed blocks, for LoRA bf16's LoRA.
     """
     rows = report["whole"]
-    tokens = report["settings"]["size"]["length"]
-    yield from header(["", "sequences a step", "tokens a second", "speed", "joules a token",
-                       "peak, GiB", "largest batch, tokens", "speed there"])  # fmt: skip
+    yield from header(["", "tokens a second", "speed", "joules a token", "peak, GiB",
+                       "largest batch, tokens", "speed there"])  # fmt: skip
     for name, row in rows.items():
         if "step" not in row:
-            yield line([name, row.get("left_out", "failed"), *[""] * 6])
+            yield line([name, row.get("left_out", "failed"), *[""] * 5])
             continue
         plain = rows.get(f"{'LoRA ' * name.startswith('LoRA')}bf16, attention kept", {})
         largest = row["largest"]
-        figures = [f"{row['sequences']} × {tokens:,}", f"{row['tokens_per_s']:,.0f}"]
+        figures = [f"{row['tokens_per_s']:,.0f}"]
         figures += [times(_share(row["tokens_per_s"], plain.get("tokens_per_s")))]
         figures += [number(row.get("joules_per_token"), 4), number(row.get("peak_gib"), 1)]
         there = _share(largest["tokens_per_s"], plain.get("largest", {}).get("tokens_per_s"))
@@ -381,10 +380,12 @@ def cpu_layers(report: Report) -> Lines:
 
 
 def rule(report: Report) -> Lines:
-    """Speed over forward and backward of a linear layer, beside bf16."""
+    """Speed over forward and backward of square linear layers, beside bf16."""
     speeds: dict[str, dict[str, str]] = {}
     for shape, rows in report["rule"]["shapes"].items():
         tokens, outs, ins = map(int, shape.split(","))
+        if outs != ins:
+            continue
         speed = times(rows["plain"]["median_ms"] / rows["default int8"]["median_ms"])
         speeds.setdefault(f"{outs} × {ins}", {})[f"{tokens:,} tokens"] = speed
     columns = [*next(iter(speeds.values()))]
@@ -572,7 +573,7 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("", config_fields),
     "speeds": ("", speeds.table),
     **_of("", several_tables.several, several_tables.predicted, several_tables.several_losses),
-    **_of("", several_tables.wire_losses),
+    **_of("", several_tables.wire_losses, several_tables.ddp),
     **_of("gpu-check.json", layers, both, floor, small, targets, tests),
     **_of("cuda-steps.json", steps),
     **_of("cuda-models-table.json", model_table.gradients, losses_note),

@@ -93,6 +93,8 @@ def several(results: Path) -> Lines:
     """Speed, peak and bytes sent of every contender, by model and connection."""
     settings, cells = settings_of(results), []
     for setting, rows in settings.items():
+        if not setting.startswith("llama_8b"):
+            continue
         predicted, plain, title = predictions(settings, setting), rows.get("bf16", {}), setting
         for name, row in rows.items():
             if "step" not in row:
@@ -112,6 +114,32 @@ def several(results: Path) -> Lines:
         ["", "", "a second, a GPU", "speed", "step, ms", "predicted, ms", "peak, GiB",
          "of bf16's peak", "GB sent a step"], cells,
     )  # fmt: skip
+    yield from ("", dates_line(results, [SPEEDS]))
+
+
+def ddp(results: Path) -> Lines:
+    """Step of bf16 in milliseconds, the others' speed, and the largest share of its peak."""
+    models: dict[str, dict[str, dict[str, Report]]] = {}
+    for setting, rows in settings_of(results).items():
+        model, gpus, _, *peer = setting.split(", ")
+        if model != "llama_8b":
+            models.setdefault(model, {})[", ".join([gpus, *peer])] = rows
+    places = sorted({place for found in models.values() for place in found}, key=lambda p: (len(p), p))
+    cells = []
+    for model, found in models.items():
+        for name in dict.fromkeys(name for rows in found.values() for name in rows):
+            words, peaks = [model if name == "bf16" else "", name], []
+            for place in places:
+                rows = found.get(place, {})
+                if name in rows:
+                    row, plain = rows[name], rows["bf16"]
+                    ms, of = (r["step"]["median_ms"] for r in (row, plain))
+                    words.append(f"{ms:.0f} ms" if name == "bf16" else f"{of / ms:.2f}×")
+                    peaks.append(row["peak_gib"] / plain["peak_gib"])
+                else:
+                    words.append("")
+            cells.append([*words, f"{max(peaks):.2f}"])
+    yield from table_of(["", "", *places, "peak, of bf16's"], cells)
     yield from ("", dates_line(results, [SPEEDS]))
 
 

@@ -99,7 +99,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
     assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0]
     lines = list(doc_tables.whole(report))
     assert len(lines) == 2 + len(names)
-    assert lines[2].startswith(f"| {OURS} | 4 × 32 | ")
+    assert lines[2].startswith(f"| {OURS} | ")
 
     kept = dict(rows)
     report["whole"][PLAIN] = {"begun": 1}  # its process died
