@@ -14,6 +14,7 @@ import torch
 from support import nbytes, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_graphs import same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 CONVERTED = ["stages.0.conv", "stages.0.mix", "stages.1.conv", "stages.1.mix", "q", "k"]
@@ -73,11 +74,6 @@ def step(
     return [y.detach(), *(leaf.grad for leaf in leaves), torch.rand(())]
 
 
-def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
     # ReLU keeps its output, so a partitioner would rather compress it (and draw) in backward.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))
@@ -88,7 +84,7 @@ def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
         for backend in ("aot_eager", "aot_eager_decomp_partition"):
             torch._dynamo.reset()
             compiled = torch.compile(model, backend=backend, fullgraph=True)
-            assert_same(step(compiled, model, x), step(model, model, x))
+            assert same(step(compiled, model, x), step(model, model, x))
 
 
 @pytest.mark.long
@@ -109,7 +105,7 @@ def test_compiled_convolutions_of_any_size(options: dict[str, Any]) -> None:
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for shape in ((2, 8, 8), (3, 8, 8), (2, 9, 7)):
         x = torch.randn(shape[0], 64, *shape[1:])
-        assert_same(step(compiled, module, x), step(module, module, x))
+        assert same(step(compiled, module, x), step(module, module, x))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +119,7 @@ def test_a_changed_configuration_recompiles(config: hot.HotConfig) -> None:
     layer.config = config  # as PrecisionSchedule does
     after = step(compiled, layer, x)
     assert not torch.equal(before[2], after[2])
-    assert_same(after, step(layer, layer, x))
+    assert same(after, step(layer, layer, x))
 
 
 @pytest.mark.long

@@ -50,8 +50,7 @@ def test_linear(device: str, forward: str, shape: tuple[int, ...], write: str) -
 @pytest.mark.parametrize("shape", [(2, 32, 5, 5), (32, 5, 5)])
 def test_conv2d(shape: tuple[int, ...], forward: str, kernel: int, write: str) -> None:
     x = torch.randn(shape)
-    if x.dim() == 4:
-        x = x.to(memory_format=torch.channels_last)
+    x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
     x.requires_grad_()
     weight = torch.randn(48, 32, kernel, kernel, requires_grad=True)
     bias = torch.randn(48, requires_grad=True)
@@ -121,8 +120,9 @@ def test_compiled(backend: str) -> None:
     expected = call(x)
     expected.sum().backward()
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
-    for ours, p in zip(gradients, model.parameters(), strict=True):
-        assert torch.allclose(ours, p.grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        gradients, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -50,8 +50,7 @@ def test_forward_is_bit_equal(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     x, weight, bias = tensors(*shape, dtype=dtype)
     for b in (bias, None):
         y = hot.linear(x, weight, b)
-        assert y.requires_grad
-        assert torch.equal(y, F.linear(x, weight, b))
+        assert y.requires_grad and torch.equal(y, F.linear(x, weight, b))
 
 
 def test_a_bias_alone_is_plain() -> None:
@@ -70,9 +69,8 @@ def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dt
     key = drawn_key(99)
     torch.manual_seed(99)
     got = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
-    expected = hotcore.backward_linear(
-        gy, weight.detach(), x.detach(), config=config, need=("gx", "gw", "gb"), key=key
-    )
+    operands = gy, weight.detach(), x.detach()
+    expected = hotcore.backward_linear(*operands, config=config, need=("gx", "gw", "gb"), key=key)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == dtype
         equal_bits(ours, theirs)
@@ -117,10 +115,8 @@ def test_bad_arguments() -> None:
             hot.linear(torch.tensor(1.0), weight, bias, HotConfig(forward=forward))
     with pytest.raises(RuntimeError):  # torch's own
         hot.linear(x, weight[:, :20], bias)
-    with pytest.raises(TypeError, match="config: "):
-        hot.linear(x, weight, bias, None)
-    with pytest.raises(ValueError, match="config: 'best'"):
-        hot.linear(x, weight, bias, "best")
+    refused(lambda: hot.linear(x, weight, bias, None), "config: ", TypeError)
+    refused(lambda: hot.linear(x, weight, bias, "best"), "config: 'best'")
     with pytest.raises(ValueError, match="10 tokens.*multiple of.*50"):
         hot.linear(x, weight, bias, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1))
 
@@ -185,16 +181,14 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
     configs = [HotConfig.recipe(recipe)]
     if recipe in ("fast", "paper"):
         for grid, prefix in (((14, 14), 1), ((3, 5), 0)):
-            config = HotConfig.recipe(recipe, token_grid=grid, prefix_tokens=prefix, rank=4)
-            configs.append(config)
+            configs.append(HotConfig.recipe(recipe, token_grid=grid, prefix_tokens=prefix, rank=4))
     if recipe == "paper":
         configs.append(HotConfig.recipe(recipe, rows=(0, 3, 5), block=32))
     if recipe == "accurate":
         configs += [HotConfig.recipe(recipe, gw_scale=scale) for scale in ("tensor", "token")]
     for config in configs:
-        sample = config.token_grid[0] * config.token_grid[1] if config.token_grid else 1
-        sample += config.prefix_tokens
-        count = tokens // sample * sample
+        rows, columns = config.token_grid or (1, 1)
+        count = tokens // (sample := rows * columns + config.prefix_tokens) * sample
         size = saved_layout(count, width, config).bytes
         assert codes.saved_bytes(count, width, config) == size
         assert codes.saved_bytes(Symbolic(count), width, config) == size
@@ -265,8 +259,7 @@ def test_a_converted_layer_keeps_everything(
     assert module is plain and type(module) is getattr(hot, f"Hot{kind.__name__}")
     module.load_state_dict(plain.state_dict())
     assert loaded == [module]
-    assert module.weight is weight and module.bias is bias
-    assert not module.training
+    assert module.weight is weight and module.bias is bias and not module.training
     assert module.config == HotConfig.recipe("fast") and "config=fast" in repr(module)
     assert ("padding=same" in repr(module)) == (kind is nn.Conv2d)
     module(torch.randn(shape))
@@ -281,9 +274,8 @@ def test_a_converted_layer_keeps_everything(
 
 
 def test_repr() -> None:
-    assert repr(hot.HotLinear(4, 3)) == (
-        "HotLinear(in_features=4, out_features=3, bias=True, config=default)"
-    )
+    text = "HotLinear(in_features=4, out_features=3, bias=True, config=default)"
+    assert repr(hot.HotLinear(4, 3)) == text
     custom = hot.HotLinear(4, 3, config=HotConfig(gx_rounding="nearest"))
     assert "config=default, gx_rounding='nearest'" in repr(custom)
 
