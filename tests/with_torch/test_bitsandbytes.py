@@ -157,10 +157,9 @@ def test_4bit(options: dict) -> None:
     assert type(model.up).__name__ == type(model.down).__name__ == "HotLinear4bit"
     assert isinstance(model.up, bnb.nn.Linear4bit) and set(model.state_dict()) == state
     x = torch.randn(64, 64)
-    a, b = model(x), plain(x)
-    assert torch.equal(a, b)
-    a.sum().backward()
-    b.sum().backward()
+    outputs = [each(x) for each in (model, plain)]
+    assert torch.equal(*outputs)
+    sum(outputs).sum().backward()
     ours, exact = model.first.weight.grad, plain.first.weight.grad
     assert 0.99 < cosine(ours.numpy(), exact.numpy()) < 1
     hot.revert(model)
@@ -201,8 +200,7 @@ def test_lora(first: str, make: Callable[..., nn.Module]) -> None:
     model = peft.get_peft_model(model, lora)
     if first == "peft":
         hot.convert(model, filter_fn=chosen)
-    base = model.base_model.model.up.base_layer
-    assert type(base).__name__ == f"Hot{type(make()).__name__}"
+    assert type(model.base_model.model.up.base_layer).__name__ == f"Hot{type(make()).__name__}"
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
     losses = []
     for _ in range(15):

@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import hotcore
 import hotcore.torch as hot
@@ -108,6 +109,11 @@ def test_revert() -> None:
     with pytest.warns(UserWarning, match="revert: model: no layer of it is converted"):
         assert hot.revert(model) is model
     assert hot.convert(model).hot_report.converted
+    layer = nn.Linear(64, 64)  # the root itself
+    content = set(vars(layer))
+    assert hot.convert(layer) is layer and type(layer) is hot.HotLinear
+    assert "(root)" in str(layer.hot_report)
+    assert hot.revert(layer) is layer and type(layer) is nn.Linear and set(vars(layer)) == content
 
 
 def test_filter_fn() -> None:
@@ -225,14 +231,6 @@ def test_shared_module_is_replaced_everywhere() -> None:
     assert model[0] is model[2] and type(model[0]) is nn.Linear
 
 
-def test_root_linear() -> None:
-    layer = nn.Linear(64, 64)
-    content = set(vars(layer))
-    assert hot.convert(layer) is layer and type(layer) is hot.HotLinear
-    assert "(root)" in str(layer.hot_report)
-    assert hot.revert(layer) is layer and type(layer) is nn.Linear and set(vars(layer)) == content
-
-
 def test_report_prints_as_a_table() -> None:
     model = Model()
     model.blocks[0].qkv.weight.requires_grad_(False)
@@ -267,13 +265,6 @@ def test_report_prints_as_a_table() -> None:
     assert "default filter" not in str(hot.convert(body, overrides={"0": None}).hot_report)
 
 
-def test_bad_config() -> None:
-    refused(lambda: hot.convert(Model(), 3), "config: ", TypeError)
-    refused(lambda: hot.convert(Model(), "quick"), "config: 'quick'")
-    with pytest.raises(TypeError, match="filter_fn: .* function, got dict; did you mean overrides"):
-        hot.convert(Model(), "default", {"0": "fast"})
-
-
 def test_fields_as_arguments() -> None:
     """They replace the configuration's, for all layers; overrides replace more of them."""
     config = HotConfig.recipe("accurate", gx_bits=4)
@@ -282,7 +273,11 @@ def test_fields_as_arguments() -> None:
         expected = dataclasses.replace(hotcore.config.as_config(base), forward="int8")
         assert hot.report(model).config == model.blocks[0].qkv.config == expected
         assert model.blocks[0].proj.config == dataclasses.replace(expected, rank=8)
+    no_filter = "filter_fn: .* function, got dict; did you mean overrides"
     for fields, error, message in (
+        ({"config": 3}, TypeError, "config: "),
+        ({"config": "quick"}, ValueError, "config: 'quick'"),
+        ({"filter_fn": {"0": "fast"}}, TypeError, no_filter),
         ({"forwrd": "int8"}, TypeError, "^convert: unexpected argument 'forwrd'; .* 'forward'"),
         ({"filter": every}, TypeError, "convert: unexpected argument 'filter'; .*'filter_fn'"),
         ({"forward": "int9"}, ValueError, "^forward: 'int9' is not one of 'plain', 'int8'"),
@@ -974,18 +969,11 @@ def calls_of_hooks(model: nn.Module) -> int:
     hook = getattr(model[1], "_hf_hook", None)
     if hook is None:
         return 0
-    seen = []
-    before = type(hook).pre_forward
-    type(hook).pre_forward = lambda self, module, *args, **kwargs: (
-        seen.append(module),
-        before(self, module, *args, **kwargs),
-    )[1]
-    try:
+    kind, before = type(hook), type(hook).pre_forward
+    with mock.patch.object(kind, "pre_forward", autospec=True, side_effect=before) as called:
         model[1](torch.randn(2, 64))
-    finally:
-        type(hook).pre_forward = before
-    assert all(module is model[1] for module in seen)
-    return len(seen)
+    assert all(call.args[1] is model[1] for call in called.call_args_list)
+    return called.call_count
 
 
 def test_converted_from_an_offloaded_model(seeded: None) -> None:

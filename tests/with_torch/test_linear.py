@@ -126,11 +126,6 @@ def examples() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
         yield torch.randn(37, 20).to(dtype), torch.tensor(11), HotConfig.recipe(recipe).json
 
 
-def test_opcheck_compress_activation() -> None:
-    for x, seed, config in examples():
-        torch.library.opcheck(torch.ops.hotcore.compress_activation, (x, seed, config))
-
-
 @pytest.mark.long
 def test_opcheck_linear() -> None:
     for x, seed, config in examples():
@@ -156,8 +151,9 @@ def test_opcheck_draw_seed() -> None:
             torch.library.opcheck(torch.ops.hotcore.kept_of, call, test_utils=tests)
 
 
-def test_opcheck_backward_linear() -> None:
+def test_opcheck_compress_activation_and_backward_linear() -> None:
     for x, seed, config in examples():
+        torch.library.opcheck(torch.ops.hotcore.compress_activation, (x, seed, config))
         saved, _ = codes.compress_activation(x, seed, core.parsed(config))
         gy, weight = torch.randn(37, 12).to(x.dtype), torch.randn(12, 20).to(x.dtype)
         own = str(x.dtype).removeprefix("torch.")

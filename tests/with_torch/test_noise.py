@@ -13,20 +13,13 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(64, 64, 3, padding=1),
-        nn.Flatten(2),
-        nn.Linear(64, 96),
-        nn.GELU(),
-        nn.Linear(96, 64),
-    )
+    convolutions = (nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    linears = (nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    return nn.Sequential(*convolutions, nn.Flatten(2), *linears)
 
 
-def converted(recipe: str = "default") -> nn.Sequential:
-    model = hot.convert(net(), recipe, filter_fn=lambda module, name: name != "0")
-    return model
+def converted() -> nn.Sequential:
+    return hot.convert(net(), filter_fn=lambda module, name: name != "0")
 
 
 def batches(count: int) -> list[torch.Tensor]:

@@ -81,10 +81,9 @@ def test_a_sparse_gradient(make: Make) -> None:
 @every_layer
 def test_fx_notes_the_call_in_training_mode(make: Make) -> None:
     module, x = make()
-    model = nn.Sequential(module, nn.ReLU())
-    graph = torch.fx.symbolic_trace(model)
-    kinds = [node.op for node in graph.graph.nodes]
-    assert kinds.count("call_function") == 1  # the layer; ReLU is a module
+    graph = torch.fx.symbolic_trace(model := nn.Sequential(module, nn.ReLU()))
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert len(calls) == 1  # the layer; ReLU is a module
     for found in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
         gy = torch.randn_like(model(x))
         ours, theirs = gradients(found, x, gy), gradients(model, x, gy)
