@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import cosine, refused, without_broken_torchvision
+from support import cosine, refused
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -18,6 +18,7 @@ import hotcore.torch as hot
 from hotcore import paper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_graphs import imported
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -186,8 +187,7 @@ def test_what_stays_plain() -> None:
 @pytest.mark.parametrize("make", [linear8, linear4])
 @pytest.mark.parametrize("first", ["peft", "hot"])
 def test_lora(first: str, make: Callable[..., nn.Module]) -> None:
-    with without_broken_torchvision():
-        peft = pytest.importorskip("peft")
+    peft = imported("peft")
     model = Model(make)
     x = torch.randn(32, 64)
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from hotcore import paper
 from hotcore.config import HotConfig
 from hotcore.paper.lqs import LayerErrors, Selection
-from support import refused, without_broken_torchvision
+from support import refused
 from torch import nn
+from torch_graphs import conv1d
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -169,9 +170,7 @@ def test_convolutions(recipe: str) -> None:
 
 
 def test_conv1d_of_transformers() -> None:
-    with without_broken_torchvision():
-        conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    model = nn.Sequential(conv1d(96, 64), conv1d(64, 96))
+    model = nn.Sequential(conv1d(64, 96), conv1d(96, 64))
     plan = paper.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
     assert [layer.name for layer in plan.layers] == ["0", "1"]
     report = hot.convert(model, "paper", overrides=plan.overrides("paper", model)).hot_report

@@ -13,7 +13,7 @@ from hotcore.torch.layers.modules import is_pointwise
 from hotcore.torch.ops import codes, conv, core
 from support import nbytes, saved_tensors
 from torch import nn
-from torch_graphs import Graphs
+from torch_graphs import Graphs, drawn
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")
@@ -147,8 +147,7 @@ def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
     module = hot.HotConv2d(32, 24, 1, stride, bias=False, config=config)
     torch.manual_seed(8)
     (gw,) = torch.autograd.grad(module(x), module.weight, gy)
-    torch.manual_seed(8)
-    key = hotcore.Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
+    (key,) = drawn(8, 1)
     rows = gy.permute(0, 2, 3, 1).reshape(-1, 24)
     pixels = x[:, :, ::stride, ::stride].permute(0, 2, 3, 1).reshape(-1, 32)
     config = HotConfig.recipe("paper", token_grid=(12 // stride, 20 // stride))

@@ -19,11 +19,11 @@ import pytest
 import torch
 from hotcore.torch.layers.attention import HotMultiheadAttention
 from hotcore.torch.ops import core
-from support import cosine, nbytes, refused, saved_tensors, strided, without_broken_torchvision
+from support import cosine, nbytes, refused, saved_tensors, strided
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch_graphs import same
+from torch_graphs import conv1d, same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -49,16 +49,10 @@ def frozen() -> nn.Module:
     return layer
 
 
-def conv1d() -> nn.Module:
-    with without_broken_torchvision():
-        utils = pytest.importorskip("transformers.pytorch_utils")
-    return utils.Conv1D(48, 64)
-
-
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(64, 48), (2, 20, 64)),
     "frozen": (frozen, (2, 20, 64)),
-    "conv1d": (conv1d, (2, 20, 64)),
+    "conv1d": (lambda: conv1d(64, 48), (2, 20, 64)),
     "1x1": (lambda: nn.Conv2d(64, 48, 1), (2, 64, 6, 6)),
     "3x3": (lambda: nn.Conv2d(16, 24, 3, padding=1), (2, 16, 8, 8)),
     "attention": (Self, (3, 16, 64)),

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from hotcore import paper
 from hotcore.config import HotConfig
-from support import refused, without_broken_torchvision
+from support import refused
 from torch import nn
-from torch_graphs import Mlp, every, same
+from torch_graphs import Mlp, adapted, conv1d, every, imported, same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,13 +28,6 @@ def expected(x: Any, weight: Any, bias: Any, dtype: Any = None, config: Any = IN
     """The result of ``hotcore.forward_linear``."""
     operands = (None if t is None else t.detach() for t in (x, weight, bias))
     return hotcore.forward_linear(*operands, config=config, out_dtype=dtype)
-
-
-def conv1d(ins: int, outs: int) -> nn.Module:
-    with without_broken_torchvision():
-        pytest.importorskip("transformers")
-        from transformers.pytorch_utils import Conv1D
-    return Conv1D(outs, ins)
 
 
 def converted(model: nn.Module, config: Any) -> nn.Module:
@@ -328,21 +321,17 @@ def test_a_written_weight_is_read(write: str, frozen: bool) -> None:
 
 def test_relora() -> None:
     """peft merges by ``.data``; the next adapters then train beside the merged base."""
-    with without_broken_torchvision():
-        peft = pytest.importorskip("peft")
+    peft = imported("peft")
     model = hot.convert(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48)), INT8, every)
     x = torch.randn(20, 64, requires_grad=True)
     for _ in range(2):
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"]))
-        base = adapted.base_model.model[1].base_layer
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"]))
+        base = wrapped.base_model.model[1].base_layer
         assert isinstance(base, hot.HotLinear) and not base.weight.requires_grad
         inner = torch.randn(20, 64, requires_grad=True)
         assert torch.equal(base(inner), expected(inner, base.weight, base.bias))
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.data.normal_().mul_(0.1)
-        adapted(x).square().sum().backward()
-        model = adapted.merge_and_unload()
+        adapted(wrapped)(x).square().sum().backward()
+        model = wrapped.merge_and_unload()
         assert torch.equal(model[1](inner), expected(inner, model[1].weight, model[1].bias))
 
 

@@ -25,12 +25,12 @@ from hotcore.torch import _compat
 from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear
 from hotcore.torch.ops import frozen_codes
 from hotcore.torch.ops.frozen_codes import Format
-from support import refused, saved_tensors, without_broken_torchvision
+from support import refused, saved_tensors
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from torch_graphs import Graphs, causal, every, same
+from torch_graphs import Graphs, adapted, causal, every, imported, same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 guarded = pytest.mark.skipif(
@@ -1109,9 +1109,8 @@ def test_precision_schedule() -> None:
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    with without_broken_torchvision():
-        pytest.importorskip("transformers")
-        return pytest.importorskip("peft")
+    imported("transformers")
+    return imported("peft")
 
 
 def test_modules_to_save_that_are_frozen(peft: Any) -> None:
@@ -1142,11 +1141,7 @@ def with_lora(
     if order == "peft first":
         hot.convert(wrapped, config(), lambda module, name: name.endswith("base_layer"))
         hot.freeze(wrapped, bits)
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(generator=generator).mul_(0.1)
-    return wrapped
+    return adapted(wrapped, torch.Generator().manual_seed(5))
 
 
 @both

@@ -17,6 +17,7 @@ from hotcore.torch.ops import sharing
 from support import cosine, equal_bits, refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_graphs import Calls, drawn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 WIDTH = 64
@@ -59,12 +60,6 @@ def quantized() -> torch.Tensor | None:
     """The 8-bit codes of the x that is remembered."""
     entry = sharing.threads.cache.entry
     return None if entry is None or entry.quantized is None else entry.quantized[1]
-
-
-def drawn(seed: int, count: int) -> list[Key]:
-    """The keys of layers that draw after ``manual_seed(seed)``."""
-    torch.manual_seed(seed)
-    return [Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64))) for _ in range(count)]
 
 
 # ----------------------------------------------------------------------------------- What is shared
@@ -285,23 +280,11 @@ def test_inference_tensors_and_subclasses_keep_their_own() -> None:
 
 
 def test_dispatch_modes_see_every_compression() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    q, k = layers(2)
-    x = images()
+    (q, k), x = layers(2), images()
     y = q(x)
-    with Mode():
+    with Calls() as calls:
         assert buffers(y, k(x), q(x)) == 3
-    assert seen.count("hotcore.compress_activation.default") == 2
+    assert calls.found["hotcore.compress_activation.default"] == 2
 
 
 def test_layers_that_keep_nothing_share_the_codes() -> None:

@@ -12,13 +12,14 @@ import hotcore.torch as hot
 import pytest
 import torch
 import torch.nn.functional as F
-from hotcore.config import RECIPES, HotConfig, Key
+from hotcore.config import RECIPES, HotConfig
 from hotcore.saved import saved_layout
 from hotcore.torch.ops import codes, core
 from hypothesis import given
 from hypothesis import strategies as st
 from support import equal_bits, nbytes, refused, saved_tensors
 from torch import nn
+from torch_graphs import Symbolic, drawn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,12 +37,6 @@ def tensors(
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     weight = (torch.randn(outs, shape[-1]) / math.sqrt(shape[-1])).to(dtype).requires_grad_()
     return x, weight, torch.randn(outs, dtype=dtype, requires_grad=True)
-
-
-def drawn_key(seed: int) -> Key:
-    """The key that the first hot.linear after ``manual_seed(seed)`` draws."""
-    torch.manual_seed(seed)
-    return Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +61,7 @@ def test_a_bias_alone_is_plain() -> None:
 def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dtype) -> None:
     x, weight, bias = tensors(3, 19, 70, dtype=dtype)
     gy = torch.randn(3, 19, 16).to(dtype)
-    key = drawn_key(99)
+    (key,) = drawn(99, 1)
     torch.manual_seed(99)
     got = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
     operands = gy, weight.detach(), x.detach()
@@ -164,10 +159,6 @@ def test_opcheck_compress_activation_and_backward_linear() -> None:
             (gy, None, None, None, seed, config, 20, "None None float32"),
         ):
             torch.library.opcheck(torch.ops.hotcore.backward_linear, arguments)
-
-
-class Symbolic(int):
-    """A size that libhot is not asked for."""
 
 
 @given(

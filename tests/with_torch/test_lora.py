@@ -16,7 +16,7 @@ with without_broken_torchvision():
 import hotcore.torch as hot
 from hotcore.torch.layers.conv1d import HotConv1D
 from torch import nn
-from torch_graphs import Graphs, causal, same
+from torch_graphs import Graphs, adapted, causal, same
 
 ORDERS = ("peft first", "HOT first")
 
@@ -48,11 +48,7 @@ def with_lora(model: nn.Module, order: str | None, config: Any = "default") -> n
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["up", "down"])
     if order == "HOT first":
         hot.convert(model, config)
-    wrapped = peft.get_peft_model(model, lora)
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(generator=generator).mul_(0.1)
+    wrapped = adapted(peft.get_peft_model(model, lora), torch.Generator().manual_seed(5))
     if order == "peft first":
         hot.convert(wrapped, config)
     return wrapped

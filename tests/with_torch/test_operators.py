@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from torch_graphs import Attention, Graphs, Mlp, converted, every, gradients, same
+from torch_graphs import Attention, Graphs, Mlp, Symbolic, converted, every, gradients, same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 INT8 = hot.HotConfig.recipe("fast", forward="int8")
@@ -303,10 +303,6 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     env = {**os.environ, **env}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-class Symbolic(int):
-    """A size that libhot is not asked for."""
 
 
 def test_sizes_of_fakes() -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from types import ModuleType
@@ -24,13 +23,12 @@ import torch
 from support import refused
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch_graphs import gradients, same
+from torch_graphs import Calls, gradients, same
 
 pytestmark = pytest.mark.usefixtures("seeded")
 OURS = "hotcore.integrations.torchtitan"
@@ -214,16 +212,6 @@ def test_the_config_builds_a_layer_that_trains(titan: Any) -> None:
     refused(lambda: replaced(titan, "hot_linear", config, rang=3), "no field 'rang'")
 
 
-class Counts(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.skipif(
     "early_stop" not in inspect.signature(checkpoint).parameters, reason="torchtitan needs it"
 )
@@ -248,8 +236,8 @@ def test_selective_checkpoints_compress_once(titan: Any, with_ours: bool, preser
     if with_ours:
         policy = replaced(titan, "hot_selective_ac", policy)
     policy.build().apply(model)
-    with Counts() as counts:
+    with Calls() as calls:
         actual = gradients(block, model.layers["0"], x)
-    compressed = sum(n for name, n in counts.found.items() if "hotcore.compress" in name)
+    compressed = sum(n for name, n in calls.found.items() if "hotcore.compress" in name)
     assert compressed == (2 if with_ours else 4)
     assert not with_ours or same(actual, expected)
